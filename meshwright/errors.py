@@ -1,0 +1,78 @@
+"""Errors that say what is wrong, why, where, and what to try.
+
+Users' mistakes raise a subclass of `MeshwrightError` (each is a `ValueError` too); broken internal invariants are `assert`s.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MeshwrightError(ValueError):
+    """The base of every error a user can cause.
+
+    `what` is one sentence; `why` gives the numbers; `where` the operator and source line; `hint` a way out.
+    """
+
+    def __init__(self, what: str, *, why: str = "", where: str = "", hint: str = "") -> None:
+        self.what, self.why, self.where, self.hint = what, why, where, hint
+        lines = [what]
+        lines += [f"  {label} {text}" for label, text in (("why:  ", why), ("where:", where), ("try:  ", hint)) if text]
+        super().__init__("\n".join(lines))
+
+    def at(self, where: str) -> MeshwrightError:
+        """The same error with a place, added by the layer that knows it."""
+        if self.where:
+            return self
+        return type(self)(self.what, why=self.why, where=where, hint=self.hint)
+
+
+class MeshError(MeshwrightError):
+    """A mesh that cannot be: sizes, names or rank order."""
+
+
+class LayoutError(MeshwrightError):
+    """A layout that breaks a law: an axis used twice, more blocks than elements, an unknown axis."""
+
+
+class GraphError(MeshwrightError):
+    """A graph text that does not parse, or a graph that breaks a law."""
+
+
+class CaptureError(MeshwrightError):
+    """A model that cannot be captured as it is."""
+
+
+class RuleError(MeshwrightError):
+    """An operator without a rule, or a rule that does not fit its operator."""
+
+
+class StrategyError(MeshwrightError):
+    """A cut asked for by the user that the operator or the mesh cannot take."""
+
+
+class PlanError(MeshwrightError):
+    """A plan that does not fit its model, mesh or version."""
+
+
+class BatchError(MeshwrightError):
+    """A batch that differs from the example the step was built for."""
+
+
+class LaunchError(MeshwrightError):
+    """Ranks that could not be started, or that failed."""
+
+
+class RunError(MeshwrightError):
+    """A step that cannot run here: wrong world size, a backend that is missing, replicas that drifted apart."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint with the closest known names, or the list of them when none is close."""
+    names = sorted(set(known))
+    close = difflib.get_close_matches(name, names, n=3)
+    if close:
+        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
+    shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
+    return f"known: {shown}" if names else ""

@@ -1,0 +1,151 @@
+"""The ranks as a mesh: named axes of prime size, ordered from the slowest link to the fastest.
+
+A user's axis such as ``dp=4`` is a *name for a run* of prime axes (``dp0=2, dp1=2``), so that every operator may use a
+mesh shape of its own while all of them speak of the same axes. Coordinates are row-major: the last axis changes fastest.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from meshwright.errors import MeshError, did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of the mesh. `size` is a prime number (or 1); `link` names the level of the cluster it runs over."""
+
+    name: str
+    size: int
+    link: str = "local"
+
+
+def prime_factors(n: int) -> tuple[int, ...]:
+    """The prime factors of `n`, largest first; empty for 1."""
+    found, divisor = [], 2
+    while n > 1:
+        while n % divisor == 0:
+            found.append(divisor)
+            n //= divisor
+        divisor += 1 if divisor * divisor <= n else max(n - divisor, 1)
+    return tuple(sorted(found, reverse=True))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A grid of ranks. Build one with `Mesh.of(dp=2, tp=4)`; `axes` are then the prime axes ``dp, tp0, tp1``.
+
+    `names` maps each user's axis to its run of prime axes. `order` lists the ranks in row-major order of the
+    coordinates (the identity unless the user gives a device order).
+    """
+
+    axes: tuple[Axis, ...]
+    names: tuple[tuple[str, tuple[str, ...]], ...]
+    order: tuple[int, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if not self.order:
+            object.__setattr__(self, "order", tuple(range(self.size)))
+        if sorted(self.order) != list(range(self.size)):
+            raise MeshError(
+                f"the rank order of a mesh of {self.size} ranks must list each rank once",
+                why=f"got {list(self.order)[:16]}",
+                hint=f"a permutation of 0 … {self.size - 1}",
+            )
+
+    @staticmethod
+    def of(sizes: Mapping[str, int] | None = None, *, order: Iterable[int] = (), **named: int) -> Mesh:
+        """A mesh from axis sizes, slowest first: ``Mesh.of(dp=2, tp=4)``.
+
+        Raises MeshError for sizes that are not positive integers and for names used twice.
+        """
+        wanted = {**(sizes or {}), **named}
+        axes: list[Axis] = []
+        names: list[tuple[str, tuple[str, ...]]] = []
+        for name, size in wanted.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise MeshError(f"axis {name!r} has size {size!r}", why="an axis has a whole number of ranks, at least 1")
+            primes = prime_factors(size)
+            run = (name,) if len(primes) <= 1 else tuple(f"{name}{i}" for i in range(len(primes)))
+            axes += [Axis(n, p) for n, p in zip(run, primes or (1,), strict=True)]
+            names.append((name, run))
+        all_names = [a.name for a in axes]
+        clash = sorted({n for n in all_names if all_names.count(n) > 1} | ({n for n, run in names if n in all_names and run != (n,)}))
+        if clash:
+            raise MeshError(f"the axis name {clash[0]!r} occurs twice in the mesh", why=f"axes: {', '.join(all_names)}")
+        return Mesh(tuple(axes), tuple(names), tuple(order))
+
+    @functools.cached_property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(a.size for a in self.axes)
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """Prime axis → size."""
+        return {a.name: a.size for a in self.axes}
+
+    @functools.cached_property
+    def _runs(self) -> dict[str, tuple[str, ...]]:
+        return {a.name: (a.name,) for a in self.axes} | dict(self.names)
+
+    def resolve(self, name: str) -> tuple[str, ...]:
+        """The prime axes that a name stands for. Raises MeshError for an unknown one."""
+        if name not in self._runs:
+            raise MeshError(f"the mesh has no axis {name!r}", hint=did_you_mean(name, self._runs), why=f"mesh: {self}")
+        return self._runs[name]
+
+    def index(self, axis: str) -> int:
+        """Position of a prime axis in mesh order."""
+        return list(self.sizes).index(axis)
+
+    def sort(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Prime axes in mesh order, each once."""
+        wanted = set(axes)
+        return tuple(a.name for a in self.axes if a.name in wanted)
+
+    def count(self, axes: Iterable[str]) -> int:
+        """The number of blocks that a cut over these axes makes."""
+        return math.prod(self.sizes[a] for a in axes)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Prime axis → coordinate of a rank."""
+        place, result = self.order.index(rank), {}
+        for axis in reversed(self.axes):
+            place, result[axis.name] = divmod(place, axis.size)
+        return result
+
+    def rank(self, coordinate: Mapping[str, int]) -> int:
+        """The rank at a coordinate."""
+        place = 0
+        for axis in self.axes:
+            place = place * axis.size + coordinate[axis.name]
+        return self.order[place]
+
+    def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along `axes`; the first axis *given* is the slowest."""
+        run, base = list(axes), self.coordinate(rank)
+        members = [base]
+        for axis in run:
+            members = [{**m, axis: i} for m in members for i in range(self.sizes[axis])]
+        return tuple(self.rank(m) for m in members)
+
+    def show(self, axes: Iterable[str]) -> str:
+        """Prime axes for a reader: a full run goes by the user's name (``tp0, tp1`` → ``tp``)."""
+        left, shown = list(axes), []
+        while left:
+            for name, run in self.names:
+                if tuple(left[: len(run)]) == run:
+                    shown.append(name)
+                    left = left[len(run) :]
+                    break
+            else:
+                shown.append(left.pop(0))
+        return ",".join(shown)
+
+    def __str__(self) -> str:
+        text = " × ".join(f"{name}={self.count(run)}" for name, run in self.names)
+        return text if self.order == tuple(range(self.size)) else f"{text} order {list(self.order)}"
