@@ -1,0 +1,388 @@
+"""The captured program as frozen plain data: it prints, and the print parses back to an equal graph.
+
+A graph holds what the capture saw and what every later stage needs: operator overload names, arguments (nested and
+literal), tensor types, which values need a gradient, the module path and source line of each node, the role of each
+input, ties between parameters, and the buffers that the step replaces. Tensors themselves never live here.
+
+    graph "MLP" {
+      %w: f32[8, 4] = parameter("up.weight", grad=True)
+      %x: f32[2, 4] = batch("x", batch_dim=0)
+      %linear: f32[2, 8] = aten.linear.default(%x, %w)  {"grad": [true], "module": "up", "source": "m.py:3 y = up(x)"}
+      return loss=%linear
+    }
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.errors import GraphError
+
+DTYPES: dict[str, int] = {  # our short name → bytes of one element
+    "f64": 8, "f32": 4, "bf16": 2, "f16": 2, "f8e4m3": 1, "f8e5m2": 1,
+    "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "b8": 1, "c64": 8, "c128": 16,
+}  # fmt: skip
+ROLES = ("parameter", "buffer", "constant", "batch")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Dtype (short name) and global shape of a value."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * DTYPES[self.dtype]
+
+    @property
+    def is_float(self) -> bool:
+        """Floating point or complex: may carry a gradient."""
+        return self.dtype[0] in "fbc" and self.dtype != "b8"
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A use of a value: the name of an input or node, ``name.i`` for the i-th result of a node with several."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"%{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """A dtype used as an argument."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The slot for the device a rank runs on (devices are never literals in a graph)."""
+
+    def __str__(self) -> str:
+        return "device"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An input of the program.
+
+    `target` is the parameter's or buffer's qualified name, the path in the batch (``input_ids``, ``0.image``) or the
+    content hash of a constant. `ties` lists the further names of a tied parameter. `batch_dim` is the dim of a batch
+    input that counts examples, where it is known.
+    """
+
+    name: str
+    role: str
+    target: str
+    type: TensorType
+    needs_grad: bool = False
+    ties: tuple[str, ...] = ()
+    batch_dim: int | None = None
+
+    def __str__(self) -> str:
+        extra = "".join(
+            f", {key}={_show(value)}"
+            for key, value, default in (
+                ("grad", self.needs_grad, False),
+                ("ties", self.ties, ()),
+                ("batch_dim", self.batch_dim, None),
+            )
+            if value != default
+        )
+        return f"%{self.name}: {self.type} = {self.role}({json.dumps(self.target)}{extra})"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operator. `op` is an overload name such as ``aten.linear.default``; `outputs` has a type per result."""
+
+    name: str
+    op: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    outputs: tuple[TensorType, ...] = ()
+    needs_grad: tuple[bool, ...] = ()
+    module: str = ""
+    source: str = ""
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """Names of the results."""
+        if len(self.outputs) == 1:
+            return (self.name,)
+        return tuple(f"{self.name}.{i}" for i in range(len(self.outputs)))
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """Names of the tensors it reads, in argument order, with repeats. Their positions are the node's *ports*."""
+        return tuple(ref.name for ref in refs_in((self.args, tuple(v for _, v in self.kwargs))))
+
+    def kwarg(self, name: str, default: Any = None) -> Any:
+        """A keyword argument."""
+        return dict(self.kwargs).get(name, default)
+
+    def arg(self, index: int, name: str = "", default: Any = None) -> Any:
+        """An argument given by position or by name."""
+        return self.args[index] if index < len(self.args) else self.kwarg(name, default)
+
+    def with_uses(self, names: Iterable[str]) -> Node:
+        """The same node reading other tensors, port by port."""
+        fresh = iter(names)
+        args = map_refs(self.args, lambda _: Ref(next(fresh)))
+        kwargs = tuple((k, map_refs(v, lambda _: Ref(next(fresh)))) for k, v in self.kwargs)
+        return replace(self, args=args, kwargs=kwargs)
+
+    @property
+    def where(self) -> str:
+        """Source line and module, for messages."""
+        return "  ".join(t for t in (self.source, f"in {self.module}" if self.module else "") if t)
+
+    def __str__(self) -> str:
+        types = ", ".join(map(str, self.outputs))
+        typed = types if len(self.outputs) == 1 else f"({types})"
+        args = [_show(a) for a in self.args] + [f"{k}={_show(v)}" for k, v in self.kwargs]
+        notes: dict[str, Any] = {}
+        if any(self.needs_grad):
+            notes["grad"] = list(self.needs_grad)
+        if self.module:
+            notes["module"] = self.module
+        if self.source:
+            notes["source"] = self.source
+        # A single opening brace marks where the notes begin, whatever the source line contains.
+        inner = json.dumps(notes, ensure_ascii=False)[1:-1].replace("{", "\\u007b")
+        tail = f"  {{{inner}}}" if notes else ""
+        return f"%{self.name}: {typed} = {self.op}({', '.join(args)}){tail}"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A program: inputs, nodes in execution order, named outputs, and buffers replaced by the step.
+
+    `outputs` pairs a label (``loss`` first) with a value; `mutations` pairs a buffer's name with its new value.
+    """
+
+    name: str
+    inputs: tuple[Input, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[tuple[str, str], ...]
+    mutations: tuple[tuple[str, str], ...] = ()
+
+    @functools.cached_property
+    def types(self) -> dict[str, TensorType]:
+        """Value name → type."""
+        known = {i.name: i.type for i in self.inputs}
+        for node in self.nodes:
+            known.update(zip(node.values, node.outputs, strict=True))
+        return known
+
+    @functools.cached_property
+    def needs_grad(self) -> frozenset[str]:
+        """Names of values through which a gradient flows."""
+        wanted = {i.name for i in self.inputs if i.needs_grad}
+        for node in self.nodes:
+            wanted.update(v for v, needed in zip(node.values, node.needs_grad, strict=False) if needed)
+        return frozenset(wanted)
+
+    @functools.cached_property
+    def producers(self) -> dict[str, Node]:
+        """Value name → the node that makes it (inputs are not in it)."""
+        return {v: n for n in self.nodes for v in n.values}
+
+    @functools.cached_property
+    def consumers(self) -> dict[str, tuple[tuple[Node, int], ...]]:
+        """Value name → its uses as (node, port)."""
+        found: dict[str, list[tuple[Node, int]]] = {name: [] for name in self.types}
+        for node in self.nodes:
+            for port, name in enumerate(node.uses):
+                found[name].append((node, port))
+        return {k: tuple(v) for k, v in found.items()}
+
+    @property
+    def loss(self) -> str:
+        """Name of the first output."""
+        return self.outputs[0][1]
+
+    def input_of(self, role: str) -> tuple[Input, ...]:
+        """The inputs of one role."""
+        return tuple(i for i in self.inputs if i.role == role)
+
+    def __str__(self) -> str:
+        lines = [f"graph {json.dumps(self.name)} {{"]
+        lines += [f"  {i}" for i in self.inputs]
+        lines += [f"  {n}" for n in self.nodes]
+        ends = [f"{label}=%{value}" for label, value in self.outputs]
+        ends += [f"mutate {json.dumps(target)}=%{value}" for target, value in self.mutations]
+        return "\n".join([*lines, f"  return {', '.join(ends)}", "}"])
+
+
+def refs_in(value: Any) -> Iterator[Ref]:
+    """Every reference in a nested argument, depth first."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from refs_in(item)
+
+
+def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:
+    """A nested argument with each reference replaced."""
+    if isinstance(value, Ref):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(map_refs(item, change) for item in value)
+    return value
+
+
+def verify(graph: Graph) -> Graph:
+    """Check the laws of a graph and return it. Raises GraphError naming the first node that breaks one."""
+    known: set[str] = set()
+    for entry in graph.inputs:
+        if entry.role not in ROLES:
+            raise GraphError(f"input %{entry.name} has the unknown role {entry.role!r}")
+        if entry.name in known:
+            raise GraphError(f"the name %{entry.name} is defined twice")
+        known.add(entry.name)
+    for node in graph.nodes:
+        for used in node.uses:
+            if used not in known:
+                raise GraphError(f"%{node.name} reads %{used}, which is not defined before it", where=node.where)
+        if len(node.needs_grad) != len(node.outputs):
+            raise GraphError(f"%{node.name} has {len(node.outputs)} results and {len(node.needs_grad)} gradient flags")
+        for value, type_, needed in zip(node.values, node.outputs, node.needs_grad, strict=True):
+            if value in known:
+                raise GraphError(f"the name %{value} is defined twice", where=node.where)
+            if needed and not type_.is_float:
+                raise GraphError(f"%{value} is {type_} and cannot have a gradient", where=node.where)
+            known.add(value)
+    for label, value in (*graph.outputs, *graph.mutations):
+        if value not in known:
+            raise GraphError(f"the result {label!r} reads %{value}, which is not defined")
+    return graph
+
+
+def prune(graph: Graph) -> Graph:
+    """Without nodes that nothing reads. Inputs stay: they are the contract with the caller."""
+    live = {value for _, value in (*graph.outputs, *graph.mutations)}
+    kept: list[Node] = []
+    for node in reversed(graph.nodes):
+        if live.intersection(node.values):
+            live.update(node.uses)
+            kept.append(node)
+    return replace(graph, nodes=tuple(reversed(kept)))
+
+
+# ---------------------------------------------------------------- print and parse
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, tuple):
+        inner = ", ".join(_show(v) for v in value)
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if isinstance(value, str):
+        return json.dumps(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    return str(value) if isinstance(value, Ref | Dtype | Device) else repr(value)
+
+
+_REF = re.compile(r'("(?:\\.|[^"\\])*")|%([\w.]+)')
+
+
+def _literal(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Tuple(elts=elts):
+            return tuple(_literal(e) for e in elts)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_literal(operand)
+        case ast.Call(func=ast.Name(id="ref"), args=[ast.Constant(value=name)]):
+            return Ref(name)
+        case ast.Name(id="device"):
+            return Device()
+        case ast.Name(id="inf" | "nan" as name):
+            return float(name)
+        case ast.Name(id=name) if name in DTYPES:
+            return Dtype(name)
+        case _:
+            raise ValueError(ast.unparse(node))
+
+
+def _arguments(text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    source = _REF.sub(lambda m: m.group(1) or f'ref("{m.group(2)}")', text)
+    call = ast.parse(f"call({source})", mode="eval").body
+    assert isinstance(call, ast.Call)
+    return tuple(_literal(a) for a in call.args), {k.arg or "": _literal(k.value) for k in call.keywords}
+
+
+_TYPE = re.compile(r"(\w+)\[([\d, ]*)\]")
+_LINE = re.compile(r"%([\w.]+): (\([^)]*\)|\w+\[[\d, ]*\]) = ([\w.:<> -]+?)\((.*)\)(?:  (\{[^{]*\}))?$")
+
+
+def parse_type(text: str) -> TensorType:
+    """``f32[4, 16]`` → TensorType."""
+    match = _TYPE.fullmatch(text.strip())
+    if match is None or match.group(1) not in DTYPES:
+        raise GraphError(f"{text!r} is not a tensor type", hint="write it like f32[4, 16]")
+    return TensorType(match.group(1), tuple(int(s) for s in match.group(2).split(",") if s.strip()))
+
+
+def parse(text: str) -> Graph:
+    """The graph that a text describes: ``parse(str(graph)) == graph``. Raises GraphError with the line that fails."""
+    name, inputs, nodes = "", [], []
+    outputs: list[tuple[str, str]] = []
+    mutations: list[tuple[str, str]] = []
+    for number, raw in enumerate(text.splitlines(), 1):
+        line = raw.strip()
+        try:
+            if not line or line == "}":
+                continue
+            if line.startswith("graph "):
+                name = json.loads(line[len("graph ") : -1].strip())
+            elif line.startswith("return "):
+                for target, label, value in re.findall(r'(?:mutate ("(?:\\.|[^"\\])*")|(\w+))=%([\w.]+)', line[7:]):
+                    (mutations if target else outputs).append((json.loads(target) if target else label, value))
+            else:
+                entry = _parse_line(line)
+                (inputs if isinstance(entry, Input) else nodes).append(entry)
+        except (ValueError, SyntaxError, AssertionError, KeyError) as error:
+            raise GraphError(f"line {number} of the graph text does not parse", why=str(error), where=line[:200]) from None
+    return verify(Graph(name, tuple(inputs), tuple(nodes), tuple(outputs), tuple(mutations)))
+
+
+def _parse_line(line: str) -> Input | Node:
+    match = _LINE.fullmatch(line)
+    if match is None:
+        raise ValueError("expected  %name: type = op(arguments)")
+    name, types, op, arguments, notes_text = match.groups()
+    args, kwargs = _arguments(arguments)
+    if op in ROLES:
+        kind = parse_type(types)
+        return Input(
+            name, op, args[0], kind, kwargs.get("grad", False), kwargs.get("ties", ()), kwargs.get("batch_dim")
+        )
+    outputs = tuple(parse_type(m.group(0)) for m in _TYPE.finditer(types))
+    notes = json.loads(notes_text) if notes_text else {}
+    grads = tuple(notes.get("grad", [False] * len(outputs)))
+    return Node(
+        name, op, args, tuple(kwargs.items()), outputs, grads, notes.get("module", ""), notes.get("source", "")
+    )
