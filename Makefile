@@ -1,0 +1,54 @@
+# Everything works on a fresh clone with Python >= 3.11, pip and a C compiler: the first target that needs them
+# makes .venv and installs the tried versions; later ones install nothing until pyproject.toml or constraints.txt change.
+#
+#   make demo    a model planned, proved and run on four processes of this machine
+#   make test    all tests but the slow ones and those that need a GPU
+#   make lint    format, lint, types, layers, private imports
+#   make bench   the benchmarks; make zoo: Hugging Face architectures; make clean: remove .venv and caches
+
+PYTHON ?= python3
+BIN     = .venv/bin
+READY   = .venv/.installed
+JOBS   ?= 2
+
+.PHONY: demo test lint format bench zoo clean
+.DELETE_ON_ERROR:
+
+demo: $(READY)
+	$(BIN)/meshwright run --nproc 4 examples/demo.py
+
+# Two passes: what is pure runs side by side; what starts processes of its own has the machine for itself.
+# Exit status 5 is "no test was selected", which is no failure of a pass.
+test: $(READY)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not procs and not slow and not gpu and not zoo" $(ARGS)
+	$(BIN)/python -m pytest -m "procs and not slow and not gpu and not zoo" $(ARGS) || [ $$? -eq 5 ]
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/python tools/check_torch_imports.py
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/pyright
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)
+	$(BIN)/python -m bench $(ARGS)
+
+zoo: $(READY)
+	$(BIN)/python -m pytest -m zoo $(ARGS)
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes first and alone: resolved together with the rest, pip may prefer a build with gigabytes of CUDA.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "Meshwright needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,lint]'
+	@touch $@

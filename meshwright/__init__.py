@@ -1,0 +1,36 @@
+"""Meshwright: write single-device PyTorch, plan how to cut it across a cluster, prove the cut, run it.
+
+Public names are looked up on first use, so that `import meshwright` and the pure middle load without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# public name -> the module that defines it
+_PUBLIC = {
+    "Axis": "meshwright.mesh",
+    "Job": "meshwright.launch",
+    "Mesh": "meshwright.mesh",
+    "MeshwrightError": "meshwright.errors",
+    "launch": "meshwright.launch",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        from meshwright.errors import did_you_mean
+
+        raise AttributeError(f"module 'meshwright' has no attribute {name!r}; {did_you_mean(name, _PUBLIC)}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])
