@@ -1,0 +1,242 @@
+"""What a rule is, and the notation that writes it in one line.
+
+    linear        "... k, n k (+ n) -> ... n"
+    softmax       "... s! ~> ... s!"
+    attention     "b (g r) q e!, b g k! e!, b g k! f -> b (g r) q f"
+
+Letters are *factors*. A factor that stands in an output may be split; one that stands only in inputs may be split and
+leaves the output pending. `,` multiplies and `+` adds (a term without the contracted factor enters pending). `->` says
+that the operator is linear in each factor of a product, so a pending sum may pass through; `~>` says it is not.
+`s!` must stay whole; `c^` may be split and is reduced inside the operator, which then owns its collectives. `(g r)` is a
+dim made of two factors; `...` stands for any further dims, which broadcast as usual; `1` is a dim of size 1; `_` in place
+of a port is a tensor on which the layout does not depend (it stays whole); `(+ n)` and `(, n)` are optional ports.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.errors import RuleError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A concatenation of rule dims: what `split` opens and `cat` closes."""
+
+    parts: tuple[RuleDim, ...]
+
+
+RuleDim = tuple["str | Join", ...]  # a product of letters, major first; () has size 1
+Port = tuple[RuleDim, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule bound to the shapes of one node.
+
+    `inputs` has a port for each tensor the node reads, `outputs` for each result; a port lists its dims as products of
+    letters. `terms` says how pending sums pass: the operator is a sum of terms, each a product of the named input ports;
+    empty for an operator that is not linear. `whole` letters may not be split, `inside` letters are reduced by the
+    operator itself. `scale` holds constants a localizer needs.
+    """
+
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    sizes: Mapping[str, int]
+    whole: frozenset[str] = frozenset()
+    inside: frozenset[str] = frozenset()
+    terms: tuple[tuple[int, ...], ...] = ()
+    why_whole: str = ""
+    flattened: bool = False  # a view: its letters are found once the whole graph is known
+    notes: Mapping[str, int] = field(default_factory=dict)
+
+    def letters(self, port: Port) -> tuple[str, ...]:
+        """The letters of a port, in order, each once."""
+        return tuple(dict.fromkeys(x for dim in port for x in dim_letters(dim)))
+
+
+def dim_letters(dim: RuleDim) -> list[str]:
+    """The letters of a rule dim, left to right."""
+    found: list[str] = []
+    for item in dim:
+        if isinstance(item, str):
+            found.append(item)
+        else:
+            found += [x for part in item.parts for x in dim_letters(part)]
+    return found
+
+
+# ---------------------------------------------------------------- notation
+
+
+@dataclass(frozen=True, slots=True)
+class PortPattern:
+    """One port of a pattern: its dims (`...` is the ellipsis), how it joins the port before it, and if it may be absent."""
+
+    dims: tuple[tuple[str, ...], ...]
+    sign: str = ""
+    optional: bool = False
+    ignored: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A parsed rule line."""
+
+    text: str
+    inputs: tuple[PortPattern, ...]
+    outputs: tuple[PortPattern, ...]
+    linear: bool
+    whole: frozenset[str]
+    inside: frozenset[str]
+
+
+ELLIPSIS = ("...",)
+
+
+@functools.cache
+def parse_pattern(text: str) -> Pattern:
+    """Parse a rule line. Raises RuleError that shows what is wrong with it."""
+    arrow = "~>" if "~>" in text else "->"
+    left, found, right = text.partition(arrow)
+    if not found:
+        raise RuleError(f"the rule {text!r} has no arrow", hint='write it like "... k, n k -> ... n"')
+    whole, inside = set(re.findall(r"(\w+)!", text)), set(re.findall(r"(\w+)\^", text))
+    inputs = _parse_ports(left, text)
+    outputs = _parse_ports(right, text)
+    known = {x for p in inputs for d in p.dims for x in d}
+    fresh = {x for p in outputs for d in p.dims for x in d} - known
+    if fresh and inputs and "..." in fresh:
+        raise RuleError(f"the rule {text!r} has '...' only in an output")
+    return Pattern(text, inputs, outputs, arrow == "->", frozenset(whole), frozenset(inside))
+
+
+def _parse_ports(text: str, rule: str) -> tuple[PortPattern, ...]:
+    ports: list[PortPattern] = []
+    # A port is separated by "," or "+"; "(+ n)" and "(, n)" mark the optional ones.
+    marked = re.sub(r"\(\s*([,+])([^()]*)\)", r"\1?\2", text)
+    pieces = re.split(r"([,+])", marked)
+    signs = ["", *pieces[1::2]]
+    for sign, piece in zip(signs, pieces[0::2], strict=True):
+        optional = piece.startswith("?")
+        body = piece.lstrip("?").strip()
+        if body == "_":
+            ports.append(PortPattern((), sign, optional, ignored=True))
+            continue
+        dims: list[tuple[str, ...]] = []
+        for token in re.findall(r"\([^)]*\)|\.\.\.|[\w!^]+|\S", body):
+            letters = token.strip("()").split() if token.startswith("(") else [token]
+            clean = tuple(x.rstrip("!^") for x in letters)
+            if any(not re.fullmatch(r"\w+|\.\.\.", x) for x in clean):
+                raise RuleError(f"the rule {rule!r} has a stray {token!r}")
+            dims.append(() if clean == ("1",) else clean)
+        ports.append(PortPattern(tuple(dims), sign, optional))
+    return tuple(ports)
+
+
+def bind(pattern: Pattern, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Rule:
+    """The rule of one node from its line and its shapes. Raises RuleError with both when they do not fit."""
+    ports = list(pattern.inputs)
+    spare = len(ports) - len(inputs)
+    for port in [p for p in reversed(ports) if p.optional][: max(spare, 0)]:
+        ports.remove(port)
+    problem = ""
+    if len(ports) != len(inputs):
+        problem = f"{len(inputs)} tensors for {len(ports)} ports"
+    elif len(outputs) != len(pattern.outputs):
+        problem = f"{len(outputs)} results for {len(pattern.outputs)} ports"
+    if problem:
+        raise RuleError(f"the rule {pattern.text!r} does not fit", why=problem)
+    sizes: dict[str, int] = {}
+    extra = _ellipsis_shape(pattern, ports, inputs, outputs)
+    sizes.update({f"d{i}": n for i, n in enumerate(extra)})
+    spread: list[tuple[Port, Shape]] = []
+    for port, shape in zip((*ports, *pattern.outputs), (*inputs, *outputs), strict=True):
+        spread.append(_spread(port, shape, extra, pattern))
+    _solve_sizes(pattern, spread, sizes)
+    bound = [dims for dims, _ in spread]
+    terms: list[list[int]] = []
+    for index, port in enumerate(ports):
+        if not port.ignored:
+            if port.sign == "+" or not terms:
+                terms.append([])
+            terms[-1].append(index)
+    return Rule(
+        inputs=tuple(bound[: len(inputs)]),
+        outputs=tuple(bound[len(inputs) :]),
+        sizes=sizes,
+        whole=pattern.whole,
+        inside=pattern.inside,
+        terms=tuple(map(tuple, terms)) if pattern.linear else (),
+    )
+
+
+def _ellipsis_shape(pattern: Pattern, ports: list[PortPattern], inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Shape:
+    result: list[int] = []
+    for port, shape in zip((*ports, *pattern.outputs), (*inputs, *outputs), strict=True):
+        if ELLIPSIS not in port.dims:
+            continue
+        at = port.dims.index(ELLIPSIS)
+        piece = shape[at : len(shape) - (len(port.dims) - at - 1)]
+        merged = [1] * max(len(piece), len(result))
+        for other in (result, list(piece)):
+            for i, n in enumerate(reversed(other)):
+                if n != 1:
+                    merged[-1 - i] = n
+        result = merged
+    return tuple(result)
+
+
+def _spread(port: PortPattern, shape: Shape, extra: Shape, pattern: Pattern) -> tuple[Port, Shape]:
+    """A port's dims with the ellipsis replaced by letters ``d0, d1, …`` (aligned right; broadcast dims have none)."""
+    if port.ignored:
+        return tuple((SIZED + str(n),) if n != 1 else () for n in shape), shape
+    dims: list[RuleDim] = []
+    for dim in port.dims:
+        if dim == ELLIPSIS:
+            count = len(shape) - (len(port.dims) - 1)
+            for i in range(count):
+                letter = len(extra) - count + i
+                n = shape[len(dims)]
+                dims.append((f"d{letter}",) if n == extra[letter] and n != 1 else ())
+        else:
+            dims.append(dim)
+    if len(dims) != len(shape):
+        raise RuleError(f"the rule {pattern.text!r} does not fit", why=f"a port has {len(dims)} dims, the tensor {shape}")
+    return tuple(dims), shape
+
+
+SIZED = "whole_"  # letters of ports on which the layout does not depend; always whole
+
+
+def _solve_sizes(pattern: Pattern, spread: Sequence[tuple[Port, Shape]], sizes: dict[str, int]) -> None:
+    open_dims = [(dim, n) for port, shape in spread for dim, n in zip(port, shape, strict=True) if dim]
+    for dim, _ in open_dims:
+        for letter in dim:
+            if isinstance(letter, str) and letter.startswith(SIZED):
+                sizes[letter] = int(letter[len(SIZED) :])
+    for _ in range(len(open_dims) + 1):
+        for dim, n in open_dims:
+            unknown = [x for x in dim if isinstance(x, str) and x not in sizes]
+            known = math.prod(sizes[x] for x in dim if isinstance(x, str) and x in sizes)
+            if len(unknown) == 1 and n % known == 0:
+                sizes[unknown[0]] = n // known
+            elif not unknown and known != n:
+                raise RuleError(
+                    f"the rule {pattern.text!r} does not fit",
+                    why=f"{' '.join(map(str, dim))} is {known} by one tensor and {n} by another",
+                )
+    missing = sorted({x for dim, _ in open_dims for x in dim if isinstance(x, str) and x not in sizes})
+    if missing:
+        raise RuleError(f"the rule {pattern.text!r} does not fit", why=f"the size of {missing} cannot be told from the shapes")
+
+
+def is_whole(rule: Rule, letter: str) -> bool:
+    """Whether a letter may not be split."""
+    return letter in rule.whole or letter.startswith(SIZED)

@@ -1,0 +1,193 @@
+"""How one node is cut: a strategy gives each split letter its axes, and every port's layout follows from it.
+
+The algebra of gradients (DESIGN 2): an axis is *live* in a node when it splits one of its letters, or a pending input
+or a pending output gradient lies on it. A value pending on an axis has a gradient that is whole on it; an input neither
+split nor pending on a live axis has a gradient that is pending on it; splits stay splits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from meshwright.errors import StrategyError
+from meshwright.layout import Cat, Dim, SubDim, TensorLayout, dim_axes, leaves, show_dim
+from meshwright.mesh import Mesh
+from meshwright.ops.factors import Site
+from meshwright.ops.rule import dim_letters, is_whole
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """`cuts`: letter → its sub-dims with axes. `through`: axis → input ports that are pending and leave the output
+    pending (one port for each term of the rule). `grad`: axes on which the gradients of the outputs are pending."""
+
+    cuts: tuple[tuple[str, Dim], ...] = ()
+    through: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    grad: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [f"{letter}={show_dim(dim)}" for letter, dim in self.cuts]
+        parts += [f"pending {axis} through {'+'.join(map(str, ports))}" for axis, ports in self.through]
+        parts += [f"grad {'.'.join(self.grad)}"] if self.grad else []
+        return " ".join(parts) or "whole"
+
+
+WHOLE = Strategy()
+
+
+def units(tree: Dim) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The ways to split a letter once: each is a set of sub-dims (paths), one in every part of a concatenation."""
+    found: list[tuple[tuple[int, ...], ...]] = []
+    for place, item in enumerate(tree):
+        if isinstance(item, SubDim):
+            found.append(((place,),))
+            continue
+        options = [units(part) for part in item.parts]
+        for j in range(min(map(len, options))):
+            found.append(tuple((place, p, *path) for p, o in enumerate(options) for path in o[j]))
+    return tuple(found)
+
+
+def cut(tree: Dim, unit: tuple[tuple[int, ...], ...], axis: str) -> Dim:
+    """The tree with one more axis (the minor one) on the sub-dims of a unit."""
+    result = list(tree)
+    for place, item in enumerate(tree):
+        inner = tuple(path[1:] for path in unit if path[0] == place)
+        if not inner:
+            continue
+        if isinstance(item, SubDim):
+            result[place] = SubDim(item.size, (*item.axes, axis))
+        else:
+            parts = list(item.parts)
+            for p in range(len(parts)):
+                mine = tuple(path[1:] for path in inner if path[0] == p)
+                if mine:
+                    parts[p] = cut(parts[p], mine, axis)
+            result[place] = Cat(tuple(parts))
+    return tuple(result)
+
+
+def at_path(tree: Dim, path: tuple[int, ...]) -> SubDim:
+    """The sub-dim at a path."""
+    item = tree[path[0]]
+    return item if isinstance(item, SubDim) else at_path(item.parts[path[1]], path[2:])
+
+
+def fits(tree: Dim, unit: tuple[tuple[int, ...], ...], mesh: Mesh, axis: str) -> bool:
+    """Whether a unit has elements for one more axis."""
+    return all(
+        (sub := at_path(tree, path)).size >= mesh.count(sub.axes) * mesh.sizes[axis] and axis not in sub.axes
+        for path in unit
+    )
+
+
+def splittable(site: Site) -> Iterator[str]:
+    """Letters of a node that may be split."""
+    for letter, tree in site.trees.items():
+        if tree and not is_whole(site.rule, letter):
+            yield letter
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The layouts a strategy asks of each input port and gives to each output port."""
+
+    inputs: tuple[TensorLayout, ...]
+    outputs: tuple[TensorLayout, ...]
+
+
+def layouts(site: Site, strategy: Strategy) -> Ports:
+    """The layout of every port under a strategy, gradients included (as if every value needed one).
+
+    Raises StrategyError when a letter that must stay whole is split, or a pending sum enters an operator that is not
+    linear in it.
+    """
+    rule, cuts = site.rule, dict(strategy.cuts)
+    axes_of = {letter: dim_axes(tree) for letter, tree in cuts.items()}
+    for letter in cuts:
+        if is_whole(rule, letter) and axes_of[letter]:
+            raise StrategyError(
+                f"{letter} of {site.node.op} must stay whole",
+                why=rule.why_whole or "each result needs all of its elements",
+                where=site.node.where,
+                hint="cut another letter: " + ", ".join(splittable(site)),
+            )
+    holds = [set(rule.letters(p)) for p in rule.inputs]
+    gives = [set(rule.letters(p)) for p in rule.outputs]
+    pending_in: list[set[str]] = [set() for _ in rule.inputs]
+    pending_out: list[set[str]] = [set() for _ in rule.outputs]
+    grad_in: list[set[str]] = [set() for _ in rule.inputs]
+    for letter, axes in axes_of.items():
+        for axis in axes:
+            if letter not in rule.inside:
+                for o, given in enumerate(gives):
+                    if letter not in given:
+                        pending_out[o].add(axis)
+                if gives and letter not in gives[0]:
+                    for term in rule.terms:
+                        if not any(letter in holds[p] for p in term):
+                            pending_in[term[0]].add(axis)
+            for p, held in enumerate(holds):
+                if letter not in held and axis not in pending_in[p]:
+                    grad_in[p].add(axis)
+    for axis, ports in strategy.through:
+        if not rule.terms or any(len(set(term) & set(ports)) != 1 for term in rule.terms):
+            raise StrategyError(
+                f"a sum pending on {axis} cannot pass through {site.node.op}",
+                why="the operator is not linear in it" if not rule.terms else "one factor of every term must be pending",
+                where=site.node.where,
+            )
+        for p in range(len(rule.inputs)):
+            (pending_in if p in ports else grad_in)[p].add(axis)
+        for out in pending_out:
+            out.add(axis)
+    for axis in strategy.grad:
+        for p in range(len(rule.inputs)):
+            if axis not in pending_in[p] and not any(axis in axes_of.get(x, ()) for x in holds[p]):
+                grad_in[p].add(axis)
+    inputs = []
+    for p, port in enumerate(rule.inputs):
+        dims = tuple(site.dim(d, cuts) for d in port)
+        split = {a for d in dims for a in dim_axes(d)}
+        inputs.append(TensorLayout(dims, tuple(pending_in[p]), tuple(grad_in[p] - pending_in[p] - split)))
+    outputs = []
+    for o, port in enumerate(rule.outputs):
+        dims = tuple(site.dim(d, cuts) for d in port)
+        split = {a for d in dims for a in dim_axes(d)}
+        outputs.append(TensorLayout(dims, tuple(pending_out[o]), tuple(set(strategy.grad) - pending_out[o] - split)))
+    return Ports(tuple(inputs), tuple(outputs))
+
+
+def merge(first: Strategy, second: Strategy) -> Strategy:
+    """Two strategies over different axes as one: axes of the second become minor ones."""
+    cuts = dict(first.cuts)
+    for letter, tree in second.cuts:
+        cuts[letter] = _overlay(cuts[letter], tree) if letter in cuts else tree
+    return Strategy(
+        tuple(cuts.items()), (*first.through, *second.through), tuple(dict.fromkeys((*first.grad, *second.grad)))
+    )
+
+
+def _overlay(tree: Dim, other: Dim) -> Dim:
+    return tuple(
+        SubDim(x.size, (*x.axes, *y.axes))
+        if isinstance(x, SubDim) and isinstance(y, SubDim)
+        else Cat(tuple(_overlay(p, q) for p, q in zip(x.parts, y.parts, strict=True)))  # type: ignore[union-attr]
+        for x, y in zip(tree, other, strict=True)
+    )
+
+
+def cut_axes(strategy: Strategy) -> Mapping[str, tuple[str, ...]]:
+    """Letter → the axes that split it."""
+    return {letter: dim_axes(tree) for letter, tree in strategy.cuts if dim_axes(tree)}
+
+
+def letter_of_dim(site: Site, port: int, dim: int) -> tuple[str, ...]:
+    """The letters that make up a dim of an input port."""
+    return tuple(dim_letters(site.rule.inputs[port][dim]))
+
+
+def whole_leaves(tree: Dim) -> int:
+    """Number of sub-dims of a letter (for tests and prints)."""
+    return sum(1 for _ in leaves(tree))
