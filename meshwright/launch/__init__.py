@@ -1,0 +1,21 @@
+"""Start the ranks of one job on this machine, watch them, and leave no process behind.
+
+`job.py` says what to start and refuses what cannot be; `agent.py` runs attempts through torch's elastic agent;
+`bootstrap.py` is the first thing a rank executes; `terminal.py` shows rank 0; `failure.py` finds out which rank
+failed first and why; `warden.py` ends what is left, also when the launcher itself was killed.
+"""
+
+from meshwright.launch.job import Job
+from meshwright.launch.outcome import Outcome
+
+__all__ = ["Job", "Outcome", "launch"]
+
+
+def launch(job: Job) -> Outcome:
+    """Run `job` to its end and say how it ended. Call it from the main thread: it handles signals meanwhile.
+
+    Raises `LaunchError` when the job cannot be started at all; ranks that fail are an `Outcome`.
+    """
+    from meshwright.launch.agent import run  # the only part that needs torch
+
+    return run(job)

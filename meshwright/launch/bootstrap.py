@@ -1,0 +1,46 @@
+"""The first thing a rank executes: tie its life to the launcher's, point its output at its log, become the script.
+
+Run as ``python -I -S bootstrap.py SETTINGS command...`` where SETTINGS is JSON: `launcher` (a process id), `log_dir`,
+`env` (defaults that the user's own environment wins over), `fixed_env`, `shown_env` (for local rank 0, which is shown
+on the terminal). It ends in `exec`, so the script is `__main__` of an ordinary interpreter: tracebacks, pickling and
+multiprocessing are those of ``python script.py``.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h; it survives exec
+
+
+def die_with(launcher: int) -> None:
+    """Let the kernel kill this process when the launcher dies, however it dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it died before we could ask
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    settings, command = json.loads(sys.argv[1]), sys.argv[2:]
+    die_with(settings["launcher"])
+    shown = os.environ["LOCAL_RANK"] == "0"
+    env = {
+        **settings["env"],
+        **os.environ,
+        **settings["fixed_env"],
+        **(settings["shown_env"] if shown else {}),
+    }
+    log = f"{settings['log_dir']}/rank{os.environ['RANK']}.log"
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    # O_APPEND: both streams and all of a rank's children write one file, each at its end
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for target, source in ((0, nothing), (1, output), (2, output)):
+        os.dup2(source, target)
+    os.execve(command[0], command, env)
+
+
+if __name__ == "__main__":
+    main()

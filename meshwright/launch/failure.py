@@ -1,0 +1,127 @@
+"""Which rank failed first, and what to tell the person who waits for it."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.errors import LaunchError
+
+TAIL_BYTES = 1 << 16  # what is read of a log
+HEAD_LINES, TAIL_LINES = 4, 26  # what is shown of it
+
+# What a rank says when it did nothing wrong but another one went away.
+PEER_LOST = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Broken pipe|recvFromPeer|sendBytes failed"
+    r"|remote process exited|Connection refused|Socket Timeout|Timed out waiting .*ms for (recv|send)"
+)
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+PREFIX = re.compile(r"^\[rank\d+\]:\s?", re.MULTILINE)  # torch's own mark on an uncaught exception
+FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
+ERROR = re.compile(r"^(?P<error>[A-Za-z_][\w.]*(?:: .*)?)$", re.MULTILINE)
+
+SIGNAL_HINTS = {
+    signal.SIGKILL: "somebody killed it, or the machine ran out of memory: fewer ranks, a smaller batch",
+    signal.SIGSEGV: "a crash in native code: the lines that start with 'File' above are where it happened",
+    signal.SIGABRT: "native code gave up: its reason is among the last lines of the log",
+    signal.SIGBUS: "often a full /dev/shm: fewer loader workers, or a bigger shared memory",
+    signal.SIGTERM: "somebody asked it to stop, or another rank failed in a way that left no trace",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How one rank ended: `exit_code` as `subprocess` has it (negative for a signal), and its log."""
+
+    rank: int
+    exit_code: int
+    log: Path
+
+    @property
+    def status(self) -> int:
+        """As a shell would say it: 128 + signal."""
+        return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
+
+
+def first(ends: Sequence[RankEnd]) -> RankEnd:
+    """The rank whose failure came first.
+
+    The agent looks at the ranks every now and then, so several may have failed when it does, most of them because
+    one did. Blame, in this order: who was killed or failed by itself; who only lost a peer; who was stopped by the
+    launcher. Among equals, who wrote last to its log the longest ago: a traceback is written before peers notice.
+    """
+
+    def blame(end: RankEnd) -> tuple[int, int, int]:
+        text = tail(end.log)
+        stopped_by_us = end.exit_code == -signal.SIGTERM and not final_error(text)
+        written = end.log.stat().st_mtime_ns if end.log.exists() else 0
+        return (2 if stopped_by_us else 1 if lost_a_peer(text) else 0, written, end.rank)
+
+    return min(ends, key=blame)
+
+
+def lost_a_peer(text: str) -> bool:
+    """Whether the last traceback of a log only says that another rank went away."""
+    return PEER_LOST.search(final_error(text)) is not None
+
+
+def tail(log: Path) -> str:
+    """The end of a log as a person would see it: no colour codes, no overdrawn progress bars."""
+    try:
+        with log.open("rb") as source:
+            source.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            text = source.read().decode(errors="replace")
+    except OSError:
+        return ""
+    text = ANSI.sub("", text)
+    seen = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
+    return "\n".join(line for line in seen if line)
+
+
+def final_error(text: str) -> str:
+    """The last line of the last traceback, such as ``ValueError: bad batch``; empty when there is none."""
+    _, mark, trace = PREFIX.sub("", text).rpartition("Traceback (most recent call last)")
+    found = [m["error"] for m in ERROR.finditer(trace)] if mark else []
+    return found[0] if found else ""
+
+
+def explain(end: RankEnd, ends: Sequence[RankEnd], world_size: int, *, attempt: int = 1) -> LaunchError:
+    """The error that the launcher ends with: which rank, how, the end of its log, and where to read more.
+
+    `end` is the first of all `ends`. Rank 0 was shown on the terminal, so what it said is not said again.
+    """
+    text = PREFIX.sub("", tail(end.log))
+    error = final_error(text)
+    if end.exit_code < 0:
+        name = signal.Signals(-end.exit_code).name
+        how, hint = f"was ended by {name}", SIGNAL_HINTS.get(-end.exit_code, "")
+    else:
+        how, hint = f"failed with exit code {end.exit_code}", ""
+    what = f"rank {end.rank} of {world_size} {how}" + (f": {error}" if error else "")
+    if attempt > 1:
+        what += f" (attempt {attempt})"
+    shown = end.rank == 0
+    if not hint and not shown and any(e.rank == 0 and lost_a_peer(tail(e.log)) for e in ends):
+        hint = f"look at rank {end.rank}: the error of rank 0 above only says that it lost a peer"
+    if not text:
+        why = "it wrote nothing"
+    elif shown and error:
+        why = "its last words are above"
+    else:
+        start = text.rfind("Traceback (most recent call last)")
+        why = _shortened(text[start:] if start >= 0 and error else text).replace("\n", "\n         ")
+    frames = [f"{m['file']}:{m['line']}" for m in FRAME.finditer(text)] if error else []
+    own = [f for f in frames if "site-packages" not in f and "<frozen" not in f]
+    where = ", ".join([*own[-1:], f"log {end.log}"])
+    return LaunchError(what, why=why, where=where, hint=hint)
+
+
+def _shortened(text: str) -> str:
+    """A long text without its middle: a traceback says most at both ends."""
+    lines = text.split("\n")
+    if len(lines) > HEAD_LINES + TAIL_LINES + 1:
+        lines[HEAD_LINES:-TAIL_LINES] = [f"  … {len(lines) - HEAD_LINES - TAIL_LINES} lines …"]
+    return "\n".join(lines)

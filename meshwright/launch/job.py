@@ -1,0 +1,130 @@
+"""What to start: a script or a module, how many times, and where its output goes. Pure: nothing starts here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.errors import LaunchError, did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`nproc` ranks of ``python target *args``, or of ``python -m target *args`` when `module` is set.
+
+    `log_dir` None means a temporary folder, kept only when a rank fails. `restarts` counts whole new attempts after
+    a failure; each has a store and a port of its own. `poll_seconds` is the time between two looks at the ranks;
+    `grace_seconds` is how long a rank may take to stop when asked, before it is killed.
+    """
+
+    nproc: int
+    target: str
+    args: tuple[str, ...] = ()
+    module: bool = False
+    log_dir: Path | None = None
+    restarts: int = 0
+    poll_seconds: float = 0.1
+    grace_seconds: float = 5.0
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What each rank executes: the launching interpreter, never another one that PATH happens to name."""
+        return (sys.executable, *(("-m",) if self.module else ()), self.target, *self.args)
+
+    @property
+    def label(self) -> str:
+        return f"-m {self.target}" if self.module else self.target
+
+
+def check(job: Job) -> Job:
+    """The job itself, or a `LaunchError` that says what keeps it from starting."""
+    _check_count(job.nproc, "--nproc", least=1, unit="ranks", hint="meshwright run --nproc 4 train.py")
+    _check_count(
+        job.restarts, "--max-restarts", least=0, unit="restarts", hint="0 gives up at the first failure"
+    )
+    for seconds, option in ((job.poll_seconds, "--monitor-interval"), (job.grace_seconds, "--grace")):
+        if not 0 < seconds <= 3600:
+            raise LaunchError(
+                f"{option} is {seconds:g} seconds", why="it is a time: more than 0, at most an hour"
+            )
+    (_check_module if job.module else _check_script)(job.target)
+    if job.log_dir is not None:
+        _check_log_dir(job.log_dir)
+    return job
+
+
+def count(text: str | int, option: str) -> int:
+    """A whole number that a user typed."""
+    try:
+        return int(text)
+    except ValueError:
+        raise LaunchError(
+            f"{option} is {text!r}", why="it counts processes: a whole number", hint=f"{option} 4"
+        ) from None
+
+
+def _check_count(value: int, option: str, *, least: int, unit: str, hint: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise LaunchError(f"{option} is {value!r}", why=f"a job has at least {least} {unit}", hint=hint)
+
+
+def _check_script(target: str) -> None:
+    path = Path(target)
+    if path.is_dir():
+        hint = (
+            f"{path / '__main__.py'}"
+            if (path / "__main__.py").exists()
+            else did_you_mean(target, _scripts(path))
+        )
+        raise LaunchError(f"{target} is a directory", why="a rank runs one Python file", hint=hint)
+    if not path.exists():
+        looks_like_module = "." in target and not target.endswith(".py") and os.sep not in target
+        hint = (
+            f"meshwright run -m {target}"
+            if looks_like_module
+            else did_you_mean(target, _scripts(path.parent))
+        )
+        where = str(path.parent.resolve())
+        raise LaunchError(
+            f"there is no script {target}", why="the file does not exist", where=where, hint=hint
+        )
+    if not os.access(path, os.R_OK):
+        raise LaunchError(f"the script {target} cannot be read", where=str(path.resolve()))
+
+
+def _scripts(folder: Path) -> list[str]:
+    """The Python files of a folder, written as a user would."""
+    return [str(folder / p.name) for p in folder.glob("*.py")] if folder.is_dir() else []
+
+
+def _check_module(target: str) -> None:
+    # Only the top-level name: looking further would run the package's own code here.
+    top = target.partition(".")[0]
+    here = Path.cwd()
+    if (here / top).is_dir() or (here / f"{top}.py").exists():
+        return
+    try:
+        found = top != "" and importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):
+        found = False
+    if not found:
+        local = [p.stem for p in here.glob("*.py")] + [p.parent.name for p in here.glob("*/__init__.py")]
+        hint = "leave out -m to run a file" if target.endswith(".py") else did_you_mean(target, local)
+        raise LaunchError(
+            f"there is no module {target}", why=f"{top!r} cannot be imported", where=str(here), hint=hint
+        )
+
+
+def _check_log_dir(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        why = error.strerror or str(error)
+        hint = "--log-dir with a folder that you own, or leave it out: logs of a failed job are kept anyway"
+        raise LaunchError(f"cannot write logs to {folder}", why=why, hint=hint) from None
