@@ -1,0 +1,10 @@
+"""Capture: a module, an example batch and a loss become a `Graph`. The only place that traces torch."""
+
+from __future__ import annotations
+
+from meshwright.capture.capture import Captured, capture
+from meshwright.capture.fold import Block, Folding, fold
+from meshwright.capture.interpret import interpret
+from meshwright.capture.widen import widen, widened_eager
+
+__all__ = ["Block", "Captured", "Folding", "capture", "fold", "interpret", "widen", "widened_eager"]

@@ -1,0 +1,73 @@
+"""The batch as a pytree: its tensors with their paths, and the same tree rebuilt around other tensors.
+
+Dicts and other mappings, lists, tuples, named tuples and dataclasses nest freely; whatever else is not a tensor is a
+literal. (torch's own pytree is not public, and knows no mapping of another library without registration.)
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor with its path (``input_ids``, ``0.image``), in the tree's own order."""
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+        return
+    for key, child in _children(tree):
+        yield from leaves(child, f"{path}.{key}" if path else str(key))
+
+
+def _children(tree: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(tree, Mapping):
+        return tree.items()
+    if isinstance(tree, list | tuple):
+        return enumerate(tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [(f.name, getattr(tree, f.name)) for f in dataclasses.fields(tree)]
+    return ()
+
+
+def map_leaves(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The same tree with each tensor replaced, in the order of `leaves`."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {key: map_leaves(child, change) for key, child in tree.items()}
+    if isinstance(tree, Mapping):
+        fresh: Any = copy.copy(tree)
+        for key, child in tree.items():
+            fresh[key] = map_leaves(child, change)
+        return fresh
+    if isinstance(tree, list | tuple):
+        items = [map_leaves(child, change) for child in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return dataclasses.replace(tree, **{key: map_leaves(child, change) for key, child in _children(tree)})
+    return tree
+
+
+def rebuild(tree: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """The tree around other tensors, given in the order of `leaves`."""
+    fresh = iter(tensors)
+    return map_leaves(tree, lambda _: next(fresh))
+
+
+def without_aliases(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, cloned where two of them share memory.
+
+    ``labels = input_ids`` is common, and torch.export wires both names to one placeholder without a word.
+    """
+    seen: set[int] = set()
+    fresh = []
+    for tensor in tensors:
+        address = tensor.untyped_storage().data_ptr() if tensor.device.type != "meta" else 0
+        marks = {id(tensor), address} if address else {id(tensor)}
+        fresh.append(tensor.clone() if marks & seen or not address else tensor)
+        seen |= marks
+    return fresh

@@ -1,0 +1,54 @@
+"""`capture(model, batch, loss)`: the stages from a plain module to a verified graph, one a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.capture.attention import raise_attention
+from meshwright.capture.convert import convert
+from meshwright.capture.finish import name_nodes, number_seeds, share_constants
+from meshwright.capture.fold import Folding, fold
+from meshwright.capture.gradients import mark_gradients
+from meshwright.capture.indices import indices_to_views
+from meshwright.capture.normalize import normalize
+from meshwright.capture.trace import trace
+from meshwright.graph import Graph, prune, verify
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured program, the tensors of its constants by content hash, its repeated blocks, and what to tell the user."""
+
+    graph: Graph
+    constants: dict[str, torch.Tensor]
+    folding: Folding
+    notes: tuple[str, ...] = ()
+
+
+def capture(
+    model: torch.nn.Module, batch: Any, loss: Callable[[Any, Any], torch.Tensor], *, cache: Path | None = None
+) -> Captured:
+    """The program of `loss(model, batch)`, in the training mode the model is in.
+
+    Parameters are not touched and may be real, fake or meta; the batch is an example of shapes. Raises CaptureError.
+    """
+    traced = trace(model, batch, loss)
+    graph, constants = convert(traced, model)
+    graph = simplify(graph)
+    return Captured(graph, constants, fold(graph), traced.notes)
+
+
+def simplify(graph: Graph) -> Graph:
+    """From the words of torch.export to ours; numbers do not change."""
+    graph = prune(normalize(graph))
+    graph = prune(indices_to_views(graph))
+    graph = mark_gradients(graph)
+    graph = share_constants(graph)
+    graph = prune(raise_attention(graph))
+    graph = mark_gradients(graph)
+    return verify(name_nodes(number_seeds(share_constants(graph))))

@@ -1,0 +1,204 @@
+"""From an exported program to our graph, word for word: no rewriting here, only names, types, roles and places."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from meshwright.capture.trace import TORCH_ROOT, Trace
+from meshwright.errors import CaptureError
+from meshwright.graph import Device, Dtype, Graph, Input, Node, Ref, TensorType
+
+SHORT: dict[torch.dtype, str] = {
+    torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
+    torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2", torch.int64: "i64", torch.int32: "i32",
+    torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
+    torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+LONG: dict[str, torch.dtype] = {name: dtype for dtype, name in SHORT.items()}
+NO_MEANING = ("layout", "pin_memory", "memory_format", "non_blocking")
+PREFIX = "model."
+OVERLOAD = type(torch.ops.aten.add.Tensor)  # its class has no public name
+
+
+def type_of(value: Any) -> TensorType:
+    """The type of a tensor (real, fake or meta)."""
+    if not isinstance(value, torch.Tensor):
+        raise CaptureError(
+            f"the program computes a {type(value).__name__} from the values of a tensor",
+            hint='keep it a tensor, or use mode="data_parallel" or mode="manual"',
+        )
+    if value.dtype not in SHORT:
+        raise CaptureError(f"tensors of {value.dtype} are not known", hint=f"known: {', '.join(map(str, SHORT))}")
+    return TensorType(SHORT[value.dtype], tuple(int(s) for s in value.shape))
+
+
+def hash_of(tensor: torch.Tensor) -> str:
+    """Content hash of a constant: dtype, shape and bytes."""
+    data = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{data.dtype} {tuple(data.shape)} ".encode())
+    digest.update(data.flatten().view(torch.uint8).numpy().tobytes() if data.numel() else b"")
+    return digest.hexdigest()[:32]
+
+
+def convert(traced: Trace, model: torch.nn.Module) -> tuple[Graph, dict[str, torch.Tensor]]:
+    """The graph as traced, and its constants by content hash."""
+    program = traced.program
+    inputs, refs, constants = _inputs(traced, model)
+    nodes: list[Node] = []
+    for fx in program.graph.nodes:
+        if fx.op in ("placeholder", "output"):
+            continue
+        if fx.target is operator.getitem:
+            source, index = fx.args
+            refs[fx.name] = Ref(f"{refs[source.name].name}.{index}") if _count(source) > 1 else refs[source.name]
+            continue
+        if fx.op != "call_function" or not isinstance(fx.target, OVERLOAD):
+            raise CaptureError(
+                f"the operator {fx.target} is a block of its own and cannot be planned",
+                where=_place(fx, traced)[1],
+                hint='mode="data_parallel" or mode="manual" run the model as it is',
+            )
+        nodes.append(_node(fx, refs, traced))
+        refs[fx.name] = Ref(fx.name)
+    outputs, mutations = _results(program, refs)
+    name = type(model).__name__
+    return Graph(name, tuple(inputs), tuple(nodes), outputs, mutations), constants
+
+
+def _count(fx: torch.fx.Node) -> int:
+    value = fx.meta.get("val")
+    return len(value) if isinstance(value, tuple | list) else 1
+
+
+def _node(fx: torch.fx.Node, refs: dict[str, Ref], traced: Trace) -> Node:
+    value = fx.meta.get("val")
+    results = value if isinstance(value, tuple | list) else () if value is None else (value,)
+    module, source = _place(fx, traced)
+    try:
+        outputs = tuple(TensorType("f32", (0,)) if r is None else type_of(r) for r in results)
+        args = tuple(_argument(a, refs) for a in fx.args)
+        kwargs = tuple((k, _argument(v, refs)) for k, v in fx.kwargs.items() if k not in NO_MEANING)
+    except CaptureError as error:
+        raise error.at(source) from None
+    return Node(fx.name, str(fx.target), args, kwargs, outputs, (False,) * len(outputs), module, source)
+
+
+def _argument(value: Any, refs: dict[str, Ref]) -> Any:
+    match value:
+        case torch.fx.Node():
+            return refs[value.name]
+        case torch.dtype():
+            return Dtype(SHORT[value])
+        case torch.device():
+            return Device()
+        case torch.layout() | torch.memory_format():
+            return None
+        case tuple() | list():
+            return tuple(_argument(v, refs) for v in value)
+        case None | bool() | int() | float() | str():
+            return value
+        case _:
+            raise CaptureError(f"an argument of type {type(value).__name__} cannot be written in a graph", why=repr(value)[:200])
+
+
+# ---------------------------------------------------------------- inputs and results
+
+
+def _inputs(traced: Trace, model: torch.nn.Module) -> tuple[list[Input], dict[str, Ref], dict[str, torch.Tensor]]:
+    program, kinds = traced.program, torch.export.graph_signature.InputKind
+    values = {n.name: n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder"}
+    groups = _ties(model)
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
+    inputs: dict[str, Input] = {}
+    refs: dict[str, Ref] = {}
+    constants: dict[str, torch.Tensor] = {}
+    paths = iter(traced.paths)
+    for spec in program.graph_signature.input_specs:
+        placeholder = spec.arg.name
+        target = (spec.target or "").removeprefix(PREFIX)
+        if spec.kind == kinds.USER_INPUT:
+            role, target, ties = "batch", next(paths), ()
+            if not isinstance(values.get(placeholder), torch.Tensor):
+                continue
+        elif spec.kind in (kinds.PARAMETER, kinds.BUFFER):
+            role = "parameter" if spec.kind == kinds.PARAMETER else "buffer"
+            target, *rest = groups.get(target, (target,))
+            ties = tuple(rest)
+        elif spec.kind == kinds.CONSTANT_TENSOR:
+            tensor = program.constants[spec.target or ""]
+            role, ties, target = "constant", (), hash_of(tensor)
+            constants[target] = tensor.detach()
+        else:
+            raise CaptureError(f"the model reads {spec.target!r}, which is no tensor ({spec.kind.name.lower()})")
+        name = _identifier(f"{'batch_' if role == 'batch' else 'constant_' if role == 'constant' else ''}{target}")
+        entry = Input(name, role, target, type_of(values[placeholder]), role == "parameter" and trained.get(target, False), ties)
+        inputs.setdefault(f"{role} {target}", entry)
+        refs[placeholder] = Ref(name)
+    return list(inputs.values()), refs, constants
+
+
+def _identifier(text: str) -> str:
+    return re.sub(r"\W", "_", text) or "value"
+
+
+def _ties(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+    """Each name of a parameter or buffer → all names of the same tensor, the one of named_parameters() first."""
+    groups: dict[int, list[str]] = {}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, tensor in named:
+        groups.setdefault(id(tensor), []).append(name)
+    return {name: tuple(names) for names in groups.values() for name in names}
+
+
+def _results(
+    program: torch.export.ExportedProgram, refs: dict[str, Ref]
+) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
+    kinds = torch.export.graph_signature.OutputKind
+    outputs: list[tuple[str, str]] = []
+    mutations: list[tuple[str, str]] = []
+    for spec in program.graph_signature.output_specs:
+        if spec.kind == kinds.USER_OUTPUT:
+            outputs.append(("loss", refs[spec.arg.name].name))
+        elif spec.kind == kinds.BUFFER_MUTATION:
+            mutations.append(((spec.target or "").removeprefix(PREFIX), refs[spec.arg.name].name))
+        else:
+            raise CaptureError(
+                f"the loss writes into {spec.target!r}, which is no buffer of the model",
+                why="the step may replace buffers only",
+                hint="register it with register_buffer, or clone the tensor before writing into it",
+            )
+    return tuple(outputs), tuple(mutations)
+
+
+# ---------------------------------------------------------------- where a node comes from
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
+
+
+def _place(fx: torch.fx.Node, traced: Trace) -> tuple[str, str]:
+    """Module path and source line of a node."""
+    meta: dict[str, Any] = fx.meta
+    frames = _frames(meta)
+    if frames and frames[-1][0].startswith("<eval_with_key>"):  # inside a no_grad or autocast block
+        name = frames[-1][2].split("=")[0].split(":")[0].strip()
+        meta = traced.origins.get(name, {})
+        frames = _frames(meta)
+    stack: Iterable[Any] = (meta.get("nn_module_stack") or {}).values()
+    module = next((str(path) for path, *_ in reversed(list(stack))), "")
+    module = re.sub(r"@\d+$", "", module)
+    module = module.removeprefix(PREFIX) if module != PREFIX[:-1] else ""
+    here = os.path.dirname(__file__)
+    own = [f for f in frames if not f[0].startswith((TORCH_ROOT, here))] or frames[-1:]
+    return module, f"{os.path.basename(own[-1][0])}:{own[-1][1]}  {own[-1][2]}" if own else ""
+
+
+def _frames(meta: dict[str, Any]) -> list[tuple[str, str, str]]:
+    text = meta.get("stack_trace") or ""
+    return [(m["file"], m["line"], m["code"].strip()) for m in _FRAME.finditer(text)]

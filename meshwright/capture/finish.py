@@ -1,0 +1,78 @@
+"""The last touches: equal computations once, seed slots in execution order, readable names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from meshwright.capture.normalize import DROPOUT
+from meshwright.graph import Graph, Node, Ref, map_refs
+
+
+def share_constants(graph: Graph) -> Graph:
+    """Equal computations that carry no gradient and draw nothing at random are done once (each mask, each iota)."""
+    became: dict[str, str] = {}
+    seen: dict[Any, Node] = {}
+    trained, kept = graph.needs_grad, []
+    for node in graph.nodes:
+        node = _rename(node, became)
+        free = not trained.intersection(node.values) and node.op != DROPOUT and node.kwarg("seed") is None
+        # repr keeps 1, 1.0 and True apart, which are equal as keys
+        key = (node.op, repr(node.args), repr(node.kwargs), node.outputs)
+        if free and key in seen:
+            became.update(zip(node.values, seen[key].values, strict=True))
+            continue
+        if free:
+            seen[key] = node
+        kept.append(node)
+    return _with_nodes(graph, kept, became)
+
+
+def number_seeds(graph: Graph) -> Graph:
+    """Random operators get slots 0, 1, 2, … in execution order."""
+    slot, nodes = 0, []
+    for node in graph.nodes:
+        if node.op == DROPOUT:
+            node, slot = replace(node, args=(*node.args[:2], slot)), slot + 1
+        elif node.kwarg("seed") is not None:
+            node, slot = replace(node, kwargs=tuple((k, slot if k == "seed" else v) for k, v in node.kwargs)), slot + 1
+        nodes.append(node)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def name_nodes(graph: Graph) -> Graph:
+    """Nodes named after their operator: ``linear``, ``linear_1``, …"""
+    taken = {i.name for i in graph.inputs}
+    counts: dict[str, int] = {}
+    became: dict[str, str] = {}
+    nodes = []
+    for node in graph.nodes:
+        stem = node.op.split(".")[1].strip("_") or "value"
+        while True:
+            count = counts.get(stem, 0)
+            counts[stem] = count + 1
+            name = f"{stem}_{count}" if count else stem
+            if name not in taken:
+                break
+        taken.add(name)
+        fresh = replace(_rename(node, became), name=name)
+        became.update(zip(node.values, fresh.values, strict=True))
+        nodes.append(fresh)
+    return _with_nodes(graph, nodes, became)
+
+
+def _rename(node: Node, became: Mapping[str, str]) -> Node:
+    def change(ref: Ref) -> Ref:
+        return Ref(became[ref.name]) if ref.name in became else ref
+
+    return replace(node, args=map_refs(node.args, change), kwargs=tuple((k, map_refs(v, change)) for k, v in node.kwargs))
+
+
+def _with_nodes(graph: Graph, nodes: list[Node], became: Mapping[str, str]) -> Graph:
+    return replace(
+        graph,
+        nodes=tuple(nodes),
+        outputs=tuple((label, became.get(v, v)) for label, v in graph.outputs),
+        mutations=tuple((target, became.get(v, v)) for target, v in graph.mutations),
+    )

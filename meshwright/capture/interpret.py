@@ -1,0 +1,86 @@
+"""Run a graph with plain torch operators: what a captured program means, for tests and for proving masks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from meshwright.capture.convert import LONG
+from meshwright.errors import CaptureError
+from meshwright.graph import Device, Dtype, Graph, Node, Ref
+
+Dropout = Callable[[torch.Tensor, float, int], torch.Tensor]
+
+
+def interpret(
+    graph: Graph,
+    values: Mapping[str, torch.Tensor],
+    *,
+    dropout: Dropout | None = None,
+    attention: Callable[..., torch.Tensor] | None = None,
+    device: str | torch.device = "cpu",
+) -> dict[str, torch.Tensor]:
+    """Output label or mutated buffer → tensor, from input name → tensor; autograd works through it.
+
+    `dropout(x, p, slot)` stands in for ``meshwright.dropout`` (torch's own by default) and `attention(*args, seed=slot,
+    **kwargs)` for attention with dropout.
+    """
+    known = dict(values)
+    special: dict[str, Callable[..., Any]] = {
+        "meshwright.dropout": dropout or (lambda x, p, slot: torch.nn.functional.dropout(x, p)),
+        "meshwright.dropout_mask": lambda y: y != 0,
+    }
+    run(graph.nodes, known, special=special, attention=attention, device=device)
+    return {label: known[value] for label, value in (*graph.outputs, *graph.mutations)}
+
+
+def run(
+    nodes: Iterable[Node],
+    known: dict[str, torch.Tensor],
+    *,
+    special: Mapping[str, Callable[..., Any]] | None = None,
+    attention: Callable[..., torch.Tensor] | None = None,
+    device: str | torch.device = "cpu",
+) -> None:
+    """Run nodes in order, adding their values to `known`."""
+
+    def argument(value: Any) -> Any:
+        match value:
+            case Ref():
+                return known[value.name]
+            case Dtype():
+                return LONG[value.name]
+            case Device():
+                return torch.device(device)
+            case tuple():
+                return [argument(v) for v in value]
+        return value
+
+    for node in nodes:
+        kwargs = {k: argument(v) for k, v in node.kwargs}
+        function = (special or {}).get(node.op) or operator_named(node.op, node.where)
+        if "seed" in kwargs:
+            if attention is not None:
+                function = attention
+            else:
+                del kwargs["seed"]
+        result = function(*(argument(a) for a in node.args), **kwargs)
+        results = result if isinstance(result, tuple | list) else (result,)
+        known.update(zip(node.values, results, strict=True))
+
+
+@functools.cache
+def operator_named(name: str, where: str = "") -> Callable[..., Any]:
+    """``aten.linear.default`` → the torch operator. Raises CaptureError when it is not registered."""
+    found: Any = torch.ops
+    try:
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (AttributeError, RuntimeError) as error:
+        raise CaptureError(
+            f"no operator {name!r} in this process", why=str(error), where=where, hint="import the module that registers it"
+        ) from None
+    return found

@@ -1,0 +1,213 @@
+"""Run torch.export on the loss, so that nothing the user wrote disappears in silence.
+
+Parameters stay where they are (real, fake or meta); export computes on fake tensors only. A torch function mode rides
+along, because a block that export drops or moves would change what the program means:
+
+- a result computed without gradient gets an explicit `detach`: inlined plainly, a frozen target network would train;
+- an autocast context around the call is applied again inside the traced function, where export sees it;
+- a user's `checkpoint()` leaves a note, a custom `autograd.Function` an error (its backward would be lost).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as torch_checkpoint
+
+from meshwright.capture.batch import leaves, rebuild, without_aliases
+from meshwright.errors import CaptureError
+
+TORCH_ROOT = os.path.dirname(torch.__file__)
+CHECKPOINT_FILE = torch_checkpoint.__file__
+FUNCTION_FILE = inspect.getsourcefile(torch.autograd.Function) or ""
+NO_CHECKPOINT = (
+    "checkpoint() at {} has no effect on a captured program and does not change its numbers; "
+    "to recompute activations use mw.recompute(module), recompute= of mw.plan, or leave it to the search"
+)
+
+
+@dataclass
+class Trace:
+    """What the export saw: the functional program, the batch paths in placeholder order, source lines lost by blocks."""
+
+    program: torch.export.ExportedProgram
+    paths: tuple[str, ...]
+    origins: dict[str, dict[str, Any]]
+    notes: tuple[str, ...]
+
+
+class _Loss(torch.nn.Module):
+    """`loss(model, batch)` as a module over the batch's tensors."""
+
+    def __init__(self, model: torch.nn.Module, batch: Any, loss: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self.train(model.training)
+        self.batch, self.loss, self.watch, self.autocast = batch, loss, _Watch(), _ambient_autocast()
+
+    def train(self, mode: bool = True) -> _Loss:
+        """Leave the model's own training flags alone: a user may freeze some of its modules in eval mode."""
+        self.training = mode
+        return self
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        with contextlib.ExitStack() as stack:
+            for device, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype))
+            stack.enter_context(self.watch)
+            value = self.loss(self.model, rebuild(self.batch, tensors))
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise CaptureError(
+                "the loss is not a scalar tensor",
+                why=f"loss(model, batch) returned {shown}",
+                hint="reduce it, for example with .mean(); a Hugging Face model: lambda model, batch: model(**batch).loss",
+            )
+        return value
+
+
+@dataclass
+class _Watch(TorchFunctionMode):
+    """Sees every torch call of the model while it is traced."""
+
+    checkpoints: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._look_up_the_stack()
+        out = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() or getattr(func, "__name__", "").rstrip("_") != getattr(func, "__name__", ""):
+            return out
+        if isinstance(out, tuple | list) and type(out) in (tuple, list):
+            return type(out)(_detached(o) for o in out)
+        return _detached(out)
+
+    def _look_up_the_stack(self) -> None:
+        frame = inspect.currentframe()
+        frame = frame.f_back if frame else None
+        inner: Any = None
+        while frame is not None:
+            code = frame.f_code
+            if code.co_filename == CHECKPOINT_FILE and code.co_name == "checkpoint":
+                line = _line_of(_out_of_torch(frame))
+                if line not in self.checkpoints:
+                    self.checkpoints.append(line)
+            if code.co_filename == FUNCTION_FILE and code.co_name == "apply" and inner is not None:
+                _refuse_custom_backward(frame, inner)
+            if code.co_name == "forward" and code.co_filename.startswith(TORCH_ROOT) and "export" in code.co_filename:
+                return
+            inner, frame = frame, frame.f_back
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _out_of_torch(frame: Any) -> Any:
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(TORCH_ROOT):
+        frame = frame.f_back
+    return frame
+
+
+def _line_of(frame: Any) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _refuse_custom_backward(frame: Any, inner: Any) -> None:
+    reentrant = inner.f_code.co_filename == CHECKPOINT_FILE
+    raise CaptureError(
+        "checkpoint(use_reentrant=True) cannot be captured" if reentrant else "a custom autograd.Function cannot be captured",
+        why="its backward lives outside the graph and would be lost in silence",
+        where=_line_of(_out_of_torch(frame)),
+        hint="checkpoint(..., use_reentrant=False), or mw.recompute(module)"
+        if reentrant
+        else "register it with torch.library.custom_op and register_autograd, and give it a rule with mw.rule",
+    )
+
+
+def _ambient_autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
+
+
+def trace(model: torch.nn.Module, batch: Any, loss: Callable[..., torch.Tensor]) -> Trace:
+    """Export `loss(model, batch)` and make it functional. Raises CaptureError."""
+    found = list(leaves(batch))
+    paths, tensors = tuple(p for p, _ in found), without_aliases(t for _, t in found)
+    wrapper = _Loss(model, batch, loss)
+    with warnings.catch_warnings(), torch.enable_grad(), contextlib.ExitStack() as stack:
+        warnings.simplefilter("ignore")
+        for device, _ in wrapper.autocast:  # it is applied again inside the traced function
+            stack.enter_context(torch.autocast(device, enabled=False))
+        try:
+            program = torch.export.export(wrapper, tuple(tensors), strict=False)
+            origins = _origins(program.graph_module)
+            program = program.run_decompositions({})
+        except CaptureError:
+            raise
+        except Exception as error:
+            nested = _capture_error_in(error)
+            raise nested or _explain(error) from error
+    return Trace(program, paths, origins, tuple(NO_CHECKPOINT.format(line) for line in wrapper.watch.checkpoints))
+
+
+def _origins(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """Source of the nodes inside blocks (no_grad, autocast): the decomposition knows only their generated code."""
+    known: dict[str, dict[str, Any]] = {}
+    for inner in module.modules():
+        if isinstance(inner, torch.fx.GraphModule) and inner is not module:
+            known |= {n.name: n.meta for n in inner.graph.nodes if n.op == "call_function" and n.meta.get("stack_trace")}
+    return known
+
+
+def _capture_error_in(error: BaseException | None) -> CaptureError | None:
+    while error is not None:
+        if isinstance(error, CaptureError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException")
+
+
+def _explain(error: Exception) -> CaptureError:
+    """An export failure with the user's own source line and a way out."""
+    kinds: list[str] = []
+    chain: BaseException | None = error
+    while chain is not None:
+        kinds.append(type(chain).__name__)
+        chain = chain.__cause__ or chain.__context__
+    text = str(error)
+    depends = any(k in DATA_DEPENDENT for k in kinds) or "data-dependent" in text or "unbacked" in text
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    what = "the model decides by the values of a tensor, which a captured program cannot" if depends else "the model cannot be exported"
+    return CaptureError(
+        what,
+        why=f"{type(error).__name__}: {first[:300]}",
+        where=_user_line(error),
+        hint='write it with torch.where or torch.cond, or use mode="data_parallel" or mode="manual", which run the model as it is',
+    )
+
+
+def _user_line(error: BaseException | None) -> str:
+    """The innermost frame of the user's or the model library's own code in the traceback."""
+    here = os.path.dirname(__file__)
+    while error is not None:
+        frames = traceback.extract_tb(error.__traceback__)
+        for frame in reversed(frames):
+            if not frame.filename.startswith((TORCH_ROOT, here, "<")):
+                return f"{os.path.basename(frame.filename)}:{frame.lineno}  {frame.line}"
+        error = error.__cause__ or error.__context__
+    return ""

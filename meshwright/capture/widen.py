@@ -1,0 +1,50 @@
+"""Every float in float64, for proofs: `widen(graph)`, and `widened_eager()` for the eager model beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from meshwright.graph import Dtype, Graph, Node, TensorType
+
+NARROW = ("f32", "bf16", "f16")
+NARROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def widen(graph: Graph) -> Graph:
+    """The same program with f64 wherever it says f32, bf16 or f16: in types, dtype arguments and created constants."""
+    inputs = tuple(replace(i, type=_type(i.type)) for i in graph.inputs)
+    return replace(graph, inputs=inputs, nodes=tuple(_node(n) for n in graph.nodes))
+
+
+def _node(node: Node) -> Node:
+    outputs = tuple(_type(t) for t in node.outputs)
+    return replace(node, args=_dtype(node.args), kwargs=tuple((k, _dtype(v)) for k, v in node.kwargs), outputs=outputs)
+
+
+def _type(type_: TensorType) -> TensorType:
+    return replace(type_, dtype="f64") if type_.dtype in NARROW else type_
+
+
+def _dtype(value: Any) -> Any:
+    if isinstance(value, Dtype):
+        return Dtype("f64") if value.name in NARROW else value
+    return tuple(_dtype(v) for v in value) if isinstance(value, tuple) else value
+
+
+class widened_eager(TorchFunctionMode):  # noqa: N801 - used as a function
+    """Within it, eager code that names float32, bfloat16 or float16 gets float64: ``x.float()``, ``x.to(torch.bfloat16)``."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {k: _wide(v) for k, v in (kwargs or {}).items()}
+        args = tuple(_wide(a) for a in args)
+        if func in (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half):
+            return func(*args, **kwargs).double() if False else torch.Tensor.double(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in NARROW_DTYPES else value

@@ -1,0 +1,1 @@
+"""Models to try things on, in plain PyTorch and from transformers; each has `build(...) -> (model, batch, loss)`."""
