@@ -1,0 +1,155 @@
+"""One step of a redistribution: what moves, over which axes, and how many bytes.
+
+========================  ==========================================================================================
+kind                      what becomes of the axes
+========================  ==========================================================================================
+``all_reduce``            pending → whole
+``reduce_scatter``        pending → split, as the minor axes of some sub-dims
+``all_gather``            split, as the minor axes of some sub-dims → whole
+``all_to_all``            split → split elsewhere or in another order (chunks may be empty: a permutation of blocks is one)
+``slice``                 whole → split; local and free
+``mask``                  whole → pending: coordinate 0 keeps the value, the others hold zeros; local and free
+``pad``                   split → pending: my block in its place, zeros elsewhere; local and free
+========================  ==========================================================================================
+
+Where a concatenation is split by an axis in several parts, all parts move together. Blocks may be uneven everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from meshwright.layout import Coordinate, Dim, SubDim, TensorLayout, block, dim_size, local_indices, local_size
+from meshwright.mesh import Mesh
+
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+LOCAL = ("slice", "mask", "pad")
+KINDS = COLLECTIVES + LOCAL
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective (or local cut) over `axes`, from one forward-only layout to another."""
+
+    kind: str
+    axes: tuple[str, ...]
+    before: TensorLayout
+    after: TensorLayout
+
+    def __str__(self) -> str:
+        return f"{self.kind}({','.join(self.axes)}): {self.before} -> {self.after}"
+
+
+def wire_elements(kind: str, ranks: int, before: int, after: int, kept: int = 0) -> float:
+    """Elements that one rank sends, from the element counts it holds before and after.
+
+    Ring algorithms, which are optimal in bytes (Patarasu & Yuan 2009, "Bandwidth optimal all-reduce algorithms for
+    clusters of workstations"): 2(k-1)/k of the tensor for an all-reduce, (k-1)/k for its halves. Uneven blocks are padded
+    to the largest. An all-to-all sends all but what it keeps.
+    """
+    match kind:
+        case "all_reduce":
+            return 2 * (ranks - 1) / ranks * before
+        case "reduce_scatter":
+            return (ranks - 1) * after
+        case "all_gather":
+            return (ranks - 1) * before
+        case "all_to_all":
+            return before - kept
+        case _:
+            return 0.0
+
+
+def largest_size(layout: TensorLayout, mesh: Mesh) -> int:
+    """Elements on the rank that holds most: the one at coordinate 0, since the first block is never the shorter."""
+    return math.prod(layout.local_shape(mesh, origin(mesh)))
+
+
+def origin(mesh: Mesh) -> dict[str, int]:
+    """The coordinate that is 0 on every axis."""
+    return dict.fromkeys(mesh.sizes, 0)
+
+
+def wire_bytes(step: Step, mesh: Mesh, itemsize: int) -> float:
+    """Bytes that one rank sends; the busiest one where ranks differ."""
+    before, after = largest_size(step.before, mesh), largest_size(step.after, mesh)
+    if step.kind == "all_to_all":
+        return itemsize * moved_elements(step.before, step.after, step.axes, mesh)
+    return itemsize * wire_elements(step.kind, mesh.count(step.axes), before, after)
+
+
+def payload_bytes(step: Step, mesh: Mesh, itemsize: int) -> int:
+    """Bytes of the larger of the two tensors on one rank, which is what libraries call the message size."""
+    return itemsize * max(largest_size(step.before, mesh), largest_size(step.after, mesh))
+
+
+def moved_elements(before: TensorLayout, after: TensorLayout, axes: Iterable[str], mesh: Mesh) -> int:
+    """The most elements that any rank of a group along `axes` holds before and not after."""
+    worst = 0
+    for at in _group_coordinates(mesh, axes):
+        held = kept = 1
+        for old, new in zip(before.dims, after.dims, strict=True):
+            held *= local_size(old, mesh, at)
+            kept *= overlap(old, new, mesh, at)
+        worst = max(worst, held - kept)
+    return worst
+
+
+def overlap(old: Dim, new: Dim, mesh: Mesh, at: Coordinate) -> int:
+    """The number of indices that a rank holds along a dim both before and after."""
+    if old == new:
+        return local_size(old, mesh, at)
+    if not _same_tree(old, new):
+        return len(np.intersect1d(local_indices(old, mesh, at), local_indices(new, mesh, at), assume_unique=True))
+    count = 1
+    for a, b in zip(old, new, strict=True):
+        if isinstance(a, SubDim):
+            assert isinstance(b, SubDim)
+            (i, m), (j, n) = block(a.size, a.axes, mesh, at), block(b.size, b.axes, mesh, at)
+            count *= max(0, min(i + m, j + n) - max(i, j))
+        else:
+            assert not isinstance(b, SubDim)
+            count *= sum(overlap(p, q, mesh, at) for p, q in zip(a.parts, b.parts, strict=True))
+    return count
+
+
+def _same_tree(old: Dim, new: Dim) -> bool:
+    if len(old) != len(new):
+        return False
+    for a, b in zip(old, new, strict=True):
+        if isinstance(a, SubDim) != isinstance(b, SubDim):
+            return False
+        if isinstance(a, SubDim):
+            if a.size != b.size:  # pyright: ignore[reportAttributeAccessIssue]
+                return False
+        elif len(a.parts) != len(b.parts):  # pyright: ignore[reportAttributeAccessIssue]
+            return False
+        elif not all(_same_tree(p, q) and dim_size(p) == dim_size(q) for p, q in zip(a.parts, b.parts, strict=True)):  # pyright: ignore[reportAttributeAccessIssue]
+            return False
+    return True
+
+
+def _group_coordinates(mesh: Mesh, axes: Iterable[str]) -> Iterator[dict[str, int]]:
+    run, base = tuple(axes), origin(mesh)
+    for values in product(*(range(mesh.sizes[a]) for a in run)):
+        yield base | dict(zip(run, values, strict=True))
+
+
+def describe(step: Step, mesh: Mesh, itemsize: int) -> str:
+    """``all_gather(tp) 4.2 MB``: the bytes are those one rank sends."""
+    text = f"{step.kind}({mesh.show(step.axes)})"
+    return text if step.kind in LOCAL else f"{text} {show_bytes(wire_bytes(step, mesh, itemsize))}"
+
+
+def show_bytes(count: float) -> str:
+    """Decimal units, two significant digits or so: ``640 B``, ``4.2 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
