@@ -1,0 +1,153 @@
+"""A plan: the strategy of every node and the layout of every input. Readable JSON, diffable: the strategy file.
+
+A plan belongs to one graph (by its fingerprint) and one mesh. From it alone the partitioner derives the program of every
+rank; from it and a machine the planner derives seconds and bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import PlanError
+from meshwright.graph import Graph
+from meshwright.layout import TensorLayout, parse_layout
+from meshwright.mesh import Axis, Mesh
+from meshwright.ops.strategy import Strategy
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`strategies`: node → strategy. `inputs`: input → layout in which it enters the program (parameters: their use layout).
+
+    `reasons` says for each node why its strategy was chosen; `notes` are remarks for the user (what stayed whole and
+    what that costs, what is inexact).
+    """
+
+    mesh: Mesh
+    mode: str
+    fingerprint: str
+    strategies: Mapping[str, Strategy]
+    inputs: Mapping[str, TensorLayout]
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON (UTF-8, one node a line)."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan. Raises PlanError for a file that is missing, damaged or of another version."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"the plan file {str(path)!r} cannot be read", why=str(error)) from None
+        return Plan.from_json(text, str(path))
+
+    def to_json(self) -> str:
+        """The text of a plan file."""
+        mesh = {
+            "axes": [[a.name, a.size, a.link] for a in self.mesh.axes],
+            "names": [[name, list(run)] for name, run in self.mesh.names],
+            "order": list(self.mesh.order) if self.mesh.order != tuple(range(self.mesh.size)) else [],
+        }
+        nodes = ",\n".join(
+            f"    {json.dumps(name)}: {json.dumps(_strategy_data(s, self.reasons.get(name, '')))}"
+            for name, s in self.strategies.items()
+        )
+        inputs = ",\n".join(f"    {json.dumps(k)}: {json.dumps(str(v))}" for k, v in self.inputs.items())
+        return (
+            f'{{\n  "meshwright plan": {VERSION},\n  "mode": {json.dumps(self.mode)},\n'
+            f'  "graph": {json.dumps(self.fingerprint)},\n  "mesh": {json.dumps(mesh)},\n'
+            f'  "notes": {json.dumps(list(self.notes))},\n'
+            f'  "inputs": {{\n{inputs}\n  }},\n  "nodes": {{\n{nodes}\n  }}\n}}\n'
+        )
+
+    @staticmethod
+    def from_json(text: str, source: str = "the plan") -> Plan:
+        """Parse the text of a plan file. Raises PlanError."""
+        try:
+            data = json.loads(text)
+            version = data["meshwright plan"]
+            if version != VERSION:
+                raise PlanError(
+                    f"{source} has version {version}, this is Meshwright for version {VERSION}",
+                    hint="make the plan again with mw.plan",
+                )
+            mesh = Mesh(
+                tuple(Axis(*a) for a in data["mesh"]["axes"]),
+                tuple((name, tuple(run)) for name, run in data["mesh"]["names"]),
+                tuple(data["mesh"]["order"]),
+            )
+            strategies = {name: _parse_strategy(entry) for name, entry in data["nodes"].items()}
+            inputs = {name: parse_layout(entry) for name, entry in data["inputs"].items()}
+            reasons = {name: entry["why"] for name, entry in data["nodes"].items() if "why" in entry}
+            return Plan(mesh, data["mode"], data["graph"], strategies, inputs, reasons, tuple(data["notes"]))
+        except PlanError:
+            raise
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise PlanError(
+                f"{source} is not a plan file, or it is damaged", why=f"{type(error).__name__}: {error}"
+            ) from None
+
+    def check(self, graph: Graph) -> Plan:
+        """The plan, if it was made for this graph. Raises PlanError that lists what differs."""
+        if self.fingerprint == fingerprint(graph):
+            return self
+        missing = [n.name for n in graph.nodes if n.name not in self.strategies]
+        extra = sorted(set(self.strategies) - {n.name for n in graph.nodes})
+        why = "; ".join(
+            text
+            for text in (
+                f"the model has operators the plan does not know: {', '.join(missing[:4])}" if missing else "",
+                f"the plan has operators the model does not have: {', '.join(extra[:4])}" if extra else "",
+            )
+            if text
+        )
+        raise PlanError(
+            "the plan was made for another model, batch or version of the code",
+            why=why or "the operators have the same names, but their shapes or wiring differ",
+            hint="make it again with mw.plan(model, batch, …), or load the model the plan was made for",
+        )
+
+    def with_notes(self, *notes: str) -> Plan:
+        """The plan with more remarks."""
+        return replace(self, notes=(*self.notes, *notes))
+
+
+def fingerprint(graph: Graph) -> str:
+    """A hash of what a plan depends on: operators, arguments, types and wiring, not source lines."""
+    text = "\n".join(
+        [str(i) for i in graph.inputs]
+        + [str(replace(n, module="", source="")) for n in graph.nodes]
+        + [f"{k}={v}" for k, v in (*graph.outputs, *graph.mutations)]
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _strategy_data(strategy: Strategy, why: str) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    if strategy.cuts:
+        data["cuts"] = {letter: str(TensorLayout((dim,)))[1:-1] for letter, dim in strategy.cuts}
+    if strategy.through:
+        data["through"] = {axis: list(ports) for axis, ports in strategy.through}
+    if strategy.grad:
+        data["grad"] = list(strategy.grad)
+    if why:
+        data["why"] = why
+    return data
+
+
+def _parse_strategy(data: dict[str, Any]) -> Strategy:
+    return Strategy(
+        tuple((letter, parse_layout(f"[{text}]").dims[0]) for letter, text in data.get("cuts", {}).items()),
+        tuple((axis, tuple(ports)) for axis, ports in data.get("through", {}).items()),
+        tuple(data.get("grad", ())),
+    )

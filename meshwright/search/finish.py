@@ -1,0 +1,100 @@
+"""From cuts to a plan: where gradients stay pending, and in which layout each input enters the program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from meshwright.graph import Graph, Input, Node
+from meshwright.layout import TensorLayout, normalize, without_axes
+from meshwright.mesh import Mesh
+from meshwright.ops.factors import Factors
+from meshwright.ops.strategy import Strategy, cut_axes, layouts
+from meshwright.search.options import Assignment, Scene
+
+
+def pass_gradients_back(scene: Scene, assignment: Assignment) -> None:
+    """Let a pending gradient pass through operators that only rearrange or scale one tensor.
+
+    It is then reduced once, where the branches of a hub meet (q, k and v of one norm), instead of once a branch.
+    """
+    graph = scene.graph
+    pinned = {value for _, value in (*graph.outputs, *graph.mutations)}
+    for node in reversed(graph.nodes):
+        if not scene.site(node.name).rule.terms or len(_grad_ports(graph, node)) != 1 or len(node.values) != 1:
+            continue
+        value = node.values[0]
+        consumers = graph.consumers[value]
+        if value in pinned or not consumers or value not in graph.needs_grad:
+            continue
+        asked = [layouts(scene.site(c.name), assignment[c.name]).inputs[p] for c, p in consumers]
+        common = set(asked[0].grad).intersection(*(a.grad for a in asked))
+        mine = layouts(scene.site(node.name), assignment[node.name]).outputs[0]
+        free = [a for a in scene.mesh.sort(common) if a not in mine.split_axes and a not in mine.pending]
+        # Only where every consumer takes the value as it is: otherwise a reshard stands between them anyway.
+        same = all(normalize(a.forward, scene.mesh) == normalize(mine.forward, scene.mesh) for a in asked)
+        if free and same:
+            assignment[node.name] = replace(assignment[node.name], grad=tuple(free))
+
+
+def _grad_ports(graph: Graph, node: Node) -> set[str]:
+    return {u for u in node.uses if u in graph.needs_grad}
+
+
+def input_layouts(graph: Graph, factors: Factors, mesh: Mesh, strategies: Mapping[str, Strategy]) -> dict[str, TensorLayout]:
+    """The layout in which each input enters the program.
+
+    A parameter enters as its first use wants it (a tied one: the others reshard); a batch tensor or buffer is split only
+    on the axes on which all its uses agree (slicing further is free); a buffer that the step replaces enters whole.
+    """
+    replaced = {target for target, _ in graph.mutations}
+    found: dict[str, TensorLayout] = {}
+    for entry in graph.inputs:
+        uses = graph.consumers[entry.name]
+        asked = [layouts(factors.sites[c.name], strategies[c.name]).inputs[p] for c, p in uses]
+        whole = TensorLayout(factors.dims[entry.name])
+        if not asked or entry.target in replaced:
+            found[entry.name] = whole
+        elif entry.role == "parameter":
+            found[entry.name] = _parameter_layout(entry, asked)
+        else:
+            found[entry.name] = _common(asked, whole, mesh)
+    return found
+
+
+def _parameter_layout(entry: Input, asked: list[TensorLayout]) -> TensorLayout:
+    first = max(asked, key=lambda a: len(a.split_axes))
+    grad = set(first.grad)
+    for other in asked:
+        # Uses of one layout may differ in where their gradient is pending; the leaf keeps what all share.
+        if other.dims == first.dims and not other.pending and not first.pending:
+            grad &= set(other.grad)
+    return TensorLayout(first.dims, (), tuple(grad) if entry.needs_grad else ())
+
+
+def _common(asked: list[TensorLayout], whole: TensorLayout, mesh: Mesh) -> TensorLayout:
+    kept = asked[0].forward
+    axes = set(kept.split_axes)
+    for axis in kept.split_axes:
+        others = set(kept.split_axes) - {axis}
+        alone = normalize(TensorLayout(tuple(without_axes(d, others) for d in kept.dims)), mesh)
+        for layout in asked[1:]:
+            theirs = normalize(
+                TensorLayout(tuple(without_axes(d, set(layout.split_axes) - {axis}) for d in layout.dims)), mesh
+            )
+            if theirs != alone:
+                axes.discard(axis)
+    gone = set(kept.split_axes) - axes
+    dims = tuple(without_axes(d, gone) for d in kept.dims)
+    return TensorLayout(dims) if axes else whole
+
+
+def repeated(scene: Scene, assignment: Assignment) -> list[str]:
+    """Names of heavy nodes that every rank of some axis repeats, for the notes of a plan."""
+    heavy = []
+    for node in scene.graph.nodes:
+        if node.op in ("aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.bmm.default"):
+            used = {a for axes in cut_axes(assignment[node.name]).values() for a in axes}
+            if any(a.name not in used and a.size > 1 for a in scene.mesh.axes):
+                heavy.append(node.name)
+    return heavy
