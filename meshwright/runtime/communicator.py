@@ -49,16 +49,16 @@ class Communicator(Protocol):
         """Start a sum over the group *in place* of a buffer that the caller owns."""
         ...
 
-    def all_gather(self, x: torch.Tensor, axes: Sequence[str]) -> list[torch.Tensor]:
-        """The equally sized flat tensors of the group's members, in group order."""
+    def all_gather(self, x_n: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+        """The members' flat tensors (n,), stacked in group order: (members, n)."""
         ...
 
-    def reduce_scatter(self, pieces: Sequence[torch.Tensor], axes: Sequence[str]) -> torch.Tensor:
-        """The sum over the group of each member's piece for this rank. All pieces have one size."""
+    def reduce_scatter(self, x_mn: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+        """The sum over the group of everybody's row for this member: (members, n) → (n,)."""
         ...
 
-    def all_to_all(self, pieces: Sequence[torch.Tensor], sizes: Sequence[int], axes: Sequence[str]) -> list[torch.Tensor]:
-        """Send `pieces[i]` (flat) to member i and receive flat tensors of the given sizes."""
+    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]) -> torch.Tensor:
+        """Send consecutive stretches of a flat tensor, `send[m]` elements to member m; receive `receive[m]` from each."""
         ...
 
 
@@ -166,27 +166,27 @@ class SimulatedRank:
         """See `Communicator`."""
         return Done(x.copy_(self.all_reduce(x, axes)))
 
-    def all_gather(self, x: torch.Tensor, axes: Sequence[str]) -> list[torch.Tensor]:
+    def all_gather(self, x_n: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
         """See `Communicator`."""
-        group, values = self._share(x.detach().clone(), axes)
-        return [values[r].clone() for r in group]
+        group, values = self._share(x_n.detach().clone(), axes)
+        return torch.stack([values[r] for r in group])
 
-    def reduce_scatter(self, pieces: Sequence[torch.Tensor], axes: Sequence[str]) -> torch.Tensor:
+    def reduce_scatter(self, x_mn: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
         """See `Communicator`."""
-        group, values = self._share([p.detach().clone() for p in pieces], axes)
+        group, values = self._share(x_mn.detach().clone(), axes)
         mine = group.index(self.rank)
         total = values[min(values)][mine].clone()
         for rank in sorted(values)[1:]:
             total += values[rank][mine]
         return total
 
-    def all_to_all(self, pieces: Sequence[torch.Tensor], sizes: Sequence[int], axes: Sequence[str]) -> list[torch.Tensor]:
+    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]) -> torch.Tensor:
         """See `Communicator`."""
-        group, values = self._share([p.detach().clone() for p in pieces], axes)
+        group, values = self._share(x.detach().clone().split(list(send)), axes)
         mine = group.index(self.rank)
         received = [values[r][mine] for r in group]
-        assert [r.numel() for r in received] == list(sizes), "members disagree about the sizes of an all-to-all"
-        return received
+        assert [r.numel() for r in received] == list(receive), "members disagree about the sizes of an all-to-all"
+        return torch.cat(received)
 
 
 # ---------------------------------------------------------------- one rank, alone
@@ -207,17 +207,17 @@ class Alone:
         """The value itself."""
         return Done(x)
 
-    def all_gather(self, x: torch.Tensor, axes: Sequence[str]) -> list[torch.Tensor]:
+    def all_gather(self, x_n: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+        """One row."""
+        return x_n.clone()[None]
+
+    def reduce_scatter(self, x_mn: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+        """The only row."""
+        return x_mn[0].clone()
+
+    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]) -> torch.Tensor:
         """The value itself."""
-        return [x.clone()]
-
-    def reduce_scatter(self, pieces: Sequence[torch.Tensor], axes: Sequence[str]) -> torch.Tensor:
-        """The only piece."""
-        return pieces[0].clone()
-
-    def all_to_all(self, pieces: Sequence[torch.Tensor], sizes: Sequence[int], axes: Sequence[str]) -> list[torch.Tensor]:
-        """The only piece."""
-        return [pieces[0].clone()]
+        return x.clone()
 
 
 # ---------------------------------------------------------------- the counter
@@ -248,22 +248,21 @@ class Counter:
         self._count("all_reduce", axes, x.numel() * x.element_size())
         return Done(x)
 
-    def all_gather(self, x: torch.Tensor, axes: Sequence[str]) -> list[torch.Tensor]:
+    def all_gather(self, x_n: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
         """See `Communicator`."""
         members = self.mesh.count(axes)
-        self._count("all_gather", axes, members * x.numel() * x.element_size())
-        return [x.clone() for _ in range(members)]
+        self._count("all_gather", axes, members * x_n.numel() * x_n.element_size())
+        return x_n.expand(members, -1).clone()
 
-    def reduce_scatter(self, pieces: Sequence[torch.Tensor], axes: Sequence[str]) -> torch.Tensor:
+    def reduce_scatter(self, x_mn: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
         """See `Communicator`."""
-        self._count("reduce_scatter", axes, sum(p.numel() * p.element_size() for p in pieces))
-        return pieces[0].clone()
+        self._count("reduce_scatter", axes, x_mn.numel() * x_mn.element_size())
+        return x_mn[0].clone()
 
-    def all_to_all(self, pieces: Sequence[torch.Tensor], sizes: Sequence[int], axes: Sequence[str]) -> list[torch.Tensor]:
+    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]) -> torch.Tensor:
         """See `Communicator`."""
-        self._count("all_to_all", axes, sum(p.numel() * p.element_size() for p in pieces))
-        like = pieces[0]
-        return [like.new_zeros(size) for size in sizes]
+        self._count("all_to_all", axes, x.numel() * x.element_size())
+        return x.new_zeros(sum(receive))
 
 
 # ---------------------------------------------------------------- real process groups
@@ -283,14 +282,16 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class ProcessGroups:
-    """This process as a rank of `torch.distributed`. Groups are made for all axis sets up front by `prepare`,
+    """This process as a rank of `torch.distributed`.
 
-    since making one is itself a collective: every rank must make the same groups in the same order.
+    Groups are made for all axis sets up front by `prepare`, since making one is itself a collective: every rank must make
+    the same groups in the same order.
     """
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
         self.mesh, self.rank = mesh, rank
         self._groups: dict[frozenset[str], Any] = {}
+        self._orders: dict[tuple[str, ...], list[int] | None] = {}
 
     def prepare(self, axis_sets: Sequence[frozenset[str]]) -> None:
         """Make the process groups over these sets of axes. Collective: all ranks pass equal sets."""
@@ -318,11 +319,15 @@ class ProcessGroups:
             )
         return self._groups[key]
 
-    def _order(self, axes: Sequence[str]) -> list[int]:
-        """Place of each member (in group order) among the sorted ranks of the process group."""
-        members = self.mesh.group(self.rank, axes)
-        ranked = sorted(members)
-        return [ranked.index(m) for m in members]
+    def _order(self, axes: Sequence[str]) -> list[int] | None:
+        """Place of each member among the sorted ranks of the process group; None when group order is rank order."""
+        key = tuple(axes)
+        if key not in self._orders:
+            members = self.mesh.group(self.rank, key)
+            ranked = sorted(members)
+            order = [ranked.index(m) for m in members]
+            self._orders[key] = None if order == list(range(len(order))) else order
+        return self._orders[key]
 
     def all_reduce(self, x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> torch.Tensor:
         """See `Communicator`."""
@@ -334,36 +339,37 @@ class ProcessGroups:
         """See `Communicator`."""
         return _Pending(dist.all_reduce(x, group=self._group(axes), async_op=True), x)
 
-    def all_gather(self, x: torch.Tensor, axes: Sequence[str]) -> list[torch.Tensor]:
+    def all_gather(self, x_n: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
         """See `Communicator`."""
-        order = self._order(axes)
-        flat = x.detach().reshape(-1).contiguous()
-        result = flat.new_empty(len(order) * flat.numel())
+        flat, members = x_n.detach().contiguous(), self.mesh.count(axes)
+        result = flat.new_empty(members * flat.numel())
         dist.all_gather_into_tensor(result, flat, group=self._group(axes))
-        pieces = result.split(flat.numel()) if flat.numel() else [flat] * len(order)
-        return [pieces[i].view(x.shape) for i in order]
-
-    def reduce_scatter(self, pieces: Sequence[torch.Tensor], axes: Sequence[str]) -> torch.Tensor:
-        """See `Communicator`."""
         order = self._order(axes)
-        ranked: list[torch.Tensor] = [pieces[0]] * len(order)
-        for piece, place in zip(pieces, order, strict=True):
-            ranked[place] = piece.detach().reshape(-1)
-        result = ranked[0].new_empty(ranked[0].numel())
-        dist.reduce_scatter_tensor(result, torch.cat(ranked), group=self._group(axes))
-        return result.view(pieces[0].shape)
+        stacked = result.view(members, -1)
+        return stacked if order is None else stacked[order]
 
-    def all_to_all(self, pieces: Sequence[torch.Tensor], sizes: Sequence[int], axes: Sequence[str]) -> list[torch.Tensor]:
+    def reduce_scatter(self, x_mn: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
         """See `Communicator`."""
-        order = self._order(axes)
-        count = len(order)
-        ranked: list[torch.Tensor] = [pieces[0]] * count
-        incoming = [0] * count
-        for piece, size, place in zip(pieces, sizes, order, strict=True):
-            ranked[place], incoming[place] = piece.detach().reshape(-1), size
-        result = ranked[0].new_empty(sum(incoming))
+        order, rows = self._order(axes), x_mn.detach()
+        if order is not None:
+            rows = torch.empty_like(rows).index_copy_(0, torch.tensor(order, device=rows.device), rows)
+        result = rows.new_empty(rows.shape[1])
+        dist.reduce_scatter_tensor(result, rows.reshape(-1), group=self._group(axes))
+        return result
+
+    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]) -> torch.Tensor:
+        """See `Communicator`."""
+        order, flat = self._order(axes), x.detach().contiguous()
+        if order is None:
+            result = flat.new_empty(sum(receive))
+            dist.all_to_all_single(result, flat, list(receive), list(send), group=self._group(axes))
+            return result
+        places = sorted(range(len(order)), key=lambda m: order[m])  # member at each place of the process group
+        stretches = flat.split(list(send))
+        incoming = [receive[m] for m in places]
+        result = flat.new_empty(sum(receive))
         dist.all_to_all_single(
-            result, torch.cat(ranked), incoming, [r.numel() for r in ranked], group=self._group(axes)
+            result, torch.cat([stretches[m] for m in places]), incoming, [send[m] for m in places], group=self._group(axes)
         )
         received = result.split(incoming)
-        return [received[place] for place in order]
+        return torch.cat([received[place] for place in order])

@@ -1,0 +1,36 @@
+"""From a graph and a plan to the program each rank runs, in two passes: insert reshards, localize."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.graph import Graph
+from meshwright.ops.factors import Factors, analyze
+from meshwright.ops.table import rules_of
+from meshwright.partition.localize import localize_graph
+from meshwright.partition.reshards import RESHARD, Resharded, insert_reshards
+from meshwright.plan import Plan
+from meshwright.redistribute import TWO_CORE_GLOO, Prices
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What all ranks share (`resharded`), from which `local(rank)` makes the program of one."""
+
+    plan: Plan
+    factors: Factors
+    resharded: Resharded
+
+    def local(self, rank: int) -> Graph:
+        """The local graph of a rank."""
+        return localize_graph(self.resharded, self.factors, self.plan, rank)
+
+
+def partition(graph: Graph, plan: Plan, prices: Prices = TWO_CORE_GLOO) -> Partition:
+    """Cut a graph as a plan says. Raises PlanError when the plan belongs to another graph."""
+    plan.check(graph)
+    factors = analyze(graph, rules_of(graph))
+    return Partition(plan, factors, insert_reshards(graph, factors, plan, prices))
+
+
+__all__ = ["RESHARD", "Partition", "Resharded", "partition"]

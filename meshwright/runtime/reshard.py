@@ -1,0 +1,161 @@
+"""Executing a reshard: one autograd function that *is* the pair, over collectives that are plain tensor functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from meshwright.graph import Node
+from meshwright.layout import parse_layout
+from meshwright.mesh import Mesh
+from meshwright.redistribute.positions import Exchange, Selection, exchange, joined
+from meshwright.redistribute.steps import Step
+from meshwright.runtime import collectives
+from meshwright.runtime.collectives import Handle
+
+
+def parse_steps(texts: Sequence[Sequence[str]]) -> tuple[Step, ...]:
+    """Steps from the literals of a local graph."""
+    return tuple(
+        Step(kind, tuple(axes.split(".")), parse_layout(before), parse_layout(after)) for kind, axes, before, after in texts
+    )
+
+
+class Mover:
+    """One step on one rank, ready to run on tensors."""
+
+    def __init__(self, plan: Exchange) -> None:
+        self.plan = plan
+        self.kind, self.axes = plan.kind, plan.axes
+        self.send = [_Picker(s) for s in plan.send]
+        self.joined = joined(plan.place) if plan.kind in ("all_gather", "all_to_all") else None
+        self.order = None if self.joined is None or self.joined[1] is None else torch.from_numpy(self.joined[1])
+        self.place = [_Picker(s) for s in plan.place]
+        self.send_sizes, self.sizes = [s.numel for s in plan.send], [s.numel for s in plan.place]
+
+    def __call__(self, x: torch.Tensor, comm: Handle) -> torch.Tensor:
+        """Run the step. Never writes to `x`."""
+        plan = self.plan
+        match self.kind:
+            case "all_reduce":
+                return collectives.all_reduce(x, comm, self.axes)
+            case "slice":
+                return self.send[0].take(x)
+            case "mask":
+                return x if plan.keeps else torch.zeros_like(x, memory_format=torch.contiguous_format)
+            case "pad":
+                y = x.new_zeros(plan.shape_after)
+                self.place[0].put(y, x)
+                return y
+            case "reduce_scatter":
+                rows = torch.stack([_padded(p.take(x), plan.padded) for p in self.send])
+                return _unpadded(collectives.reduce_scatter(rows, comm, self.axes), plan.shape_after)
+            case "all_gather":
+                rows = collectives.all_gather(_padded(x, plan.padded), comm, self.axes)
+                return self._assemble([_unpadded(r, s.shape) for r, s in zip(rows.unbind(), plan.place, strict=True)], x)
+            case "all_to_all":
+                flat = torch.cat([p.take(x).reshape(-1) for p in self.send])
+                received = collectives.all_to_all(flat, self.send_sizes, self.sizes, comm, self.axes)
+                pieces = received.split(self.sizes)
+                return self._assemble([f.view(s.shape) for f, s in zip(pieces, plan.place, strict=True)], x)
+        raise AssertionError(self.kind)
+
+    def _assemble(self, pieces: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        if self.joined is not None:
+            dim = self.joined[0]
+            y = torch.cat(pieces, dim)
+            return y if self.order is None else y.index_select(dim, self.order.to(y.device))
+        y = like.new_empty(self.plan.shape_after)
+        for piece, picker in zip(pieces, self.place, strict=True):
+            picker.put(y, piece)
+        return y
+
+
+class _Picker:
+    """A selection, as narrows where it has one run and as an index where it has several."""
+
+    def __init__(self, selection: Selection) -> None:
+        self.shape = selection.shape
+        self.cuts: list[tuple[int, int, int, torch.Tensor | None]] = []
+        for dim in selection.cut_dims:
+            runs = selection.runs[dim]
+            start, length = runs[0] if runs else (0, 0)
+            index = torch.from_numpy(selection.index(dim)) if len(runs) > 1 else None
+            self.cuts.append((dim, start, length, index))
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        for dim, start, length, index in self.cuts:
+            x = x.narrow(dim, start, length) if index is None else x.index_select(dim, index.to(x.device))
+        return x
+
+    def put(self, y: torch.Tensor, piece: torch.Tensor) -> None:
+        view = y
+        spread = [c for c in self.cuts if c[3] is not None]
+        for dim, start, length, index in self.cuts:
+            if index is None:
+                view = view.narrow(dim, start, length)
+        if not spread:
+            view.copy_(piece)
+        elif len(spread) == 1:
+            dim, _, _, index = spread[0]
+            assert index is not None
+            view.index_copy_(dim, index.to(y.device), piece)
+        else:
+            where: list[torch.Tensor | slice] = [slice(None)] * y.dim()
+            for place, (dim, _, _, index) in enumerate(spread):
+                assert index is not None
+                where[dim] = index.to(y.device).view([-1] + [1] * (len(spread) - place - 1))
+            # Index tensors on several dims land in one block only when the dims between them are whole slices moved along.
+            grid = torch.meshgrid(
+                *[
+                    i.reshape(-1) if isinstance(i, torch.Tensor) else torch.arange(view.shape[d], device=y.device)
+                    for d, i in enumerate(where)
+                ],
+                indexing="ij",
+            )
+            view[grid] = piece
+
+
+def _padded(x: torch.Tensor, count: int) -> torch.Tensor:
+    flat = x.reshape(-1)
+    missing = count - flat.numel()
+    return flat.contiguous() if missing == 0 else torch.cat([flat, flat.new_zeros(missing)])
+
+
+def _unpadded(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    return flat.narrow(0, 0, math.prod(shape)).view(tuple(shape))
+
+
+class Pair:
+    """The two halves of a reshard on one rank."""
+
+    def __init__(self, node: Node, mesh: Mesh, comm: Handle) -> None:
+        self.name = node.name
+        self.comm = comm
+        self.forward = [Mover(exchange(s, mesh, comm.comm.rank)) for s in parse_steps(node.args[1])]
+        self.backward = [Mover(exchange(s, mesh, comm.comm.rank)) for s in parse_steps(node.args[2])]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The value in its new layout; its gradient comes back through the other half."""
+        return _Reshard.apply(x, self)
+
+
+class _Reshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, pair: Pair) -> torch.Tensor:
+        ctx.pair = pair
+        y = _run(x, pair.forward, pair.comm)
+        # A result that is the argument itself must be marked as a view of it for autograd.
+        return x.view_as(x) if y is x else y
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return _run(gradient, ctx.pair.backward, ctx.pair.comm), None
+
+
+def _run(x: torch.Tensor, steps: Sequence[Mover], comm: Handle) -> torch.Tensor:
+    for step in steps:
+        x = step(x, comm)
+    return x
