@@ -11,7 +11,7 @@ import torch
 
 from meshwright.capture.attention import raise_attention
 from meshwright.capture.convert import convert
-from meshwright.capture.finish import name_nodes, number_seeds, share_constants
+from meshwright.capture.finish import hoist_constants, name_nodes, number_seeds, share_constants
 from meshwright.capture.fold import Folding, fold
 from meshwright.capture.gradients import mark_gradients
 from meshwright.capture.indices import indices_to_views
@@ -51,4 +51,4 @@ def simplify(graph: Graph) -> Graph:
     graph = share_constants(graph)
     graph = prune(raise_attention(graph))
     graph = mark_gradients(graph)
-    return verify(name_nodes(number_seeds(share_constants(graph))))
+    return verify(name_nodes(number_seeds(hoist_constants(share_constants(graph)))))

@@ -29,6 +29,20 @@ def share_constants(graph: Graph) -> Graph:
     return _with_nodes(graph, kept, became)
 
 
+def hoist_constants(graph: Graph) -> Graph:
+    """Values of iotas, constants and buffers alone go first: shared by all layers, they are part of none."""
+    fixed = {i.name for i in graph.inputs if i.role in ("buffer", "constant")}
+    early, late = [], []
+    for node in graph.nodes:
+        random = node.op == DROPOUT or node.kwarg("seed") is not None
+        if not random and fixed.issuperset(node.uses):
+            fixed.update(node.values)
+            early.append(node)
+        else:
+            late.append(node)
+    return replace(graph, nodes=(*early, *late))
+
+
 def number_seeds(graph: Graph) -> Graph:
     """Random operators get slots 0, 1, 2, … in execution order."""
     slot, nodes = 0, []

@@ -1,10 +1,27 @@
-"""Find the repeated blocks of a graph (the layers of a transformer), so that plans are made once per kind of layer."""
+"""Find the repeated blocks of a graph (the layers of a transformer), so that plans are made once per kind of layer.
+
+A block repeats when `period` nodes later the same operators follow with the same literals and types, and each of their
+inputs is the same value (a mask, a rotary table), the value `period` nodes later (inside the block, or handed on by the
+block before), or a parameter of its own of the same type. What the first block gets from outside stands where the
+later ones read their predecessor. Candidate periods are the distances between equal runs of 1, 2, 4, … nodes, so the
+work is n log n.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from meshwright.graph import Graph
+import numpy as np
+
+from meshwright.graph import Device, Dtype, Graph, Node, Ref
+
+MAX_PERIODS = 48
+MAX_ROTATIONS = 64
+MIN_LENGTH = 4  # shorter ones are a layer's own k and v, not layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +33,197 @@ class Block:
     repeats: int
     key: str
 
+    @property
+    def stop(self) -> int:
+        """The number of the first node after the last repeat."""
+        return self.start + self.length * self.repeats
+
 
 @dataclass(frozen=True, slots=True)
 class Folding:
-    """The repeated blocks, and how many nodes are left when each is counted once."""
+    """The repeated blocks in order, and how many nodes are left when each block is counted once."""
 
     blocks: tuple[Block, ...]
     unique_nodes: int
 
 
+Wire = tuple[int, int]  # (number of the node, or -1 - number of the input; which result)
+
+
+@dataclass(frozen=True)
+class _View:
+    """The graph as numbers: a token a node (all but its wiring), and what each port reads."""
+
+    tokens: np.ndarray
+    texts: tuple[str, ...]
+    wires: tuple[tuple[Wire, ...], ...]
+    inputs: tuple[str, ...]  # role, type and flag of each input
+    live: np.ndarray  # values alive across the border before each node
+
+
 def fold(graph: Graph) -> Folding:
-    return Folding((), len(graph.nodes))
+    """The maximal repeated blocks of a graph, the longest stretch first, none overlapping."""
+    view = _numbers(graph)
+    found: list[Block] = []
+    free = np.ones(len(graph.nodes), dtype=bool)
+    runs = sorted(_runs(view.tokens), key=lambda r: (-(r[1] - r[0] + r[2]), r[2]))
+    for start, stop, period in runs:
+        for low, high in _stretches(free, start, stop, period):
+            block = _block(view, low, high, period)
+            if block is not None:
+                found.append(block)
+                free[block.start : block.stop] = False
+    found.sort(key=lambda b: b.start)
+    return Folding(tuple(found), len(graph.nodes) - sum(b.length * (b.repeats - 1) for b in found))
+
+
+def _numbers(graph: Graph) -> _View:
+    place: dict[str, Wire] = {i.name: (-1 - k, 0) for k, i in enumerate(graph.inputs)}
+    known: dict[str, int] = {}
+    tokens, texts, wires = [], [], []
+    last: dict[Wire, int] = {}
+    for number, node in enumerate(graph.nodes):
+        text = _text(node)
+        texts.append(text)
+        tokens.append(known.setdefault(text, len(known)))
+        wires.append(tuple(place[u] for u in node.uses))
+        last.update(dict.fromkeys(wires[-1], number))
+        place.update({v: (number, i) for i, v in enumerate(node.values)})
+    live = np.zeros(len(tokens) + 2, dtype=np.int64)
+    for (number, _), stop in last.items():
+        if number >= 0:
+            live[number + 1] += 1
+            live[stop + 1] -= 1
+    inputs = tuple(f"{i.role} {i.type} {i.needs_grad}" for i in graph.inputs)
+    return _View(np.array(tokens, dtype=np.int64), tuple(texts), tuple(wires), inputs, np.cumsum(live))
+
+
+def _text(node: Node) -> str:
+    args = node.args[:2] if node.op == "meshwright.dropout" else node.args
+    kwargs = tuple((k, v) for k, v in node.kwargs if k != "seed")
+    return f"{node.op} {_literal(args)} {_literal(kwargs)} {' '.join(map(str, node.outputs))} {node.needs_grad}"
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, Ref):
+        return "%"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_literal, value))})"
+    return str(value) if isinstance(value, Dtype | Device) else repr(value)
+
+
+def _runs(tokens: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """(start, stop, period): tokens[i] == tokens[i + period] for all i of [start, stop), at least a period long."""
+    for period in _periods(tokens):
+        same = np.concatenate(([False], tokens[:-period] == tokens[period:], [False])).astype(np.int8)
+        edges = np.flatnonzero(np.diff(same))
+        for start, stop in zip(edges[::2], edges[1::2], strict=True):
+            if stop - start >= period:
+                yield int(start), int(stop), period
+
+
+def _periods(tokens: np.ndarray) -> list[int]:
+    """The most frequent distances between an n-gram and its next occurrence, for n = 1, 2, 4, …"""
+    count: Counter[int] = Counter()
+    grams, width = tokens, 1
+    while len(grams) > 1:
+        order = np.argsort(grams, kind="stable")
+        equal = grams[order[1:]] == grams[order[:-1]]
+        if not equal.any():
+            break
+        count.update((order[1:] - order[:-1])[equal].tolist())
+        if len(grams) <= width:
+            break
+        _, grams = np.unique(np.stack((grams[:-width], grams[width:])), axis=1, return_inverse=True)
+        grams, width = grams.reshape(-1), 2 * width
+    limit = len(tokens) // 2
+    return [p for p, _ in count.most_common() if MIN_LENGTH <= p <= limit][:MAX_PERIODS]
+
+
+def _stretches(free: np.ndarray, start: int, stop: int, period: int) -> Iterator[tuple[int, int]]:
+    """The parts of a run whose blocks are not taken."""
+    low = start
+    while low < stop:
+        while low < stop and not free[low]:
+            low += 1
+        high = low
+        while high < stop + period and free[high]:
+            high += 1
+        if high - period - low >= period:
+            yield low, high - period
+        low = max(high, low + 1)
+
+
+def _block(view: _View, start: int, stop: int, period: int) -> Block | None:
+    """The best block of a run: wiring allows it, most repeats, fewest values handed from one to the next."""
+    pieces = _pieces(view, start, stop, period)
+    best: Block | None = None
+    for low, high, breaks in pieces:
+        first = max(low, breaks[-1] - period + 1) if breaks else low
+        starts = range(first, min(high - period, first + period - 1) + 1)
+        ranked = sorted(starts, key=lambda s: (-((high - s + period) // period), view.live[s + period], s))
+        for s in ranked[:MAX_ROTATIONS]:
+            repeats = (high - s + period) // period
+            if repeats >= 2 and _wired(view, s, period, repeats):
+                if best is None or repeats > best.repeats:
+                    best = Block(s, period, repeats, _key(view, s + period, period))
+                break
+    return best
+
+
+def _pieces(view: _View, start: int, stop: int, period: int) -> list[tuple[int, int, list[int]]]:
+    """The run cut where wiring breaks; breaks less than a period apart may be the first block's way in."""
+    pieces: list[tuple[int, int, list[int]]] = []
+    low, breaks = start, []
+    for i in range(start, stop):
+        if all(_same(view, a, b, period) for a, b in zip(view.wires[i], view.wires[i + period], strict=True)):
+            continue
+        if breaks and i >= breaks[0] + period:
+            pieces.append((low, i, breaks))
+            low, breaks = i, []
+        breaks.append(i)
+    pieces.append((low, stop, breaks))
+    return [(lo, hi, br) for lo, hi, br in pieces if hi - lo >= period]
+
+
+def _same(view: _View, a: Wire, b: Wire, period: int) -> bool:
+    if a == b or (a[0] >= 0 and b == (a[0] + period, a[1])):
+        return True
+    return a[0] < 0 and b[0] < 0 and view.inputs[-1 - a[0]] == view.inputs[-1 - b[0]]
+
+
+def _wired(view: _View, start: int, period: int, repeats: int) -> bool:
+    """Whether each block reads what the one before reads, one to one."""
+    for number in range(1, repeats):
+        base = start + (number - 1) * period
+        forward: dict[Wire, Wire] = {}
+        backward: dict[Wire, Wire] = {}
+        for i in range(base, base + period):
+            for a, b in zip(view.wires[i], view.wires[i + period], strict=True):
+                inside = a[0] >= base
+                if inside and b != (a[0] + period, a[1]):
+                    return False
+                if not inside and b[0] >= base + period:
+                    return False
+                way_in = number == 1 and base <= b[0] < base + period
+                if not inside and not way_in and not _same(view, a, b, period):
+                    return False
+                if forward.setdefault(a, b) != b or backward.setdefault(b, a) != a:
+                    return False
+    return True
+
+
+def _key(view: _View, start: int, period: int) -> str:
+    """Hash of a block's operators, literals, types and wiring."""
+    digest = hashlib.sha256()
+    outside: dict[Wire, int] = {}
+    for i in range(start, start + period):
+        marks = []
+        for number, result in view.wires[i]:
+            if number >= start:
+                marks.append(f"{number - start}.{result}")
+            else:
+                kind = view.inputs[-1 - number] if number < 0 else "value"
+                marks.append(f"{kind} {outside.setdefault((number, result), len(outside))}")
+        digest.update(f"{view.texts[i]} {marks}\n".encode())
+    return digest.hexdigest()[:16]
