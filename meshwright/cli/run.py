@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -44,7 +45,8 @@ def run(
 ) -> None:
     """Start N ranks of a script on this machine.
 
-    Rank 0 is shown, all are logged, and none outlives the launcher. The exit code is that of the rank that failed first.
+    Rank 0 is shown, all are logged, and none outlives the launcher.
+    The exit code is that of the rank that failed first.
     """
     from meshwright.launch.job import Job, check, count
 
@@ -65,4 +67,6 @@ def run(
     outcome = launch(job)
     if outcome.failure is not None:
         print(f"{type(outcome.failure).__name__}: {outcome.failure}", file=sys.stderr)
+    elif outcome.exit_code:
+        print(f"stopped by {signal.Signals(outcome.exit_code - 128).name}: no rank is left", file=sys.stderr)
     raise typer.Exit(outcome.exit_code)

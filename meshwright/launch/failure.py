@@ -108,7 +108,7 @@ def explain(end: RankEnd, ends: Sequence[RankEnd], world_size: int, *, attempt: 
         hint = f"look at rank {end.rank}: the error of rank 0 above only says that it lost a peer"
     if not text:
         why = "it wrote nothing"
-    elif shown and error:
+    elif shown:
         why = "its last words are above"
     else:
         start = text.rfind("Traceback (most recent call last)")

@@ -1,0 +1,90 @@
+"""Who failed first, told from logs and exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from meshwright.launch.failure import RankEnd, explain, final_error, first, tail
+
+TRACE = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n    step()\n{error}\n'
+OWN = TRACE.format(error="ValueError: bad batch")
+PEER = TRACE.format(error="RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:60603. GLHF!")
+
+
+@pytest.fixture
+def end(tmp_path):
+    def make(rank, exit_code, log="", written=0):
+        path = tmp_path / f"rank{rank}.log"
+        path.write_text(log)
+        os.utime(path, ns=(written, written))
+        return RankEnd(rank, exit_code, path)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("ends", "named"),
+    [
+        pytest.param([(0, 1, PEER, 1), (1, 1, OWN, 2)], 1, id="an error of its own before a lost peer"),
+        pytest.param([(0, 1, OWN, 9), (2, 1, OWN, 3)], 2, id="among equals, who wrote first"),
+        pytest.param([(0, -15, "", 1), (1, 1, OWN, 2)], 1, id="who was stopped comes last"),
+        pytest.param([(0, -15, OWN, 1), (1, 1, PEER, 2)], 0, id="stopped while its traceback stood already"),
+        pytest.param([(0, 1, PEER, 1), (1, -9, "", 2)], 1, id="killed"),
+        pytest.param([(0, 1, PEER, 1), (1, 3, "bye", 2)], 1, id="left by sys.exit"),
+        pytest.param([(0, 1, PEER, 2), (1, 1, PEER, 1)], 1, id="only lost peers: the first to say so"),
+    ],
+)
+def test_first(end, ends, named):
+    assert first([end(*e) for e in ends]).rank == named
+
+
+def test_tail_is_what_a_person_would_see(end):
+    log = "\x1b[31mred\x1b[0m\nstep  1%\rstep 50%\rstep 99%\n\nlast\n"
+    assert tail(end(0, 1, log).log) == "red\nstep 99%\nlast"
+    assert tail(end(0, 1).log.with_name("none.log")) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (OWN, "ValueError: bad batch"),
+        ("".join(f"[rank1]: {line}\n" for line in OWN.splitlines()), "ValueError: bad batch"),
+        (
+            OWN + "\nDuring handling of the above exception:\n\n" + TRACE.format(error="KeyError: 3"),
+            "KeyError: 3",
+        ),
+        (TRACE.format(error="torch.cuda.OutOfMemoryError"), "torch.cuda.OutOfMemoryError"),
+        ("all is well\n", ""),
+    ],
+)
+def test_final_error(text, error):
+    assert final_error(text) == error
+
+
+def test_explain_golden(end):
+    lost, own = end(0, 1, PEER, 1), end(1, 1, OWN, 2)
+    assert str(explain(own, [lost, own], 4)) == (
+        "rank 1 of 4 failed with exit code 1: ValueError: bad batch\n"
+        "  why:   Traceback (most recent call last):\n"
+        '           File "train.py", line 7, in <module>\n'
+        "             step()\n"
+        "         ValueError: bad batch\n"
+        f"  where: train.py:7, log {own.log}\n"
+        "  try:   look at rank 1: the error of rank 0 above only says that it lost a peer"
+    )
+
+
+def test_explain_shortens_a_deep_traceback_and_keeps_its_ends(end):
+    deep = OWN.replace("    step()\n", "    step()\n" * 200)
+    said = str(explain(end(1, 1, deep), [], 2))
+    assert len(said.splitlines()) < 40
+    assert "Traceback (most recent call last)" in said
+    assert "… 17" in said and "ValueError: bad batch" in said
+
+
+@pytest.mark.parametrize(("exit_code", "status"), [(3, 3), (-signal.SIGKILL, 137), (-signal.SIGSEGV, 139)])
+def test_status_is_what_a_shell_would_say(end, exit_code, status):
+    assert end(0, exit_code).status == status
