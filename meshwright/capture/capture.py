@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from meshwright.capture.batch_dim import find_batch_dims
 from meshwright.capture.attention import raise_attention
-from meshwright.capture.convert import convert
+from meshwright.capture.convert import convert, literal_constants
 from meshwright.capture.finish import hoist_constants, name_nodes, number_seeds, share_constants
 from meshwright.capture.fold import Folding, fold
 from meshwright.capture.gradients import mark_gradients
@@ -39,16 +40,18 @@ def capture(
     """
     traced = trace(model, batch, loss)
     graph, constants = convert(traced, model)
-    graph = simplify(graph)
-    return Captured(graph, constants, fold(graph), traced.notes)
+    graph = simplify(graph, constants)
+    kept = {i.target: constants[i.target] for i in graph.input_of("constant")}
+    return Captured(graph, kept, fold(graph), traced.notes)
 
 
-def simplify(graph: Graph) -> Graph:
+def simplify(graph: Graph, constants: Mapping[str, torch.Tensor]) -> Graph:
     """From the words of torch.export to ours; numbers do not change."""
-    graph = prune(normalize(graph))
+    graph = prune(normalize(literal_constants(graph, constants)))
     graph = prune(indices_to_views(graph))
     graph = mark_gradients(graph)
     graph = share_constants(graph)
     graph = prune(raise_attention(graph))
     graph = mark_gradients(graph)
+    graph = find_batch_dims(graph)
     return verify(name_nodes(number_seeds(hoist_constants(share_constants(graph)))))

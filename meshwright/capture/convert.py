@@ -6,7 +6,8 @@ import hashlib
 import operator
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -175,6 +176,20 @@ def _results(
                 hint="register it with register_buffer, or clone the tensor before writing into it",
             )
     return tuple(outputs), tuple(mutations)
+
+
+def literal_constants(graph: Graph, constants: Mapping[str, torch.Tensor]) -> Graph:
+    """Constants of one element become literals of the program; the others stay inputs."""
+    made: list[Node] = []
+    for entry in graph.input_of("constant"):
+        tensor = constants[entry.target]
+        if tensor.numel() == 1 and tensor.device.type != "meta" and not tensor.is_complex():
+            kwargs = (("dtype", Dtype(entry.type.dtype)), ("device", Device()))
+            args = (entry.type.shape, tensor.item())
+            made.append(Node(entry.name, "aten.full.default", args, kwargs, (entry.type,), (False,)))
+    names = {n.name for n in made}
+    inputs = tuple(i for i in graph.inputs if i.name not in names)
+    return replace(graph, inputs=inputs, nodes=(*made, *graph.nodes))
 
 
 # ---------------------------------------------------------------- where a node comes from
