@@ -11,6 +11,7 @@ import torch
 
 from meshwright.capture.batch_dim import find_batch_dims
 from meshwright.capture.attention import raise_attention
+from meshwright.capture.cache import key_of, load, save
 from meshwright.capture.convert import convert, literal_constants
 from meshwright.capture.finish import hoist_constants, name_nodes, number_seeds, share_constants
 from meshwright.capture.fold import Folding, fold
@@ -36,13 +37,21 @@ def capture(
 ) -> Captured:
     """The program of `loss(model, batch)`, in the training mode the model is in.
 
-    Parameters are not touched and may be real, fake or meta; the batch is an example of shapes. Raises CaptureError.
+    Parameters are not touched and may be real, fake or meta; the batch is an example of shapes. `cache` is a folder
+    where the result is kept under a key of all that made it. Raises CaptureError.
     """
+    folder = Path(cache) / key_of(model, batch, loss) if cache is not None else None
+    known = load(folder) if folder is not None else None
+    if known is not None:
+        return Captured(*known)
     traced = trace(model, batch, loss)
     graph, constants = convert(traced, model)
     graph = simplify(graph, constants)
     kept = {i.target: constants[i.target] for i in graph.input_of("constant")}
-    return Captured(graph, kept, fold(graph), traced.notes)
+    captured = Captured(graph, kept, fold(graph), traced.notes)
+    if folder is not None:
+        save(folder, (captured.graph, captured.constants, captured.folding, captured.notes))
+    return captured
 
 
 def simplify(graph: Graph, constants: Mapping[str, torch.Tensor]) -> Graph:
