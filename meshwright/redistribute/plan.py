@@ -220,7 +220,7 @@ class _Problem:
         if masked := tuple(r for r in wanted if _place(state, r) == "whole"):
             yield _Move("mask", masked, (state[0], state[1] | set(masked)))
         for run in wanted:
-            if self._on_top(state, run):
+            if self._on_top(state, run) and self._cuts_all(state, run):
                 yield _Move("pad", (run,), (_pop(state, run)[0], state[1] | {run}))
 
     def _reductions(self, state: State) -> Iterator[_Move]:
@@ -289,6 +289,10 @@ class _Problem:
         """The run splits something, can be taken away, and need not stay."""
         here = self._leaves_of(state, run)
         return bool(here) and run not in self.fixed and all(state[0][leaf][-1] == run for leaf in here)
+
+    def _cuts_all(self, state: State, run: Run) -> bool:
+        """No part of a concatenation is whole on the run; padded, such a part would be counted once per rank."""
+        return any(_on_every_path(dim, run[0]) for dim in self._layout(state).dims)
 
     def _fits(self, state: State, run: Run, pending: bool = False) -> bool:
         """The run's sub-dims hold exactly what the target holds below it, so it can be put there for good."""
@@ -421,6 +425,12 @@ def _merge(mesh: Mesh, start: list[Run], goal: list[Run], pending: Run, pending_
 def _live(dim: Dim, mesh: Mesh) -> Dim:
     """Without axes of size 1, which split nothing."""
     return map_leaves(dim, lambda s: SubDim(s.size, tuple(a for a in s.axes if mesh.sizes[a] > 1)))
+
+
+def _on_every_path(dim: Dim, axis: str) -> bool:
+    return any(
+        axis in item.axes if isinstance(item, SubDim) else all(_on_every_path(p, axis) for p in item.parts) for item in dim
+    )
 
 
 def _same_bytes(left: Dim, right: Dim, mesh: Mesh) -> bool:
