@@ -43,6 +43,14 @@ def test_every_built_floor_of_the_middle_is_checked_for_purity_and_types():
     assert typed >= set(BUILT)
 
 
+def test_what_the_runtime_may_know_is_checked_once_it_is_built():
+    floors = [ROOT / f"meshwright/{n}/__init__.py" for n in ("runtime", "search", "cost", "capture")]
+    contracts = {c["id"] for c in PYPROJECT["tool"]["importlinter"]["contracts"]}
+    assert ("runtime" in contracts) == all(f.exists() for f in floors), (
+        "see the contract `runtime` in pyproject.toml"
+    )
+
+
 @pytest.mark.parametrize("name", ["", *BUILT])
 def test_the_middle_loads_without_torch(name):
     module = f"meshwright.{name}".rstrip(".")
