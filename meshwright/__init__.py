@@ -13,6 +13,15 @@ __version__ = "0.1.0"
 # public name -> the module that defines it
 _PUBLIC = {
     "Axis": "meshwright.mesh",
+    "Layout": "meshwright.annotate",
+    "Plan": "meshwright.plan",
+    "TrainStep": "meshwright.train",
+    "plan": "meshwright.compile",
+    "reshard": "meshwright.annotate",
+    "shard": "meshwright.annotate",
+    "shutdown": "meshwright.train",
+    "train_step": "meshwright.train",
+    "verify": "meshwright.verify",
     "Job": "meshwright.launch",
     "Mesh": "meshwright.mesh",
     "MeshwrightError": "meshwright.errors",

@@ -128,16 +128,16 @@ def _unpadded(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return flat.narrow(0, 0, math.prod(shape)).view(tuple(shape))
 
 
-class Pair:
+class Pair(torch.nn.Module):
     """The two halves of a reshard on one rank."""
 
     def __init__(self, node: Node, mesh: Mesh, comm: Handle) -> None:
-        self.name = node.name
+        super().__init__()
         self.comm = comm
-        self.forward = [Mover(exchange(s, mesh, comm.comm.rank)) for s in parse_steps(node.args[1])]
-        self.backward = [Mover(exchange(s, mesh, comm.comm.rank)) for s in parse_steps(node.args[2])]
+        self.onward = [Mover(exchange(s, mesh, comm.comm.rank)) for s in parse_steps(node.args[1])]
+        self.back = [Mover(exchange(s, mesh, comm.comm.rank)) for s in parse_steps(node.args[2])]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The value in its new layout; its gradient comes back through the other half."""
         return _Reshard.apply(x, self)
 
@@ -146,13 +146,13 @@ class _Reshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, pair: Pair) -> torch.Tensor:
         ctx.pair = pair
-        y = _run(x, pair.forward, pair.comm)
+        y = _run(x, pair.onward, pair.comm)
         # A result that is the argument itself must be marked as a view of it for autograd.
         return x.view_as(x) if y is x else y
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        return _run(gradient, ctx.pair.backward, ctx.pair.comm), None
+        return _run(gradient, ctx.pair.back, ctx.pair.comm), None
 
 
 def _run(x: torch.Tensor, steps: Sequence[Mover], comm: Handle) -> torch.Tensor:

@@ -24,7 +24,7 @@ from meshwright.ops.rule import dim_letters, is_whole
 from meshwright.ops.strategy import Strategy, cut, fits, layouts, splittable, units
 from meshwright.search.options import Scene, options
 
-PIN = "meshwright.pin"
+PIN = "meshwright.pin.default"
 Seeds = dict[str, dict[str, Strategy]]  # axis → node → single-axis strategy
 
 

@@ -1,0 +1,233 @@
+"""Annotations in a model's own code: `mw.shard`, `mw.reshard`, `mw.Layout`. On one device they do nothing.
+
+While the model is captured they leave marks at their inputs and outputs; the planner turns the marks into cuts.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
+
+import torch
+
+from meshwright.errors import StrategyError, did_you_mean
+
+Blocks = tuple[int, ...]
+F = TypeVar("F", bound=Callable[..., Any])
+
+_sites: Iterator[int] = itertools.count()
+
+_lib = torch.library.Library("meshwright", "FRAGMENT")
+_lib.define("pin(Tensor x, str spec) -> Tensor")
+_lib.impl("pin", lambda x, spec: x.clone(), "CompositeExplicitAutograd")
+torch.library.register_fake("meshwright::pin", lambda x, spec: torch.empty_like(x), lib=_lib)
+torch.library.register_autograd(
+    "meshwright::pin", lambda ctx, gradient: (gradient, None), setup_context=lambda ctx, inputs, output: None, lib=_lib
+)
+
+
+@dataclass(frozen=True)
+class TensorLayoutSpec:
+    """A device layout applied to a tensor: for each dim the aliases of the device matrix that split it, major first."""
+
+    device: Layout
+    dims: tuple[tuple[str, ...], ...]
+
+    @property
+    def tensor_map(self) -> tuple[int | tuple[int, ...], ...]:
+        """MindSpore's form: positions of the aliases counted from the right, -1 for a whole dim."""
+        count = len(self.device.aliases)
+        places = [tuple(count - 1 - self.device.aliases.index(a) for a in dim) for dim in self.dims]
+        return tuple(p[0] if len(p) == 1 else p if p else -1 for p in places)
+
+    def data(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {"mesh": self.device.data(), "dims": [list(d) for d in self.dims]}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A device matrix with a name for each of its dims, as MindSpore's `Layout`.
+
+    ``Layout((2, 2, 2), ("dp", "sp", "mp"))("mp", ("sp", "dp"))`` splits dim 0 over mp and dim 1 over sp (major) and dp.
+    ``"None"`` (or None) keeps a dim whole. `rank_list` gives the ranks in row-major order of the matrix.
+    """
+
+    matrix: tuple[int, ...]
+    aliases: tuple[str, ...]
+    rank_list: tuple[int, ...] | None = None
+
+    def __init__(self, device_matrix: Sequence[int], alias_name: Sequence[str], rank_list: Sequence[int] | None = None) -> None:
+        matrix, aliases = tuple(device_matrix), tuple(alias_name)
+        for n in matrix:
+            _check_count(n, "the device matrix")
+        if len(matrix) != len(aliases):
+            raise StrategyError(f"a device matrix of {len(matrix)} dims has {len(aliases)} names", why=f"{matrix} and {aliases}")
+        if len(set(aliases)) != len(aliases) or "None" in aliases or any(not isinstance(a, str) or not a for a in aliases):
+            raise StrategyError(f"the names {aliases} of a device matrix must be different words", hint='"None" means whole')
+        total = 1
+        for n in matrix:
+            total *= n
+        ranks = tuple(rank_list) if rank_list is not None else None
+        if ranks is not None and sorted(ranks) != list(range(total)):
+            raise StrategyError(
+                f"rank_list must list each of the {total} ranks once", why=f"got {ranks}", hint=f"a permutation of 0 … {total - 1}"
+            )
+        object.__setattr__(self, "matrix", matrix)
+        object.__setattr__(self, "aliases", aliases)
+        object.__setattr__(self, "rank_list", ranks)
+
+    def __call__(self, *dims: str | None | Sequence[str]) -> TensorLayoutSpec:
+        """The layout of a tensor, one entry for each of its dims. Raises StrategyError for unknown or repeated names."""
+        spread: list[tuple[str, ...]] = []
+        used: dict[str, int] = {}
+        for number, dim in enumerate(dims):
+            names = () if dim is None or dim == "None" else (dim,) if isinstance(dim, str) else tuple(dim)
+            for name in names:
+                if name not in self.aliases:
+                    raise StrategyError(
+                        f"the device matrix has no dim named {name!r}", hint=did_you_mean(str(name), self.aliases), why=f"names: {self.aliases}"
+                    )
+                if name in used:
+                    raise StrategyError(
+                        f"the axis {name!r} is used twice, for dims {used[name]} and {number}",
+                        why="an axis can split one dim of a tensor",
+                        hint="use another axis for one of them",
+                    )
+                used[name] = number
+            spread.append(names)
+        return TensorLayoutSpec(self, tuple(spread))
+
+    def data(self) -> dict[str, Any]:
+        """As JSON data."""
+        data: dict[str, Any] = {"matrix": list(self.matrix), "aliases": list(self.aliases)}
+        return data | ({"ranks": list(self.rank_list)} if self.rank_list else {})
+
+
+Cut = Blocks | TensorLayoutSpec
+
+
+@overload
+def shard(target: torch.nn.Module, in_strategy: Sequence[Any] | None = None, out_strategy: Sequence[Any] | None = None) -> torch.nn.Module: ...
+@overload
+def shard(target: F, in_strategy: Sequence[Any] | None = None, out_strategy: Sequence[Any] | None = None) -> F: ...
+
+
+def shard(target: Any, in_strategy: Sequence[Any] | None = None, out_strategy: Sequence[Any] | None = None) -> Any:
+    """Cut an operator or a module: ``mw.shard(torch.matmul, ((2, 4), (4, 1)))(x, w)``, ``mw.shard(module, ((2, 1),))``.
+
+    `in_strategy` has, for each tensor argument, the number of blocks of each dim (or a layout of `mw.Layout`, or None for
+    "no wish"); `out_strategy` the same for the results (one entry may stand alone). A product of blocks below the number
+    of ranks repeats the computation. A module is returned itself, with its hooks; a function as a wrapper. Nothing
+    happens on one device. Raises StrategyError for entries that are not whole numbers above 0, and for tuples mixed with
+    layouts.
+    """
+    name = getattr(target, "__name__", type(target).__name__)
+    ins = _check_strategies(in_strategy, f"in_strategy of {name}")
+    outs = _check_strategies(out_strategy, f"out_strategy of {name}")
+    kinds = {isinstance(s, TensorLayoutSpec) for s in (*ins, *outs) if s is not None}
+    if len(kinds) > 1:
+        raise StrategyError(
+            f"the strategies of {name} mix tuples and layouts", hint="write all of them as tuples, or all with one mw.Layout"
+        )
+    if isinstance(target, torch.nn.Module):
+        sites: list[int] = []
+
+        def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not _marking():
+                return None
+            sites.append(next(_sites))
+            marked = _mark_all((args, kwargs), ins, sites[-1], "in", name)
+            return marked
+
+        def after(module: torch.nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+            return _mark_all(result, outs, sites.pop(), "out", name) if sites and _marking() else None
+
+        target.register_forward_pre_hook(before, with_kwargs=True)
+        target.register_forward_hook(after)
+        return target
+
+    @functools.wraps(target)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not _marking():
+            return target(*args, **kwargs)
+        site = next(_sites)
+        args, kwargs = _mark_all((args, kwargs), ins, site, "in", name)
+        return _mark_all(target(*args, **kwargs), outs, site, "out", name)
+
+    return wrapper
+
+
+def reshard(x: torch.Tensor, layout: Cut) -> torch.Tensor:
+    """The same tensor, to be held in this layout from here on. On one device: the tensor itself."""
+    (cut,) = _check_strategies((layout,), "layout of mw.reshard")
+    return _mark(x, cut, next(_sites), "in", "mw.reshard") if _marking() else x
+
+
+def _marking() -> bool:
+    return torch.compiler.is_exporting()
+
+
+def _mark_all(tree: Any, cuts: Sequence[Cut | None], site: int, role: str, name: str) -> Any:
+    """Marks every tensor of a nest of tuples, lists and dicts, in order; cuts beyond the given ones are no wish."""
+    numbers = itertools.count()
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            number = next(numbers)
+            return _mark(value, cuts[number] if number < len(cuts) else None, site, role, name)
+        if isinstance(value, dict):
+            return {k: walk(v) for k, v in value.items()}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(walk, value))
+        if isinstance(value, list | tuple):
+            return type(value)(map(walk, value))
+        return value
+
+    marked = walk(tree)
+    count = next(numbers)
+    if len(cuts) > count:
+        raise StrategyError(
+            f"the {role}_strategy of {name} has {len(cuts)} entries for {count} tensors", hint="one entry for each tensor"
+        )
+    return marked
+
+
+def _mark(x: torch.Tensor, cut: Cut | None, site: int, role: str, name: str) -> torch.Tensor:
+    data: dict[str, Any] = {"site": site, "role": role, "name": name}
+    if isinstance(cut, TensorLayoutSpec):
+        data["layout"] = cut.data()
+    elif cut is not None:
+        data["blocks"] = list(cut)
+    return torch.ops.meshwright.pin(x, json.dumps(data, sort_keys=True))
+
+
+def _check_strategies(given: Any, what: str) -> tuple[Cut | None, ...]:
+    if given is None:
+        return ()
+    if isinstance(given, TensorLayoutSpec) or (isinstance(given, tuple | list) and given and all(isinstance(n, int) for n in given)):
+        given = (given,)
+    if not isinstance(given, tuple | list):
+        raise StrategyError(f"the {what} must be a tuple with one entry for each tensor", why=f"got {given!r}", hint="((2, 4), (4, 1))")
+    checked: list[Cut | None] = []
+    for entry in given:
+        if entry is None or isinstance(entry, TensorLayoutSpec):
+            checked.append(entry)
+            continue
+        if not isinstance(entry, tuple | list):
+            raise StrategyError(f"the {what} has the entry {entry!r}", hint="a tuple with the number of blocks of each dim, or a layout")
+        for n in entry:
+            _check_count(n, f"the {what}")
+        checked.append(tuple(entry))
+    return tuple(checked)
+
+
+def _check_count(n: Any, what: str) -> None:
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise StrategyError(f"{what} has {n!r}, which is not a whole number", hint="the number of blocks of a dim: 1, 2, 3, …")
+    if n < 1:
+        raise StrategyError(f"{what} has {n}", why="a dim is cut into at least one block", hint="1 keeps a dim whole")

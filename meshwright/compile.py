@@ -1,0 +1,119 @@
+"""The stages, one a line: capture, plan, partition. Everything public above them is in `train` and `verify`."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.capture import Captured
+from meshwright.capture import capture as capture_graph
+from meshwright.capture.batch import leaves
+from meshwright.errors import MeshError
+from meshwright.mesh import Mesh
+from meshwright.partition import Partition, partition
+from meshwright.plan import Plan
+from meshwright.search.modes import make_plan
+from meshwright.search.pins import mesh_of_pins, renumber
+
+Loss = Callable[[Any, Any], torch.Tensor]
+Pins = Mapping[str, Mapping[str, Any]]
+MeshLike = Mesh | int | Mapping[str, int] | None
+
+
+def default_loss(model: Any, batch: Any) -> torch.Tensor:
+    """``model(**batch).loss`` for a mapping (as Hugging Face models return it), else ``model(batch)``."""
+    if isinstance(batch, Mapping):
+        result = model(**batch)
+        return result.loss if hasattr(result, "loss") else result
+    return model(batch)
+
+
+def plan(
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    loss: Loss = default_loss,
+    mesh: MeshLike = None,
+    mode: str = "data_parallel",
+    pins: Pins | None = None,
+    cache: str | Path | None = None,
+) -> Plan:
+    """Choose how to cut a model. No process group is needed, and meta tensors are fine.
+
+    `mesh`: a `Mesh`, axis sizes (``{"dp": 2, "tp": 2}``) or a number of ranks; by default that of the layouts in the
+    model, else the number of launched ranks. `pins` cut the operators of modules by letter: ``{"blocks.*.up": {"n": "tp"}}``.
+    Raises a subclass of MeshwrightError that names the operator and the line.
+    """
+    captured = captured_of(model, batch, loss, cache)
+    return plan_captured(captured, mesh, mode, pins)
+
+
+def plan_captured(captured: Captured, mesh: MeshLike, mode: str, pins: Pins | None) -> Plan:
+    """The plan of a captured program."""
+    chosen = mesh_from(mesh, captured)
+    made = make_plan(captured.graph, chosen, mode, pins)
+    return made.with_notes(*captured.notes)
+
+
+def lower(captured: Captured, plan: Plan) -> Partition:
+    """What the ranks run under a plan."""
+    return partition(captured.graph, plan)
+
+
+def mesh_from(mesh: MeshLike, captured: Captured | None = None) -> Mesh:
+    """A mesh from what the user gave. Raises MeshError."""
+    match mesh:
+        case Mesh():
+            return mesh
+        case Mapping():
+            return Mesh.of(mesh)
+        case bool():
+            raise MeshError(f"mesh={mesh!r} is not a mesh", hint='mesh=4, or mesh={"dp": 2, "tp": 2}')
+        case int():
+            return Mesh.of(ranks=mesh)
+        case None:
+            found = mesh_of_pins(captured.graph) if captured is not None else None
+            return found or Mesh.of(ranks=int(os.environ.get("WORLD_SIZE", "1")))
+    raise MeshError(f"mesh={mesh!r} is not a mesh", hint='mesh=4, or mesh={"dp": 2, "tp": 2}')
+
+
+_captured: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Captured]] = weakref.WeakKeyDictionary()
+
+
+def captured_of(model: torch.nn.Module, batch: Any, loss: Loss, cache: str | Path | None = None) -> Captured:
+    """The captured program; the last one of each model is remembered, so that plan, verify and train_step share it."""
+    key = (
+        tuple((path, tuple(x.shape), x.dtype) for path, x in leaves(batch)),
+        loss,
+        tuple(m.training for m in model.modules()),
+        tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in model.named_parameters()),
+    )
+    known = _captured.get(model)
+    if known is not None and known[0] == key:
+        return known[1]
+    raw = capture_graph(model, batch, loss, cache=Path(cache) if cache is not None else None)
+    captured = Captured(renumber(raw.graph), raw.constants, raw.folding, raw.notes)
+    _captured[model] = (key, captured)
+    return captured
+
+
+def values_of(model: torch.nn.Module, captured: Captured, device: torch.device | None = None) -> dict[str, torch.Tensor]:
+    """Input name → tensor, for parameters, buffers and constants."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    found: dict[str, torch.Tensor] = {}
+    for entry in captured.graph.inputs:
+        match entry.role:
+            case "parameter":
+                found[entry.name] = parameters[entry.target]
+            case "buffer":
+                found[entry.name] = buffers[entry.target]
+            case "constant":
+                constant = captured.constants[entry.target]
+                found[entry.name] = constant.to(device) if device is not None else constant
+    return found

@@ -1,0 +1,49 @@
+"""Cutting a local program into segments: what recompute, optimizer parallel, offload and pipeline run one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.graph import Graph, Input
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a program as a graph of its own.
+
+    Its graph's inputs are those of the whole program that it reads and the values that cross its border (role
+    "boundary"); its outputs are the values that later segments or the caller read, labelled with their names.
+    """
+
+    graph: Graph
+    boundary: tuple[str, ...]
+    results: tuple[str, ...]
+
+
+def split_segments(graph: Graph, cuts: Sequence[int] = ()) -> tuple[Segment, ...]:
+    """The segments of a program cut before the nodes at the given places; one segment when there are none."""
+    edges = [0, *sorted(cuts), len(graph.nodes)]
+    wanted_at_end = {v for _, v in (*graph.outputs, *graph.mutations)}
+    own_inputs = {i.name: i for i in graph.inputs}
+    segments: list[Segment] = []
+    for start, end in zip(edges, edges[1:], strict=False):
+        nodes = graph.nodes[start:end]
+        made = {v for n in nodes for v in n.values}
+        read = dict.fromkeys(u for n in nodes for u in n.uses if u not in made)
+        later = {u for n in graph.nodes[end:] for u in n.uses} | wanted_at_end
+        results = tuple(v for n in nodes for v in n.values if v in later)
+        if end == len(graph.nodes):
+            results += tuple(v for v in dict.fromkeys(v for _, v in (*graph.outputs, *graph.mutations)) if v in own_inputs)
+        inputs, boundary = [], []
+        for name in (*read, *(r for r in results if r in own_inputs and r not in read)):
+            if name in own_inputs:
+                inputs.append(own_inputs[name])
+            else:
+                boundary.append(name)
+                inputs.append(Input(name, "boundary", name, graph.types[name], name in graph.needs_grad))
+        piece = replace(
+            graph, inputs=tuple(inputs), nodes=nodes, outputs=tuple((v, v) for v in results), mutations=()
+        )
+        segments.append(Segment(piece, tuple(boundary), results))
+    return tuple(segments)

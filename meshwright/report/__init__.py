@@ -1,0 +1,1 @@
+"""Plans and programs for readers."""

@@ -1,0 +1,119 @@
+"""Gradients that are pending are reduced in buckets, asynchronously, while backward still runs.
+
+A bucket is one flat buffer for gradients that are pending on the same axes and have one dtype. When autograd has put a
+parameter's gradient together, a hook copies it into its place and makes ``.grad`` a view of it; a bucket whose places are
+all filled is reduced at once. Buckets start in one order on all ranks, as collectives must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from meshwright.runtime.communicator import Communicator, Work
+
+BUCKET_BYTES = 25 << 20
+FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early
+
+
+@dataclass
+class Bucket:
+    """One flat buffer and the parameters whose gradients it holds. `missing` counts the backward passes still to reach each."""
+
+    axes: tuple[str, ...]
+    parameters: list[torch.nn.Parameter]
+    buffer: torch.Tensor
+    views: list[torch.Tensor]
+    missing: dict[int, int] = field(default_factory=dict)
+    work: Work | None = None
+
+
+class GradientBuckets:
+    """The buckets of a step. `watch` installs the hooks; `begin`, backward, then `finish`."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        pending: Sequence[tuple[torch.nn.Parameter, tuple[str, ...]]],
+        uses: Mapping[int, int] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """`pending`: parameters with the axes of their gradients, in forward order. `uses`: id of a parameter → the
+        number of backward passes of a step that reach it (1 unless the program is cut into segments)."""
+        self.comm, self.uses = comm, uses or {}
+        self.buckets = list(_fill(pending, bucket_bytes))
+        self._place = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.parameters)}
+        self._next = 0
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._arrived) for b in self.buckets for p in b.parameters
+        ]
+
+    def begin(self) -> None:
+        """Before the first backward of a step: forget the gradients of the last one."""
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.missing = {i: self.uses.get(id(p), 1) for i, p in enumerate(bucket.parameters)}
+            bucket.work = None
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        bucket, index = self._place[id(parameter)]
+        if index not in bucket.missing:
+            return
+        bucket.missing[index] -= 1
+        if bucket.missing[index] == 0:
+            assert parameter.grad is not None
+            bucket.views[index].copy_(parameter.grad)
+            parameter.grad = bucket.views[index]
+            del bucket.missing[index]
+            self._start_ready()
+
+    def _start_ready(self) -> None:
+        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
+            bucket = self.buckets[self._next]
+            bucket.work = self.comm.all_reduce_start(bucket.buffer, bucket.axes)
+            self._next += 1
+
+    def finish(self) -> None:
+        """Start what no gradient has reached (as zeros, so that all ranks agree) and wait for everything."""
+        for bucket in self.buckets:
+            for index in bucket.missing:
+                view, parameter = bucket.views[index], bucket.parameters[index]
+                view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+                parameter.grad = view
+            bucket.missing = {}
+        self._start_ready()
+        for bucket in self.buckets:
+            assert bucket.work is not None
+            bucket.work.wait()
+            bucket.work = None
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _fill(pending: Sequence[tuple[torch.nn.Parameter, tuple[str, ...]]], bucket_bytes: int) -> Iterable[Bucket]:
+    """Buckets in the order in which backward is expected to fill them: the reverse of the parameters'."""
+    open_groups: dict[tuple[tuple[str, ...], torch.dtype], list[torch.nn.Parameter]] = {}
+    made = 0
+    for parameter, axes in reversed(pending):
+        key = (axes, parameter.dtype)
+        group = open_groups.setdefault(key, [])
+        group.append(parameter)
+        limit = FIRST_BUCKET_BYTES if made == 0 else bucket_bytes
+        if sum(p.numel() * p.element_size() for p in group) >= limit:
+            made += 1
+            yield _bucket(axes, open_groups.pop(key))
+    for (axes, _), group in open_groups.items():
+        yield _bucket(axes, group)
+
+
+def _bucket(axes: tuple[str, ...], parameters: list[torch.nn.Parameter]) -> Bucket:
+    buffer = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
+    views = [v.view(p.shape) for v, p in zip(buffer.split([p.numel() for p in parameters]), parameters, strict=True)]
+    return Bucket(axes, parameters, buffer, views)

@@ -1,0 +1,112 @@
+"""One executor: segments and a list of actions per rank.
+
+A step is a list of actions; a plain plan has one segment and runs `forward 0, backward 0, reduce, update`. Recompute,
+optimizer parallel, pipeline and offload cut the program into more segments and write longer lists; the executor stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.partition.segments import Segment
+from meshwright.runtime.buckets import GradientBuckets
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing a rank does. `kind` is a key of `Executor.kinds`; `segment` and `micro_batch` say on what."""
+
+    kind: str
+    segment: int = 0
+    micro_batch: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.segment}, {self.micro_batch})" if self.kind in ("forward", "backward") else self.kind
+
+
+def plain_actions(segments: int) -> tuple[Action, ...]:
+    """One forward and one backward through all segments, then the reduction's end and the update."""
+    forward = tuple(Action("forward", s) for s in range(segments))
+    backward = tuple(Action("backward", s) for s in reversed(range(segments)))
+    return (Action("begin"), *forward, *backward, Action("reduce_wait"), Action("update"))
+
+
+class Executor:
+    """Runs action lists over the segments of one rank's program.
+
+    `leaves` maps parameters, buffers and constants to their tensors. Values between segments are detached at the border,
+    so each segment's backward is a call of its own, on the gradients its consumers left.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        modules: Sequence[Callable[..., Any]],
+        leaves: Mapping[str, torch.Tensor],
+        buckets: GradientBuckets,
+        update: Callable[[], None],
+    ) -> None:
+        self.segments, self.modules, self.leaves = segments, modules, leaves
+        self.buckets, self.update = buckets, update
+        self._env: dict[str, torch.Tensor] = {}  # values by name: as made, with their autograd history
+        self._borders: dict[tuple[int, str], torch.Tensor] = {}  # (segment, value): the detached leaf it was read as
+        self.kinds: dict[str, Callable[[Action], None]] = {
+            "begin": lambda _: self.buckets.begin(),
+            "forward": self._forward,
+            "backward": self._backward,
+            "reduce_wait": lambda _: self.buckets.finish(),
+            "update": lambda _: self.update(),
+        }
+
+    def run(self, actions: Sequence[Action], batch: Mapping[str, torch.Tensor], results: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Run a list of actions on the local batch; returns the named results, detached."""
+        self._env = dict(batch)
+        try:
+            for action in actions:
+                self.kinds[action.kind](action)
+            return {name: self._value(name).detach() for name in results}
+        finally:
+            self._env, self._borders = {}, {}
+
+    def _value(self, name: str) -> torch.Tensor:
+        return self._env[name] if name in self._env else self.leaves[name]
+
+    def _forward(self, action: Action) -> None:
+        segment = self.segments[action.segment]
+        arguments = []
+        for entry in segment.graph.inputs:
+            value = self._value(entry.name)
+            if entry.role == "boundary" and entry.needs_grad and torch.is_grad_enabled():
+                value = value.detach().requires_grad_()
+                self._borders[action.segment, entry.name] = value
+            arguments.append(value)
+        for name, value in zip(segment.results, self.modules[action.segment](*arguments), strict=True):
+            self._env[name] = value
+
+    def _backward(self, action: Action) -> None:
+        segment = self.segments[action.segment]
+        roots, gradients = [], []
+        for name in segment.results:
+            value = self._env[name]
+            if not value.requires_grad:
+                continue
+            if action.segment == len(self.segments) - 1:
+                gradient = torch.ones_like(value) if value.dim() == 0 else None
+            else:
+                gradient = self._border_gradient(action.segment, name)
+            if gradient is not None:
+                roots.append(value)
+                gradients.append(gradient)
+        torch.autograd.backward(roots, gradients)
+
+    def _border_gradient(self, made_in: int, name: str) -> torch.Tensor | None:
+        """The sum of the gradients that later segments left on a value."""
+        total: torch.Tensor | None = None
+        for (segment, value), leaf in self._borders.items():
+            if value == name and segment > made_in and leaf.grad is not None:
+                total = leaf.grad if total is None else total + leaf.grad
+        return total

@@ -1,0 +1,104 @@
+"""The local graph as a `torch.fx.GraphModule` on plain tensors: ordinary operators, reshards and kernels as submodules."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshwright.errors import RuleError
+from meshwright.graph import Device, Dtype, Graph, Node, Ref
+from meshwright.runtime.collectives import Handle
+from meshwright.runtime.kernels import KERNELS
+from meshwright.runtime.rank import Rank
+from meshwright.runtime.reshard import Pair
+
+RESHARD = "meshwright.reshard"
+PIN = "meshwright.pin.default"
+TORCH_DTYPES = {
+    "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
+    "f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2, "i64": torch.int64, "i32": torch.int32,
+    "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "b8": torch.bool, "c64": torch.complex64, "c128": torch.complex128,
+}  # fmt: skip
+
+
+class Kernel(torch.nn.Module):
+    """One call of one of our kernels, with its literal arguments, on its rank."""
+
+    def __init__(self, function: Callable[..., Any], rank: Rank) -> None:
+        super().__init__()
+        self.function, self.rank = function, rank
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the kernel."""
+        return self.function(self.rank, *args, **kwargs)
+
+
+def build_module(graph: Graph, rank: Rank, handle: Handle) -> fx.GraphModule:
+    """The module that runs a local graph (or a segment of one). Its arguments are the graph's inputs, in order; it
+    returns a tuple with its outputs and then its mutations. Raises RuleError for an operator that cannot be found."""
+    root = torch.nn.Module()
+    made = fx.Graph()
+    values: dict[str, fx.Node] = {}
+    for entry in graph.inputs:
+        values[entry.name] = made.placeholder(_identifier(entry.name))
+    for node in graph.nodes:
+        args = _arguments(node.args, values, rank.device)
+        kwargs = {k: _arguments(v, values, rank.device) for k, v in node.kwargs}
+        if node.op == PIN:
+            values[node.name] = args[0]
+            continue
+        if node.op == RESHARD:
+            name = _identifier(node.name)
+            root.add_module(name, Pair(node, rank.comm.mesh, handle))
+            result = made.call_module(name, (args[0],))
+        elif node.op in KERNELS:
+            name = _identifier(node.name)
+            root.add_module(name, Kernel(KERNELS[node.op], rank))
+            result = made.call_module(name, args, kwargs)
+        else:
+            result = made.create_node("call_function", torch_operator(node), args, kwargs, name=_identifier(node.name))
+        if len(node.outputs) == 1:
+            values[node.name] = result
+        else:
+            for index, value in enumerate(node.values):
+                values[value] = made.call_function(operator.getitem, (result, index))
+    made.output(tuple(values[v] for _, v in (*graph.outputs, *graph.mutations)))
+    module = fx.GraphModule(root, made, class_name="LocalProgram")
+    module.graph.lint()
+    return module
+
+
+def torch_operator(node: Node) -> Callable[..., Any]:
+    """The `torch.ops` overload an operator name stands for. A view copies where the local strides need it."""
+    if node.op == "aten.view.default":
+        return torch.ops.aten.reshape.default
+    space, *rest = node.op.split(".")
+    try:
+        found: Any = getattr(torch.ops, space)
+        for part in rest:
+            found = getattr(found, part)
+        return found
+    except AttributeError:
+        raise RuleError(f"torch {torch.__version__} has no operator {node.op}", where=node.where) from None
+
+
+def _identifier(name: str) -> str:
+    return name.replace(".", "_")
+
+
+def _arguments(value: Any, values: dict[str, fx.Node], device: torch.device) -> Any:
+    match value:
+        case Ref(name):
+            return values[name]
+        case Dtype(name):
+            return TORCH_DTYPES[name]
+        case Device():
+            return device
+        case tuple():
+            return tuple(_arguments(v, values, device) for v in value)
+        case _:
+            return value

@@ -1,0 +1,193 @@
+"""A training step of one rank: leaves, program, executor, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.errors import BatchError
+from meshwright.graph import Graph, Input
+from meshwright.layout import TensorLayout, dim_axes
+from meshwright.mesh import Mesh
+from meshwright.partition import Partition
+from meshwright.partition.segments import split_segments
+from meshwright.redistribute.positions import exchange
+from meshwright.redistribute.steps import Step as Move
+from meshwright.runtime.buckets import BUCKET_BYTES, GradientBuckets
+from meshwright.runtime.collectives import Handle
+from meshwright.runtime.executor import Executor, plain_actions
+from meshwright.runtime.program import TORCH_DTYPES, build_module
+from meshwright.runtime.rank import Rank
+from meshwright.runtime.reshard import Mover
+
+OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def slicer(layout: TensorLayout, mesh: Mesh, rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function from a whole tensor to what a rank holds of it."""
+    axes = layout.split_axes
+    if not axes:
+        return lambda x: x
+    mover = Mover(exchange(Move("slice", axes, TensorLayout.whole(layout.shape), layout.forward), mesh, rank))
+    return lambda x: mover.send[0].take(x)
+
+
+class LocalStep:
+    """What a rank runs each step. `__call__` takes the whole batch as path → tensor and returns the global loss.
+
+    `parameters` maps each parameter's name to this rank's part, a leaf whose ``.grad`` is this rank's part of the gradient.
+    """
+
+    def __init__(
+        self,
+        parts: Partition,
+        rank: Rank,
+        values: Mapping[str, torch.Tensor],
+        optimizer: OptimizerFactory | None,
+        *,
+        clip_norm: float | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        cuts: Sequence[int] = (),
+    ) -> None:
+        """`values`: input name → whole tensor of every parameter, buffer and constant."""
+        self.parts, self.rank = parts, rank
+        self.mesh = rank.comm.mesh
+        self.handle = Handle(rank.comm)
+        self.graph: Graph = parts.local(rank.comm.rank)
+        self.layouts = parts.resharded.layouts
+        self.clip_norm = clip_norm
+        self.leaves: dict[str, torch.Tensor] = {}
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        self.inputs = {i.name: i for i in parts.resharded.graph.inputs}
+        for name, entry in self.inputs.items():
+            if entry.role != "batch":
+                self._make_leaf(entry, values[name])
+        self._batch = [
+            (i, slicer(self.layouts[i.name], self.mesh, rank.comm.rank)) for i in self.inputs.values() if i.role == "batch"
+        ]
+        segments = split_segments(self.graph, cuts)
+        modules = [build_module(s.graph, rank, self.handle) for s in segments]
+        self.modules = modules
+        self.buckets = GradientBuckets(rank.comm, self._pending(), self._uses(segments), bucket_bytes)
+        trained = list(self.parameters.values())
+        self.optimizer = optimizer(trained) if optimizer is not None and trained else None
+        self.actions = plain_actions(len(segments))
+        self.executor = Executor(segments, modules, self.leaves, self.buckets, self._update)
+
+    def _make_leaf(self, entry: Input, value: torch.Tensor) -> None:
+        local = slicer(self.layouts[entry.name], self.mesh, self.rank.comm.rank)(value.detach())
+        if entry.role == "parameter" and entry.needs_grad:
+            # A whole parameter stays the user's own tensor; a cut one gets memory of its own, so the rest can be freed.
+            whole = local.shape == value.shape
+            if whole and isinstance(value, torch.nn.Parameter):
+                leaf = value
+            else:
+                leaf = torch.nn.Parameter(local.clone(memory_format=torch.contiguous_format))
+            self.parameters[entry.target] = leaf
+            self.leaves[entry.name] = leaf
+        else:
+            self.leaves[entry.name] = local if local.shape == value.shape else local.clone()
+
+    def _pending(self) -> list[tuple[torch.nn.Parameter, tuple[str, ...]]]:
+        found = []
+        for name, entry in self.inputs.items():
+            axes = self.mesh.sort(a for a in self.layouts[name].grad if self.mesh.sizes[a] > 1)
+            if entry.role == "parameter" and entry.needs_grad and axes and self.parts.resharded.graph.consumers[name]:
+                found.append((self.parameters[entry.target], axes))
+        return found
+
+    def _uses(self, segments: Sequence[Any]) -> dict[int, int]:
+        counts: dict[int, int] = {}
+        for segment in segments:
+            for entry in segment.graph.inputs:
+                leaf = self.leaves.get(entry.name)
+                if entry.role == "parameter" and leaf is not None:
+                    counts[id(leaf)] = counts.get(id(leaf), 0) + 1
+        return counts
+
+    def local_batch(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """This rank's part of a whole batch. Raises BatchError for tensors that differ from the example."""
+        check_batch([e for e, _ in self._batch], batch)
+        return {e.name: take(batch[e.target].to(self.rank.device)) for e, take in self._batch}
+
+    def __call__(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Forward, backward and update on the whole batch; the global loss."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        wanted = [v for _, v in (*self.graph.outputs, *self.graph.mutations)]
+        results = self.executor.run(self.actions, self.local_batch(batch), wanted)
+        by_target = {i.target: i.name for i in self.inputs.values() if i.role == "buffer"}
+        for target, value in self.graph.mutations:
+            self.leaves[by_target[target]].copy_(results[value])
+        self.rank.step += 1
+        return results[self.graph.loss]
+
+    def gradients(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The loss and, in ``.grad``, the gradients, without an update; buffers and the step count stay as they are."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        actions = [a for a in self.actions if a.kind != "update"]
+        return self.executor.run(actions, self.local_batch(batch), [self.graph.loss])[self.graph.loss]
+
+    def _update(self) -> None:
+        if self.clip_norm is not None:
+            clip_by_global_norm(self, self.clip_norm)
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def bucket_summary(self) -> list[tuple[tuple[str, ...], int, int]]:
+        """(axes, number of gradients, bytes) of each gradient reduction."""
+        return [(b.axes, len(b.parameters), b.buffer.numel() * b.buffer.element_size()) for b in self.buckets.buckets]
+
+    def layout_of(self, parameter: str) -> TensorLayout:
+        """The layout in which this rank holds a parameter."""
+        return next(self.layouts[i.name] for i in self.inputs.values() if i.target == parameter)
+
+
+def clip_by_global_norm(step: LocalStep, limit: float) -> torch.Tensor:
+    """Scale gradients so that their global 2-norm is at most `limit`, as `torch.nn.utils.clip_grad_norm_` does on one device.
+
+    Each element counts once: squares are added over the axes that split a parameter, and not over those it repeats on.
+    Returns the norm before clipping.
+    """
+    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for name, parameter in step.parameters.items():
+        if parameter.grad is not None:
+            axes = step.mesh.sort({a for d in step.layout_of(name).dims for a in dim_axes(d) if step.mesh.sizes[a] > 1})
+            by_axes.setdefault(axes, []).append(parameter.grad)
+    total: torch.Tensor | None = None
+    for axes, gradients in by_axes.items():
+        part = torch.stack([torch.linalg.vector_norm(g) ** 2 for g in gradients]).sum()
+        part = step.rank.comm.all_reduce(part, axes) if axes else part
+        total = part if total is None else total + part
+    if total is None:
+        return torch.zeros(())
+    norm = total.sqrt()
+    scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    for gradients in by_axes.values():
+        for gradient in gradients:
+            gradient.mul_(scale.to(gradient.device))
+    return norm
+
+
+def check_batch(entries: Sequence[Input], batch: Mapping[str, torch.Tensor]) -> None:
+    """Raise BatchError unless the batch has the tensors, shapes and dtypes of the example."""
+    for entry in entries:
+        if entry.target not in batch:
+            raise BatchError(
+                f"the batch has no {entry.target!r}",
+                why=f"it has {', '.join(sorted(batch)) or 'no tensors'}",
+                hint="the step was built for the example batch; give one of the same structure",
+            )
+        value = batch[entry.target]
+        dtype = TORCH_DTYPES[entry.type.dtype]
+        if tuple(value.shape) != entry.type.shape or value.dtype != dtype:
+            short = next((k for k, v in TORCH_DTYPES.items() if v == value.dtype), str(value.dtype))
+            raise BatchError(
+                f"{entry.target!r} is {short}[{', '.join(map(str, value.shape))}], the step was built for {entry.type}",
+                why="shapes are part of the program",
+                hint="drop or pad the last batch, or build a second step for this shape",
+            )

@@ -1,0 +1,228 @@
+"""`train_step`: inside a launched process, the step that forward, backward and update are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+
+from meshwright.capture import Captured
+from meshwright.capture.batch import leaves
+from meshwright.capture.fold import fold
+from meshwright.compile import Loss, MeshLike, Pins, captured_of, default_loss, lower, mesh_from, plan_captured, values_of
+from meshwright.errors import PlanError, RunError
+from meshwright.graph import Graph, parse
+from meshwright.mesh import Mesh
+from meshwright.partition import Partition
+from meshwright.plan import Plan
+from meshwright.redistribute.positions import exchange
+from meshwright.redistribute import redistribute
+from meshwright.layout import TensorLayout
+from meshwright.report.program import ProgramText
+from meshwright.runtime.communicator import Communicator, ProcessGroups
+from meshwright.runtime.connect import Meeting, check_world
+from meshwright.runtime.rank import Rank
+from meshwright.runtime.reshard import Mover
+from meshwright.runtime.step import LocalStep, OptimizerFactory
+
+
+class TrainStep:
+    """What `mw.train_step` returns. Call it with a batch; it returns the global loss, a tensor that is equal on all ranks.
+
+    `plan`, `program` (print it), `optimizer`, `parameters` (name → this rank's part), `rank` and `mesh` are there to look at.
+    """
+
+    def __init__(self, local: LocalStep, parts: Partition, model: torch.nn.Module) -> None:
+        self.local, self.plan, self.model = local, parts.plan, model
+        self._parts = parts
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the plan."""
+        return self.plan.mesh
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self.local.rank.comm.rank
+
+    @property
+    def program(self) -> ProgramText:
+        """What this rank runs, with every collective of forward and backward, its axis and its bytes."""
+        return ProgramText(self.local.graph, self._parts, self.local.bucket_summary())
+
+    @property
+    def module(self) -> torch.fx.GraphModule:
+        """The program as a `torch.fx.GraphModule` on plain tensors."""
+        return self.local.modules[0]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer over this rank's parts."""
+        return self.local.optimizer
+
+    @property
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Name → this rank's part of a trained parameter."""
+        return self.local.parameters
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """One step on the whole batch (every rank gives the same one and takes its part). Raises BatchError."""
+        return self.local(dict(leaves(batch)))
+
+    def gradients(self, batch: Any) -> torch.Tensor:
+        """Loss and gradients without an update."""
+        return self.local.gradients(dict(leaves(batch)))
+
+    def full_state(self) -> dict[str, torch.Tensor]:
+        """Every parameter and buffer, whole, under its name in the model. Collective: all ranks call it."""
+        found: dict[str, torch.Tensor] = {}
+        handle = self.local.handle
+        for name, entry in self.local.inputs.items():
+            if entry.role not in ("parameter", "buffer"):
+                continue
+            value, layout = self.local.leaves[name].detach(), self.local.layouts[name].forward
+            if layout.split_axes:
+                whole = TensorLayout.whole(layout.shape)
+                for step in redistribute(layout, whole, self.mesh, value.element_size()):
+                    value = Mover(exchange(step, self.mesh, self.rank))(value, handle)
+            for target in (entry.target, *entry.ties):
+                found[target] = value
+        return found
+
+    def copy_to(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Write the trained values back into a model (made of real tensors). Collective: all ranks call it."""
+        state = self.full_state()
+        targets = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+        with torch.no_grad():
+            for name, value in state.items():
+                targets[name].copy_(value)
+        return model
+
+
+def train_step(
+    model: torch.nn.Module,
+    optimizer: OptimizerFactory,
+    batch: Any,
+    *,
+    loss: Loss = default_loss,
+    plan: Plan | None = None,
+    mesh: MeshLike = None,
+    mode: str = "data_parallel",
+    pins: Pins | None = None,
+    clip_norm: float | None = None,
+    bucket_bytes: int = 25 << 20,
+    seed: int = 0,
+    exact_random: bool = False,
+    cache: str | Path | None = None,
+) -> TrainStep:
+    """Build the step of this rank. Call it on every launched rank (or alone, for a plan of one rank).
+
+    `optimizer` makes a `torch.optim.Optimizer` from parameters. `batch` is an example of shapes. Without `plan`, one is
+    made with `mesh`, `mode` and `pins` as `mw.plan` does. `clip_norm` clips gradients by their global norm. `exact_random`
+    gives dropout the very masks of one device (slower). Rank 0 captures and plans, the others receive graph and plan.
+    Parameters that the plan keeps whole stay the model's own tensors; for those it cuts, the step keeps this rank's part.
+    Raises a subclass of MeshwrightError before a process group is made.
+    """
+    if plan is not None:
+        check_world(plan.mesh)
+    elif mesh is not None:
+        check_world(mesh_from(mesh))
+    if not callable(optimizer):
+        raise RunError(
+            f"optimizer is a {type(optimizer).__name__}, not a function from parameters to an optimizer",
+            why="each rank's optimizer works on the parts of the parameters it holds",
+            hint="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)",
+        )
+    meeting = Meeting()
+
+    def compute() -> bytes:
+        captured = captured_of(model, batch, loss, cache)
+        chosen = plan if plan is not None else plan_captured(captured, mesh, mode, pins)
+        check_world(chosen.mesh)
+        return _pack(captured, chosen.check(captured.graph), model)
+
+    graph, constants, chosen, signature = _unpack(meeting.agree("plan", compute))
+    if signature != _signature(model):
+        raise PlanError(
+            f"rank {meeting.rank} has another model than rank 0",
+            why="names, shapes or dtypes of parameters differ",
+            hint="build the model in the same way on every rank",
+        )
+    captured = Captured(graph, constants, fold(graph), ())
+    device = _device(model)
+    comm = meeting.connect(chosen.mesh, device)
+    parts = lower(captured, chosen)
+    if isinstance(comm, ProcessGroups):
+        comm.prepare(axis_sets(parts, comm))
+    rank = Rank(comm, device, seed=seed, exact=exact_random)
+    local = LocalStep(parts, rank, values_of(model, captured, device), optimizer, clip_norm=clip_norm, bucket_bytes=bucket_bytes)
+    return TrainStep(local, parts, model)
+
+
+def axis_sets(parts: Partition, comm: Communicator) -> list[frozenset[str]]:
+    """The sets of axes over which a program, its kernels, its reductions and its checkpoints may communicate."""
+    mesh = parts.plan.mesh
+    found: set[frozenset[str]] = set()
+    for pair in parts.resharded.pairs.values():
+        found |= {frozenset(s.axes) for s in (*pair.forward, *pair.backward)}
+    for layout in parts.resharded.layouts.values():
+        found |= {frozenset(layout.split_axes), frozenset(layout.pending), frozenset(layout.grad)}
+        whole = TensorLayout.whole(layout.shape)
+        found |= {frozenset(s.axes) for s in redistribute(layout.forward, whole, mesh, 4)} if layout.split_axes else set()
+    for node in parts.local(comm.rank).nodes:
+        # Kernels name their axes as the literals "axes" joined by dots.
+        found |= {frozenset(axes.split(".")) for axes in _axis_literals(node.args, mesh)}
+        found |= {frozenset(axes.split(".")) for axes in _axis_literals(tuple(v for _, v in node.kwargs), mesh)}
+    return [s for s in found if s and mesh.count(s) > 1]
+
+
+def _axis_literals(value: Any, mesh: Mesh) -> list[str]:
+    if isinstance(value, tuple):
+        if value and all(isinstance(v, str) and v in mesh.sizes for v in value):
+            return [".".join(value)]
+        return [a for v in value for a in _axis_literals(v, mesh)]
+    if isinstance(value, str) and value and all(part in mesh.sizes for part in value.split(".")):
+        return [value]
+    return []
+
+
+def _device(model: torch.nn.Module) -> torch.device:
+    first = next(iter(model.parameters()), None)
+    device = first.device if first is not None else torch.device("cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return device
+
+
+def _signature(model: torch.nn.Module) -> str:
+    text = "\n".join(f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in model.named_parameters())
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _pack(captured: Captured, plan: Plan, model: torch.nn.Module) -> bytes:
+    """Graph, plan and constants as bytes, without pickle: a JSON head, then safetensors."""
+    head = json.dumps({"graph": str(captured.graph), "plan": plan.to_json(), "model": _signature(model)}).encode()
+    body = safetensors.torch.save({k: v.contiguous().cpu() for k, v in captured.constants.items()})
+    return len(head).to_bytes(8, "little") + head + body
+
+
+def _unpack(data: bytes) -> tuple[Graph, dict[str, torch.Tensor], Plan, str]:
+    end = 8 + int.from_bytes(data[:8], "little")
+    head = json.loads(data[8:end])
+    return parse(head["graph"]), safetensors.torch.load(data[end:]), Plan.from_json(head["plan"]), head["model"]
+
+
+def shutdown() -> None:
+    """Leave together: a barrier, then the end of the process group (gloo aborts when a peer leaves mid-talk)."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
