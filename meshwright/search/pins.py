@@ -179,7 +179,7 @@ def mark_seeds(scene: Scene, specs: Sequence[PinSpec]) -> Seeds:
                     chosen[spec.node.name, dim] = axes
             elif spec.blocks is not None:
                 _allot(scene, spec, groups, chosen)
-        for spec in marks:
+        for spec in (m for m in marks if m.blocks is not None or m.layout is not None):
             for dim in range(len(spec.node.outputs[0].shape)):
                 axes = chosen.get((spec.node.name, dim), [])
                 letters = dim_letters(scene.site(spec.node.name).rule.inputs[0][dim])
