@@ -1,0 +1,231 @@
+"""A plan as a table: one line for each operator that holds parameters or talks to other ranks, equal layers folded.
+
+    blocks.*.up ×6   linear   batch=dp n=tp   [1024/tp, 256]
+    blocks.*.down    linear   batch=dp k=tp   [256, 1024/tp]   all_reduce(tp) 262 kB
+
+What is said of bytes is what one rank sends, by ring algorithms. Operators that only
+follow their neighbours are counted.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from io import StringIO
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.graph import DTYPES, Node
+from meshwright.layout import TensorLayout, dim_axes, normalize
+from meshwright.mesh import Mesh
+from meshwright.partition import RESHARD, Partition
+from meshwright.redistribute import describe, wire_bytes
+from meshwright.redistribute.steps import LOCAL, origin, show_bytes, wire_elements
+
+HEAVY = ("scaled_dot_product_attention", "matmul", "bmm", "einsum", "cross_entropy_loss")
+SHORT = {
+    "scaled_dot_product_attention": "attention",
+    "cross_entropy_loss": "cross_entropy",
+    "native_layer_norm": "layer_norm",
+}
+LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")  # the number of a layer in a module's path
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line. `forward` and `backward` are what becomes of the operator's result and of its gradient afterwards."""
+
+    module: str
+    count: int
+    operator: str
+    cut: str
+    parameter: str
+    forward: str
+    backward: str
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one rank sends in a step over some axes. `kind`: forward, backward or gradients."""
+
+    kind: str
+    axes: str
+    calls: int
+    size_bytes: float
+
+
+# ---------------------------------------------------------------- facts
+
+
+def rows(parts: Partition, *, every: bool = False) -> list[Row]:
+    """The lines of the table; with `every`, one for each operator, also those that only follow."""
+    graph, mesh = parts.resharded.graph, parts.plan.mesh
+    entries = {i.name: i for i in graph.inputs}
+    moved: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        if node.op == RESHARD:
+            moved.setdefault(node.uses[0], []).append(node)
+    found: list[Row] = []
+    for entry in graph.inputs:
+        forward, backward = _moves(parts, moved.get(entry.name, ()))
+        if forward or backward:
+            own = _layout_text(parts.resharded.layouts[entry.name], mesh)
+            found.append(Row(entry.target, 1, entry.role, "", own, forward, backward))
+    for node in graph.nodes:
+        if node.op == RESHARD:
+            continue
+        own = [entries[u] for u in _sources(parts, node) if u in entries and entries[u].role == "parameter"]
+        forward, backward = _moves(parts, [m for v in node.values for m in moved.get(v, ())])
+        name = _short(node.op)
+        if every or own or forward or backward or name in HEAVY:
+            kept = max(own, key=lambda i: math.prod(i.type.shape), default=None)
+            layout = _layout_text(parts.resharded.layouts[kept.name], mesh) if kept else ""
+            where, operator = node.module or "(loss)", SHORT.get(name, name)
+            found.append(Row(where, 1, operator, cut_text(parts, node), layout, forward, backward))
+    return _folded(found)
+
+
+def traffic(parts: Partition) -> list[Traffic]:
+    """What one rank sends in a step: forward, backward, and to reduce the gradients of parameters."""
+    graph, mesh = parts.resharded.graph, parts.plan.mesh
+    totals: dict[tuple[str, str], list[float]] = {}
+
+    def add(kind: str, axes: Iterable[str], size: float) -> None:
+        totals.setdefault((kind, mesh.show(axes)), []).append(size)
+
+    for node in graph.nodes:
+        if node.op == RESHARD:
+            pair, itemsize = parts.resharded.pairs[node.name], DTYPES[node.outputs[0].dtype]
+            for kind, steps in (("forward", pair.forward), ("backward", pair.backward)):
+                for step in steps:
+                    if step.kind not in LOCAL:
+                        add(kind, step.axes, wire_bytes(step, mesh, itemsize))
+    for entry in graph.input_of("parameter"):
+        layout = parts.resharded.layouts[entry.name]
+        axes = mesh.sort(a for a in layout.grad if mesh.sizes[a] > 1)
+        if entry.needs_grad and axes and graph.consumers[entry.name]:
+            elements = wire_elements("all_reduce", mesh.count(axes), held(layout, mesh), 0)
+            add("gradients", axes, DTYPES[entry.type.dtype] * elements)
+    return [Traffic(kind, axes, len(sizes), sum(sizes)) for (kind, axes), sizes in totals.items()]
+
+
+def held(layout: TensorLayout, mesh: Mesh) -> int:
+    """Elements of a value on the rank that holds most."""
+    return math.prod(layout.local_shape(mesh, origin(mesh)))
+
+
+def parameter_bytes(parts: Partition) -> tuple[int, int]:
+    """Bytes of all parameters: (of the whole model, on the rank that holds most)."""
+    entries = parts.resharded.graph.input_of("parameter")
+    mine = sum(held(parts.resharded.layouts[i.name], parts.plan.mesh) * DTYPES[i.type.dtype] for i in entries)
+    return sum(i.type.size_bytes for i in entries), mine
+
+
+def cut_text(parts: Partition, node: Node) -> str:
+    """``batch=dp n=tp``: the letters of an operator that are split, by the user's names of the axes."""
+    mesh, strategy = parts.plan.mesh, parts.plan.strategies[node.name]
+    words = []
+    for letter, dim in strategy.cuts:
+        axes = [a for a in dim_axes(dim) if mesh.sizes[a] > 1]
+        if axes:
+            marks = parts.factors.batch.get((node.name, letter), ())
+            words.append(f"{'batch' if any(marks) else letter}={mesh.show(axes)}")
+    waiting = [a for a, _ in strategy.through if mesh.sizes[a] > 1]
+    words += [f"pending {mesh.show(waiting)}"] if waiting else []
+    return " ".join(words) or "whole"
+
+
+def _sources(parts: Partition, node: Node) -> Iterable[str]:
+    """What a node reads, reshards left out."""
+    for use in node.uses:
+        source = parts.resharded.graph.producers.get(use)
+        yield source.uses[0] if source is not None and source.op == RESHARD else use
+
+
+def _moves(parts: Partition, reshards: Sequence[Node]) -> tuple[str, str]:
+    """What the reshards of one value do, forward and backward, as text."""
+    halves: tuple[list[str], list[str]] = ([], [])
+    for node in reshards:
+        pair, itemsize = parts.resharded.pairs[node.name], DTYPES[node.outputs[0].dtype]
+        backward = pair.backward if any(node.needs_grad) else ()
+        for steps, half in zip((pair.forward, backward), halves, strict=True):
+            half += [describe(s, parts.plan.mesh, itemsize) for s in steps if s.kind not in LOCAL]
+    return ", ".join(halves[0]), ", ".join(halves[1])
+
+
+def _layout_text(layout: TensorLayout, mesh: Mesh) -> str:
+    """The dims of a layout with the user's names: ``[(3 256/tp), 256]``."""
+    shown = normalize(TensorLayout(layout.dims), mesh)
+    named = re.compile(r"/([\w.]+)")
+    return named.sub(lambda m: f"/{mesh.show(m[1].split('.'))}", str(shown)) if shown.split_axes else "whole"
+
+
+def _short(op: str) -> str:
+    return op.split(".")[1] if "." in op else op
+
+
+def _folded(found: Sequence[Row]) -> list[Row]:
+    """Lines that differ only in the number of the layer, as one, where the first of them stood."""
+    grouped: dict[tuple[str, ...], list[Row]] = {}
+    for row in found:
+        key = (LAYER.sub("*", row.module), row.operator, row.cut, row.parameter, row.forward, row.backward)
+        grouped.setdefault(key, []).append(row)
+    return [
+        Row(key[0] if len({r.module for r in same}) > 1 else same[0].module, len(same), *key[1:])
+        for key, same in grouped.items()
+    ]
+
+
+# ---------------------------------------------------------------- pictures
+
+COLOURS = ("cyan", "magenta", "yellow", "green", "blue")
+
+
+def plan_table(parts: Partition, *, every: bool = False) -> Table:
+    """The plan as a rich table; every axis of the mesh has a colour."""
+    axes = [name for name, _ in parts.plan.mesh.names]
+    colours = {name: COLOURS[n % len(COLOURS)] for n, name in enumerate(axes)}
+
+    def painted(text: str) -> Text:
+        shown = Text(text, style="dim" if text == "whole" else "")
+        for match in re.finditer(r"(?<=[/=(,.])[A-Za-z_]\w*", text):
+            shown.stylize(colours.get(match[0], ""), *match.span())
+        return shown
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    for heading in ("module", "operator", "cut", "parameter", "then, forward", "then, backward"):
+        table.add_column(heading, overflow="fold")
+    for row in rows(parts, every=every):
+        name = Text(row.module).append(f" ×{row.count}" if row.count > 1 else "", style="dim")
+        rest = (row.cut, row.parameter, row.forward, row.backward)
+        table.add_row(name, row.operator, *map(painted, rest))
+    return table
+
+
+def summary(parts: Partition, *, every: bool = False) -> list[str]:
+    """What the table leaves out, as sentences: operators that follow, parameters of a rank, bytes it sends."""
+    shown = sum(r.count for r in rows(parts, every=every))
+    others = sum(n.op != RESHARD for n in parts.resharded.graph.nodes) - shown
+    whole, mine = parameter_bytes(parts)
+    lines = [f"{others} more operators follow these without talking to anybody"] if others > 0 else []
+    lines.append(f"parameters: {show_bytes(whole)}, of which a rank holds {show_bytes(mine)}")
+    sent = (f"{show_bytes(t.size_bytes)} {t.kind} over {t.axes}" for t in traffic(parts))
+    return [*lines, "a rank sends in a step: " + (", ".join(sent) or "nothing")]
+
+
+def plan_view(parts: Partition, *, every: bool = False) -> Group:
+    """Table and sentences, to print with rich."""
+    sentences = [Text(line, style="dim") for line in (*summary(parts, every=every), *parts.plan.notes)]
+    return Group(plan_table(parts, every=every), Text(""), *sentences)
+
+
+def plan_text(parts: Partition, *, every: bool = False, width: int = 140) -> str:
+    """The same as plain text."""
+    out = StringIO()
+    Console(file=out, width=width, no_color=True, highlight=False).print(plan_view(parts, every=every))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
