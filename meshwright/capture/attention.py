@@ -15,7 +15,7 @@ import torch
 
 from meshwright.capture.interpret import run
 from meshwright.capture.normalize import ATTENTION
-from meshwright.capture.rewrite import FULL, Rewriter, rewrite
+from meshwright.capture.rewrite import Rewriter, rewrite
 from meshwright.graph import Graph, Node, Ref
 
 BLOCK = 1024
@@ -27,14 +27,14 @@ Region = tuple[tuple[int, int], ...]
 
 def raise_attention(graph: Graph) -> Graph:
     """Proved masks become `is_causal` or nothing, repeated heads become grouped ones, proved conditions vanish."""
-    masks = Masks(graph)
+    masks = Masks(graph)  # a proved value keeps its name while the graph is rewritten
 
     def attention(b: Rewriter, n: Node) -> Ref | None:
         q, k, v, mask, p, causal = n.args
         kwargs = dict(n.kwargs)
         if mask is not None and not causal:
-            kind = masks.kind(_original(mask))
-            if kind == "causal" or kind == "all":
+            kind = masks.kind(mask.name)
+            if kind != "other":
                 mask, causal = None, kind == "causal"
         grouped = _ungrouped(b, q, k, v)
         if grouped is not None and not kwargs["enable_gqa"]:
@@ -43,12 +43,7 @@ def raise_attention(graph: Graph) -> Graph:
         return None if args == n.args else b.emit(ATTENTION, args, n.outputs[0], **kwargs)
 
     def where(b: Rewriter, n: Node) -> Ref | None:
-        if masks.kind(_original(n.args[0])) != "all":
-            return None
-        return b.like(n.args[1], n.outputs[0])
-
-    def _original(ref: Ref) -> str:
-        return ref.name
+        return b.like(n.args[1], n.outputs[0]) if masks.kind(n.args[0].name) == "all" else None
 
     return rewrite(graph, {ATTENTION: attention, "aten.where.self": where})
 
@@ -85,37 +80,30 @@ class Masks:
         self.known: dict[str, str] = {}
         for node in graph.nodes:
             random = node.op.startswith("meshwright.") or node.kwarg("seed") is not None
-            if not random and all(u in self.constant for u in node.uses):
+            if not random and self.constant.issuperset(node.uses):
                 self.constant.update(node.values)
 
     def kind(self, name: str) -> str:
         """``all`` (nothing blocked), ``causal`` (row i sees columns up to i) or ``other``."""
         if name not in self.constant:
             return "other"
-        node = self.made[name]
-        if node.op in ("aten.expand.default", "aten.view.default") and node.op == "aten.expand.default":
-            inner = self.types[node.args[0].name].shape
-            if inner[-2:] == self.types[name].shape[-2:]:
-                return self.kind(node.args[0].name)
         if name not in self.known:
             self.known[name] = self._prove(name)
         return self.known[name]
 
     def _prove(self, name: str) -> str:
-        type_ = self.types[name]
-        if len(type_.shape) < 2 or math.prod(type_.shape) == 0:
+        shape = self.types[name].shape
+        if len(shape) < 2 or math.prod(shape) == 0:
             return "other"
+        equal = self._equal_along(name)
+        square = range(len(shape) - 2, len(shape))
         possible = {"all", "causal"}
-        cache: dict[tuple[str, Region], torch.Tensor] = {}
-        for region in _blocks(type_.shape):
-            if (math.prod(type_.shape[:-2])) > 1:
-                cache.clear()
-            block = self._value(name, region, {k: v for k, v in cache.items()} if False else {})
+        for region in _blocks(tuple(1 if d in equal and d not in square else s for d, s in enumerate(shape))):
+            block = self._value(name, region, {})
             seen = block if block.dtype == torch.bool else _float_mask(block)
             if seen is None:
                 return "other"
-            (r0, r1), (c0, c1) = region[-2:]
-            rows, columns = torch.arange(r0, r1)[:, None], torch.arange(c0, c1)[None]
+            rows, columns = torch.arange(*region[-2])[:, None], torch.arange(*region[-1])[None]
             if not bool(seen.all()):
                 possible.discard("all")
             if not bool((seen == (columns <= rows)).all()):
@@ -124,6 +112,33 @@ class Masks:
                 return "other"
         return "all" if "all" in possible else "causal"
 
+    def _equal_along(self, name: str) -> frozenset[int]:
+        """Dims along which a constant does not change, as far as its operators tell."""
+        node, shape = self.made[name], self.types[name].shape
+        found = {d for d, s in enumerate(shape) if s == 1}
+        match node.op:
+            case "aten.full.default":
+                return frozenset(range(len(shape)))
+            case "aten.expand.default":
+                source = self.types[node.args[0].name].shape
+                shift = len(shape) - len(source)
+                found |= {*range(shift)} | {d + shift for d in self._equal_along(node.args[0].name)}
+            case "aten.permute.default":
+                inner = self._equal_along(node.args[0].name)
+                found |= {place for place, d in enumerate(node.args[1]) if d in inner}
+            case "aten.view.default":
+                source, inner = self.types[node.args[0].name].shape, self._equal_along(node.args[0].name)
+                long_in, long_out = ([d for d, s in enumerate(t) if s != 1] for t in (source, shape))
+                if [source[d] for d in long_in] == [shape[d] for d in long_out]:
+                    found |= {o for i, o in zip(long_in, long_out, strict=True) if i in inner}
+            case op if op in ELEMENTWISE or op in ALONG:
+                common = set(range(len(shape)))
+                for use in node.uses:
+                    shift = len(shape) - len(self.types[use].shape)
+                    common &= {*range(shift)} | {d + shift for d in self._equal_along(use)}
+                found |= common - ({node.args[1]} if op in ALONG else set())
+        return frozenset(found)
+
     def _value(self, name: str, region: Region, memo: dict[tuple[str, Region], torch.Tensor]) -> torch.Tensor:
         """A box of a constant value: through element-wise operators and views by boxes, else whole and cut."""
         key = (name, region)
@@ -131,19 +146,23 @@ class Masks:
             memo[key] = self._compute(self.made[name], name, region, memo)
         return memo[key]
 
-    def _compute(self, node: Node, name: str, region: Region, memo: dict[tuple[str, Region], torch.Tensor]) -> torch.Tensor:
+    def _compute(
+        self, node: Node, name: str, region: Region, memo: dict[tuple[str, Region], torch.Tensor]
+    ) -> torch.Tensor:
         shape = self.types[name].shape
         match node.op:
             case "aten.full.default":
-                return _run(replace(node, args=((1,) * len(shape), node.args[1])), {}).expand([e - s for s, e in region])
-            case "aten.arange.start_step":
-                start, _, step = node.args
-                (low, high), = region
-                return _run(replace(node, args=(start + low * step, start + high * step, step)), {})
-            case "aten.expand.default":
-                return self._value(node.args[0].name, _unbroadcast(region, self.types[node.args[0].name].shape), memo).expand(
+                return _run(replace(node, args=((1,) * len(shape), node.args[1])), {}).expand(
                     [e - s for s, e in region]
                 )
+            case "aten.arange.start_step":
+                start, _, step = node.args
+                ((low, high),) = region
+                return _run(replace(node, args=(start + low * step, start + high * step, step)), {})
+            case "aten.expand.default":
+                return self._value(
+                    node.args[0].name, _unbroadcast(region, self.types[node.args[0].name].shape), memo
+                ).expand([e - s for s, e in region])
             case "aten.permute.default":
                 inner = [(0, 0)] * len(region)
                 for place, dim in enumerate(node.args[1]):
@@ -156,7 +175,9 @@ class Masks:
                     inner = tuple(next(kept) if s != 1 else (0, 1) for s in source)
                     return self._value(node.args[0].name, inner, memo).reshape([e - s for s, e in region])
             case op if op in ELEMENTWISE:
-                known = {u: self._value(u, _unbroadcast(region, self.types[u].shape), memo) for u in node.uses}
+                known = {
+                    u: self._value(u, _unbroadcast(region, self.types[u].shape), memo) for u in node.uses
+                }
                 return _run(node, known).expand([e - s for s, e in region])
         known = {u: self._value(u, tuple((0, s) for s in self.types[u].shape), memo) for u in node.uses}
         values: dict[str, torch.Tensor] = dict(known)
@@ -173,6 +194,8 @@ ELEMENTWISE = frozenset(
         "maximum.default floor_divide.default clamp.default"
     ).split()
 )
+# These work along the dim of their second argument only.
+ALONG = ("aten.cumsum.default", "aten.slice.Tensor", "aten.cat.default")
 
 
 def _run(node: Node, known: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -207,6 +230,3 @@ def _float_mask(block: torch.Tensor) -> torch.Tensor | None:
     if not block.is_floating_point() or not bool(((block == 0) | (block <= limit)).all()):
         return None
     return block == 0
-
-
-assert FULL in ("aten.full.default",)

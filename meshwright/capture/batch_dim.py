@@ -84,7 +84,9 @@ class _Follow:
 
 @functools.cache
 def _is_pointwise(op: str) -> bool:
-    return op == "meshwright.dropout" or (op.startswith("aten.") and torch.Tag.pointwise in operator_named(op).tags)
+    return op == "meshwright.dropout" or (
+        op.startswith("aten.") and torch.Tag.pointwise in operator_named(op).tags
+    )
 
 
 def _pointwise(f: _Follow, n: Node) -> Place:
@@ -104,7 +106,11 @@ def _apart(at: int, default: Any = None) -> Callable[[_Follow, Node], Place]:
     def rule(f: _Follow, n: Node) -> Place:
         dims = n.arg(at, "dim", default)
         rank = len(f.shape(n.args[0]))
-        dims = {d % rank for d in (dims if isinstance(dims, tuple) else (dims,))} if dims is not None else set(range(rank))
+        dims = (
+            {d % rank for d in (dims if isinstance(dims, tuple) else (dims,))}
+            if dims is not None
+            else set(range(rank))
+        )
         places = {f.rows(v) for v in n.args if isinstance(v, Ref)} - {None}
         if len(places) != 1 or next(iter(places)).dim in dims:
             raise Mixed
@@ -116,11 +122,19 @@ def _apart(at: int, default: Any = None) -> Callable[[_Follow, Node], Place]:
 def _reduce(f: _Follow, n: Node) -> Place:
     rows, rank = f.rows(n.args[0]), len(f.shape(n.args[0]))
     dims = n.arg(1, "dim")
-    dims = set(range(rank)) if dims is None else {d % rank for d in (dims if isinstance(dims, tuple) else (dims,))}
+    dims = (
+        set(range(rank))
+        if dims is None
+        else {d % rank for d in (dims if isinstance(dims, tuple) else (dims,))}
+    )
     assert rows is not None
     if rows.dim in dims:
         return None
-    return rows if len(n.outputs[0].shape) == rank else replace(rows, dim=rows.dim - sum(d < rows.dim for d in dims))
+    return (
+        rows
+        if len(n.outputs[0].shape) == rank
+        else replace(rows, dim=rows.dim - sum(d < rows.dim for d in dims))
+    )
 
 
 def _view(f: _Follow, n: Node) -> Place:
@@ -263,4 +277,6 @@ RULES: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 RULES["aten.split_with_sizes.default"] = _apart(2)
 RULES["aten.topk.default"] = _apart(2)
-RULES["aten.linalg_vector_norm.default"] = lambda f, n: _reduce(f, replace(n, args=(n.args[0], n.arg(2, "dim"))))
+RULES["aten.linalg_vector_norm.default"] = lambda f, n: _reduce(
+    f, replace(n, args=(n.args[0], n.arg(2, "dim")))
+)

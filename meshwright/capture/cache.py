@@ -57,7 +57,9 @@ def save(folder: Path, entry: Entry) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(dir=folder.parent))
     (fresh / "graph.txt").write_text(f"{graph}\n", encoding="utf-8")
-    save_file({k: v.detach().cpu().contiguous() for k, v in constants.items()}, fresh / "constants.safetensors")
+    save_file(
+        {k: v.detach().cpu().contiguous() for k, v in constants.items()}, fresh / "constants.safetensors"
+    )
     rest = {**dataclasses.asdict(folding), "notes": notes}
     (fresh / "folding.json").write_text(json.dumps(rest, indent=1), encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
@@ -81,7 +83,10 @@ def key_of(model: torch.nn.Module, batch: Any, loss: Callable[..., Any]) -> str:
     for name, buffer in model.named_buffers(remove_duplicate=False):
         add("buffer", name, type_of(buffer))
     first: dict[int, str] = {}
-    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
         add("tie", name, first.setdefault(id(tensor), name))
     for name, module in model.named_modules(remove_duplicate=False):
         add("module", name, _name(type(module)), write.code(module.forward), write(vars(module)))
@@ -92,7 +97,9 @@ def key_of(model: torch.nn.Module, batch: Any, loss: Callable[..., Any]) -> str:
     add("autocast", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
     if torch.cuda.is_available():
         add("autocast", torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
-    for line in sorted(_sources({type(m).__module__ for m in model.modules()} | {getattr(loss, "__module__", "") or ""})):
+    for line in sorted(
+        _sources({type(m).__module__ for m in model.modules()} | {getattr(loss, "__module__", "") or ""})
+    ):
         add("source", line)
     return digest.hexdigest()[:32]
 
@@ -116,7 +123,9 @@ def _name(kind: type) -> str:
 @functools.cache
 def _installed() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    return tuple({os.path.realpath(paths[k]) + os.sep for k in ("stdlib", "platstdlib", "purelib", "platlib")})
+    return tuple(
+        {os.path.realpath(paths[k]) + os.sep for k in ("stdlib", "platstdlib", "purelib", "platlib")}
+    )
 
 
 def _sources(names: Iterable[str]) -> Iterator[str]:
@@ -136,10 +145,14 @@ def _sources(names: Iterable[str]) -> Iterator[str]:
             except importlib.metadata.PackageNotFoundError:
                 continue
             continue
-        if os.path.exists(file):
+        if Path(file).exists():
             yield f"{name} {hashlib.sha256(Path(file).read_bytes()).hexdigest()}"
         for value in list(vars(module).values()):
-            todo.append(value.__name__ if isinstance(value, types.ModuleType) else str(getattr(value, "__module__", "")))
+            todo.append(
+                value.__name__
+                if isinstance(value, types.ModuleType)
+                else str(getattr(value, "__module__", ""))
+            )
 
 
 class _Plain:
@@ -150,7 +163,9 @@ class _Plain:
         self.open: list[int] = []
 
     def __call__(self, value: Any) -> str:
-        if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
+        if value is None or isinstance(
+            value, bool | int | float | complex | str | bytes | torch.dtype | torch.device
+        ):
             return repr(value)
         if isinstance(value, torch.Tensor):
             known = id(value) in self.carried or value.device.type == "meta"
@@ -184,7 +199,11 @@ class _Plain:
             return value.__name__
         if callable(getattr(value, "to_dict", None)):  # a configuration says by itself what counts
             return f"{_name(type(value))} {self(value.to_dict())}"
-        inside = self(vars(value)) if hasattr(value, "__dict__") else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+        inside = (
+            self(vars(value))
+            if hasattr(value, "__dict__")
+            else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+        )
         return f"{_name(type(value))} {inside}"
 
     def code(self, function: Any) -> str:

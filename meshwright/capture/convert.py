@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from meshwright.capture.trace import TORCH_ROOT, Trace
+from meshwright.capture.trace import HERE, TORCH_ROOT, Trace
 from meshwright.errors import CaptureError
 from meshwright.graph import Device, Dtype, Graph, Input, Node, Ref, TensorType
 
@@ -36,7 +36,9 @@ def type_of(value: Any) -> TensorType:
             hint='keep it a tensor, or use mode="data_parallel" or mode="manual"',
         )
     if value.dtype not in SHORT:
-        raise CaptureError(f"tensors of {value.dtype} are not known", hint=f"known: {', '.join(map(str, SHORT))}")
+        raise CaptureError(
+            f"tensors of {value.dtype} are not known", hint=f"known: {', '.join(map(str, SHORT))}"
+        )
     return TensorType(SHORT[value.dtype], tuple(int(s) for s in value.shape))
 
 
@@ -58,7 +60,9 @@ def convert(traced: Trace, model: torch.nn.Module) -> tuple[Graph, dict[str, tor
             continue
         if fx.target is operator.getitem:
             source, index = fx.args
-            refs[fx.name] = Ref(f"{refs[source.name].name}.{index}") if _count(source) > 1 else refs[source.name]
+            refs[fx.name] = (
+                Ref(f"{refs[source.name].name}.{index}") if _count(source) > 1 else refs[source.name]
+            )
             continue
         if fx.op != "call_function" or not isinstance(fx.target, OVERLOAD):
             raise CaptureError(
@@ -106,13 +110,18 @@ def _argument(value: Any, refs: dict[str, Ref]) -> Any:
         case None | bool() | int() | float() | str():
             return value
         case _:
-            raise CaptureError(f"an argument of type {type(value).__name__} cannot be written in a graph", why=repr(value)[:200])
+            raise CaptureError(
+                f"an argument of type {type(value).__name__} cannot be written in a graph",
+                why=repr(value)[:200],
+            )
 
 
 # ---------------------------------------------------------------- inputs and results
 
 
-def _inputs(traced: Trace, model: torch.nn.Module) -> tuple[list[Input], dict[str, Ref], dict[str, torch.Tensor]]:
+def _inputs(
+    traced: Trace, model: torch.nn.Module
+) -> tuple[list[Input], dict[str, Ref], dict[str, torch.Tensor]]:
     program, kinds = traced.program, torch.export.graph_signature.InputKind
     values = {n.name: n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder"}
     groups = _ties(model)
@@ -137,9 +146,20 @@ def _inputs(traced: Trace, model: torch.nn.Module) -> tuple[list[Input], dict[st
             role, ties, target = "constant", (), hash_of(tensor)
             constants[target] = tensor.detach()
         else:
-            raise CaptureError(f"the model reads {spec.target!r}, which is no tensor ({spec.kind.name.lower()})")
-        name = _identifier(f"{'batch_' if role == 'batch' else 'constant_' if role == 'constant' else ''}{target}")
-        entry = Input(name, role, target, type_of(values[placeholder]), role == "parameter" and trained.get(target, False), ties)
+            raise CaptureError(
+                f"the model reads {spec.target!r}, which is no tensor ({spec.kind.name.lower()})"
+            )
+        name = _identifier(
+            f"{'batch_' if role == 'batch' else 'constant_' if role == 'constant' else ''}{target}"
+        )
+        entry = Input(
+            name,
+            role,
+            target,
+            type_of(values[placeholder]),
+            role == "parameter" and trained.get(target, False),
+            ties,
+        )
         inputs.setdefault(f"{role} {target}", entry)
         refs[placeholder] = Ref(name)
     return list(inputs.values()), refs, constants
@@ -209,9 +229,10 @@ def _place(fx: torch.fx.Node, traced: Trace) -> tuple[str, str]:
     module = next((str(path) for path, *_ in reversed(list(stack))), "")
     module = re.sub(r"@\d+$", "", module)
     module = module.removeprefix(PREFIX) if module != PREFIX[:-1] else ""
-    here = os.path.dirname(__file__)
-    own = [f for f in frames if not f[0].startswith((TORCH_ROOT, here))] or frames[-1:]
-    return module, f"{os.path.basename(own[-1][0])}:{own[-1][1]}  {own[-1][2]}" if own else ""
+    own = [f for f in frames if not f[0].startswith((TORCH_ROOT, HERE))]
+    if not own:
+        return module, traced.loss_line if frames else ""
+    return module, f"{Path(own[-1][0]).name}:{own[-1][1]}  {own[-1][2]}"
 
 
 def _frames(meta: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -50,7 +50,10 @@ def number_seeds(graph: Graph) -> Graph:
         if node.op == DROPOUT:
             node, slot = replace(node, args=(*node.args[:2], slot)), slot + 1
         elif node.kwarg("seed") is not None:
-            node, slot = replace(node, kwargs=tuple((k, slot if k == "seed" else v) for k, v in node.kwargs)), slot + 1
+            node, slot = (
+                replace(node, kwargs=tuple((k, slot if k == "seed" else v) for k, v in node.kwargs)),
+                slot + 1,
+            )
         nodes.append(node)
     return replace(graph, nodes=tuple(nodes))
 
@@ -80,7 +83,9 @@ def _rename(node: Node, became: Mapping[str, str]) -> Node:
     def change(ref: Ref) -> Ref:
         return Ref(became[ref.name]) if ref.name in became else ref
 
-    return replace(node, args=map_refs(node.args, change), kwargs=tuple((k, map_refs(v, change)) for k, v in node.kwargs))
+    return replace(
+        node, args=map_refs(node.args, change), kwargs=tuple((k, map_refs(v, change)) for k, v in node.kwargs)
+    )
 
 
 def _with_nodes(graph: Graph, nodes: list[Node], became: Mapping[str, str]) -> Graph:

@@ -101,7 +101,9 @@ def _numbers(graph: Graph) -> _View:
 def _text(node: Node) -> str:
     args = node.args[:2] if node.op == "meshwright.dropout" else node.args
     kwargs = tuple((k, v) for k, v in node.kwargs if k != "seed")
-    return f"{node.op} {_literal(args)} {_literal(kwargs)} {' '.join(map(str, node.outputs))} {node.needs_grad}"
+    return (
+        f"{node.op} {_literal(args)} {_literal(kwargs)} {' '.join(map(str, node.outputs))} {node.needs_grad}"
+    )
 
 
 def _literal(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from meshwright.capture.rewrite import Rewriter, rewrite
@@ -13,17 +14,28 @@ BLIND = ("aten.bernoulli.default", "aten.histc.default", "aten.one_hot.default",
 
 
 def mark_gradients(graph: Graph) -> Graph:
-    """Flags on every value and parameter, and only those detaches that stop something."""
-    flows, wanted = _from_parameters(graph), _from_loss(graph)
-
-    def detach(b: Rewriter, n: Node) -> Ref | None:
-        return None if n.args[0].name in flows and n.name in wanted else n.args[0]
-
-    graph = rewrite(graph, dict.fromkeys(DETACH, detach))
+    """Flags on every node's values, and only those detaches that stop something."""
+    graph = _without(
+        graph, lambda n, wanted=_from_loss(graph): n.name not in wanted
+    )  # behind it stands another wall
+    graph = _without(graph, lambda n, flows=_from_parameters(graph): n.args[0].name not in flows)
     flows = _from_parameters(graph) & _from_loss(graph)
     nodes = tuple(replace(n, needs_grad=tuple(v in flows for v in n.values)) for n in graph.nodes)
-    inputs = tuple(replace(i, needs_grad=i.needs_grad and i.name in flows) for i in graph.inputs)
-    return replace(graph, inputs=inputs, nodes=nodes)
+    return replace(graph, nodes=nodes)
+
+
+def settle_parameters(graph: Graph) -> Graph:
+    """Without the flag on parameters that no gradient reaches. Last, since until then the flag says what autograd sees."""
+    reached = _from_loss(graph)
+    inputs = tuple(replace(i, needs_grad=i.needs_grad and i.name in reached) for i in graph.inputs)
+    return replace(graph, inputs=inputs)
+
+
+def _without(graph: Graph, useless: Callable[[Node], bool]) -> Graph:
+    def detach(b: Rewriter, n: Node) -> Ref | None:
+        return n.args[0] if useless(n) else None
+
+    return rewrite(graph, dict.fromkeys(DETACH, detach))
 
 
 def _from_parameters(graph: Graph) -> set[str]:

@@ -30,7 +30,12 @@ def indices_to_views(graph: Graph) -> Graph:
         fact = _iota(b, n, facts) if result is None and len(n.outputs) == 1 else None
         if fact is not None:
             facts[n.name] = fact
-        elif result is not None and len(b.shape(result)) and (node := b.producer(result)) and (made := _iota(b, node, facts)):
+        elif (
+            result is not None
+            and len(b.shape(result))
+            and (node := b.producer(result))
+            and (made := _iota(b, node, facts))
+        ):
             facts[result.name] = made
         return result
 
@@ -68,13 +73,17 @@ def _iota(b: Rewriter, n: Node, facts: dict[str, Iota]) -> Iota | None:
             place = sum(1 for s in shape[:dim] if s != 1)
             return Iota([d for d, s in enumerate(out.shape) if s != 1][place], source.start, source.step)
         case "aten.permute.default":
-            return Iota(None if source.dim is None else n.args[1].index(source.dim), source.start, source.step)
+            return Iota(
+                None if source.dim is None else n.args[1].index(source.dim), source.start, source.step
+            )
         case "aten.slice.Tensor":
             _, dim, start, _, step = n.args
             if dim != source.dim:
                 return source
             return Iota(dim, source.start + start * source.step, source.step * step)
-        case "aten.add.Tensor" | "aten.sub.Tensor" if isinstance(n.args[1], int) and len(n.args) == 2 and not n.kwargs:
+        case "aten.add.Tensor" | "aten.sub.Tensor" if (
+            isinstance(n.args[1], int) and len(n.args) == 2 and not n.kwargs
+        ):
             sign = 1 if n.op == "aten.add.Tensor" else -1
             return Iota(source.dim, source.start + sign * n.args[1], source.step)
     return None
@@ -107,7 +116,11 @@ def _index(b: Rewriter, n: Node, facts: dict[str, Iota]) -> Ref | None:
         if dim is not None:
             along[dim] = place
     first = places[0]
-    order = [*range(first), *(along[d] for d in sorted(along)), *(p for p in places if p not in along.values())]
+    order = [
+        *range(first),
+        *(along[d] for d in sorted(along)),
+        *(p for p in places if p not in along.values()),
+    ]
     result = b.permute(result, [*order, *range(places[-1] + 1, len(b.shape(x)))])
     head, tail = b.shape(x)[:first], b.shape(x)[places[-1] + 1 :]
     block = tuple(target[d] if d in along else 1 for d in range(rank))

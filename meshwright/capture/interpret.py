@@ -8,9 +8,24 @@ from typing import Any
 
 import torch
 
+from meshwright.capture.batch import leaves
 from meshwright.capture.convert import LONG
 from meshwright.errors import CaptureError
 from meshwright.graph import Device, Dtype, Graph, Node, Ref
+
+
+def bind(
+    graph: Graph, constants: Mapping[str, torch.Tensor], model: torch.nn.Module, batch: Any
+) -> dict[str, torch.Tensor]:
+    """Input name → the tensor of the model, the batch or the constants that it stands for."""
+    known = {
+        "parameter": dict(model.named_parameters(remove_duplicate=False)),
+        "buffer": dict(model.named_buffers(remove_duplicate=False)),
+        "constant": constants,
+        "batch": dict(leaves(batch)),
+    }
+    return {i.name: known[i.role][i.target] for i in graph.inputs}
+
 
 Dropout = Callable[[torch.Tensor, float, int], torch.Tensor]
 
@@ -83,6 +98,9 @@ def operator_named(name: str, where: str = "") -> Callable[..., Any]:
             found = getattr(found, part)
     except (AttributeError, RuntimeError) as error:
         raise CaptureError(
-            f"no operator {name!r} in this process", why=str(error), where=where, hint="import the module that registers it"
+            f"no operator {name!r} in this process",
+            why=str(error),
+            where=where,
+            hint="import the module that registers it",
         ) from None
     return found

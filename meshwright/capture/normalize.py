@@ -72,7 +72,9 @@ def _constant(value: int) -> Rule:
 
 
 def _arange(b: Rewriter, n: Node) -> Values:
-    start, end, step = {1: lambda e: (0, e, 1), 2: lambda s, e: (s, e, 1), 3: lambda s, e, t: (s, e, t)}[len(n.args)](*n.args)
+    start, end, step = {1: lambda e: (0, e, 1), 2: lambda s, e: (s, e, 1), 3: lambda s, e, t: (s, e, t)}[
+        len(n.args)
+    ](*n.args)
     return b.emit(ARANGE, (start, end, step), n.outputs[0], dtype=Dtype(n.outputs[0].dtype), device=Device())
 
 
@@ -102,7 +104,9 @@ def _unbind(b: Rewriter, n: Node) -> Values:
 
 def _cat(b: Rewriter, n: Node) -> Values:
     dtype, rank = n.outputs[0].dtype, len(n.outputs[0].shape)
-    parts = [b.cast(p, dtype) for p in n.args[0] if len(b.shape(p)) == rank]  # torch lets an empty 1-d tensor join
+    parts = [
+        b.cast(p, dtype) for p in n.args[0] if len(b.shape(p)) == rank
+    ]  # torch lets an empty 1-d tensor join
     return b.cat(parts, n.arg(1, "dim", 0) % rank)
 
 
@@ -137,7 +141,11 @@ def _repeat_interleave(b: Rewriter, n: Node) -> Values:
 def _pad(b: Rewriter, n: Node) -> Values:
     """A constant pad of one dim is a cat (how language models shift their labels)."""
     x, pads = n.args[0], n.args[1]
-    mode, value = (n.arg(2, "mode", "constant"), n.arg(3, "value")) if n.op == "aten.pad.default" else ("constant", n.arg(2, "value"))
+    mode, value = (
+        (n.arg(2, "mode", "constant"), n.arg(3, "value"))
+        if n.op == "aten.pad.default"
+        else ("constant", n.arg(2, "value"))
+    )
     touched = [i for i in range(len(pads) // 2) if pads[2 * i] or pads[2 * i + 1]]
     if mode != "constant" or len(touched) > 1:
         return None
@@ -174,7 +182,9 @@ def _slice_scatter(b: Rewriter, n: Node) -> Values:
     size = b.shape(x)[dim]
     start = min(max((start or 0) + (size if (start or 0) < 0 else 0), 0), size)
     end = start + b.shape(source)[dim]
-    return b.cat([b.slice(x, dim, 0, start), b.cast(source, b.type(x).dtype), b.slice(x, dim, end, size)], dim)
+    return b.cat(
+        [b.slice(x, dim, 0, start), b.cast(source, b.type(x).dtype), b.slice(x, dim, end, size)], dim
+    )
 
 
 def _select_scatter(b: Rewriter, n: Node) -> Values:
@@ -192,7 +202,11 @@ def _copy(b: Rewriter, n: Node) -> Values:
 
 def _fill(b: Rewriter, n: Node) -> Values:
     value = n.args[1]
-    return b.like(value, n.outputs[0]) if isinstance(value, Ref) else b.full(n.outputs[0].shape, value, n.outputs[0].dtype)
+    return (
+        b.like(value, n.outputs[0])
+        if isinstance(value, Ref)
+        else b.full(n.outputs[0].shape, value, n.outputs[0].dtype)
+    )
 
 
 def _where(b: Rewriter, n: Node) -> Values:
@@ -217,11 +231,18 @@ def _or(b: Rewriter, n: Node) -> Values:
 def _boolean(b: Rewriter, n: Node, op: str, neutral: bool) -> Values:
     x, y, *_ = n.args
     out = n.outputs[0]
-    if isinstance(x, Ref) and isinstance(y, Ref) and out.dtype == "b8" and b.type(x).dtype == b.type(y).dtype == "b8":
+    if (
+        isinstance(x, Ref)
+        and isinstance(y, Ref)
+        and out.dtype == "b8"
+        and b.type(x).dtype == b.type(y).dtype == "b8"
+    ):
         for known, other in ((x, y), (y, x)):
             value = b.full_value(known)
             if value is not None:
-                return b.expand(other, out.shape) if value is neutral else b.full(out.shape, not neutral, "b8")
+                return (
+                    b.expand(other, out.shape) if value is neutral else b.full(out.shape, not neutral, "b8")
+                )
         return b.emit(op, (x, y), out)
     return None
 
@@ -232,7 +253,12 @@ def _neutral(value: int, floats: bool) -> Rule:
     def rule(b: Rewriter, n: Node) -> Values:
         x, y, *_ = n.args
         same = isinstance(x, Ref) and b.type(x) == n.outputs[0]
-        if same and isinstance(y, bool | int | float) and y == value and (floats or not n.outputs[0].is_float):
+        if (
+            same
+            and isinstance(y, bool | int | float)
+            and y == value
+            and (floats or not n.outputs[0].is_float)
+        ):
             return x
         return _other(b, n)
 
@@ -245,7 +271,11 @@ def _dropout(b: Rewriter, n: Node) -> Values:
     if not train or p == 0:
         return (x, b.full(b.shape(x), True, "b8")) if len(n.outputs) == 2 else x
     result = b.emit(DROPOUT, (x, float(p), 0), n.outputs[0])
-    return (result, b.emit("meshwright.dropout_mask", (result,), n.outputs[1])) if len(n.outputs) == 2 else result
+    return (
+        (result, b.emit("meshwright.dropout_mask", (result,), n.outputs[1]))
+        if len(n.outputs) == 2
+        else result
+    )
 
 
 def _attention(b: Rewriter, n: Node) -> Values:
@@ -285,14 +315,30 @@ DIMS: dict[str, int] = {  # where an operator takes a dim or dims
     "glu.default": 1, "unfold.default": 1, "kthvalue.default": 2, "median.dim": 1, "nansum.default": 1,
     "count_nonzero.dim_IntList": 1, "renorm.default": 2,
 }  # fmt: skip
-DEFAULT_DIM: dict[str, int] = {"topk.default": -1, "sort.default": -1, "argsort.default": -1, "glu.default": -1}
-REDUCES_ALL = ("mean.dim", "sum.dim_IntList", "amax.default", "amin.default", "var.correction", "std.correction", "var.dim", "std.dim")
+DEFAULT_DIM: dict[str, int] = {
+    "topk.default": -1,
+    "sort.default": -1,
+    "argsort.default": -1,
+    "glu.default": -1,
+}
+REDUCES_ALL = (
+    "mean.dim",
+    "sum.dim_IntList",
+    "amax.default",
+    "amin.default",
+    "var.correction",
+    "std.correction",
+    "var.dim",
+    "std.dim",
+)
 RANDOM = ("rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "normal",
           "normal_functional", "uniform", "exponential", "geometric", "multinomial", "poisson", "log_normal", "cauchy")  # fmt: skip
 
 
 def _other(b: Rewriter, n: Node) -> Values:
-    kwargs = {k: v for k, v in n.kwargs if not (k == "dtype" and v is None) and not (k == "device" and v is None)}
+    kwargs = {
+        k: v for k, v in n.kwargs if not (k == "dtype" and v is None) and not (k == "device" and v is None)
+    }
     name = n.op.removeprefix("aten.")
     args = n.args
     if name in DIMS:
@@ -330,7 +376,8 @@ def _named(names: str, rule: Rule) -> dict[str, Rule]:
 
 
 _ITEM: Callable[[Rewriter, Node], Values] = _refused(
-    "reads the value of a tensor", 'keep it a tensor, or use mode="data_parallel" or mode="manual", which run the model as it is'
+    "reads the value of a tensor",
+    'keep it a tensor, or use mode="data_parallel" or mode="manual", which run the model as it is',
 )
 
 TABLE: dict[str, Rule] = {

@@ -57,20 +57,28 @@ class Rewriter:
         """Append a node with one result, in the place of the node being rewritten."""
         return self.emit_many(op, args, (type_,), **kwargs)[0]
 
-    def emit_many(self, op: str, args: tuple[Any, ...], types: tuple[TensorType, ...], **kwargs: Any) -> tuple[Ref, ...]:
+    def emit_many(
+        self, op: str, args: tuple[Any, ...], types: tuple[TensorType, ...], **kwargs: Any
+    ) -> tuple[Ref, ...]:
         """Append a node with several results."""
         while (name := f"v{self._count}") in self._taken:
             self._count += 1
         self._count += 1
         flags = (False,) * len(types)
-        return self.put(Node(name, op, args, tuple(kwargs.items()), types, flags, self.here.module, self.here.source))
+        return self.put(
+            Node(name, op, args, tuple(kwargs.items()), types, flags, self.here.module, self.here.source)
+        )
 
     # ------------------------------------------------------------ operators with one level of looking back
 
     def full(self, shape: Sequence[int], value: bool | int | float, dtype: str) -> Ref:
         """A constant, without a tensor to take its shape from."""
-        value = bool(value) if dtype == "b8" else float(value) if TensorType(dtype, ()).is_float else int(value)
-        return self.emit(FULL, (tuple(shape), value), TensorType(dtype, tuple(shape)), dtype=Dtype(dtype), device=Device())
+        value = (
+            bool(value) if dtype == "b8" else float(value) if TensorType(dtype, ()).is_float else int(value)
+        )
+        return self.emit(
+            FULL, (tuple(shape), value), TensorType(dtype, tuple(shape)), dtype=Dtype(dtype), device=Device()
+        )
 
     def full_value(self, ref: Ref) -> bool | int | float | None:
         """The value of a constant, or None."""
@@ -132,7 +140,9 @@ class Rewriter:
         match node:
             case Node(op="aten.full.default"):
                 return self.full(result, node.args[1], self.type(x).dtype)
-            case Node(op="aten.expand.default") if len(self.shape(node.args[0])) == len(shape) and self.shape(node.args[0])[dim] == 1:
+            case Node(op="aten.expand.default") if (
+                len(self.shape(node.args[0])) == len(shape) and self.shape(node.args[0])[dim] == 1
+            ):
                 return self.expand(node.args[0], result)
             case Node(op="aten.slice.Tensor") if step == 1 and node.args[1] == dim and node.args[4] == 1:
                 return self.slice(node.args[0], dim, node.args[2] + start, node.args[2] + end)
@@ -211,4 +221,6 @@ def _renamed(node: Node, became: Mapping[str, Ref]) -> Node:
     def change(ref: Ref) -> Ref:
         return became.get(ref.name, ref)
 
-    return replace(node, args=map_refs(node.args, change), kwargs=tuple((k, map_refs(v, change)) for k, v in node.kwargs))
+    return replace(
+        node, args=map_refs(node.args, change), kwargs=tuple((k, map_refs(v, change)) for k, v in node.kwargs)
+    )

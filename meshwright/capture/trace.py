@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ from torch.utils import checkpoint as torch_checkpoint
 from meshwright.capture.batch import leaves, rebuild, without_aliases
 from meshwright.errors import CaptureError
 
-TORCH_ROOT = os.path.dirname(torch.__file__)
+TORCH_ROOT = str(Path(torch.__file__).parent)
+HERE = str(Path(__file__).parent)
 CHECKPOINT_FILE = torch_checkpoint.__file__
 FUNCTION_FILE = inspect.getsourcefile(torch.autograd.Function) or ""
 NO_CHECKPOINT = (
@@ -37,12 +38,17 @@ NO_CHECKPOINT = (
 
 @dataclass
 class Trace:
-    """What the export saw: the functional program, the batch paths in placeholder order, source lines lost by blocks."""
+    """What the export saw.
+
+    `paths` are the batch's tensors in placeholder order, `origins` the places of nodes inside blocks, by name;
+    `loss_line` is where the loss is defined: torch remembers lines of `forward` methods only.
+    """
 
     program: torch.export.ExportedProgram
     paths: tuple[str, ...]
     origins: dict[str, dict[str, Any]]
     notes: tuple[str, ...]
+    loss_line: str = ""
 
 
 class _Loss(torch.nn.Module):
@@ -66,11 +72,15 @@ class _Loss(torch.nn.Module):
             stack.enter_context(self.watch)
             value = self.loss(self.model, rebuild(self.batch, tensors))
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            shown = (
+                f"a tensor of shape {list(value.shape)}"
+                if isinstance(value, torch.Tensor)
+                else type(value).__name__
+            )
             raise CaptureError(
                 "the loss is not a scalar tensor",
                 why=f"loss(model, batch) returned {shown}",
-                hint="reduce it, for example with .mean(); a Hugging Face model: lambda model, batch: model(**batch).loss",
+                hint="reduce it, as with .mean(); a Hugging Face model: lambda model, batch: model(**batch).loss",
             )
         return value
 
@@ -87,7 +97,9 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._look_up_the_stack()
         out = func(*args, **(kwargs or {}))
-        if torch.is_grad_enabled() or getattr(func, "__name__", "").rstrip("_") != getattr(func, "__name__", ""):
+        if torch.is_grad_enabled() or getattr(func, "__name__", "").rstrip("_") != getattr(
+            func, "__name__", ""
+        ):
             return out
         if isinstance(out, tuple | list) and type(out) in (tuple, list):
             return type(out)(_detached(o) for o in out)
@@ -105,7 +117,11 @@ class _Watch(TorchFunctionMode):
                     self.checkpoints.append(line)
             if code.co_filename == FUNCTION_FILE and code.co_name == "apply" and inner is not None:
                 _refuse_custom_backward(frame, inner)
-            if code.co_name == "forward" and code.co_filename.startswith(TORCH_ROOT) and "export" in code.co_filename:
+            if (
+                code.co_name == "forward"
+                and code.co_filename.startswith(TORCH_ROOT)
+                and "export" in code.co_filename
+            ):
                 return
             inner, frame = frame, frame.f_back
 
@@ -121,13 +137,15 @@ def _out_of_torch(frame: Any) -> Any:
 
 
 def _line_of(frame: Any) -> str:
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _refuse_custom_backward(frame: Any, inner: Any) -> None:
     reentrant = inner.f_code.co_filename == CHECKPOINT_FILE
     raise CaptureError(
-        "checkpoint(use_reentrant=True) cannot be captured" if reentrant else "a custom autograd.Function cannot be captured",
+        "checkpoint(use_reentrant=True) cannot be captured"
+        if reentrant
+        else "a custom autograd.Function cannot be captured",
         why="its backward lives outside the graph and would be lost in silence",
         where=_line_of(_out_of_torch(frame)),
         hint="checkpoint(..., use_reentrant=False), or mw.recompute(module)"
@@ -159,7 +177,9 @@ def trace(model: torch.nn.Module, batch: Any, loss: Callable[..., torch.Tensor])
         except Exception as error:
             nested = _capture_error_in(error)
             raise nested or _explain(error) from error
-    return Trace(program, paths, origins, tuple(NO_CHECKPOINT.format(line) for line in wrapper.watch.checkpoints))
+    return Trace(
+        program, paths, origins, tuple(NO_CHECKPOINT.format(line) for line in wrapper.watch.checkpoints)
+    )
 
 
 def _origins(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
@@ -167,7 +187,11 @@ def _origins(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
     known: dict[str, dict[str, Any]] = {}
     for inner in module.modules():
         if isinstance(inner, torch.fx.GraphModule) and inner is not module:
-            known |= {n.name: n.meta for n in inner.graph.nodes if n.op == "call_function" and n.meta.get("stack_trace")}
+            known |= {
+                n.name: n.meta
+                for n in inner.graph.nodes
+                if n.op == "call_function" and n.meta.get("stack_trace")
+            }
     return known
 
 
@@ -179,7 +203,11 @@ def _capture_error_in(error: BaseException | None) -> CaptureError | None:
     return None
 
 
-DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException")
+DATA_DEPENDENT = (
+    "GuardOnDataDependentSymNode",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+)
 
 
 def _explain(error: Exception) -> CaptureError:
@@ -192,22 +220,26 @@ def _explain(error: Exception) -> CaptureError:
     text = str(error)
     depends = any(k in DATA_DEPENDENT for k in kinds) or "data-dependent" in text or "unbacked" in text
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-    what = "the model decides by the values of a tensor, which a captured program cannot" if depends else "the model cannot be exported"
+    what = (
+        "the model decides by the values of a tensor, which a captured program cannot"
+        if depends
+        else "the model cannot be exported"
+    )
     return CaptureError(
         what,
         why=f"{type(error).__name__}: {first[:300]}",
         where=_user_line(error),
-        hint='write it with torch.where or torch.cond, or use mode="data_parallel" or mode="manual", which run the model as it is',
+        hint="write it with torch.where, or run the model as it is: "
+        'mode="data_parallel" or mode="manual" do not capture it',
     )
 
 
 def _user_line(error: BaseException | None) -> str:
     """The innermost frame of the user's or the model library's own code in the traceback."""
-    here = os.path.dirname(__file__)
     while error is not None:
         frames = traceback.extract_tb(error.__traceback__)
         for frame in reversed(frames):
-            if not frame.filename.startswith((TORCH_ROOT, here, "<")):
-                return f"{os.path.basename(frame.filename)}:{frame.lineno}  {frame.line}"
+            if not frame.filename.startswith((TORCH_ROOT, HERE, "<")):
+                return f"{Path(frame.filename).name}:{frame.lineno}  {frame.line}"
         error = error.__cause__ or error.__context__
     return ""

@@ -22,7 +22,9 @@ def widen(graph: Graph) -> Graph:
 
 def _node(node: Node) -> Node:
     outputs = tuple(_type(t) for t in node.outputs)
-    return replace(node, args=_dtype(node.args), kwargs=tuple((k, _dtype(v)) for k, v in node.kwargs), outputs=outputs)
+    return replace(
+        node, args=_dtype(node.args), kwargs=tuple((k, _dtype(v)) for k, v in node.kwargs), outputs=outputs
+    )
 
 
 def _type(type_: TensorType) -> TensorType:
@@ -35,14 +37,14 @@ def _dtype(value: Any) -> Any:
     return tuple(_dtype(v) for v in value) if isinstance(value, tuple) else value
 
 
-class widened_eager(TorchFunctionMode):  # noqa: N801 - used as a function
-    """Within it, eager code that names float32, bfloat16 or float16 gets float64: ``x.float()``, ``x.to(torch.bfloat16)``."""
+class widened_eager(TorchFunctionMode):
+    """Within it, eager code that asks for a narrower float gets float64: ``x.float()``, ``x.to(torch.bfloat16)``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {k: _wide(v) for k, v in (kwargs or {}).items()}
         args = tuple(_wide(a) for a in args)
         if func in (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half):
-            return func(*args, **kwargs).double() if False else torch.Tensor.double(*args, **kwargs)
+            return torch.Tensor.double(*args, **kwargs)
         return func(*args, **kwargs)
 
 

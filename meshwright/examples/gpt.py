@@ -40,7 +40,9 @@ class Attention(nn.Module):
     def forward(self, x_bsd: torch.Tensor) -> torch.Tensor:
         """[batch, sequence, width] → the same."""
         b, s, d = x_bsd.shape
-        q_bhse, k_bhse, v_bhse = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(x_bsd).split(d, dim=2))
+        q_bhse, k_bhse, v_bhse = (
+            t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(x_bsd).split(d, dim=2)
+        )
         drop = self.drop if self.training else 0.0
         mixed_bhse = F.scaled_dot_product_attention(q_bhse, k_bhse, v_bhse, is_causal=True, dropout_p=drop)
         return self.out(mixed_bhse.transpose(1, 2).reshape(b, s, d))
@@ -53,7 +55,10 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(config.width), nn.LayerNorm(config.width)
         self.attention = Attention(config)
-        self.up, self.down = nn.Linear(config.width, 4 * config.width), nn.Linear(4 * config.width, config.width)
+        self.up, self.down = (
+            nn.Linear(config.width, 4 * config.width),
+            nn.Linear(4 * config.width, config.width),
+        )
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_bsd: torch.Tensor) -> torch.Tensor:
@@ -99,9 +104,13 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(logits_bsv.flatten(0, 1), batch["targets"].flatten(), ignore_index=IGNORED)
 
 
-def build(config: GPTConfig | None = None, *, batch: int = 4, dropout: float | None = None, seed: int = 0) -> Built:
+def build(
+    config: GPTConfig | None = None, *, batch: int = 4, dropout: float | None = None, seed: int = 0
+) -> Built:
     """A model in training mode, an example batch, and the loss; two small layers unless a configuration is given."""
-    config = config or GPTConfig(vocabulary=96, width=48, layers=2, heads=4, sequence=24, dropout=dropout or 0.0)
+    config = config or GPTConfig(
+        vocabulary=96, width=48, layers=2, heads=4, sequence=24, dropout=dropout or 0.0
+    )
     torch.manual_seed(seed)
     model = GPT(config).train()
     text = torch.randint(0, config.vocabulary, (batch, config.sequence + 1))

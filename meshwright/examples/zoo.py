@@ -1,4 +1,4 @@
-"""Small Hugging Face models with random weights; nothing is downloaded. Sizes divide by 2, 3, 4, 6 and 8 where they can."""
+"""Small Hugging Face models with random weights; nothing is downloaded. Sizes divide by 2, 3, 4, 6 and 8."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ def hugging_face(
     import transformers as t  # optional: only the zoo needs it
 
     torch.manual_seed(seed)
-    wide = dict(hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=2 * hidden)
-    text = dict(vocab_size=vocabulary, max_position_embeddings=2 * sequence)
-    drops = dict(hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    text = {"vocab_size": vocabulary, "max_position_embeddings": 2 * sequence}
+    drops = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    wide = {"hidden_size": hidden, "intermediate_size": 2 * hidden}
+    wide |= {"num_hidden_layers": layers, "num_attention_heads": heads}
     match name:
         case "gpt2":
             model: Any = t.GPT2LMHeadModel(
@@ -52,7 +53,9 @@ def hugging_face(
             )  # fmt: skip
         case "llama":
             model = t.LlamaForCausalLM(
-                t.LlamaConfig(**wide, **text, num_key_value_heads=kv_heads, attention_dropout=dropout, use_cache=False)
+                t.LlamaConfig(
+                    **wide, **text, num_key_value_heads=kv_heads, attention_dropout=dropout, use_cache=False
+                )
             )
         case "qwen3":
             model = t.Qwen3ForCausalLM(
@@ -64,7 +67,9 @@ def hugging_face(
         case "bert":
             model = t.BertForMaskedLM(t.BertConfig(**wide, **text, **drops))
         case "vit":
-            model = t.ViTForImageClassification(t.ViTConfig(**wide, **drops, image_size=32, patch_size=8, num_labels=12))
+            model = t.ViTForImageClassification(
+                t.ViTConfig(**wide, **drops, image_size=32, patch_size=8, num_labels=12)
+            )
         case "t5":
             model = t.T5ForConditionalGeneration(
                 t.T5Config(
@@ -74,7 +79,9 @@ def hugging_face(
             )  # fmt: skip
         case "resnet":
             model = t.ResNetForImageClassification(
-                t.ResNetConfig(embedding_size=12, hidden_sizes=[12, 24], depths=[1, 1], num_labels=12, layer_type="basic")
+                t.ResNetConfig(
+                    embedding_size=12, hidden_sizes=[12, 24], depths=[1, 1], num_labels=12, layer_type="basic"
+                )
             )
     return model.train(), _batch(name, batch, sequence, vocabulary), hugging_face_loss
 

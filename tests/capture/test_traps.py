@@ -1,0 +1,297 @@
+"""One test for each way in which a capture could change a program in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.capture import Captured, bind, capture, interpret
+from meshwright.errors import CaptureError
+
+
+class Net(nn.Module):
+    """Two layers, and a body given by the test."""
+
+    def __init__(self, body: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(8))
+        self.body = body
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        return self.body(self, *args)
+
+
+def mean_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(batch["x"]).float().pow(2).mean()
+
+
+def net(body: Callable[..., torch.Tensor]) -> tuple[Net, dict[str, torch.Tensor]]:
+    return Net(body).train(), {"x": torch.randn(6, 8, generator=torch.Generator().manual_seed(2))}
+
+
+def run(model: nn.Module, batch: Any, loss: Any = mean_loss) -> tuple[Captured, dict[str, torch.Tensor]]:
+    """Capture, and check loss, gradients and mutations against eager."""
+    c = capture(model, batch, loss)
+    results = interpret(c.graph, bind(c.graph, c.constants, model, batch))
+    results["loss"].backward()
+    found = {n: p.grad for n, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = None
+    wanted = loss(model, batch)
+    wanted.backward()
+    assert torch.allclose(results["loss"], wanted, rtol=1e-6)
+    for n, p in model.named_parameters():
+        assert (found[n] is None) == (p.grad is None), n
+        if p.grad is not None:
+            assert torch.allclose(found[n], p.grad, rtol=1e-5, atol=1e-7), n
+    for target, _ in c.graph.mutations:
+        assert torch.allclose(results[target], dict(model.named_buffers())[target], rtol=1e-6), target
+    return c, results
+
+
+def ops(c: Captured) -> list[str]:
+    return [n.op.removeprefix("aten.").split(".")[0] for n in c.graph.nodes]
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def frozen_target(model: Net, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        target = model.b(x) * 2
+    return model.a(x) - target
+
+
+def test_frozen_target_network_stays_frozen() -> None:
+    c, _ = run(*net(frozen_target))
+    flags = {i.target: i.needs_grad for i in c.graph.input_of("parameter")}
+    assert flags["a.weight"] and not flags["b.weight"]
+    assert ops(c).count("detach") == 1
+
+
+def test_frozen_target_network_stays_frozen_under_autocast() -> None:
+    model, batch = net(frozen_target)
+    with torch.autocast("cpu", torch.bfloat16):
+        c = capture(model, batch, mean_loss)
+        wanted = mean_loss(model, batch)
+    results = interpret(c.graph, bind(c.graph, c.constants, model, batch))
+    results["loss"].backward()
+    assert model.b.weight.grad is None and model.a.weight.grad is not None
+    assert torch.equal(results["loss"], wanted)
+
+
+def test_enable_grad_inside_no_grad_trains() -> None:
+    def body(model: Net, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            h = model.b(x)
+            with torch.enable_grad():
+                y = model.a(h)
+        return y
+
+    run(*net(body))
+
+
+def test_detach_of_what_has_no_gradient_vanishes() -> None:
+    c, _ = run(*net(lambda model, x: model.a(x.detach())))
+    assert "detach" not in ops(c)
+
+
+def test_parameter_that_is_not_trained() -> None:
+    model, batch = net(lambda model, x: model.b(model.a(x)))
+    model.a.requires_grad_(False)
+    c, _ = run(model, batch)
+    assert [i.target for i in c.graph.input_of("parameter") if i.needs_grad] == ["b.weight", "b.bias"]
+    assert [n.needs_grad for n in c.graph.nodes if n.op == "aten.linear.default"] == [(False,), (True,)]
+
+
+def test_ambient_no_grad_does_not_freeze_the_model() -> None:
+    model, batch = net(lambda model, x: model.a(x))
+    with torch.no_grad():
+        c = capture(model, batch, mean_loss)
+    assert c.graph.needs_grad
+
+
+class Straight(torch.autograd.Function):
+    """Rounds forward, lets the gradient through backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.round(x * 4)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0]
+
+
+def test_custom_autograd_function_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"(?s)autograd.Function.*test_traps.py:\d+.*custom_op"):
+        run(*net(lambda model, x: Straight.apply(model.a(x))))
+
+
+# ---------------------------------------------------------------- contexts that export drops
+
+
+def test_ambient_autocast_is_applied() -> None:
+    model, batch = net(lambda model, x: model.b(torch.relu(model.a(x))))
+    with torch.autocast("cpu", torch.bfloat16):
+        c = capture(model, batch, mean_loss)
+        wanted = mean_loss(model, batch)
+    results = interpret(c.graph, bind(c.graph, c.constants, model, batch))
+    assert torch.equal(results["loss"], wanted)
+    linear = [n for n in c.graph.nodes if n.op == "aten.linear.default"]
+    assert [n.outputs[0].dtype for n in linear] == ["bf16", "bf16"]
+    assert linear[0].module == "a" and linear[0].source.startswith("test_traps.py:")
+
+
+def test_user_checkpoint_leaves_a_note() -> None:
+    c, _ = run(*net(lambda model, x: checkpoint(model.b, model.a(x), use_reentrant=False)))
+    assert len(c.notes) == 1
+    assert "test_traps.py:" in c.notes[0] and "mw.recompute" in c.notes[0]
+
+
+def test_reentrant_checkpoint_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"(?s)use_reentrant.*use_reentrant=False"):
+        run(*net(lambda model, x: checkpoint(model.b, model.a(x), use_reentrant=True)))
+
+
+# ---------------------------------------------------------------- control flow, results
+
+
+def test_data_dependent_control_flow_names_the_line() -> None:
+    def body(model: Net, x: torch.Tensor) -> torch.Tensor:
+        h = model.a(x)
+        if h.sum() > 0:
+            h = h * 2
+        return h
+
+    with pytest.raises(CaptureError) as error:
+        run(*net(body))
+    assert "test_traps.py" in error.value.where and "if h.sum() > 0" in error.value.where
+    assert "data_parallel" in error.value.hint and "manual" in error.value.hint
+
+
+def test_item_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"(?s)data_parallel"):
+        run(*net(lambda model, x: model.a(x) * x.sum().item()))
+
+
+def test_loss_must_be_a_scalar() -> None:
+    with pytest.raises(CaptureError, match=r"(?s)not a scalar.*\[6, 8\]"):
+        run(*net(lambda model, x: model.a(x)), loss=lambda model, batch: model(batch["x"]))
+
+
+# ---------------------------------------------------------------- batches
+
+
+@dataclass
+class Pair:
+    """A batch of a user's own type."""
+
+    x: torch.Tensor
+    scale: float
+
+
+@pytest.mark.parametrize(
+    ("batch", "pick", "paths"),
+    [
+        (torch.ones(6, 8), lambda b: b, [""]),
+        ([torch.ones(6, 8)], lambda b: b[0], ["0"]),
+        ([{"image": torch.ones(6, 8)}, 3], lambda b: b[0]["image"] * b[1], ["0.image"]),
+        (Pair(torch.ones(6, 8), 2.0), lambda b: b.x * b.scale, ["x"]),
+        ({"a": (torch.ones(6, 8), None)}, lambda b: b["a"][0], ["a.0"]),
+    ],
+)
+def test_batch_is_any_tree(batch: Any, pick: Any, paths: list[str]) -> None:
+    model, _ = net(lambda model, x: model.a(x))
+    c, _ = run(model, batch, lambda model, batch: model(pick(batch)).pow(2).mean())
+    assert [i.target for i in c.graph.input_of("batch")] == paths
+    assert [i.batch_dim for i in c.graph.input_of("batch")] == [0]
+
+
+@pytest.mark.parametrize("share", ["same object", "same storage"])
+def test_aliased_batch_inputs_stay_apart(share: str) -> None:
+    ids = torch.randint(0, 8, (6, 4))
+    labels = ids if share == "same object" else ids[:]
+
+    def loss(model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model.a.weight[batch["ids"]].flatten(0, 1), batch["labels"].flatten())
+
+    c = capture(net(lambda model, x: x)[0], {"ids": ids, "labels": labels}, loss)
+    used = {u for n in c.graph.nodes for u in n.uses}
+    assert {i.name for i in c.graph.input_of("batch")} == {"batch_ids", "batch_labels"} <= used
+
+
+@pytest.mark.parametrize(
+    ("body", "known"),
+    [
+        (lambda m, x: m.a(x), True),
+        (lambda m, x: m.a(x).cumsum(0), False),  # rows meet
+        (lambda m, x: m.a(x) @ m.b(x).T, False),  # every row with every other
+        (lambda m, x: m.a(x)[1:], False),  # the batch is cut
+        (lambda m, x: m.a(x[:, None]).permute(1, 0, 2).reshape(6, 8), True),
+        (lambda m, x: m.a(x).T, True),
+        (
+            lambda m, x: F.scaled_dot_product_attention(m.a(x)[None], m.b(x)[None], x[None]),
+            False,
+        ),  # sequence first
+    ],
+)
+def test_batch_dim_is_proved_or_unknown(body: Any, known: bool) -> None:
+    c, _ = run(*net(body))
+    assert [i.batch_dim for i in c.graph.input_of("batch")] == [0 if known else None]
+
+
+# ---------------------------------------------------------------- state
+
+
+def test_written_buffers_are_mutations() -> None:
+    def body(model: Net, x: torch.Tensor) -> torch.Tensor:
+        h = model.a(x)
+        with torch.no_grad():
+            model.seen.mul_(0.9).add_(h.mean(0), alpha=0.1)
+        return h + model.seen
+
+    c, _ = run(*net(body))
+    assert [target for target, _ in c.graph.mutations] == ["seen"]
+
+
+def test_batch_norm_statistics_are_mutations() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.ReLU()).train()
+    c, results = run(model, {"x": torch.randn(6, 8)})
+    assert {t for t, _ in c.graph.mutations} == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert int(results["1.num_batches_tracked"]) == 1
+
+
+def test_eval_modules_keep_their_mode() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).train()
+    model[1].eval()
+    model[2].eval()
+    c, _ = run(model, {"x": torch.randn(6, 8)})
+    assert not c.graph.mutations and "dropout" not in ops(c)
+    assert model.training and not model[1].training
+
+
+def test_constants_by_content() -> None:
+    table = torch.arange(8.0)
+    c, _ = run(*net(lambda model, x: model.a(x) + table + torch.tensor(2.0) + table.clone()))
+    assert len(c.constants) == 1
+    (entry,) = c.graph.input_of("constant")
+    assert torch.equal(c.constants[entry.target], table)
+
+
+def test_parameters_on_meta_are_enough() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1 << 16, 1 << 16), nn.ReLU(), nn.Linear(1 << 16, 8))
+    c = capture(model, {"x": torch.empty(4, 1 << 16, device="meta")}, mean_loss)
+    assert [n.op for n in c.graph.nodes][:2] == ["aten.linear.default", "aten.relu.default"]
+    real, _ = run(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8)), {"x": torch.randn(4, 16)})
+    assert ops(real) == ops(c)
