@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.graph import Graph, Node
 from meshwright.layout import Cat, Dim, SubDim
-from meshwright.ops.rule import SIZED, Join, Port, Rule, RuleDim
+from meshwright.ops.rule import Join, Rule, RuleDim, is_whole
 
 
 class _Var:
@@ -164,11 +164,16 @@ class Site:
 
 @dataclass(frozen=True)
 class Factors:
-    """The result for a graph: a `Site` per node, and the sub-dims and batch marks of every value's dims."""
+    """The result for a graph: a `Site` per node, the sub-dims of every value's dims, and marks per leaf sub-dim.
+
+    `batch` marks the leaves that count examples; `held` those that some operator of the graph must keep whole (the 3 and
+    the 8 of a fused qkv ``(3 heads 8)``), so that a cut there would be undone again.
+    """
 
     sites: Mapping[str, Site]
     dims: Mapping[str, tuple[Dim, ...]]
-    batch: Mapping[tuple[str, str], tuple[bool, ...]]  # (node, letter) → which leaf sub-dims count examples
+    batch: Mapping[tuple[str, str], tuple[bool, ...]]  # (node, letter) → per leaf
+    held: Mapping[tuple[str, str], tuple[bool, ...]]  # (node, letter) → per leaf
     batch_inputs: Mapping[str, tuple[tuple[bool, ...], ...]]  # input → per dim, which leaf sub-dims count examples
 
 
@@ -191,6 +196,8 @@ def analyze(graph: Graph, rules: Mapping[str, Rule]) -> Factors:
     batch = _batch_variables(graph, dims)
     sites: dict[str, Site] = {}
     marks: dict[tuple[str, str], tuple[bool, ...]] = {}
+    owned: dict[tuple[str, str], list[_Item]] = {}
+    whole: set[int] = set()
     for node in graph.nodes:
         rule = rules[node.name]
         if rule.flattened:
@@ -199,10 +206,14 @@ def analyze(graph: Graph, rules: Mapping[str, Rule]) -> Factors:
             own = {k: [v] for k, v in letters[node.name].items()}
         sites[node.name] = Site(node, rule, {k: _tree(v) for k, v in own.items()})
         for letter, items in own.items():
+            owned[node.name, letter] = items
             marks[node.name, letter] = tuple(id(v) in batch for v in _leaf_vars(items))
+            if is_whole(rule, letter):
+                whole.update(id(v) for v in _leaf_vars(items))
+    held = {key: tuple(id(v) in whole for v in _leaf_vars(items)) for key, items in owned.items()}
     inputs = {i.name: tuple(tuple(id(v) in batch for v in _leaf_vars([d])) for d in dims[i.name]) for i in graph.inputs}
     trees = {name: tuple(_tree([v]) for v in vs) for name, vs in dims.items()}
-    return Factors(sites, trees, marks, inputs)
+    return Factors(sites, trees, marks, held, inputs)
 
 
 def _expand(dim: RuleDim, own: Mapping[str, _Var]) -> list[_Item]:
@@ -272,9 +283,3 @@ def _view_rule(rule: Rule, source: Sequence[_Var], target: Sequence[_Var]) -> tu
     )
     return bound, own
 
-
-def port_letters(port: Port) -> tuple[str, ...]:
-    """Letters of a port without the marks of ignored ones."""
-    return tuple(
-        x for dim in port for item in dim if isinstance(item, str) for x in (item,) if not x.startswith(SIZED)
-    )

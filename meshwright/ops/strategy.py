@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from meshwright.errors import StrategyError
-from meshwright.layout import Cat, Dim, SubDim, TensorLayout, dim_axes, leaves, show_dim
+from meshwright.layout import Cat, Dim, SubDim, TensorLayout, dim_axes, show_dim
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Site
 from meshwright.ops.rule import dim_letters, is_whole
@@ -80,6 +80,22 @@ def fits(tree: Dim, unit: tuple[tuple[int, ...], ...], mesh: Mesh, axis: str) ->
         (sub := at_path(tree, path)).size >= mesh.count(sub.axes) * mesh.sizes[axis] and axis not in sub.axes
         for path in unit
     )
+
+
+def unit_leaves(tree: Dim, unit: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """The places of a unit's sub-dims among the leaves of a letter, left to right."""
+    order = list(leaf_paths(tree))
+    return tuple(order.index(path) for path in unit)
+
+
+def leaf_paths(tree: Dim, start: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    """The paths of the sub-dims of a letter, left to right."""
+    for place, item in enumerate(tree):
+        if isinstance(item, SubDim):
+            yield (*start, place)
+        else:
+            for number, part in enumerate(item.parts):
+                yield from leaf_paths(part, (*start, place, number))
 
 
 def splittable(site: Site) -> Iterator[str]:
@@ -187,7 +203,3 @@ def letter_of_dim(site: Site, port: int, dim: int) -> tuple[str, ...]:
     """The letters that make up a dim of an input port."""
     return tuple(dim_letters(site.rule.inputs[port][dim]))
 
-
-def whole_leaves(tree: Dim) -> int:
-    """Number of sub-dims of a letter (for tests and prints)."""
-    return sum(1 for _ in leaves(tree))

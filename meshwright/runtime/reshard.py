@@ -31,7 +31,8 @@ class Mover:
         self.kind, self.axes = plan.kind, plan.axes
         self.send = [_Picker(s) for s in plan.send]
         self.joined = joined(plan.place) if plan.kind in ("all_gather", "all_to_all") else None
-        self.order = None if self.joined is None or self.joined[1] is None else torch.from_numpy(self.joined[1])
+        order = self.joined.order if self.joined is not None else None
+        self.order = torch.from_numpy(order) if order is not None else None
         self.place = [_Picker(s) for s in plan.place]
         self.send_sizes, self.sizes = [s.numel for s in plan.send], [s.numel for s in plan.place]
 
@@ -64,9 +65,8 @@ class Mover:
 
     def _assemble(self, pieces: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         if self.joined is not None:
-            dim = self.joined[0]
-            y = torch.cat(pieces, dim)
-            return y if self.order is None else y.index_select(dim, self.order.to(y.device))
+            y = torch.cat(pieces, self.joined.dim)
+            return y if self.order is None else y.index_select(self.joined.dim, self.order.to(y.device))
         y = like.new_empty(self.plan.shape_after)
         for piece, picker in zip(pieces, self.place, strict=True):
             picker.put(y, piece)

@@ -21,7 +21,7 @@ from meshwright.graph import Graph, Node
 from meshwright.layout import TensorLayout, normalize
 from meshwright.mesh import Axis, Mesh, prime_factors
 from meshwright.ops.rule import dim_letters, is_whole
-from meshwright.ops.strategy import Strategy, cut, fits, layouts, splittable, units
+from meshwright.ops.strategy import Strategy, at_path, cut, fits, layouts, splittable, unit_leaves, units
 from meshwright.search.options import Scene, options
 
 PIN = "meshwright.pin.default"
@@ -146,7 +146,7 @@ def _cut_letter(scene: Scene, seeds: Seeds, node: Node, letter: str, axes: Seque
             hint="it can be cut by " + ", ".join(splittable(site)),
         )
     tree = site.trees[letter]
-    unit = units(tree)[0] if units(tree) else None
+    unit = best_unit(scene, node, letter, axes)
     grown = tree
     for axis in axes:
         if unit is None or not fits(grown, unit, scene.mesh, axis):
@@ -158,6 +158,18 @@ def _cut_letter(scene: Scene, seeds: Seeds, node: Node, letter: str, axes: Seque
             )
         grown = cut(grown, unit, axis)
         seeds.setdefault(axis, {})[node.name] = Strategy(((letter, cut(tree, unit, axis)),))
+
+
+def best_unit(scene: Scene, node: Node, letter: str, axes: Sequence[str]) -> tuple[tuple[int, ...], ...] | None:
+    """Where to cut a letter: the first place that nothing in the graph must keep whole and that has room for the axes.
+
+    Of a fused qkv ``(3 heads 8)`` that is the heads. Without such a place, the first with room; without room, the first.
+    """
+    tree, held = scene.site(node.name).trees[letter], scene.factors.held[node.name, letter]
+    found = units(tree)
+    roomy = [u for u in found if min(at_path(tree, path).size for path in u) >= scene.mesh.count(axes)]
+    free = [u for u in roomy if not any(held[i] for i in unit_leaves(tree, u))]
+    return next(iter((*free, *roomy, *found)), None)
 
 
 # ---------------------------------------------------------------- marked points

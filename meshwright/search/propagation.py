@@ -33,15 +33,34 @@ def propagate(scene: Scene, assignment: Assignment, axis: str, seeds: Mapping[st
         for value, given in zip(node.values, ports.outputs, strict=True):
             decided[value] = scene.seen_on(given, axis)
 
+    def settled(node: Node) -> bool:
+        """All computed inputs are decided, so the node sees what it will get."""
+        return all(u in decided for u in node.uses if u in graph.producers)
+
+    ready: deque[Node] = deque()
+    waiting: dict[str, Node] = {}  # reached, but some input is open; in the order of reaching
+
+    def reach(node: Node) -> None:
+        for near in neighbours(scene, node):
+            if near.name in done or near.name not in allowed:
+                continue
+            if settled(near):
+                waiting.pop(near.name, None)
+                ready.append(near)
+            else:
+                waiting.setdefault(near.name, near)
+
     for name, option in seeds.items():
         decide(nodes[name], option)
-    queue: deque[str] = deque(seeds)
-    while queue:
-        for node in neighbours(scene, nodes[queue.popleft()]):
-            if node.name in done or node.name not in allowed:
-                continue
+    for name in seeds:
+        reach(nodes[name])
+    while ready or waiting:
+        # A node that is reached from its output side waits while others can be decided: from a residual stream the
+        # output projection would otherwise stay whole before the cut of the heads arrives there.
+        node = ready.popleft() if ready else waiting.pop(next(iter(waiting)))
+        if node.name not in done:
             decide(node, best(scene, node, axis, assignment[node.name], decided, wanted))
-            queue.append(node.name)
+            reach(node)
 
 
 def neighbours(scene: Scene, node: Node) -> Iterable[Node]:
