@@ -9,7 +9,8 @@ leaves the output pending. `,` multiplies and `+` adds (a term without the contr
 that the operator is linear in each factor of a product, so a pending sum may pass through; `~>` says it is not.
 `s!` must stay whole; `c^` may be split and is reduced inside the operator, which then owns its collectives. `(g r)` is a
 dim made of two factors; `...` stands for any further dims, which broadcast as usual; `1` is a dim of size 1; `_` in place
-of a port is a tensor on which the layout does not depend (it stays whole); `(+ n)` and `(, n)` are optional ports.
+of a port is a tensor on which the layout does not depend (it stays whole); `@...` is a port that is neither factor nor
+term (ids, masks, divisors): no pending sum enters there; `(+ n)` and `(, n)` are optional ports.
 """
 
 from __future__ import annotations
@@ -77,12 +78,16 @@ def dim_letters(dim: RuleDim) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class PortPattern:
-    """One port of a pattern: its dims (`...` is the ellipsis), how it joins the port before it, and if it may be absent."""
+    """One port of a pattern: its dims (`...` is the ellipsis), how it joins the port before it, and if it may be absent.
+
+    `ignored` is `_`; `aside` is `@`: its dims count, but no pending sum enters there.
+    """
 
     dims: tuple[tuple[str, ...], ...]
     sign: str = ""
     optional: bool = False
     ignored: bool = False
+    aside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +113,7 @@ def parse_pattern(text: str) -> Pattern:
     if not found:
         raise RuleError(f"the rule {text!r} has no arrow", hint='write it like "... k, n k -> ... n"')
     whole, inside = set(re.findall(r"(\w+)!", text)), set(re.findall(r"(\w+)\^", text))
-    inputs = _parse_ports(left, text)
+    inputs = _parse_ports(left, text) if left.strip() else ()
     outputs = _parse_ports(right, text)
     known = {x for p in inputs for d in p.dims for x in d}
     fresh = {x for p in outputs for d in p.dims for x in d} - known
@@ -129,6 +134,7 @@ def _parse_ports(text: str, rule: str) -> tuple[PortPattern, ...]:
         if body == "_":
             ports.append(PortPattern((), sign, optional, ignored=True))
             continue
+        aside, body = body.startswith("@"), body.lstrip("@")
         dims: list[tuple[str, ...]] = []
         for token in re.findall(r"\([^)]*\)|\.\.\.|[\w!^]+|\S", body):
             letters = token.strip("()").split() if token.startswith("(") else [token]
@@ -136,7 +142,7 @@ def _parse_ports(text: str, rule: str) -> tuple[PortPattern, ...]:
             if any(not re.fullmatch(r"\w+|\.\.\.", x) for x in clean):
                 raise RuleError(f"the rule {rule!r} has a stray {token!r}")
             dims.append(() if clean == ("1",) else clean)
-        ports.append(PortPattern(tuple(dims), sign, optional))
+        ports.append(PortPattern(tuple(dims), sign, optional, aside=aside))
     return tuple(ports)
 
 
@@ -157,13 +163,13 @@ def bind(pattern: Pattern, inputs: Sequence[Shape], outputs: Sequence[Shape]) ->
     extra = _ellipsis_shape(pattern, ports, inputs, outputs)
     sizes.update({f"d{i}": n for i, n in enumerate(extra)})
     spread: list[tuple[Port, Shape]] = []
-    for port, shape in zip((*ports, *pattern.outputs), (*inputs, *outputs), strict=True):
-        spread.append(_spread(port, shape, extra, pattern))
+    for number, (port, shape) in enumerate(zip((*ports, *pattern.outputs), (*inputs, *outputs), strict=True)):
+        spread.append(_spread(port, shape, extra, pattern, number))
     _solve_sizes(pattern, spread, sizes)
     bound = [dims for dims, _ in spread]
     terms: list[list[int]] = []
     for index, port in enumerate(ports):
-        if not port.ignored:
+        if not (port.ignored or port.aside):
             if port.sign == "+" or not terms:
                 terms.append([])
             terms[-1].append(index)
@@ -177,7 +183,9 @@ def bind(pattern: Pattern, inputs: Sequence[Shape], outputs: Sequence[Shape]) ->
     )
 
 
-def _ellipsis_shape(pattern: Pattern, ports: list[PortPattern], inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Shape:
+def _ellipsis_shape(
+    pattern: Pattern, ports: list[PortPattern], inputs: Sequence[Shape], outputs: Sequence[Shape]
+) -> Shape:
     result: list[int] = []
     for port, shape in zip((*ports, *pattern.outputs), (*inputs, *outputs), strict=True):
         if ELLIPSIS not in port.dims:
@@ -193,10 +201,13 @@ def _ellipsis_shape(pattern: Pattern, ports: list[PortPattern], inputs: Sequence
     return tuple(result)
 
 
-def _spread(port: PortPattern, shape: Shape, extra: Shape, pattern: Pattern) -> tuple[Port, Shape]:
+def _spread(
+    port: PortPattern, shape: Shape, extra: Shape, pattern: Pattern, number: int
+) -> tuple[Port, Shape]:
     """A port's dims with the ellipsis replaced by letters ``d0, d1, …`` (aligned right; broadcast dims have none)."""
     if port.ignored:
-        return tuple((SIZED + str(n),) if n != 1 else () for n in shape), shape
+        # Letters of their own: dims of one size in two tensors have nothing else in common.
+        return tuple((f"{SIZED}{n}_{number}_{i}",) if n != 1 else () for i, n in enumerate(shape)), shape
     dims: list[RuleDim] = []
     for dim in port.dims:
         if dim == ELLIPSIS:
@@ -208,7 +219,9 @@ def _spread(port: PortPattern, shape: Shape, extra: Shape, pattern: Pattern) -> 
         else:
             dims.append(dim)
     if len(dims) != len(shape):
-        raise RuleError(f"the rule {pattern.text!r} does not fit", why=f"a port has {len(dims)} dims, the tensor {shape}")
+        raise RuleError(
+            f"the rule {pattern.text!r} does not fit", why=f"a port has {len(dims)} dims, the tensor {shape}"
+        )
     return tuple(dims), shape
 
 
@@ -220,12 +233,12 @@ def _solve_sizes(pattern: Pattern, spread: Sequence[tuple[Port, Shape]], sizes: 
     for dim, _ in open_dims:
         for letter in dim:
             if isinstance(letter, str) and letter.startswith(SIZED):
-                sizes[letter] = int(letter[len(SIZED) :])
+                sizes[letter] = int(letter[len(SIZED) :].partition("_")[0])
     for _ in range(len(open_dims) + 1):
         for dim, n in open_dims:
             unknown = [x for x in dim if isinstance(x, str) and x not in sizes]
             known = math.prod(sizes[x] for x in dim if isinstance(x, str) and x in sizes)
-            if len(unknown) == 1 and n % known == 0:
+            if len(unknown) == 1 and known and n % known == 0:
                 sizes[unknown[0]] = n // known
             elif not unknown and known != n:
                 raise RuleError(
@@ -234,7 +247,10 @@ def _solve_sizes(pattern: Pattern, spread: Sequence[tuple[Port, Shape]], sizes: 
                 )
     missing = sorted({x for dim, _ in open_dims for x in dim if isinstance(x, str) and x not in sizes})
     if missing:
-        raise RuleError(f"the rule {pattern.text!r} does not fit", why=f"the size of {missing} cannot be told from the shapes")
+        raise RuleError(
+            f"the rule {pattern.text!r} does not fit",
+            why=f"the size of {missing} cannot be told from the shapes",
+        )
 
 
 def is_whole(rule: Rule, letter: str) -> bool:

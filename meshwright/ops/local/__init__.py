@@ -1,0 +1,56 @@
+"""From a node and its layouts to what one rank runs: local literal sizes, kernels for what must talk or count globally.
+
+The default is the same operator on local tensors. Local nodes hold literals alone, so they print and parse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from meshwright.graph import Node
+from meshwright.layout import Coordinate
+from meshwright.mesh import Mesh
+from meshwright.ops.factors import Site
+from meshwright.ops.local import attention, random, reduce, shape
+from meshwright.ops.local.cut import Cut
+from meshwright.ops.strategy import Ports
+
+Localizer = Callable[[Cut], tuple[Node, ...]]
+
+LOCAL: dict[str, Localizer] = {
+    "aten.view.default": shape.view,
+    "aten.reshape.default": shape.view,
+    "aten.expand.default": shape.sized(1),
+    "aten.full.default": shape.sized(0),
+    "aten.split_with_sizes.default": shape.split_with_sizes,
+    "aten.slice.Tensor": shape.slice_,
+    "aten.arange.default": shape.arange,
+    "aten.arange.start": shape.arange,
+    "aten.arange.start_step": shape.arange,
+    "aten.embedding.default": shape.embedding,
+    **{f"aten.{n}": shape.groups(6) for n in ("conv1d.default", "conv2d.default", "conv3d.default", "conv1d.padding", "conv2d.padding")},
+    **{f"aten.{n}": shape.groups(7) for n in ("conv_transpose1d.default", "conv_transpose2d.input")},
+    "aten.convolution.default": shape.groups(8),
+    "aten.group_norm.default": shape.groups(1),
+    "aten.mean.default": reduce.mean,
+    "aten.mean.dim": reduce.mean,
+    "aten.cross_entropy_loss.default": reduce.classes,
+    "aten.nll_loss_nd.default": reduce.classes,
+    **{f"aten.{n}.default": reduce.pairwise for n in (
+        "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy",
+        "binary_cross_entropy_with_logits", "soft_margin_loss")},
+    "aten._native_batch_norm_legit_functional.default": reduce.batch_norm,
+    "aten._native_batch_norm_legit.no_stats": reduce.batch_norm,
+    "aten.batch_norm.default": reduce.batch_norm,
+    "aten.scaled_dot_product_attention.default": attention.attention,
+    "meshwright.dropout": random.dropout,
+    "aten.bernoulli.default": random.bernoulli,
+    **dict.fromkeys(random.KINDS, random.random),
+}  # fmt: skip
+
+
+def localize(site: Site, ports: Ports, mesh: Mesh, at: Coordinate) -> tuple[Node, ...]:
+    """The nodes that the rank at a coordinate runs for a node; the last keeps its name, helpers end in ``_k`` and a number."""
+    cut = Cut(site, ports, mesh, at)
+    localizer = LOCAL.get(site.node.op)
+    return localizer(cut) if localizer else (cut.last(),)

@@ -1,0 +1,143 @@
+"""What a localizer works with: one node, how its letters are cut, and what the rank at a coordinate holds of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from meshwright.graph import Node, Ref, TensorType
+from meshwright.layout import (
+    Cat,
+    Coordinate,
+    Dim,
+    TensorLayout,
+    dim_axes,
+    dim_size,
+    local_indices,
+    local_size,
+)
+from meshwright.mesh import Mesh
+from meshwright.ops.factors import Site
+from meshwright.ops.rule import RuleDim
+from meshwright.ops.strategy import Ports
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A site under a strategy, seen from one rank."""
+
+    site: Site
+    ports: Ports
+    mesh: Mesh
+    at: Coordinate
+
+    @property
+    def node(self) -> Node:
+        """The node as it is on one device."""
+        return self.site.node
+
+    @functools.cached_property
+    def letters(self) -> Mapping[str, Dim]:
+        """Letter → its sub-dims with the axes of this strategy."""
+        found: dict[str, Dim] = {}
+        rule = self.site.rule
+        for port, layout in zip(
+            (*rule.inputs, *rule.outputs), (*self.ports.inputs, *self.ports.outputs), strict=True
+        ):
+            for dim, cut in zip(port, layout.dims, strict=True):
+                self._read(dim, cut, found)
+        return found
+
+    def _read(self, dim: RuleDim, cut: Dim, found: dict[str, Dim]) -> None:
+        for item in dim:
+            if isinstance(item, str):
+                count = len(self.site.trees[item])
+                found[item], cut = cut[:count], cut[count:]
+            else:
+                head, cut = cut[0], cut[1:]
+                assert isinstance(head, Cat)
+                for part, inner in zip(item.parts, head.parts, strict=True):
+                    self._read(part, inner, found)
+
+    def size(self, letter: str) -> int:
+        """How many elements of a letter this rank holds."""
+        return local_size(self.letters[letter], self.mesh, self.at)
+
+    def axes(self, letters: Sequence[str]) -> tuple[str, ...]:
+        """The axes that split any of these letters, in mesh order."""
+        return self.mesh.sort(a for x in letters for a in dim_axes(self.letters[x]))
+
+    def places(self, dim: Dim) -> np.ndarray:
+        """Global indices along a dim that this rank holds."""
+        return local_indices(dim, self.mesh, self.at)
+
+    def start(self, dim: Dim) -> int | None:
+        """The first global index of a dim that this rank holds; None when what it holds is no run of indices."""
+        places = self.places(dim)
+        if len(places) == 0:
+            return dim_size(dim)
+        return (
+            int(places[0]) if np.array_equal(places, np.arange(places[0], places[0] + len(places))) else None
+        )
+
+    @functools.cached_property
+    def outputs(self) -> tuple[TensorType, ...]:
+        """Types of the results on this rank."""
+        return tuple(
+            TensorType(t.dtype, p.local_shape(self.mesh, self.at))
+            for t, p in zip(self.node.outputs, self.ports.outputs, strict=True)
+        )
+
+    def input_shape(self, port: int) -> tuple[int, ...]:
+        """Local shape of an input."""
+        return self.ports.inputs[port].local_shape(self.mesh, self.at)
+
+    def last(
+        self, op: str = "", args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> Node:
+        """The node that keeps the name: the same on local types, with another operator or arguments where given."""
+        node = self.node
+        return replace(
+            node,
+            op=op or node.op,
+            args=node.args if args is None else tuple(args),
+            kwargs=node.kwargs if kwargs is None else tuple(kwargs.items()),
+            outputs=self.outputs,
+        )
+
+    def helper(
+        self,
+        number: int,
+        op: str,
+        args: Sequence[Any],
+        type_: TensorType,
+        kwargs: Mapping[str, Any] | None = None,
+        grad: bool = False,
+    ) -> Node:
+        """A node before the last one. Its name ends in ``_k`` and a number."""
+        node = self.node
+        name = f"{node.name}_k{number}"
+        return Node(
+            name, op, tuple(args), tuple((kwargs or {}).items()), (type_,), (grad,), node.module, node.source
+        )
+
+
+def ref(node: Node) -> Ref:
+    """A use of a helper."""
+    return Ref(node.name)
+
+
+def text(layout: TensorLayout) -> str:
+    """A layout as the literal that kernels read: where the elements lie, without what is pending."""
+    return str(TensorLayout(layout.dims))
+
+
+def with_arg(args: Sequence[Any], at: int, value: Any, defaults: Sequence[Any] = ()) -> tuple[Any, ...]:
+    """Arguments with one replaced, filled up with defaults when it lies beyond the end."""
+    filled = [*args, *defaults[len(args) :]] if len(args) <= at else list(args)
+    filled[at] = value
+    return tuple(filled)

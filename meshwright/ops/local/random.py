@@ -1,0 +1,49 @@
+"""Random operators on a rank: drawn by seed slot and place, never from a generator that ranks would share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.graph import Device, Dtype, Node
+from meshwright.ops.local.cut import Cut, text
+
+
+def dropout(cut: Cut) -> tuple[Node, ...]:
+    """The mask is drawn by the places of the elements that this rank holds."""
+    x, p, slot = cut.node.args
+    return (cut.last(args=(x, p, slot, text(cut.ports.outputs[0]))),)
+
+
+# operator → (kind of distribution, positions and defaults of its two numbers, position of a tensor of probabilities)
+KINDS: dict[str, tuple[str, tuple[tuple[int, float], ...]]] = {
+    "aten.rand.default": ("uniform", ()),
+    "aten.rand_like.default": ("uniform", ()),
+    "aten.uniform.default": ("uniform", ((1, 0.0), (2, 1.0))),
+    "aten.randn.default": ("normal", ()),
+    "aten.randn_like.default": ("normal", ()),
+    "aten.normal_functional.default": ("normal", ((1, 0.0), (2, 1.0))),
+    "aten.exponential.default": ("exponential", ((1, 1.0),)),
+    "aten.randint.default": ("integer", ((-1, 0.0), (0, 1.0))),
+    "aten.randint.low": ("integer", ((0, 0.0), (1, 1.0))),
+    "aten.randperm.default": ("permutation", ()),
+}
+
+
+def random(cut: Cut) -> tuple[Node, ...]:
+    """One kernel for all distributions."""
+    node = cut.node
+    kind, numbers = KINDS[node.op]
+    values: list[Any] = [node.args[at] if 0 <= at < len(node.args) else default for at, default in numbers]
+    if kind in ("uniform", "normal") and not values:
+        values = [0.0, 1.0]
+    kwargs = {"dtype": Dtype(node.outputs[0].dtype), "device": Device()}
+    args = (kind, tuple(float(v) for v in values), int(node.kwarg("seed", 0)), text(cut.ports.outputs[0]))
+    return (cut.last("meshwright.random", args, kwargs),)
+
+
+def bernoulli(cut: Cut) -> tuple[Node, ...]:
+    """One where a uniform number lies below the probability."""
+    node = cut.node
+    p = node.arg(1, "p") if len(node.args) > 1 else None
+    args = (node.args[0], p, int(node.kwarg("seed", 0)), text(cut.ports.outputs[0]))
+    return (cut.last("meshwright.bernoulli", args, {}),)

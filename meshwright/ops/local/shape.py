@@ -1,0 +1,117 @@
+"""Local sizes in operators that name sizes: views, pieces, creations, groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from meshwright.graph import Device, Dtype, Node, TensorType
+from meshwright.layout import Cat, TensorLayout, dim_axes, local_size
+from meshwright.ops.local.cut import Cut, ref, text, with_arg
+from meshwright.ops.special.shape import slice_bounds
+
+INT = "i64"
+
+
+def view(cut: Cut) -> tuple[Node, ...]:
+    """The local shape; a view copies where the local strides need it."""
+    return (cut.last("aten.reshape.default", (cut.node.args[0], cut.outputs[0].shape)),)
+
+
+def sized(at: int) -> Callable[[Cut], tuple[Node, ...]]:
+    """Argument `at` is the shape of the result."""
+
+    def localizer(cut: Cut) -> tuple[Node, ...]:
+        return (cut.last(args=with_arg(cut.node.args, at, cut.outputs[0].shape)),)
+
+    return localizer
+
+
+def split_with_sizes(cut: Cut) -> tuple[Node, ...]:
+    """The local sizes of the pieces."""
+    x, _, *rest = cut.node.args
+    dim = int(cut.node.arg(2, "dim", 0)) % len(cut.node.outputs[0].shape)
+    return (cut.last(args=(x, tuple(t.shape[dim] for t in cut.outputs), *rest)),)
+
+
+def slice_(cut: Cut) -> tuple[Node, ...]:
+    """What comes before the piece is shorter on a rank."""
+    source = tuple(cut.ports.inputs[0].shape)
+    start, end, step, dim = slice_bounds(cut.node, source)
+    local = cut.input_shape(0)
+    if local[dim] == source[dim] and not dim_axes(cut.ports.inputs[0].dims[dim]):
+        pass
+    elif (start, end) == (0, source[dim]):
+        start, end = 0, local[dim]
+    else:
+        (whole,) = cut.ports.inputs[0].dims[dim]
+        assert isinstance(whole, Cat)
+        before = local_size(whole.parts[0], cut.mesh, cut.at) if start else 0
+        start, end = before, before + cut.outputs[0].shape[dim]
+    return (cut.last(args=(cut.node.args[0], dim, start, end, step), kwargs={}),)
+
+
+def arange(cut: Cut) -> tuple[Node, ...]:
+    """The numbers of this rank's places."""
+    node = cut.node
+    dim = cut.ports.outputs[0].dims[0]
+    if not dim_axes(dim):
+        return (cut.last(),)
+    first, _, step = (0, *node.args, 1) if len(node.args) == 1 else (*node.args, 1)[:3]
+    place = cut.start(dim)
+    if place is not None and all(isinstance(v, int) for v in (first, step)):
+        begin, length = first + place * step, cut.outputs[0].shape[0]
+        return (cut.last("aten.arange.start_step", (begin, begin + length * step, step)),)
+    dtype = node.kwarg("dtype") or Dtype(node.outputs[0].dtype)
+    return (cut.last("meshwright.take_iota", (text(cut.ports.outputs[0]), 0, first, step), {"dtype": dtype}),)
+
+
+def places(cut: Cut, number: int, global_layout: TensorLayout) -> Node:
+    """A helper with the global indices of this rank's elements along the only dim of a layout."""
+    start = cut.start(global_layout.dims[0])
+    length = local_size(global_layout.dims[0], cut.mesh, cut.at)
+    kind = TensorType(INT, (length,))
+    if start is not None:
+        return cut.helper(
+            number,
+            "aten.arange.start_step",
+            (start, start + length, 1),
+            kind,
+            {"dtype": Dtype(INT), "device": Device()},
+        )
+    return cut.helper(
+        number, "meshwright.take_iota", (text(global_layout), 0, 0, 1), kind, {"dtype": Dtype(INT)}
+    )
+
+
+def groups(at: int) -> Callable[[Cut], tuple[Node, ...]]:
+    """Argument `at` is a number of groups, letter ``g``."""
+
+    def localizer(cut: Cut) -> tuple[Node, ...]:
+        if not cut.axes(["g"]):
+            return (cut.last(),)
+        return (cut.last(args=with_arg(cut.node.args, at, cut.size("g"))),)
+
+    return localizer
+
+
+def embedding(cut: Cut) -> tuple[Node, ...]:
+    """Rows of other ranks give zeros, so the result is pending on the axes that split the table."""
+    weight, ids, *rest = cut.node.args
+    if "v" not in cut.letters or not cut.axes(["v"]):
+        return (cut.last(),)
+    padding = int(cut.node.arg(2, "padding_idx", -1))
+    rows = cut.ports.inputs[0].dims[0]
+    start = cut.start(rows)
+    if start is not None:
+        return (
+            cut.last(
+                "meshwright.embedding_rows", (weight, ids, start, padding - start if padding >= 0 else -1), {}
+            ),
+        )
+    kind = TensorType(INT, cut.input_shape(1))
+    local = cut.helper(0, "meshwright.local_places", (ids, text(cut.ports.inputs[0]), 0), kind)
+    where = [int(i) for i in (cut.places(rows) == padding).nonzero()[0]]
+    return (
+        local,
+        cut.last("meshwright.embedding_rows", (weight, ref(local), 0, where[0] if where else -1), {}),
+    )

@@ -1,0 +1,28 @@
+"""Rules that depend on more than letters: on dims, sizes, groups or constants among the arguments of an operator.
+
+Each function takes a node and the types of its graph and returns the bound rule, most often by writing the line for
+these very shapes. One table for each kind of operator; `SPECIAL` is all of them.
+"""
+
+from meshwright.ops.special.attention import ATTENTION
+from meshwright.ops.special.build import Special
+from meshwright.ops.special.index import INDEX
+from meshwright.ops.special.loss import LOSS
+from meshwright.ops.special.norm import NORM
+from meshwright.ops.special.pointwise import POINTWISE
+from meshwright.ops.special.products import PRODUCTS
+from meshwright.ops.special.reduce import REDUCE
+from meshwright.ops.special.shape import SHAPE
+
+SPECIAL: dict[str, Special] = {
+    **SHAPE,
+    **POINTWISE,
+    **PRODUCTS,
+    **REDUCE,
+    **NORM,
+    **ATTENTION,
+    **INDEX,
+    **LOSS,
+}
+
+__all__ = ["SPECIAL", "Special"]

@@ -1,0 +1,201 @@
+"""Reading and writing at computed places: the dim that is looked into stays whole, the places may be cut."""
+
+from __future__ import annotations
+
+from meshwright.graph import Node, Ref
+from meshwright.ops.rule import Rule, RuleDim
+from meshwright.ops.special.build import Special, Types, broadcast, letters, line, make, shapes_in, whole
+
+
+def _shared(
+    shape: tuple[int, ...], others: list[tuple[int, ...]], dim: int
+) -> tuple[list[str], dict[str, int], set[str]]:
+    """Names for the dims of a tensor that is indexed along `dim` by tensors of the same rank, and those left whole."""
+    names = letters(len(shape))
+    sizes = dict(zip(names, shape, strict=True))
+    held = {names[dim]} if names else set()
+    held |= {n for i, n in enumerate(names) if i != dim and any(o[i] != shape[i] for o in others)}
+    return names, sizes, held
+
+
+def _inner(
+    names: list[str], shape: tuple[int, ...], dim: int, held: set[str], sizes: dict[str, int]
+) -> list[RuleDim]:
+    """The dims of an index: shared letters, ``j`` along `dim`, and letters of its own where it is smaller."""
+    port: list[RuleDim] = []
+    for i, n in enumerate(shape):
+        name = "j" if i == dim else f"j{i}" if names[i] in held else names[i]
+        sizes[name] = n
+        port.append((name,))
+    return port
+
+
+def gather(node: Node, types: Types) -> Rule:
+    """``a s! c, @a j c -> a j c``."""
+    source, index = shapes_in(node, types)
+    if not source or not index:
+        return whole(node, types, "it reads a single element")
+    dim = int(node.args[1]) % len(source)
+    names, sizes, held = _shared(source, [index], dim)
+    port = _inner(names, index, dim, held, sizes)
+    fixed = held | {
+        d[0] for i, d in enumerate(port) if i != dim and names[i] in held and isinstance(d[0], str)
+    }
+    return make([[(n,) for n in names], port], [port], sizes, whole=fixed, terms=[(0,)])
+
+
+def scatter(node: Node, types: Types) -> Rule:
+    """``a s! c, @a j! c (+ a j! c) -> a s! c``; where values are added, ``j`` may be cut."""
+    shapes = shapes_in(node, types)
+    source, index = shapes[:2]
+    if not source or not index:
+        return whole(node, types, "it writes a single element")
+    dim = int(node.args[1]) % len(source)
+    names, sizes, held = _shared(source, list(shapes[1:]), dim)
+    port = _inner(names, index, dim, held, sizes)
+    held |= {d[0] for i, d in enumerate(port) if i != dim and names[i] in held and isinstance(d[0], str)}
+    ports: list[list[RuleDim]] = [[(n,) for n in names], port]
+    added = node.op == "aten.scatter_add.default"
+    terms: list[tuple[int, ...]] = []
+    if len(shapes) == 3:
+        # A source may be larger than its index; then only its first elements are read.
+        own: list[RuleDim] = []
+        for i, n in enumerate(shapes[2]):
+            same = n == index[i]
+            name = str(port[i][0]) if same else f"s{i}"
+            sizes[name] = n
+            held |= set() if same else {name, str(port[i][0])}
+            own.append((name,))
+        ports.append(own)
+        terms = [(0,), (2,)] if added or node.op == "aten.scatter.src" else []
+    elif node.args[3] == 0:
+        terms = [(0,)]
+    if not added:
+        held |= {"j"}
+    return make(ports, [ports[0]], sizes, whole=held, terms=terms)
+
+
+def index_select(node: Node, types: Types) -> Rule:
+    """``a s! c, @j -> a j c``."""
+    source, index = shapes_in(node, types)
+    if not source or not index:
+        return whole(node, types, "it reads a single element")
+    dim = int(node.args[1]) % len(source)
+    names = letters(len(source))
+    sizes = dict(zip(names, source, strict=True)) | {"j": index[0]}
+    out: list[RuleDim] = [("j",) if i == dim else (n,) for i, n in enumerate(names)]
+    return make([[(n,) for n in names], [("j",)]], [out], sizes, whole={names[dim]}, terms=[(0,)])
+
+
+def index_add(node: Node, types: Types) -> Rule:
+    """``a s! c, @j, a j c -> a s! c``; `index_copy` needs all of ``j``."""
+    source = shapes_in(node, types)[0]
+    if not source:
+        return whole(node, types, "it writes a single element")
+    dim = int(node.args[1]) % len(source)
+    names = letters(len(source))
+    index = shapes_in(node, types)[1]
+    sizes = dict(zip(names, source, strict=True)) | {"j": index[0] if index else 1}
+    row: list[RuleDim] = [("j",) if i == dim else (n,) for i, n in enumerate(names)]
+    port: list[RuleDim] = [("j",)] if index else []
+    held = {names[dim]} if node.op == "aten.index_add.default" else {names[dim], "j"}
+    return make(
+        [[(n,) for n in names], port, row], [[(n,) for n in names]], sizes, whole=held, terms=[(0,), (2,)]
+    )
+
+
+def _places(
+    node: Node, types: Types, source: tuple[int, ...]
+) -> tuple[list[str], list[RuleDim], list[list[RuleDim]], dict[str, int], set[str]]:
+    """For advanced indexing: names of the source's dims, dims of the indexed result, index ports, sizes, whole letters."""
+    given = [a if isinstance(a, Ref) else None for a in node.args[1]]
+    given += [None] * (len(source) - len(given))
+    shapes = [types[a.name].shape for a in given if a is not None]
+    rank = max(map(len, shapes))
+    full = tuple(
+        max((s[i - rank + len(s)] for s in shapes if i >= rank - len(s)), default=1) for i in range(rank)
+    )
+    spots = letters(rank, stem="j")
+    names = letters(len(source))
+    sizes = dict(zip(names, source, strict=True)) | dict(zip(spots, full, strict=True))
+    ports = [broadcast(s, spots, full) for s in shapes]
+    taken = [i for i, a in enumerate(given) if a is not None]
+    result: list[RuleDim] = [(names[i],) for i, a in enumerate(given) if a is None]
+    together = taken == list(range(taken[0], taken[-1] + 1))
+    at = taken[0] if together else 0
+    result[at:at] = [(s,) for s in spots]
+    return names, result, ports, sizes, {names[i] for i in taken}
+
+
+def _masks(node: Node, types: Types) -> bool:
+    return any(types[a.name].dtype in ("b8", "u8") for a in node.args[1] if isinstance(a, Ref))
+
+
+def index(node: Node, types: Types) -> Rule:
+    """``x[i, :, j]``: indexed dims whole, places and the other dims free."""
+    source = shapes_in(node, types)[0]
+    if _masks(node, types):
+        return whole(node, types, "the size of its result depends on a mask")
+    names, result, ports, sizes, held = _places(node, types, source)
+    return make([[(n,) for n in names], *ports], [result], sizes, whole=held, terms=[(0,)])
+
+
+def index_put(node: Node, types: Types) -> Rule:
+    """``x[i, :, j] = values``; where values are accumulated the places may be cut."""
+    shapes = shapes_in(node, types)
+    if _masks(node, types):
+        return whole(node, types, "the places it writes depend on a mask")
+    names, result, ports, sizes, held = _places(node, types, shapes[0])
+    flat = [str(d[0]) for d in result]
+    values = broadcast(shapes[-1], flat, tuple(sizes[n] for n in flat))
+    spots = {n for n in flat if n.startswith("j")}
+    adds = bool(node.arg(3, "accumulate", False))
+    dims: list[RuleDim] = [(n,) for n in names]
+    # A value written to many places would be counted once for each part of them.
+    spread = any(d == () for d in values)
+    return make(
+        [dims, *ports, values], [dims], sizes, whole=held if adds and not spread else held | spots,
+        terms=[(0,), (len(shapes) - 1,)],
+    )  # fmt: skip
+
+
+def index_fill(node: Node, types: Types) -> Rule:
+    """``a s! c, @j! ~> a s! c``."""
+    source, places = shapes_in(node, types)[:2]
+    dim = int(node.args[1]) % max(len(source), 1)
+    names = letters(len(source))
+    sizes = dict(zip(names, source, strict=True)) | {"j": places[0] if places else 1}
+    port = [(n,) for n in names]
+    return make([port, [("j",)] if places else []], [port], sizes, whole={names[dim], "j"})
+
+
+def embedding(node: Node, types: Types) -> Rule:
+    """``v h, @... -> ... h``: the rows of other ranks give zeros, so a cut table leaves the result pending."""
+    if node.arg(3, "scale_grad_by_freq", False):
+        return whole(node, types, "its gradient is scaled by how often a row is read")
+    return line(node, types, "v h, @... -> ... h")
+
+
+def histc(node: Node, types: Types) -> Rule:
+    """``... ~> b!``: counts of parts add up, if the bounds are given."""
+    low, high = node.arg(2, "min", 0), node.arg(3, "max", 0)
+    if low == high:
+        return whole(node, types, "its bounds are those of the values")
+    return line(node, types, "... ~> b!")
+
+
+INDEX: dict[str, Special] = {
+    "aten.embedding.default": embedding,
+    "aten.histc.default": histc,
+    "aten.gather.default": gather,
+    "aten.scatter.src": scatter,
+    "aten.scatter.value": scatter,
+    "aten.scatter_add.default": scatter,
+    "aten.scatter_reduce.two": scatter,
+    "aten.index_select.default": index_select,
+    "aten.index_add.default": index_add,
+    "aten.index_copy.default": index_add,
+    "aten.index_fill.int_Scalar": index_fill,
+    "aten.index.Tensor": index,
+    "aten.index_put.default": index_put,
+}

@@ -1,0 +1,253 @@
+"""Views, pieces and creations: operators whose rule depends on sizes among their arguments."""
+
+from __future__ import annotations
+
+from meshwright.graph import Node
+from meshwright.ops.rule import Join, Rule, RuleDim
+from meshwright.ops.special.build import (
+    SMALLEST_PART,
+    Special,
+    Types,
+    letters,
+    line,
+    make,
+    shapes_in,
+    text_of,
+)
+
+
+def view(node: Node, types: Types) -> Rule:
+    """The same elements in the same order; its letters are found once the whole graph is known."""
+    return Rule(((),), ((),), {}, terms=((0,),), flattened=True)
+
+
+def permute(node: Node, types: Types) -> Rule:
+    """``a0 a1 a2 -> a2 a0 a1``."""
+    rank = len(node.outputs[0].shape)
+    names = letters(rank)
+    return line(node, types, f"{text_of(names)} -> {text_of(names[d % rank] for d in node.args[1])}")
+
+
+def transpose(node: Node, types: Types) -> Rule:
+    """Two dims exchanged (`transpose.int`, `t`)."""
+    rank = len(node.outputs[0].shape)
+    swapped = letters(rank)
+    if rank >= 2:
+        i, j = (int(d) % rank for d in node.args[1:3]) if len(node.args) > 2 else (0, 1)
+        swapped[i], swapped[j] = swapped[j], swapped[i]
+    return line(node, types, f"{text_of(letters(rank))} -> {text_of(swapped)}")
+
+
+def expand(node: Node, types: Types) -> Rule:
+    """New and repeated dims have letters of the output alone: their gradient is summed."""
+    (source,), target = shapes_in(node, types), node.outputs[0].shape
+    names = letters(len(target))
+    offset = len(target) - len(source)
+    inputs: list[RuleDim] = [
+        (names[offset + i],) if n == target[offset + i] else () for i, n in enumerate(source)
+    ]
+    return make([inputs], [[(n,) for n in names]], dict(zip(names, target, strict=True)), terms=[(0,)])
+
+
+def pieces(node: Node, types: Types, dim: int, sizes: list[int], taken: list[int]) -> Rule:
+    """A dim opened into parts: the results are some of them. Short parts keep the dim whole."""
+    source = shapes_in(node, types)[0]
+    names = letters(len(source))
+    known = dict(zip(names, source, strict=True))
+    parts = [f"p{i}" for i in range(len(sizes))]
+    opened: RuleDim
+    if len(set(sizes)) == 1 and len(taken) == len(sizes):
+        parts = ["x"] * len(sizes)
+        known |= {"c": len(sizes), "x": sizes[0]}
+        opened, kept_whole = ("c", "x"), {"c"}
+    elif min(sizes) >= (SMALLEST_PART if len(taken) < len(sizes) else 2):
+        known |= dict(zip(parts, sizes, strict=True))
+        opened, kept_whole = (Join(tuple((p,) for p in parts)),), set()
+    else:
+        known |= {names[dim]: source[dim], **dict(zip(parts, sizes, strict=True))}
+        opened, kept_whole = (names[dim],), {names[dim], *parts}
+    if opened != (names[dim],):
+        del known[names[dim]]
+
+    def port(middle: RuleDim) -> list[RuleDim]:
+        return [middle if i == dim else (n,) for i, n in enumerate(names)]
+
+    kept = {x for d in (*opened, *(parts[t] for t in taken)) for x in ([d] if isinstance(d, str) else parts)}
+    known = {k: v for k, v in known.items() if k in kept or k in names}
+    why = "its parts are too short to cut" if names[dim] in kept_whole else ""
+    outputs = [port((parts[t],)) for t in taken]
+    return make([port(opened)], outputs, known, whole=kept_whole & set(known), terms=[(0,)], why=why)
+
+
+def slice_(node: Node, types: Types) -> Rule:
+    """``x[..., start:end:step, ...]``: the dim is ``{before | kept | after}``."""
+    source = shapes_in(node, types)[0]
+    start, end, step, dim = slice_bounds(node, source)
+    names = letters(len(source))
+    if (start, end, step) == (0, source[dim], 1):
+        return line(node, types, f"{text_of(names)} -> {text_of(names)}")
+    if step != 1 or end <= start:
+        marked, out = letters(len(source), {dim: "!"}), letters(len(source))
+        out[dim] = "taken!"
+        return line(node, types, f"{text_of(marked)} -> {text_of(out)}")
+    sizes = [start, end - start, source[dim] - end]
+    taken = 1 if start else 0
+    return pieces(node, types, dim, [s for s in sizes if s], [taken])
+
+
+def slice_bounds(node: Node, source: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """Start, end, step and dim with defaults, negative and overlong bounds resolved."""
+    dim = int(node.arg(1, "dim", 0)) % len(source)
+    size = source[dim]
+
+    def place(value: object, default: int) -> int:
+        number = default if value is None else int(value)  # type: ignore[call-overload]
+        return min(max(number + size if number < 0 else number, 0), size)
+
+    return place(node.arg(2, "start"), 0), place(node.arg(3, "end"), size), int(node.arg(4, "step", 1)), dim
+
+
+def split_with_sizes(node: Node, types: Types) -> Rule:
+    """All pieces: equal ones make the dim ``(c! x)``, others a concatenation."""
+    source = shapes_in(node, types)[0]
+    dim = int(node.arg(2, "dim", 0)) % len(source)
+    sizes = [t.shape[dim] for t in node.outputs]
+    return pieces(node, types, dim, sizes, list(range(len(sizes))))
+
+
+def unbind(node: Node, types: Types) -> Rule:
+    """``a0 c! a2 -> a0 a2`` for each result."""
+    source = shapes_in(node, types)[0]
+    dim = int(node.arg(1, "dim", 0)) % len(source)
+    kept = text_of(n for i, n in enumerate(letters(len(source))) if i != dim)
+    outputs = ", ".join([kept] * len(node.outputs))
+    return line(node, types, f"{text_of(letters(len(source), {dim: '!'}))} -> {outputs}")
+
+
+def cat(node: Node, types: Types) -> Rule:
+    """Pieces joined: the dim is a concatenation of the pieces' own letters."""
+    sources, target = shapes_in(node, types), node.outputs[0].shape
+    dim = int(node.arg(1, "dim", 0)) % len(target)
+    names = letters(len(target))
+    parts = [f"p{i}" for i in range(len(sources))]
+    sizes = dict(zip(names, target, strict=True)) | {p: s[dim] for p, s in zip(parts, sources, strict=True)}
+    short = min(s[dim] for s in sources) < SMALLEST_PART
+    joined: RuleDim = (names[dim],) if short else (Join(tuple((p,) for p in parts)),)
+    if not short:
+        del sizes[names[dim]]
+
+    def port(middle: RuleDim) -> list[RuleDim]:
+        return [middle if i == dim else (n,) for i, n in enumerate(names)]
+
+    return make(
+        [port((p,)) for p in parts],
+        [port(joined)],
+        sizes,
+        whole={names[dim], *parts} if short else (),
+        terms=[(i,) for i in range(len(sources))],
+        why="its parts are too short to cut" if short else "",
+    )
+
+
+def stack(node: Node, types: Types) -> Rule:
+    """A new dim, whole."""
+    target = node.outputs[0].shape
+    dim = int(node.arg(1, "dim", 0)) % len(target)
+    kept = text_of(n for i, n in enumerate(letters(len(target))) if i != dim)
+    return line(
+        node, types, f"{' + '.join([kept] * len(node.uses))} -> {text_of(letters(len(target), {dim: '!'}))}"
+    )
+
+
+def creation(node: Node, types: Types) -> Rule:
+    """No tensor goes in: any dim may be cut."""
+    shape = node.outputs[0].shape
+    names = letters(len(shape))
+    return make([[] for _ in node.uses], [[(n,) for n in names]], dict(zip(names, shape, strict=True)))
+
+
+def rigid_creation(node: Node, types: Types) -> Rule:
+    """No tensor goes in, and the result depends on places (`eye`)."""
+    shape = node.outputs[0].shape
+    names = letters(len(shape))
+    return make([], [[(n,) for n in names]], dict(zip(names, shape, strict=True)), whole=names)
+
+
+def pad(node: Node, types: Types) -> Rule:
+    """Padded dims stay whole; a pad with a constant other than zero is not linear."""
+    source, pads = shapes_in(node, types)[0], node.args[1]
+    touched = {len(source) - 1 - i // 2 for i, n in enumerate(pads) if n}
+    before = letters(len(source), dict.fromkeys(touched, "!"))
+    after = [f"padded{i}!" if i in touched else n for i, n in enumerate(letters(len(source)))]
+    named = node.op == "aten.pad.default"
+    constant = not named or node.arg(2, "mode", "constant") == "constant"
+    value = node.arg(3 if named else 2, "value")
+    arrow = "~>" if constant and value else "->"
+    return line(node, types, f"{text_of(before)} {arrow} {text_of(after)}")
+
+
+def repeat(node: Node, types: Types) -> Rule:
+    """``x -> (r! x)`` for each repeated dim; new dims stay whole."""
+    source, times = shapes_in(node, types)[0], node.args[1]
+    offset = len(times) - len(source)
+    names = letters(len(source))
+    out = [
+        f"n{i}!" if i < offset else (f"(r{i}! {names[i - offset]})" if t > 1 else names[i - offset])
+        for i, t in enumerate(times)
+    ]
+    return line(node, types, f"{text_of(names)} -> {text_of(out)}")
+
+
+def repeat_interleave(node: Node, types: Types) -> Rule:
+    """``x -> (x r!)``; without a dim the tensor is flattened and stays whole."""
+    source = shapes_in(node, types)[0]
+    dim = node.arg(2, "dim")
+    if dim is None:
+        return line(node, types, f"{text_of(f'a{i}!' for i in range(len(source)))} -> all!")
+    names = letters(len(source))
+    out = [f"({n} r!)" if i == dim % len(source) else n for i, n in enumerate(names)]
+    return line(node, types, f"{text_of(names)} -> {text_of(out)}")
+
+
+def im2col(node: Node, types: Types) -> Rule:
+    """Patches as columns: batch and channels may be cut."""
+    source = shapes_in(node, types)[0]
+    batch = "n " if len(source) == 4 else ""
+    return line(node, types, f"{batch}c h! w! -> {batch}(c k!) l!")
+
+
+def col2im(node: Node, types: Types) -> Rule:
+    """Columns summed back to an image."""
+    source = shapes_in(node, types)[0]
+    batch = "n " if len(source) == 3 else ""
+    return line(node, types, f"{batch}(c k!) l! -> {batch}c h! w!")
+
+
+SHAPE: dict[str, Special] = {
+    "aten.view.default": view,
+    "aten.reshape.default": view,
+    "aten.permute.default": permute,
+    "aten.transpose.int": transpose,
+    "aten.t.default": transpose,
+    "aten.expand.default": expand,
+    "aten.slice.Tensor": slice_,
+    "aten.split_with_sizes.default": split_with_sizes,
+    "aten.unbind.int": unbind,
+    "aten.cat.default": cat,
+    "aten.stack.default": stack,
+    "aten.pad.default": pad,
+    "aten.constant_pad_nd.default": pad,
+    "aten.repeat.default": repeat,
+    "aten.repeat_interleave.self_int": repeat_interleave,
+    "aten.im2col.default": im2col,
+    "aten.col2im.default": col2im,
+    "aten.full.default": creation,
+    "aten.arange.default": creation,
+    "aten.arange.start": creation,
+    "aten.arange.start_step": creation,
+    **{f"aten.{n}": creation for n in ("rand.default", "randn.default", "randint.default", "randint.low")},
+    "aten.eye.default": rigid_creation,
+    "aten.eye.m": rigid_creation,
+    "aten.linspace.default": rigid_creation,
+    "aten.randperm.default": rigid_creation,
+}

@@ -1,0 +1,136 @@
+"""One line per operator: where a newcomer learns what may be cut.
+
+The notation is that of `ops/rule.py`. Operators whose rule depends on dims, sizes or constants among their arguments have
+a function in `ops/special/` instead, which writes the line for the shapes at hand. An operator with neither keeps
+everything whole, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from meshwright.errors import MeshwrightError, RuleError
+from meshwright.graph import Graph, Node, TensorType
+from meshwright.ops.rule import Rule, parse_pattern
+from meshwright.ops.special import SPECIAL
+from meshwright.ops.special.build import line, whole
+
+
+def _each(names: str, text: str) -> dict[str, str]:
+    return {f"aten.{name}": text for name in names.split()}
+
+
+LINES: dict[str, str] = {
+    # ---- products
+    "aten.linear.default": "... k, n k (+ n) -> ... n",
+    "aten.mm.default": "m k, k n -> m n",
+    "aten.bmm.default": "b m k, b k n -> b m n",
+    "aten.mv.default": "m k, k -> m",
+    "aten.dot.default": "k, k -> ",
+    "aten.outer.default": "m, n -> m n",
+    "aten.bilinear.default": "... i, o i j, ... j (+ o) -> ... o",
+    # ---- pointwise, linear
+    **_each("mul.Tensor mul.Scalar multiply.Tensor", "... (, ...) -> ..."),
+    **_each("neg.default clone.default contiguous.default alias.default detach.default real.default imag.default conj.default "
+            "lift_fresh_copy.default", "... -> ..."),
+    **_each("addcmul.default", "... + ..., ... -> ..."),
+    **_each("addcdiv.default", "... + ..., @... -> ..."),
+    "meshwright.dropout": "... -> ...",
+    # ---- pointwise
+    **_each("abs.default acos.default acosh.default asin.default atan.default ceil.default celu.default clamp.default clamp_min.default "
+            "clamp_max.default cos.default cosh.default elu.default erf.default erfc.default exp.default exp2.default expm1.default floor.default "
+            "frac.default gelu.default hardsigmoid.default hardswish.default hardtanh.default isfinite.default isinf.default isnan.default "
+            "leaky_relu.default log.default log10.default log1p.default log2.default log_sigmoid.default logical_not.default logit.default "
+            "mish.default nan_to_num.default pow.Scalar pow.Tensor_Scalar reciprocal.default relu.default relu6.default round.default "
+            "rsqrt.default selu.default sigmoid.default sign.default sgn.default silu.default sin.default sinh.default softplus.default "
+            "sqrt.default square.default tan.default tanh.default trunc.default bitwise_not.default threshold.default hardshrink.default "
+            "softshrink.default erfinv.default lgamma.default digamma.default sinc.default", "... ~> ..."),
+    **_each("eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar remainder.Scalar fmod.Scalar bitwise_and.Scalar "
+            "bitwise_or.Scalar bitwise_xor.Scalar floor_divide.Scalar bitwise_left_shift.Tensor_Scalar "
+            "bitwise_right_shift.Tensor_Scalar", "... ~> ..."),
+    **_each("eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor maximum.default minimum.default max.other min.other "
+            "pow.Tensor_Tensor atan2.default remainder.Tensor fmod.Tensor floor_divide.default bitwise_and.Tensor bitwise_or.Tensor "
+            "bitwise_xor.Tensor logical_and.default logical_or.default logical_xor.default __and__.Tensor __or__.Tensor "
+            "hypot.default logaddexp.default xlogy.Tensor copysign.Tensor bitwise_left_shift.Tensor bitwise_right_shift.Tensor "
+            "isclose.default", "... (, ...) ~> ..."),
+    **_each("clamp.Tensor", "... (, ...) (, ...) ~> ..."),
+    **_each("rand_like.default randn_like.default uniform.default exponential.default normal_functional.default bernoulli.default",
+            "... ~> ..."),
+    "meshwright.dropout_mask": "... ~> ...",
+    # ---- complex numbers as pairs
+    "aten.view_as_real.default": "... -> ... c!",
+    "aten.view_as_complex.default": "... c! -> ...",
+    "aten.complex.default": "... + ... -> ...",
+    # ---- dims with places
+    "aten.tril.default": "... r! c! -> ... r! c!",
+    "aten.triu.default": "... r! c! -> ... r! c!",
+    "aten.diagonal_copy.default": "... r! c! -> ... z!",
+    "aten.searchsorted.Tensor": "@n!, ... ~> ...",
+    "aten.bucketize.Tensor": "..., @n! ~> ...",
+    "aten.one_hot.default": "... ~> ... c!",
+    "aten.bincount.default": "n! (, n!) ~> b!",
+}  # fmt: skip
+
+_USER: dict[str, str] = {}
+
+
+def register(op: str, text: str) -> None:
+    """Give an operator a rule: ``register("mylib::op", "... k, n k -> ... n")``. Raises RuleError for a line that does not parse."""
+    parse_pattern(text)
+    _USER[overload(op)] = text
+
+
+def overload(op: str) -> str:
+    """``mylib::op`` and ``mylib.op`` mean their default overload: ``mylib.op.default``."""
+    name = op.replace("::", ".")
+    return name if name.count(".") >= 2 else f"{name}.default"
+
+
+def has_rule(op: str) -> bool:
+    """Whether more than "everything whole" is known of an operator."""
+    return op in _USER or op in SPECIAL or op in LINES
+
+
+def rule_of(node: Node, types: Mapping[str, TensorType]) -> Rule:
+    """The rule of a node, bound to its shapes. Raises RuleError, with the place, when its line does not fit."""
+    try:
+        if node.op in _USER:
+            rule = line(node, types, _USER[node.op])
+        elif node.op in SPECIAL:
+            rule = SPECIAL[node.op](node, types)
+        elif node.op in LINES:
+            rule = _by_line(node, types)
+        else:
+            rule = whole(node, types, f"no rule is known for {node.op}")
+    except MeshwrightError as error:
+        raise error.at(node.where) from None
+    return _without_squares(node, rule)
+
+
+def _by_line(node: Node, types: Mapping[str, TensorType]) -> Rule:
+    """A form of an operator that its line does not know stays whole: no model is refused for that."""
+    try:
+        return line(node, types, LINES[node.op])
+    except RuleError as error:
+        return whole(node, types, f"{error.what}: {error.why}")
+
+
+def _without_squares(node: Node, rule: Rule) -> Rule:
+    """``x · x`` is not linear in x: a value that meets itself in one term carries no pending sum."""
+    uses = node.uses
+    for term in rule.terms:
+        for port in term:
+            for other in range(len(uses)):
+                apart = other in term or not any(other in t for t in rule.terms)
+                if other != port and uses[other] == uses[port] and apart:
+                    return replace(rule, terms=())
+    return rule
+
+
+def rules_of(graph: Graph) -> dict[str, Rule]:
+    """The rule of every node, by name. Raises RuleError."""
+    return {node.name: rule_of(node, graph.types) for node in graph.nodes}
+
+
+__all__ = ["LINES", "RuleError", "has_rule", "overload", "register", "rule_of", "rules_of"]

@@ -1,0 +1,40 @@
+"""Our own operators: what must talk to other ranks, or count by global places. Called as ``kernel(rank, *args, **kwargs)``.
+
+They take plain tensors and literals and are differentiable by autograd. Those that talk own their backward; the rank
+travels in `ctx`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from meshwright.errors import RuleError, did_you_mean
+from meshwright.runtime.kernels import attention, losses, random, rows
+from meshwright.runtime.kernels.random import exact_dropout_mask
+from meshwright.runtime.kernels.reference import reference_dropout
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "meshwright.dropout": random.dropout,
+    "meshwright.dropout_mask": random.dropout_mask,
+    "meshwright.random": random.random,
+    "meshwright.bernoulli": random.bernoulli,
+    "meshwright.attention_dropout": attention.attention_dropout,
+    "meshwright.embedding_rows": rows.embedding_rows,
+    "meshwright.take_iota": rows.take_iota,
+    "meshwright.local_places": rows.local_places,
+    "meshwright.batch_norm_sync": rows.batch_norm_sync,
+    "meshwright.all_reduce": losses.all_reduce,
+    "meshwright.target_weight": losses.target_weight,
+    "meshwright.cross_entropy_split": losses.cross_entropy_split,
+}
+
+
+def kernel(name: str) -> Callable[..., Any]:
+    """A kernel by its operator name. Raises RuleError for an unknown one."""
+    if name not in KERNELS:
+        raise RuleError(f"there is no kernel {name!r}", hint=did_you_mean(name, KERNELS))
+    return KERNELS[name]
+
+
+__all__ = ["KERNELS", "exact_dropout_mask", "kernel", "reference_dropout"]

@@ -1,0 +1,161 @@
+"""Randomness that ranks agree on: by seed slot, step, micro-batch and place, never by a shared generator.
+
+Not exact (the fast way): a generator seeded by all of these and by the coordinates on the axes that *split* the value, so
+whole values agree across ranks, split ones differ, and recompute replays. Exact: a counter hash (splitmix64, Steele,
+Lea and Flood, OOPSLA 2014) of the *global* element index, so that any cut gives one device's numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshwright.layout import TensorLayout, parse_layout
+from meshwright.runtime.rank import Rank
+
+_MASK = (1 << 64) - 1
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+def mix(*words: int) -> int:
+    """One 64-bit word from several."""
+    state = 0
+    for word in words:
+        state = (state + _GOLDEN + word) & _MASK
+        state = ((state ^ (state >> 30)) * _FIRST) & _MASK
+        state = ((state ^ (state >> 27)) * _SECOND) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift to the right of int64 words."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def uniform_at(indices: torch.Tensor, key: int) -> torch.Tensor:
+    """Uniform numbers in [0, 1), float64, by element index (int64)."""
+    x = indices * _signed(_GOLDEN) + _signed(key)
+    x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
+    x = (x ^ _shifted(x, 27)) * _signed(_SECOND)
+    return _shifted(x ^ _shifted(x, 31), 11).to(torch.float64) * 2.0**-53
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_of(text: str) -> TensorLayout:
+    """The layout that a literal describes."""
+    return parse_layout(text)
+
+
+def element_indices(layout: TensorLayout, rank: Rank) -> torch.Tensor:
+    """Row-major global index of every element that a rank holds."""
+    result = torch.zeros((), dtype=torch.int64)
+    for places, size in zip(layout.indices(rank.comm.mesh, rank.at), layout.shape, strict=True):
+        result = result.unsqueeze(-1) * size + torch.from_numpy(places)
+    return result.to(rank.device)
+
+
+def uniform(
+    rank: Rank, slot: int, layout_text: str, dtype: torch.dtype, device: torch.device | None = None
+) -> torch.Tensor:
+    """Uniform numbers for what a rank holds of a value."""
+    layout = layout_of(layout_text)
+    if rank.exact:
+        return uniform_at(element_indices(layout, rank), mix(rank.seed, slot, rank.step, rank.micro_batch))
+    mesh = rank.comm.mesh
+    place = [rank.at[a] + 1 if a in layout.split_axes else 0 for a in mesh.sizes]
+    device = device or rank.device
+    generator = torch.Generator(device=device)
+    generator.manual_seed(_signed(mix(rank.seed, slot, rank.step, rank.micro_batch, *place)))
+    shape = layout.local_shape(mesh, rank.at)
+    return torch.rand(shape, generator=generator, device=device, dtype=dtype)
+
+
+def keep_mask(rank: Rank, p: float, slot: int, layout_text: str, device: torch.device) -> torch.Tensor:
+    """True where dropout keeps an element."""
+    return uniform(rank, slot, layout_text, torch.float32, device) >= p
+
+
+def exact_dropout_mask(
+    shape: Sequence[int],
+    p: float,
+    seed: int,
+    slot: int,
+    step: int = 0,
+    micro_batch: int = 0,
+    indices: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The mask of exact mode for a whole tensor, or for the elements with these row-major indices."""
+    if indices is None:
+        indices = torch.arange(math.prod(shape), dtype=torch.int64).reshape(tuple(shape))
+    return uniform_at(indices, mix(seed, slot, step, micro_batch)) >= p
+
+
+class Dropout(torch.autograd.Function):
+    """``x · mask / (1 - p)``; keeps the mask alone (a byte an element)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
+        """Zero where the mask is false."""
+        ctx.save_for_backward(mask)
+        ctx.scale = 1.0 / (1.0 - p) if p < 1 else 0.0
+        return x * mask * ctx.scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """The same mask on the gradient."""
+        (mask,) = ctx.saved_tensors
+        return grads[0] * mask * ctx.scale, None, None
+
+
+def dropout(rank: Rank, x: torch.Tensor, p: float, slot: int, layout_text: str) -> torch.Tensor:
+    """Dropout of what a rank holds of a value."""
+    return Dropout.apply(x, keep_mask(rank, p, slot, layout_text, x.device), p)
+
+
+def dropout_mask(rank: Rank, y: torch.Tensor) -> torch.Tensor:
+    """The mask that `native_dropout` returns beside its result."""
+    return y != 0
+
+
+def random(
+    rank: Rank,
+    kind: str,
+    numbers: Sequence[float],
+    slot: int,
+    layout_text: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Numbers of a distribution, as plain tensors without history."""
+    u = uniform(rank, slot, layout_text, torch.float64)
+    match kind, tuple(numbers):
+        case "uniform", (low, high):
+            return (low + u * (high - low)).to(dtype)
+        case "normal", (mean, deviation):
+            # Away from 0, where the inverse is infinite.
+            return (
+                mean + deviation * math.sqrt(2.0) * torch.erfinv((2 * u - 1).clamp_min(-1 + 2.0**-53))
+            ).to(dtype)
+        case "exponential", (rate,):
+            return (-torch.log1p(-u) / rate).to(dtype)
+        case "integer", (low, high):
+            return (low + torch.floor(u * (high - low))).to(dtype)
+        case "permutation", _:
+            return torch.argsort(u).to(dtype)
+    raise AssertionError(kind)
+
+
+def bernoulli(rank: Rank, x: torch.Tensor, p: float | None, slot: int, layout_text: str) -> torch.Tensor:
+    """One where a uniform number lies below `p`, or below the tensor's own probability."""
+    u = uniform(rank, slot, layout_text, torch.float64)
+    return (u < (x.detach() if p is None else p)).to(x.dtype)

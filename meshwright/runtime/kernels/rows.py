@@ -1,0 +1,129 @@
+"""Tables cut by rows, numbered places, and batch norm over a cut batch. v rows, n batch, c channels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshwright.runtime.kernels.random import layout_of
+from meshwright.runtime.rank import Rank
+
+
+def embedding_rows(
+    rank: Rank, weight_vh: torch.Tensor, ids: torch.Tensor, start: int, padding: int = -1
+) -> torch.Tensor:
+    """Rows ``ids - start`` of this rank's part of a table; zeros for rows of other ranks. `padding` is a local row
+    without a gradient."""
+    rows = weight_vh.size(0)
+    if rows == 0:
+        return weight_vh.new_zeros((*ids.shape, weight_vh.size(1))) + weight_vh.sum()
+    places = ids - start
+    inside = (places >= 0) & (places < rows)
+    found = torch.nn.functional.embedding(torch.where(inside, places, 0), weight_vh)
+    if 0 <= padding < rows:
+        found = torch.where((places == padding)[..., None], found.detach(), found)
+    return torch.where(inside[..., None], found, 0)
+
+
+def take_iota(
+    rank: Rank, layout_text: str, dim: int, start: int | float, step: int | float, *, dtype: torch.dtype
+) -> torch.Tensor:
+    """``start + step · i`` for the global indices i that this rank holds along a dim."""
+    places = layout_of(layout_text).indices(rank.comm.mesh, rank.at)[dim]
+    return (start + step * torch.from_numpy(places).to(rank.device)).to(dtype)
+
+
+def local_places(rank: Rank, ids: torch.Tensor, layout_text: str, dim: int) -> torch.Tensor:
+    """The local index of each global one along a dim, -1 where another rank holds it."""
+    places = torch.from_numpy(layout_of(layout_text).indices(rank.comm.mesh, rank.at)[dim]).to(ids.device)
+    if places.numel() == 0:
+        return torch.full_like(ids, -1)
+    ordered, order = torch.sort(places)
+    spot = torch.searchsorted(ordered, ids.contiguous()).clamp_max(places.numel() - 1)
+    return torch.where(ordered[spot] == ids, order[spot], -1)
+
+
+class BatchNorm(torch.autograd.Function):
+    """Normalisation by the statistics of the whole batch; sums are shared in both directions."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight_c: Any,
+        bias_c: Any,
+        eps: float,
+        count: int,
+        rank: Rank,
+        axes: Sequence[str],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The result, and mean and variance (biased) of each channel."""
+        dims, shape = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
+        wide = x if x.dtype == torch.float64 else x.float()
+        mean_c = rank.comm.all_reduce(wide.sum(dims), axes) / count
+        centred = wide - mean_c.view(shape)
+        var_c = rank.comm.all_reduce((centred * centred).sum(dims), axes) / count
+        rstd_c = torch.rsqrt(var_c + eps)
+        result = centred * rstd_c.view(shape)
+        if weight_c is not None:
+            result = result * weight_c.view(shape)
+        if bias_c is not None:
+            result = result + bias_c.view(shape)
+        ctx.save_for_backward(x, weight_c, mean_c, rstd_c)
+        ctx.dims, ctx.shape, ctx.count, ctx.rank, ctx.axes, ctx.biased = (
+            dims,
+            shape,
+            count,
+            rank,
+            axes,
+            bias_c is not None,
+        )
+        ctx.mark_non_differentiable(mean_c, var_c)
+        return result.to(x.dtype), mean_c, var_c
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Local terms for weight and bias; the whole batch's sums for x."""
+        x, weight_c, mean_c, rstd_c = ctx.saved_tensors
+        grad = grads[0].to(mean_c.dtype)
+        unit = (x.to(mean_c.dtype) - mean_c.view(ctx.shape)) * rstd_c.view(ctx.shape)
+        bias_grad_c, weight_grad_c = grad.sum(ctx.dims), (grad * unit).sum(ctx.dims)
+        sums = ctx.rank.comm.all_reduce(torch.stack([bias_grad_c, weight_grad_c]), ctx.axes) / ctx.count
+        scale_c = rstd_c if weight_c is None else rstd_c * weight_c
+        x_grad = (grad - sums[0].view(ctx.shape) - unit * sums[1].view(ctx.shape)) * scale_c.view(ctx.shape)
+        weight_grad = None if weight_c is None else weight_grad_c.to(weight_c.dtype)
+        return (
+            x_grad.to(x.dtype),
+            weight_grad,
+            bias_grad_c.to(x.dtype) if ctx.biased else None,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def batch_norm_sync(
+    rank: Rank,
+    x: torch.Tensor,
+    weight_c: torch.Tensor | None,
+    bias_c: torch.Tensor | None,
+    mean_c: torch.Tensor | None,
+    var_c: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+    count: int,
+    results: int,
+    axes: Sequence[str],
+) -> Any:
+    """Batch norm in training over a batch cut over `axes`, `count` elements a channel in all; the first `results` of
+    (result, mean, 1/deviation, new running mean, new running variance)."""
+    result, batch_mean_c, batch_var_c = BatchNorm.apply(x, weight_c, bias_c, eps, count, rank, tuple(axes))
+    found = [result, batch_mean_c, torch.rsqrt(batch_var_c + eps)]
+    if mean_c is not None and var_c is not None:
+        unbiased_c = batch_var_c * (count / max(count - 1, 1))
+        found.append(((1 - momentum) * mean_c + momentum * batch_mean_c).to(mean_c.dtype))
+        found.append(((1 - momentum) * var_c + momentum * unbiased_c).to(var_c.dtype))
+    return tuple(found[:results]) if results > 1 else result
