@@ -1,0 +1,98 @@
+"""Run the benchmarks and print their tables.
+
+python -m bench                       all of them
+python -m bench dp tp one             steps against the same scheme by hand
+python -m bench collectives           gloo on this machine
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bench.steps import RANKS, TITLES, Measured, measure
+
+console = Console()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", choices=(*TITLES, "collectives", []), metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, help="per rank; by default the cores divided by the ranks")
+    parser.add_argument("--json", type=Path, help="also write what was measured to this file")
+    options = parser.parse_args()
+    names = options.names or [*TITLES, "collectives"]
+    found: dict[str, list[Measured]] = {}
+    for name in names:
+        if name == "collectives":
+            subprocess.run([sys.executable, Path(__file__).with_name("collectives.py")], check=True)
+            continue
+        threads = options.threads or max(1, cores() // RANKS[name])
+        busy = os.getloadavg()[0]
+        found[name] = measure(name, options.rounds, threads)
+        console.print(table(name, found[name], threads, options.rounds))
+        if busy > 0.5:
+            console.print(f"  [yellow]the machine was not quiet: load {busy:.1f} before this table[/]\n")
+    if options.json:
+        text = {name: [dataclasses.asdict(m) for m in rows] for name, rows in found.items()}
+        options.json.write_text(json.dumps(text, indent=1))
+
+
+def cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def table(name: str, rows: list[Measured], threads: int, rounds: int) -> Table:
+    """Times and memory of ours and theirs, and ours over theirs."""
+    shown = Table(
+        title=f"{TITLES[name]}  ({threads} thread{'s' if threads > 1 else ''} a rank, {rounds} rounds)",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+    )
+    shown.add_column("model, width × layers")
+    for heading in ("ours", "theirs", "time", "quartiles", "ours", "theirs", "memory"):
+        shown.add_column(heading, justify="right")
+    for row in rows:
+        low, middle, high = row.quartiles
+        shown.add_row(
+            row.case,
+            f"{milliseconds(row.ours_s)} ms",
+            f"{milliseconds(row.theirs_s)} ms",
+            ratio(middle),
+            f"{low:.2f} – {high:.2f}",
+            f"{row.ours_bytes / 1e6:.1f} MB",
+            f"{row.theirs_bytes / 1e6:.1f} MB",
+            ratio(row.ours_bytes / row.theirs_bytes),
+        )
+    return shown
+
+
+def milliseconds(seconds: list[float]) -> str:
+    """The median."""
+    return f"{sorted(seconds)[len(seconds) // 2] * 1e3:.0f}"
+
+
+def ratio(value: float) -> Text:
+    """Ours over theirs: green when it is not above 1.00."""
+    return Text(
+        f"{value:.2f}", style="green" if round(value, 2) <= 1.0 else "yellow" if value <= 1.05 else "red"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Ranks for a benchmark: as many processes as asked for, gloo between them, the same threads for all contenders."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def on_ranks(ranks: int, threads: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function on every rank; what rank 0 returns (as JSON). One rank has no process group."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_body, args=(ranks, threads, folder, function, arguments), nprocs=ranks)
+        return json.loads(Path(folder, "result").read_text())
+
+
+def _body(
+    rank: int, ranks: int, threads: int, folder: str, function: Callable[..., Any], arguments: Any
+) -> None:
+    torch.set_num_threads(threads)
+    if ranks > 1:
+        store = dist.FileStore(str(Path(folder, "store")), ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    result = function(*arguments)
+    if rank == 0:
+        Path(folder, "result").write_text(json.dumps(result))
+    if ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
