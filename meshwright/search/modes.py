@@ -16,7 +16,7 @@ from meshwright.plan import Plan, fingerprint
 from meshwright.search.data_parallel import assign_batch, check_batch
 from meshwright.search.finish import input_layouts, pass_gradients_back
 from meshwright.search.options import Assignment, Scene
-from meshwright.search.pins import Seeds, mark_seeds, module_seeds, pin_specs, region
+from meshwright.search.pins import Seeds, given_values, mark_seeds, module_seeds, pin_specs, region
 from meshwright.search.propagation import propagate
 
 MODES = ("stand_alone", "data_parallel", "semi_auto", "sharding_propagation")
@@ -40,6 +40,7 @@ def make_plan(graph: Graph, mesh: Mesh, mode: str, pins: Mapping[str, Mapping[st
     specs = pin_specs(graph)
     seeds = _joined(mark_seeds(scene, specs), module_seeds(scene, pins or {}))
     pinned_axes = {a for a, nodes in seeds.items() if any(s != WHOLE for s in nodes.values())}
+    given = given_values(graph, specs)
     match mode:
         case "data_parallel":
             check_batch(scene, axes)
@@ -47,7 +48,7 @@ def make_plan(graph: Graph, mesh: Mesh, mode: str, pins: Mapping[str, Mapping[st
         case "semi_auto":
             inside = region(graph, specs) | {n for nodes in seeds.values() for n in nodes}
             for axis in axes:
-                propagate(scene, assignment, axis, seeds.get(axis, {}), within=inside)
+                propagate(scene, assignment, axis, seeds.get(axis, {}), within=inside, given=given)
             outside = tuple(n for n in graph.nodes if n.name not in inside)
             assign_batch(scene, assignment, axes, outside)
             reasons |= {n: "annotated" for n in inside} | {n.name: "data parallel" for n in outside}
@@ -55,7 +56,7 @@ def make_plan(graph: Graph, mesh: Mesh, mode: str, pins: Mapping[str, Mapping[st
             for axis in axes:
                 if axis in pinned_axes:
                     wanted = {n: s for n, s in seeds[axis].items() if s != WHOLE}
-                    propagate(scene, assignment, axis, wanted)
+                    propagate(scene, assignment, axis, wanted, given=given)
                 else:
                     assign_batch(scene, assignment, (axis,), graph.nodes)
             seeded = {n for axis in pinned_axes for n, s in seeds[axis].items() if s != WHOLE}

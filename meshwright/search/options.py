@@ -80,22 +80,33 @@ def moved_bytes(have: TensorLayout, want: TensorLayout, size_bytes: int, members
 
 @dataclass(frozen=True, order=True)
 class Score:
-    """How good an option is: bytes first, then the number of transitions that cost something, then what stays uncut."""
+    """How good an option is: the user's word first, then bytes, then the number of transitions that cost something, then
+    what stays uncut."""
 
+    broken: int
     moved: float
     transitions: int
     repeats: int
 
 
-def score(scene: Scene, node: Node, option: Strategy, axis: str, decided: Mapping[str, TensorLayout], wanted: Mapping[tuple[str, int], TensorLayout]) -> Score:
+def score(
+    scene: Scene,
+    node: Node,
+    option: Strategy,
+    axis: str,
+    decided: Mapping[str, TensorLayout],
+    wanted: Mapping[tuple[str, int], TensorLayout],
+    given: frozenset[str] = frozenset(),
+) -> Score:
     """The score of a single-axis option against decided neighbours.
 
     `decided` has the single-axis layout of values whose producer is decided (the gradient of a whole value counts as
-    whole); `wanted` the single-axis layouts, with gradients, that decided consumers ask for at (consumer, port).
+    whole); `wanted` the single-axis layouts, with gradients, that decided consumers ask for at (consumer, port). Values in `given` are cut as the user said; an option that takes one
+    otherwise breaks that.
     """
     graph, members = scene.graph, scene.mesh.sizes[axis]
     ports = scene.ports(node, option)
-    moved, transitions = 0.0, 0
+    moved, transitions, broken = 0.0, 0, 0
 
     def add(have: TensorLayout, want: TensorLayout, size_bytes: int) -> None:
         nonlocal moved, transitions
@@ -117,12 +128,13 @@ def score(scene: Scene, node: Node, option: Strategy, axis: str, decided: Mappin
                 add(want.backward, TensorLayout(want.dims), size)
         elif value in decided:
             add(decided[value], want.forward, size)
+            broken += value in given and decided[value] != want.forward
             if needs_grad:
                 add(want.backward, _gradient_of(decided[value]), size)
         elif needs_grad and want.grad:
             add(want.backward, TensorLayout(want.dims), size)
-    for value, given in zip(node.values, ports.outputs, strict=True):
-        have = scene.seen_on(given, axis)
+    for value, layout in zip(node.values, ports.outputs, strict=True):
+        have = scene.seen_on(layout, axis)
         size = graph.types[value].size_bytes
         asked_by_layout: set[TensorLayout] = set()
         for consumer, port in graph.consumers[value]:
@@ -132,7 +144,7 @@ def score(scene: Scene, node: Node, option: Strategy, axis: str, decided: Mappin
             add(have, want.forward, size)
             if value in graph.needs_grad:
                 add(want.backward, _gradient_of(have), size)
-    return Score(moved, transitions, 0 if option.cuts else 1)
+    return Score(broken, moved, transitions, 0 if option.cuts else 1)
 
 
 def _gradient_of(value: TensorLayout) -> TensorLayout:

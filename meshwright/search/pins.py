@@ -39,6 +39,11 @@ class PinSpec:
     layout: Mapping[str, Any] | None  # a device layout
     name: str  # what was annotated, for messages
 
+    @property
+    def wished(self) -> bool:
+        """The mark carries a cut."""
+        return self.blocks is not None or self.layout is not None
+
 
 def pin_specs(graph: Graph) -> list[PinSpec]:
     """The marked points of a graph."""
@@ -88,6 +93,13 @@ def region(graph: Graph, specs: Iterable[PinSpec]) -> frozenset[str]:
         if not ends:
             inside |= starts
     return frozenset(inside)
+
+
+def given_values(graph: Graph, specs: Iterable[PinSpec]) -> frozenset[str]:
+    """What an annotated operator is to take as the user cut it: marked inputs with a wish, and what leaves an output mark
+    without one (which is no wish, so it follows)."""
+    found = {s.node.values[0] for s in specs if s.role == "in" and s.wished}
+    return frozenset(found | {s.node.uses[0] for s in specs if s.role == "out" and not s.wished})
 
 
 def _reach(graph: Graph, start: set[str], *, forward: bool) -> set[str]:
@@ -191,7 +203,7 @@ def mark_seeds(scene: Scene, specs: Sequence[PinSpec]) -> Seeds:
                     chosen[spec.node.name, dim] = axes
             elif spec.blocks is not None:
                 _allot(scene, spec, groups, chosen)
-        for spec in (m for m in marks if m.blocks is not None or m.layout is not None):
+        for spec in (m for m in marks if m.wished):
             for dim in range(len(spec.node.outputs[0].shape)):
                 axes = chosen.get((spec.node.name, dim), [])
                 letters = dim_letters(scene.site(spec.node.name).rule.inputs[0][dim])

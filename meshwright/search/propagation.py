@@ -15,8 +15,16 @@ from meshwright.ops.strategy import Strategy
 from meshwright.search.options import Assignment, Scene, combine, options, score
 
 
-def propagate(scene: Scene, assignment: Assignment, axis: str, seeds: Mapping[str, Strategy], within: Iterable[str] | None = None) -> None:
-    """Decide every node on one axis. `seeds` are single-axis strategies of annotated nodes; `within` limits the nodes."""
+def propagate(
+    scene: Scene,
+    assignment: Assignment,
+    axis: str,
+    seeds: Mapping[str, Strategy],
+    within: Iterable[str] | None = None,
+    given: frozenset[str] = frozenset(),
+) -> None:
+    """Decide every node on one axis. `seeds` are single-axis strategies of annotated nodes; `within` limits the nodes;
+    values in `given` are taken as they are cut, by the user's word."""
     graph = scene.graph
     allowed = set(within) if within is not None else {n.name for n in graph.nodes}
     nodes = {n.name: n for n in graph.nodes}
@@ -59,7 +67,7 @@ def propagate(scene: Scene, assignment: Assignment, axis: str, seeds: Mapping[st
         # output projection would otherwise stay whole before the cut of the heads arrives there.
         node = ready.popleft() if ready else waiting.pop(next(iter(waiting)))
         if node.name not in done:
-            decide(node, best(scene, node, axis, assignment[node.name], decided, wanted))
+            decide(node, best(scene, node, axis, assignment[node.name], decided, wanted, given))
             reach(node)
 
 
@@ -80,10 +88,11 @@ def best(
     fixed: Strategy,
     decided: Mapping[str, TensorLayout],
     wanted: Mapping[tuple[str, int], TensorLayout],
+    given: frozenset[str] = frozenset(),
 ) -> Strategy:
     """The option of a node with the least redistribution against its decided neighbours."""
     allowed = [o for o in options(scene, node, axis, fixed) if not o.through or _brings_all(node, o, axis, decided)]
-    return min(allowed, key=lambda o: score(scene, node, o, axis, decided, wanted))
+    return min(allowed, key=lambda o: score(scene, node, o, axis, decided, wanted, given))
 
 
 def _brings_all(node: Node, option: Strategy, axis: str, decided: Mapping[str, TensorLayout]) -> bool:
