@@ -29,7 +29,7 @@ LINES: dict[str, str] = {
     "aten.mv.default": "m k, k -> m",
     "aten.dot.default": "k, k -> ",
     "aten.outer.default": "m, n -> m n",
-    "aten.bilinear.default": "... i, o i j, ... j (+ o) -> ... o",
+    "aten.bilinear.default": "... i, ... j, o i j (+ o) -> ... o",
     # ---- pointwise, linear
     **_each("mul.Tensor mul.Scalar multiply.Tensor", "... (, ...) -> ..."),
     **_each("neg.default clone.default contiguous.default alias.default detach.default real.default imag.default conj.default "
@@ -65,7 +65,6 @@ LINES: dict[str, str] = {
     # ---- dims with places
     "aten.tril.default": "... r! c! -> ... r! c!",
     "aten.triu.default": "... r! c! -> ... r! c!",
-    "aten.diagonal_copy.default": "... r! c! -> ... z!",
     "aten.searchsorted.Tensor": "@n!, ... ~> ...",
     "aten.bucketize.Tensor": "..., @n! ~> ...",
     "aten.one_hot.default": "... ~> ... c!",
