@@ -108,7 +108,7 @@ class Input:
             )
             if value != default
         )
-        return f"%{self.name}: {self.type} = {self.role}({json.dumps(self.target)}{extra})"
+        return f"%{self.name}: {self.type} = {self.role}({_show(self.target)}{extra})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,8 +297,8 @@ def _show(value: Any) -> str:
     if isinstance(value, tuple):
         inner = ", ".join(_show(v) for v in value)
         return f"({inner},)" if len(value) == 1 else f"({inner})"
-    if isinstance(value, str):
-        return json.dumps(value)
+    if isinstance(value, str):  # not escaped to surrogate pairs, which Python's parser does not join
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
     return str(value) if isinstance(value, Ref | Dtype | Device) else repr(value)
@@ -351,7 +351,7 @@ def parse(text: str) -> Graph:
     name, inputs, nodes = "", [], []
     outputs: list[tuple[str, str]] = []
     mutations: list[tuple[str, str]] = []
-    for number, raw in enumerate(text.splitlines(), 1):
+    for number, raw in enumerate(text.split("\n"), 1):
         line = raw.strip()
         try:
             if not line or line == "}":

@@ -188,10 +188,11 @@ class Masks:
 ELEMENTWISE = frozenset(
     f"aten.{name}"
     for name in (
-        "add.Tensor sub.Tensor mul.Tensor div.Tensor eq.Tensor ne.Tensor le.Tensor lt.Tensor ge.Tensor gt.Tensor eq.Scalar "
-        "ne.Scalar le.Scalar lt.Scalar ge.Scalar gt.Scalar bitwise_and.Tensor bitwise_or.Tensor bitwise_not.default "
-        "logical_not.default where.self masked_fill.Scalar _to_copy.default neg.default abs.default rsub.Scalar minimum.default "
-        "maximum.default floor_divide.default clamp.default"
+        "add.Tensor sub.Tensor mul.Tensor div.Tensor rsub.Scalar neg.default abs.default clamp.default "
+        "eq.Tensor ne.Tensor le.Tensor lt.Tensor ge.Tensor gt.Tensor "
+        "eq.Scalar ne.Scalar le.Scalar lt.Scalar ge.Scalar gt.Scalar "
+        "bitwise_and.Tensor bitwise_or.Tensor bitwise_not.default logical_not.default where.self masked_fill.Scalar "
+        "_to_copy.default minimum.default maximum.default floor_divide.default"
     ).split()
 )
 # These work along the dim of their second argument only.

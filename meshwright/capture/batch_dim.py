@@ -1,8 +1,8 @@
 """Which dim of the batch counts examples: dim 0, where the graph shows that no operator mixes its rows before the loss.
 
 A shape cannot tell: sequence-first data shares dim 0 as well. So the rows are followed through the graph, and an
-operator that mixes them, cuts them or is not known here ends it with "unknown", never with a guess. (Batch norm does mix
-its rows; that is what its batch is.)
+operator that mixes them, cuts them or is not known here ends it with "unknown", never with a guess. (Batch norm does
+mix its rows; that is what its batch is.)
 """
 
 from __future__ import annotations
@@ -256,7 +256,8 @@ RULES: dict[str, Callable[..., Any]] = {
     **_named("view.default", _view),
     **_named("permute.default", _permute),
     **_named("expand.default", _expand),
-    **_named("_to_copy.default detach.default bernoulli.default bernoulli.p rand_like.default randn_like.default", _same),
+    **_named("_to_copy.default detach.default bernoulli.default bernoulli.p rand_like.default "
+             "randn_like.default", _same),
     **_named("cat.default", _cat),
     **_named("linear.default", _linear),
     **_named("addmm.default", _addmm),
@@ -267,9 +268,10 @@ RULES: dict[str, Callable[..., Any]] = {
     **_named("conv1d.default conv2d.default conv3d.default conv2d.padding max_pool2d.default avg_pool2d.default "
              "adaptive_avg_pool2d.default adaptive_avg_pool1d.default group_norm.default upsample_bilinear2d.vec "
              "upsample_nearest2d.vec", _images),
-    **_named("_native_batch_norm_legit_functional.default batch_norm.default _native_batch_norm_legit_no_training.default", _batch_norm),
-    **_named("sum.default mean.default sum.dim_IntList mean.dim amax.default amin.default any.dim all.dim argmax.default "
-             "logsumexp.default linalg_vector_norm.default max.dim min.dim var.correction std.correction", _reduce),
+    **_named("_native_batch_norm_legit_functional.default batch_norm.default "
+             "_native_batch_norm_legit_no_training.default", _batch_norm),
+    **_named("sum.default mean.default sum.dim_IntList mean.dim amax.default amin.default any.dim all.dim "
+             "argmax.default logsumexp.default max.dim min.dim var.correction std.correction", _reduce),
     **_named("slice.Tensor split_with_sizes.default softmax.int _softmax.default log_softmax.int _log_softmax.default "
              "cumsum.default topk.default sort.default gather.default flip.default", _apart(1)),
     **_named("cross_entropy_loss.default nll_loss.default binary_cross_entropy_with_logits.default mse_loss.default "

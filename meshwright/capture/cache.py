@@ -1,9 +1,9 @@
 """Captured programs on disk, found by the content of all that made them.
 
-The key covers the model's classes with the source of their files and of the user's modules those import, the code of
-each `forward` as it is now, every plain attribute, parameter and buffer signatures, the batch's signature, the loss, the
-ambient autocast, and the versions of torch, of the libraries and of this package. An entry is text and safetensors:
-nothing is unpickled.
+The key covers the model's classes with the source of their files and of the user's modules those import, the code
+of each `forward` as it is now, every plain attribute, parameter and buffer signatures, the batch's signature, the loss,
+the ambient autocast, and the versions of torch, of the libraries and of this package. An entry is text and
+safetensors: nothing is unpickled.
 """
 
 from __future__ import annotations

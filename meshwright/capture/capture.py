@@ -24,7 +24,7 @@ from meshwright.graph import Graph, prune, verify
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured program, the tensors of its constants by content hash, its repeated blocks, and what to tell the user."""
+    """A captured program, its constants by content hash, its repeated blocks, and what the user should know."""
 
     graph: Graph
     constants: dict[str, torch.Tensor]

@@ -69,10 +69,10 @@ def fold(graph: Graph) -> Folding:
     runs = sorted(_runs(view.tokens), key=lambda r: (-(r[1] - r[0] + r[2]), r[2]))
     for start, stop, period in runs:
         for low, high in _stretches(free, start, stop, period):
-            block = _block(view, low, high, period)
-            if block is not None:
-                found.append(block)
-                free[block.start : block.stop] = False
+            for block in _blocks(view, low, high, period):
+                if free[block.start : block.stop].all():
+                    found.append(block)
+                    free[block.start : block.stop] = False
     found.sort(key=lambda b: b.start)
     return Folding(tuple(found), len(graph.nodes) - sum(b.length * (b.repeats - 1) for b in found))
 
@@ -156,63 +156,74 @@ def _stretches(free: np.ndarray, start: int, stop: int, period: int) -> Iterator
         low = max(high, low + 1)
 
 
-def _block(view: _View, start: int, stop: int, period: int) -> Block | None:
-    """The best block of a run: wiring allows it, most repeats, fewest values handed from one to the next."""
-    pieces = _pieces(view, start, stop, period)
-    best: Block | None = None
-    for low, high, breaks in pieces:
-        first = max(low, breaks[-1] - period + 1) if breaks else low
-        starts = range(first, min(high - period, first + period - 1) + 1)
-        ranked = sorted(starts, key=lambda s: (-((high - s + period) // period), view.live[s + period], s))
-        for s in ranked[:MAX_ROTATIONS]:
-            repeats = (high - s + period) // period
-            if repeats >= 2 and _wired(view, s, period, repeats):
-                if best is None or repeats > best.repeats:
-                    best = Block(s, period, repeats, _key(view, s + period, period))
-                break
-    return best
+def _blocks(view: _View, start: int, stop: int, period: int) -> Iterator[Block]:
+    """The best block of each stretch of a run whose wiring repeats: most repeats, then fewest values handed on."""
+    for low, high in _wired_stretches(view, start, stop, period):
+        low = max(start, low - period)  # what breaks the wiring before it may be the first block's way in
+        while (best := _best(view, low, high, period)) is not None:
+            yield best
+            low = best.stop
 
 
-def _pieces(view: _View, start: int, stop: int, period: int) -> list[tuple[int, int, list[int]]]:
-    """The run cut where wiring breaks; breaks less than a period apart may be the first block's way in."""
-    pieces: list[tuple[int, int, list[int]]] = []
-    low, breaks = start, []
-    for i in range(start, stop):
-        if all(_same(view, a, b, period) for a, b in zip(view.wires[i], view.wires[i + period], strict=True)):
+def _best(view: _View, low: int, high: int, period: int) -> Block | None:
+    found: tuple[int, int] | None = None  # repeats, start
+    starts = range(low, min(high - period, low + 2 * period - 1) + 1)
+    ranked = sorted(starts, key=lambda s: (-((high - s + period) // period), view.live[s + period], s))
+    for start in ranked[:MAX_ROTATIONS]:
+        possible = (high - start + period) // period
+        repeats = _wired(view, start, period, possible)
+        if repeats > (found[0] if found else 1):
+            found = (repeats, start)
+        if repeats == possible:
+            break
+    return found and Block(found[1], period, found[0], _key(view, found[1] + period, period))
+
+
+def _wired_stretches(view: _View, start: int, stop: int, period: int) -> Iterator[tuple[int, int]]:
+    """The maximal parts of a run in which each node reads what the node a period later reads."""
+    low = start
+    for i in range(start, stop + 1):
+        if i < stop and all(
+            _same(a, b, period, view) for a, b in zip(view.wires[i], view.wires[i + period], strict=True)
+        ):
             continue
-        if breaks and i >= breaks[0] + period:
-            pieces.append((low, i, breaks))
-            low, breaks = i, []
-        breaks.append(i)
-    pieces.append((low, stop, breaks))
-    return [(lo, hi, br) for lo, hi, br in pieces if hi - lo >= period]
+        if low < i:
+            yield low, i
+        low = i + 1
 
 
-def _same(view: _View, a: Wire, b: Wire, period: int) -> bool:
+def _same(a: Wire, b: Wire, period: int, view: _View) -> bool:
     if a == b or (a[0] >= 0 and b == (a[0] + period, a[1])):
         return True
     return a[0] < 0 and b[0] < 0 and view.inputs[-1 - a[0]] == view.inputs[-1 - b[0]]
 
 
-def _wired(view: _View, start: int, period: int, repeats: int) -> bool:
-    """Whether each block reads what the one before reads, one to one."""
-    for number in range(1, repeats):
-        base = start + (number - 1) * period
+def _wired(view: _View, start: int, period: int, repeats: int) -> int:
+    """How many blocks read what their predecessor reads: handed on, shared by all, or of their own.
+
+    Which of the three must hold for a port in all blocks, and values must map one to one.
+    """
+    kinds: dict[tuple[int, int], str] = {}
+    for base in range(start, start + (repeats - 1) * period, period):
+        good = (base - start) // period + 1
         forward: dict[Wire, Wire] = {}
         backward: dict[Wire, Wire] = {}
         for i in range(base, base + period):
-            for a, b in zip(view.wires[i], view.wires[i + period], strict=True):
-                inside = a[0] >= base
-                if inside and b != (a[0] + period, a[1]):
-                    return False
-                if not inside and b[0] >= base + period:
-                    return False
-                way_in = number == 1 and base <= b[0] < base + period
-                if not inside and not way_in and not _same(view, a, b, period):
-                    return False
+            for port, (a, b) in enumerate(zip(view.wires[i], view.wires[i + period], strict=True)):
+                way_in = base == start and a[0] < base <= b[0] < base + period
+                if way_in or (a[0] >= 0 and b == (a[0] + period, a[1])):
+                    kind = "handed on"
+                elif a == b and a[0] < start:
+                    kind = "shared"
+                elif a[0] < 0 and b[0] < 0 and _same(a, b, period, view):
+                    kind = "own"
+                else:
+                    return good
+                if kinds.setdefault((i - base, port), kind) != kind:
+                    return good
                 if forward.setdefault(a, b) != b or backward.setdefault(b, a) != a:
-                    return False
-    return True
+                    return good
+    return repeats
 
 
 def _key(view: _View, start: int, period: int) -> str:

@@ -15,17 +15,17 @@ BLIND = ("aten.bernoulli.default", "aten.histc.default", "aten.one_hot.default",
 
 def mark_gradients(graph: Graph) -> Graph:
     """Flags on every node's values, and only those detaches that stop something."""
-    graph = _without(
-        graph, lambda n, wanted=_from_loss(graph): n.name not in wanted
-    )  # behind it stands another wall
-    graph = _without(graph, lambda n, flows=_from_parameters(graph): n.args[0].name not in flows)
+    wanted = _from_loss(graph)  # behind any other detach stands another wall
+    graph = _without(graph, lambda n: n.name not in wanted)
+    reached = _from_parameters(graph)
+    graph = _without(graph, lambda n: n.args[0].name not in reached)
     flows = _from_parameters(graph) & _from_loss(graph)
     nodes = tuple(replace(n, needs_grad=tuple(v in flows for v in n.values)) for n in graph.nodes)
     return replace(graph, nodes=nodes)
 
 
 def settle_parameters(graph: Graph) -> Graph:
-    """Without the flag on parameters that no gradient reaches. Last, since until then the flag says what autograd sees."""
+    """No flag on parameters that no gradient reaches. Last: until then the flag says what autograd sees."""
     reached = _from_loss(graph)
     inputs = tuple(replace(i, needs_grad=i.needs_grad and i.name in reached) for i in graph.inputs)
     return replace(graph, inputs=inputs)

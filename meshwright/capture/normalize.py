@@ -331,8 +331,10 @@ REDUCES_ALL = (
     "var.dim",
     "std.dim",
 )
-RANDOM = ("rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "normal",
-          "normal_functional", "uniform", "exponential", "geometric", "multinomial", "poisson", "log_normal", "cauchy")  # fmt: skip
+RANDOM = frozenset(
+    "rand randn rand_like randn_like randint randint_like randperm bernoulli normal normal_functional uniform "
+    "exponential geometric multinomial poisson log_normal cauchy".split()
+)
 
 
 def _other(b: Rewriter, n: Node) -> Values:
@@ -381,19 +383,20 @@ _ITEM: Callable[[Rewriter, Node], Values] = _refused(
 )
 
 TABLE: dict[str, Rule] = {
-    **_named("view.default _unsafe_view.default reshape.default unsqueeze.default squeeze.default squeeze.dim squeeze.dims "
-             "flatten.using_ints unflatten.int view_as.default reshape_as.default", _view),
+    **_named("view.default _unsafe_view.default reshape.default unsqueeze.default squeeze.default squeeze.dim "
+             "squeeze.dims flatten.using_ints unflatten.int view_as.default reshape_as.default", _view),
     **_named("permute.default", _permute),
     **_named("transpose.int t.default numpy_T.default", _transpose),
     **_named("expand.default expand_as.default broadcast_to.default", _expand),
-    **_named("clone.default contiguous.default alias.default lift_fresh_copy.default lift.default lift_fresh.default", _first),
+    **_named("clone.default contiguous.default alias.default lift_fresh_copy.default lift.default "
+             "lift_fresh.default", _first),
     **_named("_to_copy.default to.dtype to.dtype_layout to.device type_as.default", _cast),
     **_named("full.default full_like.default scalar_tensor.default", _full(1)),
     "aten.scalar_tensor.default": _full(0),
     "aten.new_full.default": _full(2),
     **_named("ones.default ones_like.default new_ones.default", _constant(1)),
-    **_named("zeros.default zeros_like.default new_zeros.default empty.memory_format empty_like.default new_empty.default "
-             "empty_strided.default new_empty_strided.default empty_permuted.default", _constant(0)),
+    **_named("zeros.default zeros_like.default new_zeros.default empty.memory_format empty_like.default "
+             "new_empty.default empty_strided.default new_empty_strided.default empty_permuted.default", _constant(0)),
     **_named("arange.default arange.start arange.start_step", _arange),
     **_named("slice.Tensor", _slice),
     **_named("select.int", _select),
@@ -419,6 +422,7 @@ TABLE: dict[str, Rule] = {
     ATTENTION: _attention,
     "aten.cross_entropy_loss.default": _cross_entropy,
     "aten.layer_norm.default": _layer_norm,
-    **_named("_assert_tensor_metadata.default _assert_async.msg _assert_scalar.default sym_constrain_range_for_size.default", lambda b, n: ()),
+    **_named("_assert_tensor_metadata.default _assert_async.msg _assert_scalar.default "
+             "sym_constrain_range_for_size.default", lambda b, n: ()),
     **_named("item.default _local_scalar_dense.default", _ITEM),
 }  # fmt: skip

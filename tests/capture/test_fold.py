@@ -1,0 +1,114 @@
+"""Folding finds the layers, and only what is truly equal."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from meshwright.capture import Block, capture, fold
+from meshwright.examples import gpt, mlp
+from meshwright.examples.zoo import hugging_face
+from meshwright.graph import Graph, Input, Node, Ref, TensorType, map_refs, verify
+
+T = TensorType("f32", (4, 8))
+W = TensorType("f32", (8, 8))
+
+
+def layers(count: int, *, shared: bool = False, skip: int | None = None, seeds: bool = True) -> Graph:
+    """`count` layers of linear, relu, dropout and residual; `skip` makes one layer read its grandparent."""
+    inputs = [Input("x", "batch", "x", T), Input("mask", "buffer", "mask", T)]
+    inputs += [Input(f"w{i}", "parameter", f"w{i}", W, True) for i in range(1 if shared else count)]
+    nodes: list[Node] = []
+    stream = ["x"]
+
+    def add(name: str, op: str, *args: object) -> str:
+        nodes.append(Node(name, op, args, (), (T,), (True,)))
+        return name
+
+    for i in range(count):
+        h = add(f"a{i}", "aten.linear.default", Ref(stream[-1]), Ref("w0" if shared else f"w{i}"))
+        h = add(f"b{i}", "aten.mul.Tensor", Ref(h), Ref("mask"))
+        h = add(f"c{i}", "meshwright.dropout", Ref(h), 0.1, i if seeds else 0)
+        h = add(f"d{i}", "aten.relu.default", Ref(h))
+        stream.append(add(f"e{i}", "aten.add.Tensor", Ref(h), Ref(stream[-2] if i == skip else stream[-1])))
+    return verify(Graph("layers", tuple(inputs), tuple(nodes), (("loss", stream[-1]),)))
+
+
+def test_layers_fold() -> None:
+    found = fold(layers(10))
+    assert [(b.start, b.length, b.repeats) for b in found.blocks] == [(0, 5, 10)]
+    assert found.unique_nodes == 5
+
+
+def test_shared_weights_fold_with_another_key() -> None:
+    (own,), (shared,) = fold(layers(6)).blocks, fold(layers(6, shared=True)).blocks
+    assert (shared.length, shared.repeats) == (5, 6)
+    assert fold(layers(3)).blocks[0].key == own.key
+
+
+def test_another_wiring_ends_a_block() -> None:
+    found = fold(layers(8, skip=4))
+    covered = {i for b in found.blocks for i in range(b.start, b.stop)}
+    assert max(b.repeats for b in found.blocks) <= 4
+    assert all(b.start > 24 or b.stop <= 24 for b in found.blocks), "the odd layer is inside a block"
+    assert len(covered) >= 30
+
+
+def test_another_literal_ends_a_block() -> None:
+    graph = layers(8)
+    odd = replace(graph.nodes[17], args=(graph.nodes[17].args[0], 0.5, 3))
+    graph = replace(graph, nodes=(*graph.nodes[:17], odd, *graph.nodes[18:]))
+    assert max(b.repeats for b in fold(graph).blocks) == 4
+
+
+def test_nothing_to_fold() -> None:
+    found = fold(layers(1))
+    assert found.blocks == () and found.unique_nodes == 5
+    assert fold(Graph("empty", (), (), ())).unique_nodes == 0
+
+
+def test_names_do_not_matter() -> None:
+    graph = layers(6)
+
+    def other(name: str) -> str:
+        return f"z_{name}" if name not in {i.name for i in graph.inputs} else name
+
+    nodes = (
+        replace(n, name=other(n.name), args=map_refs(n.args, lambda r: Ref(other(r.name))))
+        for n in graph.nodes
+    )
+    renamed = replace(graph, nodes=tuple(nodes), outputs=(("loss", other(graph.loss)),))
+    assert fold(verify(renamed)) == fold(graph)
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_layers_of_models(count: int) -> None:
+    config = gpt.GPTConfig(vocabulary=96, width=48, layers=count, heads=4, sequence=24, dropout=0.1)
+    c = capture(*gpt.build(config))
+    (block,) = c.folding.blocks
+    assert block.repeats == count
+    modules = {
+        n.module.split(".")[1] for n in c.graph.nodes[block.start : block.start + block.length] if n.module
+    }
+    assert modules == {"0"}, "a block is a layer, not the end of one and the start of the next"
+    c = capture(*mlp.build(depth=count))
+    assert [b.repeats for b in c.folding.blocks] == [count]
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "bert", "vit"])
+def test_layers_of_the_zoo(name: str) -> None:
+    c = capture(*hugging_face(name, layers=3))
+    (block,) = c.folding.blocks
+    assert block.repeats == 3
+    assert c.folding.unique_nodes == len(c.graph.nodes) - 2 * block.length
+
+
+def test_a_thousand_layers_take_little_more_than_their_nodes() -> None:
+    graph = layers(1000)
+    start = time.perf_counter()
+    found = fold(graph)
+    assert time.perf_counter() - start < 2.0
+    assert found.blocks == (Block(0, 5, 1000, found.blocks[0].key),)
