@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.graph import Graph, Node
 from meshwright.layout import Cat, Dim, SubDim
-from meshwright.ops.rule import Join, Rule, RuleDim, is_whole
+from meshwright.ops.rule import Rule, RuleDim, is_whole
 
 
 class _Var:
@@ -155,10 +155,13 @@ class Site:
         """A rule dim as sub-dims, with the letters in `cuts` split as given there."""
         items: list[SubDim | Cat] = []
         for item in dim:
-            if isinstance(item, Join):
-                items.append(Cat(tuple(self.dim(p, cuts) for p in item.parts)))
-            else:
-                items += cuts.get(item, self.trees[item])
+            letter, _, part = item.partition(".")
+            tree = cuts.get(letter, self.trees[letter])
+            if part:
+                (cat,) = tree
+                assert isinstance(cat, Cat)
+                tree = cat.parts[int(part)]
+            items += tree
         return tuple(items)
 
 
@@ -186,13 +189,14 @@ def analyze(graph: Graph, rules: Mapping[str, Rule]) -> Factors:
     for node in graph.nodes:
         rule = rules[node.name]
         own = letters[node.name] = {letter: _Var(size) for letter, size in rule.sizes.items()}
+        joined = {x: [_CatVar([[own[p]] for p in parts])] for x in rule.free_letters() if (parts := rule.parts(x))}
         if rule.flattened:
             _unify([v for d in (dims[u] for u in node.uses[:1]) for v in d], list(dims[node.values[0]]))
             continue
         for port, name in zip((*rule.inputs, *rule.outputs), (*node.uses, *node.values), strict=True):
             for dim, var in zip(port, dims[name], strict=True):
                 if dim:
-                    _unify(_expand(dim, own), [var])
+                    _unify([v for x in dim for v in joined.get(x, [own[x]])], [var])
     batch = _batch_variables(graph, dims)
     sites: dict[str, Site] = {}
     marks: dict[tuple[str, str], tuple[bool, ...]] = {}
@@ -203,7 +207,7 @@ def analyze(graph: Graph, rules: Mapping[str, Rule]) -> Factors:
         if rule.flattened:
             rule, own = _view_rule(rule, dims[node.uses[0]], dims[node.values[0]])
         else:
-            own = {k: [v] for k, v in letters[node.name].items()}
+            own = {x: _own_items(rule, x, letters[node.name]) for x in rule.free_letters()}
         sites[node.name] = Site(node, rule, {k: _tree(v) for k, v in own.items()})
         for letter, items in own.items():
             owned[node.name, letter] = items
@@ -216,15 +220,10 @@ def analyze(graph: Graph, rules: Mapping[str, Rule]) -> Factors:
     return Factors(sites, trees, marks, held, inputs)
 
 
-def _expand(dim: RuleDim, own: Mapping[str, _Var]) -> list[_Item]:
-    result: list[_Item] = []
-    for item in dim:
-        if isinstance(item, Join):
-            parts = [_expand(p, own) for p in item.parts]
-            result.append(_CatVar(parts))
-        else:
-            result.append(own[item])
-    return result
+def _own_items(rule: Rule, letter: str, own: Mapping[str, _Var]) -> list[_Item]:
+    """What a letter consists of. A concatenation stays one, even if its parts have turned out to be equal."""
+    parts = rule.parts(letter)
+    return [_CatVar([[own[p]] for p in parts])] if parts else [own[letter]]
 
 
 def _leaf_vars(items: Sequence[_Item]) -> Iterator[_Var]:

@@ -16,6 +16,7 @@ term (ids, masks, divisors): no pending sum enters there; `(+ n)` and `(, n)` ar
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -26,20 +27,16 @@ from meshwright.errors import RuleError
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
-    """A concatenation of rule dims: what `split` opens and `cat` closes."""
-
-    parts: tuple[RuleDim, ...]
-
-
-RuleDim = tuple["str | Join", ...]  # a product of letters, major first; () has size 1
+RuleDim = tuple[str, ...]  # a product of letters, major first; () has size 1
 Port = tuple[RuleDim, ...]
 
 
 @dataclass(frozen=True)
 class Rule:
     """A rule bound to the shapes of one node.
+
+    A letter may be a concatenation: ``s`` of the parts ``s.0, s.1, …`` (what `split` opens and `cat` closes). It is cut as
+    one, every part over the same axis.
 
     `inputs` has a port for each tensor the node reads, `outputs` for each result; a port lists its dims as products of
     letters. `terms` says how pending sums pass: the operator is a sum of terms, each a product of the named input ports;
@@ -58,19 +55,22 @@ class Rule:
     notes: Mapping[str, int] = field(default_factory=dict)
 
     def letters(self, port: Port) -> tuple[str, ...]:
-        """The letters of a port, in order, each once."""
+        """The letters of a port, in order, each once; a part counts as its concatenation."""
         return tuple(dict.fromkeys(x for dim in port for x in dim_letters(dim)))
+
+    def parts(self, letter: str) -> tuple[str, ...]:
+        """The parts of a letter that is a concatenation."""
+        names = (f"{letter}.{i}" for i in range(len(self.sizes)))
+        return tuple(itertools.takewhile(lambda name: name in self.sizes, names))
+
+    def free_letters(self) -> tuple[str, ...]:
+        """All letters that are not parts of others."""
+        return tuple(x for x in self.sizes if "." not in x)
 
 
 def dim_letters(dim: RuleDim) -> list[str]:
-    """The letters of a rule dim, left to right."""
-    found: list[str] = []
-    for item in dim:
-        if isinstance(item, str):
-            found.append(item)
-        else:
-            found += [x for part in item.parts for x in dim_letters(part)]
-    return found
+    """The letters of a rule dim, left to right; a part counts as its concatenation."""
+    return [x.partition(".")[0] for x in dim]
 
 
 # ---------------------------------------------------------------- notation
@@ -232,12 +232,12 @@ def _solve_sizes(pattern: Pattern, spread: Sequence[tuple[Port, Shape]], sizes: 
     open_dims = [(dim, n) for port, shape in spread for dim, n in zip(port, shape, strict=True) if dim]
     for dim, _ in open_dims:
         for letter in dim:
-            if isinstance(letter, str) and letter.startswith(SIZED):
+            if letter.startswith(SIZED):
                 sizes[letter] = int(letter[len(SIZED) :].partition("_")[0])
     for _ in range(len(open_dims) + 1):
         for dim, n in open_dims:
-            unknown = [x for x in dim if isinstance(x, str) and x not in sizes]
-            known = math.prod(sizes[x] for x in dim if isinstance(x, str) and x in sizes)
+            unknown = [x for x in dim if x not in sizes]
+            known = math.prod(sizes[x] for x in dim if x in sizes)
             if len(unknown) == 1 and known and n % known == 0:
                 sizes[unknown[0]] = n // known
             elif not unknown and known != n:
@@ -245,7 +245,7 @@ def _solve_sizes(pattern: Pattern, spread: Sequence[tuple[Port, Shape]], sizes: 
                     f"the rule {pattern.text!r} does not fit",
                     why=f"{' '.join(map(str, dim))} is {known} by one tensor and {n} by another",
                 )
-    missing = sorted({x for dim, _ in open_dims for x in dim if isinstance(x, str) and x not in sizes})
+    missing = sorted({x for dim, _ in open_dims for x in dim if x not in sizes})
     if missing:
         raise RuleError(
             f"the rule {pattern.text!r} does not fit",

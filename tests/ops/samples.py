@@ -120,7 +120,8 @@ add("aten.histc.default", T(f, 4, 6), 5, -1, 1)
 add("aten.histc.default", T(f, 4, 6), 5)
 add("aten.gather.default", T(f, 4, 6, 5), 1, T(i, 6, 4, 8, 5))
 add("aten.gather.default", T(f, 4, 6, 5), 2, T(i, 5, 4, 3, 8))
-SOURCES: tuple[tuple[Any, ...], ...] = ((T(f, 4, 8, 5), (4, 8, 5)), (T(f, 4, 9, 5), (3, 8, 5)))
+# torch has no gradient for a source larger than its index.
+SOURCES: tuple[tuple[Any, ...], ...] = ((T(f, 4, 8, 5), (4, 8, 5)), (T(lambda *s: f(*s).detach(), 4, 9, 5), (3, 8, 5)))
 for source, index in SOURCES:
     # Places along the dim are distinct, since a write that meets another has no defined result.
     distinct = lambda shape=index: torch.rand(shape).argsort(1)  # noqa: E731
@@ -155,9 +156,11 @@ for name, text in LINES.items():
     integers = stem.startswith("bitwise") or stem in ("__and__", "__or__")
     if text == "... (, ...) ~> ..." and stem in BINARY:
         one, two = (T(i, 6, 4, 6), T(i, 6, 6)) if integers else (T(p, 4, 6), T(p, 6))
+        if stem == "floor_divide":  # torch has no gradient for it
+            one, two = T(lambda *s: p(*s).detach(), 4, 6), T(lambda *s: p(*s).detach(), 6)
         add(name, one, two)
     elif overload in ("Scalar", "Tensor_Scalar") and stem in BINARY and stem != "pow":
-        add(name, T(i, 6, 4, 6) if integers else T(p, 4, 6), 2)
+        add(name, T(i, 6, 4, 6) if integers or stem == "floor_divide" else T(p, 4, 6), 2)
     elif text == "... ~> ..." and overload in ("default", "Tensor_Scalar"):
         args = ARGUMENTS.get(f"{stem}.{overload}", ARGUMENTS.get(stem, ()))
         if stem == "acosh":

@@ -29,7 +29,7 @@ LOCAL: dict[str, Localizer] = {
     "aten.arange.start_step": shape.arange,
     "aten.embedding.default": shape.embedding,
     **{f"aten.{n}": shape.groups(6) for n in ("conv1d.default", "conv2d.default", "conv3d.default", "conv1d.padding", "conv2d.padding")},
-    **{f"aten.{n}": shape.groups(7) for n in ("conv_transpose1d.default", "conv_transpose2d.input")},
+    **{f"aten.{n}": shape.groups(6) for n in ("conv_transpose1d.default", "conv_transpose2d.input")},
     "aten.convolution.default": shape.groups(8),
     "aten.group_norm.default": shape.groups(1),
     "aten.mean.default": reduce.mean,
@@ -53,4 +53,8 @@ def localize(site: Site, ports: Ports, mesh: Mesh, at: Coordinate) -> tuple[Node
     """The nodes that the rank at a coordinate runs for a node; the last keeps its name, helpers end in ``_k`` and a number."""
     cut = Cut(site, ports, mesh, at)
     localizer = LOCAL.get(site.node.op)
-    return localizer(cut) if localizer else (cut.last(),)
+    if localizer:
+        return localizer(cut)
+    # Few operators take a tensor without elements on every device; their results would have none either.
+    empty = bool(site.node.uses) and all(0 in t.shape for t in cut.outputs)
+    return (cut.nothing() if empty else cut.last(),)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.graph import Node, Ref, TensorType
+from meshwright.graph import Dtype, Node, Ref, TensorType
 from meshwright.layout import (
     Cat,
     Coordinate,
@@ -22,7 +22,6 @@ from meshwright.layout import (
 )
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Site
-from meshwright.ops.rule import RuleDim
 from meshwright.ops.strategy import Ports
 
 
@@ -45,23 +44,12 @@ class Cut:
         """Letter → its sub-dims with the axes of this strategy."""
         found: dict[str, Dim] = {}
         rule = self.site.rule
-        for port, layout in zip(
-            (*rule.inputs, *rule.outputs), (*self.ports.inputs, *self.ports.outputs), strict=True
-        ):
+        for port, layout in zip((*rule.inputs, *rule.outputs), (*self.ports.inputs, *self.ports.outputs), strict=True):
             for dim, cut in zip(port, layout.dims, strict=True):
-                self._read(dim, cut, found)
+                for letter in dim:
+                    count = len(self.site.dim((letter,), {}))
+                    found[letter], cut = cut[:count], cut[count:]
         return found
-
-    def _read(self, dim: RuleDim, cut: Dim, found: dict[str, Dim]) -> None:
-        for item in dim:
-            if isinstance(item, str):
-                count = len(self.site.trees[item])
-                found[item], cut = cut[:count], cut[count:]
-            else:
-                head, cut = cut[0], cut[1:]
-                assert isinstance(head, Cat)
-                for part, inner in zip(item.parts, head.parts, strict=True):
-                    self._read(part, inner, found)
 
     def size(self, letter: str) -> int:
         """How many elements of a letter this rank holds."""
@@ -108,6 +96,13 @@ class Cut:
             kwargs=node.kwargs if kwargs is None else tuple(kwargs.items()),
             outputs=self.outputs,
         )
+
+    def nothing(self) -> Node:
+        """The node where this rank holds no element of a factor: zeros, and a bias that enters pending."""
+        args = self.node.args
+        bias = args[2] if "conv" in self.node.op and len(args) > 2 else None
+        kinds = tuple((t.shape, Dtype(t.dtype)) for t in self.outputs)
+        return self.last("meshwright.nothing", (tuple(map(Ref, self.node.uses)), kinds, bias), {})
 
     def helper(
         self,

@@ -8,6 +8,7 @@ from meshwright.graph import Node, Ref, TensorType
 from meshwright.layout import dim_size
 from meshwright.ops.local.cut import Cut, ref, text, with_arg
 from meshwright.ops.rule import dim_letters
+from meshwright.ops.special.norm import is_training
 from meshwright.ops.special.loss import MEAN, NONE, SUM, reduction_at, reduction_of
 
 
@@ -128,7 +129,7 @@ def _count(
 def batch_norm(cut: Cut) -> tuple[Node, ...]:
     """Statistics of the whole batch: sums over the axes that split it."""
     axes = cut.axes(sorted(cut.site.rule.inside))
-    if not axes:
+    if not axes or not is_training(cut.node):
         return (cut.last(),)
     node = cut.node
     no_stats = node.op == "aten._native_batch_norm_legit.no_stats"

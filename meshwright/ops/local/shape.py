@@ -84,9 +84,11 @@ def places(cut: Cut, number: int, global_layout: TensorLayout) -> Node:
 
 
 def groups(at: int) -> Callable[[Cut], tuple[Node, ...]]:
-    """Argument `at` is a number of groups, letter ``g``."""
+    """Argument `at` is a number of groups, letter ``g``; a rank may hold none of them."""
 
     def localizer(cut: Cut) -> tuple[Node, ...]:
+        if not all(cut.size(x) for x in ("g", "i", "o") if x in cut.letters):
+            return (cut.nothing(),)
         if not cut.axes(["g"]):
             return (cut.last(),)
         return (cut.last(args=with_arg(cut.node.args, at, cut.size("g"))),)

@@ -39,7 +39,7 @@ def gather(node: Node, types: Types) -> Rule:
     names, sizes, held = _shared(source, [index], dim)
     port = _inner(names, index, dim, held, sizes)
     fixed = held | {
-        d[0] for i, d in enumerate(port) if i != dim and names[i] in held and isinstance(d[0], str)
+        d[0] for i, d in enumerate(port) if i != dim and names[i] in held
     }
     return make([[(n,) for n in names], port], [port], sizes, whole=fixed, terms=[(0,)])
 
@@ -53,7 +53,7 @@ def scatter(node: Node, types: Types) -> Rule:
     dim = int(node.args[1]) % len(source)
     names, sizes, held = _shared(source, list(shapes[1:]), dim)
     port = _inner(names, index, dim, held, sizes)
-    held |= {d[0] for i, d in enumerate(port) if i != dim and names[i] in held and isinstance(d[0], str)}
+    held |= {d[0] for i, d in enumerate(port) if i != dim and names[i] in held}
     ports: list[list[RuleDim]] = [[(n,) for n in names], port]
     added = node.op == "aten.scatter_add.default"
     terms: list[tuple[int, ...]] = []
@@ -62,9 +62,9 @@ def scatter(node: Node, types: Types) -> Rule:
         own: list[RuleDim] = []
         for i, n in enumerate(shapes[2]):
             same = n == index[i]
-            name = str(port[i][0]) if same else f"s{i}"
+            name = port[i][0] if same else f"s{i}"
             sizes[name] = n
-            held |= set() if same else {name, str(port[i][0])}
+            held |= set() if same else {name, port[i][0]}
             own.append((name,))
         ports.append(own)
         terms = [(0,), (2,)] if added or node.op == "aten.scatter.src" else []
@@ -146,13 +146,13 @@ def index_put(node: Node, types: Types) -> Rule:
     if _masks(node, types):
         return whole(node, types, "the places it writes depend on a mask")
     names, result, ports, sizes, held = _places(node, types, shapes[0])
-    flat = [str(d[0]) for d in result]
+    flat = [d[0] for d in result]
     values = broadcast(shapes[-1], flat, tuple(sizes[n] for n in flat))
     spots = {n for n in flat if n.startswith("j")}
     adds = bool(node.arg(3, "accumulate", False))
     dims: list[RuleDim] = [(n,) for n in names]
-    # A value written to many places would be counted once for each part of them.
-    spread = any(d == () for d in values)
+    # One value for many places is not a sum over them: it would enter pending and be lost.
+    spread = not spots <= {x for d in values for x in d}
     return make(
         [dims, *ports, values], [dims], sizes, whole=held if adds and not spread else held | spots,
         terms=[(0,), (len(shapes) - 1,)],

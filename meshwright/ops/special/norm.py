@@ -36,12 +36,10 @@ def group_norm(node: Node, types: Types) -> Rule:
 def batch_norm(node: Node, types: Types) -> Rule:
     """``n^ c h^ w^, c, c, c, c ~> n^ c h^ w^, c, c, c, c``: statistics are those of the whole batch.
 
-    In evaluation nothing is reduced, and the sums inside are not needed.
+    In evaluation the statistics come in, and nothing is reduced.
     """
     source = shapes_in(node, types)[0]
-    training = is_training(node)
-    mark = "^" if training else ""
-    x = text_of([f"n{mark}", "c", *(f"h{i}{mark}" for i in range(len(source) - 2))])
+    x = text_of(["n^", "c", *(f"h{i}^" for i in range(len(source) - 2))])
     ports = [x, *["c"] * (len(node.uses) - 1)]
     results = [x, *("c" if t.shape == source[1:2] else "none!" for t in node.outputs[1:])]
     return line(node, types, f"{', '.join(ports)} ~> {', '.join(results)}")

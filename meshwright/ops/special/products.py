@@ -83,8 +83,7 @@ def groups_of(node: Node) -> int:
     """The groups of a convolution."""
     if node.op == "aten.convolution.default":
         return int(node.arg(8, "groups", 1))
-    at = 7 if "transpose" in node.op else 6
-    return int(node.arg(at, "groups", 1))
+    return int(node.arg(6, "groups", 1))
 
 
 def _with_size(node: Node, types: Types, text: str, letter: str, size: int) -> Rule:

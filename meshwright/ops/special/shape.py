@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.graph import Node
-from meshwright.ops.rule import Join, Rule, RuleDim
+from meshwright.ops.rule import Rule, RuleDim
 from meshwright.ops.special.build import (
     SMALLEST_PART,
     Special,
@@ -14,6 +14,8 @@ from meshwright.ops.special.build import (
     shapes_in,
     text_of,
 )
+
+SHORT = "its parts are too short to cut"
 
 
 def view(node: Node, types: Types) -> Rule:
@@ -50,33 +52,28 @@ def expand(node: Node, types: Types) -> Rule:
 
 
 def pieces(node: Node, types: Types, dim: int, sizes: list[int], taken: list[int]) -> Rule:
-    """A dim opened into parts: the results are some of them. Short parts keep the dim whole."""
+    """A dim opened into parts; the results are some of them. Short parts keep the dim whole."""
     source = shapes_in(node, types)[0]
     names = letters(len(source))
-    known = dict(zip(names, source, strict=True))
-    parts = [f"p{i}" for i in range(len(sizes))]
-    opened: RuleDim
+    known = {n: s for i, (n, s) in enumerate(zip(names, source, strict=True)) if i != dim}
+    held: tuple[str, ...] = ()
+    opened: RuleDim = ("s",)
+    parts = [f"s.{t}" for t in taken]
     if len(set(sizes)) == 1 and len(taken) == len(sizes):
-        parts = ["x"] * len(sizes)
         known |= {"c": len(sizes), "x": sizes[0]}
-        opened, kept_whole = ("c", "x"), {"c"}
+        opened, held, parts = ("c", "x"), ("c",), ["x"] * len(sizes)
     elif min(sizes) >= (SMALLEST_PART if len(taken) < len(sizes) else 2):
-        known |= dict(zip(parts, sizes, strict=True))
-        opened, kept_whole = (Join(tuple((p,) for p in parts)),), set()
+        known |= {"s": source[dim], **{f"s.{i}": n for i, n in enumerate(sizes)}}
     else:
-        known |= {names[dim]: source[dim], **dict(zip(parts, sizes, strict=True))}
-        opened, kept_whole = (names[dim],), {names[dim], *parts}
-    if opened != (names[dim],):
-        del known[names[dim]]
+        parts = [f"t{t}" for t in taken]
+        known |= {"s": source[dim], **{f"t{t}": sizes[t] for t in taken}}
+        held = ("s", *parts)
 
     def port(middle: RuleDim) -> list[RuleDim]:
         return [middle if i == dim else (n,) for i, n in enumerate(names)]
 
-    kept = {x for d in (*opened, *(parts[t] for t in taken)) for x in ([d] if isinstance(d, str) else parts)}
-    known = {k: v for k, v in known.items() if k in kept or k in names}
-    why = "its parts are too short to cut" if names[dim] in kept_whole else ""
-    outputs = [port((parts[t],)) for t in taken]
-    return make([port(opened)], outputs, known, whole=kept_whole & set(known), terms=[(0,)], why=why)
+    why = SHORT if "s" in held else ""
+    return make([port(opened)], [port((p,)) for p in parts], known, whole=held, terms=[(0,)], why=why)
 
 
 def slice_(node: Node, types: Types) -> Rule:
@@ -125,28 +122,21 @@ def unbind(node: Node, types: Types) -> Rule:
 
 
 def cat(node: Node, types: Types) -> Rule:
-    """Pieces joined: the dim is a concatenation of the pieces' own letters."""
+    """Pieces joined: the dim is a concatenation of theirs."""
     sources, target = shapes_in(node, types), node.outputs[0].shape
     dim = int(node.arg(1, "dim", 0)) % len(target)
     names = letters(len(target))
-    parts = [f"p{i}" for i in range(len(sources))]
-    sizes = dict(zip(names, target, strict=True)) | {p: s[dim] for p, s in zip(parts, sources, strict=True)}
     short = min(s[dim] for s in sources) < SMALLEST_PART
-    joined: RuleDim = (names[dim],) if short else (Join(tuple((p,) for p in parts)),)
-    if not short:
-        del sizes[names[dim]]
+    parts = [f"{'t' if short else 's.'}{i}" for i in range(len(sources))]
+    sizes = {n: s for i, (n, s) in enumerate(zip(names, target, strict=True)) if i != dim}
+    sizes |= {"s": target[dim]} | {p: s[dim] for p, s in zip(parts, sources, strict=True)}
 
     def port(middle: RuleDim) -> list[RuleDim]:
         return [middle if i == dim else (n,) for i, n in enumerate(names)]
 
-    return make(
-        [port((p,)) for p in parts],
-        [port(joined)],
-        sizes,
-        whole={names[dim], *parts} if short else (),
-        terms=[(i,) for i in range(len(sources))],
-        why="its parts are too short to cut" if short else "",
-    )
+    held = ("s", *parts) if short else ()
+    terms = [(i,) for i in range(len(sources))]
+    return make(map(port, [(p,) for p in parts]), [port(("s",))], sizes, whole=held, terms=terms, why=SHORT if short else "")
 
 
 def stack(node: Node, types: Types) -> Rule:

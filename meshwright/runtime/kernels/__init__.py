@@ -21,6 +21,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "meshwright.bernoulli": random.bernoulli,
     "meshwright.attention_dropout": attention.attention_dropout,
     "meshwright.embedding_rows": rows.embedding_rows,
+    "meshwright.nothing": rows.nothing,
     "meshwright.take_iota": rows.take_iota,
     "meshwright.local_places": rows.local_places,
     "meshwright.batch_norm_sync": rows.batch_norm_sync,

@@ -27,6 +27,25 @@ def embedding_rows(
     return torch.where(inside[..., None], found, 0)
 
 
+def nothing(
+    rank: Rank,
+    tensors: Sequence[torch.Tensor],
+    kinds: Sequence[tuple[Sequence[int], torch.dtype]],
+    bias_c: torch.Tensor | None = None,
+) -> Any:
+    """Zeros for what a rank without elements of a factor contributes, plus a bias along dim 1 (of a convolution).
+
+    Every tensor that went in gets a gradient of zeros.
+    """
+    history = sum(t.reshape(-1)[:0].sum() for t in tensors if t.requires_grad)
+    results = [torch.zeros(tuple(shape), dtype=dtype, device=rank.device) for shape, dtype in kinds]
+    if bias_c is not None:
+        spatial = tensors[1].dim() - 2
+        results = [r + bias_c.view(-1, *[1] * spatial) for r in results]
+    results = [r + history if r.is_floating_point() or r.is_complex() else r for r in results]
+    return tuple(results) if len(results) > 1 else results[0]
+
+
 def take_iota(
     rank: Rank, layout_text: str, dim: int, start: int | float, step: int | float, *, dtype: torch.dtype
 ) -> torch.Tensor:
