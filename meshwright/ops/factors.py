@@ -106,7 +106,9 @@ def _unify_cats(x: _CatVar, y: _CatVar) -> bool:
                 if len(resolved) != 1 or not isinstance(resolved[0], _Var):
                     return False
                 bounds = [start, *inner, end]
-                pieces: list[list[_Item]] = [[_Var(hi - lo)] for lo, hi in zip(bounds, bounds[1:], strict=False)]
+                pieces: list[list[_Item]] = [
+                    [_Var(hi - lo)] for lo, hi in zip(bounds, bounds[1:], strict=False)
+                ]
                 resolved[0].items = [_CatVar(pieces)]
                 parts += pieces
             else:
@@ -136,7 +138,8 @@ def _offsets(cat: _CatVar) -> list[int]:
 def _tree(items: Sequence[_Item]) -> Dim:
     """Resolved items as a dim without axes."""
     return tuple(
-        SubDim(i.size) if isinstance(i, _Var) else Cat(tuple(_tree(p) for p in i.parts)) for i in _resolve(items)
+        SubDim(i.size) if isinstance(i, _Var) else Cat(tuple(_tree(p) for p in i.parts))
+        for i in _resolve(items)
     )
 
 
@@ -177,7 +180,9 @@ class Factors:
     dims: Mapping[str, tuple[Dim, ...]]
     batch: Mapping[tuple[str, str], tuple[bool, ...]]  # (node, letter) → per leaf
     held: Mapping[tuple[str, str], tuple[bool, ...]]  # (node, letter) → per leaf
-    batch_inputs: Mapping[str, tuple[tuple[bool, ...], ...]]  # input → per dim, which leaf sub-dims count examples
+    batch_inputs: Mapping[
+        str, tuple[tuple[bool, ...], ...]
+    ]  # input → per dim, which leaf sub-dims count examples
 
 
 def analyze(graph: Graph, rules: Mapping[str, Rule]) -> Factors:
@@ -189,7 +194,9 @@ def analyze(graph: Graph, rules: Mapping[str, Rule]) -> Factors:
     for node in graph.nodes:
         rule = rules[node.name]
         own = letters[node.name] = {letter: _Var(size) for letter, size in rule.sizes.items()}
-        joined = {x: [_CatVar([[own[p]] for p in parts])] for x in rule.free_letters() if (parts := rule.parts(x))}
+        joined = {
+            x: [_CatVar([[own[p]] for p in parts])] for x in rule.free_letters() if (parts := rule.parts(x))
+        }
         if rule.flattened:
             _unify([v for d in (dims[u] for u in node.uses[:1]) for v in d], list(dims[node.values[0]]))
             continue
@@ -215,7 +222,10 @@ def analyze(graph: Graph, rules: Mapping[str, Rule]) -> Factors:
             if is_whole(rule, letter):
                 whole.update(id(v) for v in _leaf_vars(items))
     held = {key: tuple(id(v) in whole for v in _leaf_vars(items)) for key, items in owned.items()}
-    inputs = {i.name: tuple(tuple(id(v) in batch for v in _leaf_vars([d])) for d in dims[i.name]) for i in graph.inputs}
+    inputs = {
+        i.name: tuple(tuple(id(v) in batch for v in _leaf_vars([d])) for d in dims[i.name])
+        for i in graph.inputs
+    }
     trees = {name: tuple(_tree([v]) for v in vs) for name, vs in dims.items()}
     return Factors(sites, trees, marks, held, inputs)
 
@@ -238,13 +248,21 @@ def _leaf_vars(items: Sequence[_Item]) -> Iterator[_Var]:
 def _batch_variables(graph: Graph, dims: Mapping[str, list[_Var]]) -> set[int]:
     """Identities of the atomic variables that count examples: those of the batch inputs' batch dims."""
     return {
-        id(v) for i in graph.inputs if i.role == "batch" and i.batch_dim is not None for v in _leaf_vars([dims[i.name][i.batch_dim]])
+        id(v)
+        for i in graph.inputs
+        if i.role == "batch" and i.batch_dim is not None
+        for v in _leaf_vars([dims[i.name][i.batch_dim]])
     }
 
 
-def _view_rule(rule: Rule, source: Sequence[_Var], target: Sequence[_Var]) -> tuple[Rule, dict[str, list[_Item]]]:
+def _view_rule(
+    rule: Rule, source: Sequence[_Var], target: Sequence[_Var]
+) -> tuple[Rule, dict[str, list[_Item]]]:
     """The rule of a view: one letter for each common sub-dim; letters that the view cuts through stay whole."""
-    sides = [[(number, item) for number, var in enumerate(side) for item in _resolve([var])] for side in (source, target)]
+    sides = [
+        [(number, item) for number, var in enumerate(side) for item in _resolve([var])]
+        for side in (source, target)
+    ]
     ports: list[list[list[str]]] = [[[] for _ in source], [[] for _ in target]]
     sizes: dict[str, int] = {}
     own: dict[str, list[_Item]] = {}
@@ -281,4 +299,3 @@ def _view_rule(rule: Rule, source: Sequence[_Var], target: Sequence[_Var]) -> tu
         why_whole="the view cuts through it" if broken else "",
     )
     return bound, own
-

@@ -63,7 +63,7 @@ def twice(op: str, *args: Any, **kwargs: Any) -> None:
     SAMPLES.setdefault(op, []).append(build)
 
 
-def T(make: Callable[..., torch.Tensor], *shape: int) -> Callable[[], torch.Tensor]:  # noqa: N802 -- short, used everywhere
+def T(make: Callable[..., torch.Tensor], *shape: int) -> Callable[[], torch.Tensor]:
     """A tensor to be made."""
     return lambda: make(*shape)
 
@@ -89,17 +89,46 @@ add("aten.einsum.default", "...Ij,jk->...Ik", [T(f, 4, 5, 6), T(f, 6, 8)])
 add("aten.einsum.default", "ii->i", [T(f, 5, 5)])
 for groups, wide in ((1, 4), (2, 2), (4, 1)):
     for bias in (None, T(f, 8)):
-        add("aten.conv2d.default", T(f, 4, 4, 6, 6), T(f, 8, wide, 3, 3), bias, [1, 1], [1, 1], [1, 1], groups)
+        add(
+            "aten.conv2d.default", T(f, 4, 4, 6, 6), T(f, 8, wide, 3, 3), bias, [1, 1], [1, 1], [1, 1], groups
+        )
 add("aten.conv1d.default", T(f, 4, 4, 9), T(f, 6, 4, 3), T(f, 6), [2], [1], [1], 1)
 add("aten.conv1d.default", T(f, 6, 9), T(f, 6, 1, 3), None, [1], [2], [1], 6)
 add("aten.conv3d.default", T(f, 4, 2, 4, 4, 4), T(f, 6, 2, 2, 2, 2), T(f, 6))
 add("aten.conv1d.padding", T(f, 4, 4, 9), T(f, 6, 4, 3), T(f, 6), [1], "same")
 add("aten.conv2d.padding", T(f, 4, 4, 6, 6), T(f, 6, 2, 3, 3), T(f, 6), [1, 1], "same", [1, 1], 2)
-add("aten.convolution.default", T(f, 4, 4, 6, 6), T(f, 6, 2, 3, 3), T(f, 6), [1, 1], [1, 1], [1, 1], False, [0, 0], 2)
-add("aten.convolution.default", T(f, 4, 4, 5, 5), T(f, 4, 3, 3, 3), T(f, 6), [2, 2], [1, 1], [1, 1], True, [1, 1], 2)
+add(
+    "aten.convolution.default",
+    T(f, 4, 4, 6, 6),
+    T(f, 6, 2, 3, 3),
+    T(f, 6),
+    [1, 1],
+    [1, 1],
+    [1, 1],
+    False,
+    [0, 0],
+    2,
+)
+add(
+    "aten.convolution.default",
+    T(f, 4, 4, 5, 5),
+    T(f, 4, 3, 3, 3),
+    T(f, 6),
+    [2, 2],
+    [1, 1],
+    [1, 1],
+    True,
+    [1, 1],
+    2,
+)
 add("aten.conv_transpose1d.default", T(f, 4, 4, 5), T(f, 4, 6, 3), T(f, 6), [2], [1], [1], 1)
 add("aten.conv_transpose2d.input", T(f, 4, 4, 5, 5), T(f, 4, 3, 3, 3), T(f, 6), [2, 2], [1, 1], [1, 1], 2)
-add("transformers.grouped_mm_fallback.default", T(f, 8, 6), T(f, 3, 6, 5), lambda: torch.tensor([2, 5, 8], dtype=torch.int32))
+add(
+    "transformers.grouped_mm_fallback.default",
+    T(f, 8, 6),
+    T(f, 3, 6, 5),
+    lambda: torch.tensor([2, 5, 8], dtype=torch.int32),
+)
 for op, *rest in (("max_pool1d", [2]), ("avg_pool1d", [2]), ("adaptive_avg_pool1d", [3])):
     add(f"aten.{op}.default", T(f, 4, 5, 6), *rest)
 for op, *rest in (("max_pool2d", [2, 2]), ("max_pool2d_with_indices", [2, 2]), ("adaptive_max_pool2d", [2, 2]), ("avg_pool2d", [2, 2]),
@@ -121,7 +150,10 @@ add("aten.histc.default", T(f, 4, 6), 5)
 add("aten.gather.default", T(f, 4, 6, 5), 1, T(i, 6, 4, 8, 5))
 add("aten.gather.default", T(f, 4, 6, 5), 2, T(i, 5, 4, 3, 8))
 # torch has no gradient for a source larger than its index.
-SOURCES: tuple[tuple[Any, ...], ...] = ((T(f, 4, 8, 5), (4, 8, 5)), (T(lambda *s: f(*s).detach(), 4, 9, 5), (3, 8, 5)))
+SOURCES: tuple[tuple[Any, ...], ...] = (
+    (T(f, 4, 8, 5), (4, 8, 5)),
+    (T(lambda *s: f(*s).detach(), 4, 9, 5), (3, 8, 5)),
+)
 for source, index in SOURCES:
     # Places along the dim are distinct, since a write that meets another has no defined result.
     distinct = lambda shape=index: torch.rand(shape).argsort(1)  # noqa: E731
@@ -172,7 +204,12 @@ for name, text in LINES.items():
 add("aten.pow.Scalar", 2.0, T(f, 4, 6))
 add("aten.maximum.default", T(f, 4, 5, 6), T(f, 5, 1))
 add("aten.clamp.Tensor", T(f, 4, 6), T(lambda *s: f(*s).detach() - 1, 6))
-add("aten.clamp.Tensor", T(f, 4, 6), T(lambda *s: f(*s).detach() - 1, 6), T(lambda *s: f(*s).detach() + 1, 4, 1))
+add(
+    "aten.clamp.Tensor",
+    T(f, 4, 6),
+    T(lambda *s: f(*s).detach() - 1, 6),
+    T(lambda *s: f(*s).detach() + 1, 4, 1),
+)
 for op in ("add.Tensor", "sub.Tensor", "rsub.Tensor"):
     add(f"aten.{op}", T(f, 4, 5, 6), T(f, 5, 1), alpha=2)
     add(f"aten.{op}", T(f, 4, 6), T(f))
@@ -284,7 +321,14 @@ for op in ("any.default", "all.default"):
     add(f"aten.{op}", T(b, 4, 6))
 add("aten.norm.Scalar", T(f, 4, 6), 2)
 add("aten.count_nonzero.default", T(f, 4, 6))
-for op in ("sum.dim_IntList", "mean.dim", "amax.default", "amin.default", "logsumexp.default", "nansum.default"):
+for op in (
+    "sum.dim_IntList",
+    "mean.dim",
+    "amax.default",
+    "amin.default",
+    "logsumexp.default",
+    "nansum.default",
+):
     add(f"aten.{op}", T(f, 4, 5, 6), [1, 2])
     add(f"aten.{op}", T(f, 4, 5, 6), [1], True)
 for op in ("max.dim", "min.dim", "prod.dim_int", "median.dim"):
@@ -366,7 +410,13 @@ for reduction in (0, 1, 2):
     add(X, T(f, 8, 6), IGNORED, T(lambda n: torch.rand(n, dtype=F64), 6), reduction, -100, 0.1)
     add(X, T(f, 4, 6), lambda: torch.softmax(torch.randn(4, 6, dtype=F64), 1), None, reduction, -100, 0.0)
     add("aten.nll_loss_nd.default", T(f, 8, 6), IGNORED, None, reduction)
-    add("aten.nll_loss_nd.default", T(f, 4, 6, 5), T(i, 6, 4, 5), T(lambda n: torch.rand(n, dtype=F64), 6), reduction)
+    add(
+        "aten.nll_loss_nd.default",
+        T(f, 4, 6, 5),
+        T(i, 6, 4, 5),
+        T(lambda n: torch.rand(n, dtype=F64), 6),
+        reduction,
+    )
     for op in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss"):
         add(f"aten.{op}.default", T(f, 4, 6), T(lambda *s: p(*s).detach(), 4, 6), reduction)
     add("aten.binary_cross_entropy.default", T(p, 4, 6), T(lambda *s: p(*s).detach(), 4, 6), None, reduction)

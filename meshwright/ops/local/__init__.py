@@ -41,6 +41,7 @@ LOCAL: dict[str, Localizer] = {
         "binary_cross_entropy_with_logits", "soft_margin_loss")},
     "aten._native_batch_norm_legit_functional.default": reduce.batch_norm,
     "aten._native_batch_norm_legit.no_stats": reduce.batch_norm,
+    "aten._native_batch_norm_legit_no_training.default": reduce.batch_norm,
     "aten.batch_norm.default": reduce.batch_norm,
     "aten.scaled_dot_product_attention.default": attention.attention,
     "meshwright.dropout": random.dropout,

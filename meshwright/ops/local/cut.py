@@ -11,7 +11,6 @@ import numpy as np
 
 from meshwright.graph import Dtype, Node, Ref, TensorType
 from meshwright.layout import (
-    Cat,
     Coordinate,
     Dim,
     TensorLayout,
@@ -44,7 +43,9 @@ class Cut:
         """Letter → its sub-dims with the axes of this strategy."""
         found: dict[str, Dim] = {}
         rule = self.site.rule
-        for port, layout in zip((*rule.inputs, *rule.outputs), (*self.ports.inputs, *self.ports.outputs), strict=True):
+        for port, layout in zip(
+            (*rule.inputs, *rule.outputs), (*self.ports.inputs, *self.ports.outputs), strict=True
+        ):
             for dim, cut in zip(port, layout.dims, strict=True):
                 for letter in dim:
                     count = len(self.site.dim((letter,), {}))

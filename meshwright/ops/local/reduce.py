@@ -8,8 +8,8 @@ from meshwright.graph import Node, Ref, TensorType
 from meshwright.layout import dim_size
 from meshwright.ops.local.cut import Cut, ref, text, with_arg
 from meshwright.ops.rule import dim_letters
-from meshwright.ops.special.norm import is_training
 from meshwright.ops.special.loss import MEAN, NONE, SUM, reduction_at, reduction_of
+from meshwright.ops.special.norm import is_training
 
 
 def _reduced(cut: Cut) -> list[str]:
@@ -128,14 +128,25 @@ def _count(
 
 def batch_norm(cut: Cut) -> tuple[Node, ...]:
     """Statistics of the whole batch: sums over the axes that split it."""
-    axes = cut.axes(sorted(cut.site.rule.inside))
-    if not axes or not is_training(cut.node):
+    node, axes = cut.node, cut.axes(sorted(cut.site.rule.inside))
+    if not cut.size("c"):
+        return (cut.nothing(),)
+    if not is_training(node):
+        if 0 not in cut.outputs[0].shape:
+            return (cut.last(),)
+        args = (*node.args[:5], _momentum_eps(node)[1], len(node.outputs))  # torch crashes on an empty batch
+        return (cut.last("meshwright.batch_norm_fixed", args, {}),)
+    if not axes:
         return (cut.last(),)
-    node = cut.node
     no_stats = node.op == "aten._native_batch_norm_legit.no_stats"
     x, weight, bias = node.args[:3]
     mean_, var = (None, None) if no_stats else node.args[3:5]
-    momentum, eps = node.args[-2:] if node.op != "aten.batch_norm.default" else node.args[6:8]
+    momentum, eps = _momentum_eps(node)
     count = math.prod(cut.site.rule.sizes[x] for x in cut.site.rule.inside)
     args = (x, weight, bias, mean_, var, momentum, eps, count, len(node.outputs), axes)
     return (cut.last("meshwright.batch_norm_sync", args, {}),)
+
+
+def _momentum_eps(node: Node) -> tuple[float, float]:
+    momentum, eps = node.args[6:8] if node.op == "aten.batch_norm.default" else node.args[-2:]
+    return float(momentum), float(eps)

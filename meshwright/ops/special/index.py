@@ -38,9 +38,7 @@ def gather(node: Node, types: Types) -> Rule:
     dim = int(node.args[1]) % len(source)
     names, sizes, held = _shared(source, [index], dim)
     port = _inner(names, index, dim, held, sizes)
-    fixed = held | {
-        d[0] for i, d in enumerate(port) if i != dim and names[i] in held
-    }
+    fixed = held | {d[0] for i, d in enumerate(port) if i != dim and names[i] in held}
     return make([[(n,) for n in names], port], [port], sizes, whole=fixed, terms=[(0,)])
 
 

@@ -136,7 +136,14 @@ def cat(node: Node, types: Types) -> Rule:
 
     held = ("s", *parts) if short else ()
     terms = [(i,) for i in range(len(sources))]
-    return make(map(port, [(p,) for p in parts]), [port(("s",))], sizes, whole=held, terms=terms, why=SHORT if short else "")
+    return make(
+        map(port, [(p,) for p in parts]),
+        [port(("s",))],
+        sizes,
+        whole=held,
+        terms=terms,
+        why=SHORT if short else "",
+    )
 
 
 def stack(node: Node, types: Types) -> Rule:

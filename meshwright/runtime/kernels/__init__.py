@@ -25,6 +25,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "meshwright.take_iota": rows.take_iota,
     "meshwright.local_places": rows.local_places,
     "meshwright.batch_norm_sync": rows.batch_norm_sync,
+    "meshwright.batch_norm_fixed": rows.batch_norm_fixed,
     "meshwright.all_reduce": losses.all_reduce,
     "meshwright.target_weight": losses.target_weight,
     "meshwright.cross_entropy_split": losses.cross_entropy_split,

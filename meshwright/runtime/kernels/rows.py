@@ -146,3 +146,22 @@ def batch_norm_sync(
         found.append(((1 - momentum) * mean_c + momentum * batch_mean_c).to(mean_c.dtype))
         found.append(((1 - momentum) * var_c + momentum * unbiased_c).to(var_c.dtype))
     return tuple(found[:results]) if results > 1 else result
+
+
+def batch_norm_fixed(
+    rank: Rank,
+    x: torch.Tensor,
+    weight_c: torch.Tensor | None,
+    bias_c: torch.Tensor | None,
+    mean_c: torch.Tensor,
+    var_c: torch.Tensor,
+    eps: float,
+    results: int,
+) -> Any:
+    """Batch norm in evaluation, for a rank whose part of the batch is empty; the first `results` as torch gives them."""
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    result = (x - mean_c.view(shape)) * torch.rsqrt(var_c + eps).view(shape)
+    result = result if weight_c is None else result * weight_c.view(shape)
+    result = result if bias_c is None else result + bias_c.view(shape)
+    found = (result, mean_c.new_empty(0), mean_c.new_empty(0), mean_c, var_c)
+    return found[:results] if results > 1 else result
