@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from meshwright.capture.attention import raise_attention
-from meshwright.capture.batch_dim import find_batch_dims
+from meshwright.capture.batch_dim import name_batch_dims
 from meshwright.capture.cache import key_of, load, save
 from meshwright.capture.convert import convert, literal_constants
 from meshwright.capture.finish import hoist_constants, name_nodes, number_seeds, share_constants
@@ -62,5 +62,5 @@ def simplify(graph: Graph, constants: Mapping[str, torch.Tensor]) -> Graph:
     graph = share_constants(graph)
     graph = prune(raise_attention(graph))
     graph = mark_gradients(graph)
-    graph = find_batch_dims(settle_parameters(graph))
+    graph = name_batch_dims(settle_parameters(graph))
     return verify(name_nodes(number_seeds(hoist_constants(share_constants(graph)))))

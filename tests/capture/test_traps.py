@@ -231,23 +231,22 @@ def test_aliased_batch_inputs_stay_apart(share: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "known"),
+    ("shapes", "dims"),
     [
-        (lambda m, x: m.a(x), True),
-        (lambda m, x: m.a(x).cumsum(0), False),  # rows meet
-        (lambda m, x: m.a(x) @ m.b(x).T, False),  # every row with every other
-        (lambda m, x: m.a(x)[1:], False),  # the batch is cut
-        (lambda m, x: m.a(x[:, None]).permute(1, 0, 2).reshape(6, 8), True),
-        (lambda m, x: m.a(x).T, True),
-        (
-            lambda m, x: F.scaled_dot_product_attention(m.a(x)[None], m.b(x)[None], x[None]),
-            False,
-        ),  # sequence first
+        ({"x": (6, 8)}, [0]),
+        ({"x": (6, 8), "y": (6,), "scale": (8,)}, [0, 0, None]),
+        ({"scale": (), "x": (6, 8)}, [None, 0]),
+        ({"x": (1, 8)}, [0]),
     ],
 )
-def test_batch_dim_is_proved_or_unknown(body: Any, known: bool) -> None:
-    c, _ = run(*net(body))
-    assert [i.batch_dim for i in c.graph.input_of("batch")] == [0 if known else None]
+def test_the_batch_dim_is_the_leading_size_that_most_share(shapes: dict[str, tuple[int, ...]], dims: list[int | None]) -> None:
+    batch = {name: torch.ones(shape) for name, shape in shapes.items()}
+
+    def loss(model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model.a(batch["x"]).sum() * sum(v.sum() for v in batch.values())
+
+    c = capture(net(lambda model, x: x)[0], batch, loss)
+    assert [i.batch_dim for i in c.graph.input_of("batch")] == dims
 
 
 # ---------------------------------------------------------------- state
