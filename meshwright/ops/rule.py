@@ -7,10 +7,10 @@
 Letters are *factors*. A factor that stands in an output may be split; one that stands only in inputs may be split and
 leaves the output pending. `,` multiplies and `+` adds (a term without the contracted factor enters pending). `->` says
 that the operator is linear in each factor of a product, so a pending sum may pass through; `~>` says it is not.
-`s!` must stay whole; `c^` may be split and is reduced inside the operator, which then owns its collectives. `(g r)` is a
-dim made of two factors; `...` stands for any further dims, which broadcast as usual; `1` is a dim of size 1; `_` in place
-of a port is a tensor on which the layout does not depend (it stays whole); `@...` is a port that is neither factor nor
-term (ids, masks, divisors): no pending sum enters there; `(+ n)` and `(, n)` are optional ports.
+`s!` must stay whole; `c^` may be split and is reduced inside the operator, which then owns its collectives. `(g r)` is
+a dim made of two factors; `...` stands for any further dims, which broadcast as usual; `1` is a dim of size 1; `_` in
+place of a port is a tensor on which the layout does not depend (it stays whole); `@...` is a port that is neither
+factor nor term (ids, masks, divisors): no pending sum enters there; `(+ n)` and `(, n)` are optional ports.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Port = tuple[RuleDim, ...]
 class Rule:
     """A rule bound to the shapes of one node.
 
-    A letter may be a concatenation: ``s`` of the parts ``s.0, s.1, …`` (what `split` opens and `cat` closes). It is cut as
-    one, every part over the same axis.
+    A letter may be a concatenation: ``s`` of the parts ``s.0, s.1, …`` (what `split` opens and `cat` closes). It is cut
+    as one, every part over the same axis.
 
     `inputs` has a port for each tensor the node reads, `outputs` for each result; a port lists its dims as products of
-    letters. `terms` says how pending sums pass: the operator is a sum of terms, each a product of the named input ports;
-    empty for an operator that is not linear. `whole` letters may not be split, `inside` letters are reduced by the
-    operator itself. `scale` holds constants a localizer needs.
+    letters. `terms` says how pending sums pass: the operator is a sum of terms, each a product of the named input
+    ports; empty for an operator that is not linear. `whole` letters may not be split, `inside` letters are reduced by
+    the operator itself.
     """
 
     inputs: tuple[Port, ...]
@@ -78,7 +78,7 @@ def dim_letters(dim: RuleDim) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class PortPattern:
-    """One port of a pattern: its dims (`...` is the ellipsis), how it joins the port before it, and if it may be absent.
+    """One port of a pattern: its dims (`...` is the ellipsis), how it joins the one before, and if it may be absent.
 
     `ignored` is `_`; `aside` is `@`: its dims count, but no pending sum enters there.
     """

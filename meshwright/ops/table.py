@@ -1,8 +1,8 @@
 """One line per operator: where a newcomer learns what may be cut.
 
-The notation is that of `ops/rule.py`. Operators whose rule depends on dims, sizes or constants among their arguments have
-a function in `ops/special/` instead, which writes the line for the shapes at hand. An operator with neither keeps
-everything whole, and says so.
+The notation is that of `ops/rule.py`. Operators whose rule depends on dims, sizes or constants among their arguments
+have a function in `ops/special/` instead, which writes the line for the shapes at hand. An operator with neither
+keeps everything whole, and says so.
 """
 
 from __future__ import annotations
@@ -32,31 +32,51 @@ LINES: dict[str, str] = {
     "aten.bilinear.default": "... i, ... j, o i j (+ o) -> ... o",
     # ---- pointwise, linear
     **_each("mul.Tensor mul.Scalar multiply.Tensor", "... (, ...) -> ..."),
-    **_each("neg.default clone.default contiguous.default alias.default detach.default real.default imag.default conj.default "
-            "lift_fresh_copy.default", "... -> ..."),
+    **_each(
+        "neg.default clone.default contiguous.default alias.default detach.default real.default "
+        "imag.default conj.default lift_fresh_copy.default",
+        "... -> ...",
+    ),
     **_each("addcmul.default", "... + ..., ... -> ..."),
     **_each("addcdiv.default", "... + ..., @... -> ..."),
     "meshwright.dropout": "... -> ...",
     # ---- pointwise
-    **_each("abs.default acos.default acosh.default asin.default atan.default ceil.default celu.default clamp.default clamp_min.default "
-            "clamp_max.default cos.default cosh.default elu.default erf.default erfc.default exp.default exp2.default expm1.default floor.default "
-            "frac.default gelu.default hardsigmoid.default hardswish.default hardtanh.default isfinite.default isinf.default isnan.default "
-            "leaky_relu.default log.default log10.default log1p.default log2.default log_sigmoid.default logical_not.default logit.default "
-            "mish.default nan_to_num.default pow.Scalar pow.Tensor_Scalar reciprocal.default relu.default relu6.default round.default "
-            "rsqrt.default selu.default sigmoid.default sign.default sgn.default silu.default sin.default sinh.default softplus.default "
-            "sqrt.default square.default tan.default tanh.default trunc.default bitwise_not.default threshold.default hardshrink.default "
-            "softshrink.default erfinv.default lgamma.default digamma.default sinc.default", "... ~> ..."),
-    **_each("eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar remainder.Scalar fmod.Scalar bitwise_and.Scalar "
-            "bitwise_or.Scalar bitwise_xor.Scalar floor_divide.Scalar bitwise_left_shift.Tensor_Scalar "
-            "bitwise_right_shift.Tensor_Scalar", "... ~> ..."),
-    **_each("eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor maximum.default minimum.default max.other min.other "
-            "pow.Tensor_Tensor atan2.default remainder.Tensor fmod.Tensor floor_divide.default bitwise_and.Tensor bitwise_or.Tensor "
-            "bitwise_xor.Tensor logical_and.default logical_or.default logical_xor.default __and__.Tensor __or__.Tensor "
-            "hypot.default logaddexp.default xlogy.Tensor copysign.Tensor bitwise_left_shift.Tensor bitwise_right_shift.Tensor "
-            "isclose.default", "... (, ...) ~> ..."),
+    **_each(
+        "abs.default acos.default acosh.default asin.default atan.default ceil.default celu.default "
+        "clamp.default clamp_min.default clamp_max.default cos.default cosh.default elu.default "
+        "erf.default erfc.default exp.default exp2.default expm1.default floor.default frac.default "
+        "gelu.default hardsigmoid.default hardswish.default hardtanh.default isfinite.default "
+        "isinf.default isnan.default leaky_relu.default log.default log10.default log1p.default "
+        "log2.default log_sigmoid.default logical_not.default logit.default mish.default "
+        "nan_to_num.default pow.Scalar pow.Tensor_Scalar reciprocal.default relu.default "
+        "relu6.default round.default rsqrt.default selu.default sigmoid.default sign.default "
+        "sgn.default silu.default sin.default sinh.default softplus.default sqrt.default "
+        "square.default tan.default tanh.default trunc.default bitwise_not.default threshold.default "
+        "hardshrink.default softshrink.default erfinv.default lgamma.default digamma.default "
+        "sinc.default",
+        "... ~> ...",
+    ),
+    **_each(
+        "eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar remainder.Scalar fmod.Scalar "
+        "bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar floor_divide.Scalar "
+        "bitwise_left_shift.Tensor_Scalar bitwise_right_shift.Tensor_Scalar",
+        "... ~> ...",
+    ),
+    **_each(
+        "eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor maximum.default minimum.default "
+        "max.other min.other pow.Tensor_Tensor atan2.default remainder.Tensor fmod.Tensor "
+        "floor_divide.default bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor "
+        "logical_and.default logical_or.default logical_xor.default __and__.Tensor __or__.Tensor "
+        "hypot.default logaddexp.default xlogy.Tensor copysign.Tensor bitwise_left_shift.Tensor "
+        "bitwise_right_shift.Tensor isclose.default",
+        "... (, ...) ~> ...",
+    ),
     **_each("clamp.Tensor", "... (, ...) (, ...) ~> ..."),
-    **_each("rand_like.default randn_like.default uniform.default exponential.default normal_functional.default bernoulli.default",
-            "... ~> ..."),
+    **_each(
+        "rand_like.default randn_like.default uniform.default exponential.default "
+        "normal_functional.default bernoulli.default",
+        "... ~> ...",
+    ),
     "meshwright.dropout_mask": "... ~> ...",
     # ---- complex numbers as pairs
     "aten.view_as_real.default": "... -> ... c!",
@@ -75,7 +95,7 @@ _USER: dict[str, str] = {}
 
 
 def register(op: str, text: str) -> None:
-    """Give an operator a rule: ``register("mylib::op", "... k, n k -> ... n")``. Raises RuleError for a line that does not parse."""
+    """Give an operator a rule: ``register("mylib::op", "... k, n k -> ... n")``. Raises RuleError for a wrong line."""
     parse_pattern(text)
     _USER[overload(op)] = text
 
@@ -132,4 +152,4 @@ def rules_of(graph: Graph) -> dict[str, Rule]:
     return {node.name: rule_of(node, graph.types) for node in graph.nodes}
 
 
-__all__ = ["LINES", "RuleError", "has_rule", "overload", "register", "rule_of", "rules_of"]
+__all__ = ["LINES", "has_rule", "overload", "register", "rule_of", "rules_of"]

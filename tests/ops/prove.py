@@ -1,4 +1,4 @@
-"""The proof of a rule: run an operator on what each simulated rank holds, put the pieces together, compare with one device.
+"""The proof of a rule: run an operator on what each simulated rank holds, rejoin the pieces, compare with one device.
 
 Forward and backward; every splittable sub-dim, pending inputs through linear operators, pending gradients through all.
 """
@@ -25,7 +25,8 @@ from meshwright.runtime.kernels import KERNELS
 from meshwright.runtime.rank import Rank
 
 NAMES = {
-    torch.float64: "f64", torch.float32: "f32", torch.int64: "i64", torch.int32: "i32", torch.bool: "b8", torch.complex128: "c128",
+    torch.float64: "f64", torch.float32: "f32", torch.int64: "i64", torch.int32: "i32", torch.bool: "b8",
+    torch.complex128: "c128",
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 CPU = torch.device("cpu")

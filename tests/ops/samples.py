@@ -1,4 +1,4 @@
-"""Calls of every operator that has a rule. Sizes are 4, 5, 6, 8: uneven on three ranks, and one rank may hold nothing."""
+"""Calls of every operator that has a rule. Sizes are 4, 5, 6, 8: uneven on three ranks, where one may hold nothing."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ add("aten.mv.default", T(f, 4, 6), T(f, 6))
 add("aten.dot.default", T(f, 6), T(f, 6))
 add("aten.outer.default", T(f, 4), T(f, 6))
 add("aten.bilinear.default", T(f, 4, 5), T(f, 4, 6), T(f, 8, 5, 6), T(f, 8))
-for left, right in (((4, 6), (6, 5)), ((6,), (6, 5)), ((4, 6), (6,)), ((6,), (6,)), ((4, 5, 6), (6, 8)), ((4, 1, 5, 6), (3, 6, 8)),
-                    ((4, 5, 6), (6,)), ((6,), (4, 6, 5)), ((5, 6), (4, 6, 8))):  # fmt: skip
+for left, right in (((4, 6), (6, 5)), ((6,), (6, 5)), ((4, 6), (6,)), ((6,), (6,)), ((4, 5, 6), (6, 8)),
+                    ((4, 1, 5, 6), (3, 6, 8)), ((4, 5, 6), (6,)), ((6,), (4, 6, 5)), ((5, 6), (4, 6, 8))):  # fmt: skip
     add("aten.matmul.default", T(f, *left), T(f, *right))
 twice("aten.mul.Tensor")
 add("aten.addmm.default", T(f, 8), T(f, 4, 6), T(f, 6, 8))
@@ -131,7 +131,8 @@ add(
 )
 for op, *rest in (("max_pool1d", [2]), ("avg_pool1d", [2]), ("adaptive_avg_pool1d", [3])):
     add(f"aten.{op}.default", T(f, 4, 5, 6), *rest)
-for op, *rest in (("max_pool2d", [2, 2]), ("max_pool2d_with_indices", [2, 2]), ("adaptive_max_pool2d", [2, 2]), ("avg_pool2d", [2, 2]),
+for op, *rest in (("max_pool2d", [2, 2]), ("max_pool2d_with_indices", [2, 2]), ("adaptive_max_pool2d", [2, 2]),
+                  ("avg_pool2d", [2, 2]),
                   ("adaptive_avg_pool2d", [3, 3]), ("_adaptive_avg_pool2d", [3, 3])):  # fmt: skip
     add(f"aten.{op}.default", T(f, 4, 5, 6, 6), *rest)
 for op, *rest in (("max_pool3d", [2, 2, 2]), ("avg_pool3d", [2, 2, 2]), ("adaptive_avg_pool3d", [2, 2, 2])):
@@ -177,9 +178,9 @@ add("aten.index_put.default", T(f, 6, 5), [T(i, 6, 4)], T(f, 5), True)
 add("aten.index_put.default", T(f, 4, 6, 5), [None, T(i, 6, 8), T(i, 5, 8)], T(f, 4, 8), True)
 
 # ---- pointwise
-BINARY = ("eq ne lt le gt ge remainder fmod floor_divide bitwise_and bitwise_or bitwise_xor logical_and logical_or logical_xor "
-          "__and__ __or__ bitwise_left_shift bitwise_right_shift maximum minimum max min pow atan2 hypot logaddexp xlogy copysign "
-          "isclose").split()  # fmt: skip
+BINARY = ("eq ne lt le gt ge remainder fmod floor_divide bitwise_and bitwise_or bitwise_xor logical_and logical_or "
+          "logical_xor __and__ __or__ bitwise_left_shift bitwise_right_shift maximum minimum max min pow atan2 hypot "
+          "logaddexp xlogy copysign isclose").split()  # fmt: skip
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "clamp": (-0.3, 0.4), "clamp_min": (0.3,), "clamp_max": (0.3,), "threshold": (0.5, 0.1), "pow.Tensor_Scalar": (3,),
 }  # fmt: skip

@@ -28,8 +28,9 @@ LOCAL: dict[str, Localizer] = {
     "aten.arange.start": shape.arange,
     "aten.arange.start_step": shape.arange,
     "aten.embedding.default": shape.embedding,
-    **{f"aten.{n}": shape.groups(6) for n in ("conv1d.default", "conv2d.default", "conv3d.default", "conv1d.padding", "conv2d.padding")},
-    **{f"aten.{n}": shape.groups(6) for n in ("conv_transpose1d.default", "conv_transpose2d.input")},
+    **{f"aten.{n}": shape.groups(6) for n in (
+        "conv1d.default", "conv2d.default", "conv3d.default", "conv1d.padding", "conv2d.padding",
+        "conv_transpose1d.default", "conv_transpose2d.input")},
     "aten.convolution.default": shape.groups(8),
     "aten.group_norm.default": shape.groups(1),
     "aten.mean.default": reduce.mean,
@@ -51,7 +52,7 @@ LOCAL: dict[str, Localizer] = {
 
 
 def localize(site: Site, ports: Ports, mesh: Mesh, at: Coordinate) -> tuple[Node, ...]:
-    """The nodes that the rank at a coordinate runs for a node; the last keeps its name, helpers end in ``_k`` and a number."""
+    """The nodes that the rank at a coordinate runs for a node; the last keeps its name, helpers end in ``_k0``, …"""
     cut = Cut(site, ports, mesh, at)
     localizer = LOCAL.get(site.node.op)
     if localizer:

@@ -98,7 +98,7 @@ def groups(at: int) -> Callable[[Cut], tuple[Node, ...]]:
 
 def embedding(cut: Cut) -> tuple[Node, ...]:
     """Rows of other ranks give zeros, so the result is pending on the axes that split the table."""
-    weight, ids, *rest = cut.node.args
+    weight, ids = cut.node.args[:2]
     if "v" not in cut.letters or not cut.axes(["v"]):
         return (cut.last(),)
     padding = int(cut.node.arg(2, "padding_idx", -1))

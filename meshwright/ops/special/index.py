@@ -105,7 +105,7 @@ def index_add(node: Node, types: Types) -> Rule:
 def _places(
     node: Node, types: Types, source: tuple[int, ...]
 ) -> tuple[list[str], list[RuleDim], list[list[RuleDim]], dict[str, int], set[str]]:
-    """For advanced indexing: names of the source's dims, dims of the indexed result, index ports, sizes, whole letters."""
+    """For advanced indexing: the source's names, the indexed result's dims, index ports, sizes, whole letters."""
     given = [a if isinstance(a, Ref) else None for a in node.args[1]]
     given += [None] * (len(source) - len(given))
     shapes = [types[a.name].shape for a in given if a is not None]

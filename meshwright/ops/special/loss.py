@@ -13,7 +13,7 @@ def classes(inside: bool) -> Special:
     """``n c^ d, @n d (, @c!) ~> `` (or ``~> n d``): cross entropy with its class dim reduced inside, or whole."""
 
     def rule(node: Node, types: Types) -> Rule:
-        x, target, *weight = shapes_in(node, types)
+        x, _, *weight = shapes_in(node, types)
         names = letters(len(x))
         at = 0 if len(x) == 1 else 1
         names[at] = "c"

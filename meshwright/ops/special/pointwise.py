@@ -1,4 +1,4 @@
-"""Pointwise operators whose linearity depends on their arguments: a constant added once a rank is counted once a rank."""
+"""Pointwise operators that are linear for some arguments: a constant added on each rank is counted once a rank."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from meshwright.graph import Node
-from meshwright.ops.rule import Rule
+from meshwright.ops.rule import Rule, bind, parse_pattern
 from meshwright.ops.special.build import (
     Special,
     Types,
@@ -88,8 +88,6 @@ def groups_of(node: Node) -> int:
 
 def _with_size(node: Node, types: Types, text: str, letter: str, size: int) -> Rule:
     """A line in which the size of one letter is an argument: solved with a port that shows it."""
-    from meshwright.ops.rule import bind, parse_pattern
-
     shown = text.replace("~>", f", @{letter} ~>") if "~>" in text else text.replace("->", f", @{letter} ->")
     shapes = tuple(t.shape for t in node.outputs)
     bound = bind(parse_pattern(shown), (*shapes_in(node, types), (size,)), shapes)
@@ -121,6 +119,10 @@ def grouped_mm(node: Node, types: Types) -> Rule:
     return line(node, types, "t! k, g! k n, @g! -> t! n")
 
 
+def _pools(arrow: str, spatial: int, names: str) -> dict[str, Special]:
+    return {f"aten.{name}": pool(arrow, spatial) for name in names.split()}
+
+
 PRODUCTS: dict[str, Special] = {
     "aten.matmul.default": matmul,
     "aten.addmm.default": addmm,
@@ -130,11 +132,12 @@ PRODUCTS: dict[str, Special] = {
     **{f"aten.{n}": convolution for n in (
         "conv1d.default", "conv2d.default", "conv3d.default", "conv1d.padding", "conv2d.padding", "convolution.default",
         "conv_transpose1d.default", "conv_transpose2d.input")},
-    **{f"aten.{n}": pool("~>", s) for n, s in (
-        ("max_pool1d.default", 1), ("max_pool2d.default", 2), ("max_pool3d.default", 3), ("max_pool2d_with_indices.default", 2),
-        ("adaptive_max_pool2d.default", 2), ("upsample_bicubic2d.vec", 2))},
-    **{f"aten.{n}": pool("->", s) for n, s in (
-        ("avg_pool1d.default", 1), ("avg_pool2d.default", 2), ("avg_pool3d.default", 3), ("adaptive_avg_pool1d.default", 1),
-        ("adaptive_avg_pool2d.default", 2), ("_adaptive_avg_pool2d.default", 2), ("adaptive_avg_pool3d.default", 3),
-        ("upsample_bilinear2d.vec", 2), ("upsample_nearest2d.vec", 2), ("upsample_nearest1d.vec", 1))},
+    **_pools("~>", 1, "max_pool1d.default"),
+    **_pools("~>", 2, "max_pool2d.default max_pool2d_with_indices.default adaptive_max_pool2d.default "
+             "upsample_bicubic2d.vec"),
+    **_pools("~>", 3, "max_pool3d.default"),
+    **_pools("->", 1, "avg_pool1d.default adaptive_avg_pool1d.default upsample_nearest1d.vec"),
+    **_pools("->", 2, "avg_pool2d.default adaptive_avg_pool2d.default _adaptive_avg_pool2d.default "
+             "upsample_bilinear2d.vec upsample_nearest2d.vec"),
+    **_pools("->", 3, "avg_pool3d.default adaptive_avg_pool3d.default"),
 }  # fmt: skip

@@ -112,9 +112,11 @@ REDUCE: dict[str, Special] = {
     **_named("var.correction std.correction var_mean.correction count_nonzero.dim_IntList", reduced(keep_at=99)),
     **_named("linalg_vector_norm.default norm.ScalarOpt_dim", reduced(2, 3)),
     **_named("kthvalue.default", reduced(2, 3)),
-    **_named("max.default min.default any.default all.default prod.default median.default norm.Scalar count_nonzero.default", all_reduced),
+    **_named("max.default min.default any.default all.default prod.default median.default norm.Scalar "
+             "count_nonzero.default", all_reduced),
     **_named("softmax.int _softmax.default log_softmax.int _log_softmax.default", along("~>")),
-    **_named("cumprod.default logcumsumexp.default cummax.default cummin.default sort.default argsort.default", along("~>")),
+    **_named("cumprod.default logcumsumexp.default cummax.default cummin.default sort.default "
+             "argsort.default", along("~>")),
     **_named("cumsum.default flip.default", along("->")),
     **_named("sort.stable argsort.stable", along("~>", 2)),
     **_named("topk.default", resized("~>", 2)),

@@ -1,6 +1,7 @@
-"""Our own operators: what must talk to other ranks, or count by global places. Called as ``kernel(rank, *args, **kwargs)``.
+"""Our own operators: what must talk to other ranks, or count by global places.
 
-They take plain tensors and literals and are differentiable by autograd. Those that talk own their backward; the rank
+Called as ``kernel(rank, *args, **kwargs)``, they
+take plain tensors and literals and are differentiable by autograd. Those that talk own their backward; the rank
 travels in `ctx`.
 """
 

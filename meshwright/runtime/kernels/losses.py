@@ -1,4 +1,4 @@
-"""Cross entropy whose classes are cut over ranks, and the counts of losses whose examples are. n examples, c classes."""
+"""Cross entropy whose classes are cut, and the counts of losses whose examples are. n examples, c classes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Randomness that ranks agree on: by seed slot, step, micro-batch and place, never by a shared generator.
 
-Not exact (the fast way): a generator seeded by all of these and by the coordinates on the axes that *split* the value, so
-whole values agree across ranks, split ones differ, and recompute replays. Exact: a counter hash (splitmix64, Steele,
-Lea and Flood, OOPSLA 2014) of the *global* element index, so that any cut gives one device's numbers.
+Not exact (the fast way): a generator seeded by all of these and by the coordinates on the axes that *split* the
+value, so whole values agree across ranks, split ones differ, and recompute replays. Exact: a counter hash (splitmix64,
+Steele, Lea and Flood, OOPSLA 2014) of the *global* element index, so that any cut gives one device's numbers.
 """
 
 from __future__ import annotations

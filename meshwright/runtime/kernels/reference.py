@@ -1,4 +1,4 @@
-"""A plain eager model with our exact dropout masks, so that a parallel run can be compared with it to the last bit or so."""
+"""A plain eager model with our exact dropout masks, so that a parallel run can be compared with it."""
 
 from __future__ import annotations
 

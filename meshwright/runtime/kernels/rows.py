@@ -158,7 +158,7 @@ def batch_norm_fixed(
     eps: float,
     results: int,
 ) -> Any:
-    """Batch norm in evaluation, for a rank whose part of the batch is empty; the first `results` as torch gives them."""
+    """Batch norm in evaluation for a rank with an empty part of the batch; the first `results` as torch gives them."""
     shape = [1, -1, *[1] * (x.dim() - 2)]
     result = (x - mean_c.view(shape)) * torch.rsqrt(var_c + eps).view(shape)
     result = result if weight_c is None else result * weight_c.view(shape)

@@ -1,0 +1,103 @@
+"""Randomness: exact masks do not depend on the cut, fast ones agree where values are whole, eager can be given ours."""
+
+import pytest
+import torch
+
+from meshwright.layout import parse_layout
+from meshwright.mesh import Mesh
+from meshwright.runtime.communicator import Alone, SimulatedWorld
+from meshwright.runtime.kernels import KERNELS, exact_dropout_mask, kernel, reference_dropout
+from meshwright.runtime.kernels.random import uniform_at
+from meshwright.runtime.rank import Rank
+from tests.ops.prove import assemble, scatter
+
+CPU = torch.device("cpu")
+MESH = Mesh.of(a=2, b=3)
+
+
+def dropped(layout_text, exact, step=0, micro_batch=0, slot=0):
+    """What every rank of the mesh makes of ones."""
+    layout = parse_layout(layout_text)
+    pieces = scatter(torch.ones(layout.shape, dtype=torch.float64), layout, MESH, 0)
+
+    def body(simulated):
+        rank = Rank(simulated, CPU, seed=5, exact=exact, step=step, micro_batch=micro_batch)
+        return KERNELS["meshwright.dropout"](rank, pieces[rank.comm.rank], 0.5, slot, layout_text)
+
+    return SimulatedWorld(MESH).run(body)
+
+
+@pytest.mark.parametrize(
+    "text", ["[12, 10]", "[12/a, 10]", "[(4 3/b), 10/a]", "[12, (2/a 5/b)]", "[12/a.b, 10]"]
+)
+def test_an_exact_mask_does_not_depend_on_the_cut(text):
+    got = assemble(dropped(text, exact=True), parse_layout(text), MESH)
+    assert torch.equal(got, exact_dropout_mask((12, 10), 0.5, seed=5, slot=0) * 2.0)
+
+
+def test_a_fast_mask_agrees_where_the_value_is_whole_and_differs_where_it_is_split():
+    pieces = dropped("[12/a, 10]", exact=False)
+    by_half = [[p for r, p in enumerate(pieces) if MESH.coordinate(r)["a"] == half] for half in (0, 1)]
+    for half in by_half:
+        assert all(torch.equal(p, half[0]) for p in half)
+    assert not torch.equal(by_half[0][0], by_half[1][0])
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_masks_differ_by_step_micro_batch_and_slot_and_repeat_on_recompute(exact):
+    masks = [dropped("[12, 10]", exact, **kw)[0] for kw in ({}, {"step": 1}, {"micro_batch": 1}, {"slot": 1})]
+    assert torch.equal(masks[0], dropped("[12, 10]", exact)[0])
+    for i in range(4):
+        for j in range(i):
+            assert not torch.equal(masks[i], masks[j])
+
+
+def test_the_hash_is_uniform():
+    u = uniform_at(torch.arange(200_000), key=17)
+    assert u.min() >= 0
+    assert u.max() < 1
+    # Five standard deviations of a mean and of a correlation with the next element.
+    assert abs(u.mean() - 0.5) < 5 * (1 / 12 / 200_000) ** 0.5
+    centred = u - 0.5
+    assert abs((centred[1:] * centred[:-1]).mean() * 12) < 5 / 200_000**0.5
+    counts = torch.histc(u, 16, 0, 1)
+    assert (counts - 12_500).abs().max() < 5 * (12_500 * 15 / 16) ** 0.5
+
+
+class Tiny(torch.nn.Module):
+    """Dropout in a module, in a function, and in attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.idle = torch.nn.Dropout(0.3), torch.nn.Dropout(0.0)
+
+    def forward(self, x):
+        """All kinds once; the idle one takes no slot."""
+        x = self.idle(self.first(x))
+        x = torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.2, is_causal=True)
+        return torch.nn.functional.dropout(x, 0.4)
+
+
+def test_an_eager_model_draws_our_masks_in_the_order_of_execution():
+    torch.manual_seed(0)
+    x, model = torch.randn(2, 3, 5, 8, dtype=torch.float64), Tiny()
+    with reference_dropout(seed=9, step=2) as mode:
+        got = model(x)
+    assert mode.slot == 3
+    rank = Rank(Alone(Mesh.of()), CPU, seed=9, exact=True, step=2)
+    y = kernel("meshwright.dropout")(rank, x, 0.3, 0, "[2, 3, 5, 8]")
+    y = kernel("meshwright.attention_dropout")(rank, y, y, y, None, 0.2, True, 1, "[2, 3, 5, 5]")
+    y = kernel("meshwright.dropout")(rank, y, 0.4, 2, "[2, 3, 5, 8]")
+    torch.testing.assert_close(got, y, rtol=1e-14, atol=1e-14)
+
+
+def test_evaluation_takes_no_slot():
+    with reference_dropout() as mode:
+        Tiny().eval().first(torch.ones(3))
+    assert mode.slot == 0
+
+
+def test_an_unknown_kernel_is_named():
+    with pytest.raises(ValueError, match=r"there is no kernel 'meshwright\.dropot'") as caught:
+        kernel("meshwright.dropot")
+    assert "meshwright.dropout" in str(caught.value)
