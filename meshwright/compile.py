@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from meshwright.errors import MeshError
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition, partition
 from meshwright.plan import Plan
+from meshwright.report.plan_table import plan_text
 from meshwright.search.modes import make_plan
 from meshwright.search.pins import mesh_of_pins, renumber
 
@@ -54,10 +56,22 @@ def plan(
 
 
 def plan_captured(captured: Captured, mesh: MeshLike, mode: str, pins: Pins | None) -> Plan:
-    """The plan of a captured program."""
+    """The plan of a captured program. It keeps the capture, so that it can explain itself and take more pins."""
     chosen = mesh_from(mesh, captured)
     made = make_plan(captured.graph, chosen, mode, pins)
-    return made.with_notes(*captured.notes)
+    return replace(made.with_notes(*captured.notes), origin=_Origin(captured))
+
+
+@dataclass(frozen=True)
+class _Origin:
+    captured: Captured
+
+    def explain(self, plan: Plan) -> str:
+        parts = lower(self.captured, plan)
+        return "\n".join([plan_text(parts), *(f"note: {note}" for note in plan.notes)])
+
+    def pinned(self, plan: Plan, pins: Pins) -> Plan:
+        return plan_captured(self.captured, plan.mesh, plan.mode, pins)
 
 
 def lower(captured: Captured, plan: Plan) -> Partition:

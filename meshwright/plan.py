@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from meshwright.errors import PlanError
 from meshwright.graph import Graph
@@ -22,12 +22,24 @@ from meshwright.ops.strategy import Strategy
 VERSION = 1
 
 
+class Origin(Protocol):
+    """Where a plan came from: the captured model, kept so that the plan can explain itself and be made again."""
+
+    def explain(self, plan: Plan) -> str:
+        """The plan for a reader."""
+        ...
+
+    def pinned(self, plan: Plan, pins: Mapping[str, Mapping[str, Any]]) -> Plan:
+        """The plan made again with more pins."""
+        ...
+
+
 @dataclass(frozen=True)
 class Plan:
     """`strategies`: node → strategy. `inputs`: input → layout in which it enters the program (parameters: their use layout).
 
-    `reasons` says for each node why its strategy was chosen; `notes` are remarks for the user (what stayed whole and
-    what that costs, what is inexact).
+    `reasons` says for each node why its strategy was chosen, `about` its operator and module; `notes` are remarks for the
+    user (what stayed whole and what that costs, what is inexact); `pins` what the user asked for.
     """
 
     mesh: Mesh
@@ -37,6 +49,37 @@ class Plan:
     inputs: Mapping[str, TensorLayout]
     reasons: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    about: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    pins: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    origin: Origin | None = field(default=None, compare=False, repr=False)
+
+    def explain(self) -> str:
+        """The plan for a reader: how operators and parameters are cut, what is sent, and why.
+
+        A plan that was loaded from a file no longer has its model and lists its strategies alone.
+        """
+        if self.origin is not None:
+            return self.origin.explain(self)
+        lines = [f"plan ({self.mode}) on {self.mesh}"]
+        for name, strategy in self.strategies.items():
+            op, module = self.about.get(name, ("", ""))
+            why = self.reasons.get(name, "")
+            lines.append(f"  {module or '%' + name:40} {op:44} {strategy}" + (f"  ({why})" if why else ""))
+        return "\n".join([*lines, *(f"note: {n}" for n in self.notes)])
+
+    def pin(self, pattern: str, **cuts: Any) -> Plan:
+        """The plan made again with one more wish: ``plan.pin("blocks.*.up", n="tp")``.
+
+        `pattern` matches module names (or ``%name``, one node), `cuts` give factors their axes. Raises StrategyError, and
+        PlanError for a plan that was loaded from a file.
+        """
+        if self.origin is None:
+            raise PlanError(
+                "a plan from a file cannot be made again",
+                why="it does not hold the model",
+                hint="mw.plan(model, batch, pins={pattern: {factor: axis}}, …)",
+            )
+        return self.origin.pinned(self, {**self.pins, pattern: {**self.pins.get(pattern, {}), **cuts}})
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON (UTF-8, one node a line)."""
@@ -59,14 +102,14 @@ class Plan:
             "order": list(self.mesh.order) if self.mesh.order != tuple(range(self.mesh.size)) else [],
         }
         nodes = ",\n".join(
-            f"    {json.dumps(name)}: {json.dumps(_strategy_data(s, self.reasons.get(name, '')))}"
+            f"    {json.dumps(name)}: {json.dumps(_strategy_data(s, self.reasons.get(name, ''), self.about.get(name)))}"
             for name, s in self.strategies.items()
         )
         inputs = ",\n".join(f"    {json.dumps(k)}: {json.dumps(str(v))}" for k, v in self.inputs.items())
         return (
             f'{{\n  "meshwright plan": {VERSION},\n  "mode": {json.dumps(self.mode)},\n'
             f'  "graph": {json.dumps(self.fingerprint)},\n  "mesh": {json.dumps(mesh)},\n'
-            f'  "notes": {json.dumps(list(self.notes))},\n'
+            f'  "notes": {json.dumps(list(self.notes))},\n  "pins": {json.dumps(self.pins)},\n'
             f'  "inputs": {{\n{inputs}\n  }},\n  "nodes": {{\n{nodes}\n  }}\n}}\n'
         )
 
@@ -89,7 +132,9 @@ class Plan:
             strategies = {name: _parse_strategy(entry) for name, entry in data["nodes"].items()}
             inputs = {name: parse_layout(entry) for name, entry in data["inputs"].items()}
             reasons = {name: entry["why"] for name, entry in data["nodes"].items() if "why" in entry}
-            return Plan(mesh, data["mode"], data["graph"], strategies, inputs, reasons, tuple(data["notes"]))
+            about = {name: (entry["op"], entry.get("module", "")) for name, entry in data["nodes"].items() if "op" in entry}
+            notes = tuple(data["notes"])
+            return Plan(mesh, data["mode"], data["graph"], strategies, inputs, reasons, notes, about, data["pins"])
         except PlanError:
             raise
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
@@ -132,8 +177,12 @@ def fingerprint(graph: Graph) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _strategy_data(strategy: Strategy, why: str) -> dict[str, Any]:
+def _strategy_data(strategy: Strategy, why: str, about: tuple[str, str] | None) -> dict[str, Any]:
     data: dict[str, Any] = {}
+    if about is not None:
+        data["op"] = about[0]
+    if about is not None and about[1]:
+        data["module"] = about[1]
     if strategy.cuts:
         data["cuts"] = {letter: str(TensorLayout((dim,)))[1:-1] for letter, dim in strategy.cuts}
     if strategy.through:

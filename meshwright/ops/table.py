@@ -40,6 +40,7 @@ LINES: dict[str, str] = {
     **_each("addcmul.default", "... + ..., ... -> ..."),
     **_each("addcdiv.default", "... + ..., @... -> ..."),
     "meshwright.dropout": "... -> ...",
+    "meshwright.pin.default": "... -> ...",  # the mark of an annotation; the program leaves it out
     # ---- pointwise
     **_each(
         "abs.default acos.default acosh.default asin.default atan.default ceil.default celu.default "

@@ -278,6 +278,9 @@ class _Pending:
         return self.result
 
 
+# torch 2.13 renamed the two collectives on flat tensors; the old names remain for older releases.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -343,7 +346,7 @@ class ProcessGroups:
         """See `Communicator`."""
         flat, members = x_n.detach().contiguous(), self.mesh.count(axes)
         result = flat.new_empty(members * flat.numel())
-        dist.all_gather_into_tensor(result, flat, group=self._group(axes))
+        _all_gather_flat(result, flat, group=self._group(axes))
         order = self._order(axes)
         stacked = result.view(members, -1)
         return stacked if order is None else stacked[order]
@@ -354,7 +357,7 @@ class ProcessGroups:
         if order is not None:
             rows = torch.empty_like(rows).index_copy_(0, torch.tensor(order, device=rows.device), rows)
         result = rows.new_empty(rows.shape[1])
-        dist.reduce_scatter_tensor(result, rows.reshape(-1), group=self._group(axes))
+        _reduce_scatter_flat(result, rows.reshape(-1), group=self._group(axes))
         return result
 
     def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]) -> torch.Tensor:

@@ -62,7 +62,16 @@ def make_plan(graph: Graph, mesh: Mesh, mode: str, pins: Mapping[str, Mapping[st
             seeded = {n for axis in pinned_axes for n, s in seeds[axis].items() if s != WHOLE}
             reasons |= {n.name: "annotated" if n.name in seeded else "propagated" for n in graph.nodes}
     pass_gradients_back(scene, assignment)
-    plan = Plan(mesh, mode, fingerprint(graph), assignment, input_layouts(graph, scene.factors, mesh, assignment), reasons)
+    plan = Plan(
+        mesh,
+        mode,
+        fingerprint(graph),
+        assignment,
+        input_layouts(graph, scene.factors, mesh, assignment),
+        reasons,
+        about={n.name: (n.op, n.module) for n in graph.nodes},
+        pins=dict(pins or {}),
+    )
     check_layouts(graph, scene.factors, plan)
     return plan.with_notes(*_unknown(graph))
 
