@@ -74,6 +74,7 @@ LINES: dict[str, str] = {
     ),
     **_each("clamp.Tensor", "... (, ...) (, ...) ~> ..."),
     **_each(
+        "randint_like.default randint_like.low_dtype log_normal.default geometric.default cauchy.default bernoulli.p "
         "rand_like.default randn_like.default uniform.default exponential.default "
         "normal_functional.default bernoulli.default",
         "... ~> ...",

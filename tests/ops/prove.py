@@ -79,7 +79,7 @@ def type_of(tensor: torch.Tensor) -> TensorType:
     return TensorType(NAMES[tensor.dtype], tuple(tensor.shape))
 
 
-SHAPES = {"meshwright.dropout": lambda x, *_: x.shape, "meshwright.dropout_mask": lambda x: x.shape}
+PIN = "meshwright.pin.default"  # a mark without a kernel: programs leave it out
 
 
 def plain(node: Node, kinds: dict[str, TensorType], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -90,7 +90,7 @@ def plain(node: Node, kinds: dict[str, TensorType], tensors: Sequence[torch.Tens
         return run([node], values, None)
     if node.outputs:
         shapes = [t.shape for t in node.outputs]
-    elif node.op in SHAPES:
+    elif node.op.startswith("meshwright."):
         shapes = [tensors[0].shape]
     else:
         shapes = [
@@ -135,7 +135,9 @@ def run(nodes: Sequence[Node], values: dict[str, torch.Tensor], rank: Rank | Non
     results: list[torch.Tensor] = []
     for node in nodes:
         args, kwargs = [argument(a) for a in node.args], {k: argument(v) for k, v in node.kwargs}
-        if node.op in KERNELS:
+        if node.op == PIN:
+            found = args[0]
+        elif node.op in KERNELS:
             assert rank is not None
             found = KERNELS[node.op](rank, *args, **kwargs)
         else:

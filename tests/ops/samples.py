@@ -184,6 +184,10 @@ BINARY = ("eq ne lt le gt ge remainder fmod floor_divide bitwise_and bitwise_or 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "clamp": (-0.3, 0.4), "clamp_min": (0.3,), "clamp_max": (0.3,), "threshold": (0.5, 0.1), "pow.Tensor_Scalar": (3,),
 }  # fmt: skip
+RANDOM: dict[str, tuple[Any, ...]] = {
+    "rand_like": (), "randn_like": (), "uniform": (), "exponential": (), "normal_functional": (), "bernoulli": (),
+    "log_normal": (), "geometric": (0.3,), "cauchy": (), "randint_like": (9,),
+}  # fmt: skip
 for name, text in LINES.items():
     stem, overload = name.removeprefix("aten.").split(".")[:2] if name.startswith("aten.") else (name, "")
     integers = stem.startswith("bitwise") or stem in ("__and__", "__or__")
@@ -198,10 +202,12 @@ for name, text in LINES.items():
         args = ARGUMENTS.get(f"{stem}.{overload}", ARGUMENTS.get(stem, ()))
         if stem == "acosh":
             add(name, lambda: (torch.rand(4, 6, dtype=F64) + 1.5).requires_grad_())
-        elif stem in ("rand_like", "randn_like", "uniform", "exponential", "normal_functional", "bernoulli"):
-            add(name, T(p, 4, 6), seed=3)
+        elif stem in RANDOM:
+            add(name, T(p, 4, 6), *RANDOM[stem], seed=3)
         else:
             add(name, T(i, 6, 4, 6) if integers else T(p, 4, 6), *args)
+add("aten.bernoulli.p", T(p, 4, 6), 0.3, seed=3)
+add("aten.randint_like.low_dtype", T(p, 4, 6), 2, 9, seed=3)
 add("aten.pow.Scalar", 2.0, T(f, 4, 6))
 add("aten.maximum.default", T(f, 4, 5, 6), T(f, 5, 1))
 add("aten.clamp.Tensor", T(f, 4, 6), T(lambda *s: f(*s).detach() - 1, 6))
@@ -260,6 +266,7 @@ add("aten.prelu.default", T(f, 4, 6, 5), T(f, 6))
 add("aten.prelu.default", T(f, 4, 6), T(f, 1))
 add("meshwright.dropout", T(f, 4, 6), 0.4, 2)
 add("meshwright.dropout_mask", T(f, 4, 6))
+add("meshwright.pin.default", T(f, 4, 6))
 
 # ---- dims with places
 add("aten.tril.default", T(f, 4, 5, 6), 1)

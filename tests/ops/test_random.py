@@ -1,15 +1,20 @@
 """Randomness: exact masks do not depend on the cut, fast ones agree where values are whole, eager can be given ours."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from meshwright.errors import RuleError
 from meshwright.layout import parse_layout
 from meshwright.mesh import Mesh
+from meshwright.ops.local import localize
+from meshwright.ops.strategy import WHOLE, layouts
 from meshwright.runtime.communicator import Alone, SimulatedWorld
 from meshwright.runtime.kernels import KERNELS, exact_dropout_mask, kernel, reference_dropout
 from meshwright.runtime.kernels.random import uniform_at
 from meshwright.runtime.rank import Rank
-from tests.ops.prove import assemble, scatter
+from tests.ops.prove import assemble, sample, scatter
 
 CPU = torch.device("cpu")
 MESH = Mesh.of(a=2, b=3)
@@ -101,3 +106,34 @@ def test_an_unknown_kernel_is_named():
     with pytest.raises(ValueError, match=r"there is no kernel 'meshwright\.dropot'") as caught:
         kernel("meshwright.dropot")
     assert "meshwright.dropout" in str(caught.value)
+
+
+def test_a_distribution_that_ranks_cannot_agree_on_is_refused():
+    case = sample("aten.poisson.default", torch.ones(4, 6, dtype=torch.float64))
+    node = replace(case.node, kwargs=(("seed", 1),))
+    site = replace(case.site, node=node)
+    with pytest.raises(
+        RuleError, match=r"aten\.poisson\.default draws numbers that ranks could not agree on"
+    ):
+        localize(site, layouts(site, WHOLE), Mesh.of(), {})
+
+
+DRAWS = {
+    ("uniform", (2.0, 6.0)): (4.0, (16 / 12) ** 0.5),
+    ("normal", (1.0, 2.0)): (1.0, 2.0),
+    ("exponential", (2.0,)): (0.5, 0.5),
+    ("geometric", (0.25,)): (4.0, 12**0.5),
+    ("log normal", (0.0, 0.5)): (1.1331, 0.6039),
+    ("integer", (0.0, 10.0)): (4.5, 8.25**0.5),
+}
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(("kind", "numbers"), DRAWS)
+def test_distributions_have_their_mean_and_deviation(kind, numbers, exact):
+    rank = Rank(Alone(Mesh.of()), CPU, seed=3, exact=exact)
+    count = 100_000
+    drawn = kernel("meshwright.random")(rank, kind, numbers, 0, f"[{count}]", dtype=torch.float64, device=CPU)
+    mean, deviation = DRAWS[kind, numbers]
+    assert abs(drawn.mean() - mean) < 5 * deviation / count**0.5
+    assert abs(drawn.std() / deviation - 1) < 0.03

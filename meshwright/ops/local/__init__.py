@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from meshwright.errors import RuleError
 from meshwright.graph import Node
 from meshwright.layout import Coordinate
 from meshwright.mesh import Mesh
@@ -47,16 +48,27 @@ LOCAL: dict[str, Localizer] = {
     "aten.scaled_dot_product_attention.default": attention.attention,
     "meshwright.dropout": random.dropout,
     "aten.bernoulli.default": random.bernoulli,
+    "aten.bernoulli.p": random.bernoulli,
     **dict.fromkeys(random.KINDS, random.random),
 }  # fmt: skip
 
 
 def localize(site: Site, ports: Ports, mesh: Mesh, at: Coordinate) -> tuple[Node, ...]:
-    """The nodes that the rank at a coordinate runs for a node; the last keeps its name, helpers end in ``_k0``, …"""
+    """The nodes that the rank at a coordinate runs for a node; the last keeps its name, helpers end in ``_k0``, …
+
+    Raises RuleError for a random operator that our kernels cannot draw.
+    """
     cut = Cut(site, ports, mesh, at)
     localizer = LOCAL.get(site.node.op)
     if localizer:
         return localizer(cut)
+    if site.node.kwarg("seed") is not None:
+        raise RuleError(
+            f"{site.node.op} draws numbers that ranks could not agree on",
+            where=site.node.where,
+            hint="known: "
+            + ", ".join(sorted(k for k, v in LOCAL.items() if v in (random.random, random.bernoulli))),
+        )
     # Few operators take a tensor without elements on every device; their results would have none either.
     empty = bool(site.node.uses) and all(0 in t.shape for t in cut.outputs)
     return (cut.nothing() if empty else cut.last(),)

@@ -14,7 +14,7 @@ def dropout(cut: Cut) -> tuple[Node, ...]:
     return (cut.last(args=(x, p, slot, text(cut.ports.outputs[0]))),)
 
 
-# operator → (kind of distribution, positions and defaults of its two numbers, position of a tensor of probabilities)
+# operator → (kind of distribution, positions and defaults of its numbers; -1: always the default)
 KINDS: dict[str, tuple[str, tuple[tuple[int, float], ...]]] = {
     "aten.rand.default": ("uniform", ()),
     "aten.rand_like.default": ("uniform", ()),
@@ -25,6 +25,11 @@ KINDS: dict[str, tuple[str, tuple[tuple[int, float], ...]]] = {
     "aten.exponential.default": ("exponential", ((1, 1.0),)),
     "aten.randint.default": ("integer", ((-1, 0.0), (0, 1.0))),
     "aten.randint.low": ("integer", ((0, 0.0), (1, 1.0))),
+    "aten.randint_like.default": ("integer", ((-1, 0.0), (1, 1.0))),
+    "aten.randint_like.low_dtype": ("integer", ((1, 0.0), (2, 1.0))),
+    "aten.log_normal.default": ("log normal", ((1, 1.0), (2, 2.0))),
+    "aten.geometric.default": ("geometric", ((1, 0.5),)),
+    "aten.cauchy.default": ("cauchy", ((1, 0.0), (2, 1.0))),
     "aten.randperm.default": ("permutation", ()),
 }
 
@@ -44,6 +49,7 @@ def random(cut: Cut) -> tuple[Node, ...]:
 def bernoulli(cut: Cut) -> tuple[Node, ...]:
     """One where a uniform number lies below the probability."""
     node = cut.node
-    p = node.arg(1, "p") if len(node.args) > 1 else None
-    args = (node.args[0], p, int(node.kwarg("seed", 0)), text(cut.ports.outputs[0]))
+    x, *rest = node.args
+    p = rest[0] if rest else node.kwarg("p")
+    args = (x, p, int(node.kwarg("seed", 0)), text(cut.ports.outputs[0]))
     return (cut.last("meshwright.bernoulli", args, {}),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from meshwright.graph import Node, Ref, TensorType
 from meshwright.layout import dim_size
@@ -67,7 +68,8 @@ def _summed(cut: Cut) -> Node:
 def classes(cut: Cut) -> tuple[Node, ...]:
     """Cross entropy: classes cut → a kernel that talks; examples cut → terms over the global count."""
     node = cut.node
-    x, target, weight, reduction, ignore = (*node.args, *(None, None, None, MEAN, -100)[len(node.args) :])[:5]
+    defaults: tuple[Any, ...] = (None, None, None, MEAN, -100)
+    x, target, weight, reduction, ignore = (*node.args, *defaults[len(node.args) :])[:5]
     smoothing = float(node.arg(5, "label_smoothing", 0.0)) if "cross_entropy" in node.op else 0.0
     tokens = [n for n in _reduced(cut) if n != "c"] if reduction != NONE else []
     apart = cut.axes(tokens) if reduction == MEAN else ()

@@ -146,6 +146,13 @@ def random(
             return (
                 mean + deviation * math.sqrt(2.0) * torch.erfinv((2 * u - 1).clamp_min(-1 + 2.0**-53))
             ).to(dtype)
+        case "log normal", (mean, deviation):
+            normal = torch.erfinv((2 * u - 1).clamp_min(-1 + 2.0**-53)) * math.sqrt(2.0)
+            return torch.exp(mean + deviation * normal).to(dtype)
+        case "geometric", (p,):
+            return (torch.floor(torch.log1p(-u) / math.log1p(-p)) + 1).to(dtype)
+        case "cauchy", (median, scale):
+            return (median + scale * torch.tan(math.pi * (u - 0.5))).to(dtype)
         case "exponential", (rate,):
             return (-torch.log1p(-u) / rate).to(dtype)
         case "integer", (low, high):
