@@ -2,8 +2,9 @@
 
     python bench/collectives.py [--ranks 2 4] [--repeats 15]
 
-The fit is the model of `meshwright.redistribute.prices`: seconds = rounds · latency + bytes sent / bytes per second, least squares on
-relative errors over all sizes and rank counts together. Medians over repeats of the slowest rank.
+The fit is the model of `meshwright.redistribute.prices`: seconds = rounds · latency + bytes sent / bytes per second,
+least squares on logarithms (soft-L1, since a shared machine has outliers) over all sizes and rank counts together.
+Medians over repeats of the slowest rank.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 
@@ -20,11 +22,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
+from scipy.optimize import least_squares
 
 from meshwright.redistribute.prices import rounds
 from meshwright.redistribute.steps import wire_elements
 
 SIZES = [1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 24]  # bytes of the larger tensor of a rank
+reduce_scatter = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)  # renamed in torch 2.13
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send")
 
 
@@ -35,9 +42,9 @@ def operation(kind: str, rank: int, ranks: int, count: int) -> Callable[[], obje
         case "all_reduce":
             return lambda: dist.all_reduce(full)
         case "reduce_scatter":
-            return lambda: dist.reduce_scatter_tensor(part, full)
+            return lambda: reduce_scatter(part, full)
         case "all_gather":
-            return lambda: dist.all_gather_into_tensor(full, part)
+            return lambda: all_gather(full, part)
         case "all_to_all":
             out = torch.empty_like(full)
             return lambda: dist.all_to_all_single(out, full)
@@ -90,14 +97,16 @@ def sent_bytes(kind: str, ranks: int, size: int) -> float:
 
 
 def fit(kind: str, measured: dict[tuple[int, int], float]) -> tuple[float, float]:
-    """(latency seconds per round, bytes per second), least squares on relative errors."""
-    rows, ones = [], []
-    for (ranks, size), seconds in measured.items():
-        turns = 1 if kind == "send" else rounds(kind, ranks)
-        rows.append([turns / seconds, sent_bytes(kind, ranks, size) / seconds])
-        ones.append(1.0)
-    latency, inverse = np.linalg.lstsq(np.array(rows), np.array(ones), rcond=None)[0]
-    return float(latency), 1 / float(inverse)
+    """(latency seconds per round, bytes per second)."""
+    turns = np.array([1 if kind == "send" else rounds(kind, ranks) for ranks, _ in measured])
+    sent = np.array([sent_bytes(kind, ranks, size) for ranks, size in measured])
+    seconds = np.log(list(measured.values()))
+
+    def miss(guess: np.ndarray) -> np.ndarray:
+        return np.log(turns * np.exp(guess[0]) + sent / np.exp(guess[1])) - seconds
+
+    latency, rate = np.exp(least_squares(miss, np.log([1e-4, 1e9]), loss="soft_l1").x)
+    return float(latency), float(rate)
 
 
 def main() -> None:
@@ -105,13 +114,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
-    import tempfile
 
     manager = mp.Manager()
     results = manager.dict()
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory() as folder:
-            arguments = (ranks, os.path.join(folder, "store"), options.repeats, results)  # noqa: PTH118
+            arguments = (ranks, f"{folder}/store", options.repeats, results)
             mp.spawn(measure, args=arguments, nprocs=ranks)
     found = dict(results)
     table = Table(title=f"gloo, median ms, {os.cpu_count()} cores")

@@ -50,7 +50,7 @@ Dim = tuple[Item, ...]  # the product of its items; () is a dim of size 1
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """The layout of one value. `pending`: axes on which each rank holds one term of a sum. `grad`: the same for its gradient.
+    """The layout of one value. `pending`: axes on which each rank holds one term of a sum. `grad`: so for its gradient.
 
     The value is whole (equal on all ranks) on every axis that is neither in `dims` nor in `pending`. Pending axes are
     kept sorted, so equal layouts compare equal.
@@ -135,7 +135,8 @@ def leaves(dim: Dim) -> Iterator[SubDim]:
 def map_leaves(dim: Dim, change: Callable[[SubDim], SubDim]) -> Dim:
     """A dim with each sub-dim replaced."""
     return tuple(
-        change(i) if isinstance(i, SubDim) else Cat(tuple(map_leaves(p, change) for p in i.parts)) for i in dim
+        change(i) if isinstance(i, SubDim) else Cat(tuple(map_leaves(p, change) for p in i.parts))
+        for i in dim
     )
 
 
@@ -148,8 +149,12 @@ def without_axes(dim: Dim, axes: Iterable[str]) -> Dim:
 def only_axes(layout: TensorLayout, axes: Iterable[str]) -> TensorLayout:
     """The layout seen on some axes alone, whole on the others."""
     kept = set(axes)
-    dims = tuple(map_leaves(d, lambda s: SubDim(s.size, tuple(a for a in s.axes if a in kept))) for d in layout.dims)
-    return TensorLayout(dims, tuple(a for a in layout.pending if a in kept), tuple(a for a in layout.grad if a in kept))
+    dims = tuple(
+        map_leaves(d, lambda s: SubDim(s.size, tuple(a for a in s.axes if a in kept))) for d in layout.dims
+    )
+    return TensorLayout(
+        dims, tuple(a for a in layout.pending if a in kept), tuple(a for a in layout.grad if a in kept)
+    )
 
 
 def block(size: int, axes: Iterable[str], mesh: Mesh, at: Coordinate) -> tuple[int, int]:
@@ -165,7 +170,9 @@ def block(size: int, axes: Iterable[str], mesh: Mesh, at: Coordinate) -> tuple[i
 def local_size(dim: Dim, mesh: Mesh, at: Coordinate) -> int:
     """The number of elements along a dim that the rank at a coordinate holds."""
     return math.prod(
-        block(i.size, i.axes, mesh, at)[1] if isinstance(i, SubDim) else sum(local_size(p, mesh, at) for p in i.parts)
+        block(i.size, i.axes, mesh, at)[1]
+        if isinstance(i, SubDim)
+        else sum(local_size(p, mesh, at) for p in i.parts)
         for i in dim
     )
 
@@ -179,7 +186,9 @@ def local_indices(dim: Dim, mesh: Mesh, at: Coordinate) -> np.ndarray:
             inner, size = np.arange(start, start + length), item.size
         else:
             starts = np.cumsum([0] + [dim_size(p) for p in item.parts])
-            inner = np.concatenate([s + local_indices(p, mesh, at) for s, p in zip(starts, item.parts, strict=False)])
+            inner = np.concatenate(
+                [s + local_indices(p, mesh, at) for s, p in zip(starts, item.parts, strict=False)]
+            )
             size = int(starts[-1])
         result = (result[:, None] * size + inner[None, :]).reshape(-1)
     return result
@@ -188,7 +197,8 @@ def local_indices(dim: Dim, mesh: Mesh, at: Coordinate) -> np.ndarray:
 def normalize_dim(dim: Dim, mesh: Mesh) -> Dim:
     """The shortest way to write the same blocks: drops sub-dims of size 1, joins what is cut as one.
 
-    ``(4/tp 8)`` becomes ``32/tp`` where tp divides 4; ``{8 | 8}`` becomes ``16``; ``{8/tp | 8/tp}`` becomes ``(2 8/tp)``.
+    ``(4/tp 8)`` becomes ``32/tp`` where tp divides 4, ``(2/a 8/b)`` becomes ``16/a.b`` where a is 2;
+    ``{8 | 8}`` becomes ``16``; ``{8/tp | 8/tp}`` becomes ``(2 8/tp)``.
     """
     items: list[Item] = []
     for item in dim:
@@ -196,12 +206,17 @@ def normalize_dim(dim: Dim, mesh: Mesh) -> Dim:
             if isinstance(piece, SubDim) and piece.size == 1:
                 continue
             last = items[-1] if items else None
-            joins = isinstance(piece, SubDim) and not piece.axes and isinstance(last, SubDim)
-            if joins and last.size % mesh.count(last.axes) == 0:
-                items[-1] = SubDim(last.size * piece.size, last.axes)
+            if isinstance(piece, SubDim) and isinstance(last, SubDim) and _joins(last, piece, mesh):
+                items[-1] = SubDim(last.size * piece.size, last.axes + piece.axes)
             else:
                 items.append(piece)
     return tuple(items)
+
+
+def _joins(major: SubDim, minor: SubDim, mesh: Mesh) -> bool:
+    """The two are one sub-dim: evenly cut and then whole, or cut to single elements and then cut further."""
+    blocks = mesh.count(major.axes)
+    return major.size == blocks or (not minor.axes and major.size % blocks == 0)
 
 
 def _normalize_cat(cat: Cat, mesh: Mesh) -> Dim:
@@ -221,7 +236,10 @@ def _normalize_cat(cat: Cat, mesh: Mesh) -> Dim:
 
 
 def normalize(layout: TensorLayout, mesh: Mesh) -> TensorLayout:
-    """Equal for two layouts whenever (and, on meshes without axes of size 1, only when) they put the same elements on each rank."""
+    """A shorter way to write a layout. Layouts with equal normal forms put the same elements on each rank.
+
+    The converse holds for products of evenly cut sub-dims on meshes without axes of size 1.
+    """
     return TensorLayout(tuple(normalize_dim(d, mesh) for d in layout.dims), layout.pending, layout.grad)
 
 
@@ -239,7 +257,9 @@ def verify(layout: TensorLayout, mesh: Mesh, what: str = "the layout") -> Tensor
                 raise LayoutError(f"{what} uses an axis twice in dim {number}", why=f"{show_dim(dim)}")
         for axis in dim_axes(dim):
             if axis not in mesh.sizes:
-                raise LayoutError(f"{what} names the axis {axis!r}, which the mesh does not have", why=f"mesh: {mesh}")
+                raise LayoutError(
+                    f"{what} names the axis {axis!r}, which the mesh does not have", why=f"mesh: {mesh}"
+                )
             if axis in seen:
                 raise LayoutError(
                     f"{what} uses axis {axis!r} twice, in dims {seen[axis]} and {number}",
@@ -256,12 +276,15 @@ def verify(layout: TensorLayout, mesh: Mesh, what: str = "the layout") -> Tensor
                 )
     for axis in (*layout.pending, *layout.grad):
         if axis not in mesh.sizes:
-            raise LayoutError(f"{what} is pending on {axis!r}, which the mesh does not have", why=f"mesh: {mesh}")
+            raise LayoutError(
+                f"{what} is pending on {axis!r}, which the mesh does not have", why=f"mesh: {mesh}"
+            )
         if axis in seen:
             raise LayoutError(f"{what} is both split and pending on axis {axis!r}", why=f"{layout}")
     if both := set(layout.pending) & set(layout.grad):
         raise LayoutError(
-            f"{what} is pending on {sorted(both)} forward and backward", why="a pending value has a whole gradient"
+            f"{what} is pending on {sorted(both)} forward and backward",
+            why="a pending value has a whole gradient",
         )
     return layout
 
@@ -298,7 +321,9 @@ def parse_layout(text: str) -> TensorLayout:
     try:
         dims, rest = _parse_dims(flat)
     except (IndexError, ValueError):
-        raise LayoutError(f"{text!r} is not a layout", hint="write it like [(4/dp 16), 32/tp] pending cp") from None
+        raise LayoutError(
+            f"{text!r} is not a layout", hint="write it like [(4/dp 16), 32/tp] pending cp"
+        ) from None
     if rest:
         raise LayoutError(f"{text!r} is not a layout", why=f"unexpected {rest[0]!r}")
     return TensorLayout(dims, halves.get("pending", ()), halves.get("grad", ()))

@@ -4,12 +4,13 @@ A reshard carries a value forward and its gradient backward. The law of such a p
 
 1. A value *means* one global tensor: its blocks put together, its pending terms added, its whole copies counted once.
 2. So does a gradient; "whole" says that each rank holds the one true gradient of the one global loss (no 1/N anywhere).
-3. The pairing <x, g> of a value and a gradient adds up x · g over the ranks, counting once the ranks along axes on which both are whole.
-4. Every step keeps what its tensor means, forward and backward, so <forward(x), g> = <x, backward(g)>: the halves are transposes.
-5. Hence a pending sum made whole has the identity as its backward, and a gather of a value whose gradient is pending has a reduce-scatter.
+3. The pairing <x, g> adds up x · g over the ranks, counting once the ranks along axes on which both are whole.
+4. Every step keeps what its tensor means, so <forward(x), g> = <x, backward(g)>: the halves are transposes.
+5. Hence a sum made whole has the identity as its backward, a gather with a pending gradient a reduce-scatter.
 
-The search is uniform-cost (Dijkstra) over where each run of axes is: on the sub-dims it starts on, whole, pending, or on the sub-dims
-it ends on. What is priced here is what is executed: prices come from the same formulas as `steps.wire_bytes`.
+The search is uniform-cost (Dijkstra) over where each run of axes is: on the sub-dims it starts on, whole, pending, or
+on the sub-dims it ends on. What is priced here is what is executed: prices come from the same formulas as
+`steps.wire_bytes`.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ import numpy as np
 
 from meshwright.errors import LayoutError
 from meshwright.layout import (
+    Cat,
     Dim,
+    Item,
     SubDim,
     TensorLayout,
     dim_axes,
-    dim_size,
     leaves,
     local_indices,
     map_leaves,
@@ -44,7 +46,9 @@ from meshwright.redistribute.structure import common_refinement
 
 @dataclass(frozen=True)
 class Reshard:
-    """The two halves of a reshard: the steps of the value and the steps of its gradient. Either may be empty (the identity)."""
+    """The two halves of a reshard: the steps of the value and the steps of its gradient. Either may be empty (the
+    identity).
+    """
 
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
@@ -63,7 +67,8 @@ def reshard(
     prices: Prices = TWO_CORE_GLOO,
     needs_grad: bool = True,
 ) -> Reshard:
-    """The cheapest pair: (src.dims, src.pending) → (dst.dims, dst.pending), and its gradient from dst's layout to src's.
+    """The cheapest pair: (src.dims, src.pending) → (dst.dims, dst.pending), and its gradient from dst's layout to
+    src's.
 
     Raises LayoutError when the shapes differ or a layout breaks a law.
     """
@@ -77,10 +82,11 @@ def reshard(
 def redistribute(
     src: TensorLayout, dst: TensorLayout, mesh: Mesh, itemsize: int, prices: Prices = TWO_CORE_GLOO
 ) -> tuple[Step, ...]:
-    """The cheapest steps that bring the forward half of `src` to that of `dst`; none where each rank has its bytes already.
+    """The cheapest steps that bring the forward half of `src` to that of `dst`; none where each rank has its bytes
+    already.
 
-    Local steps are free, a pending sum is reduced once. Raises LayoutError when the shapes differ or a layout breaks a law.
-    Remembered by its arguments.
+    Local steps are free, a pending sum is reduced once. Raises LayoutError when the shapes differ or a layout breaks
+    a law. Remembered by its arguments.
     """
     return _redistribute(src.forward, dst.forward, mesh, itemsize, prices)
 
@@ -103,7 +109,9 @@ def _redistribute(
 # ------------------------------------------------------------------------------------------------- the state space
 
 Run = tuple[str, ...]  # prime axes that move together
-State = tuple[tuple[tuple[Run, ...], ...], frozenset[Run]]  # per leaf its runs (major first); the pending runs
+State = tuple[
+    tuple[tuple[Run, ...], ...], frozenset[Run]
+]  # per leaf its runs (major first); the pending runs
 
 
 @dataclass(frozen=True)
@@ -114,10 +122,13 @@ class _Move:
 
 
 class _Problem:
-    """One redistribution as a search problem. Sub-dims that both ends share are one leaf; a dim without common refinement
-    has the leaves of its source and those of its target, and only one of the two sets is ever split."""
+    """One redistribution as a search problem. Sub-dims that both ends share are one leaf; a dim without common
+    refinement has the leaves of its source and those of its target, and only one of the two sets is ever split.
+    """
 
-    def __init__(self, src: TensorLayout, dst: TensorLayout, mesh: Mesh, itemsize: int, prices: Prices) -> None:
+    def __init__(
+        self, src: TensorLayout, dst: TensorLayout, mesh: Mesh, itemsize: int, prices: Prices
+    ) -> None:
         self.src, self.dst, self.mesh, self.itemsize, self.prices = src, dst, mesh, itemsize, prices
         self.trees: list[tuple[Dim, ...]] = []  # per dim its one tree, or the source's and the target's
         self.leaf_dim: list[int] = []
@@ -160,7 +171,9 @@ class _Problem:
 
     def _fixed(self, runs: Iterable[Run]) -> set[Run]:
         """Runs that are at their place with nothing but such runs below them: they never move."""
-        fixed = {r for r in runs if (p := _place(self.start, r)) == self.target[r] and isinstance(p, frozenset)}
+        fixed = {
+            r for r in runs if (p := _place(self.start, r)) == self.target[r] and isinstance(p, frozenset)
+        }
         while True:
             bad = set()
             for old, new in zip(self.start[0], self.goal[0], strict=True):
@@ -175,6 +188,8 @@ class _Problem:
     # ---------------------------------------------------------------------------------------------- the search
 
     def solve(self) -> tuple[Step, ...]:
+        if step := self._cut_at_once():
+            return (step,)
         counter = itertools.count()  # ties go to what was found first
         heap = [(0.0, 0, next(counter), self.start)]
         best: dict[State, tuple[float, int]] = {self.start: (0.0, 0)}
@@ -199,8 +214,23 @@ class _Problem:
             hint="all_reduce and all_gather are enough for every redistribution",
         )
 
+    def _cut_at_once(self) -> Step | None:
+        """One free slice, where dims of other sub-dims, or concatenations whole in part, hold all that is wanted."""
+        if self.start[1] != self.goal[1] or self.start == self.goal:
+            return None
+        pairs = [(a, b) for a, b in zip(self.src.dims, self.dst.dims, strict=True) if a != b]
+        odd = any(len(trees) > 1 for trees in self.trees) or any(
+            isinstance(i, Cat) for a, _ in pairs for i in a
+        )
+        if not odd or not all(_holds(a, b, self.mesh) for a, b in pairs):
+            return None
+        axes = self.mesh.sort(axis for _, dim in pairs for axis in dim_axes(dim))
+        return Step("slice", axes, self.src, self.dst)
+
     def _moves(self, state: State) -> Iterator[_Move]:
-        if (free := self._slice(state)) is not None:  # never a loss: it is free and makes everything after it smaller
+        if (
+            free := self._slice(state)
+        ) is not None:  # never a loss: it is free and makes everything after it smaller
             yield free
             return
         yield from self._masks_and_pads(state)
@@ -238,9 +268,9 @@ class _Problem:
                 moved.append(more[0])
                 yield _Move("reduce_scatter", tuple(moved), after)
         for run in self.target:  # a cut below one that moves later: an exchange puts them in order
-            if _place(state, run) == "whole" and isinstance(self.target[run], frozenset):
-                if self._legal(after := _push(state, run, self.target[run])):
-                    yield _Move("slice", (run,), after)
+            waits = _place(state, run) == "whole" and isinstance(self.target[run], frozenset)
+            if waits and self._legal(after := _push(state, run, self.target[run])):
+                yield _Move("slice", (run,), after)
 
     def _gathers(self, state: State) -> Iterator[_Move]:
         for run in self.target:
@@ -271,11 +301,8 @@ class _Problem:
                 below = [r for leaf in here for r in after[0][leaf][-1:]]
                 run = next((r for r in below if r not in moved and self._on_top(after, r)), None)
         if state[1] == self.goal[1]:
-            wrong = [
-                r
-                for r in self.target
-                if r not in self.fixed and any((r in a or r in b) for a, b in zip(state[0], self.goal[0], strict=True) if a != b)
-            ]
+            differ = [(*a, *b) for a, b in zip(state[0], self.goal[0], strict=True) if a != b]
+            wrong = [r for r in self.target if r not in self.fixed and any(r in stacks for stacks in differ)]
             split_now = all(isinstance(_place(state, r), frozenset) for r in wrong)
             if wrong and split_now and all(isinstance(self.target[r], frozenset) for r in wrong):
                 yield _Move("all_to_all", tuple(wrong), self.goal)
@@ -310,9 +337,8 @@ class _Problem:
         used = {(self.leaf_dim[i], self.leaf_side[i]) for i, stack in enumerate(state[0]) if stack}
         if any((dim, "src") in used and side == "dst" for dim, side in used):
             return False
-        return all(
-            math.prod(self.mesh.count(r) for r in stack) <= size for stack, size in zip(state[0], self.leaf_size, strict=True)
-        )
+        leaves_cut = zip(state[0], self.leaf_size, strict=True)
+        return all(self.mesh.count(_flat(stack)) <= size for stack, size in leaves_cut)
 
     # ------------------------------------------------------------------------------------------------- the price
 
@@ -428,18 +454,28 @@ def _live(dim: Dim, mesh: Mesh) -> Dim:
 
 
 def _on_every_path(dim: Dim, axis: str) -> bool:
-    return any(
-        axis in item.axes if isinstance(item, SubDim) else all(_on_every_path(p, axis) for p in item.parts) for item in dim
-    )
+    def cuts(item: Item) -> bool:
+        return (
+            axis in item.axes
+            if isinstance(item, SubDim)
+            else all(_on_every_path(p, axis) for p in item.parts)
+        )
+
+    return any(map(cuts, dim))
 
 
 def _same_bytes(left: Dim, right: Dim, mesh: Mesh) -> bool:
-    """Every rank holds the same indices along both, although they are written over sub-dims without common refinement."""
+    """Every rank holds the same indices along both, although they have no common refinement."""
+    return all(np.array_equal(i, j) for i, j in _on_each_rank(left, right, mesh))
+
+
+def _holds(left: Dim, right: Dim, mesh: Mesh) -> bool:
+    """Every rank holds along `left` all that it needs along `right`."""
+    return all(np.isin(j, i, assume_unique=True).all() for i, j in _on_each_rank(left, right, mesh))
+
+
+def _on_each_rank(left: Dim, right: Dim, mesh: Mesh) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     axes = dict.fromkeys((*dim_axes(left), *dim_axes(right)))
-    if dim_size(left) == 0:
-        return True
     for values in itertools.product(*(range(mesh.sizes[a]) for a in axes)):
         at = origin(mesh) | dict(zip(axes, values, strict=True))
-        if not np.array_equal(local_indices(left, mesh, at), local_indices(right, mesh, at)):
-            return False
-    return True
+        yield local_indices(left, mesh, at), local_indices(right, mesh, at)

@@ -1,30 +1,35 @@
 """Which elements go where in a step, as index maps that any array library can execute.
 
-`exchange(step, mesh, rank)` says what one rank does, in local positions only: no layouts, no mesh. With ``x`` the local tensor before
-(`shape_before`) and ``y`` the local tensor after (`shape_after`):
+`exchange(step, mesh, rank)` says what one rank does, in local positions only: no layouts, no mesh. With ``x`` the local
+tensor before (`shape_before`) and ``y`` the local tensor after (`shape_after`):
 
 ``all_reduce``      y = sum over the group of x. `send` and `place` are everything.
-``reduce_scatter``  y = sum over members m of what m selects for me: m's ``send[me]``. `send` has one selection per member, in group order;
-                    chunk m has the shape of m's y.
-``all_gather``      `send` is everything, once. ``y[place[m]] = x of member m`` in group order; the shape of m's x is ``place[m].shape``.
-``all_to_all``      send ``x[send[m]]`` to each member m, then ``y[place[m]] = chunk from m``; its shape is ``place[m].shape``. Chunks may be empty
-                    and my own chunk is among them.
+``reduce_scatter``  y = sum over members m of what m selects for me: m's ``send[me]``. `send` has one selection per
+                    member, in group order; chunk m has the shape of m's y.
+``all_gather``      `send` is everything, once. ``y[place[m]] = x of member m`` in group order; the shape of m's x is
+                    ``place[m].shape``.
+``all_to_all``      send ``x[send[m]]`` to each member m, then ``y[place[m]] = chunk from m``; its shape is
+                    ``place[m].shape``. Chunks may be empty, and my own chunk is among them.
 ``slice``           y = x[send[0]].
 ``mask``            y = x if `keeps` else zeros.
 ``pad``             y = zeros; y[place[0]] = x.
 
-A `Selection` is per dim a tuple of runs (start, length): one run is a ``narrow``, several are an index (`Selection.index`), a dim selected
-entirely has the one run (0, size). In all kinds a chunk is a plain rectangle, contiguous once copied, in row-major order.
+A `Selection` is per dim a tuple of runs (start, length): one run is a ``narrow``, several are an index
+(`Selection.index`), a dim selected entirely has the one run (0, size). In all kinds a chunk is a plain rectangle,
+contiguous once copied, in row-major order.
 
-Flat collectives: pad each chunk to `padded` elements for ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` (when not `even`); pass
-``[s.numel for s in send]`` and ``[s.numel for s in place]`` as split sizes to ``all_to_all_single``. To put received chunks together without a copy per
-run, `joined(place)` says along which dim to concatenate them and by what to index the result; `joined(send)` by what to index x so that
-the chunks lie behind one another along a dim. Chunks that overlap (a concatenation with a whole part) hold equal elements; `joined` is then None.
+Flat collectives: pad each chunk to `padded` elements for ``all_gather_into_tensor`` and ``reduce_scatter_tensor``
+(when not `even`); pass ``[s.numel for s in send]`` and ``[s.numel for s in place]`` as split sizes to
+``all_to_all_single``. To put received chunks together without a copy per run, `joined(place)` says along which dim to
+concatenate them and by what to index the result; `joined(send)` by what to index x so that the chunks lie behind one
+another along a dim. Chunks that overlap (a concatenation with a whole part) hold equal elements; `joined` is then
+None.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -66,15 +71,18 @@ class Selection:
 
     def index(self, dim: int) -> np.ndarray:
         """The positions along a dim, ascending."""
-        return np.concatenate([np.arange(s, s + n) for s, n in self.runs[dim]] or [np.zeros(0, dtype=np.int64)])
+        return np.concatenate(
+            [np.arange(s, s + n) for s, n in self.runs[dim]] or [np.zeros(0, dtype=np.int64)]
+        )
 
 
 @dataclass(frozen=True)
 class Exchange:
     """What one rank does in one step; see the module's docstring for how to execute each kind.
 
-    `group` are ranks of the mesh in the order of every tuple here, `me` this rank's place among them. `sizes` are the elements
-    of one flat collective's chunk per member: for all_gather what each member sends, for reduce_scatter what each receives.
+    `group` are ranks of the mesh in the order of every tuple here, `me` this rank's place among them. `sizes` are the
+    elements of one flat collective's chunk per member: for all_gather what each member sends, for reduce_scatter what
+    each receives.
     """
 
     kind: str
@@ -89,7 +97,7 @@ class Exchange:
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Elements per member: of its tensor before (all_gather), of its tensor after (reduce_scatter), of its chunk for me otherwise."""
+        """Elements per member: of its x (all_gather), of its y (reduce_scatter), of its chunk for me otherwise."""
         return tuple(s.numel for s in (self.send if self.kind == "reduce_scatter" else self.place))
 
     @property
@@ -141,8 +149,9 @@ def select(held: tuple[np.ndarray, ...], wanted: tuple[np.ndarray, ...]) -> Sele
 class Join:
     """Chunks that are cuts of one tensor along one dim, together all of it.
 
-    `positions`: indexing the tensor by them along `dim` gives the chunks behind one another, to send. `order`: indexing the chunks
-    behind one another by it gives the tensor, on receipt. Both None where they lie in order already.
+    `positions`: indexing the tensor by them along `dim` gives the chunks behind one another, to send. `order`:
+    indexing the chunks behind one another by it gives the tensor, on receipt. Both None where they lie in order
+    already.
     """
 
     dim: int
@@ -151,7 +160,7 @@ class Join:
 
 
 def joined(chunks: tuple[Selection, ...]) -> Join | None:
-    """How chunks concatenate to the tensor they select from; None where they overlap, leave something out, or are cut along several dims."""
+    """How chunks make up the tensor they select from; None where they overlap, miss some, or cut several dims."""
     of = chunks[0].of
     cut = {d for c in chunks for d in c.cut_dims}
     if len(cut) > 1 or not of:
@@ -190,4 +199,4 @@ def _runs_of(held: np.ndarray, wanted: np.ndarray) -> Runs:
         return ()
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
     edges = [0, *breaks.tolist(), len(positions)]
-    return tuple((int(positions[i]), j - i) for i, j in zip(edges, edges[1:], strict=False))
+    return tuple((int(positions[i]), j - i) for i, j in itertools.pairwise(edges))

@@ -1,4 +1,6 @@
-"""All ranks of a mesh in one process, as numpy arrays: executes steps by `positions` alone, and tells what a set of rank values means."""
+"""All ranks of a mesh in one process, as numpy arrays: executes steps by `positions` alone, and tells what values
+mean.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def grid(selection: Selection) -> tuple[np.ndarray, ...]:
 
 
 def scatter(array: np.ndarray, layout: TensorLayout, mesh: Mesh, rng: np.random.Generator) -> Values:
-    """Rank values that mean `array`: its blocks, and random terms (integers, so that sums are exact) where it is pending."""
+    """Rank values that mean `array`: its blocks, and random integer terms (sums are exact) where it is pending."""
     terms = dict.fromkeys(product(*(range(mesh.sizes[a]) for a in layout.pending)), array)
     if layout.pending:
         *others, last = terms
@@ -83,16 +85,20 @@ def assemble(values: Mapping[int, np.ndarray], layout: TensorLayout, mesh: Mesh)
         seen = held.setdefault(key, np.zeros(layout.shape, bool))
         where = np.ix_(*layout.indices(mesh, at))
         value = values[rank]
-        assert value.shape == term[where].shape, f"rank {rank} holds {value.shape} where {layout} has {term[where].shape}"
-        assert np.array_equal(term[where][seen[where]], value[seen[where]]), f"whole copies of {layout} differ on rank {rank}"
+        want = term[where].shape
+        assert value.shape == want, f"rank {rank} holds {value.shape} where {layout} has {want}"
+        copies_agree = np.array_equal(term[where][seen[where]], value[seen[where]])
+        assert copies_agree, f"whole copies of {layout} differ on rank {rank}"
         term[where] = value
         seen[where] = True
     assert all(s.all() for s in held.values()), f"no rank holds some element of {layout}"
     return sum(terms.values(), np.zeros(layout.shape, dtype))
 
 
-def pairing(x: Mapping[int, np.ndarray], g: Mapping[int, np.ndarray], layout: TensorLayout, mesh: Mesh) -> float:
-    """<x, g> of a value and its gradient: over all ranks, counting once the ranks along axes on which both are whole."""
+def pairing(
+    x: Mapping[int, np.ndarray], g: Mapping[int, np.ndarray], layout: TensorLayout, mesh: Mesh
+) -> float:
+    """<x, g> of a value and its gradient: over all ranks, counting once those along axes on which both are whole."""
     once = set(mesh.sizes) - set(layout.split_axes) - set(layout.pending) - set(layout.grad)
     counted = [r for r in range(mesh.size) if all(mesh.coordinate(r)[a] == 0 for a in once)]
     return math.fsum(float(np.sum(x[r] * g[r])) for r in counted)

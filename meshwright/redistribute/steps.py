@@ -6,7 +6,7 @@ kind                      what becomes of the axes
 ``all_reduce``            pending → whole
 ``reduce_scatter``        pending → split, as the minor axes of some sub-dims
 ``all_gather``            split, as the minor axes of some sub-dims → whole
-``all_to_all``            split → split elsewhere or in another order (chunks may be empty: a permutation of blocks is one)
+``all_to_all``            split → split elsewhere, or in another order (then most chunks are empty)
 ``slice``                 whole → split; local and free
 ``mask``                  whole → pending: coordinate 0 keeps the value, the others hold zeros; local and free
 ``pad``                   split → pending: my block in its place, zeros elsewhere; local and free
@@ -24,7 +24,18 @@ from itertools import product
 
 import numpy as np
 
-from meshwright.layout import Coordinate, Dim, SubDim, TensorLayout, block, dim_size, local_indices, local_size
+from meshwright.layout import (
+    Cat,
+    Coordinate,
+    Dim,
+    Item,
+    SubDim,
+    TensorLayout,
+    block,
+    dim_size,
+    local_indices,
+    local_size,
+)
 from meshwright.mesh import Mesh
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
@@ -49,8 +60,8 @@ def wire_elements(kind: str, ranks: int, before: int, after: int, kept: int = 0)
     """Elements that one rank sends, from the element counts it holds before and after.
 
     Ring algorithms, which are optimal in bytes (Patarasu & Yuan 2009, "Bandwidth optimal all-reduce algorithms for
-    clusters of workstations"): 2(k-1)/k of the tensor for an all-reduce, (k-1)/k for its halves. Uneven blocks are padded
-    to the largest. An all-to-all sends all but what it keeps.
+    clusters of workstations"): 2(k-1)/k of the tensor for an all-reduce, (k-1)/k for its halves. Uneven blocks are
+    padded to the largest. An all-to-all sends all but what it keeps.
     """
     match kind:
         case "all_reduce":
@@ -105,7 +116,9 @@ def overlap(old: Dim, new: Dim, mesh: Mesh, at: Coordinate) -> int:
     if old == new:
         return local_size(old, mesh, at)
     if not _same_tree(old, new):
-        return len(np.intersect1d(local_indices(old, mesh, at), local_indices(new, mesh, at), assume_unique=True))
+        return len(
+            np.intersect1d(local_indices(old, mesh, at), local_indices(new, mesh, at), assume_unique=True)
+        )
     count = 1
     for a, b in zip(old, new, strict=True):
         if isinstance(a, SubDim):
@@ -121,17 +134,18 @@ def overlap(old: Dim, new: Dim, mesh: Mesh, at: Coordinate) -> int:
 def _same_tree(old: Dim, new: Dim) -> bool:
     if len(old) != len(new):
         return False
-    for a, b in zip(old, new, strict=True):
-        if isinstance(a, SubDim) != isinstance(b, SubDim):
+    return all(map(_same_item, old, new))
+
+
+def _same_item(a: Item, b: Item) -> bool:
+    match a, b:
+        case SubDim(), SubDim():
+            return a.size == b.size
+        case Cat(), Cat():
+            sizes = [[dim_size(p) for p in x.parts] for x in (a, b)]
+            return sizes[0] == sizes[1] and all(map(_same_tree, a.parts, b.parts))
+        case _:
             return False
-        if isinstance(a, SubDim):
-            if a.size != b.size:  # pyright: ignore[reportAttributeAccessIssue]
-                return False
-        elif len(a.parts) != len(b.parts):  # pyright: ignore[reportAttributeAccessIssue]
-            return False
-        elif not all(_same_tree(p, q) and dim_size(p) == dim_size(q) for p, q in zip(a.parts, b.parts, strict=True)):  # pyright: ignore[reportAttributeAccessIssue]
-            return False
-    return True
 
 
 def _group_coordinates(mesh: Mesh, axes: Iterable[str]) -> Iterator[dict[str, int]]:

@@ -1,7 +1,7 @@
 """Two ways to write the dims of one tensor, brought to common sub-dims: ``(4/a 8)`` and ``32/a`` → ``(4/a 8)`` twice.
 
-Where there is no common refinement (``(4/a 6)`` and ``(6/a 4)``, a concatenation cut in other places) the answer is None, and
-the planner moves such a dim in one exchange or through the whole one.
+Where there is no common refinement (``(4/a 6)`` and ``(6/a 4)``, a concatenation cut in other places) the answer is
+None, and the planner moves such a dim in one exchange or through the whole one.
 """
 
 from __future__ import annotations
