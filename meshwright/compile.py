@@ -16,6 +16,7 @@ from meshwright.capture import capture as capture_graph
 from meshwright.capture.batch import leaves
 from meshwright.errors import MeshError
 from meshwright.mesh import Mesh
+from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
 from meshwright.plan import Plan
 from meshwright.report.plan_table import plan_text
@@ -72,6 +73,14 @@ class _Origin:
 
     def pinned(self, plan: Plan, pins: Pins) -> Plan:
         return plan_captured(self.captured, plan.mesh, plan.mode, pins)
+
+
+def rule(op: str, line: str) -> None:
+    """Give an operator of your own its rule: ``mw.rule("mylib::swish", "... ~> ...")`` (`docs/add-an-op.md`).
+
+    Every rank gives the same rules before it plans. Raises RuleError for a line that does not parse.
+    """
+    register(op, line)
 
 
 def lower(captured: Captured, plan: Plan) -> Partition:

@@ -140,6 +140,11 @@ def train_step(
             why="each rank's optimizer works on the parts of the parameters it holds",
             hint="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)",
         )
+    if mode == "manual":
+        raise PlanError(
+            'mode="manual" has no plan: the model cuts itself',
+            hint="mw.manual_step(model, optimizer, loss=…, mesh=…), with collectives from mw.world(mesh)",
+        )
     meeting = Meeting()
 
     def compute() -> bytes:

@@ -1,0 +1,86 @@
+"""Every collective of one rank's program, forward and backward, before it runs: what prices read and what a test counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from meshwright.graph import DTYPES, Graph, Node, TensorType
+
+from meshwright.mesh import Mesh
+from meshwright.partition.reshards import RESHARD, Resharded
+from meshwright.redistribute import Step
+from meshwright.redistribute.positions import exchange
+from meshwright.redistribute.steps import COLLECTIVES
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a rank. `payload_bytes` is the tensor that enters an all-reduce, reduce-scatter or all-to-all, and
+    the one that leaves an all-gather (padding included); `phase` is forward or backward; `node` where it belongs."""
+
+    phase: str
+    kind: str
+    axes: tuple[str, ...]
+    payload_bytes: int
+    node: str
+
+
+def program_collectives(resharded: Resharded, local: Graph, mesh: Mesh, rank: int) -> list[Collective]:
+    """The collectives of a rank's program, in no particular order. Gradient buckets are the runtime's and not among them."""
+    found: list[Collective] = []
+    for node in local.nodes:
+        if node.op == RESHARD:
+            pair, itemsize = resharded.pairs[node.name], DTYPES[node.outputs[0].dtype]
+            halves = [("forward", pair.forward), *([("backward", pair.backward)] if any(node.needs_grad) else [])]
+            for phase, steps in halves:
+                for step in steps:
+                    if step.kind in COLLECTIVES:
+                        size = itemsize * payload_elements(step, mesh, rank)
+                        found.append(Collective(phase, step.kind, step.axes, size, node.name))
+        elif node.op in KERNELS:
+            found += [Collective(*talk, node.name) for talk in KERNELS[node.op](node, local.types)]
+    return found
+
+
+def payload_elements(step: Step, mesh: Mesh, rank: int) -> int:
+    """Elements of a step's message on a rank, as the runtime pads it."""
+    plan = exchange(step, mesh, rank)
+    match step.kind:
+        case "all_gather" | "reduce_scatter":
+            return plan.padded * len(plan.group)
+        case "all_to_all":
+            return sum(s.numel for s in plan.send)
+        case _:
+            return math.prod(plan.shape_before)
+
+
+Talk = tuple[str, str, tuple[str, ...], int]  # phase, kind, axes, payload bytes
+
+
+def _all_reduce(node: Node, types: Mapping[str, TensorType]) -> list[Talk]:
+    return [("forward", "all_reduce", tuple(node.args[1]), node.outputs[0].size_bytes)]
+
+
+def _cross_entropy(node: Node, types: Mapping[str, TensorType]) -> list[Talk]:
+    """A maximum, then sums of exponentials, of the picked logits and, for smoothing, of all logits, per example."""
+    x, smoothing, axes = types[node.uses[0]], node.args[7], tuple(node.args[8])
+    row = math.prod(types[node.uses[1]].shape) * max(DTYPES[x.dtype], 4)
+    return [("forward", "all_reduce", axes, row), ("forward", "all_reduce", axes, row * (3 if smoothing else 2))]
+
+
+def _batch_norm(node: Node, types: Mapping[str, TensorType]) -> list[Talk]:
+    """Sums and squared deviations forward; the sums of the gradient and of its product with the result backward."""
+    x, axes = types[node.uses[0]], tuple(node.args[9])
+    row = x.shape[1] * max(DTYPES[x.dtype], 4)
+    back: list[Talk] = [("backward", "all_reduce", axes, 2 * row)] if node.needs_grad[0] else []
+    return [("forward", "all_reduce", axes, row), ("forward", "all_reduce", axes, row), *back]
+
+
+KERNELS: dict[str, Callable[[Node, Mapping[str, TensorType]], list[Talk]]] = {
+    "meshwright.all_reduce": _all_reduce,
+    "meshwright.cross_entropy_split": _cross_entropy,
+    "meshwright.batch_norm_sync": _batch_norm,
+}
+
