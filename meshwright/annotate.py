@@ -26,7 +26,10 @@ _lib.define("pin(Tensor x, str spec) -> Tensor")
 _lib.impl("pin", lambda x, spec: x.clone(), "CompositeExplicitAutograd")
 torch.library.register_fake("meshwright::pin", lambda x, spec: torch.empty_like(x), lib=_lib)
 torch.library.register_autograd(
-    "meshwright::pin", lambda ctx, gradient: (gradient, None), setup_context=lambda ctx, inputs, output: None, lib=_lib
+    "meshwright::pin",
+    lambda ctx, gradient: (gradient, None),
+    setup_context=lambda ctx, inputs, output: None,
+    lib=_lib,
 )
 
 
@@ -61,28 +64,42 @@ class Layout:
     aliases: tuple[str, ...]
     rank_list: tuple[int, ...] | None = None
 
-    def __init__(self, device_matrix: Sequence[int], alias_name: Sequence[str], rank_list: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, device_matrix: Sequence[int], alias_name: Sequence[str], rank_list: Sequence[int] | None = None
+    ) -> None:
         matrix, aliases = tuple(device_matrix), tuple(alias_name)
         for n in matrix:
             _check_count(n, "the device matrix")
         if len(matrix) != len(aliases):
-            raise StrategyError(f"a device matrix of {len(matrix)} dims has {len(aliases)} names", why=f"{matrix} and {aliases}")
-        if len(set(aliases)) != len(aliases) or "None" in aliases or any(not isinstance(a, str) or not a for a in aliases):
-            raise StrategyError(f"the names {aliases} of a device matrix must be different words", hint='"None" means whole')
+            raise StrategyError(
+                f"a device matrix of {len(matrix)} dims has {len(aliases)} names",
+                why=f"{matrix} and {aliases}",
+            )
+        if (
+            len(set(aliases)) != len(aliases)
+            or "None" in aliases
+            or any(not isinstance(a, str) or not a for a in aliases)
+        ):
+            raise StrategyError(
+                f"the names {aliases} of a device matrix must be different words", hint='"None" means whole'
+            )
         total = 1
         for n in matrix:
             total *= n
         ranks = tuple(rank_list) if rank_list is not None else None
         if ranks is not None and sorted(ranks) != list(range(total)):
             raise StrategyError(
-                f"rank_list must list each of the {total} ranks once", why=f"got {ranks}", hint=f"a permutation of 0 … {total - 1}"
+                f"rank_list must list each of the {total} ranks once",
+                why=f"got {ranks}",
+                hint=f"a permutation of 0 … {total - 1}",
             )
         object.__setattr__(self, "matrix", matrix)
         object.__setattr__(self, "aliases", aliases)
         object.__setattr__(self, "rank_list", ranks)
 
-    def __call__(self, *dims: str | None | Sequence[str]) -> TensorLayoutSpec:
-        """The layout of a tensor, one entry for each of its dims. Raises StrategyError for unknown or repeated names."""
+    def __call__(self, *dims: str | Sequence[str] | None) -> TensorLayoutSpec:
+        """The layout of a tensor, one entry for each of its dims. Raises StrategyError for unknown or
+        repeated names."""
         spread: list[tuple[str, ...]] = []
         used: dict[str, int] = {}
         for number, dim in enumerate(dims):
@@ -90,7 +107,9 @@ class Layout:
             for name in names:
                 if name not in self.aliases:
                     raise StrategyError(
-                        f"the device matrix has no dim named {name!r}", hint=did_you_mean(str(name), self.aliases), why=f"names: {self.aliases}"
+                        f"the device matrix has no dim named {name!r}",
+                        hint=did_you_mean(str(name), self.aliases),
+                        why=f"names: {self.aliases}",
                     )
                 if name in used:
                     raise StrategyError(
@@ -112,19 +131,27 @@ Cut = Blocks | TensorLayoutSpec
 
 
 @overload
-def shard(target: torch.nn.Module, in_strategy: Sequence[Any] | None = None, out_strategy: Sequence[Any] | None = None) -> torch.nn.Module: ...
+def shard(
+    target: torch.nn.Module,
+    in_strategy: Sequence[Any] | None = None,
+    out_strategy: Sequence[Any] | None = None,
+) -> torch.nn.Module: ...
 @overload
-def shard(target: F, in_strategy: Sequence[Any] | None = None, out_strategy: Sequence[Any] | None = None) -> F: ...
+def shard(
+    target: F, in_strategy: Sequence[Any] | None = None, out_strategy: Sequence[Any] | None = None
+) -> F: ...
 
 
-def shard(target: Any, in_strategy: Sequence[Any] | None = None, out_strategy: Sequence[Any] | None = None) -> Any:
+def shard(
+    target: Any, in_strategy: Sequence[Any] | None = None, out_strategy: Sequence[Any] | None = None
+) -> Any:
     """Cut an operator or a module: ``mw.shard(torch.matmul, ((2, 4), (4, 1)))(x, w)``, ``mw.shard(module, ((2, 1),))``.
 
-    `in_strategy` has, for each tensor argument, the number of blocks of each dim (or a layout of `mw.Layout`, or None for
-    "no wish"); `out_strategy` the same for the results (one entry may stand alone). A product of blocks below the number
-    of ranks repeats the computation. A module is returned itself, with its hooks; a function as a wrapper. Nothing
-    happens on one device. Raises StrategyError for entries that are not whole numbers above 0, and for tuples mixed with
-    layouts.
+    `in_strategy` has, for each tensor argument, the number of blocks of each dim (or a layout of
+    `mw.Layout`, or None for "no wish"); `out_strategy` the same for the results (one entry may stand alone).
+    A product of blocks below the number of ranks repeats the computation. A module is returned itself, with
+    its hooks; a function as a wrapper. Nothing happens on one device. Raises StrategyError for entries that
+    are not whole numbers above 0, and for tuples mixed with layouts.
     """
     name = getattr(target, "__name__", type(target).__name__)
     ins = _check_strategies(in_strategy, f"in_strategy of {name}")
@@ -132,7 +159,8 @@ def shard(target: Any, in_strategy: Sequence[Any] | None = None, out_strategy: S
     kinds = {isinstance(s, TensorLayoutSpec) for s in (*ins, *outs) if s is not None}
     if len(kinds) > 1:
         raise StrategyError(
-            f"the strategies of {name} mix tuples and layouts", hint="write all of them as tuples, or all with one mw.Layout"
+            f"the strategies of {name} mix tuples and layouts",
+            hint="write all of them as tuples, or all with one mw.Layout",
         )
     if isinstance(target, torch.nn.Module):
         sites: list[int] = []
@@ -141,8 +169,7 @@ def shard(target: Any, in_strategy: Sequence[Any] | None = None, out_strategy: S
             if not _marking():
                 return None
             sites.append(next(_sites))
-            marked = _mark_all((args, kwargs), ins, sites[-1], "in", name)
-            return marked
+            return _mark_all((args, kwargs), ins, sites[-1], "in", name)
 
         def after(module: torch.nn.Module, args: tuple[Any, ...], result: Any) -> Any:
             return _mark_all(result, outs, sites.pop(), "out", name) if sites and _marking() else None
@@ -192,7 +219,8 @@ def _mark_all(tree: Any, cuts: Sequence[Cut | None], site: int, role: str, name:
     count = next(numbers)
     if len(cuts) > count:
         raise StrategyError(
-            f"the {role}_strategy of {name} has {len(cuts)} entries for {count} tensors", hint="one entry for each tensor"
+            f"the {role}_strategy of {name} has {len(cuts)} entries for {count} tensors",
+            hint="one entry for each tensor",
         )
     return marked
 
@@ -209,17 +237,26 @@ def _mark(x: torch.Tensor, cut: Cut | None, site: int, role: str, name: str) -> 
 def _check_strategies(given: Any, what: str) -> tuple[Cut | None, ...]:
     if given is None:
         return ()
-    if isinstance(given, TensorLayoutSpec) or (isinstance(given, tuple | list) and given and all(isinstance(n, int) for n in given)):
+    if isinstance(given, TensorLayoutSpec) or (
+        isinstance(given, tuple | list) and given and all(isinstance(n, int) for n in given)
+    ):
         given = (given,)
     if not isinstance(given, tuple | list):
-        raise StrategyError(f"the {what} must be a tuple with one entry for each tensor", why=f"got {given!r}", hint="((2, 4), (4, 1))")
+        raise StrategyError(
+            f"the {what} must be a tuple with one entry for each tensor",
+            why=f"got {given!r}",
+            hint="((2, 4), (4, 1))",
+        )
     checked: list[Cut | None] = []
     for entry in given:
         if entry is None or isinstance(entry, TensorLayoutSpec):
             checked.append(entry)
             continue
         if not isinstance(entry, tuple | list):
-            raise StrategyError(f"the {what} has the entry {entry!r}", hint="a tuple with the number of blocks of each dim, or a layout")
+            raise StrategyError(
+                f"the {what} has the entry {entry!r}",
+                hint="a tuple with the number of blocks of each dim, or a layout",
+            )
         for n in entry:
             _check_count(n, f"the {what}")
         checked.append(tuple(entry))
@@ -228,6 +265,10 @@ def _check_strategies(given: Any, what: str) -> tuple[Cut | None, ...]:
 
 def _check_count(n: Any, what: str) -> None:
     if isinstance(n, bool) or not isinstance(n, int):
-        raise StrategyError(f"{what} has {n!r}, which is not a whole number", hint="the number of blocks of a dim: 1, 2, 3, …")
+        raise StrategyError(
+            f"{what} has {n!r}, which is not a whole number", hint="the number of blocks of a dim: 1, 2, 3, …"
+        )
     if n < 1:
-        raise StrategyError(f"{what} has {n}", why="a dim is cut into at least one block", hint="1 keeps a dim whole")
+        raise StrategyError(
+            f"{what} has {n}", why="a dim is cut into at least one block", hint="1 keeps a dim whole"
+        )

@@ -49,8 +49,8 @@ def plan(
     """Choose how to cut a model. No process group is needed, and meta tensors are fine.
 
     `mesh`: a `Mesh`, axis sizes (``{"dp": 2, "tp": 2}``) or a number of ranks; by default that of the layouts in the
-    model, else the number of launched ranks. `pins` cut the operators of modules by letter: ``{"blocks.*.up": {"n": "tp"}}``.
-    Raises a subclass of MeshwrightError that names the operator and the line.
+    model, else the number of launched ranks. `pins` cut the operators of modules by letter:
+    ``{"blocks.*.up": {"n": "tp"}}``. Raises a subclass of MeshwrightError that names the operator and the line.
     """
     captured = captured_of(model, batch, loss, cache)
     return plan_captured(captured, mesh, mode, pins)
@@ -125,7 +125,9 @@ def captured_of(model: torch.nn.Module, batch: Any, loss: Loss, cache: str | Pat
     return captured
 
 
-def values_of(model: torch.nn.Module, captured: Captured, device: torch.device | None = None) -> dict[str, torch.Tensor]:
+def values_of(
+    model: torch.nn.Module, captured: Captured, device: torch.device | None = None
+) -> dict[str, torch.Tensor]:
     """Input name → tensor, for parameters, buffers and constants."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))

@@ -1,6 +1,7 @@
 """Errors that say what is wrong, why, where, and what to try.
 
-Users' mistakes raise a subclass of `MeshwrightError` (each is a `ValueError` too); broken internal invariants are `assert`s.
+Users' mistakes raise a subclass of `MeshwrightError` (each is a `ValueError` too); broken internal
+invariants are `assert`s.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ class MeshwrightError(ValueError):
     def __init__(self, what: str, *, why: str = "", where: str = "", hint: str = "") -> None:
         self.what, self.why, self.where, self.hint = what, why, where, hint
         lines = [what]
-        lines += [f"  {label} {text}" for label, text in (("why:  ", why), ("where:", where), ("try:  ", hint)) if text]
+        lines += [
+            f"  {label} {text}"
+            for label, text in (("why:  ", why), ("where:", where), ("try:  ", hint))
+            if text
+        ]
         super().__init__("\n".join(lines))
 
     def at(self, where: str) -> MeshwrightError:

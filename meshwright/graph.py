@@ -264,9 +264,13 @@ def verify(graph: Graph) -> Graph:
     for node in graph.nodes:
         for used in node.uses:
             if used not in known:
-                raise GraphError(f"%{node.name} reads %{used}, which is not defined before it", where=node.where)
+                raise GraphError(
+                    f"%{node.name} reads %{used}, which is not defined before it", where=node.where
+                )
         if len(node.needs_grad) != len(node.outputs):
-            raise GraphError(f"%{node.name} has {len(node.outputs)} results and {len(node.needs_grad)} gradient flags")
+            raise GraphError(
+                f"%{node.name} has {len(node.outputs)} results and {len(node.needs_grad)} gradient flags"
+            )
         for value, type_, needed in zip(node.values, node.outputs, node.needs_grad, strict=True):
             if value in known:
                 raise GraphError(f"the name %{value} is defined twice", where=node.where)
@@ -316,7 +320,7 @@ def _literal(node: ast.expr) -> Any:
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_literal(operand)
         case ast.Call(func=ast.Name(id="ref"), args=[ast.Constant(value=name)]):
-            return Ref(name)
+            return Ref(str(name))
         case ast.Name(id="device"):
             return Device()
         case ast.Name(id="inf" | "nan" as name):
@@ -359,13 +363,19 @@ def parse(text: str) -> Graph:
             if line.startswith("graph "):
                 name = json.loads(line[len("graph ") : -1].strip())
             elif line.startswith("return "):
-                for target, label, value in re.findall(r'(?:mutate ("(?:\\.|[^"\\])*")|(\w+))=%([\w.]+)', line[7:]):
-                    (mutations if target else outputs).append((json.loads(target) if target else label, value))
+                for target, label, value in re.findall(
+                    r'(?:mutate ("(?:\\.|[^"\\])*")|(\w+))=%([\w.]+)', line[7:]
+                ):
+                    (mutations if target else outputs).append(
+                        (json.loads(target) if target else label, value)
+                    )
             else:
                 entry = _parse_line(line)
                 (inputs if isinstance(entry, Input) else nodes).append(entry)
         except (ValueError, SyntaxError, AssertionError, KeyError) as error:
-            raise GraphError(f"line {number} of the graph text does not parse", why=str(error), where=line[:200]) from None
+            raise GraphError(
+                f"line {number} of the graph text does not parse", why=str(error), where=line[:200]
+            ) from None
     return verify(Graph(name, tuple(inputs), tuple(nodes), tuple(outputs), tuple(mutations)))
 
 
@@ -378,11 +388,24 @@ def _parse_line(line: str) -> Input | Node:
     if op in ROLES:
         kind = parse_type(types)
         return Input(
-            name, op, args[0], kind, kwargs.get("grad", False), kwargs.get("ties", ()), kwargs.get("batch_dim")
+            name,
+            op,
+            args[0],
+            kind,
+            kwargs.get("grad", False),
+            kwargs.get("ties", ()),
+            kwargs.get("batch_dim"),
         )
     outputs = tuple(parse_type(m.group(0)) for m in _TYPE.finditer(types))
     notes = json.loads(notes_text) if notes_text else {}
     grads = tuple(notes.get("grad", [False] * len(outputs)))
     return Node(
-        name, op, args, tuple(kwargs.items()), outputs, grads, notes.get("module", ""), notes.get("source", "")
+        name,
+        op,
+        args,
+        tuple(kwargs.items()),
+        outputs,
+        grads,
+        notes.get("module", ""),
+        notes.get("source", ""),
     )

@@ -4,9 +4,9 @@
     h = world.copy(x, "tp")                      # forward the same tensor, backward an all-reduce
     y = world.all_reduce(h @ w_mine, "tp")       # forward an all-reduce, backward the same gradient
 
-Gradients follow one convention: the loss counts once, and a value that is equal on all ranks of an axis has the same, full
-gradient on each. So the backward of an all-reduce is the identity (`torch.distributed.nn` differs: there each rank's loss
-counts, and its backward is an all-reduce).
+Gradients follow one convention: the loss counts once, and a value that is equal on all ranks of an axis has
+the same, full gradient on each. So the backward of an all-reduce is the identity (`torch.distributed.nn`
+differs: there each rank's loss counts, and its backward is an all-reduce).
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class World:
         sizes = self._sizes(x.shape[dim], run)
         start = sum(sizes[: self.index(axes)])
         length = sizes[self.index(axes)]
-        return _through(x, lambda v: v.narrow(dim, start, length).clone(), lambda g: self._gather(g, dim, run, sizes))
+        return _through(
+            x, lambda v: v.narrow(dim, start, length).clone(), lambda g: self._gather(g, dim, run, sizes)
+        )
 
     def copy(self, x: torch.Tensor, axes: Axes) -> torch.Tensor:
         """The same tensor, about to be used for a part of the work on each rank; backward adds the ranks' gradients."""
@@ -82,22 +84,35 @@ class World:
         members, place = self.mesh.count(run), self.index(axes)
         sizes = self._sizes(size, run) if size is not None else [x.shape[dim]] * members
         if x.shape[dim] != sizes[place]:
-            raise RunError(f"rank {self.rank} brings {x.shape[dim]} to a gather where it should hold {sizes[place]}", why=f"blocks: {sizes}")
+            raise RunError(
+                f"rank {self.rank} brings {x.shape[dim]} to a gather where it should hold {sizes[place]}",
+                why=f"blocks: {sizes}",
+            )
         start = sum(sizes[:place])
-        return _through(x, lambda v: self._gather(v, dim, run, sizes), lambda g: g.narrow(dim, start, sizes[place]).clone())
+        return _through(
+            x,
+            lambda v: self._gather(v, dim, run, sizes),
+            lambda g: g.narrow(dim, start, sizes[place]).clone(),
+        )
 
     def reduce_scatter(self, x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
         """The sum over the ranks, of which each keeps its block of a dim; backward gathers."""
         run = self._resolve(axes)
         sizes = self._sizes(x.shape[dim], run)
-        return _through(x, lambda v: self._scatter_sum(v, dim, run, sizes), lambda g: self._gather(g, dim, run, sizes))
+        return _through(
+            x, lambda v: self._scatter_sum(v, dim, run, sizes), lambda g: self._gather(g, dim, run, sizes)
+        )
 
     def all_to_all(self, x: torch.Tensor, split_dim: int, join_dim: int, axes: Axes) -> torch.Tensor:
-        """Split one dim among the ranks and join their blocks along another; backward is the reverse. Dims must divide."""
+        """Split one dim among the ranks and join their blocks along another; backward is the reverse. Dims
+        must divide."""
         run = self._resolve(axes)
         members = self.mesh.count(run)
         if x.shape[split_dim] % members:
-            raise RunError(f"an all-to-all of {x.shape[split_dim]} elements among {members} ranks does not divide", hint="pad the dim")
+            raise RunError(
+                f"an all-to-all of {x.shape[split_dim]} elements among {members} ranks does not divide",
+                hint="pad the dim",
+            )
 
         def exchange(value: torch.Tensor, cut: int, join: int) -> torch.Tensor:
             pieces = value.chunk(members, cut)
@@ -105,7 +120,9 @@ class World:
             flat = self.comm.all_to_all(torch.cat([p.reshape(-1) for p in pieces]), sizes, sizes, run)
             return torch.cat([f.view(pieces[0].shape) for f in flat.split(sizes)], join)
 
-        return _through(x, lambda v: exchange(v, split_dim, join_dim), lambda g: exchange(g, join_dim, split_dim))
+        return _through(
+            x, lambda v: exchange(v, split_dim, join_dim), lambda g: exchange(g, join_dim, split_dim)
+        )
 
     def broadcast(self, x: torch.Tensor, axes: Axes, source: int = 0) -> torch.Tensor:
         """The tensor of the rank whose `index(axes)` is `source`. No gradient."""
@@ -132,7 +149,9 @@ class World:
         longest = max(torch.Size(s).numel() for s in shapes)
         flat = x.reshape(-1)
         rows = self.comm.all_gather(torch.cat([flat, flat.new_zeros(longest - flat.numel())]), run)
-        return torch.cat([r[: torch.Size(s).numel()].view(s) for r, s in zip(rows.unbind(), shapes, strict=True)], dim)
+        return torch.cat(
+            [r[: torch.Size(s).numel()].view(s) for r, s in zip(rows.unbind(), shapes, strict=True)], dim
+        )
 
     def _scatter_sum(self, x: torch.Tensor, dim: int, run: tuple[str, ...], sizes: list[int]) -> torch.Tensor:
         pieces = [p.reshape(-1) for p in x.split(sizes, dim)]
@@ -159,7 +178,8 @@ def _through(x: torch.Tensor, onward: Step, back: Step) -> torch.Tensor:
 
 
 def world(mesh: MeshLike = None, device: torch.device | str = "cpu") -> World:
-    """This rank in a launched job. Makes the process groups of every run of the mesh's axes. Collective: all ranks call it.
+    """This rank in a launched job. Makes the process groups of every run of the mesh's axes. Collective: all
+    ranks call it.
 
     Raises RunError when another number of ranks was launched.
     """
@@ -198,8 +218,14 @@ class ManualStep:
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         for pattern in local_parameters:
             if not fnmatch.filter(named, pattern):
-                raise StrategyError(f"no parameter matches {pattern!r} of local_parameters", hint=did_you_mean(pattern, named))
-        shared = [(p, self.axes) for n, p in named.items() if not any(fnmatch.fnmatchcase(n, x) for x in local_parameters)]
+                raise StrategyError(
+                    f"no parameter matches {pattern!r} of local_parameters", hint=did_you_mean(pattern, named)
+                )
+        shared = [
+            (p, self.axes)
+            for n, p in named.items()
+            if not any(fnmatch.fnmatchcase(n, x) for x in local_parameters)
+        ]
         self.parameters = list(named.values())
         self.optimizer = optimizer(self.parameters)
         self.buckets = GradientBuckets(within.comm, shared if self.axes else [], bucket_bytes=bucket_bytes)
@@ -239,7 +265,11 @@ def manual_step(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     within = world(mesh, device)
     return ManualStep(
-        model, optimizer, loss, within, reduce_over=reduce_over, average=average, local_parameters=local_parameters
+        model,
+        optimizer,
+        loss,
+        within,
+        reduce_over=reduce_over,
+        average=average,
+        local_parameters=local_parameters,
     )
-
-

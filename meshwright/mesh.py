@@ -1,7 +1,8 @@
 """The ranks as a mesh: named axes of prime size, ordered from the slowest link to the fastest.
 
 A user's axis such as ``dp=4`` is a *name for a run* of prime axes (``dp0=2, dp1=2``), so that every operator may use a
-mesh shape of its own while all of them speak of the same axes. Coordinates are row-major: the last axis changes fastest.
+mesh shape of its own while all of them speak of the same axes. Coordinates are row-major: the last axis
+changes fastest.
 """
 
 from __future__ import annotations
@@ -67,15 +68,22 @@ class Mesh:
         names: list[tuple[str, tuple[str, ...]]] = []
         for name, size in wanted.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise MeshError(f"axis {name!r} has size {size!r}", why="an axis has a whole number of ranks, at least 1")
+                raise MeshError(
+                    f"axis {name!r} has size {size!r}", why="an axis has a whole number of ranks, at least 1"
+                )
             primes = prime_factors(size)
             run = (name,) if len(primes) <= 1 else tuple(f"{name}{i}" for i in range(len(primes)))
             axes += [Axis(n, p) for n, p in zip(run, primes or (1,), strict=True)]
             names.append((name, run))
         all_names = [a.name for a in axes]
-        clash = sorted({n for n in all_names if all_names.count(n) > 1} | ({n for n, run in names if n in all_names and run != (n,)}))
+        clash = sorted(
+            {n for n in all_names if all_names.count(n) > 1}
+            | ({n for n, run in names if n in all_names and run != (n,)})
+        )
         if clash:
-            raise MeshError(f"the axis name {clash[0]!r} occurs twice in the mesh", why=f"axes: {', '.join(all_names)}")
+            raise MeshError(
+                f"the axis name {clash[0]!r} occurs twice in the mesh", why=f"axes: {', '.join(all_names)}"
+            )
         return Mesh(tuple(axes), tuple(names), tuple(order))
 
     @functools.cached_property
@@ -95,7 +103,9 @@ class Mesh:
     def resolve(self, name: str) -> tuple[str, ...]:
         """The prime axes that a name stands for. Raises MeshError for an unknown one."""
         if name not in self._runs:
-            raise MeshError(f"the mesh has no axis {name!r}", hint=did_you_mean(name, self._runs), why=f"mesh: {self}")
+            raise MeshError(
+                f"the mesh has no axis {name!r}", hint=did_you_mean(name, self._runs), why=f"mesh: {self}"
+            )
         return self._runs[name]
 
     def index(self, axis: str) -> int:

@@ -1,7 +1,7 @@
 """A plan: the strategy of every node and the layout of every input. Readable JSON, diffable: the strategy file.
 
-A plan belongs to one graph (by its fingerprint) and one mesh. From it alone the partitioner derives the program of every
-rank; from it and a machine the planner derives seconds and bytes.
+A plan belongs to one graph (by its fingerprint) and one mesh. From it alone the partitioner derives the
+program of every rank; from it and a machine the planner derives seconds and bytes.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ class Origin(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """`strategies`: node → strategy. `inputs`: input → layout in which it enters the program (parameters: their use layout).
+    """`strategies`: node → strategy. `inputs`: input → layout in which it enters the program (parameters:
+    their use layout).
 
-    `reasons` says for each node why its strategy was chosen, `about` its operator and module; `notes` are remarks for the
-    user (what stayed whole and what that costs, what is inexact); `pins` what the user asked for.
+    `reasons` says for each node why its strategy was chosen, `about` its operator and module; `notes` are
+    remarks for the user (what stayed whole and what that costs, what is inexact); `pins` what the user asked
+    for.
     """
 
     mesh: Mesh
@@ -70,8 +72,8 @@ class Plan:
     def pin(self, pattern: str, **cuts: Any) -> Plan:
         """The plan made again with one more wish: ``plan.pin("blocks.*.up", n="tp")``.
 
-        `pattern` matches module names (or ``%name``, one node), `cuts` give factors their axes. Raises StrategyError, and
-        PlanError for a plan that was loaded from a file.
+        `pattern` matches module names (or ``%name``, one node), `cuts` give factors their axes. Raises
+        StrategyError, and PlanError for a plan that was loaded from a file.
         """
         if self.origin is None:
             raise PlanError(
@@ -132,9 +134,15 @@ class Plan:
             strategies = {name: _parse_strategy(entry) for name, entry in data["nodes"].items()}
             inputs = {name: parse_layout(entry) for name, entry in data["inputs"].items()}
             reasons = {name: entry["why"] for name, entry in data["nodes"].items() if "why" in entry}
-            about = {name: (entry["op"], entry.get("module", "")) for name, entry in data["nodes"].items() if "op" in entry}
+            about = {
+                name: (entry["op"], entry.get("module", ""))
+                for name, entry in data["nodes"].items()
+                if "op" in entry
+            }
             notes = tuple(data["notes"])
-            return Plan(mesh, data["mode"], data["graph"], strategies, inputs, reasons, notes, about, data["pins"])
+            return Plan(
+                mesh, data["mode"], data["graph"], strategies, inputs, reasons, notes, about, data["pins"]
+            )
         except PlanError:
             raise
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
@@ -151,7 +159,9 @@ class Plan:
         why = "; ".join(
             text
             for text in (
-                f"the model has operators the plan does not know: {', '.join(missing[:4])}" if missing else "",
+                f"the model has operators the plan does not know: {', '.join(missing[:4])}"
+                if missing
+                else "",
                 f"the plan has operators the model does not have: {', '.join(extra[:4])}" if extra else "",
             )
             if text

@@ -15,15 +15,25 @@ import torch.distributed as dist
 from meshwright.capture import Captured
 from meshwright.capture.batch import leaves
 from meshwright.capture.fold import fold
-from meshwright.compile import Loss, MeshLike, Pins, captured_of, default_loss, lower, mesh_from, plan_captured, values_of
+from meshwright.compile import (
+    Loss,
+    MeshLike,
+    Pins,
+    captured_of,
+    default_loss,
+    lower,
+    mesh_from,
+    plan_captured,
+    values_of,
+)
 from meshwright.errors import PlanError, RunError
 from meshwright.graph import Graph, parse
+from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.plan import Plan
-from meshwright.redistribute.positions import exchange
 from meshwright.redistribute import redistribute
-from meshwright.layout import TensorLayout
+from meshwright.redistribute.positions import exchange
 from meshwright.report.program import ProgramText
 from meshwright.runtime.communicator import Communicator, ProcessGroups
 from meshwright.runtime.connect import Meeting, check_world
@@ -33,9 +43,11 @@ from meshwright.runtime.step import LocalStep, OptimizerFactory
 
 
 class TrainStep:
-    """What `mw.train_step` returns. Call it with a batch; it returns the global loss, a tensor that is equal on all ranks.
+    """What `mw.train_step` returns. Call it with a batch; it returns the global loss, a tensor that is equal
+    on all ranks.
 
-    `plan`, `program` (print it), `optimizer`, `parameters` (name → this rank's part), `rank` and `mesh` are there to look at.
+    `plan`, `program` (print it), `optimizer`, `parameters` (name → this rank's part), `rank` and `mesh` are
+    there to look at.
     """
 
     def __init__(self, local: LocalStep, parts: Partition, model: torch.nn.Module) -> None:
@@ -99,7 +111,9 @@ class TrainStep:
     def copy_to(self, model: torch.nn.Module) -> torch.nn.Module:
         """Write the trained values back into a model (made of real tensors). Collective: all ranks call it."""
         state = self.full_state()
-        targets = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+        targets = dict(model.named_parameters(remove_duplicate=False)) | dict(
+            model.named_buffers(remove_duplicate=False)
+        )
         with torch.no_grad():
             for name, value in state.items():
                 targets[name].copy_(value)
@@ -125,10 +139,10 @@ def train_step(
     """Build the step of this rank. Call it on every launched rank (or alone, for a plan of one rank).
 
     `optimizer` makes a `torch.optim.Optimizer` from parameters. `batch` is an example of shapes. Without `plan`, one is
-    made with `mesh`, `mode` and `pins` as `mw.plan` does. `clip_norm` clips gradients by their global norm. `exact_random`
-    gives dropout the very masks of one device (slower). Rank 0 captures and plans, the others receive graph and plan.
-    Parameters that the plan keeps whole stay the model's own tensors; for those it cuts, the step keeps this rank's part.
-    Raises a subclass of MeshwrightError before a process group is made.
+    made with `mesh`, `mode` and `pins` as `mw.plan` does. `clip_norm` clips gradients by their global norm.
+    `exact_random` gives dropout the very masks of one device (slower). Rank 0 captures and plans, the others
+    receive graph and plan. Parameters that the plan keeps whole stay the model's own tensors; for those it
+    cuts, the step keeps this rank's part. Raises a subclass of MeshwrightError before a process group is made.
     """
     if plan is not None:
         check_world(plan.mesh)
@@ -167,7 +181,14 @@ def train_step(
     if isinstance(comm, ProcessGroups):
         comm.prepare(axis_sets(parts, comm))
     rank = Rank(comm, device, seed=seed, exact=exact_random)
-    local = LocalStep(parts, rank, values_of(model, captured, device), optimizer, clip_norm=clip_norm, bucket_bytes=bucket_bytes)
+    local = LocalStep(
+        parts,
+        rank,
+        values_of(model, captured, device),
+        optimizer,
+        clip_norm=clip_norm,
+        bucket_bytes=bucket_bytes,
+    )
     return TrainStep(local, parts, model)
 
 
@@ -180,11 +201,17 @@ def axis_sets(parts: Partition, comm: Communicator) -> list[frozenset[str]]:
     for layout in parts.resharded.layouts.values():
         found |= {frozenset(layout.split_axes), frozenset(layout.pending), frozenset(layout.grad)}
         whole = TensorLayout.whole(layout.shape)
-        found |= {frozenset(s.axes) for s in redistribute(layout.forward, whole, mesh, 4)} if layout.split_axes else set()
+        found |= (
+            {frozenset(s.axes) for s in redistribute(layout.forward, whole, mesh, 4)}
+            if layout.split_axes
+            else set()
+        )
     for node in parts.local(comm.rank).nodes:
         # Kernels name their axes as the literals "axes" joined by dots.
         found |= {frozenset(axes.split(".")) for axes in _axis_literals(node.args, mesh)}
-        found |= {frozenset(axes.split(".")) for axes in _axis_literals(tuple(v for _, v in node.kwargs), mesh)}
+        found |= {
+            frozenset(axes.split(".")) for axes in _axis_literals(tuple(v for _, v in node.kwargs), mesh)
+        }
     return [s for s in found if s and mesh.count(s) > 1]
 
 
@@ -213,7 +240,9 @@ def _signature(model: torch.nn.Module) -> str:
 
 def _pack(captured: Captured, plan: Plan, model: torch.nn.Module) -> bytes:
     """Graph, plan and constants as bytes, without pickle: a JSON head, then safetensors."""
-    head = json.dumps({"graph": str(captured.graph), "plan": plan.to_json(), "model": _signature(model)}).encode()
+    head = json.dumps(
+        {"graph": str(captured.graph), "plan": plan.to_json(), "model": _signature(model)}
+    ).encode()
     body = safetensors.torch.save({k: v.contiguous().cpu() for k, v in captured.constants.items()})
     return len(head).to_bytes(8, "little") + head + body
 
@@ -221,7 +250,12 @@ def _pack(captured: Captured, plan: Plan, model: torch.nn.Module) -> bytes:
 def _unpack(data: bytes) -> tuple[Graph, dict[str, torch.Tensor], Plan, str]:
     end = 8 + int.from_bytes(data[:8], "little")
     head = json.loads(data[8:end])
-    return parse(head["graph"]), safetensors.torch.load(data[end:]), Plan.from_json(head["plan"]), head["model"]
+    return (
+        parse(head["graph"]),
+        safetensors.torch.load(data[end:]),
+        Plan.from_json(head["plan"]),
+        head["model"],
+    )
 
 
 def shutdown() -> None:
@@ -229,5 +263,3 @@ def shutdown() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-

@@ -17,7 +17,16 @@ import torch
 
 from meshwright.capture import Captured, widen, widened_eager
 from meshwright.capture.batch import leaves, map_leaves
-from meshwright.compile import Loss, MeshLike, Pins, captured_of, default_loss, lower, plan_captured, values_of
+from meshwright.compile import (
+    Loss,
+    MeshLike,
+    Pins,
+    captured_of,
+    default_loss,
+    lower,
+    plan_captured,
+    values_of,
+)
 from meshwright.errors import MeshwrightError
 from meshwright.graph import Graph
 from meshwright.layout import TensorLayout
@@ -35,7 +44,8 @@ STEPS = 3
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-    # A large epsilon keeps a step from amplifying rounding: with 1e-8, an entry whose gradient is rounding noise moves by lr.
+    # A large epsilon keeps a step from amplifying rounding: with 1e-8, an entry whose gradient is rounding
+    # noise moves by lr.
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3),
 }
 
@@ -46,7 +56,8 @@ class VerificationError(MeshwrightError):
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference of one quantity, relative to the largest magnitude in it (or to 1 when that is smaller)."""
+    """The largest difference of one quantity, relative to the largest magnitude in it (or to 1 when that is
+    smaller)."""
 
     what: str
     error: float
@@ -80,7 +91,8 @@ class Report:
         wrong = [d for d in self.differences if not d.error <= self.tolerance]
         raise VerificationError(
             f"the plan does not compute what one device computes: {wrong[0].what} differs by {wrong[0].error:.2g}",
-            why=f"{len(wrong)} of {len(self.differences)} quantities differ by more than {self.tolerance:g}; worst: {self.worst.what} by {self.worst.error:.2g}",
+            why=f"{len(wrong)} of {len(self.differences)} quantities differ by more than {self.tolerance:g}; "
+            f"worst: {self.worst.what} by {self.worst.error:.2g}",
             where=self.first,
             hint="report this with the plan file: a plan that Meshwright made should never differ",
         )
@@ -90,10 +102,15 @@ class Report:
         kinds: dict[str, list[Difference]] = {}
         for d in self.differences:
             kinds.setdefault(d.what.split(" of ")[0].split(" after ")[0], []).append(d)
-        lines = [f"{verdict} ({self.plan.mode} on {self.plan.mesh}, {str(self.dtype).removeprefix('torch.')}, tolerance {self.tolerance:g})"]
+        lines = [
+            f"{verdict} ({self.plan.mode} on {self.plan.mesh}, "
+            f"{str(self.dtype).removeprefix('torch.')}, tolerance {self.tolerance:g})"
+        ]
         for kind, found in kinds.items():
             worst = max(found, key=lambda d: d.error)
-            lines.append(f"  {kind}: {len(found)} compared, largest difference {worst.error:.2g} ({worst.what})")
+            lines.append(
+                f"  {kind}: {len(found)} compared, largest difference {worst.error:.2g} ({worst.what})"
+            )
         if self.first:
             lines.append(f"  first difference: {self.first}")
         return "\n".join(lines)
@@ -126,7 +143,12 @@ def verify(
 
 
 def verify_partition(
-    model: torch.nn.Module, batch: Any, loss: Loss, captured: Captured, parts: Partition, dtype: torch.dtype = torch.float64
+    model: torch.nn.Module,
+    batch: Any,
+    loss: Loss,
+    captured: Captured,
+    parts: Partition,
+    dtype: torch.dtype = torch.float64,
 ) -> Report:
     """Prove one partition (tests plant faults in it)."""
     cast = _caster(dtype)
@@ -144,15 +166,30 @@ def verify_partition(
             compare.whole("loss", [r.losses[0] for r in ranks], expected.losses[0])
             for target, name in names["parameter"].items():
                 if target not in expected.gradients:
-                    grown = max((r.gradients[target].abs().max().item() for r in ranks if target in r.gradients), default=0.0)
+                    grown = max(
+                        (r.gradients[target].abs().max().item() for r in ranks if target in r.gradients),
+                        default=0.0,
+                    )
                     differences.append(Difference(f"gradient of {target}", grown, "one device has none"))
                 else:
-                    compare.split(f"gradient of {target}", name, [r.gradients.get(target) for r in ranks], expected.gradients[target])
+                    compare.split(
+                        f"gradient of {target}",
+                        name,
+                        [r.gradients.get(target) for r in ranks],
+                        expected.gradients[target],
+                    )
         for step in range(1, STEPS):
-            compare.whole(f"loss of step {step} with {label}", [r.losses[step] for r in ranks], expected.losses[step])
+            compare.whole(
+                f"loss of step {step} with {label}", [r.losses[step] for r in ranks], expected.losses[step]
+            )
         for role in ("parameter", "buffer"):
             for target, name in names[role].items():
-                compare.split(f"{role} after {STEPS} steps of {label}: {target}", name, [r.state[name] for r in ranks], expected.state[target])
+                compare.split(
+                    f"{role} after {STEPS} steps of {label}: {target}",
+                    name,
+                    [r.state[name] for r in ranks],
+                    expected.state[target],
+                )
     report = Report(parts.plan, dtype, tolerance, tuple(differences))
     if not report.ok:
         report = replace(report, first=_first_difference(parts, batch, start, tolerance))
@@ -176,7 +213,12 @@ def _reference_mode(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _reference(
-    model: torch.nn.Module, batch: Any, loss: Loss, graph: Graph, cast: Callable[[torch.Tensor], torch.Tensor], factory: Callable[[Any], Any]
+    model: torch.nn.Module,
+    batch: Any,
+    loss: Loss,
+    graph: Graph,
+    cast: Callable[[torch.Tensor], torch.Tensor],
+    factory: Callable[[Any], Any],
 ) -> _Run:
     """Plain eager PyTorch on a copy of the model. Dropout masks are the exact ones, number by number."""
     twin = _copy_cast(model, cast)
@@ -207,7 +249,11 @@ def _copy_cast(model: torch.nn.Module, cast: Callable[[torch.Tensor], torch.Tens
             for parameter in module.parameters(recurse=False):
                 parameter.data = cast(parameter.data)
             for name, buffer in module.named_buffers(recurse=False):
-                module.register_buffer(name, cast(buffer), persistent=name not in getattr(module, "_non_persistent_buffers_set", ()))
+                module.register_buffer(
+                    name,
+                    cast(buffer),
+                    persistent=name not in getattr(module, "_non_persistent_buffers_set", ()),
+                )
     return twin
 
 
@@ -232,7 +278,9 @@ def simulated_rank(comm: SimulatedRank) -> Rank:
     return Rank(comm, torch.device("cpu"), seed=0, exact=True)
 
 
-def _simulate(parts: Partition, batch: Any, start: Mapping[str, torch.Tensor], factory: Callable[[Any], Any]) -> list[_Run]:
+def _simulate(
+    parts: Partition, batch: Any, start: Mapping[str, torch.Tensor], factory: Callable[[Any], Any]
+) -> list[_Run]:
     given = dict(leaves(batch))
 
     def body(comm: SimulatedRank) -> _Run:
@@ -283,13 +331,19 @@ def take(whole: torch.Tensor, layout: TensorLayout, mesh: Mesh, rank: int) -> to
     return whole
 
 
-def relative_error(value: torch.Tensor, expected: torch.Tensor, scale_of: torch.Tensor | None = None) -> float:
+def relative_error(
+    value: torch.Tensor, expected: torch.Tensor, scale_of: torch.Tensor | None = None
+) -> float:
     """Largest difference over the largest magnitude expected (at least 1e-3, so that zeros do not divide)."""
     if value.shape != expected.shape:
         return float("inf")
     if expected.numel() == 0:
         return 0.0
-    scale = (expected if scale_of is None else scale_of).detach().abs().max().double().item() if expected.numel() else 1.0
+    scale = (
+        (expected if scale_of is None else scale_of).detach().abs().max().double().item()
+        if expected.numel()
+        else 1.0
+    )
     difference = (value.detach().double() - expected.detach().double()).abs().max().item()
     return difference / max(scale, 1e-3)
 
@@ -297,23 +351,29 @@ def relative_error(value: torch.Tensor, expected: torch.Tensor, scale_of: torch.
 # ---------------------------------------------------------------- the first difference
 
 
-def _first_difference(parts: Partition, batch: Any, start: Mapping[str, torch.Tensor], tolerance: float) -> str:
+def _first_difference(
+    parts: Partition, batch: Any, start: Mapping[str, torch.Tensor], tolerance: float
+) -> str:
     """The first value of the program, and then the last gradient, that differs from the program on one device.
 
     Looks at the first step, and, where all agrees there (a bias may start at zero), at parameters moved at random.
     """
     generator = torch.Generator().manual_seed(0)
-    moved = {k: v + 0.1 * torch.randn(v.shape, generator=generator, dtype=v.dtype) if v.is_floating_point() else v for k, v in start.items()}
+    moved = {
+        k: v + 0.1 * torch.randn(v.shape, generator=generator, dtype=v.dtype) if v.is_floating_point() else v
+        for k, v in start.items()
+    }
     return (
         _first_at(parts, batch, start, tolerance)
         or _first_at(parts, batch, moved, tolerance)
-        or "every node agrees forward and backward; the difference is in the reduction of a leaf's gradient or in the update"
+        or "every node agrees forward and backward; "
+        "the difference is in the reduction of a leaf's gradient or in the update"
     )
 
 
 def _first_at(parts: Partition, batch: Any, start: Mapping[str, torch.Tensor], tolerance: float) -> str:
     graph = parts.resharded.graph
-    recorded = [n for n in graph.nodes]
+    recorded = list(graph.nodes)
     kept = tuple(v for n in recorded for v in n.values)
     alone = _single(parts)
     given = dict(leaves(batch))
@@ -325,14 +385,24 @@ def _first_at(parts: Partition, batch: Any, start: Mapping[str, torch.Tensor], t
             source = value if value in expected else node.uses[0] if node.uses else ""
             if source not in expected:
                 continue
-            error = _assembled_error([f[0].get(value) for f in found], parts.resharded.layouts[value].forward, mesh, expected[source])
+            error = _assembled_error(
+                [f[0].get(value) for f in found],
+                parts.resharded.layouts[value].forward,
+                mesh,
+                expected[source],
+            )
             if error > tolerance * 10:
                 return f"%{value} = {node.op} differs forward by {error:.2g}  {node.where}"
     for node in reversed(graph.nodes):
         for value in node.values:
             if value not in expected_grads:
                 continue
-            error = _assembled_error([f[1].get(value) for f in found], parts.resharded.layouts[value].backward, mesh, expected_grads[value])
+            error = _assembled_error(
+                [f[1].get(value) for f in found],
+                parts.resharded.layouts[value].backward,
+                mesh,
+                expected_grads[value],
+            )
             if error > tolerance * 10:
                 return f"the gradient of %{value} = {node.op} differs by {error:.2g}  {node.where}"
     return ""
@@ -357,7 +427,9 @@ def replace_reshards(parts: Partition) -> Graph:
         else:
             nodes.append(node.with_uses(alias.get(u, u) for u in node.uses))
     rename = lambda pairs: tuple((k, alias.get(v, v)) for k, v in pairs)  # noqa: E731
-    return replace(graph, nodes=tuple(nodes), outputs=rename(graph.outputs), mutations=rename(graph.mutations))
+    return replace(
+        graph, nodes=tuple(nodes), outputs=rename(graph.outputs), mutations=rename(graph.mutations)
+    )
 
 
 def _record(
@@ -369,7 +441,9 @@ def _record(
         rank = simulated_rank(comm)
         step = LocalStep(parts, rank, {k: v.clone() for k, v in start.items()}, None)
         names = [v for n in step.graph.nodes for v in n.values if v in wanted]
-        graph = replace(step.graph, outputs=(("loss", step.graph.loss), *((n, n) for n in names)), mutations=())
+        graph = replace(
+            step.graph, outputs=(("loss", step.graph.loss), *((n, n) for n in names)), mutations=()
+        )
         module = build_module(graph, rank, Handle(comm))
         leaf = {**step.leaves, **step.local_batch(given)}
         loss, *values = module(*(leaf[i.name] for i in graph.inputs))
@@ -383,7 +457,9 @@ def _record(
     return SimulatedWorld(parts.plan.mesh).run(body)
 
 
-def _assembled_error(values: list[torch.Tensor | None], layout: TensorLayout, mesh: Mesh, expected: torch.Tensor) -> float:
+def _assembled_error(
+    values: list[torch.Tensor | None], layout: TensorLayout, mesh: Mesh, expected: torch.Tensor
+) -> float:
     """The error of a value that the ranks hold by a layout; pending terms are added first."""
     if any(v is None for v in values):
         return float("inf") if any(v is not None for v in values) else 0.0
@@ -393,4 +469,3 @@ def _assembled_error(values: list[torch.Tensor | None], layout: TensorLayout, me
         key = min(mesh.group(rank, layout.pending)) if layout.pending else rank
         total[key] = total[key] + value.double() if key in total else value.double()
     return max(relative_error(v, take(expected, layout, mesh, r), expected) for r, v in total.items())
-

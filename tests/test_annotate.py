@@ -21,7 +21,9 @@ def test_annotations_do_nothing_on_one_device() -> None:
     x, w = torch.randn(4, 6), torch.randn(6, 2)
     linear = torch.nn.Linear(6, 2)
     assert torch.equal(mw.shard(torch.matmul, ((2, 4), (4, 1)))(x, w), x @ w)
-    assert torch.equal(mw.shard(linear, ((2, 1),))(x), torch.nn.functional.linear(x, linear.weight, linear.bias))
+    assert torch.equal(
+        mw.shard(linear, ((2, 1),))(x), torch.nn.functional.linear(x, linear.weight, linear.bias)
+    )
     assert mw.reshard(x, (2, 1)) is x
     assert mw.shard(linear, ((2, 1),)) is linear
 

@@ -1,8 +1,8 @@
 """Which dim of the batch counts examples: dim 0, wherever it has the size that most tensors of the batch share.
 
-This names a factor; it claims nothing. A cut of any dim computes what one device computes, so where rows do meet (in-batch
-negatives, sequence-first data) a wrong name costs communication, which the plan shows, and never a number.
-(`docs/decisions/0005-the-batch-is-a-name.md`)
+This names a factor; it claims nothing. A cut of any dim computes what one device computes, so where rows do
+meet (in-batch negatives, sequence-first data) a wrong name costs communication, which the plan shows, and
+never a number. (`docs/decisions/0005-the-batch-is-a-name.md`)
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ def name_batch_dims(graph: Graph) -> Graph:
         return graph
     size = Counter(leading).most_common(1)[0][0]  # the first of equally common ones
     inputs = (
-        replace(i, batch_dim=0) if i.role == "batch" and i.type.shape[:1] == (size,) else i for i in graph.inputs
+        replace(i, batch_dim=0) if i.role == "batch" and i.type.shape[:1] == (size,) else i
+        for i in graph.inputs
     )
     return replace(graph, inputs=tuple(inputs))

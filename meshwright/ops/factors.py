@@ -1,14 +1,16 @@
 """Which sub-dims each factor of the graph consists of.
 
 Cutting a dim contiguously is wrong where a later view gives it inner structure: GPT-2's fused qkv of 96 is
-``(3 heads 8)``, and only ``heads`` may be cut. So before anything is planned, every dim of every tensor becomes a variable;
-rules say which variables are equal, views and splits say which are products or concatenations of others, and unification
-(as in type inference) refines all of them to common sub-dims. Where two views disagree ((4 6) against (6 4)) the variables
-stay apart, and a reshard between them passes through the whole dim.
+``(3 heads 8)``, and only ``heads`` may be cut. So before anything is planned, every dim of every tensor
+becomes a variable; rules say which variables are equal, views and splits say which are products or
+concatenations of others, and unification (as in type inference) refines all of them to common sub-dims.
+Where two views disagree ((4 6) against (6 4)) the variables stay apart, and a reshard between them passes
+through the whole dim.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -106,9 +108,7 @@ def _unify_cats(x: _CatVar, y: _CatVar) -> bool:
                 if len(resolved) != 1 or not isinstance(resolved[0], _Var):
                     return False
                 bounds = [start, *inner, end]
-                pieces: list[list[_Item]] = [
-                    [_Var(hi - lo)] for lo, hi in zip(bounds, bounds[1:], strict=False)
-                ]
+                pieces: list[list[_Item]] = [[_Var(hi - lo)] for lo, hi in itertools.pairwise(bounds)]
                 resolved[0].items = [_CatVar(pieces)]
                 parts += pieces
             else:
@@ -172,8 +172,8 @@ class Site:
 class Factors:
     """The result for a graph: a `Site` per node, the sub-dims of every value's dims, and marks per leaf sub-dim.
 
-    `batch` marks the leaves that count examples; `held` those that some operator of the graph must keep whole (the 3 and
-    the 8 of a fused qkv ``(3 heads 8)``), so that a cut there would be undone again.
+    `batch` marks the leaves that count examples; `held` those that some operator of the graph must keep
+    whole (the 3 and the 8 of a fused qkv ``(3 heads 8)``), so that a cut there would be undone again.
     """
 
     sites: Mapping[str, Site]

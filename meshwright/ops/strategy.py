@@ -151,7 +151,9 @@ def layouts(site: Site, strategy: Strategy) -> Ports:
         if not rule.terms or any(len(set(term) & set(ports)) != 1 for term in rule.terms):
             raise StrategyError(
                 f"a sum pending on {axis} cannot pass through {site.node.op}",
-                why="the operator is not linear in it" if not rule.terms else "one factor of every term must be pending",
+                why="the operator is not linear in it"
+                if not rule.terms
+                else "one factor of every term must be pending",
                 where=site.node.where,
             )
         for p in range(len(rule.inputs)):
@@ -171,7 +173,9 @@ def layouts(site: Site, strategy: Strategy) -> Ports:
     for o, port in enumerate(rule.outputs):
         dims = tuple(site.dim(d, cuts) for d in port)
         split = {a for d in dims for a in dim_axes(d)}
-        outputs.append(TensorLayout(dims, tuple(pending_out[o]), tuple(set(strategy.grad) - pending_out[o] - split)))
+        outputs.append(
+            TensorLayout(dims, tuple(pending_out[o]), tuple(set(strategy.grad) - pending_out[o] - split))
+        )
     return Ports(tuple(inputs), tuple(outputs))
 
 
@@ -181,7 +185,9 @@ def merge(first: Strategy, second: Strategy) -> Strategy:
     for letter, tree in second.cuts:
         cuts[letter] = _overlay(cuts[letter], tree) if letter in cuts else tree
     return Strategy(
-        tuple(cuts.items()), (*first.through, *second.through), tuple(dict.fromkeys((*first.grad, *second.grad)))
+        tuple(cuts.items()),
+        (*first.through, *second.through),
+        tuple(dict.fromkeys((*first.grad, *second.grad))),
     )
 
 
@@ -202,4 +208,3 @@ def cut_axes(strategy: Strategy) -> Mapping[str, tuple[str, ...]]:
 def letter_of_dim(site: Site, port: int, dim: int) -> tuple[str, ...]:
     """The letters that make up a dim of an input port."""
     return tuple(dim_letters(site.rule.inputs[port][dim]))
-

@@ -1,4 +1,5 @@
-"""Every collective of one rank's program, forward and backward, before it runs: what prices read and what a test counts."""
+"""Every collective of one rank's program, forward and backward, before it runs: what prices read and what a
+test counts."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from meshwright.graph import DTYPES, Graph, Node, TensorType
-
 from meshwright.mesh import Mesh
 from meshwright.partition.reshards import RESHARD, Resharded
 from meshwright.redistribute import Step
@@ -17,8 +17,9 @@ from meshwright.redistribute.steps import COLLECTIVES
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective of a rank. `payload_bytes` is the tensor that enters an all-reduce, reduce-scatter or all-to-all, and
-    the one that leaves an all-gather (padding included); `phase` is forward or backward; `node` where it belongs."""
+    """One collective of a rank. `payload_bytes` is the tensor that enters an all-reduce, reduce-scatter or
+    all-to-all, and the one that leaves an all-gather (padding included); `phase` is forward or backward;
+    `node` where it belongs."""
 
     phase: str
     kind: str
@@ -28,12 +29,16 @@ class Collective:
 
 
 def program_collectives(resharded: Resharded, local: Graph, mesh: Mesh, rank: int) -> list[Collective]:
-    """The collectives of a rank's program, in no particular order. Gradient buckets are the runtime's and not among them."""
+    """The collectives of a rank's program, in no particular order. Gradient buckets are the runtime's and
+    not among them."""
     found: list[Collective] = []
     for node in local.nodes:
         if node.op == RESHARD:
             pair, itemsize = resharded.pairs[node.name], DTYPES[node.outputs[0].dtype]
-            halves = [("forward", pair.forward), *([("backward", pair.backward)] if any(node.needs_grad) else [])]
+            halves = [
+                ("forward", pair.forward),
+                *([("backward", pair.backward)] if any(node.needs_grad) else []),
+            ]
             for phase, steps in halves:
                 for step in steps:
                     if step.kind in COLLECTIVES:
@@ -67,7 +72,10 @@ def _cross_entropy(node: Node, types: Mapping[str, TensorType]) -> list[Talk]:
     """A maximum, then sums of exponentials, of the picked logits and, for smoothing, of all logits, per example."""
     x, smoothing, axes = types[node.uses[0]], node.args[7], tuple(node.args[8])
     row = math.prod(types[node.uses[1]].shape) * max(DTYPES[x.dtype], 4)
-    return [("forward", "all_reduce", axes, row), ("forward", "all_reduce", axes, row * (3 if smoothing else 2))]
+    return [
+        ("forward", "all_reduce", axes, row),
+        ("forward", "all_reduce", axes, row * (3 if smoothing else 2)),
+    ]
 
 
 def _batch_norm(node: Node, types: Mapping[str, TensorType]) -> list[Talk]:
@@ -83,4 +91,3 @@ KERNELS: dict[str, Callable[[Node, Mapping[str, TensorType]], list[Talk]]] = {
     "meshwright.cross_entropy_split": _cross_entropy,
     "meshwright.batch_norm_sync": _batch_norm,
 }
-

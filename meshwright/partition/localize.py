@@ -16,7 +16,9 @@ def localize_graph(resharded: Resharded, factors: Factors, plan: Plan, rank: int
     mesh = plan.mesh
     at = mesh.coordinate(rank)
     graph = resharded.graph
-    inputs = tuple(replace(i, type=local_type(i.type, resharded.layouts[i.name], mesh, rank)) for i in graph.inputs)
+    inputs = tuple(
+        replace(i, type=local_type(i.type, resharded.layouts[i.name], mesh, rank)) for i in graph.inputs
+    )
     nodes: list[Node] = []
     for node in graph.nodes:
         if node.op == RESHARD:

@@ -1,5 +1,5 @@
-"""First pass: say where layouts differ. A reshard is a pair (value forward, gradient backward) and belongs to a tensor and
-the *set* of its consumers that want the same pair: q, k and v of one norm share one.
+"""First pass: say where layouts differ. A reshard is a pair (value forward, gradient backward) and belongs
+to a tensor and the *set* of its consumers that want the same pair: q, k and v of one norm share one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ StepText = tuple[str, str, str, str]  # kind, axes joined by ".", layout before,
 
 @dataclass(frozen=True)
 class Resharded:
-    """The graph with reshard nodes (still in global shapes), the layout of every value, and the pair of every reshard."""
+    """The graph with reshard nodes (still in global shapes), the layout of every value, and the pair of
+    every reshard."""
 
     graph: Graph
     layouts: Mapping[str, TensorLayout]

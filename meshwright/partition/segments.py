@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -27,14 +28,16 @@ def split_segments(graph: Graph, cuts: Sequence[int] = ()) -> tuple[Segment, ...
     wanted_at_end = {v for _, v in (*graph.outputs, *graph.mutations)}
     own_inputs = {i.name: i for i in graph.inputs}
     segments: list[Segment] = []
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         nodes = graph.nodes[start:end]
         made = {v for n in nodes for v in n.values}
         read = dict.fromkeys(u for n in nodes for u in n.uses if u not in made)
         later = {u for n in graph.nodes[end:] for u in n.uses} | wanted_at_end
         results = tuple(v for n in nodes for v in n.values if v in later)
         if end == len(graph.nodes):
-            results += tuple(v for v in dict.fromkeys(v for _, v in (*graph.outputs, *graph.mutations)) if v in own_inputs)
+            results += tuple(
+                v for v in dict.fromkeys(v for _, v in (*graph.outputs, *graph.mutations)) if v in own_inputs
+            )
         inputs, boundary = [], []
         for name in (*read, *(r for r in results if r in own_inputs and r not in read)):
             if name in own_inputs:

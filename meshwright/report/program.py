@@ -31,7 +31,8 @@ class ProgramText:
                 lines.append(f"  {head}" + (f"  {layout}" if layout is not None else ""))
         for number, (axes, count, size) in enumerate(self.buckets):
             lines.append(
-                f"  reduce gradients, bucket {number}: {count} parameters, all_reduce({self.parts.plan.mesh.show(axes)}) {show_bytes(size)}"
+                f"  reduce gradients, bucket {number}: {count} parameters, "
+                f"all_reduce({self.parts.plan.mesh.show(axes)}) {show_bytes(size)}"
             )
         return "\n".join([*lines, "}"])
 

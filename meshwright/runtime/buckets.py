@@ -1,8 +1,8 @@
 """Gradients that are pending are reduced in buckets, asynchronously, while backward still runs.
 
 A bucket is one flat buffer for gradients that are pending on the same axes and have one dtype. When autograd has put a
-parameter's gradient together, a hook copies it into its place and makes ``.grad`` a view of it; a bucket whose places are
-all filled is reduced at once. Buckets start in one order on all ranks, as collectives must.
+parameter's gradient together, a hook copies it into its place and makes ``.grad`` a view of it; a bucket
+whose places are all filled is reduced at once. Buckets start in one order on all ranks, as collectives must.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early
 
 @dataclass
 class Bucket:
-    """One flat buffer and the parameters whose gradients it holds. `missing` counts the backward passes still to reach each."""
+    """One flat buffer and the parameters whose gradients it holds. `missing` counts the backward passes
+    still to reach each."""
 
     axes: tuple[str, ...]
     parameters: list[torch.nn.Parameter]
@@ -97,7 +98,9 @@ class GradientBuckets:
             hook.remove()
 
 
-def _fill(pending: Sequence[tuple[torch.nn.Parameter, tuple[str, ...]]], bucket_bytes: int) -> Iterable[Bucket]:
+def _fill(
+    pending: Sequence[tuple[torch.nn.Parameter, tuple[str, ...]]], bucket_bytes: int
+) -> Iterable[Bucket]:
     """Buckets in the order in which backward is expected to fill them: the reverse of the parameters'."""
     open_groups: dict[tuple[tuple[str, ...], torch.dtype], list[torch.nn.Parameter]] = {}
     made = 0
@@ -114,6 +117,11 @@ def _fill(pending: Sequence[tuple[torch.nn.Parameter, tuple[str, ...]]], bucket_
 
 
 def _bucket(axes: tuple[str, ...], parameters: list[torch.nn.Parameter]) -> Bucket:
-    buffer = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
-    views = [v.view(p.shape) for v, p in zip(buffer.split([p.numel() for p in parameters]), parameters, strict=True)]
+    buffer = torch.empty(
+        sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
+    )
+    views = [
+        v.view(p.shape)
+        for v, p in zip(buffer.split([p.numel() for p in parameters]), parameters, strict=True)
+    ]
     return Bucket(axes, parameters, buffer, views)

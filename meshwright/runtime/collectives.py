@@ -47,7 +47,9 @@ def _reduce_scatter(x_mn: torch.Tensor, comm: int, axes: str) -> torch.Tensor:
     return _comm(comm).reduce_scatter(x_mn, axes.split("."))
 
 
-def _all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], comm: int, axes: str) -> torch.Tensor:
+def _all_to_all(
+    x: torch.Tensor, send: Sequence[int], receive: Sequence[int], comm: int, axes: str
+) -> torch.Tensor:
     return _comm(comm).all_to_all(x, send, receive, axes.split("."))
 
 
@@ -60,10 +62,14 @@ for _name, _function in (
     _lib.impl(_name, _function, "CompositeExplicitAutograd")
 
 torch.library.register_fake(
-    "meshwright::all_reduce", lambda x, comm, axes: torch.empty_like(x, memory_format=torch.contiguous_format), lib=_lib
+    "meshwright::all_reduce",
+    lambda x, comm, axes: torch.empty_like(x, memory_format=torch.contiguous_format),
+    lib=_lib,
 )
 torch.library.register_fake(
-    "meshwright::all_gather", lambda x_n, comm, axes, members: x_n.new_empty((members, x_n.shape[0])), lib=_lib
+    "meshwright::all_gather",
+    lambda x_n, comm, axes, members: x_n.new_empty((members, x_n.shape[0])),
+    lib=_lib,
 )
 torch.library.register_fake(
     "meshwright::reduce_scatter", lambda x_mn, comm, axes: x_mn.new_empty((x_mn.shape[1],)), lib=_lib

@@ -57,8 +57,11 @@ class Communicator(Protocol):
         """The sum over the group of everybody's row for this member: (members, n) → (n,)."""
         ...
 
-    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]) -> torch.Tensor:
-        """Send consecutive stretches of a flat tensor, `send[m]` elements to member m; receive `receive[m]` from each."""
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
+    ) -> torch.Tensor:
+        """Send consecutive stretches of a flat tensor, `send[m]` elements to member m; receive `receive[m]`
+        from each."""
         ...
 
 
@@ -180,12 +183,16 @@ class SimulatedRank:
             total += values[rank][mine]
         return total
 
-    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]) -> torch.Tensor:
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
+    ) -> torch.Tensor:
         """See `Communicator`."""
         group, values = self._share(x.detach().clone().split(list(send)), axes)
         mine = group.index(self.rank)
         received = [values[r][mine] for r in group]
-        assert [r.numel() for r in received] == list(receive), "members disagree about the sizes of an all-to-all"
+        assert [r.numel() for r in received] == list(receive), (
+            "members disagree about the sizes of an all-to-all"
+        )
         return torch.cat(received)
 
 
@@ -215,7 +222,9 @@ class Alone:
         """The only row."""
         return x_mn[0].clone()
 
-    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]) -> torch.Tensor:
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
+    ) -> torch.Tensor:
         """The value itself."""
         return x.clone()
 
@@ -259,7 +268,9 @@ class Counter:
         self._count("reduce_scatter", axes, x_mn.numel() * x_mn.element_size())
         return x_mn[0].clone()
 
-    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]) -> torch.Tensor:
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
+    ) -> torch.Tensor:
         """See `Communicator`."""
         self._count("all_to_all", axes, x.numel() * x.element_size())
         return x.new_zeros(sum(receive))
@@ -287,8 +298,8 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 class ProcessGroups:
     """This process as a rank of `torch.distributed`.
 
-    Groups are made for all axis sets up front by `prepare`, since making one is itself a collective: every rank must make
-    the same groups in the same order.
+    Groups are made for all axis sets up front by `prepare`, since making one is itself a collective: every
+    rank must make the same groups in the same order.
     """
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
@@ -360,19 +371,27 @@ class ProcessGroups:
         _reduce_scatter_flat(result, rows.reshape(-1), group=self._group(axes))
         return result
 
-    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]) -> torch.Tensor:
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
+    ) -> torch.Tensor:
         """See `Communicator`."""
         order, flat = self._order(axes), x.detach().contiguous()
         if order is None:
             result = flat.new_empty(sum(receive))
             dist.all_to_all_single(result, flat, list(receive), list(send), group=self._group(axes))
             return result
-        places = sorted(range(len(order)), key=lambda m: order[m])  # member at each place of the process group
+        places = sorted(
+            range(len(order)), key=lambda m: order[m]
+        )  # member at each place of the process group
         stretches = flat.split(list(send))
         incoming = [receive[m] for m in places]
         result = flat.new_empty(sum(receive))
         dist.all_to_all_single(
-            result, torch.cat([stretches[m] for m in places]), incoming, [send[m] for m in places], group=self._group(axes)
+            result,
+            torch.cat([stretches[m] for m in places]),
+            incoming,
+            [send[m] for m in places],
+            group=self._group(axes),
         )
         received = result.split(incoming)
         return torch.cat([received[place] for place in order])

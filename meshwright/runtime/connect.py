@@ -15,7 +15,6 @@ from meshwright.mesh import Mesh
 from meshwright.runtime.communicator import Alone, Communicator, ProcessGroups
 
 
-
 def launched_world() -> int:
     """The number of ranks this process was launched with; 1 when it was started by hand."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
@@ -32,7 +31,8 @@ def check_world(mesh: Mesh) -> None:
 
 
 class Meeting:
-    """The rendezvous of one job. `agree` lets rank 0 compute something once for all, before any process group exists."""
+    """The rendezvous of one job. `agree` lets rank 0 compute something once for all, before any process
+    group exists."""
 
     def __init__(self, timeout: timedelta = timedelta(minutes=30)) -> None:
         self.timeout = timeout
@@ -55,10 +55,16 @@ class Meeting:
             try:
                 self.store.set(key, b"ok" + compute())
             except MeshwrightError as error:
-                self.store.set(key, b"no" + json.dumps([error.what, error.why, error.where, error.hint]).encode())
+                self.store.set(
+                    key, b"no" + json.dumps([error.what, error.why, error.where, error.hint]).encode()
+                )
                 raise
             except BaseException as error:
-                self.store.set(key, b"no" + json.dumps([f"rank 0 failed: {type(error).__name__}: {error}", "", "", ""]).encode())
+                self.store.set(
+                    key,
+                    b"no"
+                    + json.dumps([f"rank 0 failed: {type(error).__name__}: {error}", "", "", ""]).encode(),
+                )
                 raise
         answer = bytes(self.store.get(key))
         if answer[:2] == b"no":
@@ -73,7 +79,9 @@ class Meeting:
         if not dist.is_initialized():
             backend = "nccl" if device.type == "cuda" else "gloo"
             store = dist.PrefixStore("meshwright/group", self.store)
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world, timeout=self.timeout)
+            dist.init_process_group(
+                backend, store=store, rank=self.rank, world_size=self.world, timeout=self.timeout
+            )
         return ProcessGroups(mesh, self.rank)
 
 

@@ -25,7 +25,11 @@ class Action:
     micro_batch: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind}({self.segment}, {self.micro_batch})" if self.kind in ("forward", "backward") else self.kind
+        return (
+            f"{self.kind}({self.segment}, {self.micro_batch})"
+            if self.kind in ("forward", "backward")
+            else self.kind
+        )
 
 
 def plain_actions(segments: int) -> tuple[Action, ...]:
@@ -38,8 +42,8 @@ def plain_actions(segments: int) -> tuple[Action, ...]:
 class Executor:
     """Runs action lists over the segments of one rank's program.
 
-    `leaves` maps parameters, buffers and constants to their tensors. Values between segments are detached at the border,
-    so each segment's backward is a call of its own, on the gradients its consumers left.
+    `leaves` maps parameters, buffers and constants to their tensors. Values between segments are detached at
+    the border, so each segment's backward is a call of its own, on the gradients its consumers left.
     """
 
     def __init__(
@@ -53,7 +57,9 @@ class Executor:
         self.segments, self.modules, self.leaves = segments, modules, leaves
         self.buckets, self.update = buckets, update
         self._env: dict[str, torch.Tensor] = {}  # values by name: as made, with their autograd history
-        self._borders: dict[tuple[int, str], torch.Tensor] = {}  # (segment, value): the detached leaf it was read as
+        self._borders: dict[
+            tuple[int, str], torch.Tensor
+        ] = {}  # (segment, value): the detached leaf it was read as
         self.kinds: dict[str, Callable[[Action], None]] = {
             "begin": lambda _: self.buckets.begin(),
             "forward": self._forward,
@@ -62,7 +68,9 @@ class Executor:
             "update": lambda _: self.update(),
         }
 
-    def run(self, actions: Sequence[Action], batch: Mapping[str, torch.Tensor], results: Sequence[str]) -> dict[str, torch.Tensor]:
+    def run(
+        self, actions: Sequence[Action], batch: Mapping[str, torch.Tensor], results: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
         """Run a list of actions on the local batch; returns the named results, detached."""
         self._env = dict(batch)
         try:

@@ -1,4 +1,5 @@
-"""The local graph as a `torch.fx.GraphModule` on plain tensors: ordinary operators, reshards and kernels as submodules."""
+"""The local graph as a `torch.fx.GraphModule` on plain tensors: ordinary operators, reshards and kernels as
+submodules."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ PIN = "meshwright.pin.default"
 TORCH_DTYPES = {
     "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
     "f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2, "i64": torch.int64, "i32": torch.int32,
-    "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "b8": torch.bool, "c64": torch.complex64, "c128": torch.complex128,
+    "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "b8": torch.bool,
+    "c64": torch.complex64, "c128": torch.complex128,
 }  # fmt: skip
 
 
@@ -60,7 +62,9 @@ def build_module(graph: Graph, rank: Rank, handle: Handle) -> fx.GraphModule:
             root.add_module(name, Kernel(KERNELS[node.op], rank))
             result = made.call_module(name, args, kwargs)
         else:
-            result = made.create_node("call_function", torch_operator(node), args, kwargs, name=_identifier(node.name))
+            result = made.create_node(
+                "call_function", torch_operator(node), args, kwargs, name=_identifier(node.name)
+            )
         if len(node.outputs) == 1:
             values[node.name] = result
         else:

@@ -19,7 +19,8 @@ from meshwright.runtime.collectives import Handle
 def parse_steps(texts: Sequence[Sequence[str]]) -> tuple[Step, ...]:
     """Steps from the literals of a local graph."""
     return tuple(
-        Step(kind, tuple(axes.split(".")), parse_layout(before), parse_layout(after)) for kind, axes, before, after in texts
+        Step(kind, tuple(axes.split(".")), parse_layout(before), parse_layout(after))
+        for kind, axes, before, after in texts
     )
 
 
@@ -55,7 +56,9 @@ class Mover:
                 return _unpadded(collectives.reduce_scatter(rows, comm, self.axes), plan.shape_after)
             case "all_gather":
                 rows = collectives.all_gather(_padded(x, plan.padded), comm, self.axes)
-                return self._assemble([_unpadded(r, s.shape) for r, s in zip(rows.unbind(), plan.place, strict=True)], x)
+                return self._assemble(
+                    [_unpadded(r, s.shape) for r, s in zip(rows.unbind(), plan.place, strict=True)], x
+                )
             case "all_to_all":
                 flat = torch.cat([p.take(x).reshape(-1) for p in self.send])
                 received = collectives.all_to_all(flat, self.send_sizes, self.sizes, comm, self.axes)
@@ -107,10 +110,13 @@ class _Picker:
             for place, (dim, _, _, index) in enumerate(spread):
                 assert index is not None
                 where[dim] = index.to(y.device).view([-1] + [1] * (len(spread) - place - 1))
-            # Index tensors on several dims land in one block only when the dims between them are whole slices moved along.
+            # Index tensors on several dims land in one block only when the dims between them are whole
+            # slices moved along.
             grid = torch.meshgrid(
                 *[
-                    i.reshape(-1) if isinstance(i, torch.Tensor) else torch.arange(view.shape[d], device=y.device)
+                    i.reshape(-1)
+                    if isinstance(i, torch.Tensor)
+                    else torch.arange(view.shape[d], device=y.device)
                     for d, i in enumerate(where)
                 ],
                 indexing="ij",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +37,8 @@ def slicer(layout: TensorLayout, mesh: Mesh, rank: int) -> Callable[[torch.Tenso
 class LocalStep:
     """What a rank runs each step. `__call__` takes the whole batch as path → tensor and returns the global loss.
 
-    `parameters` maps each parameter's name to this rank's part, a leaf whose ``.grad`` is this rank's part of the gradient.
+    `parameters` maps each parameter's name to this rank's part, a leaf whose ``.grad`` is this rank's part
+    of the gradient.
     """
 
     def __init__(
@@ -66,7 +66,9 @@ class LocalStep:
             if entry.role != "batch":
                 self._make_leaf(entry, values[name])
         self._batch = [
-            (i, slicer(self.layouts[i.name], self.mesh, rank.comm.rank)) for i in self.inputs.values() if i.role == "batch"
+            (i, slicer(self.layouts[i.name], self.mesh, rank.comm.rank))
+            for i in self.inputs.values()
+            if i.role == "batch"
         ]
         segments = split_segments(self.graph, cuts)
         modules = [build_module(s.graph, rank, self.handle) for s in segments]
@@ -95,7 +97,12 @@ class LocalStep:
         found = []
         for name, entry in self.inputs.items():
             axes = self.mesh.sort(a for a in self.layouts[name].grad if self.mesh.sizes[a] > 1)
-            if entry.role == "parameter" and entry.needs_grad and axes and self.parts.resharded.graph.consumers[name]:
+            if (
+                entry.role == "parameter"
+                and entry.needs_grad
+                and axes
+                and self.parts.resharded.graph.consumers[name]
+            ):
                 found.append((self.parameters[entry.target], axes))
         return found
 
@@ -140,7 +147,10 @@ class LocalStep:
 
     def bucket_summary(self) -> list[tuple[tuple[str, ...], int, int]]:
         """(axes, number of gradients, bytes) of each gradient reduction."""
-        return [(b.axes, len(b.parameters), b.buffer.numel() * b.buffer.element_size()) for b in self.buckets.buckets]
+        return [
+            (b.axes, len(b.parameters), b.buffer.numel() * b.buffer.element_size())
+            for b in self.buckets.buckets
+        ]
 
     def layout_of(self, parameter: str) -> TensorLayout:
         """The layout in which this rank holds a parameter."""
@@ -148,7 +158,8 @@ class LocalStep:
 
 
 def clip_by_global_norm(step: LocalStep, limit: float) -> torch.Tensor:
-    """Scale gradients so that their global 2-norm is at most `limit`, as `torch.nn.utils.clip_grad_norm_` does on one device.
+    """Scale gradients so that their global 2-norm is at most `limit`, as `torch.nn.utils.clip_grad_norm_`
+    does on one device.
 
     Each element counts once: squares are added over the axes that split a parameter, and not over those it repeats on.
     Returns the norm before clipping.
@@ -156,7 +167,9 @@ def clip_by_global_norm(step: LocalStep, limit: float) -> torch.Tensor:
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for name, parameter in step.parameters.items():
         if parameter.grad is not None:
-            axes = step.mesh.sort({a for d in step.layout_of(name).dims for a in dim_axes(d) if step.mesh.sizes[a] > 1})
+            axes = step.mesh.sort(
+                {a for d in step.layout_of(name).dims for a in dim_axes(d) if step.mesh.sizes[a] > 1}
+            )
             by_axes.setdefault(axes, []).append(parameter.grad)
     total: torch.Tensor | None = None
     for axes, gradients in by_axes.items():

@@ -16,13 +16,19 @@ def batch_option(scene: Scene, node: Node, axis: str, fixed: Strategy) -> Strate
         marks = scene.factors.batch.get((node.name, letter), ())
         tree = site.trees[letter]
         for number, unit in enumerate(units(tree)):
-            if len(marks) == len(units(tree)) and marks[number] and fits(taken.get(letter, tree), unit, scene.mesh, axis):
+            if (
+                len(marks) == len(units(tree))
+                and marks[number]
+                and fits(taken.get(letter, tree), unit, scene.mesh, axis)
+            ):
                 in_output = any(letter in site.rule.letters(p) for p in site.rule.outputs)
                 candidates.append((not in_output, Strategy(((letter, cut(tree, unit, axis)),))))
     return min(candidates, key=lambda c: c[0])[1] if candidates else WHOLE
 
 
-def assign_batch(scene: Scene, assignment: Assignment, axes: tuple[str, ...], nodes: tuple[Node, ...]) -> None:
+def assign_batch(
+    scene: Scene, assignment: Assignment, axes: tuple[str, ...], nodes: tuple[Node, ...]
+) -> None:
     """Cut nodes by their batch factor over the axes, one after the other."""
     for axis in axes:
         for node in nodes:
@@ -36,7 +42,8 @@ def check_batch(scene: Scene, axes: tuple[str, ...]) -> None:
     if not sized and members > 1:
         raise StrategyError(
             "no dim of the batch is known to count examples",
-            why="data parallel cuts the examples: " + ", ".join(f"{i.target} {i.type}" for i in scene.graph.input_of("batch")),
+            why="data parallel cuts the examples: "
+            + ", ".join(f"{i.target} {i.type}" for i in scene.graph.input_of("batch")),
             hint="give a batch whose tensors share their first dim, or cut operators with mw.shard",
         )
     for entry, count in sized:
@@ -46,5 +53,3 @@ def check_batch(scene: Scene, axes: tuple[str, ...]) -> None:
                 why=f"{entry.target} is {entry.type} and {scene.mesh.show(axes)} has {members} ranks",
                 hint=f"a batch of at least {members}, or at most {count} ranks for data parallel",
             )
-
-

@@ -21,7 +21,11 @@ def pass_gradients_back(scene: Scene, assignment: Assignment) -> None:
     graph = scene.graph
     pinned = {value for _, value in (*graph.outputs, *graph.mutations)}
     for node in reversed(graph.nodes):
-        if not scene.site(node.name).rule.terms or len(_grad_ports(graph, node)) != 1 or len(node.values) != 1:
+        if (
+            not scene.site(node.name).rule.terms
+            or len(_grad_ports(graph, node)) != 1
+            or len(node.values) != 1
+        ):
             continue
         value = node.values[0]
         consumers = graph.consumers[value]
@@ -41,11 +45,14 @@ def _grad_ports(graph: Graph, node: Node) -> set[str]:
     return {u for u in node.uses if u in graph.needs_grad}
 
 
-def input_layouts(graph: Graph, factors: Factors, mesh: Mesh, strategies: Mapping[str, Strategy]) -> dict[str, TensorLayout]:
+def input_layouts(
+    graph: Graph, factors: Factors, mesh: Mesh, strategies: Mapping[str, Strategy]
+) -> dict[str, TensorLayout]:
     """The layout in which each input enters the program.
 
-    A parameter enters as its first use wants it (a tied one: the others reshard); a batch tensor or buffer is split only
-    on the axes on which all its uses agree (slicing further is free); a buffer that the step replaces enters whole.
+    A parameter enters as its first use wants it (a tied one: the others reshard); a batch tensor or buffer
+    is split only on the axes on which all its uses agree (slicing further is free); a buffer that the step
+    replaces enters whole.
     """
     replaced = {target for target, _ in graph.mutations}
     found: dict[str, TensorLayout] = {}
@@ -80,7 +87,8 @@ def _common(asked: list[TensorLayout], whole: TensorLayout, mesh: Mesh) -> Tenso
         alone = normalize(TensorLayout(tuple(without_axes(d, others) for d in kept.dims)), mesh)
         for layout in asked[1:]:
             theirs = normalize(
-                TensorLayout(tuple(without_axes(d, set(layout.split_axes) - {axis}) for d in layout.dims)), mesh
+                TensorLayout(tuple(without_axes(d, set(layout.split_axes) - {axis}) for d in layout.dims)),
+                mesh,
             )
             if theirs != alone:
                 axes.discard(axis)

@@ -23,16 +23,24 @@ MODES = ("stand_alone", "data_parallel", "semi_auto", "sharding_propagation")
 LATER = ("recursive_programming", "dynamic_programming", "auto")
 
 
-def make_plan(graph: Graph, mesh: Mesh, mode: str, pins: Mapping[str, Mapping[str, Any]] | None = None) -> Plan:
+def make_plan(
+    graph: Graph, mesh: Mesh, mode: str, pins: Mapping[str, Mapping[str, Any]] | None = None
+) -> Plan:
     """The plan of a graph on a mesh under a mode. `pins`: module pattern → letter → axis.
 
     Raises PlanError for an unknown mode, StrategyError for cuts that cannot be.
     """
     if mode not in MODES:
-        known = "it comes with the cost model and is not there yet" if mode in LATER else did_you_mean(mode, MODES)
+        known = (
+            "it comes with the cost model and is not there yet"
+            if mode in LATER
+            else did_you_mean(mode, MODES)
+        )
         raise PlanError(f"there is no mode {mode!r}", hint=known)
     if mode == "stand_alone" and mesh.size != 1:
-        raise PlanError(f'mode="stand_alone" runs on one rank, the mesh has {mesh.size}', hint='mode="data_parallel"')
+        raise PlanError(
+            f'mode="stand_alone" runs on one rank, the mesh has {mesh.size}', hint='mode="data_parallel"'
+        )
     scene = Scene(graph, analyze(graph, rules_of(graph)), mesh)
     assignment: Assignment = {n.name: WHOLE for n in graph.nodes}
     reasons: dict[str, str] = {}
@@ -51,7 +59,7 @@ def make_plan(graph: Graph, mesh: Mesh, mode: str, pins: Mapping[str, Mapping[st
                 propagate(scene, assignment, axis, seeds.get(axis, {}), within=inside, given=given)
             outside = tuple(n for n in graph.nodes if n.name not in inside)
             assign_batch(scene, assignment, axes, outside)
-            reasons |= {n: "annotated" for n in inside} | {n.name: "data parallel" for n in outside}
+            reasons |= dict.fromkeys(inside, "annotated") | {n.name: "data parallel" for n in outside}
         case "sharding_propagation":
             for axis in axes:
                 if axis in pinned_axes:
@@ -99,5 +107,3 @@ def _unknown(graph: Graph) -> tuple[str, ...]:
         f'give it one with mw.rule("{op}", "…")'
         for op, node in unknown.items()
     )
-
-

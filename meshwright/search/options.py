@@ -80,8 +80,8 @@ def moved_bytes(have: TensorLayout, want: TensorLayout, size_bytes: int, members
 
 @dataclass(frozen=True, order=True)
 class Score:
-    """How good an option is: the user's word first, then bytes, then the number of transitions that cost something, then
-    what stays uncut."""
+    """How good an option is: the user's word first, then bytes, then the number of transitions that cost
+    something, then what stays uncut."""
 
     broken: int
     moved: float
@@ -101,8 +101,8 @@ def score(
     """The score of a single-axis option against decided neighbours.
 
     `decided` has the single-axis layout of values whose producer is decided (the gradient of a whole value counts as
-    whole); `wanted` the single-axis layouts, with gradients, that decided consumers ask for at (consumer, port). Values in `given` are cut as the user said; an option that takes one
-    otherwise breaks that.
+    whole); `wanted` the single-axis layouts, with gradients, that decided consumers ask for at (consumer,
+    port). Values in `given` are cut as the user said; an option that takes one otherwise breaks that.
     """
     graph, members = scene.graph, scene.mesh.sizes[axis]
     ports = scene.ports(node, option)

@@ -1,9 +1,9 @@
 """What the user pinned: cuts by module and letter, and cuts of tensors at points that annotations marked.
 
 `mw.shard` and `mw.reshard` leave identity nodes ``meshwright.pin`` in the captured graph. Each carries a specification:
-the *site* (one annotated call), its role (an input or the output of it) and the cut of every dim, as numbers of blocks or
-as a device layout. Blocks become mesh axes here: dims that are one factor of the annotated operator share their axes, the
-first factor takes the first axes of the mesh.
+the *site* (one annotated call), its role (an input or the output of it) and the cut of every dim, as numbers
+of blocks or as a device layout. Blocks become mesh axes here: dims that are one factor of the annotated
+operator share their axes, the first factor takes the first axes of the mesh.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def pin_specs(graph: Graph) -> list[PinSpec]:
         if node.op == PIN:
             data = json.loads(node.args[1])
             blocks = tuple(data["blocks"]) if data.get("blocks") is not None else None
-            found.append(PinSpec(node, data["site"], data["role"], blocks, data.get("layout"), data.get("name", "")))
+            found.append(
+                PinSpec(node, data["site"], data["role"], blocks, data.get("layout"), data.get("name", ""))
+            )
     return found
 
 
@@ -96,8 +98,8 @@ def region(graph: Graph, specs: Iterable[PinSpec]) -> frozenset[str]:
 
 
 def given_values(graph: Graph, specs: Iterable[PinSpec]) -> frozenset[str]:
-    """What an annotated operator is to take as the user cut it: marked inputs with a wish, and what leaves an output mark
-    without one (which is no wish, so it follows)."""
+    """What an annotated operator is to take as the user cut it: marked inputs with a wish, and what leaves
+    an output mark without one (which is no wish, so it follows)."""
     found = {s.node.values[0] for s in specs if s.role == "in" and s.wished}
     return frozenset(found | {s.node.uses[0] for s in specs if s.role == "out" and not s.wished})
 
@@ -126,10 +128,14 @@ def module_seeds(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Seeds:
     modules = sorted({n.module for n in scene.graph.nodes if n.module})
     parameters = {i.name for i in scene.graph.inputs if i.role == "parameter"}
     for pattern, cuts in pins.items():
-        matched = [n for n in scene.graph.nodes if fnmatch.fnmatchcase(n.module, pattern) or f"%{n.name}" == pattern]
+        matched = [
+            n for n in scene.graph.nodes if fnmatch.fnmatchcase(n.module, pattern) or f"%{n.name}" == pattern
+        ]
         if not matched:
             raise StrategyError(
-                f"no module of the model matches {pattern!r}", hint=did_you_mean(pattern, modules), why=f"{len(modules)} modules have operators"
+                f"no module of the model matches {pattern!r}",
+                hint=did_you_mean(pattern, modules),
+                why=f"{len(modules)} modules have operators",
             )
         chosen = [n for n in matched if parameters.intersection(n.uses)] or matched
         for letter, axes in cuts.items():
@@ -172,10 +178,13 @@ def _cut_letter(scene: Scene, seeds: Seeds, node: Node, letter: str, axes: Seque
         seeds.setdefault(axis, {})[node.name] = Strategy(((letter, cut(tree, unit, axis)),))
 
 
-def best_unit(scene: Scene, node: Node, letter: str, axes: Sequence[str]) -> tuple[tuple[int, ...], ...] | None:
+def best_unit(
+    scene: Scene, node: Node, letter: str, axes: Sequence[str]
+) -> tuple[tuple[int, ...], ...] | None:
     """Where to cut a letter: the first place that nothing in the graph must keep whole and that has room for the axes.
 
-    Of a fused qkv ``(3 heads 8)`` that is the heads. Without such a place, the first with room; without room, the first.
+    Of a fused qkv ``(3 heads 8)`` that is the heads. Without such a place, the first with room; without
+    room, the first.
     """
     tree, held = scene.site(node.name).trees[letter], scene.factors.held[node.name, letter]
     found = units(tree)
@@ -208,7 +217,9 @@ def mark_seeds(scene: Scene, specs: Sequence[PinSpec]) -> Seeds:
                 axes = chosen.get((spec.node.name, dim), [])
                 letters = dim_letters(scene.site(spec.node.name).rule.inputs[0][dim])
                 if axes and not letters:
-                    raise StrategyError(f"dim {dim} of {spec.name} has size 1 and cannot be cut", where=spec.node.where)
+                    raise StrategyError(
+                        f"dim {dim} of {spec.name} has size 1 and cannot be cut", where=spec.node.where
+                    )
                 if axes:
                     _cut_letter(scene, seeds, spec.node, letters[0], axes)
             for axis in scene.mesh.sizes:
@@ -218,7 +229,13 @@ def mark_seeds(scene: Scene, specs: Sequence[PinSpec]) -> Seeds:
 
 def _check_rank(spec: PinSpec) -> None:
     shape = spec.node.outputs[0].shape
-    count = len(spec.blocks) if spec.blocks is not None else len(spec.layout["dims"]) if spec.layout else len(shape)
+    count = (
+        len(spec.blocks)
+        if spec.blocks is not None
+        else len(spec.layout["dims"])
+        if spec.layout
+        else len(shape)
+    )
     if count != len(shape):
         raise StrategyError(
             f"the strategy of {spec.name} has {count} entries for a tensor of {len(shape)} dims",
@@ -241,11 +258,12 @@ def _layout_axes(mesh: Mesh, spec: PinSpec) -> list[list[str]]:
     data = spec.layout["mesh"]
     sizes = [p for n in data["matrix"] for p in (prime_factors(n) or (1,))]
     ranks = tuple(data.get("ranks") or range(mesh.size))
+    asked = ", ".join(f"{a}={n}" for a, n in zip(data["aliases"], data["matrix"], strict=True))
     if sizes != [a.size for a in mesh.axes] or ranks != mesh.order:
         raise StrategyError(
             f"the device matrix {tuple(data['matrix'])} of {spec.name} does not fit the mesh {mesh}",
             where=spec.node.where,
-            hint=f"plan with mesh=mw.Mesh.of({', '.join(f'{a}={n}' for a, n in zip(data['aliases'], data['matrix'], strict=True))})",
+            hint=f"plan with mesh=mw.Mesh.of({asked})",
         )
     run, place = {}, 0
     for alias, n in zip(data["aliases"], data["matrix"], strict=True):
@@ -255,7 +273,12 @@ def _layout_axes(mesh: Mesh, spec: PinSpec) -> list[list[str]]:
     return [[a for alias in dim for a in run[alias]] for dim in spec.layout["dims"]]
 
 
-def _allot(scene: Scene, spec: PinSpec, groups: dict[Any, tuple[int, list[str], str]], chosen: dict[tuple[str, int], list[str]]) -> None:
+def _allot(
+    scene: Scene,
+    spec: PinSpec,
+    groups: dict[Any, tuple[int, list[str], str]],
+    chosen: dict[tuple[str, int], list[str]],
+) -> None:
     """Give the dims of one mark their axes; dims that are one factor of the annotated operator share them."""
     assert spec.blocks is not None
     needed = math.prod(spec.blocks)
@@ -290,7 +313,11 @@ def _allot(scene: Scene, spec: PinSpec, groups: dict[Any, tuple[int, list[str], 
                 raise StrategyError(
                     f"cannot cut dim {dim} of {spec.name} into {blocks} blocks on {scene.mesh.size} ranks",
                     why=f"the mesh {scene.mesh} is {' × '.join(str(a.size) for a in scene.mesh.axes)}, and "
-                    + (f"{sorted(taken)} are used by other dims" if taken else f"no axes multiply to {blocks}"),
+                    + (
+                        f"{sorted(taken)} are used by other dims"
+                        if taken
+                        else f"no axes multiply to {blocks}"
+                    ),
                     where=spec.node.where,
                     hint="a divisor of the number of ranks, and a product of all cuts that divides it",
                 )

@@ -91,10 +91,16 @@ def best(
     given: frozenset[str] = frozenset(),
 ) -> Strategy:
     """The option of a node with the least redistribution against its decided neighbours."""
-    allowed = [o for o in options(scene, node, axis, fixed) if not o.through or _brings_all(node, o, axis, decided)]
+    allowed = [
+        o for o in options(scene, node, axis, fixed) if not o.through or _brings_all(node, o, axis, decided)
+    ]
     return min(allowed, key=lambda o: score(scene, node, o, axis, decided, wanted, given))
 
 
 def _brings_all(node: Node, option: Strategy, axis: str, decided: Mapping[str, TensorLayout]) -> bool:
     """A pending sum passes only where every term is pending already: it delays a reduction, it never adds one."""
-    return all(axis in decided[node.uses[p]].pending if node.uses[p] in decided else False for _, ps in option.through for p in ps)
+    return all(
+        axis in decided[node.uses[p]].pending if node.uses[p] in decided else False
+        for _, ps in option.through
+        for p in ps
+    )

@@ -239,7 +239,9 @@ def test_aliased_batch_inputs_stay_apart(share: str) -> None:
         ({"x": (1, 8)}, [0]),
     ],
 )
-def test_the_batch_dim_is_the_leading_size_that_most_share(shapes: dict[str, tuple[int, ...]], dims: list[int | None]) -> None:
+def test_the_batch_dim_is_the_leading_size_that_most_share(
+    shapes: dict[str, tuple[int, ...]], dims: list[int | None]
+) -> None:
     batch = {name: torch.ones(shape) for name, shape in shapes.items()}
 
     def loss(model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:

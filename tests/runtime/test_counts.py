@@ -8,18 +8,21 @@ from collections import Counter as Multiset
 import pytest
 import torch
 
+from meshwright.capture.batch import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
 from meshwright.examples import gpt, recommender, zoo
 from meshwright.partition.collectives import program_collectives
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
-from meshwright.capture.batch import leaves
 
 CASES = {
     "gpt": (gpt.build, {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}, "head": {"n": "tp"}}),
     "gpt2": (functools.partial(zoo.hugging_face, "gpt2"), {"*.c_attn": {"n": "tp"}, "*.c_fc": {"n": "tp"}}),
-    "llama": (functools.partial(zoo.hugging_face, "llama"), {"*.q_proj": {"n": "tp"}, "*.gate_proj": {"n": "tp"}}),
+    "llama": (
+        functools.partial(zoo.hugging_face, "llama"),
+        {"*.q_proj": {"n": "tp"}, "*.gate_proj": {"n": "tp"}},
+    ),
     "resnet": (functools.partial(zoo.hugging_face, "resnet"), {"*.layer.0.convolution": {"o": "tp"}}),
     "recommender": (recommender.build, {"deep_tables.*": {"v": "tp"}, "layers.0": {"n": "tp"}}),
 }
@@ -33,7 +36,12 @@ def run(name: str, mesh: dict[str, int], mode: str, rank: int):
     plan = plan_captured(captured, mesh, mode, pins if mode != "data_parallel" else None)
     parts = lower(captured, plan)
     counter = Counter(plan.mesh, rank)
-    step = LocalStep(parts, Rank(counter, torch.device("cpu")), values_of(model, captured), lambda p: torch.optim.SGD(p, lr=0.0))
+    step = LocalStep(
+        parts,
+        Rank(counter, torch.device("cpu")),
+        values_of(model, captured),
+        lambda p: torch.optim.SGD(p, lr=0.0),
+    )
     step(dict(leaves(batch)))
     program = program_collectives(parts.resharded, step.graph, plan.mesh, rank)
     expected = [(c.kind, c.axes, c.payload_bytes) for c in program]
@@ -49,7 +57,9 @@ def test_a_step_makes_exactly_the_predicted_collectives(name: str, mesh: dict[st
         mesh = {"dp": 2, "tp": 2}  # a batch of 4
     calls, expected, _ = run(name, mesh, mode, rank=1)
     assert calls
-    assert Multiset((k, frozenset(a), n) for k, a, n in calls) == Multiset((k, frozenset(a), n) for k, a, n in expected)
+    assert Multiset((k, frozenset(a), n) for k, a, n in calls) == Multiset(
+        (k, frozenset(a), n) for k, a, n in expected
+    )
 
 
 def test_gradients_of_pending_parameters_are_reduced_once() -> None:
@@ -69,7 +79,9 @@ def test_the_program_prints_every_collective() -> None:
     parts = lower(captured, plan_captured(captured, {"dp": 2, "tp": 2}, "sharding_propagation", pins))
     local = parts.local(0)
     text = str(ProgramText(local, parts, [(("dp",), 3, 1024)]))
-    shown = sum(text.count(f"{kind}(") for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"))
+    shown = sum(
+        text.count(f"{kind}(") for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    )
     kernels = sum(1 for n in local.nodes if n.op.startswith("meshwright.") and n.op != "meshwright.reshard")
     program = program_collectives(parts.resharded, local, parts.plan.mesh, 0)
     in_reshards = [c for c in program if c.node in parts.resharded.pairs]

@@ -73,7 +73,8 @@ def test_all_to_all_moves_a_split_and_back() -> None:
 
 
 def test_the_reference_s_manual_example_trains_as_one_device() -> None:
-    """FEATURES 1.8: each rank takes its slice of the batch; gradients are averaged, parameters of a pattern stay local."""
+    """FEATURES 1.8: each rank takes its slice of the batch; gradients are averaged, parameters of a pattern
+    stay local."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).double()
     x, y = torch.randn(12, 6, dtype=torch.float64), torch.randint(0, 3, (12,))
@@ -91,7 +92,12 @@ def test_the_reference_s_manual_example_trains_as_one_device() -> None:
         mine = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).double()
         mine.load_state_dict(state)
         world = World(comm)
-        step = ManualStep(mine, lambda p: torch.optim.SGD(p, lr=0.1), lambda m, b: torch.nn.functional.cross_entropy(m(b[0]), b[1]), world)
+        step = ManualStep(
+            mine,
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            lambda m, b: torch.nn.functional.cross_entropy(m(b[0]), b[1]),
+            world,
+        )
         start = 2 * world.rank
         found = [step((x[start : start + 2], y[start : start + 2])).item() for _ in range(3)]
         return found, mine.state_dict()
@@ -108,8 +114,20 @@ def test_local_parameters_are_not_reduced_and_a_wrong_pattern_is_refused() -> No
         model = torch.nn.Linear(2, 2)
         world = World(comm)
         with pytest.raises(StrategyError, match="no parameter matches 'wieght'"):
-            ManualStep(model, lambda p: torch.optim.SGD(p, lr=0.1), lambda m, b: m(b).sum(), world, local_parameters=("wieght",))
-        step = ManualStep(model, lambda p: torch.optim.SGD(p, lr=1.0), lambda m, b: m(b).sum(), world, local_parameters=("weight",))
+            ManualStep(
+                model,
+                lambda p: torch.optim.SGD(p, lr=0.1),
+                lambda m, b: m(b).sum(),
+                world,
+                local_parameters=("wieght",),
+            )
+        step = ManualStep(
+            model,
+            lambda p: torch.optim.SGD(p, lr=1.0),
+            lambda m, b: m(b).sum(),
+            world,
+            local_parameters=("weight",),
+        )
         before = model.weight.detach().clone()
         step(torch.full((1, 2), float(world.rank)))
         return before - model.weight.detach(), model.bias.grad.clone()

@@ -12,7 +12,7 @@ from meshwright.capture import widen
 from meshwright.compile import captured_of, lower, plan_captured
 from meshwright.examples import gpt
 from meshwright.graph import Graph, Node, Ref, prune
-from meshwright.layout import TensorLayout, parse_layout
+from meshwright.layout import parse_layout
 from meshwright.partition import RESHARD, Partition
 from meshwright.plan import fingerprint
 from meshwright.runtime.communicator import SimulatedRank
@@ -32,7 +32,9 @@ class Faulty(Partition):
         return self.edit(super().local(rank), rank)
 
 
-def prepare(build=gpt.build, pins=PINS, mesh=MESH, mode: str = "sharding_propagation", plan_edit=None, **options):
+def prepare(
+    build=gpt.build, pins=PINS, mesh=MESH, mode: str = "sharding_propagation", plan_edit=None, **options
+):
     """Model, batch, loss, captured in float64, and its partition."""
     model, batch, loss = build(**options)
     captured = captured_of(model, batch, loss)
@@ -57,7 +59,9 @@ def check(edit: Callable[[Graph, int], Graph], where: str = "", **options) -> No
     assert where in report.first
 
 
-def change(graph: Graph, pick: Callable[[Node], bool], new: Callable[[Node], Node | tuple[Node, ...]]) -> Graph:
+def change(
+    graph: Graph, pick: Callable[[Node], bool], new: Callable[[Node], Node | tuple[Node, ...]]
+) -> Graph:
     """The graph with the first picked node replaced."""
     nodes: list[Node] = []
     found = False
@@ -73,12 +77,16 @@ def change(graph: Graph, pick: Callable[[Node], bool], new: Callable[[Node], Nod
 
 def is_reshard(node: Node, forward: str = "", backward: str = "") -> bool:
     kinds = [[s[0] for s in half] for half in node.args[1:3]] if node.op == RESHARD else [[], []]
-    return node.op == RESHARD and (not forward or forward in kinds[0]) and (not backward or backward in kinds[1])
+    return (
+        node.op == RESHARD and (not forward or forward in kinds[0]) and (not backward or backward in kinds[1])
+    )
 
 
 def test_a_forgotten_all_reduce() -> None:
     check(
-        lambda g, r: change(g, lambda n: is_reshard(n, "all_reduce"), lambda n: replace(n, args=(n.args[0], (), n.args[2]))),
+        lambda g, r: change(
+            g, lambda n: is_reshard(n, "all_reduce"), lambda n: replace(n, args=(n.args[0], (), n.args[2]))
+        ),
         "linear_1_to",
     )
 
@@ -86,14 +94,21 @@ def test_a_forgotten_all_reduce() -> None:
 def test_one_all_reduce_too_many() -> None:
     check(
         lambda g, r: change(
-            g, lambda n: is_reshard(n, "all_reduce"), lambda n: replace(n, args=(n.args[0], n.args[1] * 2, n.args[2]))
+            g,
+            lambda n: is_reshard(n, "all_reduce"),
+            lambda n: replace(n, args=(n.args[0], n.args[1] * 2, n.args[2])),
         ),
         "linear_1_to",
     )
 
 
 def test_a_bias_counted_once_per_rank() -> None:
-    check(lambda g, r: change(g, lambda n: is_reshard(n, "mask"), lambda n: replace(n, args=(n.args[0], (), n.args[2]))), "attention.out")
+    check(
+        lambda g, r: change(
+            g, lambda n: is_reshard(n, "mask"), lambda n: replace(n, args=(n.args[0], (), n.args[2]))
+        ),
+        "attention.out",
+    )
 
 
 def test_a_mean_over_unequal_token_counts() -> None:
@@ -128,7 +143,9 @@ def test_a_wrong_slice_order() -> None:
 
     def swap(graph: Graph, rank: int) -> Graph:
         def new(node: Node) -> Node:
-            steps = tuple((k, a, before.replace("8/a.b", "8/b.a"), after) for k, a, before, after in node.args[1])
+            steps = tuple(
+                (k, a, before.replace("8/a.b", "8/b.a"), after) for k, a, before, after in node.args[1]
+            )
             return replace(node, args=(node.args[0], steps, node.args[2]))
 
         return change(graph, lambda n: is_reshard(n, "all_gather"), new)
@@ -173,7 +190,9 @@ def test_a_wrong_mask_offset() -> None:
     def first_rows(graph: Graph, rank: int) -> Graph:
         def unshift(node: Node) -> Node:
             # The causal mask of a block of queries compares row numbers that start at the block's offset.
-            args = tuple(0 if isinstance(a, int) and a == 12 and not isinstance(a, bool) else a for a in node.args)
+            args = tuple(
+                0 if isinstance(a, int) and a == 12 and not isinstance(a, bool) else a for a in node.args
+            )
             if node.op.startswith("aten.arange"):
                 length = node.outputs[0].shape[0]
                 args = (0, length, *node.args[2:])
@@ -187,7 +206,9 @@ def test_a_wrong_mask_offset() -> None:
     assert any(r.ok for r in [verify_partition(model, batch, loss, captured, parts)])
     if parts.local(1) == first_rows(parts.local(1), 1):
         pytest.fail("queries were not split, so there is no offset to get wrong")
-    report = verify_partition(model, batch, loss, captured, Faulty(parts.plan, parts.factors, parts.resharded, first_rows))
+    report = verify_partition(
+        model, batch, loss, captured, Faulty(parts.plan, parts.factors, parts.resharded, first_rows)
+    )
     assert not report.ok
     assert "attention" in report.first
 
@@ -209,7 +230,11 @@ def test_a_fused_qkv_cut_contiguously() -> None:
 def test_a_whole_gradient_added_to_a_pending_one() -> None:
     """The gradient of the norm's output, pending behind q, k and v, is added to whole ones without its reduction."""
     check(
-        lambda g, r: change(g, lambda n: is_reshard(n, backward="all_reduce"), lambda n: replace(n, args=(n.args[0], n.args[1], ()))),
+        lambda g, r: change(
+            g,
+            lambda n: is_reshard(n, backward="all_reduce"),
+            lambda n: replace(n, args=(n.args[0], n.args[1], ())),
+        ),
         "gradient",
     )
 
@@ -245,7 +270,9 @@ def test_a_trained_frozen_branch() -> None:
 
     inputs = tuple(replace(i, needs_grad=i.role == "parameter") for i in parts.resharded.graph.inputs)
     resharded = replace(parts.resharded, graph=replace(parts.resharded.graph, inputs=inputs))
-    report = verify_partition(model, batch, loss, captured, Faulty(parts.plan, parts.factors, resharded, thaw))
+    report = verify_partition(
+        model, batch, loss, captured, Faulty(parts.plan, parts.factors, resharded, thaw)
+    )
     assert not report.ok
     assert any("gradient of target" in d.what and d.error > 1e-12 for d in report.differences)
 
@@ -274,5 +301,7 @@ def test_a_reduction_in_place_in_backward(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(is_reshard(n, backward="all_reduce") for n in parts.local(0).nodes) == 2
     verify_partition(model, batch, loss, captured, parts).raise_if_different()
     honest = SimulatedRank.all_reduce
-    monkeypatch.setattr(SimulatedRank, "all_reduce", lambda self, x, axes, op="sum": x.copy_(honest(self, x, axes, op)))
+    monkeypatch.setattr(
+        SimulatedRank, "all_reduce", lambda self, x, axes, op="sum": x.copy_(honest(self, x, axes, op))
+    )
     assert not verify_partition(model, batch, loss, captured, parts).ok

@@ -53,13 +53,21 @@ SLICE = ({"dp": 2, "tp": 2}, {"tp": 3})  # what every run proves; `make zoo` pro
 
 
 @pytest.mark.parametrize(
-    "mesh", [pytest.param(m, id=show(m), marks=[] if m in SLICE else [pytest.mark.slow, pytest.mark.zoo]) for m in MESHES]
+    "mesh",
+    [
+        pytest.param(m, id=show(m), marks=[] if m in SLICE else [pytest.mark.slow, pytest.mark.zoo])
+        for m in MESHES
+    ],
 )
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", PINS)
 def test_every_model_in_every_mode_on_every_mesh(name: str, mode: str, mesh: dict[str, int]) -> None:
     model, batch, loss = built(name)
-    pins = {pattern: {letter: "tp"} for pattern, letter in PINS[name].items()} if mode != "data_parallel" else None
+    pins = (
+        {pattern: {letter: "tp"} for pattern, letter in PINS[name].items()}
+        if mode != "data_parallel"
+        else None
+    )
     mw.verify(model, batch, loss=loss, mesh=mesh, mode=mode, pins=pins).raise_if_different()
 
 
@@ -76,7 +84,9 @@ def test_float32_on_a_square_mesh(name: str) -> None:
     model, batch, loss = built(name)
     pins = {pattern: {letter: "tp"} for pattern, letter in PINS[name].items()}
     mesh = {"dp": 2, "tp": 2}
-    mw.verify(model, batch, loss=loss, mesh=mesh, mode="sharding_propagation", pins=pins, dtype=torch.float32).raise_if_different()
+    mw.verify(
+        model, batch, loss=loss, mesh=mesh, mode="sharding_propagation", pins=pins, dtype=torch.float32
+    ).raise_if_different()
 
 
 @pytest.mark.parametrize("mode", ("data_parallel", "sharding_propagation"))
@@ -84,6 +94,10 @@ def test_float32_on_a_square_mesh(name: str) -> None:
 def test_dropout_is_proved_with_one_devices_masks(name: str, mode: str) -> None:
     build = gpt.build if name == "gpt" else functools.partial(zoo.hugging_face, name)
     model, batch, loss = build(batch=4, dropout=0.25)
-    pins = {pattern: {letter: "tp"} for pattern, letter in PINS[name].items()} if mode != "data_parallel" else None
+    pins = (
+        {pattern: {letter: "tp"} for pattern, letter in PINS[name].items()}
+        if mode != "data_parallel"
+        else None
+    )
     report = mw.verify(model, batch, loss=loss, mesh={"dp": 2, "tp": 2}, mode=mode, pins=pins)
     report.raise_if_different()
