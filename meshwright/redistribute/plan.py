@@ -354,7 +354,22 @@ class _Problem:
         return self.prices.seconds(move.kind, self.mesh, axes, sent * self.itemsize)
 
     def _moved(self, state: State, move: _Move) -> int:
+        touched = [i for i, (a, b) in enumerate(zip(state[0], move.after[0], strict=True)) if a != b]
+        one_way = all(
+            b == a[: len(b)] or a == b[: len(a)]
+            for a, b in ((state[0][i], move.after[0][i]) for i in touched)
+        )
+        dims = {self.leaf_dim[i] for i in touched}
+        if one_way and len(touched) == 2 == len(dims) and self._even(state) and self._even(move.after):
+            return self._size(state) - self._size(state) // self.mesh.count(
+                _flat(move.runs)
+            )  # each keeps one chunk
         return moved_elements(self._layout(state), self._layout(move.after), _flat(move.runs), self.mesh)
+
+    def _even(self, state: State) -> bool:
+        return all(
+            n % self.mesh.count(_flat(stack)) == 0 for stack, n in zip(state[0], self.leaf_size, strict=True)
+        )
 
     def _size(self, state: State) -> int:
         key = state[0]

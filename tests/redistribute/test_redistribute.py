@@ -25,6 +25,7 @@ from meshwright.redistribute import (
     total_seconds,
     wire_bytes,
 )
+from meshwright.redistribute.plan import _flat, _Problem
 from meshwright.redistribute.positions import exchange, joined
 from meshwright.redistribute.simulate import assemble, execute, pairing, scatter
 
@@ -360,3 +361,14 @@ def test_six_prime_axes_take_milliseconds():
     steps = redistribute(src, dst, mesh, 4, RING)
     assert time.perf_counter() - began < 0.5
     assert steps[-1].after == dst
+
+
+@given(problems(), st.sampled_from([RING, GLOO_LIKE]))
+@settings(max_examples=200, deadline=None)
+def test_the_price_searched_with_is_the_price_of_the_steps(problem, prices):
+    """The search counts elements in closed form; `step_seconds` counts them from the layouts of each step."""
+    mesh, src, dst = problem
+    search = _Problem(src.forward, dst.forward, mesh, 4, prices)
+    for move in search._moves(search.start):
+        step = Step(move.kind, _flat(move.runs), search._layout(search.start), search._layout(move.after))
+        assert search._seconds(search.start, move) == pytest.approx(step_seconds(step, mesh, 4, prices))
