@@ -22,7 +22,7 @@ from rich.text import Text
 
 from bench.steps import RANKS, TITLES, Measured, measure
 
-console = Console()
+console = Console(width=max(118, Console().width), highlight=False)
 
 
 def main() -> None:

@@ -50,8 +50,9 @@ class TrainStep:
     there to look at.
     """
 
-    def __init__(self, local: LocalStep, parts: Partition, model: torch.nn.Module) -> None:
-        self.local, self.plan, self.model = local, parts.plan, model
+    def __init__(self, local: LocalStep, parts: Partition) -> None:
+        # The model is not kept: the whole weights of parameters that are cut can be freed with it.
+        self.local, self.plan = local, parts.plan
         self._parts = parts
 
     @property
@@ -189,7 +190,7 @@ def train_step(
         clip_norm=clip_norm,
         bucket_bytes=bucket_bytes,
     )
-    return TrainStep(local, parts, model)
+    return TrainStep(local, parts)
 
 
 def axis_sets(parts: Partition, comm: Communicator) -> list[frozenset[str]]:

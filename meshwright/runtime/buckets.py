@@ -2,12 +2,14 @@
 
 A bucket is one flat buffer for gradients that are pending on the same axes and have one dtype. When autograd has put a
 parameter's gradient together, a hook copies it into its place and makes ``.grad`` a view of it; a bucket
-whose places are all filled is reduced at once. Buckets start in one order on all ranks, as collectives must.
+whose places are all filled is reduced at once. A gradient that is large, and that nobody else can hold, is a
+bucket of its own, reduced where it lies: that saves the copy and the buffer. Buckets start in one order on all
+ranks, as collectives must.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,19 +18,33 @@ from meshwright.runtime.communicator import Communicator, Work
 
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early
+# On a CPU a copy of 2 MB takes longer than one more collective; on a GPU copies are all but free.
+ALONE_BYTES = {"cpu": 2 << 20}
+# Operators that make the gradient of a parameter anew, so that no other branch of backward can see it.
+MAKES_GRADIENT = frozenset(
+    f"aten.{name}.default"
+    for name in ("linear", "addmm", "mm", "embedding", "convolution", "conv2d", "conv1d")
+)
 
 
 @dataclass
 class Bucket:
-    """One flat buffer and the parameters whose gradients it holds. `missing` counts the backward passes
-    still to reach each."""
+    """One flat buffer and the parameters whose gradients it holds; none for one that is reduced where it lies.
+
+    `missing` counts the backward passes still to reach each.
+    """
 
     axes: tuple[str, ...]
     parameters: list[torch.nn.Parameter]
-    buffer: torch.Tensor
-    views: list[torch.Tensor]
+    buffer: torch.Tensor | None = None
+    views: list[torch.Tensor] = field(default_factory=list)
     missing: dict[int, int] = field(default_factory=dict)
     work: Work | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the gradients."""
+        return sum(p.numel() * p.element_size() for p in self.parameters)
 
 
 class GradientBuckets:
@@ -40,11 +56,13 @@ class GradientBuckets:
         pending: Sequence[tuple[torch.nn.Parameter, tuple[str, ...]]],
         uses: Mapping[int, int] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        fresh: Collection[int] = (),
     ) -> None:
         """`pending`: parameters with the axes of their gradients, in forward order. `uses`: id of a parameter → the
-        number of backward passes of a step that reach it (1 unless the program is cut into segments)."""
+        number of backward passes of a step that reach it (1 unless the program is cut into segments). `fresh`: ids of
+        parameters whose gradients nobody else holds, which may therefore be reduced in place."""
         self.comm, self.uses = comm, uses or {}
-        self.buckets = list(_fill(pending, bucket_bytes))
+        self.buckets = list(_fill(pending, bucket_bytes, fresh))
         self._place = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.parameters)}
         self._next = 0
         self._hooks = [
@@ -66,25 +84,35 @@ class GradientBuckets:
             return
         bucket.missing[index] -= 1
         if bucket.missing[index] == 0:
-            assert parameter.grad is not None
-            bucket.views[index].copy_(parameter.grad)
-            parameter.grad = bucket.views[index]
+            self._place_gradient(bucket, index)
             del bucket.missing[index]
             self._start_ready()
+
+    def _place_gradient(self, bucket: Bucket, index: int) -> None:
+        """Bring a gradient to where it is reduced; zeros where there is none."""
+        parameter = bucket.parameters[index]
+        if bucket.buffer is None:
+            parameter.grad = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+            )
+        else:
+            view = bucket.views[index]
+            view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+            parameter.grad = view
 
     def _start_ready(self) -> None:
         while self._next < len(self.buckets) and not self.buckets[self._next].missing:
             bucket = self.buckets[self._next]
-            bucket.work = self.comm.all_reduce_start(bucket.buffer, bucket.axes)
+            reduced = bucket.parameters[0].grad if bucket.buffer is None else bucket.buffer
+            assert reduced is not None
+            bucket.work = self.comm.all_reduce_start(reduced, bucket.axes)
             self._next += 1
 
     def finish(self) -> None:
         """Start what no gradient has reached (as zeros, so that all ranks agree) and wait for everything."""
         for bucket in self.buckets:
             for index in bucket.missing:
-                view, parameter = bucket.views[index], bucket.parameters[index]
-                view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
-                parameter.grad = view
+                self._place_gradient(bucket, index)
             bucket.missing = {}
         self._start_ready()
         for bucket in self.buckets:
@@ -99,12 +127,17 @@ class GradientBuckets:
 
 
 def _fill(
-    pending: Sequence[tuple[torch.nn.Parameter, tuple[str, ...]]], bucket_bytes: int
+    pending: Sequence[tuple[torch.nn.Parameter, tuple[str, ...]]], bucket_bytes: int, fresh: Collection[int]
 ) -> Iterable[Bucket]:
     """Buckets in the order in which backward is expected to fill them: the reverse of the parameters'."""
     open_groups: dict[tuple[tuple[str, ...], torch.dtype], list[torch.nn.Parameter]] = {}
     made = 0
     for parameter, axes in reversed(pending):
+        size = parameter.numel() * parameter.element_size()
+        if id(parameter) in fresh and size >= ALONE_BYTES.get(parameter.device.type, bucket_bytes):
+            made += 1
+            yield Bucket(axes, [parameter])
+            continue
         key = (axes, parameter.dtype)
         group = open_groups.setdefault(key, [])
         group.append(parameter)
@@ -117,11 +150,7 @@ def _fill(
 
 
 def _bucket(axes: tuple[str, ...], parameters: list[torch.nn.Parameter]) -> Bucket:
-    buffer = torch.empty(
-        sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
-    )
-    views = [
-        v.view(p.shape)
-        for v, p in zip(buffer.split([p.numel() for p in parameters]), parameters, strict=True)
-    ]
-    return Bucket(axes, parameters, buffer, views)
+    first = parameters[0]
+    buffer = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+    views = buffer.split([p.numel() for p in parameters])
+    return Bucket(axes, parameters, buffer, [v.view(p.shape) for v, p in zip(views, parameters, strict=True)])

@@ -15,7 +15,7 @@ from meshwright.partition import Partition
 from meshwright.partition.segments import split_segments
 from meshwright.redistribute.positions import exchange
 from meshwright.redistribute.steps import Step as Move
-from meshwright.runtime.buckets import BUCKET_BYTES, GradientBuckets
+from meshwright.runtime.buckets import BUCKET_BYTES, MAKES_GRADIENT, GradientBuckets
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.executor import Executor, plain_actions
 from meshwright.runtime.program import TORCH_DTYPES, build_module
@@ -73,7 +73,9 @@ class LocalStep:
         segments = split_segments(self.graph, cuts)
         modules = [build_module(s.graph, rank, self.handle) for s in segments]
         self.modules = modules
-        self.buckets = GradientBuckets(rank.comm, self._pending(), self._uses(segments), bucket_bytes)
+        self.buckets = GradientBuckets(
+            rank.comm, self._pending(), self._uses(segments), bucket_bytes, self._fresh()
+        )
         trained = list(self.parameters.values())
         self.optimizer = optimizer(trained) if optimizer is not None and trained else None
         self.actions = plain_actions(len(segments))
@@ -105,6 +107,15 @@ class LocalStep:
             ):
                 found.append((self.parameters[entry.target], axes))
         return found
+
+    def _fresh(self) -> set[int]:
+        """Ids of the parameters whose gradients are made by their operators alone, with no view or reshard between."""
+        consumers = self.parts.resharded.graph.consumers
+        return {
+            id(self.parameters[entry.target])
+            for name, entry in self.inputs.items()
+            if entry.target in self.parameters and all(c.op in MAKES_GRADIENT for c, _ in consumers[name])
+        }
 
     def _uses(self, segments: Sequence[Any]) -> dict[int, int]:
         counts: dict[int, int] = {}
@@ -147,10 +158,7 @@ class LocalStep:
 
     def bucket_summary(self) -> list[tuple[tuple[str, ...], int, int]]:
         """(axes, number of gradients, bytes) of each gradient reduction."""
-        return [
-            (b.axes, len(b.parameters), b.buffer.numel() * b.buffer.element_size())
-            for b in self.buckets.buckets
-        ]
+        return [(b.axes, len(b.parameters), b.size_bytes) for b in self.buckets.buckets]
 
     def layout_of(self, parameter: str) -> TensorLayout:
         """The layout in which this rank holds a parameter."""
