@@ -6,6 +6,8 @@ Public names are looked up on first use, so that `import meshwright` and the pur
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
@@ -43,6 +45,18 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_PUBLIC[name]), name)
     globals()[name] = value
     return value
+
+
+class _Face(ModuleType):
+    """Keeps the names apart where a function is called like the module it is in: `mw.verify` is the function."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Importing meshwright.verify, anywhere, would otherwise put the module in the function's place.
+        if not (name in _PUBLIC and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Face
 
 
 def __dir__() -> list[str]:
