@@ -1,0 +1,159 @@
+"""The pages that show code: every block of Python runs, and what it prints is what stands below it.
+
+A page is read from top to bottom. Its ``python`` blocks share one namespace, and the ``text`` block after
+one is what it printed, an error of ours included. A block that begins with the name of a file (``#
+train.py``) is that file, and the ``console`` block after it says how it is started. Rounding noise is not
+compared: it differs between machines.
+
+    python tests/test_docs.py docs/tour.md      writes the page with what its blocks print now
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import itertools
+import linecache
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CHECKED = ("docs/tour.md",)
+PROSE = tuple(
+    str(p.relative_to(ROOT)) for p in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")))
+)
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"# ([\w/]+\.py)\n")
+NOISE = re.compile(r"(?<=largest difference ).*|\b\d(\.\d+)?e-(09|1\d)\b")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page; `start` and `end` are where its text lies in the page."""
+
+    language: str
+    text: str
+    start: int
+    end: int
+
+    @property
+    def file(self) -> str:
+        """The name of the file that a block of Python is; empty for one that runs with the page."""
+        found = FILE.match(self.text)
+        return found[1] if found and self.language == "python" else ""
+
+
+def blocks(page: str) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    return [Block(m[1], m[2], m.start(2), m.end(2)) for m in FENCE.finditer(page)]
+
+
+def with_outputs(page: str, name: str) -> str:
+    """The page with each text block replaced by what the block of Python before it prints."""
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    source, text = f"{Path(name).stem}.py", ""  # lines are counted as if the blocks were one file
+    found: list[Block] = []
+    printed = ""
+    for block in blocks(page):
+        if block.language == "python" and not block.file:
+            assert not printed, f"nothing shows what is printed before: {block.text.splitlines()[0]}"
+            before, text = "\n" * text.count("\n"), text + block.text + "\n"
+            linecache.cache[source] = (len(text), None, text.splitlines(keepends=True), source)
+            printed = _run(before + block.text, source, namespace)
+        elif block.language == "text":
+            found.append(replace(block, text=printed))
+            printed = ""
+    assert not printed, f"nothing shows what is printed last: {printed}"
+    for block in reversed(found):
+        page = page[: block.start] + block.text + page[block.end :]
+    return page
+
+
+def _run(text: str, source: str, namespace: dict[str, object]) -> str:
+    from meshwright.errors import MeshwrightError
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        try:
+            exec(compile(text, source, "exec"), namespace)
+        except MeshwrightError as error:
+            print(f"{type(error).__name__}: {error}")
+    return "".join(f"{row.rstrip()}\n" for row in out.getvalue().splitlines())
+
+
+def main(name: str) -> None:
+    """Write the page anew."""
+    path = ROOT / name
+    path.write_text(with_outputs(path.read_text("utf-8"), name), "utf-8")
+
+
+# ---------------------------------------------------------------- the tests
+
+COPY = "import sys; sys.path.insert(0, {folder!r}); import test_docs as t; t.ROOT = t.Path({root!r}); t.main({name!r})"
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_every_block_prints_what_the_page_says(name: str, tmp_path: Path) -> None:
+    """In a process of its own, as a reader would run it: pages may give operators rules."""
+    page = (ROOT / name).read_text("utf-8")
+    copy = tmp_path / name
+    copy.parent.mkdir(exist_ok=True, parents=True)
+    copy.write_text(page, "utf-8")
+    command = COPY.format(folder=str(ROOT / "tests"), root=str(tmp_path), name=name)
+    done = subprocess.run(
+        [sys.executable, "-X", "utf8", "-c", command],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said, now = (NOISE.sub("…", text).splitlines() for text in (page, copy.read_text("utf-8")))
+    assert said == now, "\n".join(difflib.unified_diff(said, now, name, "what it prints", lineterm=""))
+
+
+def launched() -> list[tuple[Block, Block]]:
+    """Each file of the README and the console block that starts it."""
+    found = blocks((ROOT / "README.md").read_text("utf-8"))
+    return [(block, after) for block, after in itertools.pairwise(found) if block.file]
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(("script", "console"), launched(), ids=lambda b: b.file or b.language)
+def test_a_launched_script_prints_what_the_page_says(script: Block, console: Block, tmp_path: Path) -> None:
+    (tmp_path / script.file).write_text(script.text, "utf-8")
+    command, _, expected = console.text.partition("\n")
+    assert console.language == "console" and command.startswith("$ meshwright ")
+    program = [sys.executable, "-X", "utf8", "-m", "meshwright.cli", *command.split()[2:]]
+    done = subprocess.run(
+        program,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=240,
+        check=False,
+        env=os.environ | {"PYTHONUTF8": "1"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == expected
+
+
+@pytest.mark.parametrize("name", PROSE)
+def test_links_lead_somewhere(name: str) -> None:
+    path = ROOT / name
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text("utf-8"))
+    gone = [t for t in targets if "://" not in t and not (path.parent / t).exists()]
+    assert not gone
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
