@@ -77,6 +77,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint with the closest known names, or the list of them when none is close."""
     names = sorted(set(known))
     close = difflib.get_close_matches(name, names, n=3)
+    head, dot, tail = name.rpartition(".")
+    if not close and dot:  # a pattern such as *.qvk is compared by what it ends with
+        tails = sorted({n.rpartition(".")[2] for n in names})
+        close = [f"{head}.{t}" for t in difflib.get_close_matches(tail, tails, n=3)]
     if close:
         return "did you mean " + " or ".join(repr(c) for c in close) + "?"
     shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")

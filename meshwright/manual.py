@@ -240,8 +240,9 @@ class ManualStep:
         self.buckets.finish()
         members = self.world.mesh.count(self.axes)
         if self.average and members > 1:
-            for bucket in self.buckets.buckets:
-                bucket.buffer.div_(members)
+            for parameter in (p for bucket in self.buckets.buckets for p in bucket.parameters):
+                assert parameter.grad is not None
+                parameter.grad.div_(members)
         self.optimizer.step()
         total = self.world.comm.all_reduce(value.detach(), self.axes) if self.axes else value.detach()
         return total / members if self.average else total

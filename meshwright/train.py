@@ -168,13 +168,14 @@ def train_step(
         check_world(chosen.mesh)
         return _pack(captured, chosen.check(captured.graph), model)
 
-    graph, constants, chosen, signature = _unpack(meeting.agree("plan", compute))
-    if signature != _signature(model):
-        raise PlanError(
-            f"rank {meeting.rank} has another model than rank 0",
-            why="names, shapes or dtypes of parameters differ",
-            hint="build the model in the same way on every rank",
-        )
+    graph, constants, chosen, signature = _unpack(meeting.agree(compute))
+    differs = signature != _signature(model)
+    meeting.confirm(
+        f"rank {meeting.rank} has another model than rank 0: names, shapes or dtypes of parameters differ"
+        if differs
+        else "",
+        hint="build the model in the same way on every rank",
+    )
     captured = Captured(graph, constants, fold(graph), ())
     device = _device(model)
     comm = meeting.connect(chosen.mesh, device)

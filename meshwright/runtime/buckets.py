@@ -141,7 +141,7 @@ def _fill(
         key = (axes, parameter.dtype)
         group = open_groups.setdefault(key, [])
         group.append(parameter)
-        limit = FIRST_BUCKET_BYTES if made == 0 else bucket_bytes
+        limit = min(FIRST_BUCKET_BYTES, bucket_bytes) if made == 0 else bucket_bytes
         if sum(p.numel() * p.element_size() for p in group) >= limit:
             made += 1
             yield _bucket(axes, open_groups.pop(key))

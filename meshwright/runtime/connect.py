@@ -30,72 +30,107 @@ def check_world(mesh: Mesh) -> None:
         )
 
 
+class _StoreChannel:
+    """Words between ranks over the rendezvous store, before there is a process group."""
+
+    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
+        self.store, self.rank, self.world = store, rank, world
+        self._number = 0
+
+    def share(self, word: bytes | None) -> bytes:
+        """Rank 0's word on every rank."""
+        self._number += 1
+        key = f"meshwright/word/{self._number}"
+        if word is not None:
+            self.store.set(key, word)
+            return word
+        return bytes(self.store.get(key))
+
+    def collect(self, word: str) -> list[str]:
+        """Everybody's word on every rank, through rank 0, so that the store is read as often as there are ranks."""
+        key = f"meshwright/collected/{self._number}"
+        if self.rank != 0:
+            self.store.set(f"{key}/{self.rank}", word.encode())
+            return json.loads(self.share(None))
+        told = [word, *(bytes(self.store.get(f"{key}/{r}")).decode() for r in range(1, self.world))]
+        return json.loads(self.share(json.dumps(told).encode()))
+
+
+class _GroupChannel:
+    """The same over a process group that somebody else has made."""
+
+    def __init__(self) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    def share(self, word: bytes | None) -> bytes:
+        """Rank 0's word on every rank."""
+        box = [word]
+        dist.broadcast_object_list(box, src=0)
+        assert box[0] is not None
+        return box[0]
+
+    def collect(self, word: str) -> list[str]:
+        """Everybody's word on every rank."""
+        told = [""] * self.world
+        dist.all_gather_object(told, word)
+        return told
+
+
+_store_channel: list[_StoreChannel] = []  # the one of this process: keys must not repeat within a job
+
+
 class Meeting:
-    """The rendezvous of one job. `agree` lets rank 0 compute something once for all, before any process
+    """The rendezvous of one job: rank 0 computes once for all, and all agree to go on, before any process
     group exists."""
 
     def __init__(self, timeout: timedelta = timedelta(minutes=30)) -> None:
         self.timeout = timeout
-        self.store: dist.Store | None = None
-        self.rank, self.world = 0, 1
-        if dist.is_initialized():
-            self.rank, self.world = dist.get_rank(), dist.get_world_size()
-            self.store = _Broadcast()
+        self.channel: _StoreChannel | _GroupChannel | None = None
+        if _store_channel:
+            self.channel = _store_channel[0]
+        elif dist.is_initialized():
+            self.channel = _GroupChannel()
         elif launched_world() > 1:
-            self.store, self.rank, self.world = next(dist.rendezvous("env://", timeout=timeout))
-        self._number = 0
+            _store_channel.append(_StoreChannel(*next(dist.rendezvous("env://", timeout=timeout))))
+            self.channel = _store_channel[0]
+        self.rank = self.channel.rank if self.channel is not None else 0
 
-    def agree(self, what: str, compute: Callable[[], bytes]) -> bytes:
-        """Rank 0's bytes on every rank. An error of rank 0 that a user can cause is raised on all."""
-        if self.store is None:
+    def agree(self, compute: Callable[[], bytes]) -> bytes:
+        """Rank 0's bytes on every rank. An error of rank 0 is raised on all."""
+        if self.channel is None:
             return compute()
-        self._number += 1
-        key = f"meshwright/{what}/{self._number}"
+        word: bytes | None = None
         if self.rank == 0:
             try:
-                self.store.set(key, b"ok" + compute())
-            except MeshwrightError as error:
-                self.store.set(
-                    key, b"no" + json.dumps([error.what, error.why, error.where, error.hint]).encode()
-                )
-                raise
+                word = b"ok" + compute()
             except BaseException as error:
-                self.store.set(
-                    key,
-                    b"no"
-                    + json.dumps([f"rank 0 failed: {type(error).__name__}: {error}", "", "", ""]).encode(),
-                )
+                told = [f"rank 0 failed: {type(error).__name__}: {error}", "", "", ""]
+                if isinstance(error, MeshwrightError):
+                    told = [error.what, error.why, error.where, error.hint]
+                self.channel.share(b"no" + json.dumps(told).encode())
                 raise
-        answer = bytes(self.store.get(key))
+        answer = self.channel.share(word)
         if answer[:2] == b"no":
             text, why, where, hint = json.loads(answer[2:])
             raise RunError(text, why=why, where=where, hint=hint)
         return answer[2:]
 
+    def confirm(self, problem: str, hint: str = "") -> None:
+        """Go on only if no rank has a problem (an empty text). Raises RunError on all ranks when one has, so
+        that nobody is left waiting for a rank that has given up."""
+        told = [problem] if self.channel is None else self.channel.collect(problem)
+        found = next((t for t in told if t), "")
+        if found:
+            raise RunError(found, hint=hint)
+
     def connect(self, mesh: Mesh, device: torch.device) -> Communicator:
         """The communicator of a mesh, with the default process group made if there is none."""
-        if self.world == 1:
+        if self.channel is None:
             return Alone(mesh)
         if not dist.is_initialized():
+            assert isinstance(self.channel, _StoreChannel)
             backend = "nccl" if device.type == "cuda" else "gloo"
-            store = dist.PrefixStore("meshwright/group", self.store)
-            dist.init_process_group(
-                backend, store=store, rank=self.rank, world_size=self.world, timeout=self.timeout
-            )
+            store = dist.PrefixStore("meshwright/group", self.channel.store)
+            rank, world = self.channel.rank, self.channel.world
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=self.timeout)
         return ProcessGroups(mesh, self.rank)
-
-
-class _Broadcast:
-    """`set` and `get` over a process group that exists already."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, bytes] = {}
-
-    def set(self, key: str, value: bytes) -> None:
-        self._held[key] = value
-
-    def get(self, key: str) -> bytes:
-        box = [self._held.pop(key, None)]
-        dist.broadcast_object_list(box, src=0)
-        assert box[0] is not None
-        return box[0]

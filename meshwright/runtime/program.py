@@ -3,6 +3,7 @@ submodules."""
 
 from __future__ import annotations
 
+import keyword
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -91,7 +92,9 @@ def torch_operator(node: Node) -> Callable[..., Any]:
 
 
 def _identifier(name: str) -> str:
-    return name.replace(".", "_")
+    """A name that Python takes for a variable: parameters may be called ``0.weight`` or ``in``."""
+    plain = name.replace(".", "_")
+    return plain if plain.isidentifier() and not keyword.iskeyword(plain) else f"v_{plain}"
 
 
 def _arguments(value: Any, values: dict[str, fx.Node], device: torch.device) -> Any:
