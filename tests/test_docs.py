@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CHECKED = ("docs/tour.md",)
+CHECKED = ("README.md", "docs/tour.md")
 PROSE = tuple(
     str(p.relative_to(ROOT)) for p in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")))
 )
@@ -59,7 +59,7 @@ def blocks(page: str) -> list[Block]:
 def with_outputs(page: str, name: str) -> str:
     """The page with each text block replaced by what the block of Python before it prints."""
     namespace: dict[str, object] = {"__name__": "__main__"}
-    source, text = f"{Path(name).stem}.py", ""  # lines are counted as if the blocks were one file
+    source, text = f"{Path(name).stem.lower()}.py", ""  # lines are counted as if the blocks were one file
     found: list[Block] = []
     printed = ""
     for block in blocks(page):
