@@ -1,0 +1,157 @@
+"""The proof of a plan: simulated ranks in one process against plain single-device PyTorch.
+
+Compared are the loss, every gradient, and every parameter and buffer after three steps of SGD and of AdamW. When
+something differs, the forward values (and then their gradients) are compared one by one, and the first that differs is
+named. In float64 the explicit float casts of a model are widened on both sides, so what is left is rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from meshwright.capture import Captured, widen
+from meshwright.capture.batch import map_leaves
+from meshwright.compile import (
+    Loss,
+    MeshLike,
+    Pins,
+    captured_of,
+    default_loss,
+    lower,
+    plan_captured,
+    values_of,
+)
+from meshwright.errors import RunError
+from meshwright.graph import Graph
+from meshwright.partition import Partition
+from meshwright.plan import Plan, fingerprint
+from meshwright.verify.locate import first_difference
+from meshwright.verify.report import Difference, Report, VerificationError, relative_error, take
+from meshwright.verify.runs import OPTIMIZERS, STEPS, Run, caster, reference, reference_mode, simulate
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def verify(
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    loss: Loss = default_loss,
+    plan: Plan | None = None,
+    mesh: MeshLike = None,
+    mode: str = "data_parallel",
+    pins: Pins | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Report:
+    """Prove a plan on simulated ranks. The model and the batch are not changed; random operators use their exact mode.
+
+    Raises PlanError for a plan of another model. The result says whether all is equal; `raise_if_different` insists.
+    """
+    captured = captured_of(model, batch, loss)
+    chosen = plan if plan is not None else plan_captured(captured, mesh, mode, pins)
+    chosen.check(captured.graph)
+    wide = dtype == torch.float64
+    if wide:
+        graph = widen(captured.graph)
+        captured = replace(captured, graph=graph)
+        chosen = replace(chosen, fingerprint=fingerprint(graph))
+    return verify_partition(model, batch, loss, captured, lower(captured, chosen), dtype)
+
+
+def verify_partition(
+    model: torch.nn.Module,
+    batch: Any,
+    loss: Loss,
+    captured: Captured,
+    parts: Partition,
+    dtype: torch.dtype = torch.float64,
+) -> Report:
+    """Prove one partition (tests plant faults in it)."""
+    if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
+        raise RunError(
+            "a proof needs numbers, and the model has tensors on the meta device",
+            hint="build it with real (random) weights; a small configuration of the same model proves the same plan",
+        )
+    cast = caster(dtype)
+    tolerance = TOLERANCE[dtype]
+    differences: list[Difference] = []
+    batch = map_leaves(batch, cast)
+    start = {k: cast(v.detach()) for k, v in values_of(model, captured).items()}
+    names = _names(captured.graph)
+    for label, factory in OPTIMIZERS.items():
+        with reference_mode(dtype):
+            expected = reference(model, batch, loss, cast, factory)
+        ranks = simulate(parts, batch, start, factory)
+        compare = _Comparison(parts, ranks, differences)
+        if label == "SGD":
+            compare.whole("loss", [r.losses[0] for r in ranks], expected.losses[0])
+            for target, name in names["parameter"].items():
+                if target not in expected.gradients:
+                    grown = max(
+                        (r.gradients[target].abs().max().item() for r in ranks if target in r.gradients),
+                        default=0.0,
+                    )
+                    differences.append(Difference(f"gradient of {target}", grown, "one device has none"))
+                else:
+                    compare.split(
+                        f"gradient of {target}",
+                        name,
+                        [r.gradients.get(target) for r in ranks],
+                        expected.gradients[target],
+                    )
+        for step in range(1, STEPS):
+            compare.whole(
+                f"loss of step {step} with {label}", [r.losses[step] for r in ranks], expected.losses[step]
+            )
+        for role in ("parameter", "buffer"):
+            for target, name in names[role].items():
+                compare.split(
+                    f"{role} after {STEPS} steps of {label}: {target}",
+                    name,
+                    [r.state[name] for r in ranks],
+                    expected.state[target],
+                )
+    report = Report(parts.plan, dtype, tolerance, tuple(differences))
+    if not report.ok:
+        report = replace(report, first=first_difference(parts, batch, start, tolerance))
+    return report
+
+
+def _names(graph: Graph) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {"parameter": {}, "buffer": {}}
+    for entry in graph.inputs:
+        if entry.role in found:
+            found[entry.role][entry.target] = entry.name
+    return found
+
+
+@dataclass
+class _Comparison:
+    """Adds the differences between one device and the ranks, quantity by quantity."""
+
+    parts: Partition
+    ranks: list[Run]
+    differences: list[Difference]
+
+    def whole(self, what: str, values: list[torch.Tensor], expected: torch.Tensor) -> None:
+        """A value that every rank holds whole."""
+        self.differences.append(Difference(what, max(relative_error(v, expected) for v in values)))
+
+    def split(self, what: str, name: str, values: list[torch.Tensor | None], expected: torch.Tensor) -> None:
+        """A value that the ranks hold by its layout."""
+        layout = self.parts.resharded.layouts[name]
+        if any(v is None for v in values):
+            self.differences.append(Difference(what, float("inf"), "a rank has none"))
+            return
+        errors = [0.0]
+        mesh = self.parts.plan.mesh
+        for rank, value in enumerate(values):
+            assert value is not None
+            errors.append(relative_error(value, take(expected, layout, mesh, rank), expected))
+        self.differences.append(Difference(what, max(errors)))
+
+
+__all__ = ["Difference", "Report", "VerificationError", "verify", "verify_partition"]

@@ -1,0 +1,104 @@
+"""What a verification found: differences relative to the size of what was expected, and the first place of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.errors import MeshwrightError
+from meshwright.layout import TensorLayout
+from meshwright.mesh import Mesh
+from meshwright.plan import Plan
+
+
+class VerificationError(MeshwrightError):
+    """A plan whose program computes something else than one device."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference of one quantity, relative to the largest magnitude in it (or to 1 when that is
+    smaller)."""
+
+    what: str
+    error: float
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a verification found. `ok` is true when every difference is within the tolerance."""
+
+    plan: Plan
+    dtype: torch.dtype
+    tolerance: float
+    differences: tuple[Difference, ...]
+    first: str = ""
+
+    @property
+    def worst(self) -> Difference:
+        """The largest difference."""
+        return max(self.differences, key=lambda d: d.error if d.error == d.error else float("inf"))
+
+    @property
+    def ok(self) -> bool:
+        """Everything agrees."""
+        return all(d.error <= self.tolerance for d in self.differences)
+
+    def raise_if_different(self) -> Report:
+        """The report, if everything agrees. Raises VerificationError that names the first node that differs."""
+        if self.ok:
+            return self
+        wrong = [d for d in self.differences if not d.error <= self.tolerance]
+        raise VerificationError(
+            f"the plan does not compute what one device computes: {wrong[0].what} differs by {wrong[0].error:.2g}",
+            why=f"{len(wrong)} of {len(self.differences)} quantities differ by more than {self.tolerance:g}; "
+            f"worst: {self.worst.what} by {self.worst.error:.2g}",
+            where=self.first,
+            hint="report this with the plan file: a plan that Meshwright made should never differ",
+        )
+
+    def __str__(self) -> str:
+        verdict = "equal to one device" if self.ok else "DIFFERENT from one device"
+        kinds: dict[str, list[Difference]] = {}
+        for d in self.differences:
+            kinds.setdefault(d.what.split(" of ")[0].split(" after ")[0], []).append(d)
+        lines = [
+            f"{verdict} ({self.plan.mode} on {self.plan.mesh}, "
+            f"{str(self.dtype).removeprefix('torch.')}, tolerance {self.tolerance:g})"
+        ]
+        for kind, found in kinds.items():
+            worst = max(found, key=lambda d: d.error)
+            lines.append(
+                f"  {kind}: {len(found)} compared, largest difference {worst.error:.2g} ({worst.what})"
+            )
+        if self.first:
+            lines.append(f"  first difference: {self.first}")
+        return "\n".join(lines)
+
+
+def take(whole: torch.Tensor, layout: TensorLayout, mesh: Mesh, rank: int) -> torch.Tensor:
+    """What a rank holds of a whole tensor."""
+    indices = layout.indices(mesh, mesh.coordinate(rank))
+    for dim, index in enumerate(indices):
+        if len(index) != whole.shape[dim]:
+            whole = whole.index_select(dim, torch.from_numpy(index))
+    return whole
+
+
+def relative_error(
+    value: torch.Tensor, expected: torch.Tensor, scale_of: torch.Tensor | None = None
+) -> float:
+    """Largest difference over the largest magnitude expected (at least 1e-3, so that zeros do not divide)."""
+    if value.shape != expected.shape:
+        return float("inf")
+    if expected.numel() == 0:
+        return 0.0
+    scale = (
+        (expected if scale_of is None else scale_of).detach().abs().max().double().item()
+        if expected.numel()
+        else 1.0
+    )
+    difference = (value.detach().double() - expected.detach().double()).abs().max().item()
+    return difference / max(scale, 1e-3)

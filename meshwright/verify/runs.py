@@ -1,0 +1,110 @@
+"""The two runs that a proof compares: plain eager PyTorch on one device, and a partition on simulated ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.capture import widened_eager
+from meshwright.capture.batch import leaves
+from meshwright.compile import Loss
+from meshwright.partition import Partition
+from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld
+from meshwright.runtime.kernels import reference_dropout
+from meshwright.runtime.rank import Rank
+from meshwright.runtime.step import LocalStep
+
+STEPS = 3
+OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    # A large epsilon keeps a step from amplifying rounding: with 1e-8, an entry whose gradient is rounding
+    # noise moves by lr.
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3),
+}
+
+
+@dataclass
+class Run:
+    """What three steps gave: the losses, the first gradients by name, and the state after the last step."""
+
+    losses: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    state: dict[str, torch.Tensor]
+
+
+@contextlib.contextmanager
+def reference_mode(dtype: torch.dtype) -> Iterator[None]:
+    with widened_eager() if dtype == torch.float64 else contextlib.nullcontext():
+        yield
+
+
+def reference(
+    model: torch.nn.Module,
+    batch: Any,
+    loss: Loss,
+    cast: Callable[[torch.Tensor], torch.Tensor],
+    factory: OptimizerFactory,
+) -> Run:
+    """Plain eager PyTorch on a copy of the model. Dropout masks are the exact ones, number by number."""
+    twin = _copy_cast(model, cast)
+    parameters = [p for p in twin.parameters() if p.requires_grad]
+    optimizer = factory(parameters) if parameters else None
+    run = Run([], {}, {})
+    for step in range(STEPS):
+        for parameter in twin.parameters():
+            parameter.grad = None
+        with reference_dropout(seed=0, step=step):
+            value = loss(twin, batch)
+        if value.requires_grad:
+            value.backward()
+        run.losses.append(value.detach())
+        if step == 0:
+            run.gradients = {n: p.grad.clone() for n, p in twin.named_parameters() if p.grad is not None}
+        if optimizer is not None:
+            optimizer.step()
+    run.state = {n: p.detach() for n, p in twin.named_parameters(remove_duplicate=False)}
+    run.state |= {n: b.detach() for n, b in twin.named_buffers(remove_duplicate=False)}
+    return run
+
+
+def _copy_cast(model: torch.nn.Module, cast: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Module:
+    twin = copy.deepcopy(model)
+    for tensor in (*twin.parameters(), *twin.buffers()):
+        tensor.data = cast(tensor.data)
+    return twin
+
+
+def caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that brings floating-point tensors to a dtype and leaves others."""
+    narrow = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    return lambda x: x.to(dtype) if x.dtype in narrow else x
+
+
+def simulated_rank(comm: SimulatedRank) -> Rank:
+    """A rank for proofs: on the CPU, random operators in their exact mode."""
+    return Rank(comm, torch.device("cpu"), seed=0, exact=True)
+
+
+def simulate(
+    parts: Partition, batch: Any, start: Mapping[str, torch.Tensor], factory: OptimizerFactory
+) -> list[Run]:
+    given = dict(leaves(batch))
+
+    def body(comm: SimulatedRank) -> Run:
+        mine = {k: v.clone() for k, v in start.items()}
+        step = LocalStep(parts, simulated_rank(comm), mine, factory)
+        run = Run([], {}, {})
+        for number in range(STEPS):
+            run.losses.append(step(given))
+            if number == 0:
+                run.gradients = {n: p.grad.clone() for n, p in step.parameters.items() if p.grad is not None}
+        run.state = {name: leaf.detach().clone() for name, leaf in step.leaves.items()}
+        return run
+
+    return SimulatedWorld(parts.plan.mesh).run(body)
