@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import torch
@@ -20,6 +22,7 @@ Blocks = tuple[int, ...]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _sites: Iterator[int] = itertools.count()
+_TORCH = str(Path(torch.__file__).parent)
 
 _lib = torch.library.Library("meshwright", "FRAGMENT")
 _lib.define("pin(Tensor x, str spec) -> Tensor")
@@ -74,6 +77,8 @@ class Layout:
             raise StrategyError(
                 f"a device matrix of {len(matrix)} dims has {len(aliases)} names",
                 why=f"{matrix} and {aliases}",
+                where=_caller(),
+                hint="one name for each dim of the matrix",
             )
         if (
             len(set(aliases)) != len(aliases)
@@ -81,7 +86,10 @@ class Layout:
             or any(not isinstance(a, str) or not a for a in aliases)
         ):
             raise StrategyError(
-                f"the names {aliases} of a device matrix must be different words", hint='"None" means whole'
+                f"the names {aliases} of a device matrix must be different words",
+                why='a layout tells axes apart by their names, and "None" stands for a whole dim',
+                where=_caller(),
+                hint='Layout((2, 4), ("dp", "tp"))',
             )
         total = 1
         for n in matrix:
@@ -91,6 +99,7 @@ class Layout:
             raise StrategyError(
                 f"rank_list must list each of the {total} ranks once",
                 why=f"got {ranks}",
+                where=_caller(),
                 hint=f"a permutation of 0 … {total - 1}",
             )
         object.__setattr__(self, "matrix", matrix)
@@ -108,13 +117,15 @@ class Layout:
                 if name not in self.aliases:
                     raise StrategyError(
                         f"the device matrix has no dim named {name!r}",
-                        hint=did_you_mean(str(name), self.aliases),
                         why=f"names: {self.aliases}",
+                        where=_caller(),
+                        hint=did_you_mean(str(name), self.aliases),
                     )
                 if name in used:
                     raise StrategyError(
                         f"the axis {name!r} is used twice, for dims {used[name]} and {number}",
                         why="an axis can split one dim of a tensor",
+                        where=_caller(),
                         hint="use another axis for one of them",
                     )
                 used[name] = number
@@ -160,6 +171,8 @@ def shard(
     if len(kinds) > 1:
         raise StrategyError(
             f"the strategies of {name} mix tuples and layouts",
+            why="tuples leave the choice of mesh axes to the planner, layouts name them",
+            where=_caller(),
             hint="write all of them as tuples, or all with one mw.Layout",
         )
     if isinstance(target, torch.nn.Module):
@@ -220,7 +233,9 @@ def _mark_all(tree: Any, cuts: Sequence[Cut | None], site: int, role: str, name:
     if len(cuts) > count:
         raise StrategyError(
             f"the {role}_strategy of {name} has {len(cuts)} entries for {count} tensors",
-            hint="one entry for each tensor",
+            why=f"entries: {cuts}",
+            where=_caller(),
+            hint="one entry for each tensor, None for no wish",
         )
     return marked
 
@@ -245,6 +260,7 @@ def _check_strategies(given: Any, what: str) -> tuple[Cut | None, ...]:
         raise StrategyError(
             f"the {what} must be a tuple with one entry for each tensor",
             why=f"got {given!r}",
+            where=_caller(),
             hint="((2, 4), (4, 1))",
         )
     checked: list[Cut | None] = []
@@ -255,6 +271,8 @@ def _check_strategies(given: Any, what: str) -> tuple[Cut | None, ...]:
         if not isinstance(entry, tuple | list):
             raise StrategyError(
                 f"the {what} has the entry {entry!r}",
+                why="an entry says for one tensor how each of its dims is cut",
+                where=_caller(),
                 hint="a tuple with the number of blocks of each dim, or a layout",
             )
         for n in entry:
@@ -266,9 +284,23 @@ def _check_strategies(given: Any, what: str) -> tuple[Cut | None, ...]:
 def _check_count(n: Any, what: str) -> None:
     if isinstance(n, bool) or not isinstance(n, int):
         raise StrategyError(
-            f"{what} has {n!r}, which is not a whole number", hint="the number of blocks of a dim: 1, 2, 3, …"
+            f"{what} has {n!r}, which is not a whole number",
+            why="it counts the blocks of a dim",
+            where=_caller(),
+            hint="1, 2, 3, …; 1 keeps a dim whole",
         )
     if n < 1:
         raise StrategyError(
-            f"{what} has {n}", why="a dim is cut into at least one block", hint="1 keeps a dim whole"
+            f"{what} has {n}",
+            why="a dim is cut into at least one block",
+            where=_caller(),
+            hint="1 keeps a dim whole",
         )
+
+
+def _caller() -> str:
+    """The line of the user's code, for messages: the innermost frame that is neither ours nor torch's."""
+    for frame in reversed(traceback.extract_stack()):
+        if frame.filename != __file__ and not frame.filename.startswith(_TORCH):
+            return f"{Path(frame.filename).name}:{frame.lineno}  {frame.line}"
+    return ""

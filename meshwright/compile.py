@@ -14,14 +14,14 @@ import torch
 from meshwright.capture import Captured
 from meshwright.capture import capture as capture_graph
 from meshwright.capture.batch import leaves
-from meshwright.errors import MeshError
+from meshwright.errors import CaptureError, MeshError
 from meshwright.mesh import Mesh
 from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
 from meshwright.plan import Plan
 from meshwright.report.plan_table import plan_text
+from meshwright.search.marks import mesh_of_pins, renumber
 from meshwright.search.modes import make_plan
-from meshwright.search.pins import mesh_of_pins, renumber
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Pins = Mapping[str, Mapping[str, Any]]
@@ -68,8 +68,7 @@ class _Origin:
     captured: Captured
 
     def explain(self, plan: Plan) -> str:
-        parts = lower(self.captured, plan)
-        return "\n".join([plan_text(parts), *(f"note: {note}" for note in plan.notes)])
+        return plan_text(lower(self.captured, plan))
 
     def pinned(self, plan: Plan, pins: Pins) -> Plan:
         return plan_captured(self.captured, plan.mesh, plan.mode, pins)
@@ -96,13 +95,17 @@ def mesh_from(mesh: MeshLike, captured: Captured | None = None) -> Mesh:
         case Mapping():
             return Mesh.of(mesh)
         case bool():
-            raise MeshError(f"mesh={mesh!r} is not a mesh", hint='mesh=4, or mesh={"dp": 2, "tp": 2}')
+            pass  # True is an int, and no number of ranks
         case int():
             return Mesh.of(ranks=mesh)
         case None:
             found = mesh_of_pins(captured.graph) if captured is not None else None
             return found or Mesh.of(ranks=int(os.environ.get("WORLD_SIZE", "1")))
-    raise MeshError(f"mesh={mesh!r} is not a mesh", hint='mesh=4, or mesh={"dp": 2, "tp": 2}')
+    raise MeshError(
+        f"mesh={mesh!r} is not a mesh",
+        why=f"it is a {type(mesh).__name__}; a mesh is a number of ranks, or the sizes of named axes",
+        hint='mesh=4, or mesh={"dp": 2, "tp": 2}',
+    )
 
 
 _captured: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Captured]] = weakref.WeakKeyDictionary()
@@ -110,6 +113,12 @@ _captured: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Captured]] = we
 
 def captured_of(model: torch.nn.Module, batch: Any, loss: Loss, cache: str | Path | None = None) -> Captured:
     """The captured program; the last one of each model is remembered, so that plan, verify and train_step share it."""
+    if not isinstance(model, torch.nn.Module):
+        raise CaptureError(
+            f"the model is a {type(model).__name__}, not a torch.nn.Module",
+            why="its parameters and the names of its modules are what a plan speaks of",
+            hint="pass the module; what is computed from it goes into loss=lambda model, batch: …",
+        )
     key = (
         tuple((path, tuple(x.shape), x.dtype) for path, x in leaves(batch)),
         loss,

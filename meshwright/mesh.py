@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -67,9 +68,17 @@ class Mesh:
         axes: list[Axis] = []
         names: list[tuple[str, tuple[str, ...]]] = []
         for name, size in wanted.items():
+            if not isinstance(name, str) or not re.fullmatch(r"[^\W\d]\w*", name):
+                raise MeshError(
+                    f"{name!r} cannot name an axis",
+                    why="layouts are written with the names of axes, as in 32/dp.tp",
+                    hint='letters, digits and _, not beginning with a digit: {"dp": 2, "tp": 4}',
+                )
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise MeshError(
-                    f"axis {name!r} has size {size!r}", why="an axis has a whole number of ranks, at least 1"
+                    f"axis {name!r} has size {size!r}",
+                    why="an axis has a whole number of ranks, at least 1",
+                    hint="1 for an axis that is not used; the product of the sizes is the number of ranks",
                 )
             primes = prime_factors(size)
             run = (name,) if len(primes) <= 1 else tuple(f"{name}{i}" for i in range(len(primes)))

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshwright.errors import PlanError
+from meshwright.errors import MeshError, MeshwrightError, PlanError
 from meshwright.graph import Graph
-from meshwright.layout import TensorLayout, parse_layout
+from meshwright.layout import TensorLayout, dim_axes, dim_size, parse_layout, show_dim, verify, without_axes
 from meshwright.mesh import Axis, Mesh
+from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Strategy
 
 VERSION = 1
+AGAIN = "make it again with mw.plan(model, batch, …).save(path)"
 
 
 class Origin(Protocol):
@@ -93,7 +95,9 @@ class Plan:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"the plan file {str(path)!r} cannot be read", why=str(error)) from None
+            raise PlanError(
+                f"the plan file {str(path)!r} cannot be read", why=str(error), hint=AGAIN
+            ) from None
         return Plan.from_json(text, str(path))
 
     def to_json(self) -> str:
@@ -117,60 +121,99 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, source: str = "the plan") -> Plan:
-        """Parse the text of a plan file. Raises PlanError."""
+        """Parse the text of a plan file. Raises PlanError that says which entry is wrong, and on which line."""
         try:
             data = json.loads(text)
-            version = data["meshwright plan"]
-            if version != VERSION:
-                raise PlanError(
-                    f"{source} has version {version}, this is Meshwright for version {VERSION}",
-                    hint="make the plan again with mw.plan",
-                )
-            mesh = Mesh(
-                tuple(Axis(*a) for a in data["mesh"]["axes"]),
-                tuple((name, tuple(run)) for name, run in data["mesh"]["names"]),
-                tuple(data["mesh"]["order"]),
-            )
-            strategies = {name: _parse_strategy(entry) for name, entry in data["nodes"].items()}
-            inputs = {name: parse_layout(entry) for name, entry in data["inputs"].items()}
-            reasons = {name: entry["why"] for name, entry in data["nodes"].items() if "why" in entry}
-            about = {
-                name: (entry["op"], entry.get("module", ""))
-                for name, entry in data["nodes"].items()
-                if "op" in entry
-            }
-            notes = tuple(data["notes"])
-            return Plan(
-                mesh, data["mode"], data["graph"], strategies, inputs, reasons, notes, about, data["pins"]
-            )
-        except PlanError:
-            raise
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except json.JSONDecodeError as error:
             raise PlanError(
-                f"{source} is not a plan file, or it is damaged", why=f"{type(error).__name__}: {error}"
+                f"{source} is not JSON, or it was cut short",
+                why=error.msg,
+                where=f"{source}:{error.lineno}",
+                hint=AGAIN,
             ) from None
+        if not isinstance(data, dict) or "meshwright plan" not in data:
+            raise PlanError(
+                f"{source} is not a plan file", why='it does not begin with "meshwright plan"', hint=AGAIN
+            )
+        version = data["meshwright plan"]
+        if version != VERSION:
+            raise PlanError(
+                f"{source} has version {version}",
+                why=f"this Meshwright reads version {VERSION}",
+                hint=AGAIN,
+            )
+        mesh = _parse("mesh", _parse_mesh, data.get("mesh"), text, source)
+
+        def strategy(entry: Any) -> Strategy:
+            found = _parse_strategy(entry)
+            for letter, dim in found.cuts:
+                verify(TensorLayout((dim,)), mesh, f"the cut of {letter}")
+            verify(TensorLayout((), tuple(a for a, _ in found.through), found.grad), mesh)
+            return found
+
+        def rest(data: Any) -> tuple[Any, ...]:
+            nodes = data["nodes"]
+            return (
+                {name: entry["why"] for name, entry in nodes.items() if "why" in entry},
+                tuple(data["notes"]),
+                {name: (e["op"], e.get("module", "")) for name, e in nodes.items() if "op" in e},
+                plain_pins(data["pins"]),
+            )
+
+        def laid(entry: Any) -> TensorLayout:
+            return verify(parse_layout(entry), mesh)
+
+        strategies = _parse_all("nodes", strategy, data, text, source)
+        inputs = _parse_all("inputs", laid, data, text, source)
+        mode, graph = _parse("mode", lambda d: (str(d["mode"]), str(d["graph"])), data, text, source)
+        reasons, notes, about, pins = _parse("notes", rest, data, text, source)
+        return Plan(mesh, mode, graph, strategies, inputs, reasons, notes, about, pins)
 
     def check(self, graph: Graph) -> Plan:
         """The plan, if it was made for this graph. Raises PlanError that lists what differs."""
-        if self.fingerprint == fingerprint(graph):
-            return self
         missing = [n.name for n in graph.nodes if n.name not in self.strategies]
+        missing += [i.name for i in graph.inputs if i.name not in self.inputs]
+        if self.fingerprint == fingerprint(graph) and not missing:
+            return self
         extra = sorted(set(self.strategies) - {n.name for n in graph.nodes})
         why = "; ".join(
             text
             for text in (
-                f"the model has operators the plan does not know: {', '.join(missing[:4])}"
-                if missing
-                else "",
-                f"the plan has operators the model does not have: {', '.join(extra[:4])}" if extra else "",
+                f"the plan does not know {_some(missing)} of the model" if missing else "",
+                f"the model does not have {_some(extra)} of the plan" if extra else "",
             )
             if text
         )
         raise PlanError(
             "the plan was made for another model, batch or version of the code",
             why=why or "the operators have the same names, but their shapes or wiring differ",
-            hint="make it again with mw.plan(model, batch, …), or load the model the plan was made for",
+            hint=f"{AGAIN}, or build the model it was made for",
         )
+
+    def check_cuts(self, factors: Factors) -> Plan:
+        """The plan, if every cut is one that its operator can take. Raises PlanError: a file may have been edited."""
+        for name, site in factors.sites.items():
+            for letter, dim in self.strategies[name].cuts:
+                tree = site.trees.get(letter)
+                if tree is None or without_axes(dim, dim_axes(dim)) != tree:
+                    sizes = ", ".join(f"{x}={show_dim(t)}" for x, t in site.trees.items())
+                    raise PlanError(
+                        f"the plan cuts {letter}={show_dim(dim)} of %{name} ({site.node.op})",
+                        why=f"its factors are {sizes}",
+                        where=site.node.where,
+                        hint=AGAIN,
+                    )
+        for name, layout in self.inputs.items():
+            shape = tuple(map(dim_size, factors.dims[name]))
+            if layout.shape != shape or layout.pending:
+                raise PlanError(
+                    f"the plan has the input %{name} as {layout}",
+                    why="an input is given as it is, not as terms of a sum"
+                    if layout.pending
+                    else f"its shape is {list(shape)}",
+                    hint=AGAIN,
+                )
+        return self
 
     def with_notes(self, *notes: str) -> Plan:
         """The plan with more remarks."""
@@ -185,6 +228,50 @@ def fingerprint(graph: Graph) -> str:
         + [f"{k}={v}" for k, v in (*graph.outputs, *graph.mutations)]
     )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(f"%{n}" for n in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def plain_pins(pins: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Pins as they come back from a file: one axis as its name, several as a tuple."""
+    return {
+        pattern: {letter: axes if isinstance(axes, str) else tuple(axes) for letter, axes in cuts.items()}
+        for pattern, cuts in pins.items()
+    }
+
+
+def _parse(name: str, read: Callable[[Any], Any], entry: Any, text: str, source: str) -> Any:
+    """What `read` makes of an entry. Raises PlanError that names the entry and its line."""
+    try:
+        return read(entry)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        why = f"no {error} there" if isinstance(error, KeyError) else str(error)
+        if isinstance(error, MeshwrightError):
+            why = f"{error.what}: {error.why}" if error.why else error.what
+        line = next((n for n, x in enumerate(text.splitlines(), 1) if x.strip().startswith(f'"{name}":')), 0)
+        raise PlanError(
+            f"{source} is damaged: {name!r} does not parse",
+            why=why,
+            where=f"{source}:{line}" if line else source,
+            hint=AGAIN,
+        ) from None
+
+
+def _parse_all(
+    kind: str, read: Callable[[Any], Any], data: Mapping[str, Any], text: str, source: str
+) -> dict[str, Any]:
+    entries = _parse(kind, lambda d: dict(d[kind].items()), data, text, source)
+    return {name: _parse(name, read, entry, text, source) for name, entry in entries.items()}
+
+
+def _parse_mesh(data: Any) -> Mesh:
+    axes = tuple(Axis(*a) for a in data["axes"])
+    for axis in axes:
+        if not isinstance(axis.size, int) or axis.size < 1:
+            raise MeshError(f"axis {axis.name!r} has size {axis.size!r}")
+    return Mesh(axes, tuple((name, tuple(run)) for name, run in data["names"]), tuple(data["order"]))
 
 
 def _strategy_data(strategy: Strategy, why: str, about: tuple[str, str] | None) -> dict[str, Any]:

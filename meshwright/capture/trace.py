@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
 from meshwright.capture.batch import leaves, rebuild, without_aliases
-from meshwright.errors import CaptureError
+from meshwright.errors import CaptureError, MeshwrightError
 
 TORCH_ROOT = str(Path(torch.__file__).parent)
 HERE = str(Path(__file__).parent)
@@ -172,10 +172,10 @@ def trace(model: torch.nn.Module, batch: Any, loss: Callable[..., torch.Tensor])
             program = torch.export.export(wrapper, tuple(tensors), strict=False)
             origins = _origins(program.graph_module)
             program = program.run_decompositions({})
-        except CaptureError:
+        except MeshwrightError:
             raise
         except Exception as error:
-            nested = _capture_error_in(error)
+            nested = _own_error_in(error)
             raise nested or _explain(error) from error
     return Trace(
         program, paths, origins, tuple(NO_CHECKPOINT.format(line) for line in wrapper.watch.checkpoints)
@@ -195,9 +195,9 @@ def _origins(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
     return known
 
 
-def _capture_error_in(error: BaseException | None) -> CaptureError | None:
+def _own_error_in(error: BaseException | None) -> MeshwrightError | None:
     while error is not None:
-        if isinstance(error, CaptureError):
+        if isinstance(error, MeshwrightError):
             return error
         error = error.__cause__ or error.__context__
     return None
@@ -229,8 +229,8 @@ def _explain(error: Exception) -> CaptureError:
         what,
         why=f"{type(error).__name__}: {first[:300]}",
         where=_user_line(error),
-        hint="write it with torch.where, or run the model as it is: "
-        'mode="data_parallel" or mode="manual" do not capture it',
+        hint=("write it with torch.where, or " if depends else "")
+        + "run the model as it is: mw.manual_step(model, optimizer, loss=…, mesh=…) does not capture it",
     )
 
 

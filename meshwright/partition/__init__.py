@@ -30,6 +30,7 @@ def partition(graph: Graph, plan: Plan, prices: Prices = TWO_CORE_GLOO) -> Parti
     """Cut a graph as a plan says. Raises PlanError when the plan belongs to another graph."""
     plan.check(graph)
     factors = analyze(graph, rules_of(graph))
+    plan.check_cuts(factors)
     return Partition(plan, factors, insert_reshards(graph, factors, plan, prices))
 
 

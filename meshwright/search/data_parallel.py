@@ -42,8 +42,8 @@ def check_batch(scene: Scene, axes: tuple[str, ...]) -> None:
     if not sized and members > 1:
         raise StrategyError(
             "no dim of the batch is known to count examples",
-            why="data parallel cuts the examples: "
-            + ", ".join(f"{i.target} {i.type}" for i in scene.graph.input_of("batch")),
+            why="data parallel cuts the examples; the batch has "
+            + (", ".join(f"{i.target} {i.type}" for i in scene.graph.input_of("batch")) or "no tensors"),
             hint="give a batch whose tensors share their first dim, or cut operators with mw.shard",
         )
     for entry, count in sized:

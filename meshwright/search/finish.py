@@ -9,7 +9,7 @@ from meshwright.graph import Graph, Input, Node
 from meshwright.layout import TensorLayout, normalize, without_axes
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors
-from meshwright.ops.strategy import Strategy, cut_axes, layouts
+from meshwright.ops.strategy import Strategy, layouts
 from meshwright.search.options import Assignment, Scene
 
 
@@ -95,14 +95,3 @@ def _common(asked: list[TensorLayout], whole: TensorLayout, mesh: Mesh) -> Tenso
     gone = set(kept.split_axes) - axes
     dims = tuple(without_axes(d, gone) for d in kept.dims)
     return TensorLayout(dims) if axes else whole
-
-
-def repeated(scene: Scene, assignment: Assignment) -> list[str]:
-    """Names of heavy nodes that every rank of some axis repeats, for the notes of a plan."""
-    heavy = []
-    for node in scene.graph.nodes:
-        if node.op in ("aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.bmm.default"):
-            used = {a for axes in cut_axes(assignment[node.name]).values() for a in axes}
-            if any(a.name not in used and a.size > 1 for a in scene.mesh.axes):
-                heavy.append(node.name)
-    return heavy

@@ -11,15 +11,19 @@ from meshwright.layout import verify
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors, analyze
 from meshwright.ops.strategy import WHOLE, layouts
-from meshwright.ops.table import has_rule, rules_of
-from meshwright.plan import Plan, fingerprint
+from meshwright.ops.table import rules_of
+from meshwright.plan import Plan, fingerprint, plain_pins
 from meshwright.search.data_parallel import assign_batch, check_batch
 from meshwright.search.finish import input_layouts, pass_gradients_back
+from meshwright.search.honoured import check_annotated
+from meshwright.search.marks import given_values, mark_seeds, pin_specs, region
+from meshwright.search.notes import repeated, unknown
 from meshwright.search.options import Assignment, Scene
-from meshwright.search.pins import Seeds, given_values, mark_seeds, module_seeds, pin_specs, region
+from meshwright.search.pins import Seeds, module_seeds
 from meshwright.search.propagation import propagate
 
 MODES = ("stand_alone", "data_parallel", "semi_auto", "sharding_propagation")
+ANNOTATED = ("semi_auto", "sharding_propagation")  # modes that look at pins and annotations
 LATER = ("recursive_programming", "dynamic_programming", "auto")
 
 
@@ -30,23 +34,15 @@ def make_plan(
 
     Raises PlanError for an unknown mode, StrategyError for cuts that cannot be.
     """
-    if mode not in MODES:
-        known = (
-            "it comes with the cost model and is not there yet"
-            if mode in LATER
-            else did_you_mean(mode, MODES)
-        )
-        raise PlanError(f"there is no mode {mode!r}", hint=known)
-    if mode == "stand_alone" and mesh.size != 1:
-        raise PlanError(
-            f'mode="stand_alone" runs on one rank, the mesh has {mesh.size}', hint='mode="data_parallel"'
-        )
+    _check_mode(mode, mesh, pins)
     scene = Scene(graph, analyze(graph, rules_of(graph)), mesh)
     assignment: Assignment = {n.name: WHOLE for n in graph.nodes}
     reasons: dict[str, str] = {}
     axes = tuple(a.name for a in mesh.axes if a.size > 1)
-    specs = pin_specs(graph)
-    seeds = _joined(mark_seeds(scene, specs), module_seeds(scene, pins or {}))
+    specs = pin_specs(graph) if mode in ANNOTATED else []
+    seeds = _joined(
+        mark_seeds(scene, specs), module_seeds(scene, pins if mode in ANNOTATED and pins is not None else {})
+    )
     pinned_axes = {a for a, nodes in seeds.items() if any(s != WHOLE for s in nodes.values())}
     given = given_values(graph, specs)
     match mode:
@@ -69,6 +65,7 @@ def make_plan(
                     assign_batch(scene, assignment, (axis,), graph.nodes)
             seeded = {n for axis in pinned_axes for n, s in seeds[axis].items() if s != WHOLE}
             reasons |= {n.name: "annotated" if n.name in seeded else "propagated" for n in graph.nodes}
+    notes = check_annotated(scene, specs, assignment) + _unused(graph, mode)
     pass_gradients_back(scene, assignment)
     plan = Plan(
         mesh,
@@ -78,10 +75,54 @@ def make_plan(
         input_layouts(graph, scene.factors, mesh, assignment),
         reasons,
         about={n.name: (n.op, n.module) for n in graph.nodes},
-        pins=dict(pins or {}),
+        pins=plain_pins(pins or {}),
     )
     check_layouts(graph, scene.factors, plan)
-    return plan.with_notes(*_unknown(graph))
+    return plan.with_notes(*notes, *unknown(scene, plan), *repeated(scene, assignment))
+
+
+def _check_mode(mode: str, mesh: Mesh, pins: Any) -> None:
+    if mode in LATER:
+        raise PlanError(
+            f"mode={mode!r} is not there yet",
+            why="it comes with the cost model",
+            hint='mode="sharding_propagation" with pins={"…up": {"n": "tp"}}, or mode="data_parallel"',
+        )
+    if mode == "manual":
+        raise PlanError(
+            'mode="manual" has no plan',
+            why="the model cuts itself and calls its own collectives",
+            hint="mw.manual_step(model, optimizer, loss=…, mesh=…)",
+        )
+    if mode not in MODES:
+        raise PlanError(
+            f"there is no mode {mode!r}",
+            why="modes: " + ", ".join(MODES),
+            hint=did_you_mean(str(mode), MODES),
+        )
+    if mode == "stand_alone" and mesh.size != 1:
+        raise PlanError(
+            f'mode="stand_alone" runs on one rank, the mesh has {mesh.size}',
+            why=f"mesh: {mesh}",
+            hint='mesh=1, or mode="data_parallel"',
+        )
+    if mode == "data_parallel" and pins:
+        raise PlanError(
+            'mode="data_parallel" takes no pins',
+            why=f"it cuts the batch over all {mesh.size} ranks ({mesh}), which leaves none for "
+            + ", ".join(map(repr, pins)),
+            hint='mode="sharding_propagation" or mode="semi_auto" with the same pins',
+        )
+
+
+def _unused(graph: Graph, mode: str) -> list[str]:
+    names = dict.fromkeys(s.name for s in pin_specs(graph) if s.wished)
+    if not names or mode != "data_parallel":
+        return []
+    return [
+        f'mode="data_parallel" does not look at annotations: {", ".join(names)}; '
+        'mode="semi_auto" or mode="sharding_propagation" does'
+    ]
 
 
 def check_layouts(graph: Graph, factors: Factors, plan: Plan) -> None:
@@ -98,12 +139,3 @@ def _joined(*many: Seeds) -> Seeds:
         for axis, nodes in seeds.items():
             result.setdefault(axis, {}).update(nodes)
     return result
-
-
-def _unknown(graph: Graph) -> tuple[str, ...]:
-    unknown = {n.op: n for n in graph.nodes if not has_rule(n.op)}
-    return tuple(
-        f"no rule is known for {op}: it stays whole and every rank repeats it ({node.where}); "
-        f'give it one with mw.rule("{op}", "…")'
-        for op, node in unknown.items()
-    )

@@ -1,0 +1,77 @@
+"""Remarks of a plan for its user: what no rule was known for, what several ranks compute alike, and what that costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from meshwright.graph import Node
+from meshwright.layout import TensorLayout
+from meshwright.ops.strategy import Strategy, cut_axes
+from meshwright.ops.table import has_rule
+from meshwright.plan import Plan
+from meshwright.redistribute.steps import show_bytes
+from meshwright.search.options import Scene
+
+HEAVY = (
+    "aten.linear.default",
+    "aten.addmm.default",
+    "aten.mm.default",
+    "aten.bmm.default",
+    "aten.conv2d.default",
+    "aten.scaled_dot_product_attention.default",
+)
+
+
+def unknown(scene: Scene, plan: Plan) -> list[str]:
+    """Operators without a rule: how often they occur, what is brought whole for them, and how to give them one."""
+    found: dict[str, list[Node]] = {}
+    for node in scene.graph.nodes:
+        if not has_rule(node.op):
+            found.setdefault(node.op, []).append(node)
+    ranks = scene.mesh.size
+    notes = []
+    for op, nodes in found.items():
+        brought = {u for n in nodes for u in n.uses if ranks > 1 and _is_cut(_layout(scene, plan, u))}
+        size = sum(scene.graph.types[u].size_bytes for u in brought)
+        cost = f"all {ranks} ranks repeat it" if ranks > 1 else "on one rank that costs nothing"
+        cost += f", and {show_bytes(size)} of its inputs are brought whole to each" if size else ""
+        notes.append(
+            f"no rule is known for {op}, so it stays whole: {cost} "
+            f'({len(nodes)}×, {nodes[0].where}); give it one with mw.rule({op.removesuffix(".default")!r}, "…")'
+        )
+    return notes
+
+
+def _layout(scene: Scene, plan: Plan, value: str) -> TensorLayout:
+    node = scene.graph.producers.get(value)
+    if node is None:
+        return plan.inputs[value]
+    return scene.ports(node, plan.strategies[node.name]).outputs[node.values.index(value)]
+
+
+def _is_cut(layout: TensorLayout) -> bool:
+    return bool(layout.split_axes or layout.pending)
+
+
+def repeated(scene: Scene, assignment: Mapping[str, Strategy]) -> list[str]:
+    """Heavy operators that several ranks compute alike, one note for each set of axes."""
+    found: dict[tuple[str, ...], list[Node]] = {}
+    for node in scene.graph.nodes:
+        if node.op in HEAVY:
+            strategy = assignment[node.name]
+            used = {a for axes in cut_axes(strategy).values() for a in axes} | {
+                a for a, _ in strategy.through
+            }
+            idle = tuple(a.name for a in scene.mesh.axes if a.size > 1 and a.name not in used)
+            if idle:
+                found.setdefault(idle, []).append(node)
+    notes = []
+    for axes, nodes in found.items():
+        names = list(dict.fromkeys(n.module or n.name for n in nodes))
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        times = math.prod(scene.mesh.sizes[a] for a in axes)
+        notes.append(
+            f"{times} ranks ({scene.mesh.show(axes)}) compute the same in {shown}: no factor is cut there"
+        )
+    return notes
