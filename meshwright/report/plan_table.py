@@ -111,7 +111,8 @@ def traffic(parts: Partition) -> list[Traffic]:
         if entry.needs_grad and axes and graph.consumers[entry.name]:
             elements = wire_elements("all_reduce", mesh.count(axes), held(layout, mesh), 0)
             add("gradients", axes, DTYPES[entry.type.dtype] * elements)
-    return [Traffic(kind, axes, len(sizes), sum(sizes)) for (kind, axes), sizes in totals.items()]
+    found = [Traffic(kind, axes, len(sizes), sum(sizes)) for (kind, axes), sizes in totals.items()]
+    return sorted(found, key=lambda t: ("forward", "backward", "gradients").index(t.kind))
 
 
 def held(layout: TensorLayout, mesh: Mesh) -> int:
