@@ -96,6 +96,27 @@ def test_an_eager_model_draws_our_masks_in_the_order_of_execution():
     torch.testing.assert_close(got, y, rtol=1e-14, atol=1e-14)
 
 
+def test_dropout_inside_a_torch_function_draws_our_masks_too():
+    """`F.multi_head_attention_forward` drops in its own body, where a function mode does not look."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.3, batch_first=True).double()
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+
+    def draw(seed):
+        with reference_dropout(seed=seed) as mode:
+            return layer(x), mode.slot
+
+    (first, slots), (again, _), (other, _) = draw(1), draw(1), draw(2)
+    assert slots == 4  # attention, its output, and two in the feed-forward half
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.nn.functional.dropout is not None
+    with reference_dropout():
+        pass
+    torch.manual_seed(0)
+    assert (torch.nn.functional.dropout(x, 0.5) == 0).any()
+
+
 def test_evaluation_takes_no_slot():
     with reference_dropout() as mode:
         Tiny().eval().first(torch.ones(3))

@@ -18,13 +18,27 @@ ATTENTION = torch.nn.functional.scaled_dot_product_attention
 class reference_dropout(TorchFunctionMode):
     """Within it, dropout (and attention with dropout) draws the masks of exact mode; calls are slots 0, 1, 2, …
 
-    Calls that drop nothing (evaluation, p = 0) take no slot, as the capture removes them.
+    Calls that drop nothing (evaluation, p = 0) take no slot, as the capture removes them. A function mode is off within
+    the body of a torch function, so the names in `torch.nn.functional` are replaced as well: that reaches the dropout
+    inside `F.multi_head_attention_forward`.
     """
 
     def __init__(self, seed: int = 0, step: int = 0, micro_batch: int = 0) -> None:
         super().__init__()
         self.seed, self.step, self.micro_batch = seed, step, micro_batch
         self.slot = 0
+
+    def __enter__(self) -> reference_dropout:
+        """Take the places of the two functions."""
+        torch.nn.functional.dropout = self._dropout
+        torch.nn.functional.scaled_dot_product_attention = self._attention
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        """Give them back."""
+        torch.nn.functional.dropout = FUNCTIONAL_DROPOUT
+        torch.nn.functional.scaled_dot_product_attention = ATTENTION
+        super().__exit__(*exception)
 
     def __torch_function__(
         self,
@@ -39,7 +53,7 @@ class reference_dropout(TorchFunctionMode):
             return self._dropout(*args, **given)
         if function is torch.dropout:
             return self._dropout(*args, **{("training" if k == "train" else k): v for k, v in given.items()})
-        if function is ATTENTION:
+        if function is ATTENTION and (given.get("dropout_p") or (len(args) > 4 and args[4])):
             return self._attention(*args, **given)
         return function(*args, **given)
 
