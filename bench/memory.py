@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
