@@ -30,6 +30,8 @@ DTYPES: dict[str, int] = {  # our short name → bytes of one element
     "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "b8": 1, "c64": 8, "c128": 16,
 }  # fmt: skip
 ROLES = ("parameter", "buffer", "constant", "batch")
+PIN = "meshwright.pin.default"  # the mark an annotation leaves: an identity
+RESHARD = "meshwright.reshard"  # a change of layout: an identity in global shapes
 
 
 @dataclass(frozen=True, slots=True)

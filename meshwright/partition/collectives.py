@@ -49,6 +49,13 @@ def program_collectives(resharded: Resharded, local: Graph, mesh: Mesh, rank: in
     return found
 
 
+def sent_bytes(collective: Collective, mesh: Mesh) -> float:
+    """Bytes that a rank sends, by ring algorithms (Patarasu & Yuan 2009)."""
+    members = mesh.count(collective.axes)
+    passes = 2 if collective.kind == "all_reduce" else 1
+    return passes * collective.payload_bytes * (members - 1) / members
+
+
 def payload_elements(step: Step, mesh: Mesh, rank: int) -> int:
     """Elements of a step's message on a rank, as the runtime pads it."""
     plan = exchange(step, mesh, rank)

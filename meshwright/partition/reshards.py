@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from meshwright.graph import DTYPES, Graph, Node, Ref, TensorType
+from meshwright.graph import DTYPES, RESHARD, Graph, Node, Ref, TensorType
 from meshwright.layout import TensorLayout, normalize
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors
@@ -15,7 +15,6 @@ from meshwright.ops.strategy import Ports, layouts
 from meshwright.plan import Plan
 from meshwright.redistribute import Prices, Reshard, Step, reshard
 
-RESHARD = "meshwright.reshard"
 StepText = tuple[str, str, str, str]  # kind, axes joined by ".", layout before, layout after
 
 

@@ -20,11 +20,12 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.graph import DTYPES, Node
+from meshwright.graph import DTYPES, PIN, RESHARD, Node
 from meshwright.layout import TensorLayout, dim_axes, normalize
 from meshwright.mesh import Mesh
-from meshwright.partition import RESHARD, Partition
-from meshwright.redistribute import describe, wire_bytes
+from meshwright.partition import Partition
+from meshwright.partition.collectives import Collective, program_collectives, sent_bytes
+from meshwright.redistribute import describe
 from meshwright.redistribute.steps import LOCAL, origin, show_bytes, wire_elements
 
 HEAVY = ("scaled_dot_product_attention", "matmul", "bmm", "einsum", "cross_entropy_loss")
@@ -69,18 +70,20 @@ def rows(parts: Partition, *, every: bool = False) -> list[Row]:
     moved: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if node.op == RESHARD:
-            moved.setdefault(node.uses[0], []).append(node)
+            moved.setdefault(next(iter(_sources(parts, node))), []).append(node)
     found: list[Row] = []
     for entry in graph.inputs:
         forward, backward = _moves(parts, moved.get(entry.name, ()))
         if forward or backward:
             own = _layout_text(parts.resharded.layouts[entry.name], mesh)
             found.append(Row(entry.target, 1, entry.role, "", own, forward, backward))
+    inside = _inside(parts)
     for node in graph.nodes:
-        if node.op == RESHARD:
+        if node.op in (RESHARD, PIN):
             continue
         own = [entries[u] for u in _sources(parts, node) if u in entries and entries[u].role == "parameter"]
         forward, backward = _moves(parts, [m for v in node.values for m in moved.get(v, ())])
+        forward = ", ".join(t for t in (inside.get(node.name, ""), forward) if t)
         name = _short(node.op)
         if every or own or forward or backward or name in HEAVY:
             kept = max(own, key=lambda i: math.prod(i.type.shape), default=None)
@@ -98,13 +101,8 @@ def traffic(parts: Partition) -> list[Traffic]:
     def add(kind: str, axes: Iterable[str], size: float) -> None:
         totals.setdefault((kind, mesh.show(axes)), []).append(size)
 
-    for node in graph.nodes:
-        if node.op == RESHARD:
-            pair, itemsize = parts.resharded.pairs[node.name], DTYPES[node.outputs[0].dtype]
-            for kind, steps in (("forward", pair.forward), ("backward", pair.backward)):
-                for step in steps:
-                    if step.kind not in LOCAL:
-                        add(kind, step.axes, wire_bytes(step, mesh, itemsize))
+    for c in _collectives(parts):
+        add(c.phase, c.axes, sent_bytes(c, mesh))
     for entry in graph.input_of("parameter"):
         layout = parts.resharded.layouts[entry.name]
         axes = mesh.sort(a for a in layout.grad if mesh.sizes[a] > 1)
@@ -113,6 +111,23 @@ def traffic(parts: Partition) -> list[Traffic]:
             add("gradients", axes, DTYPES[entry.type.dtype] * elements)
     found = [Traffic(kind, axes, len(sizes), sum(sizes)) for (kind, axes), sizes in totals.items()]
     return sorted(found, key=lambda t: ("forward", "backward", "gradients").index(t.kind))
+
+
+def _collectives(parts: Partition) -> list[Collective]:
+    """Those of the rank at the origin, which holds the largest blocks."""
+    rank = parts.plan.mesh.rank(origin(parts.plan.mesh))
+    return program_collectives(parts.resharded, parts.local(rank), parts.plan.mesh, rank)
+
+
+def _inside(parts: Partition) -> dict[str, str]:
+    """Node → what its kernels send by themselves (counts of a loss, statistics of a batch norm)."""
+    found: dict[str, list[str]] = {}
+    for c in _collectives(parts):
+        if c.node not in parts.resharded.pairs and c.phase == "forward":
+            mesh = parts.plan.mesh
+            text = f"{c.kind}({mesh.show(c.axes)}) {show_bytes(sent_bytes(c, mesh))} inside"
+            found.setdefault(re.sub(r"_k\d+$", "", c.node), []).append(text)
+    return {name: ", ".join(texts) for name, texts in found.items()}
 
 
 def held(layout: TensorLayout, mesh: Mesh) -> int:
@@ -142,10 +157,13 @@ def cut_text(parts: Partition, node: Node) -> str:
 
 
 def _sources(parts: Partition, node: Node) -> Iterable[str]:
-    """What a node reads, reshards left out."""
+    """What a node reads, reshards and marks left out."""
     for use in node.uses:
         source = parts.resharded.graph.producers.get(use)
-        yield source.uses[0] if source is not None and source.op == RESHARD else use
+        while source is not None and source.op in (RESHARD, PIN):
+            use = source.uses[0]
+            source = parts.resharded.graph.producers.get(use)
+        yield use
 
 
 def _moves(parts: Partition, reshards: Sequence[Node]) -> tuple[str, str]:
@@ -225,7 +243,7 @@ def plan_view(parts: Partition, *, every: bool = False) -> Group:
     return Group(plan_table(parts, every=every), Text(""), *sentences)
 
 
-def plan_text(parts: Partition, *, every: bool = False, width: int = 140) -> str:
+def plan_text(parts: Partition, *, every: bool = False, width: int = 240) -> str:
     """The same as plain text."""
     out = StringIO()
     Console(file=out, width=width, no_color=True, highlight=False).print(plan_view(parts, every=every))

@@ -12,14 +12,12 @@ import torch
 from torch import fx
 
 from meshwright.errors import RuleError
-from meshwright.graph import Device, Dtype, Graph, Node, Ref
+from meshwright.graph import PIN, RESHARD, Device, Dtype, Graph, Node, Ref
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.kernels import KERNELS
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Pair
 
-RESHARD = "meshwright.reshard"
-PIN = "meshwright.pin.default"
 TORCH_DTYPES = {
     "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
     "f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2, "i64": torch.int64, "i32": torch.int32,
