@@ -38,7 +38,10 @@ torch.library.register_autograd(
 
 @dataclass(frozen=True)
 class TensorLayoutSpec:
-    """A device layout applied to a tensor: for each dim the aliases of the device matrix that split it, major first."""
+    """A device layout applied to a tensor: for each dim the aliases of the device matrix that split it.
+
+    The aliases of one dim cut it in the order of the device matrix, whatever order they are given in.
+    """
 
     device: Layout
     dims: tuple[tuple[str, ...], ...]
@@ -59,7 +62,8 @@ class TensorLayoutSpec:
 class Layout:
     """A device matrix with a name for each of its dims, as MindSpore's `Layout`.
 
-    ``Layout((2, 2, 2), ("dp", "sp", "mp"))("mp", ("sp", "dp"))`` splits dim 0 over mp and dim 1 over sp (major) and dp.
+    ``Layout((2, 2, 2), ("dp", "sp", "mp"))("mp", ("sp", "dp"))`` splits dim 0 over mp and dim 1 over dp and sp
+    (in the order of the matrix: dp cuts first).
     ``"None"`` (or None) keeps a dim whole. `rank_list` gives the ranks in row-major order of the matrix.
     """
 
@@ -241,7 +245,7 @@ def _mark_all(tree: Any, cuts: Sequence[Cut | None], site: int, role: str, name:
 
 
 def _mark(x: torch.Tensor, cut: Cut | None, site: int, role: str, name: str) -> torch.Tensor:
-    data: dict[str, Any] = {"site": site, "role": role, "name": name}
+    data: dict[str, Any] = {"site": site, "role": role, "name": name, "where": _caller()}
     if isinstance(cut, TensorLayoutSpec):
         data["layout"] = cut.data()
     elif cut is not None:

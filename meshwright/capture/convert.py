@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from meshwright.capture.trace import HERE, TORCH_ROOT, Trace
+from meshwright.capture.trace import AS_IT_IS, HERE, TORCH_ROOT, Trace
 from meshwright.errors import CaptureError
 from meshwright.graph import Device, Dtype, Graph, Input, Node, Ref, TensorType
 
@@ -33,7 +33,7 @@ def type_of(value: Any) -> TensorType:
     if not isinstance(value, torch.Tensor):
         raise CaptureError(
             f"the program computes a {type(value).__name__} from the values of a tensor",
-            hint='keep it a tensor, or use mode="data_parallel" or mode="manual"',
+            hint=f"keep it a tensor, or {AS_IT_IS}",
         )
     if value.dtype not in SHORT:
         raise CaptureError(
@@ -68,7 +68,7 @@ def convert(traced: Trace, model: torch.nn.Module) -> tuple[Graph, dict[str, tor
             raise CaptureError(
                 f"the operator {fx.target} is a block of its own and cannot be planned",
                 where=_place(fx, traced)[1],
-                hint='mode="data_parallel" or mode="manual" run the model as it is',
+                hint=AS_IT_IS,
             )
         nodes.append(_node(fx, refs, traced))
         refs[fx.name] = Ref(fx.name)

@@ -379,7 +379,8 @@ def _named(names: str, rule: Rule) -> dict[str, Rule]:
 
 _ITEM: Callable[[Rewriter, Node], Values] = _refused(
     "reads the value of a tensor",
-    'keep it a tensor, or use mode="data_parallel" or mode="manual", which run the model as it is',
+    "keep it a tensor, or run the model as it is, data parallel: "
+    "mw.manual_step(model, optimizer, loss=…, mesh=…)",
 )
 
 TABLE: dict[str, Rule] = {

@@ -30,6 +30,7 @@ TORCH_ROOT = str(Path(torch.__file__).parent)
 HERE = str(Path(__file__).parent)
 CHECKPOINT_FILE = torch_checkpoint.__file__
 FUNCTION_FILE = inspect.getsourcefile(torch.autograd.Function) or ""
+AS_IT_IS = "run the model as it is, data parallel: mw.manual_step(model, optimizer, loss=…, mesh=…)"
 NO_CHECKPOINT = (
     "checkpoint() at {} has no effect on a captured program and does not change its numbers; "
     "to recompute activations use mw.recompute(module), recompute= of mw.plan, or leave it to the search"
@@ -229,8 +230,7 @@ def _explain(error: Exception) -> CaptureError:
         what,
         why=f"{type(error).__name__}: {first[:300]}",
         where=_user_line(error),
-        hint=("write it with torch.where, or " if depends else "")
-        + "run the model as it is: mw.manual_step(model, optimizer, loss=…, mesh=…) does not capture it",
+        hint=("write it with torch.where, or " if depends else "") + AS_IT_IS,
     )
 
 

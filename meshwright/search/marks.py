@@ -69,14 +69,16 @@ def pin_specs(graph: Graph) -> list[PinSpec]:
 
 
 def renumber(graph: Graph) -> Graph:
-    """Sites numbered in order of appearance, so that two captures of one model are equal."""
+    """Sites numbered in order of appearance, so that two captures of one model are equal; a mark's own line becomes
+    that of its node (torch.export remembers lines of `forward` methods only)."""
     order: dict[int, int] = {}
     nodes = []
     for node in graph.nodes:
         if node.op == PIN:
             data = json.loads(node.args[1])
             data["site"] = order.setdefault(data["site"], len(order))
-            node = replace(node, args=(node.args[0], json.dumps(data, sort_keys=True)))
+            where = data.pop("where", "") or node.source
+            node = replace(node, args=(node.args[0], json.dumps(data, sort_keys=True)), source=where)
         nodes.append(node)
     return replace(graph, nodes=tuple(nodes))
 
@@ -293,6 +295,8 @@ def _allot(
             taken = mine | {a for k, (_, axes, _) in groups.items() if spec.role == "in" for a in axes}
             first = known[1] if known is not None else []
             axes = _axes_for(scene.mesh, blocks, first, taken)
+            if axes is None and not alone:  # other inputs may use the same axes for factors of their own
+                axes = _axes_for(scene.mesh, blocks, first, mine)
             if axes is None:
                 raise StrategyError(
                     f"the {spec.what} cuts dim {dim} of {spec.tensor} into {blocks} blocks, "

@@ -16,9 +16,13 @@ from meshwright.search.options import Scene
 HEAVY = (
     "aten.linear.default",
     "aten.addmm.default",
+    "aten.matmul.default",
     "aten.mm.default",
     "aten.bmm.default",
+    "aten.einsum.default",
+    "aten.conv1d.default",
     "aten.conv2d.default",
+    "aten.conv3d.default",
     "aten.scaled_dot_product_attention.default",
 )
 

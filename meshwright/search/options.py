@@ -120,6 +120,8 @@ def score(
         if (value, want) in seen:
             continue
         seen.add((value, want))
+        if _shared(scene, node, value, want, wanted):
+            continue
         size = graph.types[value].size_bytes
         needs_grad = value in graph.needs_grad
         if value in roles:
@@ -145,6 +147,19 @@ def score(
             if value in graph.needs_grad:
                 add(want.backward, _gradient_of(have), size)
     return Score(broken, moved, transitions, 0 if option.cuts else 1)
+
+
+def _shared(
+    scene: Scene,
+    node: Node,
+    value: str,
+    want: TensorLayout,
+    wanted: Mapping[tuple[str, int], TensorLayout],
+) -> bool:
+    """Another consumer asks for the same pair already: a reshard is paid once for all who want it (q, k and v)."""
+    return any(
+        c.name != node.name and wanted.get((c.name, port)) == want for c, port in scene.graph.consumers[value]
+    )
 
 
 def _gradient_of(value: TensorLayout) -> TensorLayout:
