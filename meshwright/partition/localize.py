@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from meshwright.graph import Graph, Node, verify
+from meshwright.graph import Graph, Input, Node, verify
 from meshwright.ops.factors import Factors
 from meshwright.ops.local import localize
 from meshwright.partition.reshards import RESHARD, Resharded, local_type
 from meshwright.plan import Plan
+
+SUM_OF_COUNTS = "meshwright.all_reduce"
 
 
 def localize_graph(resharded: Resharded, factors: Factors, plan: Plan, rank: int) -> Graph:
@@ -27,4 +30,25 @@ def localize_graph(resharded: Resharded, factors: Factors, plan: Plan, rank: int
         else:
             site = replace(factors.sites[node.name], node=node)
             nodes += localize(site, resharded.ports[node.name], mesh, at)
-    return verify(replace(graph, inputs=inputs, nodes=tuple(nodes)))
+    return verify(replace(graph, inputs=inputs, nodes=counts_first(inputs, nodes)))
+
+
+def counts_first(inputs: Iterable[Input], nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """Sums over ranks that follow from the batch alone (how many targets count), moved to the front with their inputs.
+
+    There the ranks have just started together; between forward and backward they would wait for the slowest.
+    """
+    known = {i.name for i in inputs if i.role in ("batch", "constant")}
+    early: list[Node] = []
+    for node in nodes:
+        if known.issuperset(node.uses):
+            known.update(node.values)
+            early.append(node)
+    needed: set[str] = set()
+    for node in reversed(early):
+        if node.op == SUM_OF_COUNTS or needed.intersection(node.values):
+            needed.update(node.values)
+            needed.update(node.uses)
+    front = [n for n in early if needed.intersection(n.values)]
+    moved = {n.name for n in front}
+    return (*front, *(n for n in nodes if n.name not in moved))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import keyword
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -38,9 +38,10 @@ class Kernel(torch.nn.Module):
         return self.function(self.rank, *args, **kwargs)
 
 
-def build_module(graph: Graph, rank: Rank, handle: Handle) -> fx.GraphModule:
+def build_module(graph: Graph, rank: Rank, handle: Handle, *, late: Collection[str] = ()) -> fx.GraphModule:
     """The module that runs a local graph (or a segment of one). Its arguments are the graph's inputs, in order; it
-    returns a tuple with its outputs and then its mutations. Raises RuleError for an operator that cannot be found."""
+    returns a tuple with its outputs and then its mutations. Reshards that make a value of `late` may end after
+    backward. Raises RuleError for an operator that cannot be found."""
     root = torch.nn.Module()
     made = fx.Graph()
     values: dict[str, fx.Node] = {}
@@ -54,7 +55,7 @@ def build_module(graph: Graph, rank: Rank, handle: Handle) -> fx.GraphModule:
             continue
         if node.op == RESHARD:
             name = _identifier(node.name)
-            root.add_module(name, Pair(node, rank.comm.mesh, handle))
+            root.add_module(name, Pair(node, rank.comm.mesh, handle, late=node.name in late))
             result = made.call_module(name, (args[0],))
         elif node.op in KERNELS:
             name = _identifier(node.name)

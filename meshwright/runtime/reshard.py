@@ -135,13 +135,14 @@ def _unpadded(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 class Pair(torch.nn.Module):
-    """The two halves of a reshard on one rank."""
+    """The two halves of a reshard on one rank. `late`: no operator reads the result, so backward need not wait."""
 
-    def __init__(self, node: Node, mesh: Mesh, comm: Handle) -> None:
+    def __init__(self, node: Node, mesh: Mesh, comm: Handle, *, late: bool = False) -> None:
         super().__init__()
         self.comm = comm
         self.onward = [Mover(exchange(s, mesh, comm.comm.rank)) for s in parse_steps(node.args[1])]
         self.back = [Mover(exchange(s, mesh, comm.comm.rank)) for s in parse_steps(node.args[2])]
+        self.late = late and [m.kind for m in self.onward] == ["all_reduce"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The value in its new layout; its gradient comes back through the other half."""
@@ -152,6 +153,8 @@ class _Reshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, pair: Pair) -> torch.Tensor:
         ctx.pair = pair
+        if pair.late:
+            return collectives.all_reduce_late(x, pair.comm, pair.onward[0].axes)
         y = _run(x, pair.onward, pair.comm)
         # A result that is the argument itself must be marked as a view of it for autograd.
         return x.view_as(x) if y is x else y

@@ -17,7 +17,7 @@ from meshwright.redistribute.positions import exchange
 from meshwright.redistribute.steps import Step as Move
 from meshwright.runtime.buckets import BUCKET_BYTES, MAKES_GRADIENT, GradientBuckets
 from meshwright.runtime.collectives import Handle
-from meshwright.runtime.executor import Executor, plain_actions
+from meshwright.runtime.executor import Action, Executor, plain_actions
 from meshwright.runtime.program import TORCH_DTYPES, build_module
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Mover
@@ -71,7 +71,10 @@ class LocalStep:
             if i.role == "batch"
         ]
         segments = split_segments(self.graph, cuts)
-        modules = [build_module(s.graph, rank, self.handle) for s in segments]
+        # Results such as the loss, which no operator reads: their sums need not hold up backward.
+        replaced = {v for _, v in self.graph.mutations}
+        late = {v for _, v in self.graph.outputs if not self.graph.consumers[v] and v not in replaced}
+        modules = [build_module(s.graph, rank, self.handle, late=late) for s in segments]
         self.modules = modules
         self.buckets = GradientBuckets(
             rank.comm, self._pending(), self._uses(segments), bucket_bytes, self._fresh()
@@ -136,7 +139,7 @@ class LocalStep:
         for parameter in self.parameters.values():
             parameter.grad = None
         wanted = [v for _, v in (*self.graph.outputs, *self.graph.mutations)]
-        results = self.executor.run(self.actions, self.local_batch(batch), wanted)
+        results = self._run(self.actions, batch, wanted)
         by_target = {i.target: i.name for i in self.inputs.values() if i.role == "buffer"}
         for target, value in self.graph.mutations:
             self.leaves[by_target[target]].copy_(results[value])
@@ -148,7 +151,13 @@ class LocalStep:
         for parameter in self.parameters.values():
             parameter.grad = None
         actions = [a for a in self.actions if a.kind != "update"]
-        return self.executor.run(actions, self.local_batch(batch), [self.graph.loss])[self.graph.loss]
+        return self._run(actions, batch, [self.graph.loss])[self.graph.loss]
+
+    def _run(
+        self, actions: Sequence[Action], batch: Mapping[str, torch.Tensor], wanted: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
+        with self.handle.deferring():
+            return self.executor.run(actions, self.local_batch(batch), wanted)
 
     def _update(self) -> None:
         if self.clip_norm is not None:
