@@ -83,7 +83,7 @@ def rows(parts: Partition, *, every: bool = False) -> list[Row]:
             continue
         own = [entries[u] for u in _sources(parts, node) if u in entries and entries[u].role == "parameter"]
         forward, backward = _moves(parts, [m for v in node.values for m in moved.get(v, ())])
-        forward = ", ".join(t for t in (inside.get(node.name, ""), forward) if t)
+        forward = "; ".join(t for t in (inside.get(node.name, ""), forward) if t)
         name = _short(node.op)
         if every or own or forward or backward or name in HEAVY:
             kept = max(own, key=lambda i: math.prod(i.type.shape), default=None)
@@ -121,13 +121,17 @@ def _collectives(parts: Partition) -> list[Collective]:
 
 def _inside(parts: Partition) -> dict[str, str]:
     """Node → what its kernels send by themselves (counts of a loss, statistics of a batch norm)."""
-    found: dict[str, list[str]] = {}
+    mesh = parts.plan.mesh
+    sent: dict[str, dict[str, float]] = {}
     for c in _collectives(parts):
         if c.node not in parts.resharded.pairs and c.phase == "forward":
-            mesh = parts.plan.mesh
-            text = f"{c.kind}({mesh.show(c.axes)}) {show_bytes(sent_bytes(c, mesh))} inside"
-            found.setdefault(re.sub(r"_k\d+$", "", c.node), []).append(text)
-    return {name: ", ".join(texts) for name, texts in found.items()}
+            kinds = sent.setdefault(re.sub(r"_k\d+$", "", c.node), {})
+            talk = f"{c.kind}({mesh.show(c.axes)})"
+            kinds[talk] = kinds.get(talk, 0) + sent_bytes(c, mesh)
+    return {
+        name: "inside: " + ", ".join(f"{talk} {show_bytes(size)}" for talk, size in kinds.items())
+        for name, kinds in sent.items()
+    }
 
 
 def held(layout: TensorLayout, mesh: Mesh) -> int:
