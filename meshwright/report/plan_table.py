@@ -83,7 +83,7 @@ def rows(parts: Partition, *, every: bool = False) -> list[Row]:
             continue
         own = [entries[u] for u in _sources(parts, node) if u in entries and entries[u].role == "parameter"]
         forward, backward = _moves(parts, [m for v in node.values for m in moved.get(v, ())])
-        forward = "; ".join(t for t in (inside.get(node.name, ""), forward) if t)
+        forward = ", ".join(t for t in (inside.get(node.name, ""), forward) if t)
         name = _short(node.op)
         if every or own or forward or backward or name in HEAVY:
             kept = max(own, key=lambda i: math.prod(i.type.shape), default=None)
@@ -129,7 +129,7 @@ def _inside(parts: Partition) -> dict[str, str]:
             talk = f"{c.kind}({mesh.show(c.axes)})"
             kinds[talk] = kinds.get(talk, 0) + sent_bytes(c, mesh)
     return {
-        name: "inside: " + ", ".join(f"{talk} {show_bytes(size)}" for talk, size in kinds.items())
+        name: ", ".join(f"inside: {talk} {show_bytes(size)}" for talk, size in kinds.items())
         for name, kinds in sent.items()
     }
 
@@ -225,7 +225,8 @@ def plan_table(parts: Partition, *, every: bool = False) -> Table:
         table.add_column(heading, overflow="fold")
     for row in rows(parts, every=every):
         name = Text(row.module).append(f" ×{row.count}" if row.count > 1 else "", style="dim")
-        rest = (row.cut, row.parameter, row.forward, row.backward)
+        moves = (text.replace("B, ", "B\n") for text in (row.forward, row.backward))
+        rest = (row.cut, row.parameter, *moves)
         table.add_row(name, row.operator, *map(painted, rest))
     return table
 
