@@ -96,7 +96,7 @@ def relative_error(
     if expected.numel() == 0:
         return 0.0
     scale = (
-        (expected if scale_of is None else scale_of).detach().abs().max().double().item()
+        (expected if scale_of is None else scale_of).detach().double().abs().max().item()
         if expected.numel()
         else 1.0
     )

@@ -230,3 +230,27 @@ def test_groups_of_a_convolution_may_be_uneven() -> None:
     built = net(lambda p, x: p[0](x), nn.Conv2d(6, 6, 3, groups=3), x=torch.randn(2, 6, 5, 5))
     parts = parts_of(built, {"tp": 2}, {"parts.0": {"g": "tp"}})
     assert layout(parts, "parts.0.weight") == "[(3/tp 2), 2, 3, 3]"
+
+
+@pytest.mark.parametrize("heads", (1, 4))
+@pytest.mark.parametrize("dropout", (0.0, 0.25))
+def test_a_rank_without_heads_still_hands_a_gradient_to_a_trained_mask(heads: int, dropout: float) -> None:
+    """4 heads on 3 ranks leave the last without any. Its part of the bias's gradient is zero, but never missing: where
+    the bias is whole, the reduction of its gradient waits for all ranks."""
+
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(8, 8)
+            self.bias = nn.Linear(8, heads * 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            split = self.q(x).view(2, 5, 4, 2).transpose(1, 2)
+            bias = torch.tanh(self.bias(x.mean(0)).view(5, heads, 5).transpose(0, 1))
+            mixed = F.scaled_dot_product_attention(split, split, split, attn_mask=bias, dropout_p=dropout)
+            return mixed.square().sum()
+
+    torch.manual_seed(0)
+    built = (Biased(), {"x": torch.randn(2, 5, 8)}, lambda m, b: m(b["x"]))
+    parts = parts_of(built, {"tp": 3}, {"q": {"n": "tp"}})
+    assert "4/tp" in layout(parts, "q.weight")

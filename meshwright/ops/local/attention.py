@@ -11,8 +11,11 @@ DEFAULTS = (None, None, None, None, 0.0, False)
 
 
 def attention(cut: Cut) -> tuple[Node, ...]:
-    """Queries cut → an explicit mask; dropout → a kernel."""
+    """Queries cut → an explicit mask; dropout → a kernel; no heads or rows here → zeros."""
     node = cut.node
+    if 0 in cut.outputs[0].shape:
+        # torch answers at once and leaves mask, k and v without a gradient that other ranks may wait to add theirs to.
+        return (cut.nothing(),)
     q, k, v, mask, dropout, causal = (*node.args, *DEFAULTS[len(node.args) :])
     before: list[Node] = []
     if causal and "q" in cut.letters and cut.axes(["q"]):
