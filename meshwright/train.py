@@ -127,7 +127,7 @@ def train_step(
     batch: Any,
     *,
     loss: Loss = default_loss,
-    plan: Plan | None = None,
+    plan: Plan | str | Path | None = None,
     mesh: MeshLike = None,
     mode: str = "data_parallel",
     pins: Pins | None = None,
@@ -139,12 +139,14 @@ def train_step(
 ) -> TrainStep:
     """Build the step of this rank. Call it on every launched rank (or alone, for a plan of one rank).
 
-    `optimizer` makes a `torch.optim.Optimizer` from parameters. `batch` is an example of shapes. Without `plan`, one is
-    made with `mesh`, `mode` and `pins` as `mw.plan` does. `clip_norm` clips gradients by their global norm.
-    `exact_random` gives dropout the very masks of one device (slower). Rank 0 captures and plans, the others
-    receive graph and plan. Parameters that the plan keeps whole stay the model's own tensors; for those it
-    cuts, the step keeps this rank's part. Raises a subclass of MeshwrightError before a process group is made.
+    `optimizer` makes a `torch.optim.Optimizer` from parameters. `batch` is an example of shapes. Without
+    `plan` (or the path of a plan file), one is made with `mesh`, `mode` and `pins` as `mw.plan` does.
+    `clip_norm` clips gradients by their global norm. `exact_random` gives dropout the very masks of one
+    device (slower). Rank 0 captures and plans, the others receive graph and plan. Parameters that the plan
+    keeps whole stay the model's own tensors; for those it cuts, the step keeps this rank's part. Raises a
+    subclass of MeshwrightError before a process group is made.
     """
+    plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
     if plan is not None:
         check_world(plan.mesh)
     elif mesh is not None:

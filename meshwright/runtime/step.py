@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from meshwright.errors import BatchError
+from meshwright.errors import BatchError, RunError
 from meshwright.graph import Graph, Input
 from meshwright.layout import TensorLayout, dim_axes
 from meshwright.mesh import Mesh
@@ -81,6 +81,11 @@ class LocalStep:
         )
         trained = list(self.parameters.values())
         self.optimizer = optimizer(trained) if optimizer is not None and trained else None
+        if optimizer is not None and trained and not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise RunError(
+                f"optimizer(parameters) gave a {type(self.optimizer).__name__}, not a torch.optim.Optimizer",
+                hint="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)",
+            )
         self.actions = plain_actions(len(segments))
         self.executor = Executor(segments, modules, self.leaves, self.buckets, self._update)
 
@@ -216,8 +221,18 @@ def check_batch(entries: Sequence[Input], batch: Mapping[str, torch.Tensor]) -> 
         dtype = TORCH_DTYPES[entry.type.dtype]
         if tuple(value.shape) != entry.type.shape or value.dtype != dtype:
             short = next((k for k, v in TORCH_DTYPES.items() if v == value.dtype), str(value.dtype))
+            fits = tuple(value.shape) == entry.type.shape
             raise BatchError(
                 f"{entry.target!r} is {short}[{', '.join(map(str, value.shape))}], the step was built for {entry.type}",
-                why="shapes are part of the program",
-                hint="drop or pad the last batch, or build a second step for this shape",
+                why="shapes and dtypes are part of the program",
+                hint="drop or pad the last batch, or build a second step for this shape"
+                if not fits
+                else f"cast it: {entry.target} has the right shape and the wrong dtype",
             )
+    extra = sorted(set(batch) - {e.target for e in entries})
+    if extra:
+        raise BatchError(
+            f"the batch has {extra[0]!r}, which the example batch did not have",
+            why=f"the step reads {', '.join(e.target or 'one tensor' for e in entries)}; the rest would be ignored",
+            hint="drop it, or build the step with an example that has it",
+        )

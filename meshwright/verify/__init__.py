@@ -7,12 +7,14 @@ named. In float64 the explicit float casts of a model are widened on both sides,
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from meshwright.capture import Captured, widen
+from meshwright.capture import Captured, widen, widened_eager
 from meshwright.capture.batch import map_leaves
 from meshwright.compile import (
     Loss,
@@ -30,7 +32,7 @@ from meshwright.partition import Partition
 from meshwright.plan import Plan, fingerprint
 from meshwright.verify.locate import first_difference
 from meshwright.verify.report import Difference, Report, VerificationError, relative_error, take
-from meshwright.verify.runs import OPTIMIZERS, STEPS, Run, caster, reference, reference_mode, simulate
+from meshwright.verify.runs import OPTIMIZERS, STEPS, Run, caster, default_dtype, reference, simulate
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -40,7 +42,7 @@ def verify(
     batch: Any,
     *,
     loss: Loss = default_loss,
-    plan: Plan | None = None,
+    plan: Plan | str | Path | None = None,
     mesh: MeshLike = None,
     mode: str = "data_parallel",
     pins: Pins | None = None,
@@ -50,6 +52,7 @@ def verify(
 
     Raises PlanError for a plan of another model. The result says whether all is equal; `raise_if_different` insists.
     """
+    plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
     captured = captured_of(model, batch, loss)
     chosen = plan if plan is not None else plan_captured(captured, mesh, mode, pins)
     chosen.check(captured.graph)
@@ -75,6 +78,13 @@ def verify_partition(
             "a proof needs numbers, and the model has tensors on the meta device",
             hint="build it with real (random) weights; a small configuration of the same model proves the same plan",
         )
+    with default_dtype(dtype):
+        return _prove(model, batch, loss, captured, parts, dtype)
+
+
+def _prove(
+    model: torch.nn.Module, batch: Any, loss: Loss, captured: Captured, parts: Partition, dtype: torch.dtype
+) -> Report:
     cast = caster(dtype)
     tolerance = TOLERANCE[dtype]
     differences: list[Difference] = []
@@ -82,7 +92,7 @@ def verify_partition(
     start = {k: cast(v.detach()) for k, v in values_of(model, captured).items()}
     names = _names(captured.graph)
     for label, factory in OPTIMIZERS.items():
-        with reference_mode(dtype):
+        with widened_eager() if dtype == torch.float64 else contextlib.nullcontext():
             expected = reference(model, batch, loss, cast, factory)
         ranks = simulate(parts, batch, start, factory)
         compare = _Comparison(parts, ranks, differences)

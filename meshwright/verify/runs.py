@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from meshwright.capture import widened_eager
 from meshwright.capture.batch import leaves
 from meshwright.compile import Loss
 from meshwright.partition import Partition
@@ -39,9 +38,14 @@ class Run:
 
 
 @contextlib.contextmanager
-def reference_mode(dtype: torch.dtype) -> Iterator[None]:
-    with widened_eager() if dtype == torch.float64 else contextlib.nullcontext():
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Tensors made without a dtype have this one: in a float64 proof they are widened on both sides."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
         yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def reference(

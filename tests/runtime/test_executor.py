@@ -7,7 +7,7 @@ import torch
 
 from meshwright.capture.batch import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
-from meshwright.errors import BatchError
+from meshwright.errors import BatchError, RunError
 from meshwright.examples import gpt
 from meshwright.mesh import Mesh
 from meshwright.partition.segments import split_segments
@@ -164,3 +164,15 @@ def test_gradients_alone_change_nothing() -> None:
     assert all(torch.equal(before[n], p) for n, p in step.parameters.items())
     with pytest.raises(BatchError, match="the step was built for i64"):
         step.gradients({**dict(leaves(batch)), "ids": torch.zeros(2, 24, dtype=torch.long)})
+
+
+def test_a_batch_with_something_more_and_a_function_that_makes_no_optimizer_are_refused() -> None:
+    _, batch, _, parts, values = prepared(1, "stand_alone")
+    rank = Rank(Alone(parts.plan.mesh), torch.device("cpu"))
+    step = LocalStep(parts, rank, values, sgd)
+    with pytest.raises(BatchError, match="the batch has 'mask', which the example batch did not have"):
+        step({**dict(leaves(batch)), "mask": torch.ones(4)})
+    with pytest.raises(BatchError, match="wrong dtype"):
+        step({**dict(leaves(batch)), "ids": batch["ids"].int()})
+    with pytest.raises(RunError, match=r"optimizer\(parameters\) gave a NoneType"):
+        LocalStep(parts, rank, values, lambda parameters: None)

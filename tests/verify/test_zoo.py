@@ -101,3 +101,22 @@ def test_dropout_is_proved_with_one_devices_masks(name: str, mode: str) -> None:
     )
     report = mw.verify(model, batch, loss=loss, mesh={"dp": 2, "tp": 2}, mode=mode, pins=pins)
     report.raise_if_different()
+
+
+class Made(torch.nn.Module):
+    """Makes a tensor without a dtype in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.up(x) @ torch.eye(5)).square().mean()
+
+
+def test_tensors_made_without_a_dtype_are_widened_too(tmp_path) -> None:
+    model, batch = Made(), {"x": torch.randn(4, 6)}
+    plan = mw.plan(model, batch, loss=lambda m, b: m(b["x"]), mesh=2)
+    plan.save(tmp_path / "plan.json")
+    mw.verify(model, batch, loss=lambda m, b: m(b["x"]), plan=tmp_path / "plan.json").raise_if_different()
+    assert torch.get_default_dtype() == torch.float32
