@@ -1,7 +1,7 @@
 """A plan as a table: one line for each operator that holds parameters or talks to other ranks, equal layers folded.
 
-    blocks.*.up ×6   linear   batch=dp n=tp   [1024/tp, 256]
-    blocks.*.down    linear   batch=dp k=tp   [256, 1024/tp]   all_reduce(tp) 262 kB
+    blocks.*.up ×6     linear   batch=dp n=tp   [1024/tp, 256]
+    blocks.*.down ×6   linear   batch=dp k=tp   [256, 1024/tp]   → all_reduce(tp) 262 kB
 
 What is said of bytes is what one rank sends, by ring algorithms. Operators that only
 follow their neighbours are counted.
@@ -221,13 +221,14 @@ def plan_table(parts: Partition, *, every: bool = False) -> Table:
         return shown
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
-    for heading in ("module", "operator", "cut", "parameter", "then, forward", "then, backward"):
+    for heading in ("module", "operator", "cut", "parameter", "sends  → forward  ← backward"):
         table.add_column(heading, overflow="fold")
+    table.columns[-1].no_wrap = True
     for row in rows(parts, every=every):
         name = Text(row.module).append(f" ×{row.count}" if row.count > 1 else "", style="dim")
-        moves = (text.replace("B, ", "B\n") for text in (row.forward, row.backward))
-        rest = (row.cut, row.parameter, *moves)
-        table.add_row(name, row.operator, *map(painted, rest))
+        halves = (("→", row.forward), ("←", row.backward))
+        sends = "\n".join(f"{arrow} {move}" for arrow, text in halves for move in text.split(", ") if move)
+        table.add_row(name, row.operator, *map(painted, (row.cut, row.parameter, sends)))
     return table
 
 
