@@ -17,7 +17,9 @@ import torch.multiprocessing as mp
 def on_ranks(ranks: int, threads: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function on every rank; what rank 0 returns (as JSON). One rank has no process group."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler says on the terminal when it starts and stops
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "6"
+    )  # the profiler says on the terminal when it starts and stops
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
