@@ -79,6 +79,7 @@ class SimulatedWorld:
         self.mesh = mesh
         self._lock = threading.Condition()
         self._slots: dict[Any, dict[int, Any]] = {}
+        self._read: dict[Any, int] = {}
         self._failed: BaseException | None = None
 
     def run(self, function: Callable[[SimulatedRank], Any]) -> list[Any]:
@@ -124,6 +125,9 @@ class SimulatedWorld:
                         hint="the ranks run different programs: print(step.program) on each",
                     )
                     self._lock.notify_all()
+            self._read[key] = self._read.get(key, 0) + 1
+            if self._read[key] == len(group):  # the last reader clears up
+                del self._slots[key], self._read[key]
             return dict(slot)
 
 
