@@ -60,7 +60,12 @@ def plan_captured(captured: Captured, mesh: MeshLike, mode: str, pins: Pins | No
     """The plan of a captured program. It keeps the capture, so that it can explain itself and take more pins."""
     chosen = mesh_from(mesh, captured)
     made = make_plan(captured.graph, chosen, mode, pins)
-    return replace(made.with_notes(*captured.notes), origin=_Origin(captured))
+    return with_origin(made.with_notes(*captured.notes), captured)
+
+
+def with_origin(plan: Plan, captured: Captured) -> Plan:
+    """The plan together with the program it was made for."""
+    return replace(plan, origin=_Origin(captured))
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from meshwright.compile import (
     mesh_from,
     plan_captured,
     values_of,
+    with_origin,
 )
 from meshwright.errors import PlanError, RunError
 from meshwright.graph import Graph, parse
@@ -179,6 +180,7 @@ def train_step(
         hint="build the model in the same way on every rank",
     )
     captured = Captured(graph, constants, fold(graph), ())
+    chosen = with_origin(chosen, captured)
     device = _device(model)
     comm = meeting.connect(chosen.mesh, device)
     parts = lower(captured, chosen)
