@@ -36,7 +36,7 @@ from meshwright.plan import Plan
 from meshwright.redistribute import redistribute
 from meshwright.redistribute.positions import exchange
 from meshwright.report.program import ProgramText
-from meshwright.runtime.communicator import Communicator, ProcessGroups
+from meshwright.runtime.communicator import ProcessGroups
 from meshwright.runtime.connect import Meeting, check_world
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Mover
@@ -184,8 +184,6 @@ def train_step(
     device = _device(model)
     comm = meeting.connect(chosen.mesh, device)
     parts = lower(captured, chosen)
-    if isinstance(comm, ProcessGroups):
-        comm.prepare(axis_sets(parts, comm))
     rank = Rank(comm, device, seed=seed, exact=exact_random)
     local = LocalStep(
         parts,
@@ -195,10 +193,12 @@ def train_step(
         clip_norm=clip_norm,
         bucket_bytes=bucket_bytes,
     )
+    if isinstance(comm, ProcessGroups):
+        comm.prepare(axis_sets(parts, local.graph))
     return TrainStep(local, parts)
 
 
-def axis_sets(parts: Partition, comm: Communicator) -> list[frozenset[str]]:
+def axis_sets(parts: Partition, local: Graph) -> list[frozenset[str]]:
     """The sets of axes over which a program, its kernels, its reductions and its checkpoints may communicate."""
     mesh = parts.plan.mesh
     found: set[frozenset[str]] = set()
@@ -212,7 +212,7 @@ def axis_sets(parts: Partition, comm: Communicator) -> list[frozenset[str]]:
             if layout.split_axes
             else set()
         )
-    for node in parts.local(comm.rank).nodes:
+    for node in local.nodes:
         # Kernels name their axes as the literals "axes" joined by dots.
         found |= {frozenset(axes.split(".")) for axes in _axis_literals(node.args, mesh)}
         found |= {

@@ -62,6 +62,7 @@ class LocalStep:
         self.leaves: dict[str, torch.Tensor] = {}
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.inputs = {i.name: i for i in parts.resharded.graph.inputs}
+        self._named = {(i.role, i.target): i.name for i in self.inputs.values()}
         for name, entry in self.inputs.items():
             if entry.role != "batch":
                 self._make_leaf(entry, values[name])
@@ -145,9 +146,8 @@ class LocalStep:
             parameter.grad = None
         wanted = [v for _, v in (*self.graph.outputs, *self.graph.mutations)]
         results = self._run(self.actions, batch, wanted)
-        by_target = {i.target: i.name for i in self.inputs.values() if i.role == "buffer"}
         for target, value in self.graph.mutations:
-            self.leaves[by_target[target]].copy_(results[value])
+            self.leaves[self._named["buffer", target]].copy_(results[value])
         self.rank.step += 1
         return results[self.graph.loss]
 
@@ -176,7 +176,7 @@ class LocalStep:
 
     def layout_of(self, parameter: str) -> TensorLayout:
         """The layout in which this rank holds a parameter."""
-        return next(self.layouts[i.name] for i in self.inputs.values() if i.target == parameter)
+        return self.layouts[self._named["parameter", parameter]]
 
 
 def clip_by_global_norm(step: LocalStep, limit: float) -> torch.Tensor:

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from meshwright.errors import StrategyError
-from meshwright.graph import Graph, Node
+from meshwright.graph import PIN, Graph, Node
 from meshwright.layout import dim_axes, normalize
 from meshwright.ops.rule import dim_letters, is_whole
 from meshwright.ops.strategy import Strategy, splittable
-from meshwright.search.marks import PIN, PinSpec, marks_of_sites, operators, site_region
+from meshwright.search.marks import PinSpec, marks_of_sites, operators, site_region
 from meshwright.search.options import Scene
 
 

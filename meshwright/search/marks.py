@@ -15,15 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.errors import StrategyError
-from meshwright.graph import Graph, Node
+from meshwright.graph import PIN, Graph, Node
 from meshwright.layout import normalize
 from meshwright.mesh import Axis, Mesh, prime_factors
 from meshwright.ops.rule import dim_letters
 from meshwright.ops.strategy import Strategy, cut, layouts, units
 from meshwright.search.options import Scene, options
 from meshwright.search.pins import Seeds, cut_letter
-
-PIN = "meshwright.pin.default"
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,6 @@ def score(
         cost = moved_bytes(have, want, size_bytes, members)
         moved, transitions = moved + cost, transitions + (cost > 0)
 
-    roles = {i.name: i for i in graph.inputs}
     seen: set[tuple[str, TensorLayout]] = set()
     for value, asked in zip(node.uses, ports.inputs, strict=True):
         want = normalize(only_axes(asked, (axis,)), scene.mesh)
@@ -124,16 +123,14 @@ def score(
             continue
         size = graph.types[value].size_bytes
         needs_grad = value in graph.needs_grad
-        if value in roles:
-            # A leaf takes the layout it is used in; a parameter whose gradient is pending pays its reduction.
-            if needs_grad and want.grad:
-                add(want.backward, TensorLayout(want.dims), size)
-        elif value in decided:
+        if value in decided:
             add(decided[value], want.forward, size)
             broken += value in given and decided[value] != want.forward
             if needs_grad:
                 add(want.backward, _gradient_of(decided[value]), size)
         elif needs_grad and want.grad:
+            # A parameter takes the layout it is used in and pays the reduction of its gradient; what is not
+            # decided yet is counted alike.
             add(want.backward, TensorLayout(want.dims), size)
     for value, layout in zip(node.values, ports.outputs, strict=True):
         have = scene.seen_on(layout, axis)
