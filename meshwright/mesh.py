@@ -95,6 +95,12 @@ class Mesh:
             )
         return Mesh(tuple(axes), tuple(names), tuple(order))
 
+    def linked(self, links: Mapping[str, str]) -> Mesh:
+        """The mesh with links: name of an axis (or of a run of axes) → name of the level it runs over."""
+        of = {axis: link for name, link in links.items() for axis in self.resolve(name)}
+        axes = tuple(Axis(a.name, a.size, of.get(a.name, a.link)) for a in self.axes)
+        return Mesh(axes, self.names, self.order)
+
     @functools.cached_property
     def size(self) -> int:
         """The number of ranks."""
