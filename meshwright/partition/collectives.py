@@ -4,11 +4,11 @@ test counts."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from meshwright.graph import DTYPES, Graph, Node, TensorType
+from meshwright.graph import DTYPES, Graph
 from meshwright.mesh import Mesh
+from meshwright.ops.talk import kernel_talk
 from meshwright.partition.reshards import RESHARD, Resharded
 from meshwright.redistribute import Step
 from meshwright.redistribute.positions import exchange
@@ -44,8 +44,9 @@ def program_collectives(resharded: Resharded, local: Graph, mesh: Mesh, rank: in
                     if step.kind in COLLECTIVES:
                         size = itemsize * payload_elements(step, mesh, rank)
                         found.append(Collective(phase, step.kind, step.axes, size, node.name))
-        elif node.op in KERNELS:
-            found += [Collective(*talk, node.name) for talk in KERNELS[node.op](node, local.types)]
+        else:
+            talks = kernel_talk(node, local.types)
+            found += [Collective(t.phase, t.kind, t.axes, t.payload_bytes, node.name) for t in talks]
     return found
 
 
@@ -66,35 +67,3 @@ def payload_elements(step: Step, mesh: Mesh, rank: int) -> int:
             return sum(s.numel for s in plan.send)
         case _:
             return math.prod(plan.shape_before)
-
-
-Talk = tuple[str, str, tuple[str, ...], int]  # phase, kind, axes, payload bytes
-
-
-def _all_reduce(node: Node, types: Mapping[str, TensorType]) -> list[Talk]:
-    return [("forward", "all_reduce", tuple(node.args[1]), node.outputs[0].size_bytes)]
-
-
-def _cross_entropy(node: Node, types: Mapping[str, TensorType]) -> list[Talk]:
-    """A maximum, then sums of exponentials, of the picked logits and, for smoothing, of all logits, per example."""
-    x, smoothing, axes = types[node.uses[0]], node.args[7], tuple(node.args[8])
-    row = math.prod(types[node.uses[1]].shape) * max(DTYPES[x.dtype], 4)
-    return [
-        ("forward", "all_reduce", axes, row),
-        ("forward", "all_reduce", axes, row * (3 if smoothing else 2)),
-    ]
-
-
-def _batch_norm(node: Node, types: Mapping[str, TensorType]) -> list[Talk]:
-    """Sums and squared deviations forward; the sums of the gradient and of its product with the result backward."""
-    x, axes = types[node.uses[0]], tuple(node.args[9])
-    row = x.shape[1] * max(DTYPES[x.dtype], 4)
-    back: list[Talk] = [("backward", "all_reduce", axes, 2 * row)] if node.needs_grad[0] else []
-    return [("forward", "all_reduce", axes, row), ("forward", "all_reduce", axes, row), *back]
-
-
-KERNELS: dict[str, Callable[[Node, Mapping[str, TensorType]], list[Talk]]] = {
-    "meshwright.all_reduce": _all_reduce,
-    "meshwright.cross_entropy_split": _cross_entropy,
-    "meshwright.batch_norm_sync": _batch_norm,
-}

@@ -4,27 +4,20 @@ A bucket is one flat buffer for gradients that are pending on the same axes and 
 parameter's gradient together, a hook copies it into its place and makes ``.grad`` a view of it; a bucket
 whose places are all filled is reduced at once. A gradient that is large, and that nobody else can hold, is a
 bucket of its own, reduced where it lies: that saves the copy and the buffer. Buckets start in one order on all
-ranks, as collectives must.
+ranks, as collectives must. What goes together is the rule of `redistribute/buckets.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES, Gradient, Group, fill
 from meshwright.runtime.communicator import Communicator, Work
 
-BUCKET_BYTES = 25 << 20
-FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early
-# On a CPU a copy of 2 MB takes longer than one more collective; on a GPU copies are all but free.
-ALONE_BYTES = {"cpu": 2 << 20}
-# Operators that make the gradient of a parameter anew, so that no other branch of backward can see it.
-MAKES_GRADIENT = frozenset(
-    f"aten.{name}.default"
-    for name in ("linear", "addmm", "mm", "embedding", "convolution", "conv2d", "conv1d")
-)
+Pending = tuple[torch.nn.Parameter, tuple[str, ...]]  # a parameter and the axes of its gradient
 
 
 @dataclass
@@ -53,16 +46,16 @@ class GradientBuckets:
     def __init__(
         self,
         comm: Communicator,
-        pending: Sequence[tuple[torch.nn.Parameter, tuple[str, ...]]],
+        pending: Sequence[Pending],
         uses: Mapping[int, int] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-        fresh: Collection[int] = (),
+        described: Sequence[Gradient] | None = None,
     ) -> None:
         """`pending`: parameters with the axes of their gradients, in forward order. `uses`: id of a parameter → the
-        number of backward passes of a step that reach it (1 unless the program is cut into segments). `fresh`: ids of
-        parameters whose gradients nobody else holds, which may therefore be reduced in place."""
+        number of backward passes of a step that reach it (1 unless the program is cut into segments). `described`: one
+        for each of `pending`, with the sizes by which all ranks fill their buckets; by default this rank's own."""
         self.comm, self.uses = comm, uses or {}
-        self.buckets = list(_fill(pending, bucket_bytes, fresh))
+        self.buckets = list(_buckets(pending, bucket_bytes, described))
         self._place = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.parameters)}
         self._next = 0
         self._hooks = [
@@ -126,31 +119,28 @@ class GradientBuckets:
             hook.remove()
 
 
-def _fill(
-    pending: Sequence[tuple[torch.nn.Parameter, tuple[str, ...]]], bucket_bytes: int, fresh: Collection[int]
-) -> Iterable[Bucket]:
-    """Buckets in the order in which backward is expected to fill them: the reverse of the parameters'."""
-    open_groups: dict[tuple[tuple[str, ...], torch.dtype], list[torch.nn.Parameter]] = {}
-    made = 0
-    for parameter, axes in reversed(pending):
-        size = parameter.numel() * parameter.element_size()
-        if id(parameter) in fresh and size >= ALONE_BYTES.get(parameter.device.type, bucket_bytes):
-            made += 1
-            yield Bucket(axes, [parameter])
-            continue
-        key = (axes, parameter.dtype)
-        group = open_groups.setdefault(key, [])
-        group.append(parameter)
-        limit = min(FIRST_BUCKET_BYTES, bucket_bytes) if made == 0 else bucket_bytes
-        if sum(p.numel() * p.element_size() for p in group) >= limit:
-            made += 1
-            yield _bucket(axes, open_groups.pop(key))
-    for (axes, _), group in open_groups.items():
-        yield _bucket(axes, group)
+def _buckets(
+    pending: Sequence[Pending], bucket_bytes: int, described: Sequence[Gradient] | None
+) -> Iterator[Bucket]:
+    """The buckets of the shared rule (`redistribute/buckets.py`), with their memory."""
+    if not pending:
+        return
+    if described is None:
+        described = [
+            Gradient(str(n), axes, str(p.dtype), p.numel() * p.element_size())
+            for n, (p, axes) in enumerate(pending)
+        ]
+    of = {g.name: p for g, (p, _) in zip(described, pending, strict=True)}
+    alone = ALONE_BYTES.get(pending[0][0].device.type, bucket_bytes)
+    for group in fill(described, bucket_bytes, alone):
+        yield _bucket(group, [of[g.name] for g in group.members])
 
 
-def _bucket(axes: tuple[str, ...], parameters: list[torch.nn.Parameter]) -> Bucket:
+def _bucket(group: Group, parameters: list[torch.nn.Parameter]) -> Bucket:
+    if group.alone:
+        return Bucket(group.axes, parameters)
     first = parameters[0]
     buffer = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
     views = buffer.split([p.numel() for p in parameters])
-    return Bucket(axes, parameters, buffer, [v.view(p.shape) for v, p in zip(views, parameters, strict=True)])
+    shaped = [v.view(p.shape) for v, p in zip(views, parameters, strict=True)]
+    return Bucket(group.axes, parameters, buffer, shaped)

@@ -12,10 +12,11 @@ from meshwright.graph import Graph, Input
 from meshwright.layout import TensorLayout, dim_axes
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
+from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.segments import split_segments
 from meshwright.redistribute.positions import exchange
 from meshwright.redistribute.steps import Step as Move
-from meshwright.runtime.buckets import BUCKET_BYTES, MAKES_GRADIENT, GradientBuckets
+from meshwright.runtime.buckets import BUCKET_BYTES, GradientBuckets
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.executor import Action, Executor, plain_actions
 from meshwright.runtime.program import TORCH_DTYPES, build_module
@@ -77,9 +78,9 @@ class LocalStep:
         late = {v for _, v in self.graph.outputs if not self.graph.consumers[v] and v not in replaced}
         modules = [build_module(s.graph, rank, self.handle, late=late) for s in segments]
         self.modules = modules
-        self.buckets = GradientBuckets(
-            rank.comm, self._pending(), self._uses(segments), bucket_bytes, self._fresh()
-        )
+        described = pending_gradients(parts)
+        pending = [(self.parameters[self.inputs[g.name].target], g.axes) for g in described]
+        self.buckets = GradientBuckets(rank.comm, pending, self._uses(segments), bucket_bytes, described)
         trained = list(self.parameters.values())
         self.optimizer = optimizer(trained) if optimizer is not None and trained else None
         if optimizer is not None and trained and not isinstance(self.optimizer, torch.optim.Optimizer):
@@ -103,28 +104,6 @@ class LocalStep:
             self.leaves[entry.name] = leaf
         else:
             self.leaves[entry.name] = local if local.shape == value.shape else local.clone()
-
-    def _pending(self) -> list[tuple[torch.nn.Parameter, tuple[str, ...]]]:
-        found = []
-        for name, entry in self.inputs.items():
-            axes = self.mesh.sort(a for a in self.layouts[name].grad if self.mesh.sizes[a] > 1)
-            if (
-                entry.role == "parameter"
-                and entry.needs_grad
-                and axes
-                and self.parts.resharded.graph.consumers[name]
-            ):
-                found.append((self.parameters[entry.target], axes))
-        return found
-
-    def _fresh(self) -> set[int]:
-        """Ids of the parameters whose gradients are made by their operators alone, with no view or reshard between."""
-        consumers = self.parts.resharded.graph.consumers
-        return {
-            id(self.parameters[entry.target])
-            for name, entry in self.inputs.items()
-            if entry.target in self.parameters and all(c.op in MAKES_GRADIENT for c, _ in consumers[name])
-        }
 
     def _uses(self, segments: Sequence[Any]) -> dict[int, int]:
         counts: dict[int, int] = {}

@@ -1,0 +1,87 @@
+"""What kernels send by themselves: the collectives inside an operator, which no reshard shows.
+
+A loss over split classes, a batch norm over a split batch and the count of targets own their collectives. They are read
+off the kernels of a rank's program (`kernel_talk`), or off a site and its layouts before there is a program
+(`site_talk`), so a search prices what will be run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from meshwright.graph import DTYPES, Node, TensorType
+from meshwright.mesh import Mesh
+from meshwright.ops.factors import Site
+from meshwright.ops.local import LOCAL, localize
+from meshwright.ops.local.reduce import batch_norm, classes
+from meshwright.ops.strategy import Ports
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """One collective of a kernel: `phase` is forward or backward, `payload_bytes` the tensor that is reduced."""
+
+    phase: str
+    kind: str
+    axes: tuple[str, ...]
+    payload_bytes: int
+
+
+def kernel_talk(node: Node, types: Mapping[str, TensorType]) -> tuple[Talk, ...]:
+    """The collectives of a node of a rank's program, in the order in which it makes them. `types` are local ones."""
+    found = KERNELS.get(node.op)
+    return found(node, types) if found else ()
+
+
+def site_talk(site: Site, ports: Ports, mesh: Mesh, types: Mapping[str, TensorType]) -> tuple[Talk, ...]:
+    """The collectives that the kernels of a site will make under its layouts, on the rank at the origin.
+
+    `types` are those of the whole graph, of which only the dtypes count.
+    """
+    if site.node.op not in TALKATIVE:
+        return ()
+    at = dict.fromkeys(mesh.sizes, 0)
+    # Names of their own for the ports: a value read twice may come in two layouts.
+    names = [f"port {number}" for number in range(len(site.node.uses))]
+    local = {
+        name: TensorType(types[use].dtype, layout.local_shape(mesh, at))
+        for name, use, layout in zip(names, site.node.uses, ports.inputs, strict=True)
+    }
+    nodes = localize(replace(site, node=site.node.with_uses(names)), ports, mesh, at)
+    for node in nodes:
+        local.update(zip(node.values, node.outputs, strict=True))
+    return tuple(talk for node in nodes for talk in kernel_talk(node, local))
+
+
+TALKATIVE = frozenset(op for op, localizer in LOCAL.items() if localizer in (classes, batch_norm))
+
+
+def _all_reduce(node: Node, types: Mapping[str, TensorType]) -> tuple[Talk, ...]:
+    return (Talk("forward", "all_reduce", tuple(node.args[1]), node.outputs[0].size_bytes),)
+
+
+def _cross_entropy(node: Node, types: Mapping[str, TensorType]) -> tuple[Talk, ...]:
+    """A maximum, then sums of exponentials, of the picked logits and, for smoothing, of all logits, per example."""
+    x, smoothing, axes = types[node.uses[0]], node.args[7], tuple(node.args[8])
+    row = math.prod(types[node.uses[1]].shape) * max(DTYPES[x.dtype], 4)
+    return (
+        Talk("forward", "all_reduce", axes, row),
+        Talk("forward", "all_reduce", axes, row * (3 if smoothing else 2)),
+    )
+
+
+def _batch_norm(node: Node, types: Mapping[str, TensorType]) -> tuple[Talk, ...]:
+    """Sums and squared deviations forward; the sums of the gradient and of its product with the result backward."""
+    x, axes = types[node.uses[0]], tuple(node.args[9])
+    row = x.shape[1] * max(DTYPES[x.dtype], 4)
+    back = (Talk("backward", "all_reduce", axes, 2 * row),) if node.needs_grad[0] else ()
+    return (Talk("forward", "all_reduce", axes, row), Talk("forward", "all_reduce", axes, row), *back)
+
+
+KERNELS: dict[str, Callable[[Node, Mapping[str, TensorType]], tuple[Talk, ...]]] = {
+    "meshwright.all_reduce": _all_reduce,
+    "meshwright.cross_entropy_split": _cross_entropy,
+    "meshwright.batch_norm_sync": _batch_norm,
+}

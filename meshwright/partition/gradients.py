@@ -1,0 +1,34 @@
+"""The parameters whose gradients are pending after backward, as the buckets take them."""
+
+from __future__ import annotations
+
+import math
+
+from meshwright.graph import DTYPES
+from meshwright.partition import Partition
+from meshwright.redistribute.buckets import Gradient
+from meshwright.redistribute.steps import origin
+
+# Operators that make the gradient of a parameter anew, so that no other branch of backward can see it.
+MAKES_GRADIENT = frozenset(
+    f"aten.{name}.default"
+    for name in ("linear", "addmm", "mm", "embedding", "convolution", "conv2d", "conv1d")
+)
+
+
+def pending_gradients(parts: Partition) -> tuple[Gradient, ...]:
+    """The parameters (by the names of the program's inputs) whose gradients are pending, in forward order.
+
+    Sizes are those of the rank at the origin, not of the rank that asks: where cuts are uneven all ranks still fill
+    their buckets alike, and so start their collectives in one order.
+    """
+    graph, mesh, at = parts.resharded.graph, parts.plan.mesh, origin(parts.plan.mesh)
+    found: list[Gradient] = []
+    for entry in graph.inputs:
+        layout, users = parts.resharded.layouts[entry.name], graph.consumers[entry.name]
+        axes = mesh.sort(a for a in layout.grad if mesh.sizes[a] > 1)
+        if entry.role == "parameter" and entry.needs_grad and axes and users:
+            size = math.prod(layout.local_shape(mesh, at)) * DTYPES[entry.type.dtype]
+            fresh = all(node.op in MAKES_GRADIENT for node, _ in users)
+            found.append(Gradient(entry.name, axes, entry.type.dtype, size, fresh))
+    return tuple(found)
