@@ -38,8 +38,13 @@ class Origin(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """`strategies`: node → strategy. `inputs`: input → layout in which it enters the program (parameters:
-    their use layout).
+    """`strategies`: node → strategy. `inputs`: input → layout in which it enters the program; a parameter is stored,
+    and its optimizer works, in this layout.
+
+    `hubs`: value → the layout to which it is brought once, and from which every consumer takes it; its gradient half
+    says where the consumers' gradients are added up. So a parameter whose storage is split over the batch axes has
+    a hub that is whole, with the gradient pending there (ZeRO). `again`: values whose hub is not kept for backward
+    but made again there.
 
     `reasons` says for each node why its strategy was chosen, `about` its operator and module; `notes` are
     remarks for the user (what stayed whole and what that costs, what is inexact); `pins` what the user asked
@@ -55,6 +60,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     about: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     pins: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    hubs: Mapping[str, TensorLayout] = field(default_factory=dict)
+    again: frozenset[str] = frozenset()
     origin: Origin | None = field(default=None, compare=False, repr=False)
 
     def explain(self) -> str:
@@ -203,6 +210,7 @@ class Plan:
                         where=site.node.where,
                         hint=AGAIN,
                     )
+        self._check_hubs(factors)
         for name, layout in self.inputs.items():
             shape = tuple(map(dim_size, factors.dims[name]))
             if layout.shape != shape or layout.pending:
@@ -214,6 +222,24 @@ class Plan:
                     hint=AGAIN,
                 )
         return self
+
+    def _check_hubs(self, factors: Factors) -> None:
+        for name, layout in self.hubs.items():
+            if name not in factors.dims:
+                raise PlanError(
+                    f"the plan has a hub of %{name}", why="the model has no value of this name", hint=AGAIN
+                )
+            shape = tuple(map(dim_size, factors.dims[name]))
+            if layout.shape != shape:
+                raise PlanError(
+                    f"the plan has the hub of %{name} as {layout}",
+                    why=f"its shape is {list(shape)}",
+                    hint=AGAIN,
+                )
+        for name in sorted(self.again - set(self.hubs)):
+            raise PlanError(
+                f"the plan makes %{name} again in backward", why="it has no hub to make again", hint=AGAIN
+            )
 
     def with_notes(self, *notes: str) -> Plan:
         """The plan with more remarks."""

@@ -1,5 +1,6 @@
 """First pass: say where layouts differ. A reshard is a pair (value forward, gradient backward) and belongs
-to a tensor and the *set* of its consumers that want the same pair: q, k and v of one norm share one.
+to a tensor and the *set* of its consumers that want the same pair: q, k and v of one norm share one. Where the plan
+gives a value a *hub*, the value is brought to that layout once, and each consumer takes it from there.
 """
 
 from __future__ import annotations
@@ -30,78 +31,90 @@ class Resharded:
 
 
 def insert_reshards(graph: Graph, factors: Factors, plan: Plan, prices: Prices) -> Resharded:
-    """Give every consumer the layout its strategy asks for."""
-    mesh = plan.mesh
-    have: dict[str, TensorLayout] = {k: _grad_if(v, k in graph.needs_grad) for k, v in plan.inputs.items()}
-    ports = {n.name: layouts(factors.sites[n.name], plan.strategies[n.name]) for n in graph.nodes}
-    for node in graph.nodes:
-        for value, layout in zip(node.values, ports[node.name].outputs, strict=True):
-            have[value] = _grad_if(layout, value in graph.needs_grad)
-    made: dict[tuple[str, TensorLayout], str] = {}
-    pairs: dict[str, Reshard] = {}
+    """Give every consumer the layout its strategy asks for.
+
+    A value with a hub is brought once to the hub's layout, where it is first used, and from there to each consumer
+    by a reshard of its own. Consumers of other values that want the same share a reshard.
+    """
+    work = _Insertion(graph, factors, plan, prices)
     nodes: list[Node] = []
-    inside = _Names({*graph.types})
-
-    def bring(value: str, want: TensorLayout) -> str:
-        """The name under which a value has the wanted layout, with a reshard node where it needs one."""
-        want = _grad_if(want, value in graph.needs_grad)
-        if _same(have[value], want, mesh):
-            return value
-        key = (value, normalize(want, mesh))
-        if key not in made:
-            kind = graph.types[value]
-            needs_grad = value in graph.needs_grad
-            pair = reshard(have[value], want, mesh, DTYPES[kind.dtype], prices, needs_grad)
-            if pair.is_identity:
-                made[key] = value
-                return value
-            name = made[key] = inside.fresh(f"{value.replace('.', '_')}_to")
-            source = graph.producers.get(value)
-            nodes.append(
-                Node(
-                    name,
-                    RESHARD,
-                    (Ref(value), step_texts(pair.forward), step_texts(pair.backward)),
-                    (),
-                    (kind,),
-                    (needs_grad,),
-                    source.module if source else "",
-                    source.source if source else "",
-                )
-            )
-            pairs[name], have[name] = pair, want
-        return made[key]
-
     for node in graph.nodes:
-        wants = ports[node.name].inputs
-        names = [bring(value, want) for value, want in zip(node.uses, wants, strict=True)]
-        nodes.append(node.with_uses(names))
-    outputs = tuple((label, bring(v, TensorLayout(factors.dims[v]))) for label, v in graph.outputs)
+        wants = work.ports[node.name].inputs
+        names = [work.bring(value, want) for value, want in zip(node.uses, wants, strict=True)]
+        nodes += [*work.fresh_nodes(), node.with_uses(names)]
+    outputs = tuple((label, work.bring(v, TensorLayout(factors.dims[v]))) for label, v in graph.outputs)
     by_target = {i.target: i.name for i in graph.inputs}
-    mutations = tuple((target, bring(v, plan.inputs[by_target[target]])) for target, v in graph.mutations)
+    mutations = tuple(
+        (target, work.bring(v, plan.inputs[by_target[target]])) for target, v in graph.mutations
+    )
+    nodes += work.fresh_nodes()
     result = replace(graph, nodes=tuple(nodes), outputs=outputs, mutations=mutations)
-    return Resharded(result, have, ports, pairs)
+    return Resharded(result, work.have, work.ports, work.pairs)
 
 
-class _Names:
-    def __init__(self, taken: set[str]) -> None:
-        self.taken = taken
+class _Insertion:
+    """The values made so far with their layouts, and the reshards that still have to be put into the program."""
 
-    def fresh(self, stem: str) -> str:
-        name, number = stem, 1
-        while name in self.taken:
-            number += 1
-            name = f"{stem}{number}"
-        self.taken.add(name)
+    def __init__(self, graph: Graph, factors: Factors, plan: Plan, prices: Prices) -> None:
+        self.graph, self.plan, self.prices = graph, plan, prices
+        self.ports = {n.name: layouts(factors.sites[n.name], plan.strategies[n.name]) for n in graph.nodes}
+        self.have: dict[str, TensorLayout] = {k: self._laid(k, v) for k, v in plan.inputs.items()}
+        for node in graph.nodes:
+            for value, layout in zip(node.values, self.ports[node.name].outputs, strict=True):
+                self.have[value] = self._laid(value, layout)
+        self.pairs: dict[str, Reshard] = {}
+        self._shared: dict[tuple[str, TensorLayout], str] = {}
+        self._hubs: dict[str, str] = {}
+        self._taken = {*graph.types}
+        self._fresh: list[Node] = []
+
+    def bring(self, value: str, want: TensorLayout) -> str:
+        """The name under which a value has the wanted layout, with a reshard where it needs one."""
+        want = self._laid(value, want)
+        if value in self.plan.hubs:
+            hub = self._laid(value, self.plan.hubs[value])
+            if value not in self._hubs:
+                self._hubs[value] = self._reshard(value, value, self.have[value], hub, "hub")
+            return self._reshard(value, self._hubs[value], hub, want, "to")
+        key = (value, normalize(want, self.plan.mesh))
+        if key not in self._shared:
+            self._shared[key] = self._reshard(value, value, self.have[value], want, "to")
+        return self._shared[key]
+
+    def fresh_nodes(self) -> list[Node]:
+        """The reshards made since the last call, in order."""
+        made, self._fresh = self._fresh, []
+        return made
+
+    def _reshard(self, value: str, start: str, have: TensorLayout, want: TensorLayout, suffix: str) -> str:
+        """A node from `start`, the name under which `value` is there as `have`; `start` itself if none is needed."""
+        mesh, graph = self.plan.mesh, self.graph
+        if have == want or normalize(have, mesh) == normalize(want, mesh):
+            return start
+        kind, needs_grad = graph.types[value], value in graph.needs_grad
+        pair = reshard(have, want, mesh, DTYPES[kind.dtype], self.prices, needs_grad)
+        if pair.is_identity:
+            return start
+        name = self._name(f"{value.replace('.', '_')}_{suffix}")
+        texts = (step_texts(pair.forward), step_texts(pair.backward))
+        source = graph.producers.get(value)
+        module, line = (source.module, source.source) if source else ("", "")
+        self._fresh.append(
+            Node(name, RESHARD, (Ref(start), *texts), (), (kind,), (needs_grad,), module, line)
+        )
+        self.pairs[name], self.have[name] = pair, want
         return name
 
+    def _laid(self, value: str, layout: TensorLayout) -> TensorLayout:
+        return layout if value in self.graph.needs_grad else layout.forward
 
-def _grad_if(layout: TensorLayout, needs_grad: bool) -> TensorLayout:
-    return layout if needs_grad else layout.forward
-
-
-def _same(have: TensorLayout, want: TensorLayout, mesh: Mesh) -> bool:
-    return have == want or normalize(have, mesh) == normalize(want, mesh)
+    def _name(self, stem: str) -> str:
+        name, number = stem, 1
+        while name in self._taken:
+            number += 1
+            name = f"{stem}{number}"
+        self._taken.add(name)
+        return name
 
 
 def step_texts(steps: tuple[Step, ...]) -> tuple[StepText, ...]:
