@@ -1,0 +1,134 @@
+"""Seconds of an operator's work on a device: a roofline with the machine's own rates where it was calibrated.
+
+An operator takes the longer of its arithmetic and its memory traffic, each at the rate reached for work of its size
+(Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", CACM 52(4), 2009), and a fixed time
+for each kernel it starts. Rates, measured ones too, are those of the work alone: `launch_seconds` comes on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.cost.cluster import Curve, Device, Measured
+from meshwright.cost.operators import Amount, Work
+from meshwright.graph import DTYPES
+
+
+@dataclass(frozen=True)
+class Share:
+    """The share of a peak that is reached: `large` for large work, half of that at `half` units of it (a saturating
+    curve ``large · w / (w + half)``, Hockney's n½; `half` is in seconds at the peak, so that it fits any device)."""
+
+    large: float
+    half_seconds: float
+
+
+# Where nothing is measured. Large matrix products reach 60-75 % of the data sheet in published reports (Megatron-LM,
+# Narayanan et al. 2021, Table 1: 44-52 % of a whole A100 step; PaLM, Chowdhery et al. 2022: 57.8 % of a TPU step with
+# everything else in it); FlashAttention-2 (Dao 2023) 50-73 % of an A100; STREAM copies 80-90 % of memory's data sheet.
+# What a kernel needs until its pipeline is full is of the order of its launch: a few microseconds.
+SHARES: dict[str, Share] = {
+    "matmul": Share(0.70, 5e-6),
+    "attention": Share(0.50, 10e-6),
+    "conv": Share(0.50, 10e-6),
+    "memory": Share(0.80, 1e-6),
+}
+ARITHMETIC = ("matmul", "attention", "conv")
+NARROW = {"f16": "bf16", "bf16": "f16", "f8e4m3": "bf16", "f8e5m2": "bf16"}  # where a peak is not given
+
+
+def seconds(work: Work, device: Device, measured: Measured | None = None) -> tuple[Amount, Amount]:
+    """Seconds forward and backward of one call. Vectorised over the amounts of `work`."""
+    known = measured or Measured()
+    if work.kind == "free":
+        return (0.0, 0.0)
+    factor = known.corrections.get(work.kind, 1.0)
+    halves: list[Amount] = []
+    for flops, moved, launches in (
+        (work.flops_forward, work.bytes_forward, work.launches_forward),
+        (work.flops_backward, work.bytes_backward, work.launches_backward),
+    ):
+        busy = moved / memory_rate(moved, device, known)
+        if work.kind in ARITHMETIC:
+            rate = arithmetic_rate(work.kind, work.dtype, flops, device, known)
+            busy = np.maximum(busy, flops / rate)
+        elif np.any(flops):
+            busy = np.maximum(busy, flops / element_rate(device, known))
+        halves.append(_plain(factor * (busy + launches * device.launch_seconds)))
+    return halves[0], halves[1]
+
+
+def update_seconds(
+    elements: Amount, states: int, device: Device, measured: Measured | None = None, itemsize: int = 4
+) -> Amount:
+    """Seconds of an optimizer's update of `elements` parameters with `states` moments each: parameter, gradient and
+    states are read, parameter and states are written."""
+    known = measured or Measured()
+    moved = elements * itemsize * float(2 + states + 1 + states)
+    curve = known.rates.get("update")
+    rate = at(curve, moved) if curve else memory_rate(moved, device, known)
+    return _plain(known.corrections.get("update", 1.0) * (moved / rate + device.launch_seconds))
+
+
+def memory_rate(moved: Amount, device: Device, measured: Measured) -> Amount:
+    """Bytes per second that an operator reaches which moves so many bytes."""
+    curve = measured.rates.get("memory")
+    if curve:
+        return at(curve, moved)
+    return _share("memory", moved, device.memory_bytes_per_s)
+
+
+def arithmetic_rate(kind: str, dtype: str, flops: Amount, device: Device, measured: Measured) -> Amount:
+    """FLOP/s that an operator of a kind reaches with so many FLOPs."""
+    curve = measured.rates.get(f"{kind} {dtype}")
+    if curve:
+        return at(curve, flops)
+    near = measured.rates.get(f"matmul {dtype}")
+    if near:  # as far below the measured products as the default shares are
+        return at(near, flops) * (SHARES[kind].large / SHARES["matmul"].large)
+    return _share(kind, flops, peak_flops(device, dtype))
+
+
+def element_rate(device: Device, measured: Measured) -> float:
+    """FLOP/s of pointwise arithmetic: the ``elements`` curve's end, else a quarter of the peak (no fused multiply-add,
+    and one half of the rest goes into loads and stores)."""
+    curve = measured.rates.get("elements")
+    if curve:
+        return curve[-1][1]
+    products = measured.rates.get("matmul f32")
+    return 0.25 * (max(r for _, r in products) if products else peak_flops(device, "f32"))
+
+
+def peak_flops(device: Device, dtype: str) -> float:
+    """Peak FLOP/s of a dtype; of the nearest one that the device names, else half of f32's for each doubling."""
+    if dtype in device.flops:
+        return device.flops[dtype]
+    near = NARROW.get(dtype, "")
+    if near in device.flops:
+        return device.flops[near]
+    base = device.flops.get("f32") or max(device.flops.values())
+    return base * min(4 / DTYPES.get(dtype, 4), 1.0)
+
+
+def at(curve: Curve, amount: Amount) -> Amount:
+    """A measured rate at an amount of work: straight lines over the logarithm of the work, flat beyond the ends."""
+    works: Sequence[float] = [w for w, _ in curve]
+    rates: Sequence[float] = [r for _, r in curve]
+    return np.interp(np.log(np.maximum(amount, 1e-9)), np.log(np.maximum(works, 1e-9)), rates)
+
+
+def _share(kind: str, amount: Amount, peak: float) -> Amount:
+    share = SHARES[kind]
+    half = share.half_seconds * peak
+    return np.maximum(share.large * peak * amount / (amount + half), share.large * peak * 1e-6)
+
+
+def _plain(amount: Amount) -> Amount:
+    """A float where it is one number."""
+    return float(amount) if np.ndim(amount) == 0 else amount
+
+
+__all__ = ["arithmetic_rate", "at", "element_rate", "memory_rate", "peak_flops", "seconds", "update_seconds"]

@@ -1,0 +1,365 @@
+"""The work of an operator on one rank: FLOPs, bytes moved through memory and kernels started, forward and backward.
+
+All of it follows from the operator's rule: a tensor's size is the product of its letters' sizes, a product of two
+tensors costs 2 FLOPs for every combination of their letters. Sizes may be numpy arrays, one place for each strategy,
+so a search prices all strategies of an operator in one call; nothing here branches on a size.
+
+What backward reads is what autograd keeps (`cost/saved.py`): the gradients of the results, the saved tensors, and it
+writes the gradient of every input that wants one. The tables below hold the operators for which that is not so.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshwright.cost.saved import EXTRA, fused_attention, saved
+from meshwright.graph import DTYPES, PIN, RESHARD, Node, TensorType
+from meshwright.ops.rule import Port, Rule
+
+Amount = Any  # float, or a float64 array with a place for each strategy
+Pair = tuple[Amount, Amount]  # forward, backward
+
+
+@dataclass(frozen=True)
+class Work:
+    """One call of an operator on one rank. `kind`: ``matmul``, ``attention``, ``conv``, ``memory`` or ``free`` (a view,
+    nothing runs). Amounts are floats, or float64 arrays over strategies. Bytes count what crosses the device's memory
+    once for each read and write. The FLOPs of ``memory`` are those of `ELEMENT_FLOPS`."""
+
+    kind: str
+    dtype: str
+    flops_forward: Amount
+    flops_backward: Amount
+    bytes_forward: Amount
+    bytes_backward: Amount
+    launches_forward: Amount
+    launches_backward: Amount
+
+
+def _named(names: str) -> frozenset[str]:
+    return frozenset(f"aten.{n if '.' in n else n + '.default'}" for n in names.split())
+
+
+PRODUCTS = _named("linear mm bmm mv dot outer bilinear matmul addmm baddbmm einsum") | {
+    "transformers.grouped_mm_fallback.default"
+}
+CONVOLUTIONS = _named("conv1d conv2d conv3d conv1d.padding conv2d.padding convolution conv_transpose1d "
+                      "conv_transpose2d.input")  # fmt: skip
+ATTENTION = frozenset({"aten.scaled_dot_product_attention.default", "meshwright.attention_dropout"})
+
+# Nothing runs forward. Backward of the first group is a view too; of the second a sum, of the third a write of the
+# whole input's gradient, since the pieces are put where they came from.
+VIEWS = _named("view reshape permute transpose.int t alias detach conj contiguous lift_fresh_copy") | {
+    PIN, RESHARD, "aten.view_as_real.default", "aten.view_as_complex.default"}  # fmt: skip
+REPEATS = _named("expand")
+PIECES = _named("slice.Tensor split_with_sizes unbind.int real imag")
+
+# Gradients that pass through as they are: no kernel backward for a port of the same dims as the result.
+THROUGH = _named("add.Tensor add.Scalar sub.Tensor sub.Scalar clone sum sum.dim_IntList")
+NOT_THROUGH = {"aten.sub.Tensor": 1}  # its second gradient is negated
+
+# Operators that broadcast: the gradient of a smaller port is made in full and then summed.
+BROADCASTS = _named("add.Tensor sub.Tensor rsub.Tensor mul.Tensor multiply.Tensor div.Tensor true_divide.Tensor "
+                    "div.Tensor_mode pow.Tensor_Tensor maximum minimum max.other min.other where.self atan2 hypot "
+                    "logaddexp addcmul addcdiv lerp.Tensor masked_fill.Tensor")  # fmt: skip
+
+# Reads as many elements of its first input as it has results, not the whole table; its gradient is whole.
+LOOKUPS = _named("embedding gather index_select index.Tensor") | {"meshwright.embedding_rows"}
+LIKES = _named("rand_like randn_like randint_like randint_like.low_dtype")  # read only a shape
+
+# Passes over the first input beyond the usual ones: (forward, backward). Cross entropy's backward fills the gradient of
+# the log-probabilities with zeros and reads it again; softmax and norms go over their rows twice, the second time in
+# cache; batch norm goes over all of its input twice, a sort does so for each of about log2(n) / 4 levels.
+PASSES: dict[str, tuple[float, float]] = {
+    "aten.cross_entropy_loss.default": (1, 2),
+    "meshwright.cross_entropy_split": (4, 4),
+    **dict.fromkeys(_named("_native_batch_norm_legit_functional _native_batch_norm_legit.no_stats batch_norm"), (1, 1)),
+    "meshwright.batch_norm_sync": (6, 6),
+    "aten.rms_norm.default": (3, 4),
+    **dict.fromkeys(_named("cumsum cumprod logcumsumexp"), (0, 1)),
+    **dict.fromkeys(_named("sort sort.stable argsort argsort.stable topk median kthvalue"), (4, 0)),
+    "meshwright.dropout": (2, 0),
+}  # fmt: skip
+
+# Kernels started where it is not one: (forward, backward), as torch 2.13 runs these compositions.
+LAUNCHES: dict[str, tuple[int, int]] = {
+    "aten.cross_entropy_loss.default": (2, 2),
+    "meshwright.cross_entropy_split": (14, 9),
+    "meshwright.batch_norm_sync": (12, 14),
+    "aten.rms_norm.default": (5, 9),
+    "aten.var_mean.correction": (1, 4),
+    "aten.var.correction": (1, 3),
+    "aten.std.correction": (1, 4),
+    "aten.glu.default": (1, 1),
+    "meshwright.dropout": (4, 2),
+    "meshwright.embedding_rows": (6, 3),
+    "meshwright.attention_dropout": (10, 14),
+    "transformers.grouped_mm_fallback.default": (4, 8),
+}
+
+# FLOPs of one element, (forward, backward), where arithmetic outweighs memory traffic. They are in units of a device's
+# simple vector arithmetic (a quarter of its peak), found on one AVX2 core from times on 65,536 cached f32 elements
+# (torch 2.13); on a GPU memory traffic outweighs all but the longest of them. `calibrate` corrects their class.
+ELEMENT_FLOPS: dict[str, tuple[float, float]] = {
+    "aten.gelu.default": (10, 20),
+    "aten.silu.default": (10, 10),
+    "aten.exp.default": (20, 1),
+    "aten.tanh.default": (60, 5),
+    "aten.erf.default": (30, 45),
+    "aten.sigmoid.default": (8, 3),
+    **dict.fromkeys(_named("log log1p log2 log10 softplus logit"), (25, 5)),
+    **dict.fromkeys(_named("sin cos tan"), (30, 35)),
+    **dict.fromkeys(_named("sqrt rsqrt pow.Tensor_Scalar"), (8, 10)),
+    "aten.mish.default": (80, 95),
+    **dict.fromkeys(_named("softmax.int _softmax"), (16, 4)),
+    **dict.fromkeys(_named("log_softmax.int _log_softmax cross_entropy_loss"), (12, 8)),
+    "meshwright.cross_entropy_split": (30, 30),
+    "aten.logsumexp.default": (28, 25),
+    **dict.fromkeys(_named("layer_norm native_layer_norm"), (18, 7)),
+    "aten.rms_norm.default": (8, 40),
+    **dict.fromkeys(
+        _named("_native_batch_norm_legit_functional _native_batch_norm_legit.no_stats batch_norm"), (35, 12)
+    ),
+    **dict.fromkeys(_named("where.self where.ScalarOther where.ScalarSelf where.Scalar"), (50, 50)),
+    **dict.fromkeys(_named("max_pool1d max_pool2d max_pool2d_with_indices max_pool3d"), (80, 10)),
+    **dict.fromkeys(_named("amax amin max.dim min.dim"), (2, 40)),
+    **dict.fromkeys(_named("cumsum cumprod logcumsumexp"), (18, 25)),
+    **dict.fromkeys(_named("sort sort.stable argsort argsort.stable topk"), (900, 60)),
+    **dict.fromkeys(_named("embedding index.Tensor index_select gather"), (10, 15)),
+    **dict.fromkeys(_named("rand_like randn_like bernoulli bernoulli.p"), (150, 0)),
+    "meshwright.dropout": (170, 5),
+}  # fmt: skip
+
+
+def work(
+    node: Node,
+    rule: Rule,
+    local: Mapping[str, Any],
+    types: Mapping[str, TensorType],
+    needs_grad: Sequence[bool],
+    *,
+    copies: bool = False,
+) -> Work:
+    """The work of a node on a rank.
+
+    `local`: letter of the rule (a part as ``s.0``) → how many elements of it the rank holds, a number or an array.
+    `types`: value → dtype and global shape. `needs_grad`: per port, whether its gradient is wanted. `copies`: the node
+    is a view that copies, as the strides of its input demand (`cost/strides.py` finds them).
+    """
+    sizes = _Sizes(node, rule, local, types, tuple(needs_grad))
+    op = node.op
+    if op in PRODUCTS:
+        return sizes.product()
+    if op in CONVOLUTIONS:
+        return sizes.convolution()
+    if op in ATTENTION:
+        return sizes.attention()
+    if op in VIEWS or op in REPEATS or op in PIECES:
+        return sizes.view(copies)
+    return sizes.memory()
+
+
+class _Sizes:
+    """Sizes of one node's tensors on a rank, and the work that follows from them."""
+
+    def __init__(
+        self,
+        node: Node,
+        rule: Rule,
+        local: Mapping[str, Any],
+        types: Mapping[str, TensorType],
+        needs_grad: tuple[bool, ...],
+    ) -> None:
+        self.node, self.rule, self.local, self.types = node, rule, local, types
+        flows = any(node.needs_grad)
+        self.wanted = tuple(flows and w for w in needs_grad)
+        self.ports = [types[u] for u in node.uses]
+        self.inputs = [self._bytes(p, t) for p, t in zip(rule.inputs, self.ports, strict=True)]
+        self.outputs = [self._bytes(p, t) for p, t in zip(rule.outputs, node.outputs, strict=True)]
+        # The gradients that come in: of the results that carry one.
+        self.gradients = _sum(
+            b for b, t in zip(self.outputs, node.outputs, strict=True) if flows and t.is_float
+        )
+        self.dtype = next((t.dtype for t in (*node.outputs, *self.ports) if t.is_float), "f32")
+
+    def _elements(self, letters: Sequence[str]) -> Amount:
+        return functools.reduce(operator.mul, (self.local[x] for x in letters), 1.0)
+
+    def _bytes(self, port: Port, kind: TensorType) -> Amount:
+        return self._elements([x for dim in port for x in dim]) * DTYPES[kind.dtype]
+
+    def _letters(self, *ports: Port) -> list[str]:
+        return list(dict.fromkeys(x for port in ports for dim in port for x in dim))
+
+    def _made(self, kind: str, flops: Pair, moved: Pair, launches: Pair) -> Work:
+        return Work(kind, self.dtype, *flops, *moved, *launches)
+
+    # -------------------------------------------------- products
+
+    def product(self) -> Work:
+        """2 FLOPs for each combination of the factors' letters; backward one such product for each factor that wants
+        a gradient, and a sum for a bias that does."""
+        rule, node = self.rule, self.node
+        factors = max(rule.terms, key=len, default=()) or tuple(range(min(2, len(self.inputs))))
+        letters = self._letters(*(rule.inputs[p] for p in factors), *rule.outputs)
+        if node.op.startswith("transformers.grouped_mm"):  # a row meets the weight of one expert alone
+            letters = self._letters(rule.inputs[0], *rule.outputs)
+        flops = 2.0 * self._elements(letters)
+        (out,) = self.outputs
+        back_flops, back_bytes, launches = 0.0, 0.0, 0
+        for port, wanted in enumerate(self.wanted):
+            if not wanted:
+                continue
+            launches += 1
+            back_bytes = back_bytes + out + self.inputs[port]
+            if port in factors:
+                back_flops = back_flops + flops
+                back_bytes = back_bytes + _sum(self.inputs[p] for p in factors if p != port)
+        return self._made("matmul", (flops, back_flops), (_sum(self.inputs) + out, back_bytes), (1, launches))
+
+    def convolution(self) -> Work:
+        """2 FLOPs for each element of the weight and place of the result (of the input, where transposed)."""
+        rule, node = self.rule, self.node
+        transposed = "transpose" in node.op or (node.op == "aten.convolution.default" and bool(node.args[6]))
+        flops = 2.0 * self._elements(
+            self._letters(rule.inputs[1], rule.inputs[0] if transposed else rule.outputs[0])
+        )
+        (out,) = self.outputs
+        count = sum(self.wanted[:2])
+        back = _sum(
+            out + 2 * self.inputs[p] if p < 2 else out + self.inputs[p]
+            for p, w in enumerate(self.wanted)
+            if w
+        )
+        return self._made(
+            "conv", (flops, flops * count), (_sum(self.inputs) + out, back), (1, int(any(self.wanted)))
+        )
+
+    def attention(self) -> Work:
+        """Two products forward; backward five (the scores again), or four where the probabilities were kept. A causal
+        mask spares the blocks above the diagonal while a rank holds all queries."""
+        rule, node = self.rule, self.node
+        q, k, v = rule.inputs[:3]
+        pairs = self._elements(self._letters(q, k[:-1]))  # (query, key, width) of all heads
+        values = self._elements(self._letters(q[:-1], v))
+        fused = node.op in ATTENTION and fused_attention(node, self.types, self.wanted)
+        share: Amount = 1.0
+        if fused and node.arg(5, "is_causal", False) and q[-2]:
+            queries = q[-2][0]
+            share = np.where(np.asarray(self.local[queries]) == rule.sizes[queries], 0.5, 1.0)
+            share = float(share) if share.ndim == 0 else share
+        out = self.outputs[0]
+        ends = _sum(self.inputs) + out
+        scores = self._elements(self._letters(q[:-1], k[:-1])) * DTYPES[self.ports[0].dtype]
+        wanted = any(self.wanted)
+        if fused:
+            forward = 2.0 * share * (pairs + values)
+            backward = 2.0 * share * (3 * pairs + 2 * values)
+            moved, back = ends, 2 * ends
+            launches = (1, 1)
+        else:  # scores, mask, softmax, dropout and back: each reads and writes all pairs
+            dropped = bool(node.arg(4, "dropout_p", 0.0))
+            forward, backward = 2.0 * (pairs + values), 4.0 * (pairs + values)
+            steps = 2 + 2 * (len(rule.inputs) > 3 or bool(node.arg(5, "is_causal", False))) + 3 * dropped
+            moved, back = ends + (2 + steps) * scores, 2 * ends + (6 + 2 * dropped) * scores
+            launches = (4 + steps // 2, 8 + dropped)
+        return self._made(
+            "attention",
+            (forward, backward if wanted else 0.0),
+            (moved, back if wanted else 0.0),
+            (launches[0], launches[1] if wanted else 0),
+        )
+
+    # -------------------------------------------------- memory
+
+    def view(self, copies: bool) -> Work:
+        """Nothing, or a copy; the gradient of pieces is written in full, that of repetitions is summed."""
+        op, wanted = self.node.op, any(self.wanted)
+        out = _sum(self.outputs)
+        forward = 2 * out if copies else 0.0
+        backward: Amount = 0.0
+        launches = 0
+        if wanted and op == "aten.slice.Tensor":
+            backward, launches = 2 * out + self.inputs[0], 2  # zeros, then the piece
+        elif wanted and (op in REPEATS or op in PIECES):
+            backward, launches = out + self.inputs[0], 1
+        kind = "memory" if copies or launches else "free"
+        return self._made(kind, (0.0, 0.0), (forward, backward), (int(copies), launches))
+
+    def memory(self) -> Work:
+        """Reads its inputs, writes its results and what it keeps beside; backward as the module says."""
+        node, op = self.node, self.node.op
+        kept = saved(node, self.types, self.wanted)
+        extra = self._extra(kept.extra_bytes)
+        first = self.inputs[0] if self.inputs else 0.0
+        more = PASSES.get(op, (0, 0))
+        forward = _sum(self.inputs) + _sum(self.outputs) + extra + more[0] * first
+        if op in LOOKUPS:
+            forward = forward - first + self.outputs[0]
+        elif op in LIKES:
+            forward = forward - first
+        backward, count = self._backward(kept.inputs, kept.outputs, extra)
+        backward = backward + more[1] * first * any(self.wanted)
+        heavy = ELEMENT_FLOPS.get(op)
+        flops: tuple[Amount, Amount] = (0.0, 0.0)
+        if heavy:
+            elements = self._largest()
+            flops = heavy[0] * elements, heavy[1] * elements * bool(count)
+        launches = LAUNCHES.get(op, (1, count))
+        return self._made("memory", flops, (forward, backward), (launches[0], launches[1] if count else 0))
+
+    def _largest(self) -> Amount:
+        """Elements of the first input or the first result, whichever are more; a table that is looked up has no say."""
+        found = [self.outputs[0] / DTYPES[self.node.outputs[0].dtype]]
+        if self.inputs and self.node.op not in LOOKUPS:
+            found.append(self.inputs[0] / DTYPES[self.ports[0].dtype])
+        return functools.reduce(np.maximum, found) if len(found) > 1 else found[0]
+
+    def _backward(self, inputs: Sequence[int], outputs: Sequence[int], extra: Amount) -> tuple[Amount, int]:
+        """Bytes and kernels of the gradients of a memory-bound operator."""
+        op, result = self.node.op, self.rule.outputs[0]
+        reads = _sum(self.inputs[p] for p in inputs) + _sum(self.outputs[o] for o in outputs) + extra
+        if op in LOOKUPS:
+            ids = _sum(self.inputs[1:])
+            found = self.inputs[0] + 2 * self.gradients + ids  # zeros for the table, then the rows added
+            return (found, 2) if any(self.wanted) else (0.0, 0)
+        total: Amount = 0.0
+        count = 0
+        for port, wanted in enumerate(self.wanted):
+            if not wanted:
+                continue
+            same = self.rule.inputs[port] == result
+            if op in THROUGH and NOT_THROUGH.get(op) != port and (same or op not in BROADCASTS):
+                continue
+            if op in BROADCASTS and not same:
+                made = 0.0 if op in THROUGH else 2 * self.gradients
+                total, count = (
+                    total + made + self.gradients + self.inputs[port],
+                    count + 1 + (op not in THROUGH),
+                )
+            else:
+                total, count = total + self.inputs[port], count + 1
+        if count:
+            total = total + reads + self.gradients
+        if op not in BROADCASTS:  # one kernel makes the gradients of all inputs
+            count = min(count, 1)
+        return total, count
+
+    def _extra(self, whole_bytes: int) -> Amount:
+        """What is kept beside inputs and results, scaled to the rank by the first input."""
+        if not whole_bytes or self.node.op not in EXTRA or not self.inputs:
+            return 0.0
+        return self.inputs[0] * (whole_bytes / max(self.ports[0].size_bytes, 1))
+
+
+def _sum(amounts: Any) -> Amount:
+    return functools.reduce(operator.add, amounts, 0.0)
+
+
+__all__ = ["Amount", "Work", "work"]

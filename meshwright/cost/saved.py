@@ -1,0 +1,280 @@
+"""What autograd keeps of an operator for its backward pass: one line for each.
+
+    aten.mul.Tensor     "0/1 1/0"      input 0 if input 1 wants a gradient, and the other way round
+    aten.relu.default   "o0"           its own result
+    aten.gelu.default   "0"            its input
+
+A number is a *port* (a tensor that the operator reads), `o` a result, `/` says which ports must want a gradient for it
+to be kept (any, where none is named), and `?` that the port may be absent. What is kept beside inputs and results
+(a mask, statistics of rows) is *extra*: a function of the local types. All of it is proportional to the first input
+wherever that may be cut, so that prices scale it.
+
+Every line is checked against torch itself (`tests/cost/test_saved.py`). An operator that has none is taken to keep all
+its floating-point inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.graph import DTYPES, Node, TensorType
+
+Types = Mapping[str, TensorType]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What one operator keeps: `inputs` as ports, `outputs` as numbers of results, and `extra_bytes` of its own."""
+
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    extra_bytes: int = 0
+
+
+NOTHING = Saved()
+
+
+def _each(names: str, text: str) -> dict[str, str]:
+    return {f"aten.{n if '.' in n else n + '.default'}": text for n in names.split()}
+
+
+KEEPS: dict[str, str] = {
+    # ---- products
+    **_each("linear mm bmm mv dot outer matmul einsum", "0/1 1/0"),
+    "aten.bilinear.default": "0/1,2 1/0,2 2/0,1",
+    **_each("addmm baddbmm", "1/2 2/1"),
+    **_each("conv1d conv2d conv3d conv1d.padding conv2d.padding convolution conv_transpose1d conv_transpose2d.input "
+            "prelu maximum minimum max.other min.other atan2 logaddexp xlogy.Tensor gather", "0 1"),
+    "transformers.grouped_mm_fallback.default": "0 1",
+    # ---- pooling and images
+    **_each("max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
+            "adaptive_avg_pool2d adaptive_avg_pool3d _adaptive_avg_pool2d", "0"),
+    **_each("max_pool2d_with_indices adaptive_max_pool2d cummax cummin", "0 o1"),
+    **_each("upsample_bilinear2d.vec upsample_bicubic2d.vec upsample_nearest2d.vec upsample_nearest1d.vec "
+            "im2col col2im", ""),
+    # ---- places
+    **_each("embedding scatter.src scatter.value index_select index_fill.int_Scalar", "1"),
+    "meshwright.embedding_rows": "1",
+    "aten.scatter_add.default": "1/2",
+    "aten.scatter_reduce.two": "0 1 2 o0",
+    "aten.index_add.default": "1/2 2/2",
+    "aten.index_copy.default": "1 2/2",
+    "aten.index.Tensor": "1? 2? 3? 4?",
+    "aten.index_put.default": "places",
+    # ---- pointwise
+    **_each("abs acos acosh asin atan celu clamp clamp_min clamp_max cos cosh elu erf erfc gelu hardsigmoid hardswish "
+            "hardtanh leaky_relu log log10 log1p log2 log_sigmoid logit mish nan_to_num pow.Tensor_Scalar relu6 selu "
+            "silu sin sinh softplus square threshold hardshrink softshrink erfinv lgamma digamma sinc", "0"),
+    **_each("exp exp2 expm1 reciprocal relu rsqrt sigmoid sqrt tan tanh", "o0"),
+    **_each("sgn pow.Scalar", "0 o0"),
+    "aten.pow.Tensor_Tensor": "0 1 o0",
+    **_each("mul.Tensor multiply.Tensor", "0/1 1/0?"),
+    **_each("div.Tensor true_divide.Tensor div.Tensor_mode", "0/1 1?"),
+    **_each("remainder.Tensor fmod.Tensor", "0/1 1/1"),
+    "aten.hypot.default": "0/0 1/1 o0",
+    "aten.copysign.Tensor": "0/0 o0",
+    "aten.complex.default": "0/0 1/1",
+    "aten.addcmul.default": "1/2 2/1",
+    "aten.addcdiv.default": "1/2 2",
+    "aten.lerp.Tensor": "0/2 1/2 2",
+    "aten.clamp.Tensor": "0 1 2?",
+    **_each("where.self where.ScalarOther where.ScalarSelf", "0"),
+    **_each("masked_fill.Scalar masked_fill.Tensor", "1"),
+    **_each("ceil floor frac round sign trunc add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Tensor rsub.Scalar "
+            "mul.Scalar div.Scalar lerp.Scalar neg clone contiguous alias detach conj real imag lift_fresh_copy "
+            "view_as_real view_as_complex _to_copy to.dtype to.dtype_layout type_as tril triu", ""),
+    **_each("isfinite isinf isnan logical_not eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor "
+            "logical_and logical_or logical_xor remainder.Scalar fmod.Scalar eq.Scalar ne.Scalar lt.Scalar le.Scalar "
+            "gt.Scalar ge.Scalar isclose", ""),
+    "meshwright.dropout": "",
+    "meshwright.dropout_mask": "",
+    "meshwright.pin.default": "",
+    "meshwright.reshard": "",
+    "meshwright.all_reduce": "",
+    "meshwright.nothing": "",
+    # ---- views, pieces, creations
+    **_each("view reshape permute transpose.int t expand slice.Tensor split_with_sizes unbind.int cat stack "
+            "constant_pad_nd repeat repeat_interleave.self_int", ""),
+    "aten.pad.default": "",
+    # ---- reductions and scans
+    **_each("sum sum.dim_IntList mean mean.dim cumsum flip diff roll fft_fftn fft_ifftn", ""),
+    **_each("max min prod median norm.Scalar amax amin logsumexp prod.dim_int std.correction linalg_vector_norm "
+            "norm.ScalarOpt_dim cumprod logcumsumexp", "0 o0"),
+    **_each("nansum var.correction var_mean.correction glu", "0"),
+    **_each("max.dim min.dim median.dim kthvalue sort sort.stable topk", "o1"),
+    **_each("softmax.int log_softmax.int _softmax _log_softmax", "o0"),
+    # ---- normalisations
+    "aten.layer_norm.default": "0 1? 2?",
+    "aten.native_layer_norm.default": "0 1? 2? o1 o2",
+    "aten.rms_norm.default": "0/0 1/0",
+    "aten.group_norm.default": "0 1?",
+    "aten.batch_norm.default": "0 1?",
+    **_each("_native_batch_norm_legit_functional _native_batch_norm_legit_no_training", "0 1? 3? 4? o1 o2"),
+    "aten._native_batch_norm_legit.no_stats": "0 1? o1 o2",
+    "meshwright.batch_norm_sync": "0 1?",
+    "meshwright.batch_norm_fixed": "0 1? 3? 4?",
+    # ---- attention and losses
+    "aten.scaled_dot_product_attention.default": "attention",
+    "meshwright.attention_dropout": "0/1 1/0 2",
+    "aten.cross_entropy_loss.default": "1 2?",
+    "meshwright.cross_entropy_split": "0 1",
+    "aten.nll_loss_nd.default": "0 1 2?",
+    **_each("mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy", "0 1"),
+    "aten.binary_cross_entropy_with_logits.default": "0 1 2?",
+    "aten.l1_loss.default": "",
+    "aten.kl_div.default": "1",
+}  # fmt: skip
+
+
+def has_line(op: str) -> bool:
+    """Whether it is known what autograd keeps of an operator."""
+    return op in KEEPS
+
+
+def saved(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
+    """What autograd keeps of a node. `needs_grad`: per port, whether its gradient is wanted.
+
+    A port that shares the storage of another value (a view) is that value's to count.
+    """
+    if not any(needs_grad) or not any(node.needs_grad):
+        return NOTHING
+    extra = EXTRA.get(node.op)
+    extra_bytes = extra(node, types, needs_grad) if extra else 0
+    ports = range(len(node.uses))
+    line = KEEPS.get(node.op)
+    if line is None:
+        return Saved(tuple(p for p in ports if types[node.uses[p]].is_float), (), extra_bytes)
+    if line == "attention":
+        return _attention(node, types, needs_grad)
+    if line == "places":
+        return Saved(tuple(ports)[1:-1], (), extra_bytes)
+    inputs, outputs = _parse(line)
+    return Saved(
+        tuple(
+            port
+            for port, wanted in inputs
+            if port < len(ports) and (not wanted or any(w < len(ports) and needs_grad[w] for w in wanted))
+        ),
+        tuple(number for number in outputs if number < len(node.outputs)),
+        extra_bytes,
+    )
+
+
+@functools.cache
+def _parse(line: str) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], tuple[int, ...]]:
+    """(port, ports that must want a gradient) of each input, and the numbers of the results."""
+    inputs: list[tuple[int, tuple[int, ...]]] = []
+    outputs: list[int] = []
+    for word in line.replace("?", "").split():
+        if word.startswith("o"):
+            outputs.append(int(word[1:]))
+        else:
+            port, _, wanted = word.partition("/")
+            inputs.append((int(port), tuple(int(w) for w in wanted.split(",") if w)))
+    return tuple(inputs), tuple(outputs)
+
+
+# ---------------------------------------------------------------- extra
+
+Extra = Callable[[Node, Types, Sequence[bool]], int]
+
+
+def _first(node: Node, types: Types) -> TensorType:
+    return types[node.uses[0]]
+
+
+def _copies(count: float, dtype: str = "") -> Extra:
+    """So many tensors of the shape of the first input."""
+
+    def extra(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
+        source = _first(node, types)
+        return round(count * math.prod(source.shape) * DTYPES[dtype or source.dtype])
+
+    return extra
+
+
+def _pooled(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
+    """The place of each maximum."""
+    return math.prod(node.outputs[0].shape) * DTYPES["i64"]
+
+
+def _rows(node: Node, types: Types) -> int:
+    return math.prod(_first(node, types).shape) // max(math.prod(node.args[1]), 1)
+
+
+def _layer_norm(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
+    """Mean and 1/deviation of each row, in f32 at least."""
+    return 2 * _rows(node, types) * max(_itemsize(node, types), 4)
+
+
+def _rms_norm(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
+    """1/deviation of each row if the input, the normalised rows if the weight wants a gradient."""
+    source = _first(node, types)
+    rows = _rows(node, types) * max(_itemsize(node, types), 4) if needs_grad[0] else 0
+    weighted = len(node.uses) > 1 and needs_grad[1]
+    return rows + (source.size_bytes if weighted else 0)
+
+
+def _group_norm(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
+    return 2 * _first(node, types).shape[0] * int(node.args[1]) * max(_itemsize(node, types), 4)
+
+
+def _channels(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
+    return 2 * _first(node, types).shape[1] * max(_itemsize(node, types), 4)
+
+
+def _itemsize(node: Node, types: Types) -> int:
+    return DTYPES[_first(node, types).dtype]
+
+
+def _padded(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
+    """A reflecting pad keeps its input, a constant one nothing."""
+    return 0 if node.arg(2, "mode", "constant") == "constant" else _first(node, types).size_bytes
+
+
+def _probabilities(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
+    """Attention with dropout, written out: probabilities before and after, and the mask."""
+    q, k = (types[u] for u in node.uses[:2])
+    elements = math.prod(q.shape[:-1]) * k.shape[-2]
+    return elements * (2 * DTYPES[q.dtype] + 1)
+
+
+def fused_attention(node: Node, types: Types, needs_grad: Sequence[bool]) -> bool:
+    """Whether torch has one kernel for this attention, which keeps no probabilities: four dims, heads of one width,
+    no dropout, no gradient for the mask."""
+    q, _, v, *mask = (types[u] for u in node.uses)
+    wide = len(q.shape) == 4 and q.shape[-1] == v.shape[-1]
+    return wide and not node.arg(4, "dropout_p", 0.0) and not any(needs_grad[3:]) and len(mask) <= 1
+
+
+def _attention(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
+    """The fused kernel keeps q, k, v, its result and a log-sum-exp of each row in f32; written out, it keeps scaled
+    copies of q and k, v, and the probabilities."""
+    q, k, _, *mask = (types[u] for u in node.uses)
+    rows = math.prod(q.shape[:-1])
+    if fused_attention(node, types, needs_grad):
+        masked = math.prod(mask[0].shape) * DTYPES[q.dtype] if mask and mask[0].dtype == "b8" else 0
+        return Saved((0, 1, 2, *([3] if mask and not masked else [])), (0,), rows * 4 + masked)
+    scaled = (q.size_bytes if needs_grad[1] else 0) + (k.size_bytes if needs_grad[0] else 0)
+    return Saved((2,), (), scaled + rows * k.shape[-2] * DTYPES[q.dtype])
+
+
+EXTRA: dict[str, Extra] = {
+    **{f"aten.{n}.default": _pooled for n in ("max_pool1d", "max_pool2d", "max_pool3d")},
+    "aten.log_sigmoid.default": _copies(1),
+    "aten.l1_loss.default": _copies(1),
+    "meshwright.dropout": _copies(1, "b8"),
+    "aten.layer_norm.default": _layer_norm,
+    "aten.rms_norm.default": _rms_norm,
+    "aten.group_norm.default": _group_norm,
+    "aten.batch_norm.default": _channels,
+    "meshwright.batch_norm_sync": _channels,
+    "aten.pad.default": _padded,
+    "meshwright.attention_dropout": _probabilities,
+    "aten.cross_entropy_loss.default": _copies(1),
+}
+
+__all__ = ["EXTRA", "KEEPS", "NOTHING", "Saved", "fused_attention", "has_line", "saved"]

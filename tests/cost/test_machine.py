@@ -1,0 +1,83 @@
+"""Seconds: peaks are never beaten, curves are followed, more work never takes less time."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.cost.cluster import Device, Measured
+from meshwright.cost.machine import seconds, update_seconds
+from meshwright.cost.operators import Work
+
+GPU = Device("a gpu", {"f32": 2e13, "bf16": 3e14}, 80 << 30, 2e12, 5e-6)
+
+
+def one(kind: str, flops: float, moved: float, dtype: str = "f32", launches: float = 0) -> Work:
+    """Work of one call, half as much backward."""
+    return Work(kind, dtype, flops, flops / 2, moved, moved / 2, launches, launches)
+
+
+def test_a_view_takes_no_time_and_a_kernel_its_launch() -> None:
+    assert seconds(one("free", 0, 0), GPU) == (0, 0)
+    assert seconds(one("memory", 0, 0, launches=2), GPU) == (10e-6, 10e-6)
+
+
+def test_large_work_runs_at_the_documented_share_of_the_peak() -> None:
+    forward, backward = seconds(one("matmul", 1e15, 0, "bf16"), GPU)
+    assert 1e15 / forward == pytest.approx(0.7 * 3e14, rel=1e-2)
+    assert backward == pytest.approx(forward / 2, rel=1e-2)
+    assert 1e12 / seconds(one("memory", 0, 1e12), GPU)[0] == pytest.approx(0.8 * 2e12, rel=1e-2)
+
+
+def test_the_slower_of_arithmetic_and_memory_decides() -> None:
+    arithmetic, memory = seconds(one("matmul", 1e13, 0), GPU)[0], seconds(one("matmul", 0, 1e12), GPU)[0]
+    assert seconds(one("matmul", 1e13, 1e12), GPU)[0] == max(arithmetic, memory)
+
+
+@given(
+    st.lists(st.floats(1, 1e15), min_size=2, max_size=20),
+    st.sampled_from(["matmul", "attention", "conv", "memory"]),
+)
+def test_more_work_never_takes_less_time_and_the_peak_is_never_beaten(
+    amounts: list[float], kind: str
+) -> None:
+    amounts = sorted(amounts)
+    found = [seconds(one(kind, a, a), GPU)[0] for a in amounts]
+    assert all(x <= y * (1 + 1e-12) for x, y in itertools.pairwise(found))
+    assert all(t >= a / 2e12 for t, a in zip(found, amounts, strict=True))
+
+
+def test_measured_curves_are_followed_between_and_beyond_their_points() -> None:
+    curve = ((1e6, 1e9), (1e8, 3e9))
+    known = Measured(rates={"matmul f32": curve})
+    for flops, rate in ((1e4, 1e9), (1e6, 1e9), (1e7, 2e9), (1e8, 3e9), (1e12, 3e9)):
+        assert flops / seconds(one("matmul", flops, 0), GPU, known)[0] == pytest.approx(rate)
+
+
+def test_corrections_scale_their_class() -> None:
+    known = Measured(corrections={"conv": 1.5})
+    plain = seconds(one("conv", 1e12, 1e6, launches=1), GPU)
+    assert np.allclose(seconds(one("conv", 1e12, 1e6, launches=1), GPU, known), np.multiply(plain, 1.5))
+    assert seconds(one("matmul", 1e12, 1e6), GPU, known) == seconds(one("matmul", 1e12, 1e6), GPU)
+
+
+def test_arrays_are_priced_place_by_place() -> None:
+    flops, moved = np.array([0.0, 1e9, 1e14]), np.array([1e3, 1e9, 1e6])
+    for kind in ("matmul", "memory"):
+        many = seconds(Work(kind, "f32", flops, flops, moved, moved, 1, 1), GPU)[0]
+        assert many.shape == (3,)
+        for place in range(3):
+            assert many[place] == seconds(one(kind, flops[place], moved[place], launches=1), GPU)[0]
+
+
+def test_an_update_moves_parameter_gradient_and_states() -> None:
+    adam = update_seconds(1e9, 2, GPU)
+    assert adam == pytest.approx(7 * 4e9 / (0.8 * 2e12), rel=0.01)
+    assert update_seconds(1e9, 0, GPU) == pytest.approx(adam * 3 / 7, rel=0.01)
+    assert update_seconds(1e9, 2, GPU, Measured(rates={"update": ((1e6, 1e12),)})) == pytest.approx(
+        7 * 4e-3, rel=0.01
+    )
