@@ -45,6 +45,10 @@ class GraphError(MeshwrightError):
     """A graph text that does not parse, or a graph that breaks a law."""
 
 
+class ModelError(MeshwrightError):
+    """A model that cannot be opened: its file, function or configuration."""
+
+
 class CaptureError(MeshwrightError):
     """A model that cannot be captured as it is."""
 
@@ -63,6 +67,10 @@ class PlanError(MeshwrightError):
 
 class BatchError(MeshwrightError):
     """A batch that differs from the example the step was built for."""
+
+
+class ClusterError(MeshwrightError):
+    """A cluster file that does not parse, or a cluster that no machine can be."""
 
 
 class LaunchError(MeshwrightError):

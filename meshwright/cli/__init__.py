@@ -10,7 +10,7 @@ import sys
 import typer
 
 import meshwright
-from meshwright.cli import run
+from meshwright.cli import diff, run
 from meshwright.errors import MeshwrightError
 
 app = typer.Typer(
@@ -38,6 +38,7 @@ def _options(
     pass
 
 
+app.command(name="diff")(diff.diff)
 app.command(name="run", context_settings=run.CONTEXT)(run.run)
 
 

@@ -1,0 +1,230 @@
+"""What differs between two plans: what they are for, what they claim, and how operators and inputs are cut.
+
+Both are read as they are written, without their model; layers that differ in the same way are one line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.layout import TensorLayout, dim_axes
+from meshwright.mesh import Mesh
+from meshwright.ops.strategy import Strategy
+from meshwright.plan import Plan
+from meshwright.report.plan_table import SHORT
+from meshwright.report.quantities import show_bytes, show_change, show_seconds
+
+LAYER = re.compile(r"(?<=[._])\d+(?=[._]|$)|^\d+(?=[._]|$)")  # the number of a layer in a path or a name
+ABSENT = "–"
+LEADING = (  # operators that a reader thinks of as the model; the others mostly follow them
+    "linear", "matmul", "bmm", "mm", "addmm", "einsum", "embedding", "attention", "convolution", "conv1d", "conv2d",
+    "conv3d", "cross_entropy", "nll_loss", "layer_norm", "rms_norm", "batch_norm", "group_norm", "grouped_mm",
+)  # fmt: skip
+CLAIMS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("step_seconds", "step", show_seconds),
+    ("price_seconds", "price", show_seconds),
+    ("peak_bytes", "peak memory", show_bytes),
+    ("space", "space", str),
+    ("cluster", "cluster", str),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One line: `what` (``blocks.*.up``, ``mesh``), how many of them, its operator if it is one, before and after."""
+
+    what: str
+    before: str
+    after: str
+    count: int = 1
+    operator: str = ""
+    leading: bool = True
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """All that differs. `facts`: mesh, mode, model, pins; `claims`: time and memory; then cuts and layouts."""
+
+    facts: tuple[Change, ...]
+    claims: tuple[Change, ...]
+    nodes: tuple[Change, ...]
+    inputs: tuple[Change, ...]
+    hubs: tuple[Change, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Nothing differs."""
+        return not (self.facts or self.claims or self.nodes or self.inputs or self.hubs)
+
+
+def difference(a: Plan, b: Plan) -> Difference:
+    """What differs from plan `a` to plan `b`; cuts by the user's names of the axes, each on its own mesh."""
+    return Difference(
+        facts=tuple(_facts(a, b)),
+        claims=tuple(_claims(claims_of(a), claims_of(b))),
+        nodes=tuple(_nodes(a, b)),
+        inputs=tuple(_layouts(a, b, a.inputs, b.inputs)),
+        hubs=(*_layouts(a, b, a.hubs, b.hubs), *_again(a, b)),
+    )
+
+
+def claims_of(plan: Plan) -> Mapping[str, Any]:
+    """What a plan says of itself; nothing for one that was not searched by price."""
+    return getattr(plan, "claims", None) or {}
+
+
+def _facts(a: Plan, b: Plan) -> Iterable[Change]:
+    pairs = (
+        ("model", a.fingerprint, b.fingerprint),
+        ("mesh", str(a.mesh), str(b.mesh)),
+        ("mode", a.mode, b.mode),
+        ("pins", _pins(a), _pins(b)),
+    )
+    links = ({x.name: x.link for x in p.mesh.axes} for p in (a, b))
+    link_a, link_b = (", ".join(f"{k} over {v}" for k, v in x.items()) for x in links)
+    if str(a.mesh) == str(b.mesh):
+        pairs = (*pairs, ("links", link_a, link_b))
+    return (Change(what, x, y) for what, x, y in pairs if x != y)
+
+
+def _pins(plan: Plan) -> str:
+    return (
+        "; ".join(f"{k}: {' '.join(f'{x}={y}' for x, y in v.items())}" for k, v in plan.pins.items())
+        or ABSENT
+    )
+
+
+def _claims(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterable[Change]:
+    for key, what, show in CLAIMS:
+        before, after = a.get(key), b.get(key)
+        if before == after:
+            continue
+        note = ""
+        if isinstance(before, int | float) and isinstance(after, int | float):
+            note = show_change(before, after)
+        one, two = (ABSENT if v is None else show(v) for v in (before, after))
+        yield Change(what, one, two, note=note)
+
+
+def _nodes(a: Plan, b: Plan) -> Iterable[Change]:
+    same_mesh = a.mesh == b.mesh
+    found: dict[tuple[str, str, str, str, bool], list[str]] = {}
+    for name in dict.fromkeys((*a.strategies, *b.strategies)):
+        mine, other = a.strategies.get(name), b.strategies.get(name)
+        before, after = cut_words(mine, a.mesh), cut_words(other, b.mesh)
+        cut = before != after
+        if not cut and same_mesh and mine != other:
+            before, after = str(mine), str(other)  # the same axes on other sub-dims, or gradients that wait
+        if before == after:
+            continue
+        op, module = (b if mine is None else a).about.get(name, ("", ""))
+        leading = cut and short(op) in LEADING
+        key = (LAYER.sub("*", module or f"%{name}"), short(op), before, after, leading)
+        found.setdefault(key, []).append(module or f"%{name}")
+    for (pattern, op, before, after, leading), where in found.items():
+        what = pattern if len(set(where)) > 1 else where[0]
+        yield Change(what, before, after, len(where), op, leading)
+
+
+def cut_words(strategy: Strategy | None, mesh: Mesh) -> str:
+    """``d0=dp n=tp``: the letters that are split, by the user's names of the axes."""
+    if strategy is None:
+        return ABSENT
+    words = []
+    for letter, dim in strategy.cuts:
+        axes = [x for x in dim_axes(dim) if mesh.sizes[x] > 1]
+        words += [f"{letter}={mesh.show(axes)}"] if axes else []
+    waiting = [x for x, _ in strategy.through if mesh.sizes[x] > 1]
+    words += [f"pending {mesh.show(waiting)}"] if waiting else []
+    return " ".join(words) or "whole"
+
+
+def short(op: str) -> str:
+    """``aten.linear.default`` → ``linear``."""
+    name = op.split(".")[1] if "." in op else op
+    return SHORT.get(name, name)
+
+
+def layout_words(layout: TensorLayout | None, mesh: Mesh) -> str:
+    """``[192/tp, 48]`` by the user's names of the axes; ``whole`` where nothing is cut or pending."""
+    if layout is None:
+        return ABSENT
+    if not layout.split_axes and not layout.pending:
+        return "whole"
+    named = re.sub(r"/([\w.]+)", lambda m: f"/{mesh.show(m[1].split('.'))}", str(TensorLayout(layout.dims)))
+    return named + (f" pending {mesh.show(mesh.sort(layout.pending))}" if layout.pending else "")
+
+
+def _layouts(
+    a: Plan, b: Plan, mine: Mapping[str, TensorLayout], other: Mapping[str, TensorLayout]
+) -> Iterable[Change]:
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for name in dict.fromkeys((*mine, *other)):
+        before, after = layout_words(mine.get(name), a.mesh), layout_words(other.get(name), b.mesh)
+        if before != after:
+            found.setdefault((LAYER.sub("*", name), before, after), []).append(name)
+    for (pattern, before, after), names in found.items():
+        yield Change(pattern if len(names) > 1 else names[0], before, after, len(names))
+
+
+def _again(a: Plan, b: Plan) -> Iterable[Change]:
+    found: dict[tuple[str, bool], list[str]] = {}
+    for name in sorted(a.again ^ b.again):
+        found.setdefault((LAYER.sub("*", name), name in a.again), []).append(name)
+    words = ("kept for the backward", "gathered again")
+    for (pattern, first), names in found.items():
+        before, after = (words[1], words[0]) if first else words
+        yield Change(pattern if len(names) > 1 else names[0], before, after, len(names))
+
+
+# ---------------------------------------------------------------- picture
+
+
+def diff_view(found: Difference, names: tuple[str, str], *, every: bool = False) -> Group:
+    """The difference as tables, to print with rich; with `every`, also the operators that follow the named ones."""
+    leading = [c for c in found.nodes if c.leading]
+    shown = list(found.nodes) if every or not leading else leading
+    parts: list[Any] = []
+    for title, changes in (
+        ("", (*found.facts, *found.claims)),
+        ("operators", shown),
+        ("inputs", found.inputs),
+        ("hubs", found.hubs),
+    ):
+        if changes:
+            parts += [Text("")] if parts else []
+            parts.append(_table(title, changes, names))
+    rest = sum(c.count for c in found.nodes) - sum(c.count for c in shown)
+    if rest:
+        more = "operator follows" if rest == 1 else "operators follow"
+        parts += [Text(""), Text(f"{rest} more {more} these (--all shows them)", style="dim")]
+    return Group(*parts)
+
+
+def _table(title: str, changes: Iterable[Change], names: tuple[str, str]) -> Table:
+    changes = list(changes)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    table.add_column(title, overflow="fold")
+    operators = any(c.operator for c in changes)
+    notes = any(c.note for c in changes)
+    if operators:
+        table.add_column("")
+    for name in names:
+        table.add_column(name, overflow="fold")
+    if notes:
+        table.add_column("")
+    for c in changes:
+        what = Text(c.what).append(f" ×{c.count}" if c.count > 1 else "", style="dim")
+        cells: list[Text | str] = [what, *([c.operator] if operators else [])]
+        cells += [Text(x, style="dim" if x in ("whole", ABSENT) else "") for x in (c.before, c.after)]
+        table.add_row(*cells, *([Text(c.note, style="dim")] if notes else []))
+    return table

@@ -1,0 +1,39 @@
+"""Quantities for readers: seconds, bytes and how they change."""
+
+from __future__ import annotations
+
+import math
+
+from meshwright.redistribute.steps import show_bytes
+
+
+def show_seconds(seconds: float) -> str:
+    """Three digits at most: ``840 ns``, ``38.2 ms``, ``2.4 s``, ``3 min 20 s``."""
+    if not math.isfinite(seconds):
+        return "no end"
+    if seconds >= 99.5:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest} s"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)):
+        value = seconds / scale
+        if value >= 0.9995 or unit == "ns":
+            return f"{value:.0f} {unit}" if value >= 99.5 or seconds == 0 else f"{value:.3g} {unit}"
+    raise AssertionError("a unit was found")
+
+
+def show_change(before: float, after: float) -> str:
+    """The change as a reader says it: ``+12 %``, ``−3.4 %``, ``2.5 ×``, ``same``."""
+    if before == after:
+        return "same"
+    if before <= 0 or after <= 0 or not (math.isfinite(before) and math.isfinite(after)):
+        return ""
+    ratio = after / before
+    if ratio >= 2 or ratio <= 0.5:
+        return f"{ratio:.3g} ×"
+    percent = 100 * (ratio - 1)
+    if abs(percent) < 0.05:
+        return "same"
+    return f"{'+' if percent > 0 else '−'}{abs(percent):.2g} %"
+
+
+__all__ = ["show_bytes", "show_change", "show_seconds"]
