@@ -8,67 +8,52 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
+from meshwright.cost import cluster_file, cluster_text, local, presets
+from meshwright.cost.parts import Curve, Description, Device, Level, Measured
 from meshwright.mesh import Axis, Mesh
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import COLLECTIVES
 
-Curve = tuple[tuple[float, float], ...]  # (amount of work, work per second reached), ascending in the amount
-
 
 @dataclass(frozen=True)
-class Device:
-    """One rank's device. `flops`: dtype (``f32``, ``bf16``) → peak FLOP/s. `memory_bytes_per_s` is of its own memory.
+class Cluster(Description):
+    """Devices and links. `levels` from the outermost (slowest) to the innermost.
 
-    `launch_seconds` is what starting one operator costs the host, the time a tiny operator takes.
+    Get one by `Cluster.preset("h100", nodes=2)`, `Cluster.load("cluster.yaml")` or `Cluster.local(4)`.
     """
 
-    name: str
-    flops: Mapping[str, float]
-    memory_bytes: int
-    memory_bytes_per_s: float
-    launch_seconds: float
+    @staticmethod
+    def preset(name: str, nodes: int = 1, ranks_per_node: int = 8) -> Cluster:
+        """A well-known machine by the numbers of its data sheets. Raises ClusterError, with the names there are."""
+        return _cluster(presets.preset(name, nodes, ranks_per_node))
 
+    @staticmethod
+    def local(nproc: int = 1) -> Cluster:
+        """This machine's processors shared by `nproc` ranks, not calibrated: see `meshwright.cost.local`."""
+        return _cluster(local.describe(nproc))
 
-@dataclass(frozen=True)
-class Level:
-    """One level of the cluster: `size` units of the next inner level, joined by links on which a rank sends
-    `bytes_per_s` while all ranks send, a message taking `latency_seconds` on its way."""
+    @staticmethod
+    def load(path: str | Path) -> Cluster:
+        """Read a cluster file. Raises ClusterError that names the entry and its line."""
+        return _cluster(cluster_file.load(path))
 
-    name: str
-    size: int
-    bytes_per_s: float
-    latency_seconds: float
+    @staticmethod
+    def from_yaml(text: str, source: str = "the cluster") -> Cluster:
+        """Parse the text of a cluster file. Raises ClusterError."""
+        return _cluster(cluster_file.parse(text, source))
 
+    def to_yaml(self, note: str = "") -> str:
+        """The text of a cluster file, commented; `note` becomes comment lines at its head."""
+        return cluster_text.write(self, note)
 
-@dataclass(frozen=True)
-class Measured:
-    """What was measured on a machine; everything may be missing.
-
-    `rates`: class of operators and dtype (``matmul f32``, ``attention f32``, ``memory``, ``update``) → curve of
-    work per second (FLOP/s, or bytes/s) over the work of one call. `collectives`: level → kind → (latency seconds a
-    round, bytes per second). `slowdown`: ``compute`` and ``collective`` → factor while the other runs.
-    `corrections`: class of operators → factor from whole training steps.
-    """
-
-    rates: Mapping[str, Curve] = field(default_factory=dict)
-    collectives: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
-    slowdown: Mapping[str, float] = field(default_factory=dict)
-    corrections: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Devices and links. `levels` from the outermost (slowest) to the innermost."""
-
-    name: str
-    device: Device
-    levels: tuple[Level, ...]
-    host_memory_bytes: int = 0
-    host_bytes_per_s: float = 0.0
-    measured: Measured = field(default_factory=Measured)
+    def save(self, path: str | Path, note: str = "") -> None:
+        """Write a cluster file. Raises ClusterError for a cluster that `load` would refuse."""
+        text = self.to_yaml(note)
+        cluster_file.parse(text, str(path))
+        Path(path).write_text(text, encoding="utf-8")
 
     @functools.cached_property
     def ranks(self) -> int:
@@ -90,7 +75,7 @@ class Cluster:
             known = self.measured.collectives.get(level.name, {})
             for kind in COLLECTIVES:
                 rows[kind][level.name] = known.get(kind, (level.latency_seconds, level.bytes_per_s))
-        return Prices.of(rows)
+        return Prices.of(rows, self.growth)
 
     def place(self, mesh: Mesh) -> Mesh:
         """The mesh with the link of every axis: axes are laid over the levels from the innermost outwards, and one
@@ -107,6 +92,18 @@ class Cluster:
             link = next((name for ranks, name in borders if reach <= ranks), borders[-1][1])
             axes.append(Axis(axis.name, axis.size, link))
         return Mesh(tuple(reversed(axes)), mesh.names, mesh.order)
+
+
+def _cluster(description: Description) -> Cluster:
+    return Cluster(
+        description.name,
+        description.device,
+        description.levels,
+        description.host_memory_bytes,
+        description.host_bytes_per_s,
+        description.measured,
+        description.growth,
+    )
 
 
 __all__ = ["Cluster", "Curve", "Device", "Level", "Measured"]

@@ -1,0 +1,98 @@
+"""A cluster as the text of a YAML file: commented, its numbers as engineers write them, no digit lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+
+import yaml
+
+from meshwright.cost.cluster_file import MARK, VERSION
+from meshwright.cost.parts import Curve, Description, Measured
+
+
+def write(cluster: Description, note: str = "") -> str:
+    """The text; `note` becomes comment lines at its head."""
+    return "\n".join([*(f"# {row}".rstrip() for row in note.splitlines()), *_lines(cluster)]) + "\n"
+
+
+def _lines(cluster: Description) -> Iterator[str]:
+    device = cluster.device
+    yield f"{MARK}: {VERSION}"
+    yield f"name: {text(cluster.name)}"
+    yield ""
+    yield "device: # what one rank computes on"
+    yield f"  name: {text(device.name)}"
+    yield "  flops: # peak FLOP/s by dtype, dense"
+    for dtype, flops in device.flops.items():
+        yield f"    {dtype}: {number(flops)}"
+    yield f"  memory_bytes: {number(device.memory_bytes)}"
+    yield f"  memory_bytes_per_s: {number(device.memory_bytes_per_s)}"
+    yield f"  launch_seconds: {number(device.launch_seconds)} # what starting one operator costs"
+    yield ""
+    yield "levels: # from the outermost, slowest, to the innermost; size: units of the next inner level"
+    for level in cluster.levels:
+        yield f"  - name: {text(level.name)}"
+        yield f"    size: {level.size}"
+        yield f"    bytes_per_s: {number(level.bytes_per_s)} # a rank sends, one way, while all ranks send"
+        yield f"    latency_seconds: {number(level.latency_seconds)} # of one message"
+    yield f"growth: {text(cluster.growth)} # rounds of a collective of k ranks: k - 1; tree: log2 k"
+    if cluster.host_memory_bytes or cluster.host_bytes_per_s:
+        yield ""
+        yield "host: # of one rank"
+        if cluster.host_memory_bytes:
+            yield f"  memory_bytes: {number(cluster.host_memory_bytes)}"
+        if cluster.host_bytes_per_s:
+            yield f"  bytes_per_s: {number(cluster.host_bytes_per_s)} # between device and host, one way"
+    yield from _measured(cluster.measured)
+
+
+def _measured(measured: Measured) -> Iterator[str]:
+    if measured == Measured():
+        return
+    yield ""
+    yield "measured: # by meshwright calibrate; where something stands here, it counts and not the peak above"
+    if measured.rates:
+        yield "  rates: # [FLOP of one call, FLOP/s]; memory and update: [bytes of one call, bytes/s]"
+        for name, curve in measured.rates.items():
+            yield f"    {name}: {_curve(curve)}"
+    if measured.collectives:
+        yield "  collectives: # seconds = rounds · latency_seconds + bytes that a rank sends / bytes_per_s"
+        for level, kinds in measured.collectives.items():
+            yield f"    {level}:"
+            for kind, (latency, rate) in kinds.items():
+                yield f"      {kind}: {{latency_seconds: {number(latency)}, bytes_per_s: {number(rate)}}}"
+    yield from _factors("slowdown", "while the other of the two runs", measured.slowdown)
+    yield from _factors(
+        "corrections", "of the time of a class of operators, from whole steps", measured.corrections
+    )
+    if measured.void:
+        yield "  void: # measured while the machine was not quiet: calibrate again"
+        yield from (f"    - {text(row)}" for row in measured.void)
+
+
+def _factors(name: str, comment: str, factors: Mapping[str, float]) -> Iterator[str]:
+    if factors:
+        yield f"  {name}: # {comment}"
+        yield from (f"    {key}: {number(value)}" for key, value in factors.items())
+
+
+def _curve(curve: Curve) -> str:
+    return "[" + ", ".join(f"[{number(work)}, {number(speed)}]" for work, speed in curve) + "]"
+
+
+def number(value: float) -> str:
+    """Exponents in threes, all digits kept: 3350000000000 → ``3.35e12``, 0.000361 → ``361e-6``, 40 → ``40``."""
+    if value == int(value) and abs(value) < 10_000:
+        return str(int(value))
+    exact = Decimal(repr(value)).normalize()
+    if abs(exact.adjusted()) < 3 and exact.adjusted() >= -1:
+        return format(exact, "f")
+    thousands = exact.adjusted() // 3 * 3
+    return f"{format(exact.scaleb(-thousands), 'f')}e{thousands}"
+
+
+def text(value: str) -> str:
+    """A name, quoted where YAML would read something else."""
+    shown = yaml.safe_dump(value, allow_unicode=True, width=10_000, default_flow_style=True).strip()
+    return shown.removesuffix("...").strip()

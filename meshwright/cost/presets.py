@@ -1,0 +1,83 @@
+"""Well-known machines by the their data sheets: a cluster file each in ``machines/``, a source at every number.
+
+A preset's file describes one node with as many ranks as it can have (its inner levels) below a level ``node`` of
+size 1. `preset` sets the sizes: ranks fill a node from the innermost level outwards.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from importlib import resources
+
+from meshwright.cost.cluster_file import MOST_RANKS, parse
+from meshwright.cost.parts import Description, Level
+from meshwright.errors import ClusterError, did_you_mean
+
+ALIASES = {
+    "a100": "a100-80",
+    "a100-40gb": "a100-40",
+    "a100-80gb": "a100-80",
+    "h100-sxm": "h100",
+    "910": "ascend-910",
+    "910b": "ascend-910b",
+    "ascend910": "ascend-910",
+    "ascend910b": "ascend-910b",
+}
+
+
+def names() -> tuple[str, ...]:
+    """The presets there are."""
+    folder = resources.files("meshwright.cost") / "machines"
+    return tuple(sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")))
+
+
+def preset(name: str, nodes: int = 1, ranks_per_node: int = 8) -> Description:
+    """A machine of `nodes` nodes. Raises ClusterError for a name or a size that cannot be."""
+    key = re.sub(r"[ _]", "-", str(name).strip().lower())
+    key = ALIASES.get(key, key)
+    if key not in names():
+        raise ClusterError(f"there is no preset {name!r}", hint=did_you_mean(key, names()))
+    for value, what in ((nodes, "nodes"), (ranks_per_node, "ranks_per_node")):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ClusterError(
+                f"{what} is {value!r}", why="it counts machines: a whole number, at least 1", hint=f"{what}=2"
+            )
+    if nodes * ranks_per_node > MOST_RANKS:
+        raise ClusterError(
+            f"{nodes} nodes of {ranks_per_node} are {nodes * ranks_per_node:,} ranks",
+            why=f"at most {MOST_RANKS:,} are planned for",
+        )
+    text = (resources.files("meshwright.cost") / "machines" / f"{key}.yaml").read_text("utf-8")
+    found = parse(text, f"the preset {key}")
+    outer, *inner = found.levels
+    levels = _filled(inner, ranks_per_node, key)
+    if nodes > 1 or not levels:
+        levels = [replace(outer, size=nodes), *levels]
+    return replace(found, levels=tuple(levels))
+
+
+def _filled(inner: list[Level], ranks: int, name: str) -> list[Level]:
+    """The levels of a node with so many ranks; one that has a single unit is left out."""
+    left, levels, room = ranks, [], 1
+    for level in reversed(inner):
+        room *= level.size
+        size = min(level.size, left)
+        if left % size:
+            raise ClusterError(
+                f"a node of {name} cannot have {ranks} ranks",
+                why=f"they do not fill groups of {size} ({level.name})",
+                hint=f"ranks_per_node={ranks - ranks % size}",
+            )
+        left //= size
+        if size > 1:
+            levels.insert(0, replace(level, size=size))
+    if left > 1:
+        raise ClusterError(
+            f"a node of {name} has at most {room} ranks, not {ranks}",
+            hint=f"nodes={-(-ranks // room)}, ranks_per_node={room}",
+        )
+    return levels
+
+
+__all__ = ["names", "preset"]
