@@ -1,0 +1,1 @@
+"""What the searches with a cost model choose among: states of nodes, hubs and parameters as small integers, and prices."""

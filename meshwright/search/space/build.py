@@ -1,0 +1,360 @@
+"""The space of a graph on a mesh: variables, their states, and what every choice costs.
+
+Variables are the nodes, the *hubs* (a value that several consumers read has one layout in which it is brought once, for
+all that want it so), and the parameters. Nodes that stand for each other (copies of a layer) are one variable, and
+what they cost counts as often as they occur. Prices are of one training step: forward, backward, reduction, update.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from meshwright.cost.cluster import Cluster
+from meshwright.graph import Graph
+from meshwright.layout import TensorLayout
+from meshwright.mesh import Mesh
+from meshwright.ops.factors import Factors
+from meshwright.ops.strategy import Strategy
+from meshwright.redistribute.matrix import Table, Value
+from meshwright.search.solve.problem import Builder, Problem
+from meshwright.search.space.codes import NodeCodes, node_codes, values_of
+from meshwright.search.space.families import Family
+from meshwright.search.space.layouts import Port, Prices, union
+from meshwright.search.space.nodes import NodeStates, node_states, strategy_of
+from meshwright.search.space.parameters import (
+    ParameterStates,
+    Storage,
+    layout_of,
+    parameter_states,
+    storage_layout,
+)
+
+
+@dataclass(frozen=True)
+class Ties:
+    """Copies of one layer: name (node, value or parameter) → the one it equals; and how often a node of the graph
+    stands for nodes of the model."""
+
+    same: Mapping[str, str] = field(default_factory=dict)
+    weight: Mapping[str, int] = field(default_factory=dict)
+
+    def first(self, name: str) -> str:
+        """The one that a name equals; itself where there is none."""
+        return self.same.get(name, name)
+
+    def times(self, node: str) -> int:
+        """How many nodes of the model a node stands for."""
+        return self.weight.get(node, 1)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a search chose, by names of the graph it looked at."""
+
+    strategies: Mapping[str, Strategy]
+    inputs: Mapping[str, TensorLayout]
+    hubs: Mapping[str, TensorLayout]
+    again: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a choice by what can hide: the sum is the price."""
+
+    compute: float
+    blocking: float
+    hideable: float
+
+    @property
+    def total(self) -> float:
+        """Everything, one after the other."""
+        return self.compute + self.blocking + self.hideable
+
+
+class Space:
+    """States and prices of a graph on a mesh, for one family of strategies."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        factors: Factors,
+        mesh: Mesh,
+        cluster: Cluster,
+        family: Family,
+        storage: Storage,
+        *,
+        ties: Ties | None = None,
+        codes: Mapping[str, NodeCodes] | None = None,
+        allowed: Callable[[NodeStates], np.ndarray] | None = None,
+        table: Table | None = None,
+    ) -> None:
+        """`allowed` says which states of a node may be taken (pins, annotations); `codes` are kept from an earlier
+        space of the same graph."""
+        self.graph, self.factors, self.mesh, self.cluster, self.ties = graph, factors, mesh, cluster, ties or Ties()
+        self.table = table or Table(mesh, cluster.prices)
+        self.values = values_of(graph, factors)
+        self.prices = Prices(self.table)
+        self.codes = dict(codes or all_codes(graph, factors, self.values, self.ties))
+        self.nodes: dict[str, NodeStates] = {}
+        for name, found in self.codes.items():
+            states = node_states(found, family, graph, mesh, cluster)
+            self.nodes[name] = _only(states, allowed(states)) if allowed else states
+        self.hubs: dict[str, Port] = {}
+        self.parameters: dict[str, ParameterStates] = {}
+        self.fixed = _whole_readers(graph)
+        self._variables: list[tuple[str, str]] = []  # (kind, name)
+        self.variable: dict[tuple[str, str], int] = {}
+        self._unary: list[np.ndarray] = []  # float64[3, states]: compute, blocking, hideable
+        self._pairs: dict[tuple[int, int], np.ndarray] = {}
+        self._find_hubs()
+        self._find_parameters(storage)
+        self._number()
+        self._price_edges()
+
+    # ------------------------------------------------------------------------------------------------ variables
+
+    def _find_hubs(self) -> None:
+        readers: dict[str, int] = defaultdict(int)
+        for value in self.graph.producers:
+            count = len(self.graph.consumers[value]) + self.fixed.get(value, 0)
+            first = self.ties.first(value)
+            readers[first] = max(readers[first], count)
+        ports: dict[str, list[Port]] = defaultdict(list)
+        for value in self.graph.producers:
+            first = self.ties.first(value)
+            if readers[first] < 2:
+                continue
+            ports[first] += [self.output(value), *(self.want(n.name, p) for n, p in self.graph.consumers[value])]
+        self.hubs = {value: union(found) for value, found in ports.items()}
+
+    def _find_parameters(self, storage: Storage) -> None:
+        wants: dict[str, list[Port]] = defaultdict(list)
+        for entry in self.graph.input_of("parameter"):
+            wants[self.ties.first(entry.name)] += [
+                self.want(n.name, p) for n, p in self.graph.consumers[entry.name]
+            ]
+        for name, ports in wants.items():
+            if ports:
+                self.parameters[name] = parameter_states(
+                    self.values[name],
+                    ports,
+                    name in self.graph.needs_grad,
+                    self.mesh,
+                    self.cluster,
+                    self.table,
+                    storage,
+                )
+
+    def _number(self) -> None:
+        def add(kind: str, name: str, parts: np.ndarray) -> None:
+            self.variable[kind, name] = len(self._variables)
+            self._variables.append((kind, name))
+            self._unary.append(parts)
+
+        times: dict[str, int] = defaultdict(int)
+        for node in self.graph.nodes:
+            times[self.ties.first(node.name)] += self.ties.times(node.name)
+        for name, states in self.nodes.items():
+            zero = np.zeros(len(states.rows))
+            add("node", name, times[name] * np.stack([states.compute, states.talk, zero]))
+        for value, port in self.hubs.items():
+            add("hub", value, np.zeros((3, len(port.forward))))
+        for name, found in self.parameters.items():
+            count = self._owners(name)
+            add("parameter", name, count * np.stack([found.update, found.blocking, found.reduction]))
+
+    def _owners(self, name: str) -> int:
+        """How many parameters of the model a parameter of the graph stands for."""
+        alike = [i.name for i in self.graph.input_of("parameter") if self.ties.first(i.name) == name]
+        return sum(
+            max((self.ties.times(n.name) for n, _ in self.graph.consumers[i]), default=1) for i in alike
+        )
+
+    # ------------------------------------------------------------------------------------------------ prices
+
+    def output(self, value: str) -> Port:
+        """The layouts that its producer gives to a value."""
+        node = self.graph.producers[value]
+        return self.nodes[self.ties.first(node.name)].outputs()[node.values.index(value)]
+
+    def want(self, node: str, port: int) -> Port:
+        """The layouts that a node asks for at a port."""
+        return self.nodes[self.ties.first(node)].inputs()[port]
+
+    def _edges(self) -> dict[tuple[tuple[str, str], int, tuple[str, str], int, str], int]:
+        """Every reshard that may be: (from variable, its port, to variable, its port, value) → how often."""
+        found: dict[tuple[tuple[str, str], int, tuple[str, str], int, str], int] = defaultdict(int)
+        first, times = self.ties.first, self.ties.times
+        for value, node in self.graph.producers.items():
+            source, port = ("node", first(node.name)), node.values.index(value)
+            if first(value) in self.hubs:
+                hub = ("hub", first(value))
+                found[source, port, hub, -1, first(value)] += times(node.name)
+                source, port = hub, -1
+            for consumer, number in self.graph.consumers[value]:
+                found[source, port, ("node", first(consumer.name)), number, first(value)] += times(consumer.name)
+            if self.fixed.get(value):
+                found[source, port, ("whole", ""), -1, first(value)] += self.fixed[value]
+        for entry in self.graph.input_of("parameter"):
+            for consumer, number in self.graph.consumers[entry.name]:
+                source = ("parameter", first(entry.name))
+                found[source, -1, ("node", first(consumer.name)), number, first(entry.name)] += times(consumer.name)
+        return found
+
+    def port(self, variable: tuple[str, str], port: int, *, gives: bool) -> Port:
+        """The layouts of a variable at one end of an edge."""
+        kind, name = variable
+        match kind:
+            case "hub":
+                return self.hubs[name]
+            case "parameter":
+                return self.parameters[name].use
+            case "whole":
+                axes = len(self.mesh.axes)
+                return Port(np.zeros((1, axes), np.int8), np.zeros((1, axes), bool))
+        states = self.nodes[name]
+        return states.outputs()[port] if gives else states.inputs()[port]
+
+    def _price_edges(self) -> None:
+        edges = self._edges()
+        for source, out, target, at, value in edges:
+            needs_grad = value in self.graph.needs_grad
+            self.prices.meet(self.values[value], self.port(source, out, gives=True), needs_grad)
+            self.prices.meet(self.values[value], self.port(target, at, gives=False), needs_grad)
+        for (source, out, target, at, value), times in edges.items():
+            have, want = self.port(source, out, gives=True), self.port(target, at, gives=False)
+            matrix = times * self.prices.between(
+                self.values[value], have, want, value in self.graph.needs_grad
+            )
+            u = self.variable[source]
+            if target[0] == "whole":
+                self._unary[u][1] += matrix[:, 0]
+                continue
+            v = self.variable[target]
+            if u == v:
+                self._unary[u][1] += np.diag(matrix)
+                continue
+            key, matrix = ((u, v), matrix) if u < v else ((v, u), matrix.T)
+            self._pairs[key] = self._pairs[key] + matrix if key in self._pairs else matrix
+
+    # ------------------------------------------------------------------------------------------------ the problem
+
+    def problem(self, alpha: float | None = None) -> Problem:
+        """What is minimised: the sum of all seconds; with `alpha`, ``α·compute + blocking + (1 − α)·hideable``, which
+        no timeline of the same choice can undercut."""
+        compute, hideable = (1.0, 1.0) if alpha is None else (alpha, 1.0 - alpha)
+        builder = Builder()
+        for parts in self._unary:
+            builder.add_variable(compute * parts[0] + parts[1] + hideable * parts[2])
+        for (u, v), matrix in self._pairs.items():
+            builder.add_pair(u, v, matrix)
+        return builder.problem()
+
+    def price(self, states: Sequence[int]) -> Parts:
+        """The seconds of a choice."""
+        sums = np.sum([parts[:, s] for parts, s in zip(self._unary, states, strict=True)], axis=0)
+        pairs = sum(float(m[states[u], states[v]]) for (u, v), m in self._pairs.items())
+        return Parts(float(sums[0]), float(sums[1]) + pairs, float(sums[2]))
+
+    @functools.cached_property
+    def size(self) -> int:
+        """States of all variables."""
+        return sum(parts.shape[1] for parts in self._unary)
+
+    # ------------------------------------------------------------------------------------------------ the choice
+
+    def choice(self, states: Sequence[int]) -> Choice:
+        """The strategies, storage and hubs that states stand for, for every name of the graph."""
+        first = self.ties.first
+        state = {variable: states[number] for variable, number in self.variable.items()}
+        strategies: dict[str, Strategy] = {}
+        made: dict[str, Strategy] = {}
+        for node in self.graph.nodes:
+            name = first(node.name)
+            if name not in made:
+                found = self.nodes[name]
+                made[name] = strategy_of(found.codes, found.rows[state["node", name]], self.mesh)
+            strategies[node.name] = made[name]
+        hubs: dict[str, TensorLayout] = {}
+        for value in self.graph.producers:
+            port = self.hubs.get(first(value))
+            if port is not None:
+                at = state["hub", first(value)]
+                hubs[value] = self._layout(value, port, at)
+        inputs: dict[str, TensorLayout] = {}
+        again: set[str] = set()
+        for entry in self.graph.inputs:
+            found = self.parameters.get(first(entry.name)) if entry.role == "parameter" else None
+            if found is None:
+                inputs[entry.name] = self._entry(entry.name, state)
+                continue
+            at = state["parameter", first(entry.name)]
+            stored, use = storage_layout(
+                self.factors.dims[entry.name],
+                self.values[entry.name],
+                found,
+                at,
+                self.mesh,
+                entry.name in self.graph.needs_grad,
+            )
+            inputs[entry.name] = stored
+            if stored != use or len(self.graph.consumers[entry.name]) > 1:
+                hubs[entry.name] = use
+            if found.again[at]:
+                again.add(entry.name)
+        return Choice(strategies, inputs, hubs, frozenset(again))
+
+    def _layout(self, value: str, port: Port, at: int) -> TensorLayout:
+        return layout_of(
+            self.factors.dims[value],
+            self.values[value],
+            port.forward[at],
+            port.grad[at],
+            self.mesh,
+            value in self.graph.needs_grad,
+        )
+
+    def _entry(self, name: str, state: Mapping[tuple[str, str], int]) -> TensorLayout:
+        """The layout of a batch tensor, buffer or constant: as all its readers want it, else whole (a cut is free)."""
+        whole = TensorLayout(self.factors.dims[name])
+        replaced = {target for target, _ in self.graph.mutations}
+        entry = next(i for i in self.graph.inputs if i.name == name)
+        if entry.target in replaced:
+            return whole
+        found = set()
+        for node, port in self.graph.consumers[name]:
+            at = state["node", self.ties.first(node.name)]
+            found.add(self._layout(name, self.want(node.name, port), at).forward)
+        return found.pop() if len(found) == 1 and not next(iter(found)).pending else whole
+
+
+def all_codes(
+    graph: Graph, factors: Factors, values: Mapping[str, Value], ties: Ties
+) -> dict[str, NodeCodes]:
+    """The options of every node that is not a copy of another."""
+    return {
+        n.name: node_codes(n, factors.sites[n.name], graph, factors, values)
+        for n in graph.nodes
+        if ties.first(n.name) == n.name
+    }
+
+
+def _whole_readers(graph: Graph) -> dict[str, int]:
+    """Value → how many results of the program it is: those are whole."""
+    found: dict[str, int] = defaultdict(int)
+    for _, value in (*graph.outputs, *graph.mutations):
+        if value in graph.producers:
+            found[value] += 1
+    return found
+
+
+def _only(states: NodeStates, kept: np.ndarray) -> NodeStates:
+    at = np.flatnonzero(kept)
+    return NodeStates(
+        states.codes, states.rows[at], tuple(p.take(at) for p in states.ports), states.compute[at], states.talk[at]
+    )

@@ -1,0 +1,237 @@
+"""Strategies on one axis as small integers.
+
+The algebra of layouts is separable by axis: what a node does on one axis says, for each of its ports, where the value
+lies on that axis and whether its gradient is pending there. So a node has a short list of *options*, each with a code
+per port, and a strategy over many axes is a row of options. A port's layout is then the row of its codes, and all that
+follows (sizes, prices) is arithmetic on arrays.
+
+Codes: 0 whole, 1 pending, 2 + k cut at place k of the value (`Value.places`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshwright.graph import DTYPES, Graph, Node
+from meshwright.layout import Cat, Dim, SubDim, TensorLayout, dim_axes, leaves, normalize
+from meshwright.mesh import Axis, Mesh
+from meshwright.ops.factors import Factors, Site
+from meshwright.ops.strategy import WHOLE, Strategy, cut, layouts, splittable, unit_leaves, units
+from meshwright.redistribute.matrix import PENDING, Value
+from meshwright.redistribute.matrix import WHOLE as WHOLE_CODE
+
+AXIS = "x"  # the one axis of the tables
+TABLE_MESH = Mesh((Axis(AXIS, 2),), ((AXIS, (AXIS,)),))
+Codes = np.ndarray  # int8[states, axes]
+LIMIT = 12  # options of a node on one axis; more are dropped, smallest factors first
+
+# Pending sums pass through what costs no more on terms than on the sum: additions, views, casts. (Through a product they
+# would only be reduced later, and larger.) Pending gradients pass through the same, and through what scales one tensor.
+PASSES_SUMS = (
+    "add.Tensor sub.Tensor _to_copy.default view.default reshape.default permute.default transpose.int t.default "
+    "unsqueeze.default squeeze.dim squeeze.dims expand.default clone.default contiguous.default alias.default "
+    "split_with_sizes.default slice.Tensor cat.default neg.default mean.dim sum.dim_IntList detach.default"
+)
+PASSES = frozenset(f"aten.{n}" for n in PASSES_SUMS.split()) | {"meshwright.pin.default"}
+PRODUCTS = frozenset(f"aten.{n}" for n in "linear.default mm.default addmm.default matmul.default bmm.default".split())
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a node does on one axis: cut one unit of a letter, let a pending sum or gradient through, or nothing."""
+
+    letter: str = ""
+    unit: int = 0
+    through: tuple[int, ...] = ()
+    grad: bool = False
+
+
+@dataclass(frozen=True)
+class NodeCodes:
+    """The options of a node and what they mean for its ports.
+
+    `forward[p][o]` is the code of port p (inputs, then outputs) under option o, `grad[p][o]` whether the gradient is
+    pending there. `leaf_sizes` lists the leaves of all letters one after the other, `cuts[o]` those that option o cuts.
+    """
+
+    node: Node
+    site: Site
+    options: tuple[Option, ...]
+    forward: np.ndarray  # int8[ports, options]
+    grad: np.ndarray  # bool[ports, options]
+    letters: tuple[str, ...]
+    leaf_sizes: np.ndarray  # float64[leaves]
+    cuts: np.ndarray  # bool[options, leaves]
+    spill: tuple[int, ...]  # option → the option of the next unit of the same letter, -1 for none
+
+    @property
+    def inputs(self) -> int:
+        """The number of input ports."""
+        return len(self.site.rule.inputs)
+
+
+def values_of(graph: Graph, factors: Factors) -> dict[str, Value]:
+    """Every value of a graph with its sub-dims; places are single leaves, or one leaf in each part of a concatenation."""
+    return {name: value_of(dims, DTYPES[graph.types[name].dtype]) for name, dims in factors.dims.items()}
+
+
+def value_of(dims: Sequence[Dim], itemsize: int) -> Value:
+    """A value from the trees of its dims."""
+    sizes: list[tuple[tuple[int, ...], ...]] = []
+    places: list[tuple[int, ...]] = []
+    count = 0
+    for dim in dims:
+        for item in dim:
+            parts = ((item,),) if isinstance(item, SubDim) else item.parts
+            rows = tuple(tuple(s.size for s in leaves(p)) for p in parts)
+            flat = all(isinstance(i, SubDim) for p in parts for i in p)
+            if flat and isinstance(item, SubDim):
+                places.append((count,))
+            elif flat:
+                starts = np.cumsum([count, *(len(r) for r in rows)])
+                for j in range(min(map(len, rows))):
+                    places.append(tuple(int(s) + j for s in starts[:-1]))
+            sizes.append(rows if flat else ((int(np.prod([sum(map(np.prod, rows))])),),))
+            count += sum(map(len, sizes[-1]))
+    return Value(tuple(sizes), tuple(places), itemsize)
+
+
+def place_dims(dims: Sequence[Dim], value: Value, axes_of: Sequence[Sequence[str]]) -> tuple[Dim, ...]:
+    """The trees of a value with axes at its places: `axes_of[k]` are those at place k, major first."""
+    on: dict[int, tuple[str, ...]] = {}
+    for place, axes in zip(value.places, axes_of, strict=True):
+        for leaf in place:
+            on[leaf] = (*on.get(leaf, ()), *axes)
+    number = -1
+
+    def visit(dim: Dim) -> Dim:
+        nonlocal number
+        items: list[SubDim | Cat] = []
+        for item in dim:
+            if isinstance(item, SubDim):
+                number += 1
+                items.append(SubDim(item.size, on.get(number, ())))
+            else:
+                items.append(Cat(tuple(visit(p) for p in item.parts)))
+        return tuple(items)
+
+    return tuple(visit(d) for d in dims)
+
+
+def node_codes(node: Node, site: Site, graph: Graph, factors: Factors, values: dict[str, Value]) -> NodeCodes:
+    """The options of a node. One whose cut a value does not know (its tree has other sub-dims there) is left out."""
+    names = (*node.uses, *node.values)
+    marks = [_Places(factors.dims[n], values[n]) for n in names]
+    rule = site.rule
+    ports = (*rule.inputs, *rule.outputs)
+    kept: list[Option] = []
+    forward: list[list[int]] = []
+    grads: list[list[bool]] = []
+    for option in _wishes(node, site, graph, factors):
+        try:
+            found = layouts(site, strategy_on(site, option, AXIS))
+        except Exception:  # noqa: BLE001 - an option that the algebra refuses is none
+            continue
+        codes = [m.code(layout) for m, layout in zip(marks, (*found.inputs, *found.outputs), strict=True)]
+        if None in codes:
+            continue
+        kept.append(option)
+        forward.append([c for c in codes if c is not None])
+        grads.append([
+            AXIS in layout.grad and name in graph.needs_grad
+            for layout, name in zip((*found.inputs, *found.outputs), names, strict=True)
+        ])  # fmt: skip
+    letters, sizes, spans = _leaf_table(site)
+    cuts = np.zeros((len(kept), len(sizes)), dtype=bool)
+    for o, option in enumerate(kept):
+        if option.letter:
+            tree = site.trees[option.letter]
+            for leaf in unit_leaves(tree, units(tree)[option.unit]):
+                cuts[o, spans[option.letter] + leaf] = True
+    where = {(o.letter, o.unit): i for i, o in enumerate(kept) if o.letter}
+    spill = tuple(where.get((o.letter, o.unit + 1), -1) if o.letter else -1 for o in kept)
+    shape = (len(kept), len(ports))
+    return NodeCodes(
+        node,
+        site,
+        tuple(kept),
+        np.array(forward, dtype=np.int8).reshape(shape).T,
+        np.array(grads, dtype=bool).reshape(shape).T,
+        letters,
+        np.array(sizes, dtype=np.float64),
+        cuts,
+        spill,
+    )
+
+
+def strategy_on(site: Site, option: Option, axis: str) -> Strategy:
+    """An option as a strategy on one axis."""
+    if option.letter:
+        tree = site.trees[option.letter]
+        return Strategy(((option.letter, cut(tree, units(tree)[option.unit], axis)),))
+    if option.through:
+        return Strategy(through=((axis, option.through),))
+    return Strategy(grad=(axis,)) if option.grad else WHOLE
+
+
+def _wishes(node: Node, site: Site, graph: Graph, factors: Factors) -> list[Option]:
+    found: list[tuple[float, Option]] = []
+    for letter in splittable(site):
+        tree = site.trees[letter]
+        ways = units(tree)
+        held = factors.held.get((node.name, letter), ())
+        for number, unit in enumerate(ways):
+            size = min(list(leaves(tree))[i].size for i in unit_leaves(tree, unit))
+            blocked = any(held[i] for i in unit_leaves(tree, unit)) if held else False
+            if size < 2 or (blocked and not (node.op in PRODUCTS and len(ways) == 1)):
+                continue
+            found.append((-size, Option(letter, number)))
+    if len(found) > LIMIT:
+        keep = {id(o) for _, o in sorted(found, key=lambda f: f[0])[:LIMIT]}
+        found = [f for f in found if id(f[1]) in keep]
+    result = [Option(), *(o for _, o in found)]
+    if node.op in PASSES and site.rule.terms and len(site.rule.outputs) == 1:
+        ports: list[tuple[int, ...]] = [()]
+        for term in site.rule.terms:
+            ports = [(*c, p) for c in ports for p in term]
+        result += [Option(through=tuple(sorted(c))) for c in ports]
+    linear = node.op in PASSES or (site.rule.terms and node.op not in PRODUCTS)
+    if linear and any(v in graph.needs_grad for v in node.values) and len(site.rule.inputs) <= 3:
+        result.append(Option(grad=True))
+    return result
+
+
+def _leaf_table(site: Site) -> tuple[tuple[str, ...], list[int], dict[str, int]]:
+    letters, sizes, spans = [], [], {}
+    for letter, tree in site.trees.items():
+        letters.append(letter)
+        spans[letter] = len(sizes)
+        sizes += [s.size for s in leaves(tree)]
+    return tuple(letters), sizes, spans
+
+
+class _Places:
+    """Finds the code of a single-axis layout of one value."""
+
+    def __init__(self, dims: Sequence[Dim], value: Value) -> None:
+        self._whole = normalize(TensorLayout(tuple(dims)), TABLE_MESH).dims
+        self._codes: dict[tuple[Dim, ...], int] = {}
+        self._normal: dict[tuple[Dim, ...], int] = {}
+        for k in range(len(value.places)):
+            axes = [(AXIS,) if j == k else () for j in range(len(value.places))]
+            cut_dims = place_dims(dims, value, axes)
+            self._codes[cut_dims] = 2 + k
+            self._normal.setdefault(normalize(TensorLayout(cut_dims), TABLE_MESH).dims, 2 + k)
+
+    def code(self, layout: TensorLayout) -> int | None:
+        """The code; None for a cut at no place of the value."""
+        if AXIS in layout.pending:
+            return PENDING
+        if not any(dim_axes(d) for d in layout.dims):
+            return WHOLE_CODE
+        if layout.dims in self._codes:
+            return self._codes[layout.dims]
+        return self._normal.get(normalize(replace(layout, pending=(), grad=()), TABLE_MESH).dims)

@@ -1,0 +1,121 @@
+"""Which strategies over many axes a search looks at: the named spaces of `docs/planner.md`.
+
+A family says for every option list how options are laid over the prime axes, which stand in mesh order:
+
+- `named`: the axes fall into named groups (``dp``, ``tp``), and all axes of a group take one option: product states;
+- `runs`: the axes are cut into at most so many runs, in mesh order, at any place, and each run takes one option;
+- `one_axis`: all axes but one are as they were: what `recursive_programming` solves, axis by axis.
+
+Where a run is longer than a sub-dim has room for, the axes that are left go to the next sub-dim of the same letter: 16
+ranks cut 32 heads in 8 groups of 4 as ``(8/a.b.c 4/d)``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from meshwright.search.space.codes import NodeCodes
+
+Rows = np.ndarray  # int8[states, axes]: the option of each axis
+Family = Callable[[NodeCodes, np.ndarray], Rows]
+
+
+def named(groups: Sequence[Sequence[int]]) -> Family:
+    """Product states over groups of axes (numbers of prime axes)."""
+    where = np.empty(sum(map(len, groups)), dtype=np.int64)
+    for number, group in enumerate(groups):
+        where[list(group)] = number
+
+    def rows(codes: NodeCodes, sizes: np.ndarray) -> Rows:
+        choices = np.array(
+            list(itertools.product(range(len(codes.options)), repeat=len(groups))), dtype=np.int8
+        ).reshape(-1, len(groups))
+        return legal(codes, choices[:, where], sizes)
+
+    return rows
+
+
+def runs(axes: int, most: int) -> Family:
+    """At most `most` runs over the axes in mesh order."""
+
+    def rows(codes: NodeCodes, sizes: np.ndarray) -> Rows:
+        count = len(codes.options)
+        found: list[np.ndarray] = []
+        for used in range(1, min(most, axes) + 1):
+            neighbours_differ = np.array(
+                [c for c in itertools.product(range(count), repeat=used) if all(map(int.__ne__, c, c[1:]))],
+                dtype=np.int8,
+            ).reshape(-1, used)
+            for ends in itertools.combinations(range(1, axes), used - 1):
+                lengths = np.diff([0, *ends, axes])
+                found.append(np.repeat(neighbours_differ, lengths, axis=1))
+        return legal(codes, np.concatenate(found), sizes)
+
+    return rows
+
+
+def one_axis(axis: int, fixed: Callable[[NodeCodes], np.ndarray]) -> Family:
+    """Every option on one axis, beside a fixed row on the others."""
+
+    def rows(codes: NodeCodes, sizes: np.ndarray) -> Rows:
+        choices = np.repeat(fixed(codes)[None, :], len(codes.options), axis=0)
+        choices[:, axis] = np.arange(len(codes.options))
+        return legal(codes, choices, sizes)
+
+    return rows
+
+
+def legal(codes: NodeCodes, rows: Rows, sizes: np.ndarray) -> Rows:
+    """The rows whose cuts have elements for every block, axes without room moved on to the letter's next sub-dim."""
+    rows = rows.astype(np.int8, copy=True)
+    counts = np.ones((len(rows), len(codes.leaf_sizes)))
+    alive = np.ones(len(rows), dtype=bool)
+    spill = np.array(codes.spill, dtype=np.int8)
+    for axis, size in enumerate(sizes):
+        if size == 1:
+            rows[:, axis] = 0
+            continue
+        option = rows[:, axis]
+        full = (codes.cuts[option] & (counts * size > codes.leaf_sizes)).any(axis=1)
+        while (moving := full & (spill[option] >= 0)).any():
+            option = np.where(moving, spill[option], option)
+            full = (codes.cuts[option] & (counts * size > codes.leaf_sizes)).any(axis=1)
+        alive &= ~full
+        rows[:, axis] = option
+        counts[codes.cuts[option]] *= size
+    rows = rows[alive]
+    _, first = np.unique(rows, axis=0, return_index=True)
+    return rows[np.sort(first)]
+
+
+def letter_sizes(codes: NodeCodes, rows: Rows, sizes: np.ndarray) -> dict[str, np.ndarray]:
+    """What the rank that holds most has of each letter, and of each part of a concatenation: float64[states]."""
+    counts = np.ones((len(rows), len(codes.leaf_sizes)))
+    for axis, size in enumerate(sizes):
+        counts[codes.cuts[rows[:, axis]]] *= size
+    held = np.ceil(codes.leaf_sizes / counts)
+    found: dict[str, np.ndarray] = {}
+    start = 0
+    for letter in codes.letters:
+        found[letter], start, parts = _product(codes.site.trees[letter], held, start, len(rows))
+        names = codes.site.rule.parts(letter)
+        if names and len(parts) == len(names):
+            found |= dict(zip(names, parts, strict=True))
+    return found
+
+
+def _product(tree, held: np.ndarray, start: int, count: int) -> tuple[np.ndarray, int, list[np.ndarray]]:
+    total, parts = np.ones(count), []
+    for item in tree:
+        if hasattr(item, "parts"):
+            parts = []
+            for part in item.parts:
+                size, start, _ = _product(part, held, start, count)
+                parts.append(size)
+            total = total * np.sum(parts, axis=0)
+        else:
+            total, start = total * held[:, start], start + 1
+    return total, start, parts

@@ -1,0 +1,91 @@
+"""All layouts of a value that a search may meet, numbered, and the seconds from each to each.
+
+Values with the same sub-dims share one numbering and one price matrix: q, k and v of 32 layers are three tensors here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from meshwright.redistribute.matrix import PENDING, WHOLE, Table, Value
+from meshwright.search.space.codes import Codes
+
+
+@dataclass(frozen=True)
+class Port:
+    """The layouts of one port (or hub) over its states: codes forward, and where the gradient is pending."""
+
+    forward: Codes  # int8[states, axes]
+    grad: np.ndarray  # bool[states, axes]
+
+    @property
+    def backward(self) -> Codes:
+        """The codes of the gradient: cut where the value is cut, pending where it says so, else whole."""
+        return np.where(self.grad, PENDING, np.where(self.forward == PENDING, WHOLE, self.forward)).astype(np.int8)
+
+    def take(self, states: np.ndarray) -> Port:
+        """Some of the states."""
+        return Port(self.forward[states], self.grad[states])
+
+    def keys(self) -> np.ndarray:
+        """One key for each state; equal keys are equal layouts."""
+        return key_of(2 * self.forward + self.grad)
+
+
+def key_of(codes: Codes) -> np.ndarray:
+    """Rows of codes as strings of bytes, which sort and compare quickly."""
+    rows = np.ascontiguousarray(codes, dtype=np.int8)
+    return rows.view(f"S{rows.shape[1]}").ravel()
+
+
+def union(ports: list[Port]) -> Port:
+    """The distinct layouts of several ports."""
+    forward = np.concatenate([p.forward for p in ports])
+    grad = np.concatenate([p.grad for p in ports])
+    both = Port(forward, grad)
+    _, first = np.unique(both.keys(), return_index=True)
+    return both.take(first)
+
+
+@dataclass
+class Prices:
+    """Seconds between layouts, computed once for each kind of value."""
+
+    table: Table
+    _seen: dict[Value, list[Codes]] = field(default_factory=dict)
+    _keys: dict[Value, np.ndarray] = field(default_factory=dict)
+    _seconds: dict[Value, np.ndarray] = field(default_factory=dict)
+
+    def meet(self, value: Value, port: Port, needs_grad: bool) -> None:
+        """Say that a value may have these layouts; before any price is asked."""
+        rows = self._seen.setdefault(value, [])
+        rows.append(port.forward)
+        if needs_grad:
+            rows.append(port.backward)
+
+    def between(self, value: Value, have: Port, want: Port, needs_grad: bool) -> np.ndarray:
+        """Forward and backward seconds of a reshard: float64[states of have, states of want]."""
+        matrix = self._matrix(value)
+        seconds = matrix[np.ix_(self._index(value, have.forward), self._index(value, want.forward))]
+        if needs_grad:
+            back = matrix[np.ix_(self._index(value, want.backward), self._index(value, have.backward))]
+            seconds = seconds + back.T
+        return seconds
+
+    def forward_only(self, value: Value, have: Port, want: Port) -> np.ndarray:
+        """Seconds of the forward half alone."""
+        matrix = self._matrix(value)
+        return matrix[np.ix_(self._index(value, have.forward), self._index(value, want.forward))]
+
+    def _index(self, value: Value, codes: Codes) -> np.ndarray:
+        return np.searchsorted(self._keys[value], key_of(codes))
+
+    def _matrix(self, value: Value) -> np.ndarray:
+        if value not in self._seconds:
+            rows = np.concatenate(self._seen[value])
+            keys, first = np.unique(key_of(rows), return_index=True)
+            self._keys[value] = keys
+            self._seconds[value] = self.table.seconds(value, rows[first], rows[first])
+        return self._seconds[value]

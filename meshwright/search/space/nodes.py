@@ -1,0 +1,88 @@
+"""The states of one node, and its own seconds in each: operators by roofline, what its kernels send, nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.machine import seconds
+from meshwright.cost.operators import work
+from meshwright.graph import Graph
+from meshwright.mesh import Mesh
+from meshwright.ops.strategy import Strategy, cut, layouts, units
+from meshwright.ops.talk import TALKATIVE, Talk, site_talk
+from meshwright.redistribute.steps import wire_elements
+from meshwright.search.space.codes import NodeCodes, Option
+from meshwright.search.space.families import Family, Rows, letter_sizes
+from meshwright.search.space.layouts import Port
+
+
+@dataclass(frozen=True)
+class NodeStates:
+    """`rows[s]` are the options of state s on each prime axis; `ports` inputs, then outputs; seconds per state."""
+
+    codes: NodeCodes
+    rows: Rows
+    ports: tuple[Port, ...]
+    compute: np.ndarray  # float64[states], forward and backward
+    talk: np.ndarray  # float64[states]
+
+    def inputs(self) -> tuple[Port, ...]:
+        """The ports of what the node reads."""
+        return self.ports[: self.codes.inputs]
+
+    def outputs(self) -> tuple[Port, ...]:
+        """The ports of its results."""
+        return self.ports[self.codes.inputs :]
+
+
+def node_states(codes: NodeCodes, family: Family, graph: Graph, mesh: Mesh, cluster: Cluster) -> NodeStates:
+    """The states of a node in a family, with their seconds."""
+    sizes = np.array([a.size for a in mesh.axes], dtype=np.float64)
+    rows = family(codes, sizes)
+    ports = tuple(
+        Port(forward[rows], grad[rows]) for forward, grad in zip(codes.forward, codes.grad, strict=True)
+    )
+    local = letter_sizes(codes, rows, sizes)
+    node = codes.node
+    wanted = [u in graph.needs_grad for u in node.uses]
+    done = work(node, codes.site.rule, local, graph.types, wanted)
+    forward, backward = seconds(done, cluster.device, cluster.measured)
+    compute = np.broadcast_to(np.asarray(forward + backward, dtype=np.float64), (len(rows),)).copy()
+    return NodeStates(codes, rows, ports, compute, _talk(codes, rows, graph, mesh, cluster))
+
+
+def strategy_of(codes: NodeCodes, row: np.ndarray, mesh: Mesh) -> Strategy:
+    """A row of options as a strategy."""
+    cuts: dict[str, tuple] = {}
+    through: list[tuple[str, tuple[int, ...]]] = []
+    grad: list[str] = []
+    for axis, number in zip(mesh.axes, row, strict=True):
+        option: Option = codes.options[number]
+        if option.letter:
+            tree = codes.site.trees[option.letter]
+            cuts[option.letter] = cut(cuts.get(option.letter, tree), units(tree)[option.unit], axis.name)
+        elif option.through:
+            through.append((axis.name, option.through))
+        elif option.grad:
+            grad.append(axis.name)
+    return Strategy(tuple(cuts.items()), tuple(through), tuple(grad))
+
+
+def _talk(codes: NodeCodes, rows: Rows, graph: Graph, mesh: Mesh, cluster: Cluster) -> np.ndarray:
+    if codes.node.op not in TALKATIVE:
+        return np.zeros(len(rows))
+    found = []
+    for row in rows:
+        ports = layouts(codes.site, strategy_of(codes, row, mesh))
+        talk = site_talk(codes.site, ports, mesh, graph.types)
+        found.append(
+            sum(cluster.prices.seconds(t.kind, mesh, t.axes, _sent(t, mesh.count(t.axes))) for t in talk)
+        )
+    return np.array(found, dtype=np.float64)
+
+
+def _sent(talk: Talk, members: int) -> float:
+    return wire_elements(talk.kind, members, talk.payload_bytes, talk.payload_bytes)

@@ -1,0 +1,198 @@
+"""The states of a parameter: how it is used, how it is stored, and whether it is gathered again in backward.
+
+A parameter enters the program in its *storage* layout. Where it is used whole on some axes it may be stored cut over
+them (as minor axes of one of its sub-dims): then it is gathered before use, and its gradient is reduced to what is
+stored. So the levels of optimizer parallel are states here: stored whole is data parallel, stored cut and kept after
+the first gather is ZeRO-2 (Rajbhandari et al. 2020), gathered again in backward is ZeRO-3.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.machine import update_seconds
+from meshwright.cost.reduction import reduction_seconds
+from meshwright.layout import Dim, TensorLayout
+from meshwright.mesh import Mesh
+from meshwright.redistribute.matrix import WHOLE, Table, Value
+from meshwright.redistribute.steps import wire_elements
+from meshwright.search.space.codes import place_dims
+from meshwright.search.space.layouts import Port, union
+
+
+@dataclass(frozen=True)
+class ParameterStates:
+    """`use` is the layout in which it is used; `stored[s, a]` says that axis a cuts its storage only, at `place[s]`.
+
+    `blocking` are the seconds of gathers and scatters, `reduction` those of what backward reduces beside computing,
+    `update` those of the optimizer. `elements` is what the rank that holds most stores.
+    """
+
+    use: Port
+    stored: np.ndarray  # bool[states, axes]
+    place: np.ndarray  # int64[states]
+    again: np.ndarray  # bool[states]
+    blocking: np.ndarray
+    reduction: np.ndarray
+    update: np.ndarray
+    elements: np.ndarray
+    used_elements: np.ndarray
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What storage a search may choose. `groups`: axes that are stored cut together or not at all, numbers of prime
+    axes; `smallest` bytes below which a parameter stays whole; `states` per element of the optimizer."""
+
+    groups: tuple[tuple[int, ...], ...]
+    smallest_bytes: int = 64 << 10
+    states: int = 2
+    again: bool = True
+    allowed: bool = True
+
+
+def parameter_states(
+    value: Value, wants: list[Port], needs_grad: bool, mesh: Mesh, cluster: Cluster, table: Table, how: Storage
+) -> ParameterStates:
+    """Every use that some consumer asks for, with every storage of it."""
+    uses = union(wants)
+    sizes = np.array([a.size for a in mesh.axes])
+    leaf_sizes = np.array([s for item in value.sizes for part in item for s in part])
+    whole_bytes = value.itemsize * float(table.local_elements(value, np.zeros((1, len(sizes)), np.int8))[0])
+    found: list[tuple[int, tuple[int, ...], int, bool]] = []
+    choices = list(_subsets(how.groups)) if how.allowed and whole_bytes >= how.smallest_bytes else []
+    for state in range(len(uses.forward)):
+        found.append((state, (), 0, False))
+        seen: set[tuple[int, ...]] = {()}
+        counts = _counts(value, uses.forward[state], sizes, len(leaf_sizes))
+        for chosen in choices:
+            axes = tuple(a for a in chosen if uses.forward[state, a] == WHOLE and sizes[a] > 1)
+            place = _room(value, leaf_sizes, counts, int(np.prod(sizes[list(axes)]))) if axes else None
+            if axes in seen or place is None:
+                continue
+            seen.add(axes)
+            found.append((state, axes, place, False))
+            if how.again:
+                found.append((state, axes, place, True))
+    rows = np.array([f[0] for f in found])
+    stored = np.zeros((len(found), len(sizes)), dtype=bool)
+    for number, (_, axes, _, _) in enumerate(found):
+        stored[number, list(axes)] = True
+    use = uses.take(rows)
+    place = np.array([f[2] for f in found])
+    again = np.array([f[3] for f in found])
+    return _priced(value, use, stored, place, again, needs_grad, mesh, cluster, table, how.states)
+
+
+def _subsets(groups: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
+    return [
+        tuple(sorted({a for g in chosen for a in g}))
+        for count in range(1, len(groups) + 1)
+        for chosen in itertools.combinations(groups, count)
+    ]
+
+
+def _counts(value: Value, codes: np.ndarray, sizes: np.ndarray, leaves: int) -> np.ndarray:
+    counts = np.ones(leaves)
+    for code, size in zip(codes, sizes, strict=True):
+        if code >= 2:
+            counts[list(value.places[code - 2])] *= size
+    return counts
+
+
+def _room(value: Value, leaf_sizes: np.ndarray, counts: np.ndarray, members: int) -> int | None:
+    """The place that storage is cut at: the first that divides evenly, else the first with enough elements."""
+    fitting = [
+        k for k, leaves in enumerate(value.places) if all(leaf_sizes[x] >= counts[x] * members for x in leaves)
+    ]
+    even = [k for k in fitting if all(leaf_sizes[x] % (counts[x] * members) == 0 for x in value.places[k])]
+    return (even or fitting or [None])[0]
+
+
+def _priced(
+    value: Value,
+    use: Port,
+    stored: np.ndarray,
+    place: np.ndarray,
+    again: np.ndarray,
+    needs_grad: bool,
+    mesh: Mesh,
+    cluster: Cluster,
+    table: Table,
+    states: int,
+) -> ParameterStates:
+    names = np.array([a.name for a in mesh.axes])
+    used = table.local_elements(value, use.forward)
+    storage = np.where(stored, 2 + place[:, None], use.forward).astype(np.int8)
+    elements = table.local_elements(value, storage)
+    blocking, reduction = np.zeros(len(use.forward)), np.zeros(len(use.forward))
+    masks = np.concatenate([stored, use.grad], axis=1)
+    for mask in np.unique(masks, axis=0):
+        rows = np.flatnonzero((masks == mask).all(axis=1))
+        cut, pending = mask[: len(names)], mask[len(names) :]
+        if cut.any():
+            gather = _collective("all_gather", names[cut], mesh, cluster, elements[rows], used[rows], value.itemsize)
+            blocking[rows] += gather * np.where(again[rows], 2.0, 1.0)
+        if not needs_grad:
+            continue
+        if (cut & pending).any():
+            axes = names[cut & pending]
+            sliced = np.where(stored[rows] & ~pending, storage[rows], use.forward[rows]).astype(np.int8)
+            before = table.local_elements(value, sliced)
+            scatter = _collective("reduce_scatter", axes, mesh, cluster, before, elements[rows], value.itemsize)
+            both = _collective("all_reduce", axes, mesh, cluster, before, before, value.itemsize)
+            blocking[rows] += np.minimum(scatter, both)
+        if (pending & ~cut).any():
+            reduction[rows] += reduction_seconds(
+                elements[rows] * value.itemsize, tuple(names[pending & ~cut]), mesh, cluster.prices
+            )
+    update = (
+        update_seconds(elements, states, cluster.device, cluster.measured)
+        if needs_grad
+        else np.zeros(len(elements))
+    )
+    return ParameterStates(use, stored, place, again, blocking, reduction, update, elements, used)
+
+
+def _collective(
+    kind: str, axes: np.ndarray, mesh: Mesh, cluster: Cluster, before: np.ndarray, after: np.ndarray, itemsize: int
+) -> np.ndarray:
+    sent = itemsize * wire_elements(kind, mesh.count(axes), before, after)  # type: ignore[arg-type]
+    latency = cluster.prices.seconds(kind, mesh, axes, 0.0)
+    return latency + sent * (cluster.prices.seconds(kind, mesh, axes, 1e9) - latency) / 1e9
+
+
+def storage_layout(
+    dims: tuple[Dim, ...], value: Value, states: ParameterStates, state: int, mesh: Mesh, needs_grad: bool
+) -> tuple[TensorLayout, TensorLayout]:
+    """The layouts of a state: as stored (what is still pending there is reduced in buckets), and as used."""
+    use = layout_of(dims, value, states.use.forward[state], states.use.grad[state], mesh, needs_grad)
+    cut = [a.name for a, on in zip(mesh.axes, states.stored[state], strict=True) if on]
+    if not cut:
+        return use, use
+    at: list[list[str]] = [[] for _ in value.places]
+    for axis, code in zip(mesh.axes, states.use.forward[state], strict=True):
+        if code >= 2:
+            at[code - 2].append(axis.name)
+    at[states.place[state]] += cut
+    grad = tuple(a for a in use.grad if a not in cut)
+    return TensorLayout(place_dims(dims, value, at), (), grad), use
+
+
+def layout_of(
+    dims: tuple[Dim, ...], value: Value, codes: np.ndarray, grad: np.ndarray, mesh: Mesh, needs_grad: bool
+) -> TensorLayout:
+    """The layout that a row of codes stands for."""
+    at: list[list[str]] = [[] for _ in value.places]
+    pending = []
+    for axis, code in zip(mesh.axes, codes, strict=True):
+        if code == 1:
+            pending.append(axis.name)
+        elif code >= 2:
+            at[code - 2].append(axis.name)
+    waiting = tuple(a.name for a, on in zip(mesh.axes, grad, strict=True) if on) if needs_grad else ()
+    return TensorLayout(place_dims(dims, value, at), tuple(pending), waiting)
