@@ -59,7 +59,7 @@ def plan(
 def plan_captured(captured: Captured, mesh: MeshLike, mode: str, pins: Pins | None) -> Plan:
     """The plan of a captured program. It keeps the capture, so that it can explain itself and take more pins."""
     chosen = mesh_from(mesh, captured)
-    made = make_plan(captured.graph, chosen, mode, pins)
+    made = make_plan(captured.graph, chosen, mode, pins, captured.folding)
     return with_origin(made.with_notes(*captured.notes), captured)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from meshwright.blocks import Block, Folding
 from meshwright.capture.capture import Captured, capture
-from meshwright.capture.fold import Block, Folding, fold
+from meshwright.capture.fold import fold
 from meshwright.capture.interpret import bind, interpret
 from meshwright.capture.widen import widen, widened_eager
 

@@ -29,9 +29,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from meshwright.blocks import Block, Folding
 from meshwright.capture.batch import leaves, map_leaves
 from meshwright.capture.convert import hash_of, type_of
-from meshwright.capture.fold import Block, Folding
 from meshwright.errors import GraphError
 from meshwright.graph import Graph, parse
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from meshwright.blocks import Folding
 from meshwright.capture.attention import raise_attention
 from meshwright.capture.batch_dim import name_batch_dims
 from meshwright.capture.cache import key_of, load, save
 from meshwright.capture.convert import convert, literal_constants
 from meshwright.capture.finish import hoist_constants, name_nodes, number_seeds, share_constants
-from meshwright.capture.fold import Folding, fold
+from meshwright.capture.fold import fold
 from meshwright.capture.gradients import mark_gradients, settle_parameters
 from meshwright.capture.indices import indices_to_views
 from meshwright.capture.normalize import normalize

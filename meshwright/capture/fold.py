@@ -17,34 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.blocks import Block, Folding
 from meshwright.graph import Device, Dtype, Graph, Node, Ref
 
 MAX_PERIODS = 48
 MAX_ROTATIONS = 64
 MIN_LENGTH = 4  # shorter ones are a layer's own k and v, not layers
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """`repeats` consecutive equal blocks of `length` nodes from node number `start`; `key` hashes their content."""
-
-    start: int
-    length: int
-    repeats: int
-    key: str
-
-    @property
-    def stop(self) -> int:
-        """The number of the first node after the last repeat."""
-        return self.start + self.length * self.repeats
-
-
-@dataclass(frozen=True, slots=True)
-class Folding:
-    """The repeated blocks in order, and how many nodes are left when each block is counted once."""
-
-    blocks: tuple[Block, ...]
-    unique_nodes: int
 
 
 Wire = tuple[int, int]  # (number of the node, or -1 - number of the input; which result)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.errors import PlanError, did_you_mean
+from meshwright.blocks import UNFOLDED, Folding
+from meshwright.errors import MeshwrightError, PlanError, did_you_mean
 from meshwright.graph import Graph
 from meshwright.layout import verify
 from meshwright.mesh import Mesh
@@ -15,34 +16,76 @@ from meshwright.ops.table import rules_of
 from meshwright.plan import Plan, fingerprint, plain_pins
 from meshwright.search.data_parallel import assign_batch, check_batch
 from meshwright.search.finish import input_layouts, pass_gradients_back
+from meshwright.search.folded import Folded, folded, unfold_factors, whole
 from meshwright.search.honoured import check_annotated
-from meshwright.search.marks import given_values, mark_seeds, pin_specs, region
+from meshwright.search.marks import PinSpec, given_values, mark_seeds, pin_specs, region
 from meshwright.search.notes import repeated, unknown
 from meshwright.search.options import Assignment, Scene
-from meshwright.search.pins import Seeds, module_seeds
+from meshwright.search.pins import Seeds, module_seeds, pinned_kinds
 from meshwright.search.propagation import propagate
 
 MODES = ("stand_alone", "data_parallel", "semi_auto", "sharding_propagation")
 ANNOTATED = ("semi_auto", "sharding_propagation")  # modes that look at pins and annotations
+Pins = Mapping[str, Mapping[str, Any]]
 LATER = ("recursive_programming", "dynamic_programming", "auto")
 
 
 def make_plan(
-    graph: Graph, mesh: Mesh, mode: str, pins: Mapping[str, Mapping[str, Any]] | None = None
+    graph: Graph,
+    mesh: Mesh,
+    mode: str,
+    pins: Mapping[str, Mapping[str, Any]] | None = None,
+    folding: Folding = UNFOLDED,
 ) -> Plan:
     """The plan of a graph on a mesh under a mode. `pins`: module pattern → letter → axis.
 
-    Raises PlanError for an unknown mode, StrategyError for cuts that cannot be.
+    With a `folding` each kind of layer is planned once. Raises PlanError for an unknown mode, StrategyError for cuts
+    that cannot be.
     """
     _check_mode(mode, mesh, pins)
+    wishes = pins if mode in ANNOTATED and pins is not None else {}
+    folds = folded(graph, folding, pinned_kinds(graph, wishes)) if folding.blocks else whole(graph)
+    try:
+        return _make_plan(folds, mesh, mode, pins or {}, wishes)
+    except MeshwrightError:
+        if folds.is_whole:
+            raise
+    return _make_plan(whole(graph), mesh, mode, pins or {}, wishes)  # the error speaks of the whole model
+
+
+def _make_plan(folds: Folded, mesh: Mesh, mode: str, pins: Pins, wishes: Pins) -> Plan:
+    graph = folds.graph
     scene = Scene(graph, analyze(graph, rules_of(graph)), mesh)
+    specs = pin_specs(graph) if mode in ANNOTATED else []
+    assignment, reasons = _assign(scene, mode, specs, wishes)
+    notes = check_annotated(scene, specs, assignment) + _unused(graph, mode)
+    pass_gradients_back(scene, assignment)
+    inputs = input_layouts(graph, scene.factors, mesh, assignment)
+    full = folds.full
+    plan = Plan(
+        mesh,
+        mode,
+        fingerprint(full),
+        folds.unfold(assignment),
+        folds.unfold_inputs(inputs),
+        folds.unfold(reasons) if reasons else {},
+        about={n.name: (n.op, n.module) for n in full.nodes},
+        pins=plain_pins(pins),
+    )
+    check_layouts(graph, scene.factors, plan)
+    seen = scene if folds.is_whole else Scene(full, unfold_factors(folds, scene.factors), mesh)
+    return plan.with_notes(*notes, *unknown(seen, plan), *repeated(seen, plan.strategies))
+
+
+def _assign(
+    scene: Scene, mode: str, specs: Sequence[PinSpec], wishes: Pins
+) -> tuple[Assignment, dict[str, str]]:
+    """The strategy of each node, and for each why it was chosen."""
+    graph = scene.graph
     assignment: Assignment = {n.name: WHOLE for n in graph.nodes}
     reasons: dict[str, str] = {}
-    axes = tuple(a.name for a in mesh.axes if a.size > 1)
-    specs = pin_specs(graph) if mode in ANNOTATED else []
-    seeds = _joined(
-        mark_seeds(scene, specs), module_seeds(scene, pins if mode in ANNOTATED and pins is not None else {})
-    )
+    axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)
+    seeds = _joined(mark_seeds(scene, specs), module_seeds(scene, wishes))
     pinned_axes = {a for a, nodes in seeds.items() if any(s != WHOLE for s in nodes.values())}
     given = given_values(graph, specs)
     match mode:
@@ -55,7 +98,7 @@ def make_plan(
                 propagate(scene, assignment, axis, seeds.get(axis, {}), within=inside, given=given)
             outside = tuple(n for n in graph.nodes if n.name not in inside)
             assign_batch(scene, assignment, axes, outside)
-            reasons |= dict.fromkeys(inside, "annotated") | {n.name: "data parallel" for n in outside}
+            reasons = {n.name: "annotated" if n.name in inside else "data parallel" for n in graph.nodes}
         case "sharding_propagation":
             for axis in axes:
                 if axis in pinned_axes:
@@ -64,21 +107,8 @@ def make_plan(
                 else:
                     assign_batch(scene, assignment, (axis,), graph.nodes)
             seeded = {n for axis in pinned_axes for n, s in seeds[axis].items() if s != WHOLE}
-            reasons |= {n.name: "annotated" if n.name in seeded else "propagated" for n in graph.nodes}
-    notes = check_annotated(scene, specs, assignment) + _unused(graph, mode)
-    pass_gradients_back(scene, assignment)
-    plan = Plan(
-        mesh,
-        mode,
-        fingerprint(graph),
-        assignment,
-        input_layouts(graph, scene.factors, mesh, assignment),
-        reasons,
-        about={n.name: (n.op, n.module) for n in graph.nodes},
-        pins=plain_pins(pins or {}),
-    )
-    check_layouts(graph, scene.factors, plan)
-    return plan.with_notes(*notes, *unknown(scene, plan), *repeated(scene, assignment))
+            reasons = {n.name: "annotated" if n.name in seeded else "propagated" for n in graph.nodes}
+    return assignment, reasons
 
 
 def _check_mode(mode: str, mesh: Mesh, pins: Any) -> None:

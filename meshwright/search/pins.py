@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.errors import StrategyError, did_you_mean
-from meshwright.graph import Node
+from meshwright.graph import Graph, Node
 from meshwright.layout import Dim, show_dim
 from meshwright.ops.factors import Site
 from meshwright.ops.rule import SIZED, is_whole
@@ -59,6 +59,23 @@ def module_seeds(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Seeds:
             for node in takers:
                 cut_letter(scene, seeds, node, letter, run)
     return seeds
+
+
+def pinned_kinds(graph: Graph, pins: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
+    """Node → the patterns that match it: layers that are pinned differently are of different kinds."""
+    known: dict[str, tuple[str, ...]] = {}
+    found: dict[str, tuple[str, ...]] = {}
+    named = {pattern[1:] for pattern in pins if pattern.startswith("%")}
+    for node in graph.nodes if pins else ():
+        matched = known.get(node.module)
+        if matched is None:
+            matched = tuple(p for p in pins if fnmatch.fnmatchcase(node.module, p))
+            known[node.module] = matched
+        if node.name in named:
+            matched = (*matched, f"%{node.name}")
+        if matched:
+            found[node.name] = matched
+    return found
 
 
 def _check_pins(pins: Any) -> None:
