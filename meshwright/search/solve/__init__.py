@@ -1,6 +1,18 @@
 """The optimisation engine below the searches: it knows variables, states and prices, not graphs and layouts."""
 
+from meshwright.search.solve.bounds import Solution, solve
 from meshwright.search.solve.eliminate import Eliminated, Estimate, eliminate, estimate
 from meshwright.search.solve.problem import Builder, Memory, NoStates, Problem
 
-__all__ = ["Problem", "Builder", "Memory", "NoStates", "eliminate", "estimate", "Estimate", "Eliminated"]
+__all__ = [
+    "solve",
+    "Solution",
+    "Problem",
+    "Builder",
+    "Memory",
+    "NoStates",
+    "eliminate",
+    "estimate",
+    "Estimate",
+    "Eliminated",
+]

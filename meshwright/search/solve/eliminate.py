@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,7 +45,15 @@ class Eliminated:
 
 def estimate(problem: Problem, dtype: type = np.float64) -> Estimate:
     """The cheaper one of two greedy orders: least table first, and least fill first."""
-    plans = [_simulate(problem, fill, np.dtype(dtype).itemsize) for fill in (False, True)]
+    return estimate_sizes(problem.sizes, problem.pairs, dtype)
+
+
+def estimate_sizes(
+    sizes: Sequence[int], pairs: Iterable[tuple[int, int]], dtype: type = np.float64
+) -> Estimate:
+    """The same from the number of states of each variable and the pairs alone."""
+    edges = [(u, v) for u, v in pairs if sizes[u] > 1 and sizes[v] > 1]  # one state is a constant
+    plans = [_simulate(sizes, edges, fill, np.dtype(dtype).itemsize) for fill in (False, True)]
     return min(plans, key=lambda p: p.work)
 
 
@@ -172,14 +180,12 @@ def _cut(table: np.ndarray, low: int, high: int, row: int, end: int) -> np.ndarr
     return table[low:high, row:end] if table.shape[1] > 1 else table[low:high]
 
 
-def _simulate(problem: Problem, fill: bool, itemsize: int) -> Estimate:
+def _simulate(sizes: Sequence[int], edges: Iterable[tuple[int, int]], fill: bool, itemsize: int) -> Estimate:
     """Eliminate on the graph alone. Costs of neighbours are refreshed lazily: stale heap entries are skipped."""
-    sizes = problem.sizes
     near: list[set[int]] = [set() for _ in sizes]
-    for u, v in problem.pairs:
-        if sizes[u] > 1 and sizes[v] > 1:  # a variable of one state is a constant
-            near[u].add(v)
-            near[v].add(u)
+    for u, v in edges:
+        near[u].add(v)
+        near[v].add(u)
 
     def cost(v: int) -> tuple[float, float, int]:
         table = math.prod(sizes[w] for w in near[v])

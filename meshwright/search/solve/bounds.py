@@ -1,0 +1,232 @@
+"""Bound, prune, eliminate: the exact answer where the tables stay small, an answer with its bound where they do not.
+
+Sweeps give a lower bound of the price and of the price with each single state (its reduced cost); a choice that
+follows them gives an upper bound. A state whose lower bound exceeds the upper one is in no optimum and is dropped.
+What is left is eliminated exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from meshwright.search.solve.eliminate import Estimate, eliminate, estimate, estimate_sizes
+from meshwright.search.solve.problem import NoStates, Problem
+from meshwright.search.solve.sweeps import Messages, Sweeps, consistent
+
+Progress = Callable[[str, int, int, float, float], None]
+"""Told (stage, done, total, best price so far, lower bound); what it raises ends the search."""
+
+MOST_ROUNDS = 60
+TABLE_BYTES = 400e6
+MODEST_WORK = 3e7  # about 0.05 s: not worth trying a part of it first
+BISECTIONS = 6
+SLOW = 0.05  # a round that closes less of the gap than this is the last
+NOT_ALLOWED = 1e30
+TOLERANCE = 1e-10  # of the price: what a bound may lack by rounding
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """The best states found, their price, and a lower bound of every price; `exact` when the two are the same.
+
+    `messages` may start the next solve of a problem with the same shape and the same forbidden entries.
+    `stopped` says that an interrupt ended the search early.
+    """
+
+    states: tuple[int, ...]
+    price: float
+    bound: float
+    exact: bool
+    stopped: bool = False
+    messages: Messages = field(default_factory=dict, repr=False)
+
+
+def solve(
+    problem: Problem,
+    *,
+    limit_work: float = 4e9,
+    progress: Progress | None = None,
+    start: Messages | None = None,
+) -> Solution:
+    """The cheapest states of a problem, exactly if no elimination of more than `limit_work` sums is needed.
+
+    Raises NoStates when no choice has a finite price. An interrupt returns the best so far where there is one.
+    """
+    search = _Search(problem, limit_work, progress)
+    try:
+        search.run(start)
+        stopped = False
+    except KeyboardInterrupt:
+        if search.states is None:
+            raise
+        stopped = True
+    if search.states is None:
+        raise NoStates(None, why=f"none was found, and to prove it takes more than {limit_work:.1e} sums")
+    bound = min(search.bound, search.price)
+    exact = search.closed
+    return Solution(
+        search.states, search.price, search.price if exact else bound, exact, stopped, search.messages
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Few:
+    """The states (places per variable) whose lower bound is at most `level`; no plan when too many for the budget."""
+
+    level: float
+    places: list[np.ndarray]
+    plan: Estimate | None
+
+
+class _Search:
+    """The state of one solve: what is left of each variable, the best states, the bound."""
+
+    def __init__(self, problem: Problem, limit_work: float, progress: Progress | None) -> None:
+        self.problem = problem
+        self.limit_work = limit_work
+        self.progress = progress
+        self.states: tuple[int, ...] | None = None
+        self.price = math.inf
+        self.bound = -math.inf
+        self.messages: Messages = {}
+        self.kept = consistent(problem)
+
+    @property
+    def margin(self) -> float:
+        return TOLERANCE * max(abs(self.price), abs(self.bound)) if self.states else math.inf
+
+    @property
+    def closed(self) -> bool:
+        return self.states is not None and self.price - self.bound <= self.margin
+
+    def run(self, start: Messages | None) -> None:
+        sweeps = Sweeps(self.problem.only(self.kept), start)
+        plan = estimate(sweeps.problem)
+        if plan.work > self._easy(sweeps, 4) or plan.size_bytes > TABLE_BYTES:
+            sweeps = self._sweep(sweeps)
+            plan = estimate(sweeps.problem)
+        for share in (1 / 16, 1.0):  # a small part of the work often closes the gap
+            if self.closed:
+                return
+            budget = share * min(plan.work, self.limit_work)
+            if plan.work > max(budget, MODEST_WORK) or plan.size_bytes > TABLE_BYTES:
+                self.bound = max(self.bound, sweeps.round())
+                sweeps = self._near(sweeps, budget)
+                plan = estimate(sweeps.problem)
+        if not self.closed and plan.work <= self.limit_work and plan.size_bytes <= TABLE_BYTES:
+            self._finish(sweeps.problem, plan, self.kept)
+            self.bound = self.price
+
+    def _easy(self, sweeps: Sweeps, rounds: int) -> float:
+        """Work that takes no longer than some rounds; each variable costs a few calls whatever its states."""
+        return rounds * sweeps.cost + 1e4 * len(self.kept)
+
+    def _sweep(self, sweeps: Sweeps) -> Sweeps:
+        """Rounds until what is left is cheaper to eliminate than to sweep, or the bound stands still."""
+        whole = True
+        for done in range(MOST_ROUNDS):
+            before = self.bound
+            self.bound = max(before, sweeps.round())
+            self._offer(self.kept, settle(sweeps.problem, sweeps.decode()))
+            if whole:
+                self.messages = sweeps.messages()
+            self._tell("bound", done + 1, MOST_ROUNDS)
+            if self.closed:
+                break
+            slim = self._near(sweeps, sweeps.cost) if done else self._pruned(sweeps)
+            if self.closed:
+                break
+            whole = whole and slim is sweeps
+            sweeps = slim
+            if estimate(sweeps.problem).work <= self._easy(sweeps, 2):
+                break
+            if done >= 2 and self.bound - before < SLOW * (self.price - self.bound):
+                break
+        return sweeps
+
+    def _pruned(self, sweeps: Sweeps) -> Sweeps:
+        """The sweeps without the states that no better choice can have, if that makes them a good deal cheaper."""
+        few = sweeps.within(self.price + self.margin)
+        left = 2.0 * sum(len(few[u]) * len(few[v]) for u, v in sweeps.problem.pairs)
+        if left > 0.8 * sweeps.cost:
+            return sweeps
+        self.kept = [k[f] for k, f in zip(self.kept, few, strict=True)]
+        return sweeps.only(few)
+
+    def _near(self, sweeps: Sweeps, budget: float) -> Sweeps:
+        """Eliminate over the states whose lower bound is least, as many as `budget` allows (after a round).
+
+        A choice with any other state costs more than the highest of these bounds, so that is a lower bound too.
+        """
+        few = self._affordable(sweeps, budget)
+        if few.plan:
+            try:
+                kept = [k[f] for k, f in zip(self.kept, few.places, strict=True)]
+                self._finish(sweeps.problem.only(few.places), few.plan, kept)
+            except NoStates:
+                pass
+            beyond = (least[least > few.level].min(initial=math.inf) for least in sweeps.least)
+            self.bound = max(self.bound, min(self.price, *map(float, beyond)))
+        return self._pruned(sweeps)
+
+    def _affordable(self, sweeps: Sweeps, budget: float) -> _Few:
+        """The states below a level between bound and price, which a bisection pushes up as far as `budget` allows."""
+        low, high = self.bound, self.price
+        best = _Few(low, [], None)
+        if math.isinf(high):
+            high = max(float(least.max()) for least in sweeps.least)
+        level = high
+        for _ in range(BISECTIONS):
+            places = sweeps.within(level)
+            plan = estimate_sizes([len(p) for p in places], sweeps.problem.pairs)
+            if plan.work <= budget and plan.size_bytes <= TABLE_BYTES:
+                best, low = _Few(level, places, plan), level
+                if level == high:
+                    break
+            else:
+                high = level
+            level = (low + high) / 2
+        return best
+
+    def _finish(self, part: Problem, plan: Estimate, kept: Sequence[np.ndarray]) -> None:
+        found = eliminate(part, plan, tick=lambda done, total: self._tell("eliminate", done, total))
+        self._offer(kept, found.states)
+
+    def _offer(self, kept: Sequence[np.ndarray], states: Sequence[int]) -> None:
+        """Take states given as places in `kept` if they are better than what we have."""
+        states = tuple(int(k[s]) for k, s in zip(kept, states, strict=True))
+        price = self.problem.price(states)
+        if price < self.price:
+            self.states, self.price = states, price
+
+    def _tell(self, stage: str, done: int, total: int) -> None:
+        if self.progress:
+            self.progress(stage, done, total, self.price, self.bound)
+
+
+def settle(problem: Problem, states: Sequence[int]) -> tuple[int, ...]:
+    """Change one variable at a time to its best state given the others, until none gains (iterated modes).
+
+    A pair that is not allowed weighs more than any price, so that the fewest such pairs remain.
+    """
+    around: list[list[tuple[int, np.ndarray]]] = [[] for _ in states]
+    for (u, v), matrix in problem.pairs.items():
+        around[u].append((v, matrix.T))
+        around[v].append((u, matrix))
+    now = list(states)
+    for _ in range(MOST_ROUNDS):
+        moved = False
+        for v, row in enumerate(problem.unary):
+            total = row.copy()
+            for w, matrix in around[v]:
+                total += np.minimum(matrix[now[w]], NOT_ALLOWED)
+            best = int(total.argmin())
+            if total[best] < total[now[v]]:
+                now[v], moved = best, True
+        if not moved:
+            break
+    return tuple(now)
