@@ -52,3 +52,9 @@ def counts_first(inputs: Iterable[Input], nodes: Sequence[Node]) -> tuple[Node, 
     front = [n for n in early if needed.intersection(n.values)]
     moved = {n.name for n in front}
     return (*front, *(n for n in nodes if n.name not in moved))
+
+
+def late_values(graph: Graph) -> frozenset[str]:
+    """Results that no operator reads, such as the loss: their sums need not hold up backward."""
+    replaced = {v for _, v in graph.mutations}
+    return frozenset(v for _, v in graph.outputs if not graph.consumers[v] and v not in replaced)

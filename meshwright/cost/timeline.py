@@ -1,0 +1,174 @@
+"""When everything in a step happens: tasks in issue order on a few streams, played as events.
+
+A *stream* runs its tasks one after another, in the order in which they are listed, as a device's streams and a
+library's queues do. A blocking collective occupies the compute stream and the stream of its axes at once; one that is
+only started occupies the latter alone, and then compute beside it (and it beside compute) goes slower by the factors
+measured for that. A task starts when it is the first of all its streams and what it waits for is done. Since both kinds
+of waiting point back in the list, the play never locks.
+
+Without slowdown a task that takes longer never ends the step earlier: all times are sums and maxima of seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+COMPUTE = "compute"
+ALONE: Mapping[str, float] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing that takes time. `streams` are what it occupies, `after` the places in the list of what it waits for
+    (earlier ones), `kind` a word for readers (``forward``, ``backward``, ``reduce``, ``update``).
+
+    A task is compute when it occupies the compute stream alone; any other is communication. `seconds` are those it
+    takes with nothing beside it. `about` is carried along for reports.
+    """
+
+    name: str
+    streams: tuple[str, ...]
+    seconds: float
+    after: tuple[int, ...] = ()
+    kind: str = ""
+    about: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is compute."""
+        return self.streams == (COMPUTE,)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each task of a list starts and ends, in seconds from the beginning of the step.
+
+    `compute_seconds` is the time in which something computes, `exposed_seconds` that in which something is sent and
+    nothing computes; `hidden_seconds` that in which both happen.
+    """
+
+    tasks: tuple[Task, ...]
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+    compute_seconds: float
+    exposed_seconds: float
+    hidden_seconds: float
+
+    @property
+    def step_seconds(self) -> float:
+        """The end of the last task."""
+        return max(self.ends, default=0.0)
+
+    @property
+    def idle_seconds(self) -> float:
+        """The time in which nothing happens at all."""
+        return max(0.0, self.step_seconds - self.compute_seconds - self.exposed_seconds)
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """The streams in order of first use, compute first."""
+        used = dict.fromkeys(s for t in self.tasks for s in t.streams)
+        return (COMPUTE, *(s for s in used if s != COMPUTE))
+
+    def busy_seconds(self, stream: str) -> float:
+        """The time in which a stream is occupied."""
+        return sum(
+            end - start
+            for task, start, end in zip(self.tasks, self.starts, self.ends, strict=True)
+            if stream in task.streams
+        )
+
+    @property
+    def busy_share(self) -> dict[str, float]:
+        """Stream → the share of the step in which it is occupied."""
+        whole = self.step_seconds
+        return {s: self.busy_seconds(s) / whole if whole else 0.0 for s in self.streams}
+
+
+def play(tasks: Sequence[Task], slowdown: Mapping[str, float] = ALONE) -> Timeline:
+    """Play a list of tasks. `slowdown`: ``compute`` and ``collective`` → factor (at least 1) while the other runs.
+
+    Raises ValueError for a task that waits for itself or a later one, and for negative seconds.
+    """
+    check(tasks)
+    return _Play(
+        tasks, max(1.0, slowdown.get("compute", 1.0)), max(1.0, slowdown.get("collective", 1.0))
+    ).run()
+
+
+def check(tasks: Sequence[Task]) -> None:
+    """Raise ValueError for a list that cannot be played."""
+    for number, task in enumerate(tasks):
+        if any(a >= number or a < 0 for a in task.after):
+            raise ValueError(
+                f"task {number} ({task.name}) waits for {max(task.after)}, which is not before it"
+            )
+        if not task.streams or not task.seconds >= 0.0:
+            raise ValueError(
+                f"task {number} ({task.name}) has streams {task.streams}, {task.seconds} seconds"
+            )
+
+
+class _Play:
+    """The state of a play: what runs, with the seconds of work it has left."""
+
+    def __init__(self, tasks: Sequence[Task], compute: float, collective: float) -> None:
+        self.tasks, self.compute_factor, self.collective_factor = tuple(tasks), compute, collective
+        # A task waits for those it names and for the one before it on each of its streams.
+        last: dict[str, int] = {}
+        self.waits = [0] * len(tasks)
+        self.next: list[list[int]] = [[] for _ in tasks]
+        for number, task in enumerate(tasks):
+            before = {*task.after, *(last[s] for s in task.streams if s in last)}
+            last.update(dict.fromkeys(task.streams, number))
+            self.waits[number] = len(before)
+            for other in before:
+                self.next[other].append(number)
+        self.starts, self.ends = [0.0] * len(tasks), [0.0] * len(tasks)
+        self.left: dict[int, float] = {}
+        self.computing = 0
+
+    def run(self) -> Timeline:
+        now = compute = exposed = hidden = 0.0
+        self._start([n for n, count in enumerate(self.waits) if count == 0], now)
+        while self.left:
+            sending = len(self.left) - self.computing
+            both = self.computing > 0 and sending > 0
+            slow_c, slow_s = (self.compute_factor, self.collective_factor) if both else (1.0, 1.0)
+            if len(self.left) == 1:
+                ((first, work),) = self.left.items()
+                passed, ended = work, [first]
+            else:
+                factors = {n: slow_c if self.tasks[n].computes else slow_s for n in self.left}
+                passed = min(work * factors[n] for n, work in self.left.items())
+                ended = [n for n, work in self.left.items() if work * factors[n] <= passed]
+                for n in self.left:
+                    self.left[n] -= passed / factors[n]
+            now += passed
+            if self.computing:
+                compute += passed
+                hidden += passed if both else 0.0
+            else:
+                exposed += passed
+            self._end(ended, now)
+        ends = tuple(self.ends)
+        return Timeline(self.tasks, tuple(self.starts), ends, compute, exposed, hidden)
+
+    def _start(self, ready: Sequence[int], now: float) -> None:
+        for number in ready:
+            self.starts[number] = now
+            self.left[number] = self.tasks[number].seconds
+            self.computing += self.tasks[number].computes
+
+    def _end(self, ended: Sequence[int], now: float) -> None:
+        ready: list[int] = []
+        for number in ended:
+            self.ends[number] = now
+            del self.left[number]
+            self.computing -= self.tasks[number].computes
+            for other in self.next[number]:
+                self.waits[other] -= 1
+                if self.waits[other] == 0:
+                    ready.append(other)
+        self._start(sorted(ready), now)

@@ -1,0 +1,196 @@
+"""The price of a plan, added up from the program that the ranks will run: its operators, collectives and kernels.
+
+It knows nothing of the search that chose the plan, so it can be held against the search's own price. Everything is of
+the rank at the origin, which holds the largest blocks, in these conventions:
+
+- an operator of the model is priced once, as what it is on one device, with the sizes of its letters on the rank. The
+  nodes it became there (a kernel in its place, helpers ``_k0`` for counts, masks and divisions) have no price of
+  their own, but what they send has;
+- a reshard costs its steps, forward and backward; one whose value is made again in backward costs forward twice;
+- gradients of parameters cost their share of full buckets (`cost/reduction.py`);
+- the update is priced parameter by parameter. Marks are free, inputs are there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.machine import seconds, update_seconds
+from meshwright.cost.operators import work
+from meshwright.cost.reduction import reduction_seconds
+from meshwright.graph import DTYPES, Graph, Node
+from meshwright.mesh import Mesh
+from meshwright.ops.factors import Site
+from meshwright.ops.local.cut import Cut
+from meshwright.ops.strategy import Ports
+from meshwright.ops.talk import Talk, kernel_talk
+from meshwright.partition import RESHARD, Partition
+from meshwright.partition.gradients import pending_gradients
+from meshwright.redistribute.prices import Prices, total_seconds
+from meshwright.redistribute.steps import origin, wire_elements
+
+
+@dataclass(frozen=True, slots=True)
+class NodePrice:
+    """Seconds of one operator of the model: what it computes, and what its kernels send."""
+
+    forward_seconds: float
+    backward_seconds: float
+    forward_talk_seconds: float = 0.0
+    backward_talk_seconds: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return (
+            self.forward_seconds
+            + self.backward_seconds
+            + self.forward_talk_seconds
+            + self.backward_talk_seconds
+        )
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds of a training step if nothing overlaps, apart by what they are spent on; `total` is their sum.
+
+    `by_node`: operator → its price. `by_reshard`: reshard → seconds (forward, backward). `by_parameter`: parameter →
+    seconds (reduction of its gradient, update).
+    """
+
+    compute: float
+    forward_communication: float
+    backward_communication: float
+    reduction: float
+    update: float
+    by_node: Mapping[str, NodePrice]
+    by_reshard: Mapping[str, tuple[float, float]]
+    by_parameter: Mapping[str, tuple[float, float]]
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return (
+            self.compute
+            + self.forward_communication
+            + self.backward_communication
+            + self.reduction
+            + self.update
+        )
+
+
+def program_price(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Price:
+    """The price of what the rank at the origin runs. `optimizer_states`: moments per parameter (2 for Adam)."""
+    mesh = on_cluster(parts.plan.mesh, cluster)
+    local = parts.local(mesh.rank(origin(mesh)))
+    by_node = node_prices(parts, local, mesh, cluster)
+    by_reshard = reshard_prices(parts, mesh, cluster.prices)
+    by_parameter = parameter_prices(parts, mesh, cluster, optimizer_states)
+    nodes, reshards, parameters = by_node.values(), by_reshard.values(), by_parameter.values()
+    return Price(
+        compute=math.fsum(n.forward_seconds + n.backward_seconds for n in nodes),
+        forward_communication=math.fsum(
+            [*(f for f, _ in reshards), *(n.forward_talk_seconds for n in nodes)]
+        ),
+        backward_communication=math.fsum(
+            [*(b for _, b in reshards), *(n.backward_talk_seconds for n in nodes)]
+        ),
+        reduction=math.fsum(r for r, _ in parameters),
+        update=math.fsum(u for _, u in parameters),
+        by_node=by_node,
+        by_reshard=by_reshard,
+        by_parameter=by_parameter,
+    )
+
+
+def on_cluster(mesh: Mesh, cluster: Cluster) -> Mesh:
+    """The mesh with links of the cluster; one that has them already stays as it is."""
+    levels = {level.name for level in cluster.levels}
+    return mesh if all(a.link in levels for a in mesh.axes) else cluster.place(mesh)
+
+
+# ---------------------------------------------------------------- operators
+
+
+def node_prices(parts: Partition, local: Graph, mesh: Mesh, cluster: Cluster) -> dict[str, NodePrice]:
+    """The price of every operator of the model, in the order of the model."""
+    graph, sites, at = parts.resharded.graph, parts.factors.sites, origin(mesh)
+    sent: dict[str, list[Talk]] = {}
+    for node in local.nodes:
+        if talk := kernel_talk(node, local.types):
+            sent.setdefault(stands_for(node, sites), []).extend(talk)
+    found: dict[str, NodePrice] = {}
+    for name, site in sites.items():
+        ports = parts.resharded.ports[name]
+        wanted = [u in graph.needs_grad for u in site.node.uses]
+        done = work(site.node, site.rule, letter_sizes(site, ports, mesh, at), graph.types, wanted)
+        forward, backward = seconds(done, cluster.device, cluster.measured)
+        talk = sent.get(name, ())
+        found[name] = NodePrice(
+            float(forward),
+            float(backward),
+            talk_seconds((t for t in talk if t.phase == "forward"), mesh, cluster.prices),
+            talk_seconds((t for t in talk if t.phase == "backward"), mesh, cluster.prices),
+        )
+    return found
+
+
+def stands_for(node: Node, sites: Mapping[str, object]) -> str:
+    """The operator of the model that a node of a rank's program came from: itself, or whose helper it is."""
+    return node.name if node.name in sites else node.name.rpartition("_k")[0]
+
+
+def letter_sizes(site: Site, ports: Ports, mesh: Mesh, at: Mapping[str, int]) -> dict[str, int]:
+    """How many elements of each letter of an operator (and of each part of a concatenation) a rank holds."""
+    cut = Cut(site, ports, mesh, at)
+    return {**site.rule.sizes, **{letter: cut.size(letter) for letter in cut.letters}}
+
+
+def talk_seconds(talk: Iterable[Talk], mesh: Mesh, prices: Prices) -> float:
+    """Seconds of what kernels send, one after the other."""
+    return sum(
+        prices.seconds(t.kind, mesh, t.axes, wire_elements(t.kind, mesh.count(t.axes), t.payload_bytes, 0))
+        for t in talk
+    )
+
+
+# ---------------------------------------------------------------- reshards and parameters
+
+
+def reshard_prices(parts: Partition, mesh: Mesh, prices: Prices) -> dict[str, tuple[float, float]]:
+    """Seconds of every reshard, forward and backward."""
+    found: dict[str, tuple[float, float]] = {}
+    for node in parts.resharded.graph.nodes:
+        if node.op != RESHARD:
+            continue
+        pair, itemsize = parts.resharded.pairs[node.name], DTYPES[node.outputs[0].dtype]
+        forward = total_seconds(pair.forward, mesh, itemsize, prices)
+        backward = total_seconds(pair.backward, mesh, itemsize, prices) if any(node.needs_grad) else 0.0
+        found[node.name] = (forward, backward + (forward if made_again(node) else 0.0))
+    return found
+
+
+def made_again(node: Node) -> bool:
+    """Whether backward makes the result of a reshard again instead of keeping it."""
+    return bool(node.kwarg("again", False))
+
+
+def parameter_prices(
+    parts: Partition, mesh: Mesh, cluster: Cluster, optimizer_states: int
+) -> dict[str, tuple[float, float]]:
+    """Seconds to reduce the gradient of each trained parameter in a bucket, and to update what the rank holds of it."""
+    at = origin(mesh)
+    reduced = {
+        g.name: reduction_seconds(float(g.size_bytes), g.axes, mesh, cluster.prices)
+        for g in pending_gradients(parts)
+    }
+    found: dict[str, tuple[float, float]] = {}
+    for entry in parts.resharded.graph.input_of("parameter"):
+        if entry.needs_grad:
+            elements = math.prod(parts.resharded.layouts[entry.name].local_shape(mesh, at))
+            update = update_seconds(float(elements), optimizer_states, cluster.device, cluster.measured)
+            found[entry.name] = (reduced.get(entry.name, 0.0), float(update))
+    return found

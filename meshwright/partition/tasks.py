@@ -1,0 +1,203 @@
+"""What the rank at the origin does in one training step, as tasks of a timeline: forward, backward, buckets, update.
+
+The order is the runtime's: the local program from top to bottom with its reshards blocking, backward from bottom to top
+as autograd goes, a bucket of gradients started when the last of its gradients is there (and those before it have
+started), at the end a wait for the buckets, then the update. The sum of a loss that nothing reads is only started.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.timeline import COMPUTE, Task, Timeline, play
+from meshwright.graph import DTYPES, Graph, Node
+from meshwright.mesh import Mesh
+from meshwright.ops.talk import kernel_talk
+from meshwright.partition import RESHARD, Partition
+from meshwright.partition.gradients import pending_gradients
+from meshwright.partition.localize import late_values
+from meshwright.partition.price import made_again, node_prices, on_cluster, parameter_prices
+from meshwright.redistribute import Step
+from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES, Group, fill
+from meshwright.redistribute.prices import Prices
+from meshwright.redistribute.steps import COLLECTIVES, origin, wire_bytes, wire_elements
+
+
+def simulate(
+    parts: Partition, cluster: Cluster, optimizer_states: int = 2, *, bucket_bytes: int = BUCKET_BYTES
+) -> Timeline:
+    """The timeline of one training step under a plan. `optimizer_states`: moments per parameter (2 for Adam)."""
+    tasks = step_tasks(parts, cluster, optimizer_states, bucket_bytes=bucket_bytes)
+    return play(tasks, cluster.measured.slowdown)
+
+
+def step_tasks(
+    parts: Partition, cluster: Cluster, optimizer_states: int = 2, *, bucket_bytes: int = BUCKET_BYTES
+) -> tuple[Task, ...]:
+    """The tasks of one training step in the order in which the host issues them."""
+    mesh = on_cluster(parts.plan.mesh, cluster)
+    local = parts.local(mesh.rank(origin(mesh)))
+    # A device without a link to a host is the host's own processor.
+    alone = bucket_bytes if cluster.host_bytes_per_s else ALONE_BYTES["cpu"]
+    groups = fill(pending_gradients(parts), bucket_bytes, alone)
+    step = _Step(parts, local, mesh, cluster)
+    step.forward()
+    step.backward(groups)
+    step.update(math.fsum(u for _, u in parameter_prices(parts, mesh, cluster, optimizer_states).values()))
+    return tuple(step.tasks)
+
+
+class _Step:
+    """The tasks of a step while they are listed."""
+
+    def __init__(self, parts: Partition, local: Graph, mesh: Mesh, cluster: Cluster) -> None:
+        self.parts, self.local, self.mesh = parts, local, mesh
+        self.prices: Prices = cluster.prices
+        self.nodes = node_prices(parts, local, mesh, cluster)
+        self.tasks: list[Task] = []
+        self.late = late_values(local)
+        self._last = -1  # the last task that the host waited for
+        self._reductions: list[int] = []
+
+    # -------------------------------------------------- one task
+
+    def _compute(self, name: str, seconds: float, kind: str, module: str, op: str) -> None:
+        if seconds > 0.0:
+            self._last = len(self.tasks)
+            self.tasks.append(Task(name, (COMPUTE,), seconds, (), kind, {"module": module, "operator": op}))
+
+    def _send(
+        self,
+        name: str,
+        kind: str,
+        axes: Sequence[str],
+        sent_bytes: float,
+        phase: str,
+        module: str,
+        *,
+        wait: bool = True,
+    ) -> int:
+        """One collective, which the compute stream waits for or not; its place in the list."""
+        seconds = self.prices.seconds(kind, self.mesh, axes, sent_bytes)
+        shown = self.mesh.show(self.mesh.sort(axes))
+        about = {"module": module, "collective": kind, "axes": shown, "sent_bytes": sent_bytes}
+        here = len(self.tasks)
+        if wait:
+            self.tasks.append(Task(name, (COMPUTE, shown), seconds, (), phase, about))
+            self._last = here
+        else:
+            after = (self._last,) if self._last >= 0 else ()
+            self.tasks.append(Task(name, (shown,), seconds, after, phase, about))
+        return here
+
+    def _steps(self, node: Node, steps: Iterable[Step], phase: str, *, wait: bool = True) -> None:
+        for step in steps:
+            if step.kind in COLLECTIVES:
+                sent = wire_bytes(step, self.mesh, DTYPES[node.outputs[0].dtype])
+                self._send(node.name, step.kind, step.axes, sent, phase, node.module, wait=wait)
+
+    def _talk(self, node: Node, phase: str) -> None:
+        for talk in kernel_talk(node, self.local.types):
+            if talk.phase == phase:
+                sent = wire_elements(talk.kind, self.mesh.count(talk.axes), talk.payload_bytes, 0)
+                self._send(node.name, talk.kind, talk.axes, sent, phase, node.module)
+
+    # -------------------------------------------------- the phases
+
+    def forward(self) -> None:
+        """The local program from top to bottom."""
+        for node in self.local.nodes:
+            if node.op == RESHARD:
+                steps = self.parts.resharded.pairs[node.name].forward
+                late = node.name in self.late and [s.kind for s in steps] == ["all_reduce"]
+                self._steps(node, steps, "forward", wait=not late)
+                continue
+            self._talk(node, "forward")
+            if node.name in self.nodes:
+                self._compute(
+                    node.name, self.nodes[node.name].forward_seconds, "forward", node.module, node.op
+                )
+
+    def backward(self, groups: Sequence[Group]) -> None:
+        """The local program from bottom to top; gradients of parameters are reduced beside it."""
+        started = _Started(groups)
+        arrives = _arrivals(self.local, [g.name for group in groups for g in group.members])
+        again = self._made_again()
+        for node in reversed(self.local.nodes):
+            if not any(node.needs_grad):
+                continue
+            for hub in again.pop(node.name, ()):
+                self._steps(hub, self.parts.resharded.pairs[hub.name].forward, "backward")
+            if node.op == RESHARD:
+                self._steps(node, self.parts.resharded.pairs[node.name].backward, "backward")
+            else:
+                self._talk(node, "backward")
+                if node.name in self.nodes:
+                    price = self.nodes[node.name]
+                    self._compute(node.name, price.backward_seconds, "backward", node.module, node.op)
+            self._reduce(started.arrived(arrives.get(node.name, ())))
+        self._reduce(started.rest())
+
+    def _made_again(self) -> dict[str, list[Node]]:
+        """Consumer → the hubs that backward makes again when it comes to it: the last consumer in forward order."""
+        found: dict[str, list[Node]] = {}
+        for node in self.local.nodes:
+            if node.op == RESHARD and made_again(node):
+                users = [user for user, _ in self.local.consumers[node.name] if any(user.needs_grad)]
+                if users:
+                    found.setdefault(users[-1].name, []).append(node)
+        return found
+
+    def _reduce(self, groups: Iterable[tuple[int, Group]]) -> None:
+        for number, group in groups:
+            sent = wire_elements("all_reduce", self.mesh.count(group.axes), group.size_bytes, 0)
+            name = f"bucket {number}"
+            place = self._send(name, "all_reduce", group.axes, sent, "reduce", "", wait=False)
+            self._reductions.append(place)
+
+    def update(self, seconds: float) -> None:
+        """The wait for the buckets, and the optimizer."""
+        if seconds > 0.0 or self._reductions:
+            self.tasks.append(Task("update", (COMPUTE,), seconds, tuple(self._reductions), "update"))
+
+
+class _Started:
+    """Which buckets start when: in order, each when its last gradient is there."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = groups
+        self.missing = [{g.name for g in group.members} for group in groups]
+        self.place = {g.name: number for number, group in enumerate(groups) for g in group.members}
+        self.next = 0
+
+    def arrived(self, names: Collection[str]) -> list[tuple[int, Group]]:
+        """The buckets that start when these gradients are there."""
+        for name in names:
+            self.missing[self.place[name]].discard(name)
+        return self._ready()
+
+    def rest(self) -> list[tuple[int, Group]]:
+        """Those that are left at the end of backward: no gradient has reached some of their parameters."""
+        self.missing = [set() for _ in self.groups]
+        return self._ready()
+
+    def _ready(self) -> list[tuple[int, Group]]:
+        first = self.next
+        while self.next < len(self.groups) and not self.missing[self.next]:
+            self.next += 1
+        return [(n, self.groups[n]) for n in range(first, self.next)]
+
+
+def _arrivals(local: Graph, names: Iterable[str]) -> dict[str, list[str]]:
+    """Node → the parameters whose gradient is complete after its backward: those it is the first to use."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        user = next((node for node, _ in local.consumers[name] if any(node.needs_grad)), None)
+        if user is not None:
+            found.setdefault(user.name, []).append(name)
+    return found
+
+
+__all__ = ["simulate", "step_tasks"]
