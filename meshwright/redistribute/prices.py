@@ -2,6 +2,9 @@
 
 The model is alpha-beta: ``rounds · latency + bytes sent / bytes per second``, the bytes by `steps.wire_bytes`. A
 library's own algorithms show up as its own numbers per kind: gloo's reduce-scatter is *not* half an all-reduce.
+
+`Prices.law` says both halves apart, once, for whoever multiplies: `Prices.seconds` for one collective,
+`matrix.Table` for tens of thousands.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.mesh import Mesh
 from meshwright.redistribute.steps import COLLECTIVES, LOCAL, Step, wire_bytes
@@ -20,19 +23,20 @@ ANY_LINK = "*"
 @dataclass(frozen=True)
 class Prices:
     """A table of rows (kind, link, latency in seconds per round, bytes per second). The link ``*`` stands for all
-    others.
+    others. Bytes per second are those of one rank while all ranks send.
 
-    A kind that has no row cannot be used (price infinite), so a plan goes round it: `without("all_to_all")`.
+    `growth` says how the rounds of a collective grow with its k ranks: ``ring`` (k - 1) or ``tree`` (⌈log2 k⌉). A kind
+    that has no row cannot be used (price infinite), so a plan goes round it: `without("all_to_all")`.
     """
 
     rows: tuple[tuple[str, str, float, float], ...]
+    growth: str = "ring"
 
     @staticmethod
-    def of(table: Mapping[str, Mapping[str, tuple[float, float]]]) -> Prices:
+    def of(table: Mapping[str, Mapping[str, tuple[float, float]]], growth: str = "ring") -> Prices:
         """From ``{kind: {link: (latency seconds, bytes per second)}}``."""
-        return Prices(
-            tuple((kind, link, *pair) for kind, links in table.items() for link, pair in links.items())
-        )
+        rows = tuple((kind, link, *pair) for kind, links in table.items() for link, pair in links.items())
+        return Prices(rows, growth)
 
     @staticmethod
     def ring(latency: float, bytes_per_s: float) -> Prices:
@@ -41,29 +45,59 @@ class Prices:
 
     def without(self, *kinds: str) -> Prices:
         """A table in which these collectives do not exist."""
-        return Prices(tuple(row for row in self.rows if row[0] not in kinds))
+        return replace(self, rows=tuple(row for row in self.rows if row[0] not in kinds))
 
     @functools.cached_property
     def _table(self) -> dict[tuple[str, str], tuple[float, float]]:
         return {(kind, link): (latency, rate) for kind, link, latency, rate in self.rows}
 
+    def row(self, kind: str, link: str) -> tuple[float, float]:
+        """Seconds a round and bytes per second; infinite both where the table has no row."""
+        found = self._table.get((kind, link)) or self._table.get((kind, ANY_LINK))
+        return found or (math.inf, math.inf)
+
+    def law(self, kind: str, mesh: Mesh, axes: Iterable[str]) -> tuple[float, float]:
+        """Seconds before the first byte and seconds per byte sent, of one collective over `axes`.
+
+        A group that spans several links goes through all of them. Latencies add up, each link counting the group's
+        members along its own axes. Bytes go at the pace of the slowest link, but a row's rate is that of one rank while
+        all send: a ring over two nodes with 8 members in each crosses between the nodes on 8 network cards at once, so
+        the rate of a link counts once for each member that the group has on faster links (those later in the mesh).
+        With one link it is plainly ``rounds · latency`` and ``1 / rate``.
+        """
+        run = set(axes)
+        members: dict[str, int] = {}  # link → members along its axes, slowest link first
+        for axis in mesh.axes:
+            if axis.name in run and axis.size > 1:
+                members[axis.link] = members.get(axis.link, 1) * axis.size
+        if kind in LOCAL or not members:
+            return 0.0, 0.0
+        seconds, slowest, faster = 0.0, math.inf, 1
+        for link, ranks in reversed(members.items()):
+            latency, rate = self.row(kind, link)
+            seconds += rounds(kind, ranks, self.growth) * latency
+            slowest = min(slowest, rate * faster)
+            faster *= ranks
+        return seconds, 1 / slowest
+
     def seconds(self, kind: str, mesh: Mesh, axes: Iterable[str], sent_bytes: float) -> float:
-        """The time of one collective in which a rank sends `sent_bytes`, over the slowest link among `axes`."""
-        if kind in LOCAL:
-            return 0.0
-        run = tuple(axes)
-        worst = 0.0
-        for link in {a.link for a in mesh.axes if a.name in run}:
-            latency, rate = (
-                self._table.get((kind, link)) or self._table.get((kind, ANY_LINK)) or (math.inf, math.inf)
-            )
-            worst = max(worst, rounds(kind, mesh.count(run)) * latency + sent_bytes / rate)
-        return worst
+        """The time of one collective over `axes` in which a rank sends `sent_bytes`; infinite for a kind without a
+        row."""
+        latency, per_byte = self.law(kind, mesh, axes)
+        return latency + sent_bytes * per_byte
 
 
-def rounds(kind: str, ranks: int) -> int:
-    """Messages that a rank sends one after another: round a ring, or to each other rank of an all-to-all."""
-    return (2 if kind == "all_reduce" else 1) * (ranks - 1)
+def rounds(kind: str, ranks: int, growth: str = "ring") -> int:
+    """Messages that a rank sends one after another: round a ring (or to each other rank of an all-to-all), or up a
+    tree. Raises ValueError for another growth."""
+    match growth:
+        case "ring":
+            once = ranks - 1
+        case "tree":
+            once = (ranks - 1).bit_length()
+        case _:
+            raise ValueError(f"the growth of rounds is ring or tree, not {growth!r}")
+    return (2 if kind == "all_reduce" else 1) * once
 
 
 def step_seconds(step: Step, mesh: Mesh, itemsize: int, prices: Prices) -> float:

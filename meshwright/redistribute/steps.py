@@ -18,23 +18,10 @@ Where a concatenation is split by an axis in several parts, all parts move toget
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
-
-import numpy as np
 
 from meshwright.layout import (
-    Cat,
-    Coordinate,
-    Dim,
-    Item,
-    SubDim,
     TensorLayout,
-    block,
-    dim_size,
-    local_indices,
-    local_size,
 )
 from meshwright.mesh import Mesh
 
@@ -56,12 +43,13 @@ class Step:
         return f"{self.kind}({','.join(self.axes)}): {self.before} -> {self.after}"
 
 
-def wire_elements(kind: str, ranks: int, before: int, after: int, kept: int = 0) -> float:
+def wire_elements(kind: str, ranks: int, before: int, after: int) -> float:
     """Elements that one rank sends, from the element counts it holds before and after.
 
     Ring algorithms, which are optimal in bytes (Patarasu & Yuan 2009, "Bandwidth optimal all-reduce algorithms for
     clusters of workstations"): 2(k-1)/k of the tensor for an all-reduce, (k-1)/k for its halves. Uneven blocks are
-    padded to the largest. An all-to-all sends all but what it keeps.
+    padded to the largest. An all-to-all sends one k-th of what it holds to each other rank; that a rank keeps more or
+    less where only the order of axes changes, or blocks are uneven, is not counted.
     """
     match kind:
         case "all_reduce":
@@ -71,7 +59,7 @@ def wire_elements(kind: str, ranks: int, before: int, after: int, kept: int = 0)
         case "all_gather":
             return (ranks - 1) * before
         case "all_to_all":
-            return before - kept
+            return (ranks - 1) / ranks * before
         case _:
             return 0.0
 
@@ -87,71 +75,14 @@ def origin(mesh: Mesh) -> dict[str, int]:
 
 
 def wire_bytes(step: Step, mesh: Mesh, itemsize: int) -> float:
-    """Bytes that one rank sends; the busiest one where ranks differ."""
+    """Bytes that one rank sends: the one at coordinate 0, which holds most."""
     before, after = largest_size(step.before, mesh), largest_size(step.after, mesh)
-    if step.kind == "all_to_all":
-        return itemsize * moved_elements(step.before, step.after, step.axes, mesh)
     return itemsize * wire_elements(step.kind, mesh.count(step.axes), before, after)
 
 
 def payload_bytes(step: Step, mesh: Mesh, itemsize: int) -> int:
     """Bytes of the larger of the two tensors on one rank, which is what libraries call the message size."""
     return itemsize * max(largest_size(step.before, mesh), largest_size(step.after, mesh))
-
-
-def moved_elements(before: TensorLayout, after: TensorLayout, axes: Iterable[str], mesh: Mesh) -> int:
-    """The most elements that any rank of a group along `axes` holds before and not after."""
-    worst = 0
-    for at in _group_coordinates(mesh, axes):
-        held = kept = 1
-        for old, new in zip(before.dims, after.dims, strict=True):
-            held *= local_size(old, mesh, at)
-            kept *= overlap(old, new, mesh, at)
-        worst = max(worst, held - kept)
-    return worst
-
-
-def overlap(old: Dim, new: Dim, mesh: Mesh, at: Coordinate) -> int:
-    """The number of indices that a rank holds along a dim both before and after."""
-    if old == new:
-        return local_size(old, mesh, at)
-    if not _same_tree(old, new):
-        return len(
-            np.intersect1d(local_indices(old, mesh, at), local_indices(new, mesh, at), assume_unique=True)
-        )
-    count = 1
-    for a, b in zip(old, new, strict=True):
-        if isinstance(a, SubDim):
-            assert isinstance(b, SubDim)
-            (i, m), (j, n) = block(a.size, a.axes, mesh, at), block(b.size, b.axes, mesh, at)
-            count *= max(0, min(i + m, j + n) - max(i, j))
-        else:
-            assert not isinstance(b, SubDim)
-            count *= sum(overlap(p, q, mesh, at) for p, q in zip(a.parts, b.parts, strict=True))
-    return count
-
-
-def _same_tree(old: Dim, new: Dim) -> bool:
-    if len(old) != len(new):
-        return False
-    return all(map(_same_item, old, new))
-
-
-def _same_item(a: Item, b: Item) -> bool:
-    match a, b:
-        case SubDim(), SubDim():
-            return a.size == b.size
-        case Cat(), Cat():
-            sizes = [[dim_size(p) for p in x.parts] for x in (a, b)]
-            return sizes[0] == sizes[1] and all(map(_same_tree, a.parts, b.parts))
-        case _:
-            return False
-
-
-def _group_coordinates(mesh: Mesh, axes: Iterable[str]) -> Iterator[dict[str, int]]:
-    run, base = tuple(axes), origin(mesh)
-    for values in product(*(range(mesh.sizes[a]) for a in run)):
-        yield base | dict(zip(run, values, strict=True))
 
 
 def describe(step: Step, mesh: Mesh, itemsize: int) -> str:

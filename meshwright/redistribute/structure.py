@@ -70,3 +70,21 @@ def _cut(sub: SubDim, major: int, mesh: Mesh) -> tuple[SubDim, SubDim] | None:
         if mesh.count(sub.axes[:n]) == major:
             return SubDim(major, sub.axes[:n]), SubDim(sub.size // major, sub.axes[n:])
     return None
+
+
+def same_tree(old: Dim, new: Dim) -> bool:
+    """Both dims are products and concatenations of the same sizes, whatever splits them."""
+    if len(old) != len(new):
+        return False
+    return all(map(_same_item, old, new))
+
+
+def _same_item(a: Item, b: Item) -> bool:
+    match a, b:
+        case SubDim(), SubDim():
+            return a.size == b.size
+        case Cat(), Cat():
+            sizes = [[dim_size(p) for p in x.parts] for x in (a, b)]
+            return sizes[0] == sizes[1] and all(map(same_tree, a.parts, b.parts))
+        case _:
+            return False
