@@ -41,9 +41,10 @@ def _each(names: str, text: str) -> dict[str, str]:
     return {f"aten.{n if '.' in n else n + '.default'}": text for n in names.split()}
 
 
-KEEPS: dict[str, str] = {
+KEEPS: dict[str, str | Callable[[Node, Types, Sequence[bool]], Saved]] = {
     # ---- products
-    **_each("linear mm bmm mv dot outer matmul einsum", "0/1 1/0"),
+    **_each("linear mm bmm mv dot outer einsum", "0/1 1/0"),
+    "aten.matmul.default": lambda *call: _matmul(*call),
     "aten.bilinear.default": "0/1,2 1/0,2 2/0,1",
     **_each("addmm baddbmm", "1/2 2/1"),
     **_each("conv1d conv2d conv3d conv1d.padding conv2d.padding convolution conv_transpose1d conv_transpose2d.input "
@@ -63,7 +64,7 @@ KEEPS: dict[str, str] = {
     "aten.index_add.default": "1/2 2/2",
     "aten.index_copy.default": "1 2/2",
     "aten.index.Tensor": "1? 2? 3? 4?",
-    "aten.index_put.default": "places",
+    "aten.index_put.default": lambda node, types, wanted: Saved(tuple(range(1, len(node.uses) - 1))),
     # ---- pointwise
     **_each("abs acos acosh asin atan celu clamp clamp_min clamp_max cos cosh elu erf erfc gelu hardsigmoid hardswish "
             "hardtanh leaky_relu log log10 log1p log2 log_sigmoid logit mish nan_to_num pow.Tensor_Scalar relu6 selu "
@@ -98,7 +99,7 @@ KEEPS: dict[str, str] = {
     # ---- views, pieces, creations
     **_each("view reshape permute transpose.int t expand slice.Tensor split_with_sizes unbind.int cat stack "
             "constant_pad_nd repeat repeat_interleave.self_int", ""),
-    "aten.pad.default": "",
+    "aten.pad.default": lambda *call: _pad(call[0]),
     # ---- reductions and scans
     **_each("sum sum.dim_IntList mean mean.dim cumsum flip diff roll fft_fftn fft_ifftn", ""),
     **_each("max min prod median norm.Scalar amax amin logsumexp prod.dim_int std.correction linalg_vector_norm "
@@ -117,8 +118,8 @@ KEEPS: dict[str, str] = {
     "meshwright.batch_norm_sync": "0 1?",
     "meshwright.batch_norm_fixed": "0 1? 3? 4?",
     # ---- attention and losses
-    "aten.scaled_dot_product_attention.default": "attention",
-    "meshwright.attention_dropout": "0/1 1/0 2",
+    "aten.scaled_dot_product_attention.default": lambda *call: _attention(*call),
+    "meshwright.attention_dropout": lambda *call: _attention(*call),
     "aten.cross_entropy_loss.default": "1 2?",
     "meshwright.cross_entropy_split": "0 1",
     "aten.nll_loss_nd.default": "0 1 2?",
@@ -147,10 +148,8 @@ def saved(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
     line = KEEPS.get(node.op)
     if line is None:
         return Saved(tuple(p for p in ports if types[node.uses[p]].is_float), (), extra_bytes)
-    if line == "attention":
-        return _attention(node, types, needs_grad)
-    if line == "places":
-        return Saved(tuple(ports)[1:-1], (), extra_bytes)
+    if not isinstance(line, str):
+        return line(node, types, needs_grad)
     inputs, outputs = _parse(line)
     return Saved(
         tuple(
@@ -230,18 +229,6 @@ def _itemsize(node: Node, types: Types) -> int:
     return DTYPES[_first(node, types).dtype]
 
 
-def _padded(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
-    """A reflecting pad keeps its input, a constant one nothing."""
-    return 0 if node.arg(2, "mode", "constant") == "constant" else _first(node, types).size_bytes
-
-
-def _probabilities(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
-    """Attention with dropout, written out: probabilities before and after, and the mask."""
-    q, k = (types[u] for u in node.uses[:2])
-    elements = math.prod(q.shape[:-1]) * k.shape[-2]
-    return elements * (2 * DTYPES[q.dtype] + 1)
-
-
 def fused_attention(node: Node, types: Types, needs_grad: Sequence[bool]) -> bool:
     """Whether torch has one kernel for this attention, which keeps no probabilities: four dims, heads of one width,
     no dropout, no gradient for the mask."""
@@ -251,15 +238,57 @@ def fused_attention(node: Node, types: Types, needs_grad: Sequence[bool]) -> boo
 
 
 def _attention(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
-    """The fused kernel keeps q, k, v, its result and a log-sum-exp of each row in f32; written out, it keeps scaled
-    copies of q and k, v, and the probabilities."""
-    q, k, _, *mask = (types[u] for u in node.uses)
+    """The fused kernel keeps q, k, v, its result and a log-sum-exp of each row in f32; written out, torch keeps scaled
+    copies of q and k, v, and the probabilities; with dropout q, k, v, the probabilities before and after, and masks."""
+    q, k, v, *mask = (types[u] for u in node.uses)
+    queries, keys = list(q.shape)[-2], list(k.shape)[-2]
     rows = math.prod(q.shape[:-1])
+    scores = rows * keys
+    inner = any((*needs_grad[:2], *needs_grad[3:]))  # a gradient goes through the probabilities
+    repeat = q.shape[-3] // k.shape[-3] if len(q.shape) > 2 and len(k.shape) > 2 and k.shape[-3] else 1
     if fused_attention(node, types, needs_grad):
         masked = math.prod(mask[0].shape) * DTYPES[q.dtype] if mask and mask[0].dtype == "b8" else 0
         return Saved((0, 1, 2, *([3] if mask and not masked else [])), (0,), rows * 4 + masked)
-    scaled = (q.size_bytes if needs_grad[1] else 0) + (k.size_bytes if needs_grad[0] else 0)
-    return Saved((2,), (), scaled + rows * k.shape[-2] * DTYPES[q.dtype])
+    dropped = bool(node.arg(4, "dropout_p", 0.0))
+    extra = scores * DTYPES[q.dtype] * (inner + needs_grad[2] if dropped else 1)
+    extra += scores + queries * keys if dropped and inner else 0  # boolean masks
+    copied = not dropped
+    extra += q.size_bytes if needs_grad[1] and copied else 0
+    extra += k.size_bytes * repeat if needs_grad[0] and (copied or repeat > 1) else 0
+    extra += v.size_bytes * repeat if inner and repeat > 1 else 0
+    ports = [] if copied else [p for p in (0, 1) if needs_grad[1 - p] and (p == 0 or repeat == 1)]
+    return Saved((*ports, *([2] if inner and repeat == 1 else [])), (), extra)
+
+
+def _pad(node: Node) -> Saved:
+    """A reflecting pad keeps its input, a constant one nothing."""
+    return NOTHING if node.arg(2, "mode", "constant") == "constant" else Saved((0,))
+
+
+def _matmul(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
+    """Each factor for the other's gradient; one that is repeated over the other's batch, or folded, as a copy."""
+    shapes = [list(types[u].shape) for u in node.uses]
+    batches = [tuple(s[:-2]) for s in shapes]
+    ports, extra = [], 0
+    for port, shape in enumerate(shapes):
+        other = shapes[1 - port]
+        if not needs_grad[1 - port]:
+            continue
+        folded = port == 1 and len(shape) > 2 and len(other) <= 2
+        spread = len(shape) > 2 and len(other) > 2 and math.prod(batches[port]) < _broadcast(*batches)
+        if folded or spread:
+            count = _broadcast(*batches) if spread else math.prod(batches[port])
+            extra += count * math.prod(shape[-2:]) * DTYPES[types[node.uses[port]].dtype]
+        else:
+            ports.append(port)
+    return Saved(tuple(ports), (), extra)
+
+
+def _broadcast(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Elements of two shapes broadcast against each other."""
+    wide = max(len(one), len(other))
+    pairs = zip((1,) * (wide - len(one)) + one, (1,) * (wide - len(other)) + other, strict=True)
+    return math.prod(max(x, y) for x, y in pairs)
 
 
 EXTRA: dict[str, Extra] = {
@@ -272,8 +301,6 @@ EXTRA: dict[str, Extra] = {
     "aten.group_norm.default": _group_norm,
     "aten.batch_norm.default": _channels,
     "meshwright.batch_norm_sync": _channels,
-    "aten.pad.default": _padded,
-    "meshwright.attention_dropout": _probabilities,
     "aten.cross_entropy_loss.default": _copies(1),
 }
 
