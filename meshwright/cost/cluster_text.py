@@ -89,7 +89,8 @@ def number(value: float) -> str:
     if abs(exact.adjusted()) < 3 and exact.adjusted() >= -1:
         return format(exact, "f")
     thousands = exact.adjusted() // 3 * 3
-    return f"{format(exact.scaleb(-thousands), 'f')}e{thousands}"
+    digits = format(exact.scaleb(-thousands), "f")
+    return f"{int(value):_}" if isinstance(value, int) and len(digits) > 7 else f"{digits}e{thousands}"
 
 
 def text(value: str) -> str:

@@ -1,0 +1,91 @@
+"""The stopwatch of one rank among others that run the same at the same time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from meshwright.runtime.collectives import Handle
+from meshwright.runtime.communicator import Communicator
+
+SAMPLE_SECONDS = 1e-3  # the shortest time that is worth reading off a clock
+MOST_CALLS = 2000  # in a sample
+LEAST_SAMPLES = 3
+
+Call = Callable[[], object]
+
+
+@dataclass
+class Bench:
+    """`comm` joins the ranks that measure together, `device` is this rank's; times are seconds."""
+
+    comm: Communicator
+    device: torch.device
+    cores: int
+    began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.handle = Handle(self.comm)
+        self.axes = [a.name for a in self.comm.mesh.axes]
+
+    @property
+    def ranks(self) -> int:
+        """How many measure together."""
+        return self.comm.mesh.size
+
+    def slowest(self, value: float) -> float:
+        """The largest of the ranks' values, on every rank; it makes them meet."""
+        mine = torch.tensor([value], dtype=torch.float64, device=self.device)
+        return float(self.comm.all_reduce(mine, self.axes, "max").item())
+
+    def meet(self) -> None:
+        """Wait for everybody."""
+        self.slowest(0.0)
+
+    def elapsed(self) -> float:
+        """Seconds since the rank that began first did, the same number on every rank."""
+        return self.slowest(time.monotonic() - self.began)
+
+    def finish(self) -> None:
+        """Wait until the device has done all that it was told."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def sample(self, call: Call, calls: int) -> float:
+        """Seconds of one call, from so many in a row."""
+        self.finish()
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        self.finish()
+        return (time.perf_counter() - began) / calls
+
+    def seconds(self, call: Call, budget: float) -> float:
+        """Seconds of a call that needs no other rank: the slowest rank's median while all of them make it."""
+        calls = _calls(min(self.sample(call, 1), self.sample(call, 2)))
+        self.meet()
+        end, found = time.perf_counter() + budget, []
+        while len(found) < LEAST_SAMPLES or time.perf_counter() < end:
+            found.append(self.sample(call, calls))
+        return self.slowest(statistics.median(found))
+
+    def joint_seconds(self, call: Call, budget: float) -> float:
+        """Seconds of a collective: every rank makes equally many calls; the median over samples of the slowest rank."""
+        self.sample(call, 1)
+        once = self.slowest(self.sample(call, 2))
+        calls = _calls(once)
+        samples = max(LEAST_SAMPLES, min(50, int(budget / (calls * once))))
+        found = []
+        for _ in range(samples):
+            self.meet()
+            found.append(self.sample(call, calls))
+        mine = torch.tensor(found, dtype=torch.float64, device=self.device)
+        return statistics.median(self.comm.all_reduce(mine, self.axes, "max").tolist())
+
+
+def _calls(once: float) -> int:
+    return max(1, min(MOST_CALLS, int(SAMPLE_SECONDS / max(once, 1e-9))))

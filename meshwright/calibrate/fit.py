@@ -1,0 +1,108 @@
+"""Latencies, rates and curves from times. Pure: numpy and scipy alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from meshwright.calibrate.plan import Point
+from meshwright.cost.parts import Curve
+from meshwright.redistribute.prices import rounds
+
+GROWTHS = ("ring", "tree")
+LEAST_SHARE = 0.1  # of a time that is left when launches are taken off: below, the launch is all there is
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a collective costs: ``rounds · latency_seconds + bytes / bytes_per_s``. `errors`: of the fit to each point,
+    relative."""
+
+    latency_seconds: float
+    bytes_per_s: float
+    errors: tuple[float, ...]
+
+    @property
+    def error(self) -> float:
+        """The mean error."""
+        return sum(map(abs, self.errors)) / len(self.errors)
+
+
+def turns(kind: str, ranks: int, growth: str) -> int:
+    """Messages one after another: those of `Prices`, and one for a send."""
+    return 1 if kind == "send" else rounds(kind, ranks, growth)
+
+
+def link(kind: str, points: Sequence[Point], growth: str = "ring") -> Link:
+    """Latency and rate of a collective: least squares on logarithms, soft-L1 (a shared machine has outliers), over all
+    sizes and groups together."""
+    count = np.array([turns(kind, p.ranks, growth) for p in points], float)
+    sent = np.array([p.work for p in points])
+    seconds = np.log([p.seconds for p in points])
+
+    def model(guess: np.ndarray) -> np.ndarray:
+        return np.log(count * np.exp(guess[0]) + sent / np.exp(guess[1]))
+
+    begin = np.log([min(p.seconds for p in points), max(p.work / p.seconds for p in points)])
+    low, high = np.log([1e-9, 1e3]), np.log([0.5, 1e15])
+    found = least_squares(
+        lambda guess: model(guess) - seconds,
+        np.clip(begin, low + 1e-6, high - 1e-6),
+        bounds=(low, high),
+        loss="soft_l1",
+    ).x
+    errors = np.exp(model(found) - seconds) - 1
+    return Link(float(np.exp(found[0])), float(np.exp(found[1])), tuple(map(float, errors)))
+
+
+def links(rows: Mapping[str, Sequence[Point]]) -> tuple[str, dict[str, Link]]:
+    """How rounds grow with the ranks, and the fit of each kind: the growth that fits all kinds best; a ring where
+    groups of one size alone were measured."""
+    several = len({p.ranks for points in rows.values() for p in points}) > 1
+    best: tuple[float, str, dict[str, Link]] | None = None
+    for growth in GROWTHS if several else GROWTHS[:1]:
+        found = {kind: link(kind, points, growth) for kind, points in rows.items()}
+        miss = sum(math.log1p(e) ** 2 for one in found.values() for e in one.errors)
+        if best is None or miss < best[0]:
+            best = miss, growth, found
+    assert best is not None
+    return best[1], best[2]
+
+
+def curve(points: Iterable[Point], launch_seconds: float, launches: int = 1, passes: float = 1.0) -> Curve:
+    """Work per second over the work of one pass: what a launch costs is taken off, since prices add it."""
+    found: dict[float, float] = {}
+    for point in points:
+        busy = max(point.seconds - launches * launch_seconds, LEAST_SHARE * point.seconds)
+        found[_short(point.work)] = _short(point.work * passes / busy)
+    return tuple(sorted(found.items()))
+
+
+def corrections(
+    predicted: Sequence[Mapping[str, float]], measured: Sequence[float], doubt: float = 0.3
+) -> dict[str, float]:
+    """A factor for each class from whole steps: seconds predicted for each class in each step, against the step's own.
+
+    Least squares of the relative misses, with factors between 1/4 and 4 drawn towards 1: a class that hardly occurs
+    keeps its price (`doubt` is how far from 1 a factor is expected to be, in logarithms)."""
+    names = sorted({name for row in predicted for name in row})
+    if not names or not measured:
+        return {}
+    table = (
+        np.array([[row.get(name, 0.0) for name in names] for row in predicted]) / np.array(measured)[:, None]
+    )
+
+    def miss(logs: np.ndarray) -> np.ndarray:
+        return np.concatenate([table @ np.exp(logs) - 1, 0.1 * logs / doubt])
+
+    found = least_squares(miss, np.zeros(len(names)), bounds=(-math.log(4), math.log(4))).x
+    return {name: _short(float(np.exp(log))) for name, log in zip(names, found, strict=True)}
+
+
+def _short(value: float) -> float:
+    """Four digits: no clock knows more."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,67 @@
+"""What is measured: the rows, how long each may take, and what they are called. Plain data that travels as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send")
+DTYPES = ("f32", "bf16")
+QUICK, FULL = "quick", "full"
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How thoroughly: seconds for each point of a curve, how many sizes, how often a row may be measured again, and the
+    seconds after which nothing is."""
+
+    point_seconds: float
+    link_seconds: float
+    every: int  # every n-th size, from the largest down
+    attempts: int
+    limit_seconds: float
+    steps: int  # timed training steps of a model; 0: none
+
+
+PACES = {
+    FULL: Pace(0.15, 0.2, 1, 3, 70.0, 8),
+    QUICK: Pace(0.01, 0.01, 3, 1, 15.0, 0),
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One time: `seconds` of a call with so much `work` (FLOP or bytes), or over `ranks` ranks of which each sends so
+    many bytes."""
+
+    work: float
+    seconds: float
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Found:
+    """A row that was measured. `unrest`: the worst probe before and after it; `attempts`: how often it was measured."""
+
+    name: str
+    points: tuple[Point, ...]
+    unrest: float = 1.0
+    attempts: int = 1
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def data(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "row": self.name,
+            "points": [[p.work, p.seconds, p.ranks] for p in self.points],
+            "unrest": self.unrest,
+            "attempts": self.attempts,
+            "about": dict(self.about),
+        }
+
+    @staticmethod
+    def of(data: Mapping[str, Any]) -> Found:
+        """From JSON."""
+        points = tuple(Point(w, s, int(r)) for w, s, r in data["points"])
+        return Found(data["row"], points, data["unrest"], data["attempts"], data["about"])

@@ -1,0 +1,156 @@
+"""`meshwright calibrate`: measure this machine, with all its ranks at once, and write its cluster file."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from meshwright.errors import ClusterError, LaunchError
+
+
+def calibrate(
+    nproc: Annotated[
+        str,
+        typer.Option(
+            "--nproc", "-n", metavar="N", help="How many ranks; default: the GPUs, or 2.", show_default=False
+        ),
+    ] = "",
+    output: Annotated[Path, typer.Option("--output", "-o", help="The cluster file to write.")] = Path(
+        "cluster.yaml"
+    ),
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Few sizes, no second look: a try-out in seconds, not for planning."),
+    ] = False,
+    log_dir: Annotated[Path | None, typer.Option(help="Folder for the logs of the ranks.")] = None,
+) -> None:
+    """Measure this machine with N ranks at once and write its cluster file.
+
+    It takes about a minute. Keep the machine quiet: rows measured beside other work are void, and listed.
+    """
+    from meshwright.launch.job import Job, check, count
+
+    _check_writable(output)
+    ranks = count(nproc, "--nproc") if nproc else default_ranks()
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        events = Path(folder) / "events.jsonl"
+        arguments = (str(events), "quick" if quick else "full")
+        job = check(
+            Job(
+                nproc=ranks,
+                target="meshwright.calibrate.worker",
+                module=True,
+                args=arguments,
+                log_dir=log_dir,
+            )
+        )
+
+        from meshwright.launch import launch
+
+        with progress(events):
+            outcome = launch(job)
+        if outcome.failure is not None:
+            print(f"{type(outcome.failure).__name__}: {outcome.failure}", file=sys.stderr)
+            print(f"nothing was written to {output}", file=sys.stderr)
+        if outcome.exit_code:
+            raise typer.Exit(outcome.exit_code)
+        found = list(read(events))
+    _write(found, output, quick)
+
+
+def default_ranks() -> int:
+    """The GPUs of this machine, or 2."""
+    import torch
+
+    return torch.cuda.device_count() or 2
+
+
+def _check_writable(path: Path) -> None:
+    """Before a minute of measuring. Raises ClusterError."""
+    if path.is_dir() or not path.resolve().parent.is_dir():
+        why = "it is a folder" if path.is_dir() else f"there is no folder {path.resolve().parent}"
+        raise ClusterError(f"the cluster file cannot be written to {path}", why=why, hint="-o cluster.yaml")
+
+
+def read(events: Path) -> Iterator[dict[str, Any]]:
+    """The events so far; a line that is not yet whole is left for the next look."""
+    if not events.exists():
+        return
+    for line in events.read_text("utf-8").split("\n")[:-1]:
+        yield json.loads(line)
+
+
+@contextmanager
+def progress(events: Path) -> Iterator[None]:
+    """A bar that follows the events until the block ends."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    stop = threading.Event()
+    columns = (
+        TextColumn("calibrating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def follow() -> None:
+            while not stop.wait(0.1):
+                found = list(read(events))
+                if found:
+                    begun = [e["begin"] for e in found if "begin" in e]
+                    bar.update(
+                        task,
+                        total=len(found[0]["rows"]),
+                        completed=sum("row" in e for e in found),
+                        description=begun[-1] if begun else "",
+                    )
+
+        thread = threading.Thread(target=follow, name="progress of calibrate", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+
+def _write(events: list[dict[str, Any]], output: Path, quick: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from meshwright.calibrate.found import calibration
+    from meshwright.calibrate.plan import Found
+
+    if not events or "end" not in events[-1]:
+        raise LaunchError(
+            "the ranks ended before all rows were measured",
+            hint="meshwright calibrate --log-dir logs, and look there",
+        )
+    machine = events[0]["machine"]
+    found = calibration(machine, [Found.of(e) for e in events if "row" in e])
+    note = found.note + ("\nA quick look: not for planning." if quick else "")
+    table = Table(title=f"{machine['ranks']} ranks at once on {machine['device']}, {machine['backend']}")
+    for heading in ("row", "fit", "error", "quiet"):
+        table.add_column(heading)
+    for line in found.lines:
+        table.add_row(*line)
+    Console().print(table)
+    found.cluster.save(output, note)
+    print(f"{output} written after {events[-1]['seconds']:.0f} s", end="")
+    print(
+        f"; void, because the machine was not quiet: {', '.join(found.void)}. Measure again."
+        if found.void
+        else ""
+    )
