@@ -22,10 +22,11 @@ from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Strategy
 from meshwright.redistribute.matrix import Table, Value
 from meshwright.search.solve.problem import Builder, Problem
-from meshwright.search.space.codes import NodeCodes, node_codes, values_of
+from meshwright.search.space.codes import NodeCodes, Option, node_codes, values_of
 from meshwright.search.space.families import Family
 from meshwright.search.space.layouts import Port, Prices, union
 from meshwright.search.space.nodes import NodeStates, node_states, strategy_of
+from meshwright.search.space.roles import roles
 from meshwright.search.space.parameters import (
     ParameterStates,
     Storage,
@@ -334,11 +335,16 @@ class Space:
 
 
 def all_codes(
-    graph: Graph, factors: Factors, values: Mapping[str, Value], ties: Ties
+    graph: Graph,
+    factors: Factors,
+    values: Mapping[str, Value],
+    ties: Ties,
+    wished: Mapping[str, Sequence[Option]] | None = None,
 ) -> dict[str, NodeCodes]:
     """The options of every node that is not a copy of another."""
+    marks, more = roles(graph, factors), wished or {}
     return {
-        n.name: node_codes(n, factors.sites[n.name], graph, factors, values)
+        n.name: node_codes(n, factors.sites[n.name], graph, factors, values, marks, more.get(n.name, ()))
         for n in graph.nodes
         if ties.first(n.name) == n.name
     }

@@ -10,11 +10,12 @@ Codes: 0 whole, 1 pending, 2 + k cut at place k of the value (`Value.places`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshwright.errors import StrategyError
 from meshwright.graph import DTYPES, Graph, Node
 from meshwright.layout import Cat, Dim, SubDim, TensorLayout, dim_axes, leaves, normalize
 from meshwright.mesh import Axis, Mesh
@@ -22,6 +23,7 @@ from meshwright.ops.factors import Factors, Site
 from meshwright.ops.strategy import WHOLE, Strategy, cut, layouts, splittable, unit_leaves, units
 from meshwright.redistribute.matrix import PENDING, Value
 from meshwright.redistribute.matrix import WHOLE as WHOLE_CODE
+from meshwright.search.space.roles import Roles
 
 AXIS = "x"  # the one axis of the tables
 TABLE_MESH = Mesh((Axis(AXIS, 2),), ((AXIS, (AXIS,)),))
@@ -66,6 +68,7 @@ class NodeCodes:
     leaf_sizes: np.ndarray  # float64[leaves]
     cuts: np.ndarray  # bool[options, leaves]
     spill: tuple[int, ...]  # option → the option of the next unit of the same letter, -1 for none
+    starts: tuple[int, ...]  # options a run of axes may begin with; the others take what these have no room for
 
     @property
     def inputs(self) -> int:
@@ -121,21 +124,31 @@ def place_dims(dims: Sequence[Dim], value: Value, axes_of: Sequence[Sequence[str
     return tuple(visit(d) for d in dims)
 
 
-def node_codes(node: Node, site: Site, graph: Graph, factors: Factors, values: dict[str, Value]) -> NodeCodes:
-    """The options of a node. One whose cut a value does not know (its tree has other sub-dims there) is left out."""
+def node_codes(
+    node: Node,
+    site: Site,
+    graph: Graph,
+    factors: Factors,
+    values: Mapping[str, Value],
+    marks: Roles,
+    wished: Sequence[Option] = (),
+) -> NodeCodes:
+    """The options of a node, those that the user wished among them. One whose cut a value does not know (its tree has
+    other sub-dims there) is left out."""
     names = (*node.uses, *node.values)
-    marks = [_Places(factors.dims[n], values[n]) for n in names]
+    finders = [_Places(factors.dims[n], values[n]) for n in names]
     rule = site.rule
     ports = (*rule.inputs, *rule.outputs)
     kept: list[Option] = []
     forward: list[list[int]] = []
     grads: list[list[bool]] = []
-    for option in _wishes(node, site, graph, factors):
+    ways = _ways(node, site, graph, marks)
+    for option in dict.fromkeys((*ways, *wished)):
         try:
             found = layouts(site, strategy_on(site, option, AXIS))
-        except Exception:  # noqa: BLE001 - an option that the algebra refuses is none
+        except StrategyError:  # an option that the algebra refuses is none
             continue
-        codes = [m.code(layout) for m, layout in zip(marks, (*found.inputs, *found.outputs), strict=True)]
+        codes = [m.code(layout) for m, layout in zip(finders, (*found.inputs, *found.outputs), strict=True)]
         if None in codes:
             continue
         kept.append(option)
@@ -153,6 +166,11 @@ def node_codes(node: Node, site: Site, graph: Graph, factors: Factors, values: d
                 cuts[o, spans[option.letter] + leaf] = True
     where = {(o.letter, o.unit): i for i, o in enumerate(kept) if o.letter}
     spill = tuple(where.get((o.letter, o.unit + 1), -1) if o.letter else -1 for o in kept)
+    starts = tuple(
+        i
+        for i, o in enumerate(kept)
+        if not o.letter or not _is_inner(site, marks, o) or all(_is_inner(site, marks, k) for k in kept if k.letter)
+    )
     shape = (len(kept), len(ports))
     return NodeCodes(
         node,
@@ -164,6 +182,7 @@ def node_codes(node: Node, site: Site, graph: Graph, factors: Factors, values: d
         np.array(sizes, dtype=np.float64),
         cuts,
         spill,
+        starts,
     )
 
 
@@ -177,16 +196,25 @@ def strategy_on(site: Site, option: Option, axis: str) -> Strategy:
     return Strategy(grad=(axis,)) if option.grad else WHOLE
 
 
-def _wishes(node: Node, site: Site, graph: Graph, factors: Factors) -> list[Option]:
+def _is_inner(site: Site, marks: Roles, option: Option) -> bool:
+    tree = site.trees[option.letter]
+    inner = marks.inner[site.node.name, option.letter]
+    return all(inner[i] for i in unit_leaves(tree, units(tree)[option.unit]))
+
+
+def _ways(node: Node, site: Site, graph: Graph, marks: Roles) -> list[Option]:
     found: list[tuple[float, Option]] = []
     for letter in splittable(site):
         tree = site.trees[letter]
         ways = units(tree)
-        held = factors.held.get((node.name, letter), ())
+        held = marks.held[node.name, letter]
         for number, unit in enumerate(ways):
             size = min(list(leaves(tree))[i].size for i in unit_leaves(tree, unit))
-            blocked = any(held[i] for i in unit_leaves(tree, unit)) if held else False
-            if size < 2 or (blocked and not (node.op in PRODUCTS and len(ways) == 1)):
+            leaf = unit_leaves(tree, unit)
+            blocked = any(held[i] for i in leaf) and (
+                any(marks.inner[node.name, letter][i] for i in leaf) or (len(ways) > 1 and not all(held))
+            )
+            if size < 2 or blocked:
                 continue
             found.append((-size, Option(letter, number)))
     if len(found) > LIMIT:

@@ -31,7 +31,7 @@ def named(groups: Sequence[Sequence[int]]) -> Family:
 
     def rows(codes: NodeCodes, sizes: np.ndarray) -> Rows:
         choices = np.array(
-            list(itertools.product(range(len(codes.options)), repeat=len(groups))), dtype=np.int8
+            list(itertools.product(codes.starts, repeat=len(groups))), dtype=np.int8
         ).reshape(-1, len(groups))
         return legal(codes, choices[:, where], sizes)
 
@@ -42,11 +42,10 @@ def runs(axes: int, most: int) -> Family:
     """At most `most` runs over the axes in mesh order."""
 
     def rows(codes: NodeCodes, sizes: np.ndarray) -> Rows:
-        count = len(codes.options)
         found: list[np.ndarray] = []
         for used in range(1, min(most, axes) + 1):
             neighbours_differ = np.array(
-                [c for c in itertools.product(range(count), repeat=used) if all(map(int.__ne__, c, c[1:]))],
+                [c for c in itertools.product(codes.starts, repeat=used) if all(map(int.__ne__, c, c[1:]))],
                 dtype=np.int8,
             ).reshape(-1, used)
             for ends in itertools.combinations(range(1, axes), used - 1):

@@ -9,7 +9,7 @@ the first gather is ZeRO-2 (Rajbhandari et al. 2020), gathered again in backward
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -29,7 +29,8 @@ class ParameterStates:
     """`use` is the layout in which it is used; `stored[s, a]` says that axis a cuts its storage only, at `place[s]`.
 
     `blocking` are the seconds of gathers and scatters, `reduction` those of what backward reduces beside computing,
-    `update` those of the optimizer. `elements` is what the rank that holds most stores.
+    `update` those of the optimizer. `elements` is what the rank that holds most stores, `kept_elements` what it holds
+    beside that from forward to backward, gathered.
     """
 
     use: Port
@@ -40,7 +41,12 @@ class ParameterStates:
     reduction: np.ndarray
     update: np.ndarray
     elements: np.ndarray
-    used_elements: np.ndarray
+    kept_elements: np.ndarray
+
+    def take(self, at: np.ndarray) -> ParameterStates:
+        """Some of the states."""
+        arrays = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "use"}
+        return ParameterStates(self.use.take(at), **{name: array[at] for name, array in arrays.items()})
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Storage:
     groups: tuple[tuple[int, ...], ...]
     smallest_bytes: int = 64 << 10
     states: int = 2
-    again: bool = True
+    again: bool = False
     allowed: bool = True
 
 
@@ -85,7 +91,28 @@ def parameter_states(
     use = uses.take(rows)
     place = np.array([f[2] for f in found])
     again = np.array([f[3] for f in found])
-    return _priced(value, use, stored, place, again, needs_grad, mesh, cluster, table, how.states)
+    priced = _priced(value, use, stored, place, again, needs_grad, mesh, cluster, table, how.states)
+    return priced.take(_undominated(rows, priced, how.again))
+
+
+def _undominated(use: np.ndarray, states: ParameterStates, memory_counts: bool) -> np.ndarray:
+    """Of the storages of one use, those that no other beats in seconds and, where it counts, in bytes too.
+
+    Readers see the use alone, so what is dropped is in no best plan.
+    """
+    seconds = states.blocking + states.reduction + states.update
+    if not memory_counts:
+        order = np.lexsort((seconds, use))
+        return np.sort(order[np.unique(use[order], return_index=True)[1]])
+    costs = np.stack([states.blocking + states.update, states.reduction, states.elements, states.kept_elements])
+    kept = []
+    for number in range(len(use)):
+        rivals = np.flatnonzero(use == use[number])
+        no_worse = (costs[:, rivals] <= costs[:, [number]]).all(axis=0)
+        better = no_worse & ((costs[:, rivals] < costs[:, [number]]).any(axis=0) | (rivals < number))
+        if not better.any():
+            kept.append(number)
+    return np.array(kept)
 
 
 def _subsets(groups: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
@@ -155,7 +182,8 @@ def _priced(
         if needs_grad
         else np.zeros(len(elements))
     )
-    return ParameterStates(use, stored, place, again, blocking, reduction, update, elements, used)
+    kept = np.where(stored.any(axis=1) & ~again, used, 0.0)
+    return ParameterStates(use, stored, place, again, blocking, reduction, update, elements, kept)
 
 
 def _collective(
