@@ -2,11 +2,14 @@
 
 from meshwright.search.solve.bounds import Solution, solve
 from meshwright.search.solve.eliminate import Eliminated, Estimate, eliminate, estimate
+from meshwright.search.solve.limits import LimitedSolution, solve_limited
 from meshwright.search.solve.problem import Builder, Memory, NoStates, Problem
 
 __all__ = [
     "solve",
     "Solution",
+    "solve_limited",
+    "LimitedSolution",
     "Problem",
     "Builder",
     "Memory",

@@ -154,6 +154,8 @@ class _Search:
         left = 2.0 * sum(len(few[u]) * len(few[v]) for u, v in sweeps.problem.pairs)
         if left > 0.8 * sweeps.cost:
             return sweeps
+        again = consistent(sweeps.problem.only(few))  # a state may have lost its last partner
+        few = [f[a] for f, a in zip(few, again, strict=True)]
         self.kept = [k[f] for k, f in zip(self.kept, few, strict=True)]
         return sweeps.only(few)
 

@@ -138,7 +138,18 @@ class Memory:
             pairs[key] = pairs[key] + extra if key in pairs else extra
         return Problem(unary, pairs)
 
-    def alone(self, instant: int) -> Problem:
-        """The bytes of one instant as a problem of their own: the least that any choice needs."""
-        pairs = {key: block[instant] for key, block in self.pairs.items()}
-        return Problem(tuple(a[:, instant] for a in self.amounts), pairs)
+    def alone(self, problem: Problem, instant: int) -> Problem:
+        """The bytes of one instant as the price, over the choices that `problem` allows."""
+        unary = tuple(
+            np.where(np.isfinite(row), a[:, instant], np.inf)
+            for row, a in zip(problem.unary, self.amounts, strict=True)
+        )
+        pairs = {key: np.where(np.isfinite(m), 0.0, np.inf) for key, m in problem.pairs.items()}
+        for key, block in self.pairs.items():
+            pairs[key] = pairs[key] + block[instant] if key in pairs else block[instant]
+        return Problem(unary, pairs)
+
+    def over(self, scale: np.ndarray) -> Memory:
+        """The amounts in units of `scale[t]`."""
+        pairs = {key: block / scale[:, None, None] for key, block in self.pairs.items()}
+        return Memory(tuple(a / scale for a in self.amounts), pairs)
