@@ -53,10 +53,23 @@ def _resolve(items: Sequence[_Item]) -> list[_Item]:
     result: list[_Item] = []
     for item in items:
         if item.items is not None:
-            result += _resolve(item.items)
+            result += _known(item)
         elif item.size != 1:
             result.append(item)
     return result
+
+
+def _known(item: _Item) -> list[_Item]:
+    """What an item with a product has turned out to be. The way there is shortened (Tarjan 1975): chains grow with the
+    depth of a model."""
+    way: list[_Item] = []
+    while (inner := item.items) is not None and len(inner) == 1:
+        way.append(item)
+        item = inner[0]
+    found = _resolve([item] if inner is None else inner)
+    for passed in way:
+        passed.items = found
+    return found
 
 
 def _unify(left: Sequence[_Item], right: Sequence[_Item]) -> bool:
@@ -67,10 +80,10 @@ def _unify(left: Sequence[_Item], right: Sequence[_Item]) -> bool:
         if x is y:
             a, b = a[1:], b[1:]
         elif x.size == y.size:
-            if isinstance(x, _Var):
-                x.items = [y]
-            elif isinstance(y, _Var):
+            if isinstance(y, _Var):
                 y.items = [x]
+            elif isinstance(x, _Var):
+                x.items = [y]
             elif not _unify_cats(x, y):
                 return False
             a, b = a[1:], b[1:]
@@ -143,6 +156,32 @@ def _tree(items: Sequence[_Item]) -> Dim:
     )
 
 
+class _Settled:
+    """Trees and leaf variables of items, each found once; for when all is unified."""
+
+    def __init__(self) -> None:
+        self.trees: dict[_Item, Dim] = {}
+        self.found: dict[_Item, tuple[_Var, ...]] = {}
+
+    def tree(self, items: Sequence[_Item]) -> Dim:
+        """Items as a dim without axes."""
+        if len(items) == 1:
+            known = self.trees.get(items[0])
+            if known is None:
+                known = self.trees[items[0]] = _tree(items)
+            return known
+        return tuple(itertools.chain.from_iterable(self.tree((i,)) for i in items))
+
+    def leaves(self, items: Sequence[_Item]) -> tuple[_Var, ...]:
+        """The atomic variables of items, left to right."""
+        if len(items) == 1:
+            known = self.found.get(items[0])
+            if known is None:
+                known = self.found[items[0]] = tuple(_leaf_vars(items))
+            return known
+        return tuple(itertools.chain.from_iterable(self.leaves((i,)) for i in items))
+
+
 # ---------------------------------------------------------------- the analysis of a graph
 
 
@@ -187,53 +226,55 @@ class Factors:
 
 def analyze(graph: Graph, rules: Mapping[str, Rule]) -> Factors:
     """Unify the factors of all nodes. `rules` has the bound rule of each node, by name."""
-    dims: dict[str, list[_Var]] = {}
-    letters: dict[str, dict[str, _Var]] = {}
-    for name, kind in graph.types.items():
-        dims[name] = [_Var(n) for n in kind.shape]
-    for node in graph.nodes:
-        rule = rules[node.name]
-        own = letters[node.name] = {letter: _Var(size) for letter, size in rule.sizes.items()}
-        joined = {
-            x: [_CatVar([[own[p]] for p in parts])] for x in rule.free_letters() if (parts := rule.parts(x))
-        }
-        if rule.flattened:
-            _unify([v for d in (dims[u] for u in node.uses[:1]) for v in d], list(dims[node.values[0]]))
-            continue
-        for port, name in zip((*rule.inputs, *rule.outputs), (*node.uses, *node.values), strict=True):
-            for dim, var in zip(port, dims[name], strict=True):
-                if dim:
-                    _unify([v for x in dim for v in joined.get(x, [own[x]])], [var])
+    dims: dict[str, list[_Var]] = {name: [_Var(n) for n in kind.shape] for name, kind in graph.types.items()}
+    ports = {node.name: [dims[v] for v in (*node.uses, *node.values)] for node in graph.nodes}
+    letters = {node.name: _unified(rules[node.name], ports[node.name]) for node in graph.nodes}
+    settled = _Settled()
     batch = _batch_variables(graph, dims)
     sites: dict[str, Site] = {}
-    marks: dict[tuple[str, str], tuple[bool, ...]] = {}
-    owned: dict[tuple[str, str], list[_Item]] = {}
-    whole: set[int] = set()
+    owned: dict[tuple[str, str], tuple[_Var, ...]] = {}
+    whole: set[_Var] = set()
     for node in graph.nodes:
         rule = rules[node.name]
         if rule.flattened:
-            rule, own = _view_rule(rule, dims[node.uses[0]], dims[node.values[0]])
+            rule, own = _view_rule(rule, ports[node.name][0], ports[node.name][-1], settled)
         else:
-            own = {x: _own_items(rule, x, letters[node.name]) for x in rule.free_letters()}
-        sites[node.name] = Site(node, rule, {k: _tree(v) for k, v in own.items()})
+            own = _own_items(rule, letters[node.name])
+        sites[node.name] = Site(node, rule, {x: settled.tree(items) for x, items in own.items()})
         for letter, items in own.items():
-            owned[node.name, letter] = items
-            marks[node.name, letter] = tuple(id(v) in batch for v in _leaf_vars(items))
+            found = owned[node.name, letter] = settled.leaves(items)
             if is_whole(rule, letter):
-                whole.update(id(v) for v in _leaf_vars(items))
-    held = {key: tuple(id(v) in whole for v in _leaf_vars(items)) for key, items in owned.items()}
-    inputs = {
-        i.name: tuple(tuple(id(v) in batch for v in _leaf_vars([d])) for d in dims[i.name])
-        for i in graph.inputs
+                whole.update(found)
+    return Factors(
+        sites,
+        {name: tuple([settled.tree((v,)) for v in vs]) for name, vs in dims.items()},
+        {key: tuple([v in batch for v in found]) for key, found in owned.items()},
+        {key: tuple([v in whole for v in found]) for key, found in owned.items()},
+        {i.name: tuple(tuple(v in batch for v in settled.leaves((d,))) for d in dims[i.name])
+         for i in graph.inputs},
+    )  # fmt: skip
+
+
+def _unified(rule: Rule, ports: Sequence[list[_Var]]) -> dict[str, _Var]:
+    """The letters of a node, made equal to the dims of what it reads and makes."""
+    own = {letter: _Var(size) for letter, size in rule.sizes.items()}
+    if rule.flattened:
+        _unify(ports[0], ports[-1])
+        return own
+    joined = {x: _CatVar([[own[p]] for p in parts]) for x, parts in rule.joined.items()}
+    for port, vs in zip((*rule.inputs, *rule.outputs), ports, strict=True):
+        for dim, var in zip(port, vs, strict=True):
+            if dim:
+                _unify([joined.get(x) or own[x] for x in dim], (var,))
+    return own
+
+
+def _own_items(rule: Rule, own: Mapping[str, _Var]) -> dict[str, tuple[_Item, ...]]:
+    """What each letter consists of. A concatenation stays one, even if its parts have turned out to be equal."""
+    return {
+        x: (_CatVar([[own[p]] for p in rule.joined[x]]) if x in rule.joined else own[x],)
+        for x in rule.free_letters
     }
-    trees = {name: tuple(_tree([v]) for v in vs) for name, vs in dims.items()}
-    return Factors(sites, trees, marks, held, inputs)
-
-
-def _own_items(rule: Rule, letter: str, own: Mapping[str, _Var]) -> list[_Item]:
-    """What a letter consists of. A concatenation stays one, even if its parts have turned out to be equal."""
-    parts = rule.parts(letter)
-    return [_CatVar([[own[p]] for p in parts])] if parts else [own[letter]]
 
 
 def _leaf_vars(items: Sequence[_Item]) -> Iterator[_Var]:
@@ -245,10 +286,10 @@ def _leaf_vars(items: Sequence[_Item]) -> Iterator[_Var]:
                 yield from _leaf_vars(part)
 
 
-def _batch_variables(graph: Graph, dims: Mapping[str, list[_Var]]) -> set[int]:
-    """Identities of the atomic variables that count examples: those of the batch inputs' batch dims."""
+def _batch_variables(graph: Graph, dims: Mapping[str, list[_Var]]) -> set[_Var]:
+    """The atomic variables that count examples: those of the batch inputs' batch dims."""
     return {
-        id(v)
+        v
         for i in graph.inputs
         if i.role == "batch" and i.batch_dim is not None
         for v in _leaf_vars([dims[i.name][i.batch_dim]])
@@ -256,8 +297,8 @@ def _batch_variables(graph: Graph, dims: Mapping[str, list[_Var]]) -> set[int]:
 
 
 def _view_rule(
-    rule: Rule, source: Sequence[_Var], target: Sequence[_Var]
-) -> tuple[Rule, dict[str, list[_Item]]]:
+    rule: Rule, source: Sequence[_Var], target: Sequence[_Var], settled: _Settled
+) -> tuple[Rule, dict[str, tuple[_Item, ...]]]:
     """The rule of a view: one letter for each common sub-dim; letters that the view cuts through stay whole."""
     sides = [
         [(number, item) for number, var in enumerate(side) for item in _resolve([var])]
@@ -265,7 +306,7 @@ def _view_rule(
     ]
     ports: list[list[list[str]]] = [[[] for _ in source], [[] for _ in target]]
     sizes: dict[str, int] = {}
-    own: dict[str, list[_Item]] = {}
+    own: dict[str, tuple[_Item, ...]] = {}
     broken: set[str] = set()
     places = [0, 0]
 
@@ -273,13 +314,13 @@ def _view_rule(
         number, item = sides[side][places[side]]
         places[side] += 1
         ports[side][number].append(letter)
-        sizes[letter], own[letter] = item.size, [item]
+        sizes[letter], own[letter] = item.size, (item,)
         return item
 
     while places[0] < len(sides[0]) and places[1] < len(sides[1]):
         x, y = sides[0][places[0]][1], sides[1][places[1]][1]
         letter = f"v{len(sizes)}"
-        if x is y or (x.size == y.size and _tree([x]) == _tree([y])):
+        if x is y or (x.size == y.size and settled.tree((x,)) == settled.tree((y,))):
             take(0, letter)
             take(1, letter)
             continue

@@ -16,7 +16,6 @@ factor nor term (ids, masks, divisors): no pending sum enters there; `(+ n)` and
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -60,9 +59,19 @@ class Rule:
 
     def parts(self, letter: str) -> tuple[str, ...]:
         """The parts of a letter that is a concatenation."""
-        names = (f"{letter}.{i}" for i in range(len(self.sizes)))
-        return tuple(itertools.takewhile(lambda name: name in self.sizes, names))
+        return self.joined.get(letter, ())
 
+    @functools.cached_property
+    def joined(self) -> dict[str, tuple[str, ...]]:
+        """Letter → its parts, for each letter that is a concatenation."""
+        found: dict[str, list[str]] = {}
+        for x in self.sizes:
+            letter, dot, _ = x.partition(".")
+            if dot and letter in self.sizes:
+                found.setdefault(letter, []).append(x)
+        return {x: tuple(sorted(parts, key=lambda p: int(p.partition(".")[2]))) for x, parts in found.items()}
+
+    @functools.cached_property
     def free_letters(self) -> tuple[str, ...]:
         """All letters that are not parts of others."""
         return tuple(x for x in self.sizes if "." not in x)
@@ -144,6 +153,12 @@ def _parse_ports(text: str, rule: str) -> tuple[PortPattern, ...]:
             dims.append(() if clean == ("1",) else clean)
         ports.append(PortPattern(tuple(dims), sign, optional, aside=aside))
     return tuple(ports)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def bound(text: str, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> Rule:
+    """The rule that a line is for given shapes. Raises RuleError when it does not parse or fit."""
+    return bind(parse_pattern(text), inputs, outputs)
 
 
 def bind(pattern: Pattern, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Rule:
@@ -235,21 +250,32 @@ def _solve_sizes(pattern: Pattern, spread: Sequence[tuple[Port, Shape]], sizes: 
             if letter.startswith(SIZED):
                 sizes[letter] = int(letter[len(SIZED) :].partition("_")[0])
     for _ in range(len(open_dims) + 1):
+        known = len(sizes)
         for dim, n in open_dims:
-            unknown = [x for x in dim if x not in sizes]
-            known = math.prod(sizes[x] for x in dim if x in sizes)
-            if len(unknown) == 1 and known and n % known == 0:
-                sizes[unknown[0]] = n // known
-            elif not unknown and known != n:
-                raise RuleError(
-                    f"the rule {pattern.text!r} does not fit",
-                    why=f"{' '.join(map(str, dim))} is {known} by one tensor and {n} by another",
-                )
+            _solve_dim(pattern, dim, n, sizes)
+        if len(sizes) == known:
+            break
     missing = sorted({x for dim, _ in open_dims for x in dim if x not in sizes})
     if missing:
         raise RuleError(
             f"the rule {pattern.text!r} does not fit",
             why=f"the size of {missing} cannot be told from the shapes",
+        )
+
+
+def _solve_dim(pattern: Pattern, dim: RuleDim, n: int, sizes: dict[str, int]) -> None:
+    """The size of the one letter of a dim that is not known, or a check where all are."""
+    if len(dim) == 1:
+        known, unknown = sizes.setdefault(dim[0], n), []
+    else:
+        unknown = [x for x in dim if x not in sizes]
+        known = math.prod(sizes[x] for x in dim if x in sizes)
+    if len(unknown) == 1 and known and n % known == 0:
+        sizes[unknown[0]] = n // known
+    elif not unknown and known != n:
+        raise RuleError(
+            f"the rule {pattern.text!r} does not fit",
+            why=f"{' '.join(map(str, dim))} is {known} by one tensor and {n} by another",
         )
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from meshwright.errors import MeshwrightError, RuleError
-from meshwright.graph import Graph, Node, TensorType
+from meshwright.graph import Graph, Node, Ref, TensorType
 from meshwright.ops.rule import Rule, parse_pattern
 from meshwright.ops.special import SPECIAL
 from meshwright.ops.special.build import line, whole
@@ -150,8 +151,35 @@ def _without_squares(node: Node, rule: Rule) -> Rule:
 
 
 def rules_of(graph: Graph) -> dict[str, Rule]:
-    """The rule of every node, by name. Raises RuleError."""
-    return {node.name: rule_of(node, graph.types) for node in graph.nodes}
+    """The rule of every node, by name; nodes of one signature share it. Raises RuleError."""
+    types, known = graph.types, dict[Any, Rule]()
+    found: dict[str, Rule] = {}
+    for node in graph.nodes:
+        key = _signature(node, types)
+        rule = known.get(key)
+        if rule is None:
+            rule = known[key] = rule_of(node, types)
+        found[node.name] = rule
+    return found
+
+
+def _signature(node: Node, types: Mapping[str, TensorType]) -> Any:
+    """All of a node that its rule depends on: operator, literals, types, and which ports read one value."""
+    uses: list[str] = []
+    literals = _literals((node.args, node.kwargs), uses)
+    repeated = tuple(map(uses.index, uses)) if len(set(uses)) < len(uses) else ()
+    return node.op, literals, tuple([types[u] for u in uses]), node.outputs, repeated
+
+
+def _literals(value: Any, uses: list[str]) -> Any:
+    """An argument without the names of the values in it, which are appended to `uses`."""
+    if type(value) is tuple:
+        return tuple([_literals(v, uses) for v in value])
+    if type(value) is Ref:
+        uses.append(value.name)
+        return Ref
+    kind = type(value)
+    return (value, kind) if kind is float or kind is bool else value
 
 
 __all__ = ["LINES", "has_rule", "overload", "register", "rule_of", "rules_of"]

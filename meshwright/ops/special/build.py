@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from meshwright.graph import Node, TensorType
-from meshwright.ops.rule import Port, Rule, RuleDim, Shape, bind, parse_pattern
+from meshwright.ops.rule import Port, Rule, RuleDim, Shape, bound
 
 Types = Mapping[str, TensorType]
 Special = Callable[[Node, Types], Rule]
@@ -25,7 +25,7 @@ def shapes_out(node: Node) -> tuple[Shape, ...]:
 
 def line(node: Node, types: Types, text: str) -> Rule:
     """A line bound to the shapes of a node."""
-    return bind(parse_pattern(text), shapes_in(node, types), shapes_out(node))
+    return bound(text, shapes_in(node, types), shapes_out(node))
 
 
 def whole(node: Node, types: Types, why: str) -> Rule:
