@@ -1,0 +1,160 @@
+"""The price of a program, against numbers worked out by hand and against what the program itself says."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+
+from meshwright.compile import captured_of, lower, plan_captured
+from meshwright.cost.cluster import Cluster, Device, Level, Measured
+from meshwright.examples import gpt, llama, mlp, recommender, zoo
+from meshwright.ops.talk import TALKATIVE, kernel_talk, site_talk
+from meshwright.partition.price import letter_sizes, on_cluster, program_price, stands_for
+from meshwright.redistribute.steps import origin
+
+RATE, LINK, LATENCY = 1e9, 4e9, 1e-6
+
+
+def flat(rate: float) -> tuple[tuple[float, float], ...]:
+    return ((1.0, rate),)
+
+
+def toy(**sizes: int) -> Cluster:
+    """Products at 1 GFLOP/s of any size, memory and launches free, every link 4 GB/s with 1 µs a message."""
+    rates = {"matmul f32": flat(RATE), "memory": flat(1e40), "update": flat(1e12)}
+    levels = tuple(Level(name, size, LINK, LATENCY) for name, size in sizes.items())
+    return Cluster("toy", Device("toy", {"f32": RATE}, 1 << 34, 1e40, 0.0), levels, measured=Measured(rates))
+
+
+def mlp_parts(mesh: dict[str, int]):
+    """16 → 24 → (96 → 24, residual) → 12, twelve examples; `up` is cut by columns and `down` by rows over tp."""
+    model, batch, loss = mlp.build(depth=1)
+    captured = captured_of(model, batch, loss)
+    pins = {"up.*": {"n": "tp"}} if "tp" in mesh else None
+    return lower(captured, plan_captured(captured, mesh, "sharding_propagation", pins))
+
+
+def ring(payload_bytes: float, members: int = 2) -> float:
+    return 2 * (members - 1) * (LATENCY + payload_bytes / members / LINK)
+
+
+def bucketed(payload_bytes: float, members: int = 2) -> float:
+    """A share of a full bucket of 25 MiB."""
+    return payload_bytes / (25 << 20) * ring(25 << 20, members)
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2), (3, 2)])
+def test_an_mlp_costs_what_is_worked_out_by_hand(dp: int, tp: int) -> None:
+    mesh = {name: size for name, size in (("dp", dp), ("tp", tp)) if size > 1}
+    parts = mlp_parts(mesh)
+    price = program_price(parts, toy(**mesh))
+    rows = 12 // dp
+    flops = {  # one product; the first layer has no gradient of its input, so two products, the others three
+        "linear": (2 * rows * 16 * 24, 1),
+        "linear_1": (2 * rows * 24 * 96 // tp, 2),
+        "linear_2": (2 * rows * 96 * 24 // tp, 2),
+        "linear_3": (2 * rows * 24 * 12, 2),
+    }
+    for name, (product, backward) in flops.items():
+        assert price.by_node[name].forward_seconds == pytest.approx(product / RATE)
+        assert price.by_node[name].backward_seconds == pytest.approx(backward * product / RATE)
+    # Megatron's pair: the sum of down's terms forward, the sum of the gradient at up's input backward.
+    activation = ring(rows * 24 * 4) if tp == 2 else 0.0
+    # The number of targets (i64) and the loss (f32) are sums over the batch.
+    of_loss = ring(8, dp) + ring(4, dp) if dp > 1 else 0.0
+    assert price.forward_communication == pytest.approx(activation + of_loss)
+    assert price.backward_communication == pytest.approx(activation)
+    whole = (16 * 24 + 24) + 24 + (24 * 12 + 12)
+    held = whole + (24 * 96 + 96 + 96 * 24) // tp
+    assert price.reduction == pytest.approx(bucketed(4 * held, dp) if dp > 1 else 0.0)
+    # Adam: parameter, gradient and two moments read, all but the gradient written.
+    assert price.update == pytest.approx(7 * 4 * held / 1e12)
+
+
+MODELS = {
+    "mlp": (mlp.build, {"up.*": {"n": "tp"}}),
+    "gpt": (gpt.build, {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}, "head": {"n": "tp"}}),
+    "llama": (llama.build, {}),
+    "resnet": (functools.partial(zoo.hugging_face, "resnet"), {"*.layer.0.convolution": {"o": "tp"}}),
+    "recommender": (recommender.build, {"deep_tables.*": {"v": "tp"}, "layers.0": {"n": "tp"}}),
+}
+
+
+@functools.cache
+def parts_of(name: str, mesh: tuple[tuple[str, int], ...], mode: str):
+    build, pins = MODELS[name]
+    model, batch, loss = build()
+    captured = captured_of(model, batch, loss)
+    return lower(
+        captured, plan_captured(captured, dict(mesh), mode, pins if mode != "data_parallel" else None)
+    )
+
+
+CASES = [
+    (name, mesh, mode)
+    for name in MODELS
+    for mesh in ((("dp", 2), ("tp", 2)), (("tp", 3),))
+    for mode in ("data_parallel", "sharding_propagation")
+    if mode == "sharding_propagation" or len(mesh) == 2
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "mode"), CASES, ids=str)
+def test_the_parts_of_a_price_are_its_sum(name: str, mesh: tuple[tuple[str, int], ...], mode: str) -> None:
+    parts = parts_of(name, mesh, mode)
+    price = program_price(parts, Cluster.preset("h100", ranks_per_node=math.prod(n for _, n in mesh)))
+    nodes, reshards = price.by_node.values(), price.by_reshard.values()
+    pieces = [n.total for n in nodes] + [s for pair in reshards for s in pair]
+    pieces += [s for pair in price.by_parameter.values() for s in pair]
+    assert price.total == pytest.approx(sum(pieces), rel=1e-12)
+    assert all(math.isfinite(p) and p >= 0.0 for p in pieces)
+    assert set(price.by_node) == {n.name for n in parts.resharded.graph.nodes} - set(price.by_reshard)
+    trained = {i.name for i in parts.resharded.graph.input_of("parameter") if i.needs_grad}
+    assert set(price.by_parameter) == trained
+
+
+@pytest.mark.parametrize(("name", "mesh", "mode"), CASES, ids=str)
+def test_operators_are_priced_with_the_sizes_of_the_program(
+    name: str, mesh: tuple[tuple[str, int], ...], mode: str
+) -> None:
+    """The letters of an operator multiply to the shapes of its results in the rank's own program."""
+    parts = parts_of(name, mesh, mode)
+    on = parts.plan.mesh
+    at = origin(on)
+    local = parts.local(on.rank(at))
+    for node_name, site in parts.factors.sites.items():
+        sizes = letter_sizes(site, parts.resharded.ports[node_name], on, at)
+        for port, value in zip(site.rule.outputs, site.node.values, strict=True):
+            assert tuple(math.prod(sizes[x] for x in dim) for dim in port) == local.types[value].shape
+
+
+@pytest.mark.parametrize(("name", "mesh", "mode"), CASES, ids=str)
+def test_what_kernels_send_is_known_before_there_is_a_program(
+    name: str, mesh: tuple[tuple[str, int], ...], mode: str
+) -> None:
+    parts = parts_of(name, mesh, mode)
+    on, graph = parts.plan.mesh, parts.resharded.graph
+    local = parts.local(on.rank(origin(on)))
+    sent: dict[str, list] = {}
+    for node in local.nodes:
+        sent.setdefault(stands_for(node, parts.factors.sites), []).extend(kernel_talk(node, local.types))
+    for node_name, site in parts.factors.sites.items():
+        foreseen = site_talk(site, parts.resharded.ports[node_name], on, graph.types)
+        # The count of targets is moved to the front of the program, so the order may differ.
+        assert sorted(map(str, foreseen)) == sorted(map(str, sent.get(node_name, [])))
+        assert not foreseen or site.node.op in TALKATIVE
+    assert any(sent.values()) or name == "recommender" or "dp" not in dict(mesh)
+
+
+def test_a_mesh_without_links_is_laid_over_the_cluster() -> None:
+    parts = mlp_parts({"dp": 2, "tp": 2})
+    slow = Level("node", 2, 1e8, 1e-4)
+    cluster = Cluster(
+        "two", toy(x=1).device, (slow, Level("gpu", 2, LINK, LATENCY)), measured=toy(x=1).measured
+    )
+    assert [a.link for a in on_cluster(parts.plan.mesh, cluster).axes] == ["node", "gpu"]
+    price = program_price(parts, cluster)
+    assert price.by_reshard["linear_2_to"][0] == pytest.approx(ring(6 * 24 * 4))
+    assert price.by_reshard["cross_entropy_loss_to"][0] == pytest.approx(2 * (1e-4 + 2 / 1e8))
