@@ -14,6 +14,7 @@ import torch
 from meshwright.capture import Captured
 from meshwright.capture import capture as capture_graph
 from meshwright.capture.batch import leaves
+from meshwright.cost.cluster import Cluster
 from meshwright.errors import CaptureError, MeshError
 from meshwright.mesh import Mesh
 from meshwright.ops.table import register
@@ -22,6 +23,7 @@ from meshwright.plan import Plan
 from meshwright.report.plan_table import plan_text
 from meshwright.search.marks import mesh_of_pins, renumber
 from meshwright.search.modes import make_plan
+from meshwright.search.searched import Progress, Request
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Pins = Mapping[str, Mapping[str, Any]]
@@ -42,41 +44,67 @@ def plan(
     *,
     loss: Loss = default_loss,
     mesh: MeshLike = None,
-    mode: str = "data_parallel",
+    mode: str | None = None,
     pins: Pins | None = None,
+    cluster: Cluster | None = None,
+    memory: float | None = None,
+    optimizer_states: int = 2,
+    space: str = "",
+    inner: str = "exact",
+    progress: Progress | None = None,
     cache: str | Path | None = None,
 ) -> Plan:
     """Choose how to cut a model. No process group is needed, and meta tensors are fine.
 
     `mesh`: a `Mesh`, axis sizes (``{"dp": 2, "tp": 2}``) or a number of ranks; by default that of the layouts in the
-    model, else the number of launched ranks. `pins` cut the operators of modules by letter:
-    ``{"blocks.*.up": {"n": "tp"}}``. Raises a subclass of MeshwrightError that names the operator and the line.
+    model, else the cluster's own, else the number of launched ranks. `mode`: by default ``auto`` with a `cluster`,
+    ``data_parallel`` without. `pins` cut the operators of modules by letter: ``{"blocks.*.up": {"n": "tp"}}``.
+
+    With a cluster the plan says what it costs (`Plan.claims`). `memory` is the limit in bytes per rank (by default the
+    device's); `optimizer_states` counts the moments per parameter (2 for Adam). `space` (``a``, ``b``, ``c``) is what
+    ``dynamic_programming`` searches and `inner` (``exact``, ``greedy``) how ``recursive_programming`` solves one axis.
+    `progress` is told (stage, best price in seconds so far, bound). Raises a subclass of MeshwrightError that names
+    the operator and the line.
     """
     captured = captured_of(model, batch, loss, cache)
-    return plan_captured(captured, mesh, mode, pins)
+    request = None
+    if cluster is not None:
+        limit = memory if memory is not None else float(cluster.device.memory_bytes)
+        request = Request(cluster, limit, optimizer_states, space, inner, progress or _silent)
+    return plan_captured(captured, mesh, mode, pins, request)
 
 
-def plan_captured(captured: Captured, mesh: MeshLike, mode: str, pins: Pins | None) -> Plan:
+def plan_captured(
+    captured: Captured, mesh: MeshLike, mode: str | None, pins: Pins | None, request: Request | None = None
+) -> Plan:
     """The plan of a captured program. It keeps the capture, so that it can explain itself and take more pins."""
+    if mesh is None and request is not None:
+        mesh = mesh_of_pins(captured.graph) or request.cluster.mesh
     chosen = mesh_from(mesh, captured)
-    made = make_plan(captured.graph, chosen, mode, pins, captured.folding)
-    return with_origin(made.with_notes(*captured.notes), captured)
+    mode = mode or ("auto" if request is not None else "data_parallel")
+    made = make_plan(captured.graph, chosen, mode, pins, captured.folding, request)
+    return with_origin(made.with_notes(*captured.notes), captured, request)
 
 
-def with_origin(plan: Plan, captured: Captured) -> Plan:
+def with_origin(plan: Plan, captured: Captured, request: Request | None = None) -> Plan:
     """The plan together with the program it was made for."""
-    return replace(plan, origin=_Origin(captured))
+    return replace(plan, origin=_Origin(captured, request))
+
+
+def _silent(stage: str, price: float | None, bound: float | None) -> None:
+    pass
 
 
 @dataclass(frozen=True)
 class _Origin:
     captured: Captured
+    request: Request | None = None
 
     def explain(self, plan: Plan) -> str:
         return plan_text(lower(self.captured, plan))
 
     def pinned(self, plan: Plan, pins: Pins) -> Plan:
-        return plan_captured(self.captured, plan.mesh, plan.mode, pins)
+        return plan_captured(self.captured, plan.mesh, plan.mode, pins, self.request)
 
 
 def rule(op: str, line: str) -> None:

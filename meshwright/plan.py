@@ -19,6 +19,7 @@ from meshwright.layout import TensorLayout, dim_axes, dim_size, parse_layout, sh
 from meshwright.mesh import Axis, Mesh
 from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Strategy
+from meshwright.redistribute.prices import Prices
 
 VERSION = 1
 AGAIN = "make it again with mw.plan(model, batch, …).save(path)"
@@ -46,6 +47,9 @@ class Plan:
     a hub that is whole, with the gradient pending there (ZeRO). `again`: values whose hub is not kept for backward
     but made again there.
 
+    `prices` are those of collectives by which the plan was made, so that what was priced is what runs. `claims` is what
+    the search says of the plan: seconds, bytes, bound, gaps. `nexts`: node → its next best strategy and what that adds.
+
     `reasons` says for each node why its strategy was chosen, `about` its operator and module; `notes` are
     remarks for the user (what stayed whole and what that costs, what is inexact); `pins` what the user asked
     for.
@@ -62,6 +66,9 @@ class Plan:
     pins: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     hubs: Mapping[str, TensorLayout] = field(default_factory=dict)
     again: frozenset[str] = frozenset()
+    prices: Prices | None = None
+    claims: Mapping[str, Any] = field(default_factory=dict)
+    nexts: Mapping[str, str] = field(default_factory=dict)
     origin: Origin | None = field(default=None, compare=False, repr=False)
 
     def explain(self) -> str:

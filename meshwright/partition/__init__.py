@@ -26,12 +26,15 @@ class Partition:
         return localize_graph(self.resharded, self.factors, self.plan, rank)
 
 
-def partition(graph: Graph, plan: Plan, prices: Prices = TWO_CORE_GLOO) -> Partition:
-    """Cut a graph as a plan says. Raises PlanError when the plan belongs to another graph."""
+def partition(graph: Graph, plan: Plan, prices: Prices | None = None) -> Partition:
+    """Cut a graph as a plan says, moving values as is cheapest by `prices` (by default those the plan was made with).
+
+    Raises PlanError when the plan belongs to another graph.
+    """
     plan.check(graph)
     factors = analyze(graph, rules_of(graph))
     plan.check_cuts(factors)
-    return Partition(plan, factors, insert_reshards(graph, factors, plan, prices))
+    return Partition(plan, factors, insert_reshards(graph, factors, plan, prices or plan.prices or TWO_CORE_GLOO))
 
 
 __all__ = ["RESHARD", "Partition", "Resharded", "partition"]

@@ -55,14 +55,15 @@ class Folded:
 
     def unfold_values(self, per_value: Mapping[str, T]) -> dict[str, T]:
         """Names of the full graph's results → what the result that stands for them has."""
-        return {name: per_value[here] for name, here in self._values.items()}
+        return {name: per_value[here] for name, here in self.values.items()}
 
     def unfold_inputs(self, per_input: Mapping[str, T]) -> dict[str, T]:
         """Names of the full graph's inputs → what the input that stands for them has; a layer's own by its port."""
         return {name: per_input[here] for name, here in self.inputs.items()}
 
     @functools.cached_property
-    def _values(self) -> dict[str, str]:
+    def values(self) -> dict[str, str]:
+        """Results of the full graph → results here that stand for them."""
         found: dict[str, str] = {}
         for node, here in zip(self.full.nodes, self.nodes.values(), strict=True):
             if len(node.outputs) == 1:

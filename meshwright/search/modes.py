@@ -1,12 +1,13 @@
-"""The modes without a cost model: stand alone, data parallel, semi-automatic, sharding propagation."""
+"""From a mode to a plan: what the user annotates, what is propagated, what is searched with a cost model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from meshwright.blocks import UNFOLDED, Folding
-from meshwright.errors import MeshwrightError, PlanError, did_you_mean
+from meshwright.errors import LayoutError, PlanError, StrategyError, did_you_mean
 from meshwright.graph import Graph
 from meshwright.layout import verify
 from meshwright.mesh import Mesh
@@ -23,11 +24,12 @@ from meshwright.search.notes import repeated, unknown
 from meshwright.search.options import Assignment, Scene
 from meshwright.search.pins import Seeds, module_seeds, pinned_kinds
 from meshwright.search.propagation import propagate
+from meshwright.search.searched import SEARCHES, Found, Planner, Request, priced, search
+from meshwright.search.space.build import Ties
 
-MODES = ("stand_alone", "data_parallel", "semi_auto", "sharding_propagation")
-ANNOTATED = ("semi_auto", "sharding_propagation")  # modes that look at pins and annotations
+MODES = ("stand_alone", "data_parallel", "semi_auto", "sharding_propagation", *SEARCHES)
+ANNOTATED = ("semi_auto", "sharding_propagation", *SEARCHES)  # modes that look at pins and annotations
 Pins = Mapping[str, Mapping[str, Any]]
-LATER = ("recursive_programming", "dynamic_programming", "auto")
 
 
 def make_plan(
@@ -36,45 +38,78 @@ def make_plan(
     mode: str,
     pins: Mapping[str, Mapping[str, Any]] | None = None,
     folding: Folding = UNFOLDED,
+    request: Request | None = None,
 ) -> Plan:
     """The plan of a graph on a mesh under a mode. `pins`: module pattern → letter → axis.
 
-    With a `folding` each kind of layer is planned once. Raises PlanError for an unknown mode, StrategyError for cuts
-    that cannot be.
+    With a `folding` each kind of layer is planned once. `request` has the cluster that prices are of, and limits; the
+    modes that search need it. Raises PlanError for an unknown mode, StrategyError for cuts that cannot be.
     """
-    _check_mode(mode, mesh, pins)
+    _check_mode(mode, mesh, pins, request)
+    if request is not None:
+        mesh = request.cluster.place(mesh)
     wishes = pins if mode in ANNOTATED and pins is not None else {}
     folds = folded(graph, folding, pinned_kinds(graph, wishes)) if folding.blocks else whole(graph)
     try:
-        return _make_plan(folds, mesh, mode, pins or {}, wishes)
-    except MeshwrightError:
+        return _make_plan(folds, mesh, mode, pins or {}, wishes, request)
+    except (StrategyError, LayoutError):
         if folds.is_whole:
             raise
-    return _make_plan(whole(graph), mesh, mode, pins or {}, wishes)  # the error speaks of the whole model
+    return _make_plan(
+        whole(graph), mesh, mode, pins or {}, wishes, request
+    )  # the error speaks of the whole model
 
 
-def _make_plan(folds: Folded, mesh: Mesh, mode: str, pins: Pins, wishes: Pins) -> Plan:
+def _make_plan(
+    folds: Folded, mesh: Mesh, mode: str, pins: Pins, wishes: Pins, request: Request | None
+) -> Plan:
     graph = folds.graph
     scene = Scene(graph, analyze(graph, rules_of(graph)), mesh)
     specs = pin_specs(graph) if mode in ANNOTATED else []
-    assignment, reasons = _assign(scene, mode, specs, wishes)
+    found: Found | None = None
+    if mode in SEARCHES and request is not None:
+        found = search(Planner(scene, _ties(folds), _seeds(scene, specs, wishes), request), mode)
+        assignment, reasons = dict(found.choice.strategies), {}
+    else:
+        assignment, reasons = _assign(scene, mode, specs, wishes)
+        pass_gradients_back(scene, assignment)
+        if request is not None:
+            found = priced(Planner(scene, _ties(folds), {}, request), assignment)
     notes = check_annotated(scene, specs, assignment) + _unused(graph, mode)
-    pass_gradients_back(scene, assignment)
-    inputs = input_layouts(graph, scene.factors, mesh, assignment)
     full = folds.full
     plan = Plan(
         mesh,
         mode,
         fingerprint(full),
         folds.unfold(assignment),
-        folds.unfold_inputs(inputs),
+        folds.unfold_inputs(
+            found.choice.inputs if found else input_layouts(graph, scene.factors, mesh, assignment)
+        ),
         folds.unfold(reasons) if reasons else {},
         about={n.name: (n.op, n.module) for n in full.nodes},
         pins=plain_pins(pins),
+        prices=request.cluster.prices if request else None,
     )
+    if found is not None:
+        plan = _with_choice(plan, folds, found)
     check_layouts(graph, scene.factors, plan)
     seen = scene if folds.is_whole else Scene(full, unfold_factors(folds, scene.factors), mesh)
     return plan.with_notes(*notes, *unknown(seen, plan), *repeated(seen, plan.strategies))
+
+
+def _ties(folds: Folded) -> Ties:
+    return Ties(folds.same, folds.weight)
+
+
+def _with_choice(plan: Plan, folds: Folded, found: Found) -> Plan:
+    """The plan with hubs, storage and claims of a search, for every layer of the full graph."""
+    names = {**folds.values, **folds.inputs}
+    hubs = {
+        name: found.choice.hubs[here] for name, here in names.items() if here in found.choice.hubs
+    }
+    again = frozenset(name for name, here in names.items() if here in found.choice.again)
+    nexts = {name: found.nexts[here] for name, here in folds.nodes.items() if here in found.nexts}
+    return replace(plan, hubs=hubs, again=again, claims=found.claims, nexts=nexts)
 
 
 def _assign(
@@ -85,7 +120,7 @@ def _assign(
     assignment: Assignment = {n.name: WHOLE for n in graph.nodes}
     reasons: dict[str, str] = {}
     axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)
-    seeds = _joined(mark_seeds(scene, specs), module_seeds(scene, wishes))
+    seeds = _seeds(scene, specs, wishes)
     pinned_axes = {a for a, nodes in seeds.items() if any(s != WHOLE for s in nodes.values())}
     given = given_values(graph, specs)
     match mode:
@@ -111,12 +146,23 @@ def _assign(
     return assignment, reasons
 
 
-def _check_mode(mode: str, mesh: Mesh, pins: Any) -> None:
-    if mode in LATER:
+def _seeds(scene: Scene, specs: Sequence[PinSpec], wishes: Pins) -> Seeds:
+    return _joined(mark_seeds(scene, specs), module_seeds(scene, wishes))
+
+
+def _check_mode(mode: str, mesh: Mesh, pins: Any, request: Request | None) -> None:
+    if mode in SEARCHES and request is None:
         raise PlanError(
-            f"mode={mode!r} is not there yet",
-            why="it comes with the cost model",
-            hint='mode="sharding_propagation" with pins={"…up": {"n": "tp"}}, or mode="data_parallel"',
+            f"mode={mode!r} needs a cluster",
+            why="it compares seconds and bytes, which depend on the devices and the links between them",
+            hint='cluster=mw.Cluster.local(4), mw.Cluster.preset("h100", nodes=2), or mw.Cluster.load("cluster.yaml")',
+        )
+    if request is not None and request.cluster.ranks != mesh.size:
+        raise PlanError(
+            f"the mesh has {mesh.size} ranks, the cluster {request.cluster.ranks}",
+            why=f"mesh: {mesh}; levels of {request.cluster.name}: "
+            + ", ".join(f"{level.name}={level.size}" for level in request.cluster.levels),
+            hint="leave out mesh= to use the cluster's own, or make the sizes agree",
         )
     if mode == "manual":
         raise PlanError(
