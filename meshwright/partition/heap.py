@@ -1,0 +1,104 @@
+"""An allocator that only counts: what is alive, of which category, and when most of it was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+CATEGORIES = ("parameters", "optimizer", "gradients", "buckets", "batch", "buffers", "saved", "temporary")
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """A stretch of memory that tensors share. It lives while `uses` or `saves` (by autograd) hold it."""
+
+    size_bytes: int
+    category: str = "temporary"
+    uses: int = 1
+    saves: int = 0
+
+    @property
+    def counted_as(self) -> str:
+        """The category that it counts for now."""
+        return "saved" if self.saves and self.category == "temporary" else self.category
+
+
+@dataclass
+class Heap:
+    """Live bytes by category; `at` names the instant, `timeline` has the most bytes that were alive within each."""
+
+    live: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
+    timeline: list[tuple[str, int]] = field(default_factory=list)
+    total: int = 0
+    peak: int = 0
+    instant: str = ""
+    at_peak: dict[str, int] = field(default_factory=dict)
+
+    def at(self, instant: str) -> None:
+        """From here on bytes belong to another instant."""
+        self.timeline.append((instant, self.total))
+        self._note()
+
+    def new(self, size_bytes: float, category: str = "temporary") -> Storage:
+        """Memory, held once."""
+        made = Storage(round(size_bytes), category)
+        self._count(made.counted_as, made.size_bytes)
+        return made
+
+    def hold(self, storage: Storage) -> Storage:
+        """One more tensor lies there."""
+        storage.uses += 1
+        return storage
+
+    def drop(self, storage: Storage) -> None:
+        """One tensor less lies there."""
+        storage.uses -= 1
+        assert storage.uses >= 0, "a tensor was freed twice"
+        self._freed(storage, storage.counted_as)
+
+    def save(self, storage: Storage) -> Storage:
+        """Autograd keeps it."""
+        before = storage.counted_as
+        storage.saves += 1
+        self._move(storage, before)
+        return storage
+
+    def release(self, storage: Storage) -> None:
+        """Autograd lets it go."""
+        before = storage.counted_as
+        storage.saves -= 1
+        assert storage.saves >= 0, "a saved tensor was freed twice"
+        if storage.uses:
+            self._move(storage, before)
+        else:
+            self._freed(storage, before)
+
+    def rename(self, storage: Storage, category: str) -> None:
+        """It counts for another category from now on."""
+        before = storage.counted_as
+        storage.category = category
+        self._move(storage, before)
+
+    def passing(self, size_bytes: float) -> None:
+        """Memory that is there only for a moment."""
+        self.drop(self.new(size_bytes))
+
+    def _freed(self, storage: Storage, counted_as: str) -> None:
+        if not storage.uses and not storage.saves:
+            self._count(counted_as, -storage.size_bytes)
+
+    def _move(self, storage: Storage, before: str) -> None:
+        if before != storage.counted_as:
+            self.live[before] -= storage.size_bytes
+            self.live[storage.counted_as] += storage.size_bytes
+
+    def _count(self, category: str, size_bytes: int) -> None:
+        self.live[category] += size_bytes
+        self.total += size_bytes
+        self._note()
+
+    def _note(self) -> None:
+        if self.timeline and self.total > self.timeline[-1][1]:
+            self.timeline[-1] = (self.timeline[-1][0], self.total)
+        if self.total > self.peak:
+            self.peak, self.at_peak = self.total, dict(self.live)
+            self.instant = self.timeline[-1][0] if self.timeline else ""

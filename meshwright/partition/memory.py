@@ -1,0 +1,306 @@
+"""The most bytes that live at once on a rank in a step, by walking its program as the runtime runs it.
+
+Forward frees a value after its last use unless autograd keeps it (`cost/saved.py`); views share the memory of their
+base; backward goes through the same nodes in reverse, adds up gradients where a value is read more than once and lets
+go of what each operator kept. Parameters' gradients stay (or go into the buckets' buffers, which are there from the
+start) until the update. Nothing is run: sizes are those of the local graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.cost.operators import PIECES, REPEATS, VIEWS
+from meshwright.cost.saved import saved
+from meshwright.cost.strides import copying_views
+from meshwright.graph import DTYPES, RESHARD, Graph, Node
+from meshwright.partition import Partition
+from meshwright.partition.gradients import pending_gradients
+from meshwright.partition.heap import Heap, Storage
+from meshwright.partition.moves import moved
+from meshwright.partition.workspace import gradients_of, workspace
+from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES, fill
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What an update keeps and needs. `state_bytes`: per element of a parameter (AdamW in f32: two moments of four
+    bytes). `temporaries`: copies that an update holds for a moment: of the largest parameter (`at_once` false: one
+    tensor at a time, torch's default on a CPU) or of all of them (`foreach`, its default on a GPU)."""
+
+    state_bytes: int = 8
+    temporaries: int = 2
+    at_once: bool = False
+
+
+ADAMW = Optimizer()
+ADAMW_FOREACH = Optimizer(temporaries=1, at_once=True)
+ADAMW_FUSED = Optimizer(temporaries=0)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """`bytes` at `instant` (a node and its phase), made up of `categories`; `timeline` has the most bytes that lived
+    within each instant of the step."""
+
+    bytes: int
+    instant: str
+    categories: Mapping[str, int]
+    timeline: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        parts = (f"{name} {size / 2**20:.1f}" for name, size in self.categories.items() if size)
+        return f"{self.bytes / 2**20:.1f} MiB at {self.instant} ({', '.join(parts)})"
+
+
+def peak(
+    parts: Partition,
+    rank: int = 0,
+    *,
+    optimizer: Optimizer = ADAMW,
+    device: str = "cpu",
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Peak:
+    """The peak of a rank's step. `device` decides, as in the runtime, which gradients are reduced where they lie."""
+    return _Walk(parts, rank, optimizer, device, bucket_bytes).run()
+
+
+@dataclass
+class _Kept:
+    """What autograd keeps of one node."""
+
+    storages: list[Storage]
+    notes: list[_Note]
+
+
+@dataclass(eq=False)
+class _Note:
+    """A result that backward makes again: the reshard that makes it, and what it is made from."""
+
+    node: Node
+    source: Storage
+    notes: int = 0
+    made: Storage | None = None
+
+
+class _Walk:
+    def __init__(
+        self, parts: Partition, rank: int, optimizer: Optimizer, device: str, bucket_bytes: int
+    ) -> None:
+        self.parts, self.rank, self.optimizer = parts, rank, optimizer
+        self.graph: Graph = parts.local(rank)
+        self.types = self.graph.types
+        self.copying = copying_views(self.graph)
+        self.heap = Heap()
+        self.values: dict[str, Storage] = {}
+        self.kept: dict[str, _Kept] = {}
+        self.gradients: dict[str, Storage] = {}
+        self.again: dict[int, _Note] = {}  # id of a storage → how it is made again
+        self.trained = {i.name for i in self.graph.inputs if i.role == "parameter" and i.needs_grad}
+        # How often a parameter's gradient is still to arrive: once from each use.
+        self.missing = {n: len(self.graph.consumers[n]) for n in self.trained}
+        self.placed: set[str] = set()  # parameters whose gradient goes into a bucket's buffer
+        described = pending_gradients(parts)
+        self.groups = fill(described, bucket_bytes, ALONE_BYTES.get(device, bucket_bytes))
+
+    def run(self) -> Peak:
+        self.start()
+        self.forward()
+        self.backward()
+        self.update()
+        heap = self.heap
+        return Peak(heap.peak, heap.instant, heap.at_peak, tuple(heap.timeline))
+
+    # ------------------------------------------------------------ start
+
+    def start(self) -> None:
+        """What lives all the time."""
+        self.heap.at("start")
+        graph = self.parts.resharded.graph
+        for entry, whole in zip(self.graph.inputs, graph.inputs, strict=True):
+            match entry.role:
+                case "parameter":
+                    self.values[entry.name] = self.heap.new(entry.type.size_bytes, "parameters")
+                case "batch":  # every rank is given the whole batch and looks at its part
+                    self.values[entry.name] = self.heap.new(whole.type.size_bytes, "batch")
+                case _:
+                    self.values[entry.name] = self.heap.new(entry.type.size_bytes, "buffers")
+        elements = sum(math.prod(self.types[n].shape) for n in self.trained)
+        self.heap.new(elements * self.optimizer.state_bytes, "optimizer")
+        for group in self.groups:
+            if not group.alone:
+                self.placed.update(g.name for g in group.members)
+                self.heap.new(sum(self.types[g.name].size_bytes for g in group.members), "buckets")
+
+    # ------------------------------------------------------------ forward
+
+    def forward(self) -> None:
+        last: dict[str, int] = {}
+        for number, node in enumerate(self.graph.nodes):
+            last.update(dict.fromkeys((*node.uses, *node.values), number))
+        for _, value in (*self.graph.outputs, *self.graph.mutations):
+            last[value] = len(self.graph.nodes)
+        ends: dict[int, list[str]] = {}
+        for value, number in last.items():
+            ends.setdefault(number, []).append(value)
+        for number, node in enumerate(self.graph.nodes):
+            self.heap.at(f"{node.name}, forward")
+            self._run(node)
+            for value in ends.get(number, ()):
+                if value in self.graph.producers:
+                    self.heap.drop(self.values[value])
+
+    def _run(self, node: Node) -> None:
+        heap = self.heap
+        if node.op == RESHARD:
+            self._reshard(node)
+            return
+        extra: list[Storage] = []
+        if not self._shares(node):
+            kept = saved(node, self.types, [u in self.graph.needs_grad for u in node.uses])
+            before, beside = workspace(node, self.types)
+            scratch = heap.new(before)
+            made = [heap.new(t.size_bytes) for t in node.outputs]
+            extra = [heap.new(kept.extra_bytes)] if kept.extra_bytes else []
+            heap.passing(beside)
+            heap.drop(scratch)
+        else:
+            kept = None
+            made = [heap.hold(self.values[node.uses[0]]) for _ in node.outputs]
+        self.values.update(zip(node.values, made, strict=True))
+        if kept is not None and any(node.needs_grad):
+            names = [node.uses[p] for p in kept.inputs] + [node.values[o] for o in kept.outputs]
+            self._keep(node, [self.values[n] for n in names], extra)
+        for storage in extra:
+            heap.drop(storage)
+
+    def _shares(self, node: Node) -> bool:
+        """Whether the results lie in the memory of the first input."""
+        view = node.op in VIEWS or node.op in REPEATS or node.op in PIECES
+        return view and bool(node.uses) and node.name not in self.copying
+
+    def _keep(self, node: Node, shared: list[Storage], extra: list[Storage]) -> None:
+        storages: list[Storage] = []
+        notes: list[_Note] = []
+        for storage in {id(s): s for s in (*shared, *extra)}.values():
+            note = self.again.get(id(storage))
+            if note is None:
+                storages.append(self.heap.save(storage))
+            else:
+                note.notes += 1
+                notes.append(note)
+        self.kept[node.name] = _Kept(storages, notes)
+
+    def _reshard(self, node: Node) -> None:
+        source, steps = self.values[node.uses[0]], self.parts.resharded.pairs[node.name].forward
+        made = moved(self.heap, source, steps, self.parts.plan.mesh, self.rank, self._itemsize(node))
+        self.values[node.name] = made
+        if node.kwarg("again") and made is not source and any(node.needs_grad):
+            self.again[id(made)] = _Note(node, self.heap.save(source))
+
+    def _itemsize(self, node: Node) -> int:
+        return DTYPES[node.outputs[0].dtype]
+
+    # ------------------------------------------------------------ backward
+
+    def backward(self) -> None:
+        heap, graph = self.heap, self.graph
+        heap.at("loss, backward")
+        for _, value in graph.outputs:
+            if value in graph.needs_grad:
+                self.gradients[value] = heap.new(self.types[value].size_bytes)
+        for node in reversed(graph.nodes):
+            arrived = [self.gradients.pop(v) for v in node.values if v in self.gradients]
+            if not arrived:
+                self._forget(node)
+                continue
+            heap.at(f"{node.name}, backward")
+            self._open(node)
+            made = self._gradients(node, arrived)
+            for storage in arrived:
+                heap.drop(storage)
+            self._forget(node)
+            for name, storage in made:
+                self._add(name, storage)
+        for name in [n for n in self.gradients if n in self.trained]:
+            self._place(name)
+
+    def _open(self, node: Node) -> None:
+        """Make again what was not kept."""
+        for note in self.kept[node.name].notes if node.name in self.kept else ():
+            if note.made is None:
+                steps = self.parts.resharded.pairs[note.node.name].forward
+                note.made = moved(
+                    self.heap, note.source, steps, self.parts.plan.mesh, self.rank, self._itemsize(note.node)
+                )
+
+    def _forget(self, node: Node) -> None:
+        kept = self.kept.pop(node.name, None)
+        if kept is None:
+            return
+        for storage in kept.storages:
+            self.heap.release(storage)
+        for note in kept.notes:
+            note.notes -= 1
+            if not note.notes:
+                self.heap.release(note.source)
+                if note.made is not None:
+                    self.heap.drop(note.made)
+
+    def _gradients(self, node: Node, arrived: list[Storage]) -> list[tuple[str, Storage]]:
+        """The gradients that an operator makes, by the value they belong to."""
+        if node.op == RESHARD:
+            steps = self.parts.resharded.pairs[node.name].backward
+            mesh, size = self.parts.plan.mesh, self._itemsize(node)
+            return [(node.uses[0], moved(self.heap, arrived[0], steps, mesh, self.rank, size))]
+        wanted = [u in self.graph.needs_grad for u in node.uses]
+        found: list[tuple[str, Storage]] = []
+        plan = gradients_of(node, self.types, wanted)
+        scratch = self.heap.new(plan.before)
+        for port, size in plan.made:
+            made = self.heap.hold(arrived[0]) if size is None else self.heap.new(size)
+            found.append((node.uses[port], made))
+        self.heap.passing(plan.beside)
+        self.heap.drop(scratch)
+        return found
+
+    def _add(self, name: str, gradient: Storage) -> None:
+        """A gradient arrives at a value: added in place where nobody else holds what is there."""
+        held = self.gradients.get(name)
+        if held is None:
+            self.gradients[name] = gradient
+        elif held.uses == 1:
+            self.heap.drop(gradient)
+        else:
+            self.gradients[name] = self.heap.new(self.types[name].size_bytes)
+            self.heap.drop(held)
+            self.heap.drop(gradient)
+        if name in self.trained:
+            self.missing[name] -= 1
+            if not self.missing[name]:
+                self._place(name)
+
+    def _place(self, name: str) -> None:
+        """A parameter's gradient is complete: it stays, or is copied into its bucket."""
+        gradient = self.gradients.pop(name)
+        if name in self.placed:
+            self.heap.drop(gradient)
+        elif gradient.uses == 1:
+            self.heap.rename(gradient, "gradients")
+        else:
+            self.heap.new(self.types[name].size_bytes, "gradients")
+            self.heap.drop(gradient)
+
+    # ------------------------------------------------------------ update
+
+    def update(self) -> None:
+        self.heap.at("update")
+        sizes = [self.types[n].size_bytes for n in self.trained]
+        if sizes:
+            copied = sum(sizes) if self.optimizer.at_once else max(sizes)
+            self.heap.passing(copied * self.optimizer.temporaries)
+
+
+__all__ = ["ADAMW", "ADAMW_FOREACH", "ADAMW_FUSED", "Optimizer", "Peak", "peak"]

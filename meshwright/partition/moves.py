@@ -1,0 +1,74 @@
+"""The memory of a reshard's steps on a rank: messages, rows, and what they are put together into."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from meshwright.mesh import Mesh
+from meshwright.partition.heap import Heap, Storage
+from meshwright.redistribute import Step
+from meshwright.redistribute.positions import Exchange, exchange, joined
+
+
+def moved(
+    heap: Heap, source: Storage, steps: Sequence[Step], mesh: Mesh, rank: int, itemsize: int
+) -> Storage:
+    """The memory in which a value lies after some steps, held once; `source` itself (held once more) where none of
+    them makes a new tensor."""
+    here = heap.hold(source)
+    for number, step in enumerate(steps):
+        there = _moved(heap, here, exchange(step, mesh, rank), itemsize)
+        size = math.prod(exchange(step, mesh, rank).shape_after) * itemsize
+        if number and step.kind == "slice" and there.size_bytes >= 2 * size and there.size_bytes > 1024:
+            heap.drop(there)
+            there = heap.new(size)  # a part of what an earlier step made is copied
+        heap.drop(here)
+        here = there
+    return here
+
+
+def _moved(heap: Heap, x: Storage, plan: Exchange, itemsize: int) -> Storage:
+    """What one step makes, held once."""
+    before, after = (math.prod(s) * itemsize for s in (plan.shape_before, plan.shape_after))
+    match plan.kind:
+        case "slice":
+            return heap.hold(x)
+        case "mask" if plan.keeps:
+            return heap.hold(x)
+        case "mask" | "pad" | "all_reduce":
+            return heap.new(after)
+        case "reduce_scatter":
+            message = plan.padded * len(plan.group) * itemsize
+            apart = any(d for s in plan.send for d in s.cut_dims) or not plan.even
+            pieces = heap.new(before if apart else 0)
+            rows = heap.new(message)
+            heap.drop(pieces)
+            result = heap.new(plan.padded * itemsize)
+            heap.drop(rows)
+            return result
+        case "all_gather":
+            padded = heap.new(0 if plan.even else plan.padded * itemsize)
+            rows = heap.new(plan.padded * len(plan.group) * itemsize)
+            result = _assembled(heap, plan, after)
+            heap.drop(rows)
+            heap.drop(padded)
+            return result
+        case "all_to_all":
+            flat, received = heap.new(before), heap.new(after)
+            result = _assembled(heap, plan, after)
+            heap.drop(received)
+            heap.drop(flat)
+            return result
+    raise AssertionError(plan.kind)
+
+
+def _assembled(heap: Heap, plan: Exchange, size_bytes: int) -> Storage:
+    """Pieces put together, and put into order where they are not."""
+    join = joined(plan.place)
+    if join is None or join.order is None:
+        return heap.new(size_bytes)
+    apart = heap.new(size_bytes)
+    result = heap.new(size_bytes)
+    heap.drop(apart)
+    return result

@@ -1,0 +1,78 @@
+"""What an operator needs for a moment beside its results, and which gradients it makes in new memory.
+
+Each table row was found by tracking the allocations of torch 2.13 (`tests/cost/test_memory.py` keeps them honest).
+Sizes are bytes on the rank; counts are in units of the first input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.cost.operators import BROADCASTS, NOT_THROUGH, THROUGH, VIEWS
+from meshwright.graph import Node, TensorType
+
+Types = Mapping[str, TensorType]
+
+# Forward, in units of the first input: (made before the results and held beside them, made after).
+FORWARD: dict[str, tuple[float, float]] = {
+    "meshwright.dropout": (1.25, 0),
+    "aten.rms_norm.default": (0, 1),
+    "meshwright.cross_entropy_split": (2, 0),
+    "meshwright.batch_norm_sync": (1, 1),
+}
+# Backward, likewise, beside the gradients.
+BACKWARD: dict[str, tuple[float, float]] = {
+    "aten.cross_entropy_loss.default": (1, 0),
+    "aten.nll_loss_nd.default": (0, 0),
+    "meshwright.dropout": (1, 0),
+    "aten.rms_norm.default": (1, 1),
+    "meshwright.cross_entropy_split": (1, 0),
+    "meshwright.batch_norm_sync": (2, 0),
+}
+
+# Gradients that are views of the gradient that comes in.
+PASSED = THROUGH | VIEWS | {"aten.cat.default", "aten.stack.default"}
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """`made`: port → bytes of new memory, or None where the gradient shares what came in. `before` and `beside`:
+    bytes needed for a moment, from the start or at the end."""
+
+    made: tuple[tuple[int, int | None], ...]
+    before: float = 0
+    beside: float = 0
+
+
+def workspace(node: Node, types: Types) -> tuple[float, float]:
+    """Bytes an operator needs forward beside its results: from the start, and at the end."""
+    row = FORWARD.get(node.op)
+    if row is None:
+        return 0, 0
+    size = types[node.uses[0]].size_bytes
+    return row[0] * size, row[1] * size
+
+
+def gradients_of(node: Node, types: Types, wanted: Sequence[bool]) -> Gradients:
+    """The gradients of a node, port by port."""
+    made: list[tuple[int, int | None]] = []
+    full = max((t.size_bytes for t in node.outputs), default=0)
+    shape = node.outputs[0].shape
+    beside = 0
+    for port, name in enumerate(node.uses):
+        if not wanted[port]:
+            continue
+        kind = types[name]
+        same = math.prod(kind.shape) == math.prod(shape)
+        passes = node.op in PASSED and NOT_THROUGH.get(node.op) != port
+        if passes and (same or node.op not in BROADCASTS):
+            made.append((port, None))
+            continue
+        if node.op in BROADCASTS and not same and not passes:
+            beside = full  # made in full, then summed
+        made.append((port, kind.size_bytes))
+    row = BACKWARD.get(node.op, (0, 0))
+    size = types[node.uses[0]].size_bytes if node.uses else 0
+    return Gradients(tuple(made), row[0] * size, max(row[1] * size, beside))
