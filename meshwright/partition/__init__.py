@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from meshwright.graph import Graph
 from meshwright.ops.factors import Factors, analyze
 from meshwright.ops.table import rules_of
+from meshwright.partition.again import Keeps
 from meshwright.partition.localize import localize_graph
 from meshwright.partition.reshards import RESHARD, Resharded, insert_reshards
 from meshwright.plan import Plan
@@ -26,15 +27,20 @@ class Partition:
         return localize_graph(self.resharded, self.factors, self.plan, rank)
 
 
-def partition(graph: Graph, plan: Plan, prices: Prices | None = None) -> Partition:
+def partition(
+    graph: Graph, plan: Plan, prices: Prices | None = None, keeps: Keeps | None = None
+) -> Partition:
     """Cut a graph as a plan says, moving values as is cheapest by `prices` (by default those the plan was made with).
 
+    `keeps` says what autograd keeps of a node: only that can be made again in backward.
     Raises PlanError when the plan belongs to another graph.
     """
     plan.check(graph)
     factors = analyze(graph, rules_of(graph))
     plan.check_cuts(factors)
-    return Partition(plan, factors, insert_reshards(graph, factors, plan, prices or plan.prices or TWO_CORE_GLOO))
+    return Partition(
+        plan, factors, insert_reshards(graph, factors, plan, prices or plan.prices or TWO_CORE_GLOO, keeps)
+    )
 
 
 __all__ = ["RESHARD", "Partition", "Resharded", "partition"]

@@ -30,7 +30,7 @@ class Collective:
 
 def program_collectives(resharded: Resharded, local: Graph, mesh: Mesh, rank: int) -> list[Collective]:
     """The collectives of a rank's program, in no particular order. Gradient buckets are the runtime's and
-    not among them."""
+    not among them. What backward is to make again is counted, whether or not autograd asks for it."""
     found: list[Collective] = []
     for node in local.nodes:
         if node.op == RESHARD:
@@ -39,6 +39,8 @@ def program_collectives(resharded: Resharded, local: Graph, mesh: Mesh, rank: in
                 ("forward", pair.forward),
                 *([("backward", pair.backward)] if any(node.needs_grad) else []),
             ]
+            if node.kwarg("again"):
+                halves.append(("backward", pair.forward))
             for phase, steps in halves:
                 for step in steps:
                     if step.kind in COLLECTIVES:

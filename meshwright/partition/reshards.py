@@ -13,6 +13,7 @@ from meshwright.layout import TensorLayout, normalize
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Ports, layouts
+from meshwright.partition.again import Keeps, can_be_made_again
 from meshwright.plan import Plan
 from meshwright.redistribute import Prices, Reshard, Step, reshard
 
@@ -30,8 +31,10 @@ class Resharded:
     pairs: Mapping[str, Reshard]
 
 
-def insert_reshards(graph: Graph, factors: Factors, plan: Plan, prices: Prices) -> Resharded:
-    """Give every consumer the layout its strategy asks for.
+def insert_reshards(
+    graph: Graph, factors: Factors, plan: Plan, prices: Prices, keeps: Keeps | None = None
+) -> Resharded:
+    """Give every consumer the layout its strategy asks for. `keeps` says what autograd keeps of a node.
 
     A value with a hub is brought once to the hub's layout, where it is first used, and from there to each consumer
     by a reshard of its own. Consumers of other values that want the same share a reshard.
@@ -49,6 +52,7 @@ def insert_reshards(graph: Graph, factors: Factors, plan: Plan, prices: Prices) 
     )
     nodes += work.fresh_nodes()
     result = replace(graph, nodes=tuple(nodes), outputs=outputs, mutations=mutations)
+    result = work.marked_again(result, keeps)
     return Resharded(result, work.have, work.ports, work.pairs)
 
 
@@ -85,6 +89,18 @@ class _Insertion:
         """The reshards made since the last call, in order."""
         made, self._fresh = self._fresh, []
         return made
+
+    def marked_again(self, graph: Graph, keeps: Keeps | None) -> Graph:
+        """The graph in which the reshards say ``again=True`` whose results backward makes again."""
+        mesh = self.plan.mesh
+        again = {
+            hub
+            for hub in (self._hubs.get(value) for value in self.plan.again)
+            if hub in self.pairs
+            and can_be_made_again(graph, hub, self.have, self.ports, self.pairs, mesh, keeps)
+        }
+        marked = (replace(n, kwargs=(("again", True),)) if n.name in again else n for n in graph.nodes)
+        return replace(graph, nodes=tuple(marked)) if again else graph
 
     def _reshard(self, value: str, start: str, have: TensorLayout, want: TensorLayout, suffix: str) -> str:
         """A node from `start`, the name under which `value` is there as `have`; `start` itself if none is needed."""

@@ -45,4 +45,5 @@ class ProgramText:
 
         halves = f"forward {show(pair.forward)}"
         halves += f" | backward {show(pair.backward)}" if any(node.needs_grad) else ""
+        halves += f" | again in backward {show(pair.forward)}" if node.kwarg("again") else ""
         return f"%{node.name}: {node.outputs[0]} = reshard(%{node.uses[0]})  {halves}"

@@ -7,6 +7,7 @@ optimizer parallel, pipeline and offload cut the program into more segments and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,9 +54,11 @@ class Executor:
         leaves: Mapping[str, torch.Tensor],
         buckets: GradientBuckets,
         update: Callable[[], None],
+        saving: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
+        """`saving` makes the context of each forward pass, in which it is decided what is kept for backward."""
         self.segments, self.modules, self.leaves = segments, modules, leaves
-        self.buckets, self.update = buckets, update
+        self.buckets, self.update, self.saving = buckets, update, saving
         self._env: dict[str, torch.Tensor] = {}  # values by name: as made, with their autograd history
         self._borders: dict[
             tuple[int, str], torch.Tensor
@@ -92,8 +95,9 @@ class Executor:
                 value = value.detach().requires_grad_()
                 self._borders[action.segment, entry.name] = value
             arguments.append(value)
-        for name, value in zip(segment.results, self.modules[action.segment](*arguments), strict=True):
-            self._env[name] = value
+        with self.saving():
+            results = self.modules[action.segment](*arguments)
+        self._env.update(zip(segment.results, results, strict=True))
 
     def _backward(self, action: Action) -> None:
         segment = self.segments[action.segment]

@@ -13,6 +13,7 @@ from torch import fx
 
 from meshwright.errors import RuleError
 from meshwright.graph import PIN, RESHARD, Device, Dtype, Graph, Node, Ref
+from meshwright.runtime.again import Again
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.kernels import KERNELS
 from meshwright.runtime.rank import Rank
@@ -38,10 +39,13 @@ class Kernel(torch.nn.Module):
         return self.function(self.rank, *args, **kwargs)
 
 
-def build_module(graph: Graph, rank: Rank, handle: Handle, *, late: Collection[str] = ()) -> fx.GraphModule:
+def build_module(
+    graph: Graph, rank: Rank, handle: Handle, *, late: Collection[str] = (), again: Again | None = None
+) -> fx.GraphModule:
     """The module that runs a local graph (or a segment of one). Its arguments are the graph's inputs, in order; it
     returns a tuple with its outputs and then its mutations. Reshards that make a value of `late` may end after
-    backward. Raises RuleError for an operator that cannot be found."""
+    backward; those marked ``again=True`` report to `again`, and are kept where there is none. Raises RuleError for an
+    operator that cannot be found."""
     root = torch.nn.Module()
     made = fx.Graph()
     values: dict[str, fx.Node] = {}
@@ -55,7 +59,9 @@ def build_module(graph: Graph, rank: Rank, handle: Handle, *, late: Collection[s
             continue
         if node.op == RESHARD:
             name = _identifier(node.name)
-            root.add_module(name, Pair(node, rank.comm.mesh, handle, late=node.name in late))
+            watch = again if node.kwarg("again") else None
+            pair = Pair(node, rank.comm.mesh, handle, late=node.name in late, again=watch)
+            root.add_module(name, pair)
             result = made.call_module(name, (args[0],))
         elif node.op in KERNELS:
             name = _identifier(node.name)

@@ -13,6 +13,7 @@ from meshwright.mesh import Mesh
 from meshwright.redistribute.positions import Exchange, Selection, exchange, joined
 from meshwright.redistribute.steps import Step
 from meshwright.runtime import collectives
+from meshwright.runtime.again import Again
 from meshwright.runtime.collectives import Handle
 
 
@@ -135,36 +136,57 @@ def _unpadded(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 class Pair(torch.nn.Module):
-    """The two halves of a reshard on one rank. `late`: no operator reads the result, so backward need not wait."""
+    """The two halves of a reshard on one rank. `late`: no operator reads the result, so backward need not wait.
+    `again`: where to say that backward makes the result again."""
 
-    def __init__(self, node: Node, mesh: Mesh, comm: Handle, *, late: bool = False) -> None:
+    def __init__(
+        self, node: Node, mesh: Mesh, comm: Handle, *, late: bool = False, again: Again | None = None
+    ) -> None:
         super().__init__()
-        self.comm = comm
+        self.comm, self.again = comm, again
         self.onward = [Mover(exchange(s, mesh, comm.comm.rank)) for s in parse_steps(node.args[1])]
         self.back = [Mover(exchange(s, mesh, comm.comm.rank)) for s in parse_steps(node.args[2])]
         self.late = late and [m.kind for m in self.onward] == ["all_reduce"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The value in its new layout; its gradient comes back through the other half."""
-        return _Reshard.apply(x, self)
+        y = _Reshard.apply(x, self)
+        if self.again is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.again.watch(y, x, self.run)
+        return y
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """The steps forward, without autograd."""
+        return _run(x, self.onward, self.comm)
 
 
 class _Reshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, pair: Pair) -> torch.Tensor:
-        ctx.pair = pair
+        ctx.pair, ctx.leaf = pair, x.is_leaf
         if pair.late:
             return collectives.all_reduce_late(x, pair.comm, pair.onward[0].axes)
-        y = _run(x, pair.onward, pair.comm)
+        y = pair.run(x)
         # A result that is the argument itself must be marked as a view of it for autograd.
         return x.view_as(x) if y is x else y
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        return _run(gradient, ctx.pair.back, ctx.pair.comm), None
+        pair = ctx.pair
+        mine = _run(gradient, pair.back, pair.comm)
+        # A leaf keeps its gradient into the next step, and a view would keep the whole of it.
+        lone = ctx.leaf and [step.kind for step in pair.back] == ["slice"]
+        return _copied(mine) if lone else mine, None
 
 
 def _run(x: torch.Tensor, steps: Sequence[Mover], comm: Handle) -> torch.Tensor:
-    for step in steps:
+    """The steps one after the other. A part of what an earlier step made is copied, so that the rest can go."""
+    for number, step in enumerate(steps):
         x = step(x, comm)
+        if number and step.kind == "slice":
+            x = _copied(x)
     return x
+
+
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)

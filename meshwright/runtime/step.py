@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,9 +14,12 @@ from meshwright.layout import TensorLayout, dim_axes
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.gradients import pending_gradients
+from meshwright.partition.localize import late_values
+from meshwright.partition.reshards import reshard_nodes
 from meshwright.partition.segments import split_segments
 from meshwright.redistribute.positions import exchange
 from meshwright.redistribute.steps import Step as Move
+from meshwright.runtime.again import Again
 from meshwright.runtime.buckets import BUCKET_BYTES, GradientBuckets
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.executor import Action, Executor, plain_actions
@@ -73,10 +77,9 @@ class LocalStep:
             if i.role == "batch"
         ]
         segments = split_segments(self.graph, cuts)
-        # Results such as the loss, which no operator reads: their sums need not hold up backward.
-        replaced = {v for _, v in self.graph.mutations}
-        late = {v for _, v in self.graph.outputs if not self.graph.consumers[v] and v not in replaced}
-        modules = [build_module(s.graph, rank, self.handle, late=late) for s in segments]
+        late = late_values(self.graph)
+        again = Again() if any(n.kwarg("again") for n in reshard_nodes(self.graph)) else None
+        modules = [build_module(s.graph, rank, self.handle, late=late, again=again) for s in segments]
         self.modules = modules
         described = pending_gradients(parts)
         pending = [(self.parameters[self.inputs[g.name].target], g.axes) for g in described]
@@ -89,7 +92,8 @@ class LocalStep:
                 hint="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)",
             )
         self.actions = plain_actions(len(segments))
-        self.executor = Executor(segments, modules, self.leaves, self.buckets, self._update)
+        saving = contextlib.nullcontext if again is None else again.saving
+        self.executor = Executor(segments, modules, self.leaves, self.buckets, self._update, saving)
 
     def _make_leaf(self, entry: Input, value: torch.Tensor) -> None:
         local = slicer(self.layouts[entry.name], self.mesh, self.rank.comm.rank)(value.detach())

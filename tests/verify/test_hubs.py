@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 import meshwright as mw
 from meshwright.compile import captured_of, plan_captured
@@ -79,7 +78,8 @@ def rewritten(plan: Plan, graph: Graph, draw: random.Random, share: float) -> Pl
             inputs[entry.name] = any_layout(
                 entry.type.shape, plan.mesh, draw, pending=False, grad=entry.needs_grad
             )
-    return replace(plan, hubs=hubs, inputs=inputs)
+    again = frozenset(value for value in hubs if draw.random() < 0.5)
+    return replace(plan, hubs=hubs, inputs=inputs, again=again)
 
 
 def plan_of(name: str, mesh: dict[str, int], mode: str) -> tuple[Plan, Graph]:

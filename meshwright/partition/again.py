@@ -1,0 +1,104 @@
+"""Which hubs are made again in backward: those that autograd would keep, and keep alike on every rank.
+
+The gather that backward repeats is a collective, started by the first consumer that had saved its result. All ranks
+must start it at the same place. They do when they run the same operators; a rank that holds no heads, or one row where
+others hold several (a view there, a copy here), may save something else. Such hubs are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from meshwright.graph import PIN, RESHARD, Graph, Node, TensorType
+from meshwright.layout import TensorLayout, leaves
+from meshwright.mesh import Mesh
+from meshwright.ops.strategy import Ports
+from meshwright.redistribute import Reshard
+
+
+class Kept(Protocol):
+    """What autograd keeps of a node."""
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The ports that it keeps."""
+        ...
+
+
+# Node, types, and per port whether its gradient is wanted → what autograd keeps (`cost.saved`, which a floor above
+# hands in: the runtime, which knows this one, knows nothing of costs).
+Keeps = Callable[[Node, Mapping[str, TensorType], Sequence[bool]], Kept]
+
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view.default reshape.default _unsafe_view.default transpose.int permute.default t.default expand.default "
+        "slice.Tensor select.int narrow.default split.Tensor split_with_sizes.default chunk.default unbind.int "
+        "squeeze.default squeeze.dim squeeze.dims unsqueeze.default flatten.using_ints unflatten.int alias.default "
+        "detach.default contiguous.default"
+    ).split()
+) | {PIN}
+
+
+def can_be_made_again(
+    graph: Graph,
+    hub: str,
+    layouts: Mapping[str, TensorLayout],
+    ports: Mapping[str, Ports],
+    pairs: Mapping[str, Reshard],
+    mesh: Mesh,
+    keeps: Keeps | None = None,
+) -> bool:
+    """Whether backward would need the result of the reshard `hub`, and all ranks at the same place.
+
+    `graph` is the one with reshards; `layouts`, `ports` and `pairs` are of its values, nodes and reshards. Without
+    `keeps`, autograd is taken to keep all that an operator reads.
+    """
+    if not pairs[hub].forward or not alike(layouts[hub], mesh):
+        return False
+    wanted, todo, seen = False, [hub], set[str]()
+    while todo:
+        for node, port in graph.consumers[todo.pop()]:
+            if node.op == RESHARD:
+                same, mine = _in_place(pairs[node.name]), (layouts[node.name],)
+            else:
+                same, mine = node.op in VIEWS, (*ports[node.name].inputs, *ports[node.name].outputs)
+                grads = [use in graph.needs_grad for use in node.uses]
+                kept = keeps(node, graph.types, grads).inputs if keeps else range(len(node.uses))
+                wanted |= any(node.needs_grad) and port in kept
+            if same is None or not all(alike(layout, mesh) for layout in mine):
+                return False
+            if same and node.name not in seen:
+                seen.add(node.name)
+                todo += node.values
+    return wanted
+
+
+def _in_place(pair: Reshard) -> bool | None:
+    """Whether the result of a reshard lies in its argument's memory; None where it does on some ranks only."""
+    kinds = {step.kind for step in pair.forward}
+    if not kinds <= {"slice", "mask"}:
+        return False
+    return None if "mask" in kinds else True
+
+
+def alike(layout: TensorLayout, mesh: Mesh) -> bool:
+    """Every rank holds the same number of elements along each cut, or at least two."""
+    for dim in layout.dims:
+        for sub in leaves(dim):
+            lengths = _block_lengths(sub.size, sub.axes, mesh)
+            if len(lengths) > 1 and min(lengths) < 2:
+                return False
+    return True
+
+
+def _block_lengths(size: int, axes: tuple[str, ...], mesh: Mesh) -> set[int]:
+    lengths = {size}
+    for axis in axes:
+        count, after = mesh.sizes[axis], set[int]()
+        for length in lengths:
+            step = -(-length // count)
+            after |= {step if length >= step * (i + 1) else max(length - step * i, 0) for i in range(count)}
+        lengths = after
+    return lengths

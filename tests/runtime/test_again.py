@@ -1,0 +1,120 @@
+"""What backward makes again is not kept: less memory, the same numbers, and one more gather, shared by neighbours."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter as Multiset
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from bench.memory import peak_bytes
+from meshwright.capture.batch import leaves
+from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.examples import llama, mlp
+from meshwright.layout import SubDim, TensorLayout
+from meshwright.ops.factors import analyze
+from meshwright.ops.rule import dim_letters
+from meshwright.ops.strategy import Strategy
+from meshwright.ops.table import rules_of
+from meshwright.partition.collectives import program_collectives
+from meshwright.plan import Plan
+from meshwright.report.program import ProgramText
+from meshwright.runtime.communicator import Counter
+from meshwright.runtime.rank import Rank
+from meshwright.runtime.step import LocalStep
+
+DP = {"dp": 4}
+
+
+@functools.cache
+def wide() -> Any:
+    """Weights are large beside activations, so what is kept of a gathered weight shows."""
+    return mlp.build(batch=8, hidden=256, depth=8)
+
+
+@functools.cache
+def small_llama() -> Any:
+    return llama.build(llama.LlamaConfig(48, 24, 48, 1, 4, 2, 8), batch=4)
+
+
+def zero(plan: Plan, again: bool, prefix: str = "") -> Plan:
+    """Every parameter stored as blocks of its first dim; gathered for its use, its gradient scattered (ZeRO)."""
+    hubs, inputs = {}, dict(plan.inputs)
+    for name, use in plan.inputs.items():
+        if use.grad and use.shape and use.shape[0] >= plan.mesh.size and name.startswith(prefix):
+            rows = TensorLayout(((SubDim(use.shape[0], use.grad),), *use.dims[1:]))
+            hubs[name], inputs[name] = use, rows
+    return replace(plan, hubs=hubs, inputs=inputs, again=frozenset(hubs if again else ()))
+
+
+def alone(plan: Plan, built: Any, optimizer: Any = None) -> tuple[LocalStep, Counter, Any]:
+    """The step of the second rank with a communicator that counts, and its batch."""
+    model, batch, loss = built
+    captured = captured_of(model, batch, loss)
+    counter = Counter(plan.mesh, 1)
+    rank = Rank(counter, torch.device("cpu"))
+    step = LocalStep(lower(captured, plan), rank, values_of(model, captured), optimizer)
+    return step, counter, dict(leaves(batch))
+
+
+def planned(built: Any, mesh: dict[str, int], mode: str = "data_parallel", pins: Any = None) -> Plan:
+    model, batch, loss = built
+    return plan_captured(captured_of(model, batch, loss), mesh, mode, pins)
+
+
+def test_gathered_again_is_not_kept() -> None:
+    peaks = {}
+    for again in (False, True):
+        step, _, batch = alone(zero(planned(wide(), DP), again), wide())
+        peaks[again] = peak_bytes(lambda step=step, batch=batch: lambda: step.gradients(batch), steps=1)
+    weight = 4 * 256 * 256 * 4
+    # Kept, the sixteen gathered weights are there together when backward begins; made again, one at a time, beside
+    # the gradients, of which a rank keeps a quarter.
+    assert peaks[False] > 16 * weight
+    assert peaks[True] < (16 / 4 + 3) * weight
+
+
+def sequence_parallel(again: bool) -> Plan:
+    """Megatron with the norms cut along the sequence: each gathers its result for the operators that read it."""
+    model, batch, loss = small_llama()
+    graph = captured_of(model, batch, loss).graph
+    factors = analyze(graph, rules_of(graph))
+    pins = {"*.attention.q": {"n": "tp"}, "*.up": {"n": "tp"}}
+    plan = planned(small_llama(), {"tp": 2}, "sharding_propagation", pins)
+    strategies, hubs = dict(plan.strategies), {}
+    for name in ("rms_norm", "rms_norm_1"):
+        (letter,) = dim_letters(factors.sites[name].rule.inputs[0][1])
+        strategies[name] = Strategy(((letter, (SubDim(8, ("tp",)),)),))
+        hubs[name] = replace(TensorLayout.whole(graph.types[name].shape), grad=("tp",))
+    return replace(plan, strategies=strategies, hubs=hubs, again=frozenset(hubs if again else ()))
+
+
+def test_neighbours_share_what_is_gathered_again() -> None:
+    """q, k and v read one norm, gate and up the other: two gathers more than with everything kept, not five."""
+    calls = {}
+    for again in (False, True):
+        step, counter, batch = alone(sequence_parallel(again), small_llama())
+        step.gradients(batch)
+        calls[again] = Multiset(kind for kind, _, _ in counter.calls)
+    assert calls[True] - calls[False] == Multiset(all_gather=2)
+    model, batch, loss = small_llama()
+    mw.verify(model, batch, loss=loss, plan=sequence_parallel(True)).raise_if_different()
+
+
+@pytest.mark.parametrize(
+    "plan", (lambda: sequence_parallel(True), lambda: zero(planned(small_llama(), {"dp": 2}), True))
+)
+def test_backward_makes_again_what_the_program_says(plan: Any) -> None:
+    step, counter, batch = alone(plan(), small_llama())
+    step.gradients(batch)
+    parts = step.parts
+    expected = program_collectives(parts.resharded, step.graph, parts.plan.mesh, 1)
+    sums = [("all_reduce", axes, size) for axes, _, size in step.bucket_summary()]
+    assert Multiset(counter.calls) == Multiset([(c.kind, c.axes, c.payload_bytes) for c in expected] + sums)
+    text = str(ProgramText(step.graph, parts, ()))
+    made_again = text.count("again in backward all_gather(")
+    assert made_again == sum(bool(n.kwarg("again")) for n in step.graph.nodes) >= len(parts.plan.again) - 1
