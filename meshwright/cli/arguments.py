@@ -1,0 +1,112 @@
+"""What is written on the command line, as values: clusters, meshes, bytes, pins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import ClusterError, MeshError, PlanError, did_you_mean
+
+if TYPE_CHECKING:
+    from meshwright.cost.cluster import Cluster
+
+UNITS = {
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}  # moments that are kept of each parameter
+SHAPES = "preset:h100:2x8 is 2 nodes of 8 ranks, preset:h100:8 one node of 8"
+
+
+def open_cluster(text: str) -> Cluster:
+    """``cluster.yaml``, ``preset:h100:2x8`` or ``local:4``. Raises ClusterError."""
+    from meshwright.cost.cluster import Cluster
+
+    kind, _, rest = text.partition(":")
+    if kind == "local":
+        return Cluster.local(_whole(rest or "1", text))
+    if kind == "preset":
+        name, _, shape = rest.partition(":")
+        if not shape:
+            return Cluster.preset(name)
+        nodes, cross, ranks = shape.rpartition("x")
+        return Cluster.preset(
+            name, nodes=_whole(nodes, text) if cross else 1, ranks_per_node=_whole(ranks, text)
+        )
+    if not Path(text).exists() and re.fullmatch(r"[\w.-]+", text) and not text.endswith((".yaml", ".yml")):
+        from meshwright.cost.presets import ALIASES, names
+
+        known = [*names(), *ALIASES]
+        if text.lower() in known:
+            raise ClusterError(f"there is no cluster file {text!r}", hint=f"preset:{text.lower()}:2x8")
+        raise ClusterError(f"there is no cluster file {text!r}", hint=f"{did_you_mean(text, known)} {SHAPES}")
+    return Cluster.load(text)
+
+
+def _whole(digits: str, text: str) -> int:
+    if not digits.isdigit():
+        raise ClusterError(
+            f"{text!r} does not name a cluster", why=f"{digits!r} is not a number", hint=SHAPES
+        )
+    return int(digits)
+
+
+def mesh_sizes(text: str | None) -> dict[str, int] | int | None:
+    """``dp=2,tp=4`` → sizes by axis, ``8`` → so many ranks. Raises MeshError."""
+    if text is None:
+        return None
+    if text.strip().isdigit():
+        return int(text)
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = part.strip().partition("=")
+        if not equals or not size.strip().isdigit():
+            raise MeshError(
+                f"{text!r} is not a mesh", why=f"{part!r} is not name=size", hint="--mesh dp=2,tp=4"
+            )
+        if name in found:
+            raise MeshError(f"the axis {name!r} stands twice in {text!r}")
+        found[name] = int(size)
+    return found
+
+
+def show_sizes(sizes: dict[str, int]) -> str:
+    """What `mesh_sizes` reads."""
+    return ",".join(f"{k}={v}" for k, v in sizes.items())
+
+
+def size_bytes(text: str | None) -> int | None:
+    """``70GB`` (10⁹ each), ``70GiB`` (2³⁰), ``1.5e9``. Raises PlanError."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in UNITS:
+        raise PlanError(f"{text!r} is not an amount of memory", hint="--memory 70GB, 64GiB or 512MB")
+    return int(float(match[1]) * UNITS[match[2].lower()])
+
+
+def optimizer_states(name: str) -> int:
+    """How many moments an optimizer keeps of each parameter. Raises PlanError."""
+    if name not in OPTIMIZERS:
+        raise PlanError(
+            f"there is no optimizer {name!r}",
+            why="only what it keeps of each parameter matters for a plan: " + ", ".join(OPTIMIZERS),
+            hint=did_you_mean(name, OPTIMIZERS),
+        )
+    return OPTIMIZERS[name]
+
+
+def pins_of(texts: Iterable[str]) -> dict[str, dict[str, Any]] | None:
+    """``blocks.*.up:n=tp`` → pins of `mw.plan`; several axes as ``n=dp+tp``. Raises PlanError."""
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        pattern, colon, cuts = text.rpartition(":")
+        words = [c.partition("=") for c in cuts.split(",")]
+        if not colon or not pattern or not all(letter.strip() and equals for letter, equals, _ in words):
+            raise PlanError(f"{text!r} is not a pin", hint="--pin 'blocks.*.up:n=tp'")
+        for letter, _, axes in words:
+            names = tuple(a.strip() for a in axes.split("+") if a.strip())
+            found.setdefault(pattern, {})[letter.strip()] = names[0] if len(names) == 1 else names
+    return found or None

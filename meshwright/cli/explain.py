@@ -1,0 +1,179 @@
+"""`meshwright explain`: why a plan is as it is, the whole of it, a module, or one operator."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshwright.cli.options import (
+    BatchOption,
+    ClusterOption,
+    JsonOption,
+    ModelOption,
+    PlanArgument,
+    SequenceOption,
+)
+from meshwright.errors import PlanError
+
+if TYPE_CHECKING:
+    from meshwright.cost.cluster import Cluster
+    from meshwright.plan import Plan
+
+FEW = 3  # kinds of operators that are explained on a page each
+
+
+def explain(
+    plan: PlanArgument,
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODULE]", help="A module as 'blocks.*.up', or a node as %linear_3.", show_default=False
+        ),
+    ] = None,
+    model: ModelOption = None,
+    cluster: ClusterOption = None,
+    batch: BatchOption = None,
+    seq: SequenceOption = None,
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", metavar="NAME", help="adamw, sgd or momentum.")
+    ] = "adamw",
+    every: Annotated[
+        bool, typer.Option("--all", help="Also operators that only follow their neighbours.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Explain a plan: how each operator is cut, why, what it costs, and what else there was.
+
+    The file alone says cuts and reasons. With --model it also says what neighbours ask and send, and with --cluster the
+    seconds.
+    """
+    from meshwright.cli.arguments import open_cluster, optimizer_states
+    from meshwright.plan import Plan
+
+    loaded = Plan.load(plan)
+    states = optimizer_states(optimizer)
+    machine = open_cluster(cluster) if cluster is not None else None
+    if machine is not None and model is None:
+        raise PlanError(
+            "--cluster needs --model",
+            why="a plan file says how operators are cut, not how large they are",
+            hint=f"meshwright explain {plan} --model MODEL --cluster {cluster}",
+        )
+    if model is None:
+        _from_file(loaded, what, every, as_json)
+    else:
+        _with_model(loaded, what, model, (batch, seq), machine, states, every, as_json)
+
+
+def _from_file(loaded: Plan, what: str | None, every: bool, as_json: bool) -> None:
+    from meshwright.report.choice import choices, folded, matching
+
+    names = matching(loaded, what) if what is not None else tuple(loaded.strategies)
+    found = choices(loaded, names, None, None)
+    if as_json:
+        _print_json(loaded, [(m, n, c, {}) for m, n, c in folded(found)])
+    else:
+        _print(loaded, found, what, every, lambda c: (), 0.0)
+
+
+def _with_model(
+    loaded: Plan,
+    what: str | None,
+    model: str,
+    shape: tuple[int | None, int | None],
+    machine: Cluster | None,
+    states: int,
+    every: bool,
+    as_json: bool,
+) -> None:
+    from meshwright.cli.opened import captured_model, cut
+    from meshwright.cli.screen import out
+    from meshwright.partition.price import program_price
+    from meshwright.report.alternatives import Alternative, alternatives
+    from meshwright.report.choice import Choice, choices, folded, matching
+    from meshwright.report.plan_table import plan_view
+
+    captured = captured_model(model, *shape)
+    parts = cut(captured, loaded, machine)
+    if what is None and machine is None and not as_json:
+        out().print(plan_view(parts, every=every))
+        _print_claims(loaded)
+        return
+    names = matching(loaded, what) if what is not None else tuple(loaded.strategies)
+    price = program_price(parts, machine, states) if machine is not None else None
+    found = choices(loaded, names, parts, price)
+
+    def others(c: Choice) -> tuple[Alternative, ...]:
+        return alternatives(captured.graph, parts, c.node, machine, states) if machine is not None else ()
+
+    if as_json:
+        few = len(folded(found)) <= FEW
+        _print_json(
+            loaded,
+            [
+                (m, n, c, {str(a.strategy): a.more_seconds for a in others(c)} if few else {})
+                for m, n, c in folded(found)
+            ],
+        )
+    else:
+        _print(loaded, found, what, every, others, price.total if price is not None else 0.0)
+
+
+# ---------------------------------------------------------------- answers
+
+
+def _print(loaded: Plan, found: Any, what: str | None, every: bool, others: Any, step_seconds: float) -> None:
+    from meshwright.cli.screen import out
+    from meshwright.report.choice import folded
+    from meshwright.report.choice_view import choice_page, choices_table
+
+    screen = out()
+    if what is None:
+        screen.print(choices_table(found, every=every))
+        _print_claims(loaded)
+        return
+    rows = folded(found)
+    pages = rows if len(rows) <= FEW else []
+    if not pages:
+        screen.print(choices_table(found))
+        return
+    for number, (module, count, c) in enumerate(pages):
+        if number:
+            screen.print()
+            screen.rule(style="dim")
+        screen.print(choice_page(module, count, c, loaded.mesh, others(c), step_seconds))
+
+
+def _print_claims(loaded: Plan) -> None:
+    from rich.text import Text
+
+    from meshwright.cli.screen import out
+    from meshwright.report.claims import claim_lines, claims_table
+    from meshwright.report.diff import claims_of
+
+    lines = [
+        ("mesh", f"{loaded.mesh}   {loaded.mesh.size} ranks"),
+        ("mode", loaded.mode),
+        *claim_lines(claims_of(loaded)),
+    ]
+    screen = out()
+    screen.print()
+    screen.print(claims_table(lines))
+    for note in loaded.notes:
+        screen.print(Text(note, style="dim"))
+
+
+def _print_json(loaded: Plan, rows: Any) -> None:
+    from meshwright.report.choice_view import choice_data
+    from meshwright.report.diff import claims_of
+
+    data = {
+        "mesh": {name: loaded.mesh.count(run) for name, run in loaded.mesh.names},
+        "mode": loaded.mode,
+        "claims": dict(claims_of(loaded)),
+        "operators": [choice_data(m, n, c, o) for m, n, c, o in rows],
+        "notes": list(loaded.notes),
+    }
+    print(json.dumps(data, ensure_ascii=False))

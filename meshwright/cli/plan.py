@@ -1,0 +1,193 @@
+"""`meshwright plan`: choose how to cut a model for a cluster, on any machine and without its devices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshwright.cli.options import BatchOption, ClusterOption, JsonOption, ModelArgument, SequenceOption
+from meshwright.errors import PlanError
+
+if TYPE_CHECKING:
+    from meshwright.cli.progress import Watch
+    from meshwright.cost.cluster import Cluster
+    from meshwright.partition import Partition
+    from meshwright.plan import Plan
+
+OPENING, CAPTURING, SEARCHING = "opening the model", "capturing", "searching"
+PRICED = ("auto", "dynamic_programming", "recursive_programming")
+PINNED = "sharding_propagation"
+
+
+def plan(
+    model: ModelArgument,
+    cluster: ClusterOption = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            "--mode",
+            metavar="MODE",
+            help="auto, dynamic_programming, recursive_programming, sharding_propagation, semi_auto, data_parallel; "
+            "by default auto for a cluster, else data_parallel.",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option("--memory", metavar="SIZE", help="Limit of a rank, as 70GB; by default the device's."),
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option("--mesh", metavar="SIZES", help="dp=2,tp=4; by default the cluster's own levels."),
+    ] = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option("--pin", metavar="PIN", help="A wish, as 'blocks.*.up:n=tp'. May be repeated."),
+    ] = None,
+    batch: BatchOption = None,
+    seq: SequenceOption = None,
+    optimizer: Annotated[
+        str,
+        typer.Option("--optimizer", metavar="NAME", help="adamw, sgd or momentum: what it keeps in memory."),
+    ] = "adamw",
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="PLAN.JSON", help="Where the plan is written.")
+    ] = Path("plan.json"),
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", metavar="TRACE.JSON", help="Write the predicted step for chrome://tracing or Perfetto."
+        ),
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Show every operator, also those that only follow.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan how to cut MODEL over a cluster, and write the plan to a file.
+
+    Needs no devices and no weights. Ctrl-C ends the search with the best plan found so far.
+    """
+    from meshwright.cli.arguments import mesh_sizes, open_cluster, optimizer_states, pins_of, size_bytes
+    from meshwright.cli.progress import Watch
+    from meshwright.cli.screen import err
+
+    states = optimizer_states(optimizer)
+    limit, sizes, pins = size_bytes(memory), mesh_sizes(mesh), pins_of(pin or ())
+    machine = open_cluster(cluster) if cluster is not None else None
+    mode = mode or ("auto" if machine else PINNED if pins else "data_parallel")
+    check_needs(mode, machine, limit=limit, trace=trace, mesh=sizes)
+
+    with Watch(err(), quiet=as_json) as watch:
+        made, parts = make(model, batch, seq, machine, sizes, mode, pins, limit, states, watch)
+    made.save(output)
+    if trace is not None and machine is not None:
+        write_trace(trace, parts, machine, states)
+    if as_json:
+        print(json.dumps(claims_json(made, watch.seconds, output, trace), ensure_ascii=False))
+    else:
+        show(made, parts, watch.seconds, output, trace, every)
+
+
+def check_needs(
+    mode: str, machine: Cluster | None, *, limit: int | None, trace: Path | None, mesh: Any
+) -> None:
+    """Refuse, before torch is loaded, what cannot be answered. Raises PlanError."""
+    asked = [f"--mode {mode}"] if mode in PRICED else []
+    asked += ["--memory"] if limit is not None else []
+    asked += ["--trace"] if trace is not None else []
+    if asked and machine is None:
+        raise PlanError(
+            f"{asked[0]} needs a cluster",
+            why="seconds and bytes are those of a machine",
+            hint="--cluster preset:h100:2x8, or --cluster cluster.yaml (meshwright calibrate -o cluster.yaml)",
+        )
+    if machine is None and mesh is None:
+        raise PlanError("over how many ranks?", hint="--mesh dp=2,tp=4, or --cluster preset:h100:2x8")
+
+
+def make(
+    model: str,
+    batch: int | None,
+    seq: int | None,
+    machine: Cluster | None,
+    sizes: Any,
+    mode: str,
+    pins: Any,
+    limit: int | None,
+    states: int,
+    watch: Watch,
+) -> tuple[Plan, Partition]:
+    """The plan, and the program that it gives. Raises a MeshwrightError; `watch` shows how it goes."""
+    with watch.stage(OPENING):
+        import meshwright as mw
+        from meshwright.cli.model import open_model
+        from meshwright.compile import captured_of, lower
+
+        opened = open_model(model, batch=batch, sequence=seq)
+    with watch.stage(CAPTURING):
+        captured = captured_of(opened.model, opened.batch, opened.loss)
+    priced: dict[str, Any] = {}
+    if machine is not None:
+        priced = {"cluster": machine, "memory": limit, "optimizer_states": states, "progress": watch}
+    with watch.stage(SEARCHING):
+        made = mw.plan(
+            opened.model, opened.batch, loss=opened.loss, mesh=sizes, mode=mode, pins=pins, **priced
+        )
+    return made, lower(captured, made)
+
+
+def write_trace(path: Path, parts: Partition, machine: Cluster, states: int) -> None:
+    """The predicted step as a Chrome trace."""
+    from meshwright.partition.tasks import simulate
+    from meshwright.report.trace import chrome_trace
+
+    path.write_text(json.dumps(chrome_trace(simulate(parts, machine, states))), encoding="utf-8")
+
+
+# ---------------------------------------------------------------- answers
+
+
+def claims_json(made: Plan, seconds: dict[str, float], output: Path, trace: Path | None) -> dict[str, Any]:
+    """What `--json` prints."""
+    from meshwright.report.diff import claims_of
+
+    return {
+        "plan": str(output),
+        **({"trace": str(trace)} if trace is not None else {}),
+        "mode": made.mode,
+        "mesh": {name: made.mesh.count(run) for name, run in made.mesh.names},
+        "ranks": made.mesh.size,
+        "operators": len(made.strategies),
+        "claims": dict(claims_of(made)),
+        "notes": list(made.notes),
+        "seconds": {k: round(v, 4) for k, v in spent(seconds).items()},
+    }
+
+
+def spent(seconds: dict[str, float]) -> dict[str, float]:
+    """Seconds of this command by what they went into."""
+    names = {OPENING: "open", CAPTURING: "capture", SEARCHING: "search"}
+    return {short: seconds[name] for name, short in names.items() if name in seconds}
+
+
+def show(
+    made: Plan, parts: Partition, seconds: dict[str, float], output: Path, trace: Path | None, every: bool
+) -> None:
+    """The plan's table, what it claims, and where it went."""
+    from meshwright.cli.screen import out
+    from meshwright.report.claims import claim_lines, claims_table
+    from meshwright.report.diff import claims_of
+    from meshwright.report.plan_table import plan_view
+    from meshwright.report.quantities import show_seconds
+
+    claims = claims_of(made)
+    lines = [("mesh", f"{made.mesh}   {made.mesh.size} ranks"), ("mode", made.mode), *claim_lines(claims)]
+    lines.append(("took", ", ".join(f"{k} {show_seconds(v)}" for k, v in spent(seconds).items())))
+    lines.append(("written", f"{output}" + (f", {trace}" if trace else "")))
+    screen = out()
+    screen.print(plan_view(parts, every=every))
+    screen.print()
+    screen.print(claims_table(lines))

@@ -1,0 +1,55 @@
+"""What a plan claims of itself, for a reader: time, memory, and how far from the best it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.report.quantities import show_bytes, show_seconds
+
+
+def claim_lines(claims: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(what, text) of each claim, in the order in which they are read; what is not claimed is left out."""
+    lines: list[tuple[str, str]] = []
+
+    def add(what: str, text: str, note: str = "") -> None:
+        lines.append((what, f"{text}   {note}" if note else text))
+
+    if claims.get("step_seconds") is not None:
+        price = claims.get("price_seconds")
+        apart = f"{show_seconds(price)} if nothing overlapped" if price is not None else ""
+        add("step", show_seconds(claims["step_seconds"]), apart)
+    elif claims.get("price_seconds") is not None:
+        add("step", show_seconds(claims["price_seconds"]), "if nothing overlaps")
+    if claims.get("peak_bytes") is not None:
+        add("peak memory", f"{show_bytes(claims['peak_bytes'])} a rank", str(claims.get("peak_where") or ""))
+    if claims.get("bound_seconds") is not None:
+        add("bound", f"no plan of this space is below {show_seconds(claims['bound_seconds'])}")
+    for name, text in gaps(claims):
+        add(f"gap ({name})", text)
+    for key in ("space", "cluster"):
+        if claims.get(key):
+            add(key, str(claims[key]))
+    return lines
+
+
+def gaps(claims: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(objective, text) of each gap."""
+    found = claims.get("gaps") or claims.get("gap") or {}
+    if isinstance(found, Mapping):
+        return [(str(k), v if isinstance(v, str) else f"{100 * v:.2g} %") for k, v in found.items()]
+    pairs = [str(text).partition(":") for text in found]
+    return [(a.strip(), b.strip() or a.strip()) for a, _, b in pairs]
+
+
+def claims_table(lines: list[tuple[str, str]]) -> Table:
+    """The claims as two quiet columns."""
+    table = Table.grid(padding=(0, 3))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for what, text in lines:
+        table.add_row(what, Text(text))
+    return table

@@ -1,0 +1,139 @@
+"""`meshwright explain`: from the file, with the model, and with seconds that the whole program's price confirms."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import meshwright as mw
+from meshwright.cli.opened import cut
+from meshwright.compile import captured_of, lower
+from meshwright.cost.cluster import Cluster
+from meshwright.errors import PlanError
+from meshwright.examples import mlp
+from meshwright.ops.strategy import layouts
+from meshwright.partition.price import program_price
+from meshwright.report.alternatives import alternatives
+from meshwright.report.choice import choices, folded, matching
+
+
+@pytest.fixture(scope="module")
+def made():
+    model, batch, loss = mlp.build()
+    plan = mw.plan(
+        model,
+        batch,
+        loss=loss,
+        mesh={"dp": 2, "tp": 2},
+        mode="sharding_propagation",
+        pins={"up.*": {"n": "tp"}},
+    )
+    captured = captured_of(model, batch, loss)
+    return captured, plan, lower(captured, plan)
+
+
+@pytest.fixture
+def file(made, tmp_path):
+    made[1].save(tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def test_a_pattern_means_nodes_modules_and_what_is_inside(made):
+    _, plan, _ = made
+    assert matching(plan, "up.*") == tuple(n for n, (_, m) in plan.about.items() if m.startswith("up."))
+    assert matching(plan, "up") == matching(plan, "up.*")
+    assert matching(plan, "%linear_1") == matching(plan, "linear_1") == ("linear_1",)
+    with pytest.raises(PlanError, match=r"did you mean .*'down"):
+        matching(plan, "dwon.*")
+
+
+def test_layers_that_are_cut_alike_are_one_line(made):
+    _, plan, parts = made
+    rows = folded(choices(plan, plan.strategies, parts, None))
+    assert ("up.*", 2) in [(where, count) for where, count, _ in rows]
+    assert sum(count for _, count, _ in rows) == len(plan.strategies)
+
+
+def test_neighbours_say_what_stands_between(made):
+    _, plan, parts = made
+    (down,) = choices(plan, ["linear_2"], parts, None)
+    assert (down.module, down.operator, down.cut) == ("down.0", "linear", "batch=dp k=tp")
+    weight = next(e for e in down.neighbours if e.name == "down.0.weight")
+    assert (weight.incoming, weight.has, weight.asks, weight.moves) == (
+        True,
+        "[24, 96/tp]",
+        "[24, 96/tp]",
+        ("", ""),
+    )
+    gives = next(e for e in down.neighbours if not e.incoming)
+    assert gives.has.endswith("pending tp") and gives.asks == "[12/dp, 24]"
+    assert gives.moves[0].startswith("all_reduce(tp)")
+
+
+def test_seconds_of_operators_add_up_to_the_price_of_the_step(made):
+    _, plan, parts = made
+    price = program_price(parts, Cluster.preset("h100", ranks_per_node=4))
+    found = choices(plan, plan.strategies, parts, price)
+    computed = sum(c.seconds.forward + c.seconds.backward for c in found if c.seconds)
+    assert computed == pytest.approx(price.compute)
+
+
+@pytest.mark.parametrize("name", ["linear", "linear_1", "linear_2", "relu", "add"])
+def test_an_alternative_costs_what_the_whole_program_says(made, name):
+    captured, plan, _ = made
+    cluster = Cluster.preset("h100", ranks_per_node=4)
+    parts = cut(captured, plan, cluster)
+    before = program_price(parts, cluster).total
+    found = alternatives(captured.graph, parts, name, cluster)
+    assert len(found) >= 2
+    assert [a.more_seconds for a in found] == sorted(a.more_seconds for a in found)
+    node = next(n for n in captured.graph.nodes if n.name == name)
+    parameters = {i.name for i in captured.graph.input_of("parameter")}
+    for other in found:
+        asked = layouts(parts.factors.sites[name], other.strategy).inputs
+        follow = {u: replace(a, pending=()) for u, a in zip(node.uses, asked, strict=True) if u in parameters}
+        changed = replace(
+            plan, strategies={**plan.strategies, name: other.strategy}, inputs={**plan.inputs, **follow}
+        )
+        after = program_price(cut(captured, changed, cluster), cluster).total
+        assert after - before == pytest.approx(other.more_seconds, rel=1e-6, abs=1e-12)
+
+
+# ---------------------------------------------------------------- the verb
+
+
+def test_the_file_alone_says_cuts_and_reasons(file, meshwright):
+    done = meshwright("explain", file)
+    assert done.code == 0
+    line = next(x.split() for x in done.out.splitlines() if x.startswith("up.*"))
+    assert line == ["up.*", "×2", "linear", "d0=dp", "n=tp", "annotated"]
+    page = meshwright("explain", file, "up.*").out
+    assert "annotated" in page and "d0=dp n=tp" in page
+
+
+def test_model_and_cluster_say_the_rest(file, meshwright):
+    done = meshwright("explain", file, "down.0", "--model", "zoo:mlp", "--cluster", "preset:h100:4")
+    assert done.code == 0
+    for text in ("all_reduce(tp)", "forward", "if it alone were cut otherwise", "mlp.py:"):
+        assert text in done.out
+    table = meshwright("explain", file, "--model", "zoo:mlp").out
+    assert "parameters:" in table
+
+
+def test_it_answers_in_json(file, meshwright):
+    done = meshwright("explain", file, "up.*", "--model", "zoo:mlp", "--cluster", "preset:h100:4", "--json")
+    rows = json.loads(done.out)["operators"]
+    assert sum(row["count"] for row in rows) == 2
+    for row in rows:
+        assert row["cut"] == "batch=dp n=tp" and row["seconds"]["forward"] > 0 and len(row["otherwise"]) > 2
+
+
+def test_what_cannot_be_explained_says_why(file, meshwright):
+    done = meshwright("explain", file, "upp.*")
+    assert done.code == 2 and "did you mean" in done.err
+    done = meshwright("explain", file, "--cluster", "preset:h100:4")
+    assert done.code == 2 and "--cluster needs --model" in done.err
+    done = meshwright("explain", file, "--model", "zoo:recommender")
+    assert done.code == 2 and "the plan was made for another model" in done.err
