@@ -12,22 +12,24 @@ The formulas follow `route` line by line, and the tests hold the two equal.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshwright.layout import Cat, Item, SubDim, TensorLayout
 from meshwright.mesh import Mesh
+from meshwright.redistribute.pairs import Ends, Floats, Masks, Pairs, Spread
 from meshwright.redistribute.plan import redistribute
 from meshwright.redistribute.prices import Prices, rounds, total_seconds
-from meshwright.redistribute.steps import COLLECTIVES
+from meshwright.redistribute.steps import COLLECTIVES, wire_elements
 
 WHOLE, PENDING = 0, 1  # codes; 2 + k is place k
-
-Masks = NDArray[np.int64]  # sets of axes
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,18 @@ class Table:
         )  # an axis of size 1 cuts nothing
         self.members = _products(self.sizes)  # ranks of a group over a set of axes
         self._laws = {kind: self._law(kind) for kind in COLLECTIVES}
+        self._held_laws: dict[
+            str, tuple[Floats, Floats]
+        ] = {}  # per byte held (after a reduce-scatter), not sent
+        for kind, (seconds, per_byte) in self._laws.items():
+            sent = {k: wire_elements(kind, int(k), 1, 1) for k in np.unique(self.members).tolist()}
+            self._held_laws[kind] = (
+                seconds,
+                per_byte * np.vectorize(sent.__getitem__, otypes=[float])(self.members),
+            )
+        # glibc gives every array of more than 128 KiB pages of its own, which cost three times the arithmetic here;
+        # once such a block was freed it keeps blocks up to that size.
+        np.empty(24 << 20, np.uint8)
 
     def _law(self, kind: str) -> tuple[Floats, Floats]:
         """`Prices.law` for every set of axes: seconds, and seconds per byte."""
@@ -108,11 +122,12 @@ class Table:
     def local_elements(self, value: Value, codes: NDArray[np.int8]) -> Floats:
         """Per row the elements on the rank that holds most."""
         at = [self.sets(codes, 2 + place) for place in range(len(value.places))]
-        stacks = [np.zeros(len(codes), dtype=np.int64) for _ in value.leaves]
-        for place, leaves in enumerate(value.places):
-            for leaf in leaves:
-                stacks[leaf] = stacks[leaf] | at[place]
-        return _fold(value, [np.ceil(n / self.members[s]) for n, s in zip(value.leaves, stacks, strict=True)])
+        stacks = [
+            functools.reduce(np.bitwise_or, (at[k] for k, here in enumerate(value.places) if leaf in here), 0)
+            for leaf in range(len(value.leaves))
+        ]
+        held = iter([np.ceil(n / self.members[s]) for n, s in zip(value.leaves, stacks, strict=True)])
+        return np.ones(len(codes)) * _fold([[[next(held) for _ in p] for p in item] for item in value.sizes])
 
     def collective(self, kind: str, axes: Masks, sent_bytes: Floats) -> Floats:
         """Seconds of one collective over each set of axes, in which a rank sends so many bytes; 0 over no axes."""
@@ -129,136 +144,57 @@ class Table:
         """
         if not value.is_plain:
             return self._one_by_one(value, src, dst)
-        pairs = _Pairs(self, value, src, dst)
-        with np.errstate(invalid="ignore"):  # an unlawful schedule has inf elements, and inf · 0 is no price
-            return functools.reduce(
-                np.fmin, (f(s) for f in (pairs.exchanging, pairs.gathering) for s in (1, 0))
+        start, goal = (
+            np.array([self.sets(rows, 2 + k) for k in range(len(value.places))], np.int64).reshape(
+                -1, len(rows)
+            )
+            for rows in (src, dst)
+        )
+        ends = Ends(int(self.bits.sum()), start, goal, self.sets(src, PENDING), self.sets(dst, PENDING))
+        terms = self._terms(value)
+
+        def elements(sets: Masks, spread: Spread) -> Floats:
+            return _fold(
+                [
+                    [[spread(k, table[sets[k]]) if k >= 0 else table for k, table in part] for part in item]
+                    for item in terms
+                ]
             )
 
+        def cost(kind: str, axes: Masks, held: Floats) -> Floats:
+            latency, per_byte = self._held_laws[kind]
+            seconds = (per_byte * value.itemsize).take(axes)
+            seconds *= held
+            seconds += latency.take(axes)
+            return seconds
+
+        return Pairs(ends, elements, cost).seconds()
+
+    def _terms(self, value: Value) -> list[list[list[tuple[int, Any]]]]:
+        """Items, parts, leaves as pairs: a place and the elements for each set of axes there, infinite for more blocks
+        than elements; -1 and a number where nothing cuts. An item that only one place cuts is one such table."""
+        place_of = {leaf: k for k, leaves in enumerate(value.places) for leaf in leaves}
+        numbers = iter(range(len(value.leaves)))
+        terms = []
+        for item in value.sizes:
+            parts: list[list[tuple[int, Any]]] = []
+            for part in item:
+                places = [place_of.get(next(numbers), -1) for _ in part]
+                cut = [np.where(self.members <= n, np.ceil(n / self.members), np.inf) for n in part]
+                parts.append([(k, c if k >= 0 else n) for k, c, n in zip(places, cut, part, strict=True)])
+            if len(used := {k for part in parts for k, _ in part} - {-1}) == 1:
+                parts = [[(used.pop(), _fold([[[size for _, size in part] for part in parts]]))]]
+            terms.append(parts)
+        return terms
+
     def _one_by_one(self, value: Value, src: NDArray[np.int8], dst: NDArray[np.int8]) -> Floats:
-        froms, tos = ([value.layout(row, self.mesh) for row in rows] for rows in (src, dst))
-        found = [
-            [
-                total_seconds(
-                    redistribute(a, b, self.mesh, value.itemsize, self.prices),
-                    self.mesh,
-                    value.itemsize,
-                    self.prices,
-                )
-                for b in tos
-            ]
-            for a in froms
-        ]
-        return np.array(found, dtype=np.float64).reshape(len(froms), len(tos))
+        def price(a: TensorLayout, b: TensorLayout) -> float:
+            steps = redistribute(a, b, self.mesh, value.itemsize, self.prices)
+            return total_seconds(steps, self.mesh, value.itemsize, self.prices)
 
-
-class _Pairs:
-    """The sets of axes of N × M pairs, and the price of each schedule.
-
-    Per place: `s`, `d` the axes there at the start and at the goal, of the arriving ones `sliced`, `summed` and `moved`
-    (in), of the leaving ones `padded`, `gathered` (and moved out). `below(x)` are all axes below the lowest of x.
-    """
-
-    def __init__(self, table: Table, value: Value, src: NDArray[np.int8], dst: NDArray[np.int8]) -> None:
-        self.table, self.value = table, value
-        places = range(len(value.places))
-        self.s = [table.sets(src, 2 + k)[:, None] for k in places]
-        self.d = [table.sets(dst, 2 + k)[None, :] for k in places]
-        self.pending = table.sets(src, PENDING)[:, None]
-        goal = table.sets(dst, PENDING)[None, :]
-        whole = int(table.bits.sum()) & ~table.sets(src, PENDING)[:, None]
-        for s in self.s:
-            whole = whole & ~s
-        ends_split = functools.reduce(np.bitwise_or, self.d, np.zeros_like(goal))
-        self.reduced = self.pending & ~goal  # pending sums that must be taken
-        self.arriving = self.pending & ends_split
-        self.sliced = [whole & d for d in self.d]
-        self.summed = [self.pending & d for d in self.d]
-        self.padded = [s & goal for s in self.s]
-        self.gathered = [s & ~goal & ~ends_split for s in self.s]
-        self.common = [s & d & below(s ^ d) for s, d in zip(self.s, self.d, strict=True)]
-        self.leaf_tables = [
-            np.where(table.members <= n, np.ceil(n / table.members), np.inf) for n in value.leaves
-        ]
-        self.place_of = {leaf: k for k, leaves in enumerate(value.places) for leaf in leaves}
-
-    def bytes_of(self, at: list[Masks]) -> Floats:
-        """Bytes of one rank with these axes at each place; infinite where there are more blocks than elements."""
-        found = [
-            rows[at[self.place_of[leaf]]] if leaf in self.place_of else rows[0]
-            for leaf, rows in enumerate(self.leaf_tables)
-        ]
-        return self.value.itemsize * _fold(self.value, found)
-
-    def collective(self, kind: str, axes: Masks, held: Floats, after: Floats | None = None) -> Floats:
-        """Seconds over each set of axes by a rank that holds so many bytes (after a reduce-scatter: `after`)."""
-        k = self.table.members[axes]
-        match kind:
-            case "all_reduce":
-                sent = 2 * (k - 1) / k * held
-            case "all_to_all":
-                sent = (k - 1) / k * held
-            case _:
-                sent = (k - 1) * held
-        return self.table.collective(kind, axes, sent)
-
-    def exchanging(self, scatter: int) -> Floats:
-        """`route._exchanging`."""
-        sliced = [s | w for s, w in zip(self.s, self.sliced, strict=True)]
-        split = [s | p for s, p in zip(sliced, self.summed, strict=True)]
-        ready = [d | p | g for d, p, g in zip(self.d, self.padded, self.gathered, strict=True)]
-        moved = functools.reduce(
-            np.bitwise_or, map(self._differ, range(len(self.s))), np.zeros((1, 1), np.int64)
-        )
-        held = self.bytes_of(split)
-        if scatter:
-            price = self.collective("reduce_scatter", self.arriving, held)
-            price = price + self.collective("all_reduce", self.reduced & ~self.arriving, held)
-        else:
-            price = self.collective("all_reduce", self.reduced, self.bytes_of(sliced))
-        price = price + self.collective("all_to_all", moved, held)
-        return price + self.collective("all_gather", _union(self.gathered), self.bytes_of(ready))
-
-    def _differ(self, k: int) -> Masks:
-        """Axes of place k above the part in which its stack before the all-to-all and that after it agree."""
-        s, d, common = self.s[k], self.d[k], self.common[k]
-        sliced, summed, padded, gathered = self.sliced[k], self.summed[k], self.padded[k], self.gathered[k]
-        arrive, leave = d & ~s, s & ~d
-        first = sliced & below(arrive & ~sliced)
-        second = np.where(first == sliced, summed & below(arrive & ~sliced & ~summed), 0)
-        grown = np.where(s == common, first | second, 0)
-        first = padded & below(leave & ~padded)
-        second = np.where(first == padded, gathered & below(leave & ~padded & ~gathered), 0)
-        shrunk = np.where(d == common, first | second, 0)
-        return (s | d) & ~(common | grown | shrunk)
-
-    def gathering(self, scatter: int) -> Floats:
-        """`route._gathering`."""
-        early, scattered, cut, full, gathered, sums = [], [], [], [], [], []
-        for k, s in enumerate(self.s):
-            sliced, summed, common = self.sliced[k], self.summed[k], self.common[k]
-            arrive = np.where(s == common, self.d[k] & ~s, 0)
-            first = sliced & arrive & below(arrive & ~sliced)
-            sums.append(summed & arrive & below(arrive & ~first & ~summed) if scatter else 0 * first)
-            early.append(s | first)
-            scattered.append(s | first | sums[k])
-            cut.append(s | (arrive & below(arrive & ~sliced & ~sums[k])))
-            full.append(s | (arrive & below(arrive & ~sliced & ~summed)))
-            above = s & ~common
-            gathered.append(above & ~(self.padded[k] & below(above & ~self.padded[k])))
-        summed = _union(sums)
-        price = self.collective("reduce_scatter", summed, self.bytes_of(scattered)) if scatter else 0.0
-        price = price + self.collective("all_reduce", self.reduced & ~summed, self.bytes_of(cut))
-        return price + self.collective("all_gather", _union(gathered), self.bytes_of(full))
-
-
-def below(axes: Masks) -> Masks:
-    """All axes below the lowest of a set; all there are where it is empty."""
-    return (axes & -axes) - 1
-
-
-def _union(sets: list[Masks]) -> Masks:
-    return functools.reduce(np.bitwise_or, sets, np.zeros((1, 1), np.int64))
+        ends = ([value.layout(row, self.mesh) for row in rows] for rows in (src, dst))
+        found = [price(a, b) for a, b in itertools.product(*ends)]
+        return np.array(found, dtype=np.float64).reshape(len(src), len(dst))
 
 
 def _products(sizes: NDArray[np.int64]) -> Floats:
@@ -269,10 +205,9 @@ def _products(sizes: NDArray[np.int64]) -> Floats:
     return found
 
 
-def _fold(value: Value, leaves: list[Floats]) -> Floats:
-    """Elements of the tensor from those of its leaves: products and, over the parts of a concatenation, sums."""
-    left = iter(leaves)
-    return math.prod(sum(math.prod(next(left) for _ in part) for part in item) for item in value.sizes)  # pyright: ignore
+def _fold(items: Iterable[Iterable[Iterable[Any]]]) -> Any:
+    """Elements of a tensor from those of its leaves: products and, over the parts of a concatenation, sums."""
+    return math.prod(functools.reduce(operator.add, map(math.prod, item)) for item in items)
 
 
 __all__ = ["PENDING", "WHOLE", "Table", "Value"]

@@ -79,7 +79,7 @@ def problems(draw) -> tuple[Mesh, Value, np.ndarray, np.ndarray]:
 
 
 @given(problems(), st.sampled_from(TABLES))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_every_price_is_that_of_the_steps_taken(problem, prices):
     mesh, value, src, dst = problem
     seconds = Table(mesh, prices).seconds(value, src, dst)
