@@ -15,6 +15,7 @@ from meshwright.capture import Captured
 from meshwright.capture import capture as capture_graph
 from meshwright.capture.batch import leaves
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.saved import saved
 from meshwright.errors import CaptureError, MeshError
 from meshwright.mesh import Mesh
 from meshwright.ops.table import register
@@ -117,7 +118,7 @@ def rule(op: str, line: str) -> None:
 
 def lower(captured: Captured, plan: Plan) -> Partition:
     """What the ranks run under a plan."""
-    return partition(captured.graph, plan)
+    return partition(captured.graph, plan, keeps=saved)
 
 
 def mesh_from(mesh: MeshLike, captured: Captured | None = None) -> Mesh:
