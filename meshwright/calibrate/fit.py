@@ -73,12 +73,12 @@ def links(rows: Mapping[str, Sequence[Point]]) -> tuple[str, dict[str, Link]]:
     return best[1], best[2]
 
 
-def curve(points: Iterable[Point], launch_seconds: float, launches: int = 1, passes: float = 1.0) -> Curve:
-    """Work per second over the work of one pass: what a launch costs is taken off, since prices add it."""
+def curve(points: Iterable[Point], launch_seconds: float, launches: float = 1.0) -> Curve:
+    """Work per second over the work of one pass: what launches cost is taken off, since prices add it."""
     found: dict[float, float] = {}
     for point in points:
         busy = max(point.seconds - launches * launch_seconds, LEAST_SHARE * point.seconds)
-        found[_short(point.work)] = _short(point.work * passes / busy)
+        found[_short(point.work)] = _short(point.work / busy)
     return tuple(sorted(found.items()))
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.calibrate import fit
+from meshwright.calibrate import fit, steps
 from meshwright.calibrate.operators import TABLE
 from meshwright.calibrate.plan import KINDS, Found, Point
 from meshwright.calibrate.quiet import LIMIT
@@ -76,7 +76,8 @@ def calibration(machine: Mapping[str, Any], rows: Sequence[Found]) -> Calibratio
         measured=measured,
         growth=growth,
     )
-    lines = tuple((row.name, *_line(row, curves, links), _quiet(row)) for row in rows)
+    cluster, misses = _corrected(cluster, rows)
+    lines = tuple((row.name, *_line(row, curves, links, misses), _quiet(row)) for row in rows)
     return Calibration(cluster, lines, _note(machine, growth, rows))
 
 
@@ -85,12 +86,38 @@ def _is_curve(name: str) -> bool:
 
 
 def _curve(name: str, points: Sequence[Point], launch: float) -> Curve:
-    _, launches, passes, _, _ = TABLE[name.partition(" ")[0]]
-    return fit.curve(points, launch, launches, passes)
+    return fit.curve(points, launch, TABLE[name.partition(" ")[0]][1])
 
 
-def _line(row: Found, curves: Mapping[str, Curve], links: Mapping[str, fit.Link]) -> tuple[str, str]:
+def _corrected(cluster: Cluster, rows: Sequence[Found]) -> tuple[Cluster, dict[str, tuple[float, float]]]:
+    """The cluster with a factor for each class, from the whole steps (the quiet ones, if any was), and for each step
+    the predicted seconds before and after."""
+    whole = [row for row in rows if "works" in row.about]
+    if not whole:
+        return cluster, {}
+    parts = {row.name: steps.predicted(row.about, cluster.device, cluster.measured) for row in whole}
+    quiet = [row for row in whole if row.unrest <= LIMIT] or whole
+    factors = fit.corrections([parts[row.name] for row in quiet], [row.points[0].seconds for row in quiet])
+    after = {
+        name: sum(s * factors.get(kind, 1.0) for kind, s in part.items()) for name, part in parts.items()
+    }
+    measured = replace(cluster.measured, corrections=factors)
+    return replace(cluster, measured=measured), {
+        name: (sum(parts[name].values()), after[name]) for name in parts
+    }
+
+
+def _line(
+    row: Found,
+    curves: Mapping[str, Curve],
+    links: Mapping[str, fit.Link],
+    steps_seconds: Mapping[str, tuple[float, float]],
+) -> tuple[str, str]:
     """The fit and its error, for a reader."""
+    if row.name in steps_seconds:
+        found, (before, after) = row.points[0].seconds, steps_seconds[row.name]
+        shown = f"{found * 1e3:.1f} ms; predicted {before * 1e3:.1f}, corrected {after * 1e3:.1f}"
+        return shown, f"{after / found - 1:+.0%}"
     if row.name in curves:
         unit = "B" if row.name in ("memory", "update") else "FLOP"
         (low_work, low), (high_work, high) = curves[row.name][0], curves[row.name][-1]

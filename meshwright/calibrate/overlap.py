@@ -25,7 +25,7 @@ def measure(bench: Bench, pace: Pace) -> list[Point]:
     while alone < WANTED_SECONDS and buffer.numel() * 4 < MOST_BYTES:
         buffer = torch.ones(buffer.numel() * 2, device=bench.device)
         alone = _reduce_seconds(bench, buffer)
-    product = bench.seconds(lambda: a @ a, pace.point_seconds)
+    product = bench.seconds(lambda: torch.mm(a, a), pace.point_seconds)
     compute, collective = [], []
     for _ in range(3 if pace.every == 1 else 1):
         both, products = _together(bench, buffer, a)
@@ -57,7 +57,7 @@ def _together(bench: Bench, buffer: torch.Tensor, a: torch.Tensor) -> tuple[floa
     pending = bench.comm.all_reduce_start(buffer, bench.axes)
     work = getattr(pending, "work", None)
     while work is not None and not work.is_completed():
-        a @ a
+        torch.mm(a, a)
         if (
             bench.device.type == "cuda"
         ):  # so that what is counted has run; the collective has a stream of its own

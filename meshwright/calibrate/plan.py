@@ -13,20 +13,22 @@ QUICK, FULL = "quick", "full"
 
 @dataclass(frozen=True)
 class Pace:
-    """How thoroughly: seconds for each point of a curve, how many sizes, how often a row may be measured again, and the
-    seconds after which nothing is."""
+    """How thoroughly. `every`: every so many-th size is measured, from the largest down. A row may be measured
+    `attempts` times, all that is measured again taking `spare_seconds` at most; a row that would begin after
+    `limit_seconds` is left out."""
 
     point_seconds: float
     link_seconds: float
-    every: int  # every n-th size, from the largest down
+    every: int
     attempts: int
+    spare_seconds: float
     limit_seconds: float
-    steps: int  # timed training steps of a model; 0: none
+    step_seconds: float  # of timed training steps of a model; 0: none
 
 
 PACES = {
-    FULL: Pace(0.15, 0.2, 1, 3, 70.0, 8),
-    QUICK: Pace(0.01, 0.01, 3, 1, 15.0, 0),
+    FULL: Pace(0.12, 0.15, 1, 4, 25.0, 75.0, 0.5),
+    QUICK: Pace(0.01, 0.01, 3, 1, 0.0, 60.0, 0.0),
 }
 
 

@@ -13,13 +13,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from meshwright.calibrate import links, operators, overlap
+from meshwright.calibrate import links, operators, overlap, steps
 from meshwright.calibrate.bench import Bench
 from meshwright.calibrate.plan import KINDS, PACES, Found, Pace, Point
 from meshwright.calibrate.quiet import LIMIT, unrest
@@ -28,7 +29,8 @@ from meshwright.mesh import Mesh
 from meshwright.runtime.communicator import ProcessGroups
 from meshwright.runtime.connect import Meeting, launched_world
 
-Measure = Callable[[], Iterable[Point]]
+Measured = tuple[Iterable[Point], dict[str, Any]]  # points, and what else is to be told
+Measure = Callable[[], Measured]
 
 
 def main(arguments: list[str]) -> None:
@@ -38,10 +40,16 @@ def main(arguments: list[str]) -> None:
     tell = _teller(events) if bench.comm.rank == 0 else lambda event: None
     rows = list(all_rows(bench, pace))
     tell({"machine": machine(bench), "rows": [name for name, _ in rows]})
+    spare, left_out = pace.spare_seconds, []
     for name, measure in rows:
+        if bench.elapsed() > pace.limit_seconds and name != rows[0][0]:
+            left_out.append(name)
+            continue
         tell({"begin": name})
-        tell(measured(bench, name, measure, pace).data())
-    tell({"end": True, "seconds": bench.elapsed()})
+        found, spent = measured(bench, name, measure, pace.attempts, spare)
+        spare -= spent
+        tell(found.data())
+    tell({"end": True, "seconds": bench.elapsed(), "left_out": left_out})
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -67,28 +75,38 @@ def connect() -> Bench:
 def all_rows(bench: Bench, pace: Pace) -> Iterable[tuple[str, Measure]]:
     """Names and what measures them, in order."""
     for name in operators.names(bench):
-        yield name, lambda name=name: operators.measure(bench, name, pace)
+        yield name, lambda name=name: (operators.measure(bench, name, pace), {})
     if bench.ranks > 1:
         for kind in KINDS:
-            yield kind, lambda kind=kind: links.measure(bench, kind, pace)
-        yield "slowdown", lambda: overlap.measure(bench, pace)
+            yield kind, lambda kind=kind: (links.measure(bench, kind, pace), {})
+        yield "slowdown", lambda: (overlap.measure(bench, pace), {})
+    if pace.step_seconds:
+        for name in steps.MODELS:
+            yield name, lambda name=name: steps.measure(bench, name, pace)
 
 
-def measured(bench: Bench, name: str, measure: Measure, pace: Pace) -> Found:
-    """A row between two probes; again while the machine was not quiet and there is time. The quietest counts."""
+def measured(
+    bench: Bench, name: str, measure: Measure, attempts: int, spare_seconds: float
+) -> tuple[Found, float]:
+    """A row between two probes; again while the machine was not quiet and there is time to spare. The quietest counts.
+    Also the seconds that went into measuring again."""
     best: Found | None = None
-    for attempt in range(1, pace.attempts + 1):
+    spent = 0.0
+    for attempt in range(1, attempts + 1):
         began, before = bench.elapsed(), unrest(bench)
-        points = tuple(measure())
+        points, about = measure()
+        points = tuple(points)
         noise = max(before, unrest(bench))
         if best is None or noise < best.unrest:
-            best = Found(name, points, noise, attempt)
-        now = bench.elapsed()
-        if best.unrest <= LIMIT or now + (now - began) > pace.limit_seconds:
+            best = Found(name, points, noise, about=about)
+        best = replace(best, attempts=attempt)
+        took = bench.elapsed() - began
+        spent += took if attempt > 1 else 0.0
+        if best.unrest <= LIMIT or spent + took > spare_seconds:
             break
         time.sleep(0.1)  # what disturbs may be short
     assert best is not None
-    return best
+    return best, spent
 
 
 def machine(bench: Bench) -> dict[str, Any]:

@@ -146,11 +146,11 @@ def _write(events: list[dict[str, Any]], output: Path, quick: bool) -> None:
         table.add_column(heading)
     for line in found.lines:
         table.add_row(*line)
-    Console().print(table)
+    console = Console()
+    console.print(table, width=None if console.is_terminal else 110)
     found.cluster.save(output, note)
-    print(f"{output} written after {events[-1]['seconds']:.0f} s", end="")
-    print(
-        f"; void, because the machine was not quiet: {', '.join(found.void)}. Measure again."
-        if found.void
-        else ""
-    )
+    print(f"{output} written after {events[-1]['seconds']:.0f} s")
+    if left_out := events[-1]["left_out"]:
+        print(f"left out for want of time: {', '.join(left_out)}")
+    if found.void:
+        print(f"void, because the machine was not quiet (measure again): {', '.join(found.void)}")

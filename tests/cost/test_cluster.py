@@ -350,7 +350,7 @@ def test_this_machine_is_found_quickly() -> None:
     assert four.ranks == 4 and one.ranks == 1
     assert four.device.memory_bytes == local.memory_bytes() // 4
     assert math.isclose(one.device.memory_bytes, 4 * four.device.memory_bytes, rel_tol=1e-6)
-    assert one.device.flops["f32"] > one.device.flops["f64"] > 1e6
+    assert 1e8 < one.device.flops["f32"] < 1e15 and 1e8 < one.device.flops["f64"] < 1e15
     assert Cluster.from_yaml(four.to_yaml()) == four
 
 
