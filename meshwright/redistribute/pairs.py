@@ -102,7 +102,8 @@ class Pairs:
             (self._across(p, self.apart[p]) & ~self._down(p, self.shrunk[p]) for p in self.places),
         )
         gathered = _union(self.nothing, (self._down(p, self.gathered[p]) for p in self.places))
-        held = self.elements(self.split, self._across)
+        # A scalar has one element wherever it is: its count is no array yet.
+        held = np.broadcast_to(self.elements(self.split, self._across), self.nothing.shape)
         seconds = self.cost("all_to_all", moved, held)
         seconds += self.cost("all_gather", gathered, self.elements(self.ready, self._down))
         if len(rows := self.summing):

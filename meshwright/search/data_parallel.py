@@ -4,35 +4,41 @@ from __future__ import annotations
 
 from meshwright.errors import StrategyError
 from meshwright.graph import Node
-from meshwright.ops.strategy import WHOLE, Strategy, cut, fits, splittable, units
-from meshwright.search.options import Assignment, Scene, combine
+from meshwright.ops.strategy import units
+from meshwright.search.options import Assignment, Scene
 
 
-def batch_option(scene: Scene, node: Node, axis: str, fixed: Strategy) -> Strategy:
-    """The node cut by its batch factor over an axis; whole when it has none that may be split."""
-    site, taken = scene.site(node.name), dict(fixed.cuts)
-    candidates: list[tuple[bool, Strategy]] = []
-    for letter in splittable(site):
+def batch_options(scene: Scene, node: Node) -> list[int]:
+    """The cuts of a node's batch factor, those that its output has first."""
+    menu = scene.board.menus[scene.board.number[node.name]]
+    kept: list[tuple[bool, int]] = []
+    number, letter = 0, ""
+    for option, entry in enumerate(menu.entries):
+        if not entry.letter:
+            continue
+        number, letter = (number + 1 if entry.letter == letter else 0), entry.letter
         marks = scene.factors.batch.get((node.name, letter), ())
-        tree = site.trees[letter]
-        for number, unit in enumerate(units(tree)):
-            if (
-                len(marks) == len(units(tree))
-                and marks[number]
-                and fits(taken.get(letter, tree), unit, scene.mesh, axis)
-            ):
-                in_output = any(letter in site.rule.letters(p) for p in site.rule.outputs)
-                candidates.append((not in_output, Strategy(((letter, cut(tree, unit, axis)),))))
-    return min(candidates, key=lambda c: c[0])[1] if candidates else WHOLE
+        if number < len(marks) and marks[number] and len(marks) == len(units(menu.site.trees[letter])):
+            rule = menu.site.rule
+            kept.append((not any(letter in rule.letters(p) for p in rule.outputs), option))
+    return [option for _, option in sorted(kept, key=lambda k: k[0])]
 
 
 def assign_batch(
     scene: Scene, assignment: Assignment, axes: tuple[str, ...], nodes: tuple[Node, ...]
 ) -> None:
-    """Cut nodes by their batch factor over the axes, one after the other."""
-    for axis in axes:
-        for node in nodes:
-            combine(scene, assignment, node, batch_option(scene, node, axis, assignment[node.name]))
+    """Cut nodes by their batch factor over the axes, one after the other; whole where none may be split."""
+    board, mesh = scene.board, scene.mesh
+    for node in nodes:
+        cuts = batch_options(scene, node)
+        if cuts:
+            state = board.menus[board.number[node.name]].state(assignment[node.name], mesh)
+            for axis in axes:
+                members = mesh.sizes[axis]
+                closed = state.closed(members)
+                option = next((o for o in cuts if o not in closed), 0)
+                state = state.after(option, axis, members)
+            assignment[node.name] = state.strategy
 
 
 def check_batch(scene: Scene, axes: tuple[str, ...]) -> None:

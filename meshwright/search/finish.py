@@ -31,9 +31,9 @@ def pass_gradients_back(scene: Scene, assignment: Assignment) -> None:
         consumers = graph.consumers[value]
         if value in pinned or not consumers or value not in graph.needs_grad:
             continue
-        asked = [layouts(scene.site(c.name), assignment[c.name]).inputs[p] for c, p in consumers]
+        asked = [scene.ports(c, assignment[c.name]).inputs[p] for c, p in consumers]
         common = set(asked[0].grad).intersection(*(a.grad for a in asked))
-        mine = layouts(scene.site(node.name), assignment[node.name]).outputs[0]
+        mine = scene.ports(node, assignment[node.name]).outputs[0]
         free = [a for a in scene.mesh.sort(common) if a not in mine.split_axes and a not in mine.pending]
         # Only where every consumer takes the value as it is: otherwise a reshard stands between them anyway.
         same = all(normalize(a.forward, scene.mesh) == normalize(mine.forward, scene.mesh) for a in asked)

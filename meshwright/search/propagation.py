@@ -1,7 +1,12 @@
 """Sharding propagation: from the annotated nodes outward, breadth first, each node with the least redistribution.
 
 One prime axis at a time. A node sees only the neighbours that are decided already, so the result is greedy, as in the
-reference system; the searches with a cost model do better and cost more.
+reference system; the searches with a cost model do better and cost more. The score of an option is the bytes a rank
+moves, forward and backward, to bring values from the layouts its decided neighbours have to those it asks for (ring
+formulas: Patarasu & Yuan 2009): a comparison between options of one node on one axis, not a price in seconds.
+
+What happens on an axis depends on its size, the annotations on it and the options that have no room left. So axes that
+agree in these are decided once.
 """
 
 from __future__ import annotations
@@ -9,10 +14,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from meshwright.graph import Node
-from meshwright.layout import TensorLayout, normalize, only_axes
 from meshwright.ops.strategy import Strategy
-from meshwright.search.options import Assignment, Scene, combine, options, score
+from meshwright.search.board import Board
+from meshwright.search.menus import CUT, GRAD, PENDING, WHOLE_CODE
+from meshwright.search.options import Assignment, Scene
+
+OPEN = -1  # a value whose producer is not decided, a node that is not
+Score = tuple[
+    int, float, int, int
+]  # the user's word broken, bytes moved, transitions that cost, what stays uncut
 
 
 def propagate(
@@ -25,82 +35,145 @@ def propagate(
 ) -> None:
     """Decide every node on one axis. `seeds` are single-axis strategies of annotated nodes; `within` limits the nodes;
     values in `given` are taken as they are cut, by the user's word."""
-    graph = scene.graph
-    allowed = set(within) if within is not None else {n.name for n in graph.nodes}
-    nodes = {n.name: n for n in graph.nodes}
-    decided: dict[str, TensorLayout] = {}
-    wanted: dict[tuple[str, int], TensorLayout] = {}
-    done: set[str] = set()
-
-    def decide(node: Node, option: Strategy) -> None:
-        done.add(node.name)
-        combine(scene, assignment, node, option)
-        ports = scene.ports(node, option)
-        for port, asked in enumerate(ports.inputs):
-            wanted[node.name, port] = normalize(only_axes(asked, (axis,)), scene.mesh)
-        for value, given in zip(node.values, ports.outputs, strict=True):
-            decided[value] = scene.seen_on(given, axis)
-
-    def settled(node: Node) -> bool:
-        """All computed inputs are decided, so the node sees what it will get."""
-        return all(u in decided for u in node.uses if u in graph.producers)
-
-    ready: deque[Node] = deque()
-    waiting: dict[str, Node] = {}  # reached, but some input is open; in the order of reaching
-
-    def reach(node: Node) -> None:
-        for near in neighbours(scene, node):
-            if near.name in done or near.name not in allowed:
-                continue
-            if settled(near):
-                waiting.pop(near.name, None)
-                ready.append(near)
-            else:
-                waiting.setdefault(near.name, near)
-
-    for name, option in seeds.items():
-        decide(nodes[name], option)
-    for name in seeds:
-        reach(nodes[name])
-    while ready or waiting:
-        # A node that is reached from its output side waits while others can be decided: from a residual stream the
-        # output projection would otherwise stay whole before the cut of the heads arrives there.
-        node = ready.popleft() if ready else waiting.pop(next(iter(waiting)))
-        if node.name not in done:
-            decide(node, best(scene, node, axis, assignment[node.name], decided, wanted, given))
-            reach(node)
-
-
-def neighbours(scene: Scene, node: Node) -> Iterable[Node]:
-    """Nodes that read what a node makes, then those that make what it reads."""
-    for value in node.values:
-        for consumer, _ in scene.graph.consumers[value]:
-            yield consumer
-    for value in node.uses:
-        if value in scene.graph.producers:
-            yield scene.graph.producers[value]
-
-
-def best(
-    scene: Scene,
-    node: Node,
-    axis: str,
-    fixed: Strategy,
-    decided: Mapping[str, TensorLayout],
-    wanted: Mapping[tuple[str, int], TensorLayout],
-    given: frozenset[str] = frozenset(),
-) -> Strategy:
-    """The option of a node with the least redistribution against its decided neighbours."""
-    allowed = [
-        o for o in options(scene, node, axis, fixed) if not o.through or _brings_all(node, o, axis, decided)
+    board, members = scene.board, scene.mesh.sizes[axis]
+    number = board.number
+    states = [
+        menu.state(assignment[node.name], scene.mesh)
+        for menu, node in zip(board.menus, board.nodes, strict=True)
     ]
-    return min(allowed, key=lambda o: score(scene, node, o, axis, decided, wanted, given))
+    closed = [state.closed(members) for state in states]
+    chosen = {number[n]: board.menus[number[n]].option_of(s, axis) for n, s in seeds.items()}
+    allowed = None if within is None else frozenset(number[n] for n in within)
+    key = (members, tuple(chosen.items()), tuple(closed), allowed, given)
+    found = board.remembered.get(key)
+    if found is None:
+        taken = frozenset(board.value[v] for v in given)
+        found = board.remembered[key] = _Wave(board, members, closed, taken).run(chosen, allowed)
+    for node, state, option in zip(board.nodes, states, found, strict=True):
+        if option > 0:
+            assignment[node.name] = state.after(option, axis, members).strategy
 
 
-def _brings_all(node: Node, option: Strategy, axis: str, decided: Mapping[str, TensorLayout]) -> bool:
-    """A pending sum passes only where every term is pending already: it delays a reduction, it never adds one."""
-    return all(
-        axis in decided[node.uses[p]].pending if node.uses[p] in decided else False
-        for _, ps in option.through
-        for p in ps
-    )
+class _Wave:
+    """One propagation on an axis of `members` ranks.
+
+    `decided` has the code of each value whose producer is decided (the gradient of a whole value counts as whole);
+    `wanted` the codes, gradients included, that decided readers of a value ask for.
+    """
+
+    def __init__(
+        self, board: Board, members: int, closed: list[frozenset[int]], given: frozenset[int]
+    ) -> None:
+        self.board, self.members, self.closed, self.given = board, members, closed, given
+        self.codes = [menu.codes(members) for menu in board.menus]
+        self.option = [OPEN] * len(board.nodes)
+        self.decided = [OPEN] * len(board.values)
+        self.wanted: list[dict[int, None]] = [{} for _ in board.values]
+        self.missing = [sum(board.maker[v] >= 0 for v in uses) for uses in board.uses]
+        self.ready: deque[int] = deque()
+        self.waiting: dict[int, None] = {}  # reached, but some input is open; in the order of reaching
+
+    def run(self, seeds: Mapping[int, int], allowed: frozenset[int] | None) -> list[int]:
+        """The option of each node, `OPEN` where none was decided."""
+        for node, option in seeds.items():
+            self.decide(node, option)
+        for node in seeds:
+            self.reach(node, allowed)
+        while self.ready or self.waiting:
+            # A node that is reached from its output side waits while others can be decided: from a residual stream the
+            # output projection would otherwise stay whole before the cut of the heads arrives there.
+            node = self.ready.popleft() if self.ready else next(iter(self.waiting))
+            self.waiting.pop(node, None)
+            if self.option[node] == OPEN:
+                self.decide(node, self.best(node))
+                self.reach(node, allowed)
+        return self.option
+
+    def decide(self, node: int, option: int) -> None:
+        """Fix an option of a node: what it asks for and what it gives."""
+        board, codes = self.board, self.codes[node]
+        self.option[node] = option
+        for v, want in zip(board.uses[node], codes.inputs[option], strict=True):
+            self.wanted[v][want] = None
+        for v, have in zip(board.makes[node], codes.outputs[option], strict=True):
+            if self.decided[v] == OPEN:
+                for reader in board.readers[v]:
+                    self.missing[reader] -= 1
+            self.decided[v] = have
+
+    def reach(self, node: int, allowed: frozenset[int] | None) -> None:
+        """Line up the neighbours; those that see all they will get go first."""
+        for near in self.board.near[node]:
+            if self.option[near] != OPEN or (allowed is not None and near not in allowed):
+                continue
+            if self.missing[near]:
+                self.waiting.setdefault(near)
+            else:
+                self.waiting.pop(near, None)
+                self.ready.append(near)
+
+    def best(self, node: int) -> int:
+        """The option with the least redistribution against decided neighbours."""
+        closed, best, least = self.closed[node], 0, None
+        uses = self.board.uses[node]
+        for option, entry in enumerate(self.board.menus[node].entries):
+            if option in closed:
+                continue
+            # A pending sum passes only where every term is pending already: it delays a reduction, it never adds one.
+            if entry.through and any(self.decided[uses[p]] != PENDING for p in entry.through):
+                continue
+            score = self.score(node, option, uncut=not entry.letter)
+            if least is None or score < least:
+                best, least = option, score
+        return best
+
+    def score(self, node: int, option: int, *, uncut: bool) -> Score:
+        """How good an option is: the user's word first, then bytes, then the number of transitions that cost
+        something, then what stays uncut."""
+        board, codes = self.board, self.codes[node]
+        moved, transitions, broken = 0.0, 0, 0
+        seen: set[tuple[int, int]] = set()
+        for v, want in zip(board.uses[node], codes.inputs[option], strict=True):
+            # What another reader asks for already is paid once for all who want it (q, k and v).
+            if want in self.wanted[v] or (v, want) in seen:
+                continue
+            seen.add((v, want))
+            have, grad = self.decided[v], board.has_grad[v]
+            if have != OPEN:
+                cost = self.moved(have, _forward(want), v)
+                moved, transitions = moved + cost, transitions + (cost > 0)
+                broken += v in self.given and have != _forward(want)
+                if grad:
+                    cost = self.moved(_backward(want), _backward(have), v)
+                    moved, transitions = moved + cost, transitions + (cost > 0)
+            elif grad and want == GRAD:
+                # A parameter takes the layout it is used in and pays the reduction of its gradient; what is not
+                # decided yet is counted alike.
+                cost = self.moved(PENDING, WHOLE_CODE, v)
+                moved, transitions = moved + cost, transitions + (cost > 0)
+        for v, have in zip(board.makes[node], codes.outputs[option], strict=True):
+            for want in self.wanted[v]:
+                cost = self.moved(have, _forward(want), v)
+                moved, transitions = moved + cost, transitions + (cost > 0)
+                if board.has_grad[v]:
+                    cost = self.moved(_backward(want), _backward(have), v)
+                    moved, transitions = moved + cost, transitions + (cost > 0)
+        return broken, moved, transitions, int(uncut)
+
+    def moved(self, have: int, want: int, value: int) -> float:
+        """Bytes a rank sends to go from one code to another of the same value."""
+        if have in (want, WHOLE_CODE):
+            return 0.0  # whole → split is a slice, whole → pending a mask
+        share = self.board.size_bytes[value] * (self.members - 1) / self.members
+        if have == PENDING:
+            return share if want >= CUT else 2 * share
+        return share / self.members if want >= CUT else 0.0 if want == PENDING else share
+
+
+def _forward(code: int) -> int:
+    return WHOLE_CODE if code == GRAD else code
+
+
+def _backward(code: int) -> int:
+    """The code of a value's gradient: split where it is split, pending where that is said, else whole."""
+    return PENDING if code == GRAD else WHOLE_CODE if code == PENDING else code

@@ -33,8 +33,9 @@ TOLERANCE = 1e-10  # of the price: what a bound may lack by rounding
 class Solution:
     """The best states found, their price, and a lower bound of every price; `exact` when the two are the same.
 
-    `messages` may start the next solve of a problem with the same shape and the same forbidden entries.
-    `stopped` says that an interrupt ended the search early.
+    `exact` is up to 1e-10 of the price. `least`, where sweeps were needed, holds a lower bound of the price with each
+    single state, float64[K] per variable. `messages` may start the next solve of a problem with the same shape and
+    the same forbidden entries. `stopped` says that an interrupt ended the search early.
     """
 
     states: tuple[int, ...]
@@ -43,6 +44,7 @@ class Solution:
     exact: bool
     stopped: bool = False
     messages: Messages = field(default_factory=dict, repr=False)
+    least: tuple[np.ndarray, ...] = field(default=(), repr=False)
 
 
 def solve(
@@ -65,11 +67,18 @@ def solve(
             raise
         stopped = True
     if search.states is None:
-        raise NoStates(None, why=f"none was found, and to prove it takes more than {limit_work:.1e} sums")
+        why = f"none was found, and to prove it takes more than {limit_work:.1e} sums"
+        raise NoStates(None, proven=False, why=why)
     bound = min(search.bound, search.price)
     exact = search.closed
     return Solution(
-        search.states, search.price, search.price if exact else bound, exact, stopped, search.messages
+        search.states,
+        search.price,
+        search.price if exact else bound,
+        exact,
+        stopped,
+        search.messages,
+        tuple(search.least),
     )
 
 
@@ -94,6 +103,7 @@ class _Search:
         self.bound = -math.inf
         self.messages: Messages = {}
         self.kept = consistent(problem)
+        self.least: list[np.ndarray] = []
 
     @property
     def margin(self) -> float:
@@ -114,7 +124,7 @@ class _Search:
                 return
             budget = share * min(plan.work, self.limit_work)
             if plan.work > max(budget, MODEST_WORK) or plan.size_bytes > TABLE_BYTES:
-                self.bound = max(self.bound, sweeps.round())
+                self._round(sweeps)
                 sweeps = self._near(sweeps, budget)
                 plan = estimate(sweeps.problem)
         if not self.closed and plan.work <= self.limit_work and plan.size_bytes <= TABLE_BYTES:
@@ -130,7 +140,7 @@ class _Search:
         whole = True
         for done in range(MOST_ROUNDS):
             before = self.bound
-            self.bound = max(before, sweeps.round())
+            self._round(sweeps)
             self._offer(self.kept, settle(sweeps.problem, sweeps.decode()))
             if whole:
                 self.messages = sweeps.messages()
@@ -147,6 +157,15 @@ class _Search:
             if done >= 2 and self.bound - before < SLOW * (self.price - self.bound):
                 break
         return sweeps
+
+    def _round(self, sweeps: Sweeps) -> None:
+        self.bound = max(self.bound, sweeps.round())
+        if not self.least:
+            self.least = [np.full(len(row), math.inf) for row in self.problem.unary]
+            for least, kept in zip(self.least, self.kept, strict=True):
+                least[kept] = -math.inf
+        for least, kept, new in zip(self.least, self.kept, sweeps.least, strict=True):
+            least[kept] = np.maximum(least[kept], new)
 
     def _pruned(self, sweeps: Sweeps) -> Sweeps:
         """The sweeps without the states that no better choice can have, if that makes them a good deal cheaper."""

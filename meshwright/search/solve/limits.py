@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from meshwright.search.solve.bounds import Progress, solve
 from meshwright.search.solve.master import multipliers
-from meshwright.search.solve.problem import Memory, Problem
+from meshwright.search.solve.problem import Memory, NoStates, Problem
 from meshwright.search.solve.repair import Moves, States, mixes
-from meshwright.search.solve.sweeps import Messages
+from meshwright.search.solve.sweeps import Messages, consistent
 
 Accept = Callable[[States], "bool | np.ndarray | Sequence[float]"]
 """Whether states fit; or, better, by how many bytes they miss the limit at each instant (none above 0: they fit)."""
@@ -88,6 +88,44 @@ def solve_limited(
     return search.answer(stopped)
 
 
+@dataclass(eq=False)
+class _Part:
+    """The choices with states `kept` (indices per variable), a lower bound of what fits among them, and where it is.
+
+    `split` names a variable and those of its states that go to one side, if the part is to be cut in two.
+    """
+
+    kept: list[np.ndarray]
+    problem: Problem
+    memory: Memory
+    bound: float = -math.inf
+    multipliers: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    messages: Messages = field(default_factory=dict)
+    split: tuple[int, np.ndarray] | None = None
+
+    def has(self, states: States) -> bool:
+        places = (int(kept.searchsorted(s)) for kept, s in zip(self.kept, states, strict=True))
+        return all(p < len(k) and k[p] == s for p, k, s in zip(places, self.kept, states, strict=True))
+
+    def become(self, other: _Part) -> None:
+        self.kept, self.problem, self.memory = other.kept, other.problem, other.memory
+        self.messages = other.messages
+
+    def only(self, places: Sequence[np.ndarray]) -> _Part:
+        """The choices with the states at `places`; raises NoStates where neighbours leave none."""
+        again = consistent(self.problem.only(places))
+        places = [p[a] for p, a in zip(places, again, strict=True)]
+        return _Part(
+            [k[p] for k, p in zip(self.kept, places, strict=True)],
+            self.problem.only(places),
+            self.memory.only(places),
+            self.bound,
+            self.multipliers,
+            {(u, v): (a[places[u]], b[places[v]]) for (u, v), (a, b) in self.messages.items()},
+            self.split,
+        )
+
+
 class _Search:
     """What is known: all choices met with their bytes, the best accepted one, the best bound and its multipliers.
 
@@ -106,43 +144,69 @@ class _Search:
         self.accept, self.options = accept, options
         self.known: dict[States, tuple[float, np.ndarray]] = {}
         self.verdicts: dict[States, bool] = {}
+        self.tried: set[tuple[States, bytes]] = set()
         self.best: States | None = None
         self.price = math.inf
-        self.bound = -math.inf
-        self.multipliers = np.zeros(memory.instants)
-        self.messages: Messages | None = None
+        kept = consistent(problem)
+        self.root = _Part(kept, problem.only(kept), self.memory.only(kept))
+        self.root.multipliers = np.zeros(memory.instants)
+        self.open = [self.root]
         self.least: np.ndarray | None = None
         self.solves = 0
 
     def run(self) -> None:
-        self.solve(np.zeros(self.memory.instants))
+        self.solve(self.root, self.root.multipliers)
         if not self.over:
-            self.climb()
+            self.fit()
+            self.climb(self.root, self.tight)
             self.repair()
             self.tighten()
             self.gain()
+            self.branch()
         if self.best is None:
             self.find_least()
+
+    @property
+    def bound(self) -> float:
+        return min([self.price, *(part.bound for part in self.open)])
 
     @property
     def over(self) -> bool:
         return self.best is not None and self.price - self.bound <= self.options.enough * abs(self.price)
 
-    def solve(self, prices: np.ndarray) -> tuple[float, States]:
-        """One unlimited solve with a price per byte; returns a lower bound of price + prices·bytes, and the states."""
-        weighed = self.memory.weighed(self.problem, prices) if prices.any() else self.problem
-        found = solve(weighed, limit_work=self.options.limit_work, start=self.messages)
-        self.messages = found.messages or self.messages
+    @property
+    def spent(self) -> bool:
+        return self.solves >= self.options.most_solves
+
+    def solve(self, part: _Part, prices: np.ndarray) -> float:
+        """One unlimited solve with a price per byte; returns a lower bound of price + prices·bytes in the part."""
+        weighed = part.memory.weighed(part.problem, prices) if prices.any() else part.problem
+        found = solve(weighed, limit_work=self.options.limit_work, start=part.messages)
+        part.messages = found.messages or part.messages
         self.solves += 1
         bound = found.bound - float(prices @ self.limits)
-        if bound > self.bound:
-            self.bound, self.multipliers = bound, prices
-        self.meet(found.states)
+        if bound > part.bound:
+            part.bound, part.multipliers = bound, prices
+        self.meet(tuple(int(k[s]) for k, s in zip(part.kept, found.states, strict=True)))
         if self.options.progress:
             self.options.progress("memory", self.solves, self.options.most_solves, self.price, self.bound)
         if found.stopped:
             raise KeyboardInterrupt
-        return found.bound, found.states
+        if found.least and self.best is not None:
+            self.narrow(part, found.least, float(prices @ self.limits))
+        return found.bound
+
+    def narrow(self, part: _Part, least: Sequence[np.ndarray], allowance: float) -> None:
+        """Drop the states that nothing cheaper than the best can have, whichever way the bytes are priced later."""
+        places = [np.flatnonzero(row - allowance <= self.price * (1 + ROUNDING)) for row in least]
+        sizes = part.problem.sizes
+        left = sum(len(places[u]) * len(places[v]) for u, v in part.problem.pairs)
+        if left > 0.7 * sum(sizes[u] * sizes[v] for u, v in part.problem.pairs):
+            return
+        try:
+            part.become(part.only(places))
+        except NoStates:
+            part.bound = math.inf
 
     def meet(self, states: States) -> bool:
         """Remember states, and take them if they are cheaper than the best and accepted."""
@@ -170,19 +234,22 @@ class _Search:
             self.verdicts[states] = bool(verdict)
         return self.verdicts[states]
 
-    def climb(self) -> None:
-        """Dual ascent against `tight`: cutting planes, each step taken part of the way from the best point so far."""
-        goal, stretch = self.tight, 10.0
-        low, centre = -math.inf, self.multipliers
+    def climb(self, part: _Part, goal: np.ndarray) -> None:
+        """Dual ascent in a part: cutting planes, each step taken part of the way from the best point so far."""
+        stretch, low, centre = 10.0, -math.inf, part.multipliers
         whole_way = False
-        while self.solves < self.options.most_solves and not self.over:
-            prices = np.array([p for p, _ in self.known.values()])
-            amounts = np.array([a for _, a in self.known.values()])
+        while not (self.spent or self.over or self.price <= part.bound):
+            chosen = [s for s in self.known if part.has(s)]
+            prices = np.array([self.known[s][0] for s in chosen])
+            amounts = np.array([self.known[s][1] for s in chosen]).reshape(len(chosen), -1)
+            if not chosen:
+                self.solve(part, centre)
+                continue
             far = float(prices.max() + stretch * (np.ptp(prices) + 0.01 * np.abs(prices).max() + 1e-300))
-            aim, high, short = multipliers(prices, amounts, goal, far)
-            slack = 0.1 * self.options.enough * abs(high)
-            if high - low <= slack:
-                if not short or stretch > 1e5:
+            aim, high, weights = multipliers(prices, amounts, goal, far)
+            part.split = self.cut(part, aim, [(w, chosen[i]) for i, w in weights.items() if i < len(chosen)])
+            if high - low <= 0.1 * self.options.enough * abs(high):
+                if len(chosen) not in weights or stretch > 1e5:
                     return
                 stretch *= (
                     30  # the mix still leans on the made-up choice: dearer, so that real ones are found
@@ -190,18 +257,64 @@ class _Search:
                 continue
             point = aim if whole_way else centre + STEP * (aim - centre)
             seen = len(self.known)
-            bound, _ = self.solve(point)
-            value = bound - float(point @ goal)
+            value = self.solve(part, point) - float(point @ goal)
             if value > low:
                 low, centre = value, point
             elif whole_way and len(self.known) == seen:
                 return  # the inner solves are not exact enough to go on
             whole_way = not whole_way and len(self.known) == seen
 
+    def cut(
+        self, part: _Part, prices: np.ndarray, mix: list[tuple[float, States]]
+    ) -> tuple[int, np.ndarray] | None:
+        """The variable whose bytes the two main choices of a mix differ in most, and its states below their middle."""
+        (_, one), (_, two), *_ = [*sorted(mix, key=lambda m: (-m[0], m[1])), (0.0, ()), (0.0, ())]
+        best, split = 0.0, None
+        for v, (s, t) in enumerate(zip(one, two, strict=False)):
+            worth = self.memory.amounts[v] @ prices
+            if abs(worth[s] - worth[t]) > best:
+                best = float(abs(worth[s] - worth[t]))
+                split = (v, np.flatnonzero(worth < (worth[s] + worth[t]) / 2))
+        return split
+
+    def branch(self) -> None:
+        """Cut the part with the lowest bound in two, while solves are left (branch and bound)."""
+        while not (self.spent or self.over):
+            part = min(self.open, key=lambda p: p.bound)
+            if part.bound >= self.price or part.split is None:
+                return
+            v, side = part.split
+            low = np.isin(part.kept[v], side)
+            if low.all() or not low.any():
+                return
+            halves = []
+            for chosen in (low, ~low):
+                places = [np.arange(len(k)) for k in part.kept]
+                places[v] = np.flatnonzero(chosen)
+                try:
+                    halves.append(part.only(places))
+                except NoStates:
+                    continue
+            for half in halves:
+                half.bound = part.bound
+            self.open = [p for p in self.open if p is not part] + halves
+            for half in halves:
+                self.solve(half, half.multipliers)
+                self.climb(half, self.tight)
+            self.repair()
+            self.open = [p for p in self.open if p.bound < self.price]
+
+    def fit(self) -> None:
+        """Change single variables of the choice nearest to fitting until it fits: a first answer."""
+        moves = Moves(self.problem, self.memory, min(self.known, key=lambda s: (self.worth(s), s)))
+        if moves.to_fit(self.tight):
+            self.meet(tuple(moves.states))
+
     def repair(self) -> None:
         """Make what nearly fits fit, mix it with what is cheaper, and change single variables while that gains."""
         ranked = sorted(self.known, key=lambda s: (self.worth(s), s))
-        for states in ranked[:REPAIRED]:
+        for states in [s for s in ranked[:REPAIRED] if (s, self.tight.tobytes()) not in self.tried]:
+            self.tried.add((states, self.tight.tobytes()))
             moves = Moves(self.problem, self.memory, states)
             if moves.to_fit(self.tight):
                 self.meet(tuple(moves.states))
@@ -223,18 +336,18 @@ class _Search:
         """Price with the bytes at the best multipliers, plus what the excess over the limits would cost at them."""
         price, totals = self.known[states]
         excess = np.maximum(totals - self.tight, 0.0)
-        return price + float(self.multipliers @ totals) + float(self.multipliers @ excess)
+        return price + float(self.root.multipliers @ (totals + excess))
 
     def tighten(self) -> None:
         """While `accept` refuses what fits by the bytes, hold the bytes to less: by the miss, or by trial."""
         refused, fits, step = 0.0, 1.0, TIGHTER
         for _ in range(TIGHTENINGS):
-            if self.over or self.solves >= self.options.most_solves or all(self.verdicts.values()):
+            if self.over or self.spent or all(self.verdicts.values()):
                 return
             if not self.told:
                 self.tight = np.where(self.limits < NO_LIMIT, self.limits * (1 - step), self.limits)
             before = self.tight
-            self.climb()
+            self.climb(self.root, self.tight)
             self.repair()
             if self.told:
                 if (self.tight == before).all():  # nothing new was refused
@@ -261,12 +374,14 @@ class _Search:
         for f in found:
             self.meet(f.states)
         if (self.least > self.limits * (1 + ROUNDING)).any():
-            self.bound = math.inf
+            self.open = []
 
     def answer(self, stopped: bool) -> LimitedSolution:
         nearest = None
         if self.best is None:
             nearest = min(self.known, key=lambda s: (float((self.known[s][1] - self.limits).max()), s))
         least = None if self.least is None else self.least * self.unit
-        bound, prices = min(self.bound, self.price), self.multipliers / self.unit
-        return LimitedSolution(self.best, self.price, bound, prices, least, nearest, self.solves, stopped)
+        prices = self.root.multipliers / self.unit
+        return LimitedSolution(
+            self.best, self.price, self.bound, prices, least, nearest, self.solves, stopped
+        )

@@ -16,11 +16,11 @@ EPSILON = 1e-11
 
 def multipliers(
     prices: np.ndarray, amounts: np.ndarray, limits: np.ndarray, far: float
-) -> tuple[np.ndarray, float, bool]:
+) -> tuple[np.ndarray, float, dict[int, float]]:
     """The multipliers float64[T] >= 0 for choices with prices float64[N] and amounts float64[N, T], and the optimum.
 
-    A made-up choice of price `far` (above all others) that fits with room keeps the program feasible; the last value
-    says whether the mix uses it.
+    A made-up choice of price `far` (above all others) that fits with room keeps the program feasible; it has
+    index N in the mix, which is given by its weights above zero.
     """
     count, instants = amounts.shape
     excess = np.vstack([amounts - limits, np.full((1, instants), -1.0)])
@@ -50,5 +50,8 @@ def multipliers(
         ratios = np.maximum(level[rows], 0.0) / step[rows]
         ties = rows[ratios <= ratios.min() + EPSILON]
         basis[min(ties, key=lambda r: basis[r])] = enter
-    weights = dict(zip(basis, np.linalg.solve(columns[:, basis], right), strict=True))
-    return np.maximum(-dual[:instants], 0.0), float(dual[-1]), weights.get(count, 0.0) > 1e-9
+    mix = {}
+    for column, weight in zip(basis, np.linalg.solve(columns[:, basis], right), strict=True):
+        if column <= count and weight > 1e-9:
+            mix[column] = float(weight)
+    return np.maximum(-dual[:instants], 0.0), float(dual[-1]), mix

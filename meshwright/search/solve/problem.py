@@ -15,10 +15,11 @@ from meshwright.errors import MeshwrightError
 
 
 class NoStates(MeshwrightError):
-    """No choice of states has a finite price. `variable` is the index of one that has no state left, or None."""
+    """No choice of states has a finite price. `variable` is the index of one that has no state left, or None;
+    not `proven` when the search gave up before it had looked at every choice."""
 
-    def __init__(self, variable: int | None, *, why: str = "") -> None:
-        self.variable = variable
+    def __init__(self, variable: int | None, *, proven: bool = True, why: str = "") -> None:
+        self.variable, self.proven = variable, proven
         what = "no choice of states is allowed"
         if variable is not None:
             what = f"variable {variable} has no state that its neighbours allow"
@@ -128,6 +129,11 @@ class Memory:
         for (u, v), block in self.pairs.items():
             total += block[:, states[u], states[v]]
         return total
+
+    def only(self, kept: Sequence[np.ndarray]) -> Memory:
+        """The bytes of the states `kept[v]` (indices) of each variable."""
+        pairs = {(u, v): block[:, kept[u]][:, :, kept[v]] for (u, v), block in self.pairs.items()}
+        return Memory(tuple(a[k] for a, k in zip(self.amounts, kept, strict=True)), pairs)
 
     def weighed(self, problem: Problem, multipliers: np.ndarray) -> Problem:
         """`problem` with every byte at instant t priced at `multipliers[t]`."""

@@ -110,7 +110,7 @@ class Space:
         self.fixed = _whole_readers(graph)
         self._variables: list[tuple[str, str]] = []  # (kind, name)
         self.variable: dict[tuple[str, str], int] = {}
-        self._unary: list[np.ndarray] = []  # float64[3, states]: compute, blocking, hideable
+        self.unary: list[np.ndarray] = []  # float64[3, states]: compute, blocking, hideable
         self._pairs: dict[tuple[int, int], np.ndarray] = {}
         self._find_hubs()
         self._find_parameters(storage)
@@ -155,7 +155,7 @@ class Space:
         def add(kind: str, name: str, parts: np.ndarray) -> None:
             self.variable[kind, name] = len(self._variables)
             self._variables.append((kind, name))
-            self._unary.append(parts)
+            self.unary.append(parts)
 
         times: dict[str, int] = defaultdict(int)
         for node in self.graph.nodes:
@@ -166,10 +166,10 @@ class Space:
         for value, port in self.hubs.items():
             add("hub", value, np.zeros((3, len(port.forward))))
         for name, found in self.parameters.items():
-            count = self._owners(name)
+            count = self.owners(name)
             add("parameter", name, count * np.stack([found.update, found.blocking, found.reduction]))
 
-    def _owners(self, name: str) -> int:
+    def owners(self, name: str) -> int:
         """How many parameters of the model a parameter of the graph stands for."""
         alike = [i.name for i in self.graph.input_of("parameter") if self.ties.first(i.name) == name]
         return sum(
@@ -234,11 +234,11 @@ class Space:
             )
             u = self.variable[source]
             if target[0] == "whole":
-                self._unary[u][1] += matrix[:, 0]
+                self.unary[u][1] += matrix[:, 0]
                 continue
             v = self.variable[target]
             if u == v:
-                self._unary[u][1] += np.diag(matrix)
+                self.unary[u][1] += np.diag(matrix)
                 continue
             key, matrix = ((u, v), matrix) if u < v else ((v, u), matrix.T)
             self._pairs[key] = self._pairs[key] + matrix if key in self._pairs else matrix
@@ -250,7 +250,7 @@ class Space:
         no timeline of the same choice can undercut."""
         compute, hideable = (1.0, 1.0) if alpha is None else (alpha, 1.0 - alpha)
         builder = Builder()
-        for parts in self._unary:
+        for parts in self.unary:
             builder.add_variable(compute * parts[0] + parts[1] + hideable * parts[2])
         for (u, v), matrix in self._pairs.items():
             builder.add_pair(u, v, matrix)
@@ -258,14 +258,14 @@ class Space:
 
     def price(self, states: Sequence[int]) -> Parts:
         """The seconds of a choice."""
-        sums = np.sum([parts[:, s] for parts, s in zip(self._unary, states, strict=True)], axis=0)
+        sums = np.sum([parts[:, s] for parts, s in zip(self.unary, states, strict=True)], axis=0)
         pairs = sum(float(m[states[u], states[v]]) for (u, v), m in self._pairs.items())
         return Parts(float(sums[0]), float(sums[1]) + pairs, float(sums[2]))
 
     @functools.cached_property
     def size(self) -> int:
         """States of all variables."""
-        return sum(parts.shape[1] for parts in self._unary)
+        return sum(parts.shape[1] for parts in self.unary)
 
     # ------------------------------------------------------------------------------------------------ the choice
 

@@ -1,0 +1,93 @@
+"""Bytes of a choice at two instants, as sums over its variables: never more than the peak that a simulation finds.
+
+At the *end of forward* there are parameters, optimizer states, the buckets' buffers, gathered weights that are kept and
+everything that autograd keeps; at the *update* parameters, gradients and states. What lives only for a moment beside
+these is left to the simulation (`partition/memory.py`), which has the last word on whether a plan fits.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from meshwright.cost.operators import PIECES, REPEATS, VIEWS
+from meshwright.cost.saved import saved
+from meshwright.graph import DTYPES, Graph
+from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES
+from meshwright.redistribute.matrix import WHOLE
+from meshwright.search.solve import Memory
+from meshwright.search.space.build import Space
+
+INSTANTS = ("the end of forward", "the update")
+STATE_BYTES = 4  # of one moment of one element: optimizers of torch keep them in the parameter's dtype, f32 as a rule
+
+
+def memory_of(space: Space, optimizer_states: int) -> Memory:
+    """float64[states, 2] for every variable of a space."""
+    amounts = [np.zeros((parts.shape[1], 2)) for parts in space.unary]
+    keepers = _keepers(space.graph)
+    for node in space.graph.nodes:
+        first, times = space.ties.first(node.name), space.ties.times(node.name)
+        states = space.nodes[first]
+        rows = amounts[space.variable["node", first]]
+        for port, name in keepers.get(node.name, ()):
+            value = space.values[space.ties.first(name)]
+            codes = states.ports[port].forward
+            rows[:, 0] += times * value.itemsize * space.table.local_elements(value, codes)
+        wanted = [u in space.graph.needs_grad for u in node.uses]
+        extra = saved(node, space.graph.types, wanted).extra_bytes
+        if extra and node.uses:
+            value = space.values[space.ties.first(node.uses[0])]
+            local = space.table.local_elements(value, states.ports[0].forward)
+            rows[:, 0] += times * extra * local / _whole(space, value)
+    for name, found in space.parameters.items():
+        rows = amounts[space.variable["parameter", name]]
+        kind = space.graph.types[name]
+        item, count = DTYPES[kind.dtype], space.owners(name)
+        trained = name in space.graph.needs_grad
+        state = STATE_BYTES * optimizer_states if trained else 0
+        waits = (found.use.grad & ~found.stored).any(axis=1)
+        alone = BUCKET_BYTES if space.cluster.host_bytes_per_s else ALONE_BYTES["cpu"]
+        buffered = waits & (found.elements * item < alone) & trained
+        rows[:, 0] += count * (
+            found.elements * (item + state + item * buffered) + item * found.kept_elements * trained
+        )
+        rows[:, 1] += count * found.elements * ((2 if trained else 1) * item + state)
+    return Memory(tuple(amounts))
+
+
+def fixed_bytes(space: Space) -> float:
+    """Bytes of what no choice changes: the batch, buffers and constants."""
+    return float(sum(i.type.size_bytes for i in space.graph.inputs if i.role != "parameter"))
+
+
+def _whole(space: Space, value) -> float:
+    axes = len(space.mesh.axes)
+    return float(space.table.local_elements(value, np.full((1, axes), WHOLE, np.int8))[0])
+
+
+def _keepers(graph: Graph) -> dict[str, list[tuple[int, str]]]:
+    """Node → (port, value) of what autograd keeps on its account; a tensor that several keep is on the first's."""
+    views = VIEWS | REPEATS | PIECES
+    inputs = {i.name for i in graph.inputs}
+    root: dict[str, str] = {}
+    for node in graph.nodes:
+        for value in node.values:
+            base = node.uses[0] if node.op in views and node.uses else value
+            root[value] = root.get(base, base)
+    found: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    taken: set[str] = set()
+    for node in graph.nodes:
+        kept = saved(node, graph.types, [u in graph.needs_grad for u in node.uses])
+        for port in kept.inputs:
+            name = node.uses[port]
+            if root.get(name, name) not in inputs and root.get(name, name) not in taken:
+                taken.add(root.get(name, name))
+                found[node.name].append((port, name))
+        for number in kept.outputs:
+            name = node.values[number]
+            if root[name] not in taken:
+                taken.add(root[name])
+                found[node.name].append((len(node.uses) + number, name))
+    return found
