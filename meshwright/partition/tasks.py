@@ -11,11 +11,13 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.saved import saved
 from meshwright.cost.timeline import COMPUTE, Task, Timeline, play
 from meshwright.graph import DTYPES, Graph, Node
 from meshwright.mesh import Mesh
 from meshwright.ops.talk import kernel_talk
 from meshwright.partition import RESHARD, Partition
+from meshwright.partition.again import VIEWS
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.localize import late_values
 from meshwright.partition.price import made_again, node_prices, on_cluster, parameter_prices
@@ -141,13 +143,16 @@ class _Step:
         self._reduce(started.rest())
 
     def _made_again(self) -> dict[str, list[Node]]:
-        """Consumer → the hubs that backward makes again when it comes to it: the last consumer in forward order."""
+        """Consumer → the hubs that backward makes again when it comes to it: the last one, in forward order, for which
+        autograd keeps the hub or a view of it."""
+        graph = self.parts.resharded.graph
+        order = {node.name: number for number, node in enumerate(graph.nodes)}
         found: dict[str, list[Node]] = {}
-        for node in self.local.nodes:
+        for node in graph.nodes:
             if node.op == RESHARD and made_again(node):
-                users = [user for user, _ in self.local.consumers[node.name] if any(user.needs_grad)]
-                if users:
-                    found.setdefault(users[-1].name, []).append(node)
+                keepers = _keepers(self.parts, node)
+                if keepers:
+                    found.setdefault(max(keepers, key=order.__getitem__), []).append(node)
         return found
 
     def _reduce(self, groups: Iterable[tuple[int, Group]]) -> None:
@@ -197,6 +202,25 @@ def _arrivals(local: Graph, names: Iterable[str]) -> dict[str, list[str]]:
         user = next((node for node, _ in local.consumers[name] if any(node.needs_grad)), None)
         if user is not None:
             found.setdefault(user.name, []).append(name)
+    return found
+
+
+def _keepers(parts: Partition, hub: Node) -> set[str]:
+    """The nodes for which autograd keeps a hub, or what lies in its memory."""
+    graph, todo, seen = parts.resharded.graph, [hub.name], set[str]()
+    found: set[str] = set()
+    while todo:
+        for node, port in graph.consumers[todo.pop()]:
+            if node.op == RESHARD:
+                view = {s.kind for s in parts.resharded.pairs[node.name].forward} <= {"slice"}
+            else:
+                view = node.op in VIEWS
+                wanted = [use in graph.needs_grad for use in node.uses]
+                if any(node.needs_grad) and port in saved(node, graph.types, wanted).inputs:
+                    found.add(node.name)
+            if view and node.name not in seen:
+                seen.add(node.name)
+                todo += node.values
     return found
 
 
