@@ -136,7 +136,10 @@ class Node:
     @property
     def uses(self) -> tuple[str, ...]:
         """Names of the tensors it reads, in argument order, with repeats. Their positions are the node's *ports*."""
-        return tuple(ref.name for ref in refs_in((self.args, tuple(v for _, v in self.kwargs))))
+        found: list[str] = []
+        _names_in(self.args, found)
+        _names_in(tuple([v for _, v in self.kwargs]), found)
+        return tuple(found)
 
     def kwarg(self, name: str, default: Any = None) -> Any:
         """A keyword argument."""
@@ -243,6 +246,15 @@ def refs_in(value: Any) -> Iterator[Ref]:
     elif isinstance(value, tuple):
         for item in value:
             yield from refs_in(item)
+
+
+def _names_in(value: tuple[Any, ...], found: list[str]) -> None:
+    """The names in a nested argument; a list, since this is the innermost loop of much."""
+    for item in value:
+        if type(item) is Ref:
+            found.append(item.name)
+        elif type(item) is tuple:
+            _names_in(item, found)
 
 
 def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:

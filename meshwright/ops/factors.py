@@ -157,9 +157,12 @@ def _tree(items: Sequence[_Item]) -> Dim:
 
 
 class _Settled:
-    """Trees and leaf variables of items, each found once; for when all is unified."""
+    """Trees and leaf variables of items, each found once; for when all is unified. Equal trees are one object, and so
+    are equal rules of views: what is derived from a site can be remembered by identities."""
 
     def __init__(self) -> None:
+        self.shared: dict[Dim, Dim] = {}
+        self.rules: dict[object, Rule] = {}
         self.trees: dict[_Item, Dim] = {}
         self.found: dict[_Item, tuple[_Var, ...]] = {}
 
@@ -168,9 +171,11 @@ class _Settled:
         if len(items) == 1:
             known = self.trees.get(items[0])
             if known is None:
-                known = self.trees[items[0]] = _tree(items)
+                known = _tree(items)
+                known = self.trees[items[0]] = self.shared.setdefault(known, known)
             return known
-        return tuple(itertools.chain.from_iterable(self.tree((i,)) for i in items))
+        joined = tuple(itertools.chain.from_iterable(self.tree((i,)) for i in items))
+        return self.shared.setdefault(joined, joined)
 
     def leaves(self, items: Sequence[_Item]) -> tuple[_Var, ...]:
         """The atomic variables of items, left to right."""
@@ -330,13 +335,17 @@ def _view_rule(
             letter = f"v{len(sizes)}"
             done[side] *= take(side, letter).size
             broken.add(letter)
-    bound = replace(
-        rule,
-        inputs=(tuple(map(tuple, ports[0])), *rule.inputs[1:]),
-        outputs=(tuple(map(tuple, ports[1])),),
-        sizes=sizes,
-        whole=rule.whole | broken,
-        terms=((0,),),
-        why_whole="the view cuts through it" if broken else "",
-    )
-    return bound, own
+    inputs = (tuple(map(tuple, ports[0])), *rule.inputs[1:])
+    outputs = (tuple(map(tuple, ports[1])),)
+    key = (inputs, outputs, tuple(sizes.items()), rule.whole, frozenset(broken))
+    if key not in settled.rules:
+        settled.rules[key] = replace(
+            rule,
+            inputs=inputs,
+            outputs=outputs,
+            sizes=sizes,
+            whole=rule.whole | broken,
+            terms=((0,),),
+            why_whole="the view cuts through it" if broken else "",
+        )
+    return settled.rules[key], own

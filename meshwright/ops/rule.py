@@ -57,6 +57,16 @@ class Rule:
         """The letters of a port, in order, each once; a part counts as its concatenation."""
         return tuple(dict.fromkeys(x for dim in port for x in dim_letters(dim)))
 
+    @functools.cached_property
+    def holds(self) -> tuple[frozenset[str], ...]:
+        """The letters of each input port."""
+        return tuple(frozenset(self.letters(p)) for p in self.inputs)
+
+    @functools.cached_property
+    def gives(self) -> tuple[frozenset[str], ...]:
+        """The letters of each output port."""
+        return tuple(frozenset(self.letters(p)) for p in self.outputs)
+
     def parts(self, letter: str) -> tuple[str, ...]:
         """The parts of a letter that is a concatenation."""
         return self.joined.get(letter, ())

@@ -129,8 +129,7 @@ def layouts(site: Site, strategy: Strategy) -> Ports:
                 where=site.node.where,
                 hint="cut another letter: " + ", ".join(splittable(site)),
             )
-    holds = [set(rule.letters(p)) for p in rule.inputs]
-    gives = [set(rule.letters(p)) for p in rule.outputs]
+    holds, gives = rule.holds, rule.gives
     pending_in: list[set[str]] = [set() for _ in rule.inputs]
     pending_out: list[set[str]] = [set() for _ in rule.outputs]
     grad_in: list[set[str]] = [set() for _ in rule.inputs]
@@ -166,13 +165,13 @@ def layouts(site: Site, strategy: Strategy) -> Ports:
                 grad_in[p].add(axis)
     inputs = []
     for p, port in enumerate(rule.inputs):
-        dims = tuple(site.dim(d, cuts) for d in port)
-        split = {a for d in dims for a in dim_axes(d)}
+        dims = tuple([site.dim(d, cuts) for d in port])
+        split = {a for x, axes in axes_of.items() if x in holds[p] for a in axes}
         inputs.append(TensorLayout(dims, tuple(pending_in[p]), tuple(grad_in[p] - pending_in[p] - split)))
     outputs = []
     for o, port in enumerate(rule.outputs):
-        dims = tuple(site.dim(d, cuts) for d in port)
-        split = {a for d in dims for a in dim_axes(d)}
+        dims = tuple([site.dim(d, cuts) for d in port])
+        split = {a for x, axes in axes_of.items() if x in gives[o] for a in axes}
         outputs.append(
             TensorLayout(dims, tuple(pending_out[o]), tuple(set(strategy.grad) - pending_out[o] - split))
         )

@@ -30,7 +30,9 @@ def assign_batch(
     """Cut nodes by their batch factor over the axes, one after the other; whole where none may be split."""
     board, mesh = scene.board, scene.mesh
     for node in nodes:
-        cuts = batch_options(scene, node)
+        cuts = board.batch.get(node.name)
+        if cuts is None:
+            cuts = board.batch[node.name] = batch_options(scene, node)
         if cuts:
             state = board.menus[board.number[node.name]].state(assignment[node.name], mesh)
             for axis in axes:

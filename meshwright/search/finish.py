@@ -21,23 +21,20 @@ def pass_gradients_back(scene: Scene, assignment: Assignment) -> None:
     graph = scene.graph
     pinned = {value for _, value in (*graph.outputs, *graph.mutations)}
     for node in reversed(graph.nodes):
-        if (
-            not scene.site(node.name).rule.terms
-            or len(_grad_ports(graph, node)) != 1
-            or len(node.values) != 1
-        ):
+        if not scene.site(node.name).rule.terms or len(node.outputs) != 1:
             continue
-        value = node.values[0]
+        value = node.name
         consumers = graph.consumers[value]
         if value in pinned or not consumers or value not in graph.needs_grad:
             continue
         asked = [scene.ports(c, assignment[c.name]).inputs[p] for c, p in consumers]
         common = set(asked[0].grad).intersection(*(a.grad for a in asked))
+        if not common or len(_grad_ports(graph, node)) != 1:
+            continue
         mine = scene.ports(node, assignment[node.name]).outputs[0]
         free = [a for a in scene.mesh.sort(common) if a not in mine.split_axes and a not in mine.pending]
         # Only where every consumer takes the value as it is: otherwise a reshard stands between them anyway.
-        same = all(normalize(a.forward, scene.mesh) == normalize(mine.forward, scene.mesh) for a in asked)
-        if free and same:
+        if free and all(scene.normal(a) == scene.normal(mine) for a in asked):
             assignment[node.name] = replace(assignment[node.name], grad=tuple(free))
 
 

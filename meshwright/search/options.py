@@ -39,16 +39,30 @@ class Scene:
         return Board(self.graph, self.factors, self.mesh)
 
     @functools.cached_property
+    def _signatures(self) -> dict[str, Hashable]:
+        return {name: signature(site) for name, site in self.factors.sites.items()}
+
+    @functools.cached_property
+    def _normal(self) -> dict[int, tuple[TensorLayout, TensorLayout]]:
+        return {}
+
+    def normal(self, layout: TensorLayout) -> TensorLayout:
+        """The normal form of a layout without its gradient half, found once for each object."""
+        known = self._normal.get(id(layout))
+        if known is None:
+            known = self._normal[id(layout)] = (layout, normalize(layout.forward, self.mesh))
+        return known[1]
+
+    @functools.cached_property
     def _ports(self) -> dict[Hashable, tuple[Strategy, Ports]]:
         return {}
 
     def ports(self, node: Node, strategy: Strategy) -> Ports:
         """Port layouts of a node; nodes of one signature and strategy share them."""
-        site = self.site(node.name)
-        key = (signature(site), id(strategy))
+        key = (self._signatures[node.name], id(strategy))
         known = self._ports.get(key)
         if known is None:  # the strategy is kept with it, so that its identity stays its own
-            known = self._ports[key] = (strategy, layouts(site, strategy))
+            known = self._ports[key] = (strategy, layouts(self.site(node.name), strategy))
         return known[1]
 
     def seen_on(self, layout: TensorLayout, axis: str) -> TensorLayout:

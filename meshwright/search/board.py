@@ -1,0 +1,61 @@
+"""A graph in numbers, for searches that go from node to node: values, readers, and the menu of each node."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from meshwright.graph import Graph
+from meshwright.mesh import Mesh
+from meshwright.ops.factors import Factors, Site
+from meshwright.search.menus import Menu, Places
+
+
+def signature(site: Site) -> Hashable:
+    """What the layouts of a site depend on. Analysis makes equal rules and trees one object, so identities do."""
+    return (id(site.rule), *map(id, site.trees.values()))
+
+
+class Board:
+    """Nodes and values by number: `uses[n]` and `makes[n]` list values, `readers[v]` and `maker[v]` nodes (-1: none).
+
+    `near[n]`: the nodes that read what n makes, then those that make what it reads, as often as they do.
+    """
+
+    def __init__(self, graph: Graph, factors: Factors, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.nodes = graph.nodes
+        self.number = {n.name: k for k, n in enumerate(graph.nodes)}
+        self.values = list(graph.types)
+        value = {name: k for k, name in enumerate(self.values)}
+        self.value = value
+        self.size_bytes = [t.size_bytes for t in graph.types.values()]
+        self.has_grad = [name in graph.needs_grad for name in self.values]
+        self.uses = [tuple([value[u] for u in n.uses]) for n in graph.nodes]
+        self.makes = [tuple([value[v] for v in n.values]) for n in graph.nodes]
+        self.maker = [-1] * len(self.values)
+        self.readers: list[list[int]] = [[] for _ in self.values]
+        for number, (uses, makes) in enumerate(zip(self.uses, self.makes, strict=True)):
+            for v in uses:
+                self.readers[v].append(number)
+            for v in makes:
+                self.maker[v] = number
+        self.near = [
+            [*(r for v in makes for r in self.readers[v]), *(m for v in uses if (m := self.maker[v]) >= 0)]
+            for uses, makes in zip(self.uses, self.makes, strict=True)
+        ]
+        self.menus = self._menus(factors)
+        self.batch: dict[str, list[int]] = {}  # the options of nodes that cut their batch factor
+        self.remembered: dict[Hashable, list[int]] = {}  # what a search found on an axis of the same kind
+
+    def _menus(self, factors: Factors) -> list[Menu]:
+        places: Places = {}
+        known: dict[Hashable, Menu] = {}
+        found: list[Menu] = []
+        for node in self.nodes:
+            site = factors.sites[node.name]
+            key = signature(site)
+            menu = known.get(key)
+            if menu is None:
+                menu = known[key] = Menu(site, places)
+            found.append(menu)
+        return found
