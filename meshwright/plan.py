@@ -7,22 +7,21 @@ program of every rank; from it and a machine the planner derives seconds and byt
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshwright.errors import MeshError, MeshwrightError, PlanError
+from meshwright.errors import PlanError
 from meshwright.graph import Graph
-from meshwright.layout import TensorLayout, dim_axes, dim_size, parse_layout, show_dim, verify, without_axes
-from meshwright.mesh import Axis, Mesh
+from meshwright.layout import TensorLayout, dim_axes, dim_size, show_dim, without_axes
+from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Strategy
+from meshwright.plan_file import AGAIN, plain_pins, read, write
+from meshwright.plan_folds import Fold, stand_ins
 from meshwright.redistribute.prices import Prices
-
-VERSION = 1
-AGAIN = "make it again with mw.plan(model, batch, …).save(path)"
+from meshwright.redistribute.steps import show_bytes
 
 
 class Origin(Protocol):
@@ -50,6 +49,10 @@ class Plan:
     `prices` are those of collectives by which the plan was made, so that what was priced is what runs. `claims` is what
     the search says of the plan: seconds, bytes, bound, gaps. `nexts`: node → its next best strategy and what that adds.
 
+    `folds` are stretches of equal layers, (number of the first node, nodes in a copy, copies); a file lists the first
+    two copies of each, and `stand_ins` says which name of the second stands for one of a later copy. A plan just read
+    from a file lacks the later copies until `check` or `unfolded` have seen its graph.
+
     `reasons` says for each node why its strategy was chosen, `about` its operator and module; `notes` are
     remarks for the user (what stayed whole and what that costs, what is inexact); `pins` what the user asked
     for.
@@ -69,20 +72,29 @@ class Plan:
     prices: Prices | None = None
     claims: Mapping[str, Any] = field(default_factory=dict)
     nexts: Mapping[str, str] = field(default_factory=dict)
+    folds: tuple[Fold, ...] = ()
+    stand_ins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     origin: Origin | None = field(default=None, compare=False, repr=False)
 
     def explain(self) -> str:
         """The plan for a reader: how operators and parameters are cut, what is sent, and why.
 
-        A plan that was loaded from a file no longer has its model and lists its strategies alone.
+        What the search claims of the plan comes first. A plan that was loaded from a file no longer has its model and
+        lists its strategies alone.
         """
+        claims = [f"{name.replace('_', ' ')}: {_shown(name, value)}" for name, value in self.claims.items()]
         if self.origin is not None:
-            return self.origin.explain(self)
-        lines = [f"plan ({self.mode}) on {self.mesh}"]
+            return "\n".join([*claims, self.origin.explain(self)])
+        lines = [f"plan ({self.mode}) on {self.mesh}", *claims]
         for name, strategy in self.strategies.items():
             op, module = self.about.get(name, ("", ""))
             why = self.reasons.get(name, "")
-            lines.append(f"  {module or '%' + name:40} {op:44} {strategy}" + (f"  ({why})" if why else ""))
+            why = f"  ({why})" if why else ""
+            best = f"  next best: {self.nexts[name]}" if name in self.nexts else ""
+            lines.append(f"  {module or '%' + name:40} {op:44} {strategy}{why}{best}")
+        if self.folds and not self.stand_ins:
+            told = ", ".join(str(repeats) for _, _, repeats in self.folds)
+            lines.append(f"  the second of equal layers stands for all after it (of {told})")
         return "\n".join([*lines, *(f"note: {n}" for n in self.notes)])
 
     def pin(self, pattern: str, **cuts: Any) -> Plan:
@@ -116,75 +128,62 @@ class Plan:
 
     def to_json(self) -> str:
         """The text of a plan file."""
-        mesh = {
-            "axes": [[a.name, a.size, a.link] for a in self.mesh.axes],
-            "names": [[name, list(run)] for name, run in self.mesh.names],
-            "order": list(self.mesh.order) if self.mesh.order != tuple(range(self.mesh.size)) else [],
-        }
-        nodes = ",\n".join(
-            f"    {json.dumps(name)}: {json.dumps(_strategy_data(s, self.reasons.get(name, ''), self.about.get(name)))}"
-            for name, s in self.strategies.items()
-        )
-        inputs = ",\n".join(f"    {json.dumps(k)}: {json.dumps(str(v))}" for k, v in self.inputs.items())
-        return (
-            f'{{\n  "meshwright plan": {VERSION},\n  "mode": {json.dumps(self.mode)},\n'
-            f'  "graph": {json.dumps(self.fingerprint)},\n  "mesh": {json.dumps(mesh)},\n'
-            f'  "notes": {json.dumps(list(self.notes))},\n  "pins": {json.dumps(self.pins)},\n'
-            f'  "inputs": {{\n{inputs}\n  }},\n  "nodes": {{\n{nodes}\n  }}\n}}\n'
-        )
+        return write(vars(self), self._left_out())
 
     @staticmethod
     def from_json(text: str, source: str = "the plan") -> Plan:
         """Parse the text of a plan file. Raises PlanError that says which entry is wrong, and on which line."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(
-                f"{source} is not JSON, or it was cut short",
-                why=error.msg,
-                where=f"{source}:{error.lineno}",
-                hint=AGAIN,
-            ) from None
-        if not isinstance(data, dict) or "meshwright plan" not in data:
-            raise PlanError(
-                f"{source} is not a plan file", why='it does not begin with "meshwright plan"', hint=AGAIN
-            )
-        version = data["meshwright plan"]
-        if version != VERSION:
-            raise PlanError(
-                f"{source} has version {version}",
-                why=f"this Meshwright reads version {VERSION}",
-                hint=AGAIN,
-            )
-        mesh = _parse("mesh", _parse_mesh, data.get("mesh"), text, source)
+        return Plan(**read(text, source))
 
-        def strategy(entry: Any) -> Strategy:
-            found = _parse_strategy(entry)
-            for letter, dim in found.cuts:
-                verify(TensorLayout((dim,)), mesh, f"the cut of {letter}")
-            verify(TensorLayout((), tuple(a for a, _ in found.through), found.grad), mesh)
-            return found
+    def folded(self, graph: Graph, folds: Iterable[Fold]) -> Plan:
+        """The plan of a graph whose file says equal layers twice. Layers that differ in the plan are said in full."""
+        folds = tuple((start, length, repeats) for start, length, repeats in folds if repeats > 2)
+        return replace(self, folds=folds, stand_ins=stand_ins(graph, folds))
 
-        def rest(data: Any) -> tuple[Any, ...]:
-            nodes = data["nodes"]
-            return (
-                {name: entry["why"] for name, entry in nodes.items() if "why" in entry},
-                tuple(data["notes"]),
-                {name: (e["op"], e.get("module", "")) for name, e in nodes.items() if "op" in e},
-                plain_pins(data["pins"]),
-            )
+    def unfolded(self, graph: Graph) -> Plan:
+        """The plan with every layer of its graph, where the file had said two for all. Raises PlanError."""
+        if not self.folds or self.stand_ins:
+            return self
+        stand = stand_ins(graph, self.folds)
+        nodes = {n.name: stand.get(n.name, n.name) for n in graph.nodes}
+        inputs = {i.name: stand.get(i.name, i.name) for i in graph.inputs}
+        values = {**inputs, **{v: stand.get(v, v) for n in graph.nodes for v in n.values}}
 
-        def laid(entry: Any) -> TensorLayout:
-            return verify(parse_layout(entry), mesh)
+        def filled(entries: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+            pairs = ((name, name if name in entries else here) for name, here in names.items())
+            return {name: entries[here] for name, here in pairs if here in entries}
 
-        strategies = _parse_all("nodes", strategy, data, text, source)
-        inputs = _parse_all("inputs", laid, data, text, source)
-        mode, graph = _parse("mode", lambda d: (str(d["mode"]), str(d["graph"])), data, text, source)
-        reasons, notes, about, pins = _parse("notes", rest, data, text, source)
-        return Plan(mesh, mode, graph, strategies, inputs, reasons, notes, about, pins)
+        about = {n.name: (n.op, n.module) for n in graph.nodes} if self.about else {}
+        return replace(
+            self,
+            strategies=filled(self.strategies, nodes),
+            inputs=filled(self.inputs, inputs),
+            reasons=filled(self.reasons, nodes),
+            nexts=filled(self.nexts, nodes),
+            about=about,
+            hubs=filled(self.hubs, values),
+            again=frozenset(v for v, here in values.items() if v in self.again or here in self.again),
+            stand_ins=stand,
+        )
+
+    def _left_out(self) -> frozenset[str]:
+        """Names that a file need not say; none where a later copy lacks what the second has."""
+        names = self.stand_ins.items()
+        said = (self.hubs, self.again, self.reasons, self.nexts)
+        if any(here in entries and name not in entries for name, here in names for entries in said):
+            return frozenset()
+        told = (self.strategies, self.inputs, self.reasons, self.nexts, self.hubs)
+        return frozenset(
+            name
+            for name, here in names
+            if all(entries.get(name) == entries.get(here) for entries in told)
+            and (name in self.again) == (here in self.again)
+        )
 
     def check(self, graph: Graph) -> Plan:
-        """The plan, if it was made for this graph. Raises PlanError that lists what differs."""
+        """The plan with all layers, if it was made for this graph. Raises PlanError that lists what differs."""
+        if self.folds and not self.stand_ins and self.fingerprint == fingerprint(graph):
+            return self.unfolded(graph).check(graph)
         missing = [n.name for n in graph.nodes if n.name not in self.strategies]
         missing += [i.name for i in graph.inputs if i.name not in self.inputs]
         if self.fingerprint == fingerprint(graph) and not missing:
@@ -267,66 +266,18 @@ def _some(names: list[str]) -> str:
     return ", ".join(f"%{n}" for n in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def plain_pins(pins: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Pins as they come back from a file: one axis as its name, several as a tuple."""
-    return {
-        pattern: {letter: axes if isinstance(axes, str) else tuple(axes) for letter, axes in cuts.items()}
-        for pattern, cuts in pins.items()
-    }
+def _shown(name: str, value: Any) -> str:
+    """A claim for a reader: seconds and bytes with their units, gaps as percent."""
+    match value:
+        case Mapping():
+            return ", ".join(
+                f"{k} {100 * v:.2g} %" if isinstance(v, float) else f"{k} {v}" for k, v in value.items()
+            )
+        case int() | float() if name.endswith("_seconds"):
+            return f"{value:.4g} s"
+        case int() | float() if name.endswith("_bytes"):
+            return show_bytes(value)
+    return str(value)
 
 
-def _parse(name: str, read: Callable[[Any], Any], entry: Any, text: str, source: str) -> Any:
-    """What `read` makes of an entry. Raises PlanError that names the entry and its line."""
-    try:
-        return read(entry)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        why = f"no {error} there" if isinstance(error, KeyError) else str(error)
-        if isinstance(error, MeshwrightError):
-            why = f"{error.what}: {error.why}" if error.why else error.what
-        line = next((n for n, x in enumerate(text.splitlines(), 1) if x.strip().startswith(f'"{name}":')), 0)
-        raise PlanError(
-            f"{source} is damaged: {name!r} does not parse",
-            why=why,
-            where=f"{source}:{line}" if line else source,
-            hint=AGAIN,
-        ) from None
-
-
-def _parse_all(
-    kind: str, read: Callable[[Any], Any], data: Mapping[str, Any], text: str, source: str
-) -> dict[str, Any]:
-    entries = _parse(kind, lambda d: dict(d[kind].items()), data, text, source)
-    return {name: _parse(name, read, entry, text, source) for name, entry in entries.items()}
-
-
-def _parse_mesh(data: Any) -> Mesh:
-    axes = tuple(Axis(*a) for a in data["axes"])
-    for axis in axes:
-        if not isinstance(axis.size, int) or axis.size < 1:
-            raise MeshError(f"axis {axis.name!r} has size {axis.size!r}")
-    return Mesh(axes, tuple((name, tuple(run)) for name, run in data["names"]), tuple(data["order"]))
-
-
-def _strategy_data(strategy: Strategy, why: str, about: tuple[str, str] | None) -> dict[str, Any]:
-    data: dict[str, Any] = {}
-    if about is not None:
-        data["op"] = about[0]
-    if about is not None and about[1]:
-        data["module"] = about[1]
-    if strategy.cuts:
-        data["cuts"] = {letter: str(TensorLayout((dim,)))[1:-1] for letter, dim in strategy.cuts}
-    if strategy.through:
-        data["through"] = {axis: list(ports) for axis, ports in strategy.through}
-    if strategy.grad:
-        data["grad"] = list(strategy.grad)
-    if why:
-        data["why"] = why
-    return data
-
-
-def _parse_strategy(data: dict[str, Any]) -> Strategy:
-    return Strategy(
-        tuple((letter, parse_layout(f"[{text}]").dims[0]) for letter, text in data.get("cuts", {}).items()),
-        tuple((axis, tuple(ports)) for axis, ports in data.get("through", {}).items()),
-        tuple(data.get("grad", ())),
-    )
+__all__ = ["Origin", "Plan", "fingerprint", "plain_pins"]

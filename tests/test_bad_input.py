@@ -417,12 +417,12 @@ FILES = {
     "no JSON": (lambda t: "hello", "is not JSON", "Expecting value", ":1"),
     "another JSON": (lambda t: '{"a": 1}', "is not a plan file", "meshwright plan", ""),
     "a list": (lambda t: "[1]", "is not a plan file", "meshwright plan", ""),
-    "a later version": (replaced('plan": 1', 'plan": 9'), "has version 9", "reads version 1", ""),
+    "a later version": (replaced('plan": 2', 'plan": 9'), "has version 9", "reads version 2", ""),
     "a layout that does not parse": (
         replaced('"[96/tp, 24]', '"[96/tp; 24]'), "'up_0_weight' does not parse", "unexpected '; 24]", ":11",
     ),
     "a cut over no axis": (
-        replaced('"n": "96/tp"', '"n": "96/tq"'), "'linear_1' does not parse", "axis 'tq'", ":22",
+        replaced('"n": "96/tp"', '"n": "96/tq"'), "'linear_1' does not parse", "axis 'tq'", ":24",
     ),
     "an axis used twice": (
         replaced('"[96/tp, 24]', '"[96/tp, 24/tp]'), "'up_0_weight' does not parse", "axis 'tp' twice", ":11",

@@ -19,6 +19,7 @@ from meshwright.layout import Cat, SubDim, TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.ops.strategy import Strategy
 from meshwright.plan import Plan, fingerprint
+from meshwright.redistribute import TWO_CORE_GLOO, Prices
 
 BUILDS = {
     "mlp": (functools.partial(mlp.build, depth=1), {"up.*": {"n": "tp"}}),
@@ -104,7 +105,26 @@ def plans(draw: st.DrawFn) -> Plan:
         reasons[name] = draw(st.sampled_from(["annotated", 'why "not" äöü']))
         about[name] = ("aten.mm.default", draw(words))
     pins = {draw(words): {"n": draw(st.sampled_from(["a", ("a", "b")]))}}
-    return Plan(mesh, "semi_auto", "0" * 16, strategies, inputs, reasons, (draw(words),), about, pins)
+    hubs = {n: replace(x, grad=x.grad[:1]) for n, x in inputs.items() if draw(st.booleans())}
+    again = frozenset(n for n in hubs if draw(st.booleans()))
+    number = st.floats(0, 1e9, allow_nan=False)
+    claims = {"price_seconds": draw(number), "gaps": {"sum": draw(number)}, "space": draw(words)}
+    return Plan(
+        mesh,
+        "semi_auto",
+        "0" * 16,
+        strategies,
+        inputs,
+        reasons,
+        (draw(words),),
+        about,
+        pins,
+        hubs=hubs,
+        again=again,
+        prices=draw(st.sampled_from([None, TWO_CORE_GLOO, Prices.ring(draw(number), draw(number))])),
+        claims=claims if draw(st.booleans()) else {},
+        nexts={n: draw(words) + "!" for n in names if draw(st.booleans())},
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -117,7 +137,8 @@ def test_the_file_has_one_node_a_line_and_is_plain_json() -> None:
     plan = plan_of("gpt", {"dp": 2, "tp": 2}, "sharding_propagation")
     text = plan.to_json()
     data = json.loads(text)
-    assert list(data) == ["meshwright plan", "mode", "graph", "mesh", "notes", "pins", "inputs", "nodes"]
+    keys = ["meshwright plan", "mode", "graph", "mesh", "notes", "pins", "inputs", "hubs", "again", "nodes"]
+    assert list(data) == keys
     lines = text.split("\n")
     for name, entry in data["nodes"].items():
         (line,) = [x for x in lines if x.startswith(f"    {json.dumps(name)}: {{")]
@@ -139,6 +160,174 @@ def test_a_plan_from_a_file_is_the_plan_that_runs() -> None:
     model, batch, loss = built("gpt")
     plan = Plan.from_json(plan_of("gpt", {"dp": 2, "tp": 2}, "sharding_propagation").to_json())
     assert mw.verify(model, batch, loss=loss, plan=plan).raise_if_different().ok
+
+
+# ---------------------------------------------------------------- hubs, made again, claims
+
+
+def with_hubs(plan: Plan) -> Plan:
+    """Every weight of the linears stored by rows over dp and gathered for its use, the first two again in backward."""
+    hubs, inputs = {}, dict(plan.inputs)
+    for name, use in plan.inputs.items():
+        if name.endswith("weight") and "dp" in use.grad:
+            hubs[name] = use
+            (rows,) = use.dims[0]
+            assert isinstance(rows, SubDim)
+            stored = (SubDim(rows.size, (*rows.axes, "dp")),)
+            inputs[name] = TensorLayout((stored, *use.dims[1:]), (), tuple(a for a in use.grad if a != "dp"))
+    claims = {"price_seconds": 0.0125, "peak_bytes": 3 << 20, "gaps": {"sum": 0.004}, "space": "a"}
+    nexts = {"linear": "k=16/tp, 1.2 ms more"}
+    return replace(
+        plan, hubs=hubs, inputs=inputs, again=frozenset(sorted(hubs)[:2]), claims=claims, nexts=nexts
+    )
+
+
+def hubs_of_mlp() -> Plan:
+    return with_hubs(plan_of("mlp", {"dp": 2, "tp": 2}, "sharding_propagation"))
+
+
+def test_a_plan_with_hubs_is_saved_explained_and_run(tmp_path: Any) -> None:
+    plan = hubs_of_mlp()
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert data["hubs"]["up_0_weight"] == "[96/tp, 24] grad dp"
+    assert data["inputs"]["up_0_weight"] == "[96/tp.dp, 24]"
+    assert data["nodes"]["linear"]["next"] == plan.nexts["linear"]
+    head = loaded.explain().split("\n")[1:5]
+    assert head == ["price seconds: 0.0125 s", "peak bytes: 3.1 MB", "gaps: sum 0.4 %", "space: a"]
+    assert plan.explain().startswith(head[0])
+    assert "next best: k=16/tp, 1.2 ms more" in loaded.explain()
+    model, batch, loss = built("mlp")
+    mw.verify(model, batch, loss=loss, plan=loaded).raise_if_different()
+
+
+def changed(old: str, new: str) -> Any:
+    return lambda text: text.replace(old, new, 1)
+
+
+WRONG = {
+    "a hub that does not parse": (
+        changed('"up_0_weight": "[96/tp, 24] grad', '"up_0_weight": "[96/tp; 24] grad'),
+        "'up_0_weight' does not parse", "unexpected '; 24]", "[96/tp; 24]",
+    ),
+    "a hub pending both ways": (
+        changed('"up_0_weight": "[96/tp, 24] grad dp', '"up_0_weight": "[96/tp, 24] pending dp grad dp'),
+        "'up_0_weight' does not parse", "pending on ['dp'] forward and backward", "pending dp grad dp",
+    ),
+    "a hub over no axis": (
+        changed('"leave_weight": "[12, 24] grad dp', '"leave_weight": "[12, 24] grad pp'),
+        "'leave_weight' does not parse", "'pp', which the mesh does not have", "grad pp",
+    ),
+    "made again without a hub": (
+        changed('"again": [', '"again": [\n    "up_0_bias",'),
+        "'again' does not parse", "%up_0_bias has no hub", '"again"',
+    ),
+    "made again as a word": (changed('"again": [', '"again": "x", "b": ['), "'again'", "a list of names", '"again"'),
+    "claims as a list": (changed('"claims": {', '"claims": [1], "b": {'), "'claims'", "attribute 'items'", '"claims"'),
+    "folds that overlap": (
+        changed('"claims": {', '"folds": [[1, 2, 3], [4, 2, 3]], "claims": {'),
+        "'folds'", "begins within the one before, which ends at 7", '"folds"',
+    ),
+    "folds of two": (
+        changed('"claims": {', '"folds": [[1, 2, 2]], "claims": {'), "'folds'", "is no stretch", '"folds"',
+    ),
+    "prices without rates": (
+        changed('"claims": {', '"prices": {"growth": "ring", "rows": [["all_reduce", "*"]]}, "claims": {'),
+        "'prices'", "not enough values", '"prices"',
+    ),
+    "version 1": (changed('plan": 2', 'plan": 1'), "has version 1", "reads version 2", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_entry_is_told_with_its_name_and_line(name: str) -> None:
+    change, what, why, line = WRONG[name]
+    text = change(hubs_of_mlp().to_json())
+    with pytest.raises(PlanError) as caught:
+        Plan.from_json(text, "plan.json")
+    assert what in caught.value.what and why in caught.value.why
+    if line:
+        number = int(caught.value.where.removeprefix("plan.json:"))
+        assert line in text.split("\n")[number - 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "why"),
+    (
+        (
+            lambda p: {"hubs": {**p.hubs, "nowhere": p.hubs["up_0_weight"]}},
+            "hub of %nowhere",
+            "no value of this name",
+        ),
+        (
+            lambda p: {"hubs": {**p.hubs, "linear": p.hubs["up_0_weight"]}},
+            "hub of %linear as [96/tp, 24] grad dp",
+            "its shape is [12, 24]",
+        ),
+        (lambda p: {"again": frozenset({"up_0_bias"})}, "makes %up_0_bias again", "no hub"),
+        (lambda p: {"folds": ((0, 9, 9),)}, "folds equal layers", "nodes 0 to 80, of"),
+    ),
+)
+def test_hubs_that_do_not_fit_the_model_are_refused(change: Any, what: str, why: str) -> None:
+    plan = hubs_of_mlp()
+    model, batch, loss = built("mlp")
+    with pytest.raises(PlanError) as caught:
+        mw.verify(model, batch, loss=loss, plan=replace(plan, **change(plan)))
+    assert what in caught.value.what and why in caught.value.why
+
+
+# ---------------------------------------------------------------- equal layers, said twice
+
+
+def deep(depth: int = 5) -> Any:
+    return mlp.build(depth=depth)
+
+
+def test_equal_layers_are_said_twice_and_read_back_as_all() -> None:
+    built_deep = deep()
+    model, batch, loss = built_deep
+    captured = captured_of(model, batch, loss)
+    pins = {"up.*": {"n": "tp"}}
+    full = with_hubs(
+        mw.plan(model, batch, loss=loss, mesh={"dp": 2, "tp": 2}, mode="sharding_propagation", pins=pins)
+    )
+    full = replace(full, again=frozenset(full.hubs))
+    folds = [(b.start, b.length, b.repeats) for b in captured.folding.blocks]
+    assert [r for _, _, r in folds] == [5]
+    plan = full.folded(captured.graph, folds)
+    text = plan.to_json()
+    data = json.loads(text)
+    assert "up_1_weight" in data["hubs"] and "up_2_weight" not in {
+        *data["hubs"],
+        *data["inputs"],
+        *data["again"],
+    }
+    assert len(full.strategies) - len(data["nodes"]) == 3 * folds[0][1]
+    loaded = Plan.from_json(text)
+    assert "equal layers" in loaded.explain()
+    assert loaded.check(captured.graph) == plan and replace(plan, folds=()) == full
+    assert loaded.check(captured.graph).to_json() == text
+    mw.verify(model, batch, loss=loss, plan=loaded).raise_if_different()
+    # Deeper models make longer files only by their folds.
+    assert Plan.from_json(text).strategies.keys() < full.strategies.keys()
+
+
+def test_a_layer_that_differs_is_said_in_full() -> None:
+    model, batch, loss = deep()
+    captured = captured_of(model, batch, loss)
+    folds = [(b.start, b.length, b.repeats) for b in captured.folding.blocks]
+    full = with_hubs(mw.plan(model, batch, loss=loss, mesh={"dp": 2, "tp": 2}, mode="sharding_propagation"))
+    for odd in (
+        replace(full, again=frozenset({"up_3_weight"})),
+        replace(full, again=frozenset({"up_1_weight"})),
+        replace(full, hubs={k: v for k, v in full.hubs.items() if k != "up_4_weight"}, again=frozenset()),
+        replace(full, inputs={**full.inputs, "up_4_weight": TensorLayout.whole((96, 24))}),
+        full.pin("up.3", n="tp"),
+    ):
+        read = Plan.from_json(odd.folded(captured.graph, folds).to_json()).check(captured.graph)
+        assert replace(read, folds=()) == odd
 
 
 # ---------------------------------------------------------------- explain and pin

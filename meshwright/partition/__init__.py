@@ -35,7 +35,7 @@ def partition(
     `keeps` says what autograd keeps of a node: only that can be made again in backward.
     Raises PlanError when the plan belongs to another graph.
     """
-    plan.check(graph)
+    plan = plan.check(graph)
     factors = analyze(graph, rules_of(graph))
     plan.check_cuts(factors)
     return Partition(

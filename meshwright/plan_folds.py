@@ -1,0 +1,52 @@
+"""Equal layers of a graph: which names of a later copy correspond to those of the second one.
+
+Copies correspond position by position: nodes and their results by order, inputs of a copy's own (its parameters) by
+the ports that read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from meshwright.errors import PlanError
+from meshwright.graph import Graph
+
+Fold = tuple[int, int, int]  # number of the first node, nodes in a copy, copies
+
+
+def stand_ins(graph: Graph, folds: Iterable[Fold]) -> dict[str, str]:
+    """Node, result or own input of a third or later copy → that of the second copy.
+
+    Raises PlanError for a stretch that the graph does not have, or whose copies differ in their operators.
+    """
+    inputs = {i.name for i in graph.inputs}
+    found: dict[str, str] = {}
+    twice: set[str] = set()
+    for start, length, repeats in folds:
+        if start < 0 or start + length * repeats > len(graph.nodes):
+            raise _differs(f"nodes {start} to {start + length * repeats - 1}, of {len(graph.nodes)}")
+        for offset in range(length):
+            model = graph.nodes[start + length + offset]
+            for copy in range(2, repeats):
+                node = graph.nodes[start + copy * length + offset]
+                if (node.op, len(node.uses), len(node.outputs)) != (
+                    model.op,
+                    len(model.uses),
+                    len(model.outputs),
+                ):
+                    raise _differs(f"%{node.name} ({node.op}) is no copy of %{model.name} ({model.op})")
+                found[node.name] = model.name
+                found.update(zip(node.values, model.values, strict=True))
+                for mine, own in zip(node.uses, model.uses, strict=True):
+                    theirs = mine != own and mine in inputs and own in inputs
+                    if theirs and found.setdefault(mine, own) != own:
+                        twice.add(mine)
+    return {name: model for name, model in found.items() if name not in twice and model not in twice}
+
+
+def _differs(why: str) -> PlanError:
+    return PlanError(
+        "the plan folds equal layers that the model does not have",
+        why=why,
+        hint="make it again with mw.plan(model, batch, …).save(path)",
+    )
