@@ -8,8 +8,7 @@ from dataclasses import replace
 from meshwright.graph import Graph, Input, Node
 from meshwright.layout import TensorLayout, normalize, without_axes
 from meshwright.mesh import Mesh
-from meshwright.ops.factors import Factors
-from meshwright.ops.strategy import Strategy, layouts
+from meshwright.ops.strategy import Strategy
 from meshwright.search.options import Assignment, Scene
 
 
@@ -20,6 +19,7 @@ def pass_gradients_back(scene: Scene, assignment: Assignment) -> None:
     """
     graph = scene.graph
     pinned = {value for _, value in (*graph.outputs, *graph.mutations)}
+    passing: dict[tuple[int, tuple[str, ...]], Strategy] = {}
     for node in reversed(graph.nodes):
         if not scene.site(node.name).rule.terms or len(node.outputs) != 1:
             continue
@@ -35,34 +35,39 @@ def pass_gradients_back(scene: Scene, assignment: Assignment) -> None:
         free = [a for a in scene.mesh.sort(common) if a not in mine.split_axes and a not in mine.pending]
         # Only where every consumer takes the value as it is: otherwise a reshard stands between them anyway.
         if free and all(scene.normal(a) == scene.normal(mine) for a in asked):
-            assignment[node.name] = replace(assignment[node.name], grad=tuple(free))
+            before = assignment[node.name]
+            key = (id(before), tuple(free))
+            if (
+                key not in passing
+            ):  # one object for all alike: what is derived from strategies is remembered by it
+                passing[key] = replace(before, grad=tuple(free))
+            assignment[node.name] = passing[key]
 
 
 def _grad_ports(graph: Graph, node: Node) -> set[str]:
     return {u for u in node.uses if u in graph.needs_grad}
 
 
-def input_layouts(
-    graph: Graph, factors: Factors, mesh: Mesh, strategies: Mapping[str, Strategy]
-) -> dict[str, TensorLayout]:
+def input_layouts(scene: Scene, strategies: Mapping[str, Strategy]) -> dict[str, TensorLayout]:
     """The layout in which each input enters the program.
 
     A parameter enters as its first use wants it (a tied one: the others reshard); a batch tensor or buffer
     is split only on the axes on which all its uses agree (slicing further is free); a buffer that the step
     replaces enters whole.
     """
+    graph = scene.graph
     replaced = {target for target, _ in graph.mutations}
     found: dict[str, TensorLayout] = {}
     for entry in graph.inputs:
         uses = graph.consumers[entry.name]
-        asked = [layouts(factors.sites[c.name], strategies[c.name]).inputs[p] for c, p in uses]
-        whole = TensorLayout(factors.dims[entry.name])
+        asked = [scene.ports(c, strategies[c.name]).inputs[p] for c, p in uses]
+        whole = TensorLayout(scene.factors.dims[entry.name])
         if not asked or entry.target in replaced:
             found[entry.name] = whole
         elif entry.role == "parameter":
             found[entry.name] = _parameter_layout(entry, asked)
         else:
-            found[entry.name] = _common(asked, whole, mesh)
+            found[entry.name] = _common(asked, whole, scene.mesh)
     return found
 
 

@@ -11,8 +11,8 @@ from meshwright.errors import LayoutError, PlanError, StrategyError, did_you_mea
 from meshwright.graph import Graph
 from meshwright.layout import verify
 from meshwright.mesh import Mesh
-from meshwright.ops.factors import Factors, analyze
-from meshwright.ops.strategy import WHOLE, layouts
+from meshwright.ops.factors import analyze
+from meshwright.ops.strategy import WHOLE, Strategy
 from meshwright.ops.table import rules_of
 from meshwright.plan import Plan, fingerprint, plain_pins
 from meshwright.search.data_parallel import assign_batch, check_batch
@@ -82,9 +82,7 @@ def _make_plan(
         mode,
         fingerprint(full),
         folds.unfold(assignment),
-        folds.unfold_inputs(
-            found.choice.inputs if found else input_layouts(graph, scene.factors, mesh, assignment)
-        ),
+        folds.unfold_inputs(found.choice.inputs if found else input_layouts(scene, assignment)),
         folds.unfold(reasons) if reasons else {},
         about={n.name: (n.op, n.module) for n in full.nodes},
         pins=plain_pins(pins),
@@ -92,7 +90,7 @@ def _make_plan(
     )
     if found is not None:
         plan = _with_choice(plan, folds, found)
-    check_layouts(graph, scene.factors, plan)
+    check_layouts(scene, assignment)
     seen = scene if folds.is_whole else Scene(full, unfold_factors(folds, scene.factors), mesh)
     return plan.with_notes(*notes, *unknown(seen, plan), *repeated(seen, plan.strategies))
 
@@ -104,9 +102,7 @@ def _ties(folds: Folded) -> Ties:
 def _with_choice(plan: Plan, folds: Folded, found: Found) -> Plan:
     """The plan with hubs, storage and claims of a search, for every layer of the full graph."""
     names = {**folds.values, **folds.inputs}
-    hubs = {
-        name: found.choice.hubs[here] for name, here in names.items() if here in found.choice.hubs
-    }
+    hubs = {name: found.choice.hubs[here] for name, here in names.items() if here in found.choice.hubs}
     again = frozenset(name for name, here in names.items() if here in found.choice.again)
     nexts = {name: found.nexts[here] for name, here in folds.nodes.items() if here in found.nexts}
     return replace(plan, hubs=hubs, again=again, claims=found.claims, nexts=nexts)
@@ -201,12 +197,15 @@ def _unused(graph: Graph, mode: str) -> list[str]:
     ]
 
 
-def check_layouts(graph: Graph, factors: Factors, plan: Plan) -> None:
+def check_layouts(scene: Scene, strategies: Mapping[str, Strategy]) -> None:
     """Verify every port of every node against the laws. Raises LayoutError with the operator and its line."""
-    for node in graph.nodes:
-        ports = layouts(factors.sites[node.name], plan.strategies[node.name])
-        for layout in (*ports.inputs, *ports.outputs):
-            verify(layout, plan.mesh, f"%{node.name} ({node.op})")
+    seen: set[int] = set()  # nodes of one signature and strategy have the same ports
+    for node in scene.graph.nodes:
+        ports = scene.ports(node, strategies[node.name])
+        if id(ports) not in seen:
+            seen.add(id(ports))
+            for layout in (*ports.inputs, *ports.outputs):
+                verify(layout, scene.mesh, f"%{node.name} ({node.op})")
 
 
 def _joined(*many: Seeds) -> Seeds:
