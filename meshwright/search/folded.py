@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -43,6 +43,12 @@ class Folded:
     same: Mapping[str, str]
     nodes: Mapping[str, str]
     inputs: Mapping[str, str]
+    runs: tuple[_Run, ...] = ()
+
+    @property
+    def repeats(self) -> tuple[int, ...]:
+        """How often the layer of each folded run occurs in the full graph."""
+        return tuple(run.count for run in self.runs if run.count > 2)
 
     @property
     def is_whole(self) -> bool:
@@ -94,6 +100,13 @@ def folded(graph: Graph, folding: Folding, kinds: Mapping[str, Hashable] | None 
     if all(run.count < 2 for run in runs):
         return whole(graph)
     return _reduced(view, runs)
+
+
+def shortened(folds: Folded, copies: Sequence[int]) -> Graph:
+    """The full graph with so many copies left of each run of layers that is folded (at least 2): what grows with the
+    number of layers can be told from two such graphs."""
+    long = [run for run in folds.runs if run.count > 2]
+    return _cut(folds.full, [(run, max(2, n)) for run, n in zip(long, copies, strict=True)])
 
 
 def unfold_factors(folds: Folded, factors: Factors) -> Factors:
@@ -259,31 +272,16 @@ def _reduced(view: _View, runs: list[_Run]) -> Folded:
     names = list(view.places)
     stand = names.copy()
     inputs = {i.name: i.name for i in graph.inputs}
-    renamed: dict[str, str] = {}  # results of last copies → of second copies
     for run in (r for r in runs if r.count > 2):
         second, last = run.copy(1), run.copy(run.count - 1)
         stand[second.stop : last.stop] = names[second.start : second.stop] * (run.count - 2)
-        for i, j in zip(last, second, strict=True):
-            renamed.update(zip(graph.nodes[i].values, graph.nodes[j].values, strict=True))
         here = _own_names(graph, run, 1)
         for copy in range(2, run.count):
             inputs.update(zip(_own_names(graph, run, copy), here, strict=True))
     nodes = dict(zip(names, stand, strict=True))
-    small = graph
-    if renamed:
-        small = replace(
-            graph,
-            inputs=tuple(i for i in graph.inputs if inputs[i.name] == i.name),
-            nodes=tuple(_reading(n, renamed) for n in _kept(graph, runs)),
-            outputs=tuple((label, renamed.get(value, value)) for label, value in graph.outputs),
-            mutations=tuple((t, v) for t, v in graph.mutations if _stays(view.number(v), names, stand)),
-        )
+    small = _cut(graph, [(run, 2) for run in runs])
     weight, value_weight, same = _weights(small, graph, runs)
-    return Folded(small, graph, weight, value_weight, same, nodes, inputs)
-
-
-def _stays(number: int, names: list[str], stand: list[str]) -> bool:
-    return number < 0 or names[number] == stand[number]
+    return Folded(small, graph, weight, value_weight, same, nodes, inputs, tuple(runs))
 
 
 def _own_names(graph: Graph, run: _Run, copy: int) -> list[str]:
@@ -292,13 +290,33 @@ def _own_names(graph: Graph, run: _Run, copy: int) -> list[str]:
     return [graph.nodes[base + i].uses[port] for i, port in run.own]
 
 
-def _kept(graph: Graph, runs: list[_Run]) -> Iterator[Node]:
+def _cut(graph: Graph, kept: Sequence[tuple[_Run, int]]) -> Graph:
+    """The graph with the first so many copies of each run; what was read of the last copy is read of the last kept."""
+    renamed: dict[str, str] = {}
+    gone: set[str] = set()
+    nodes: list[Node] = []
     low = 0
-    for run in runs:
-        if run.count > 2:
-            yield from graph.nodes[low : run.copy(1).stop]
-            low = run.copy(run.count - 1).stop
-    yield from graph.nodes[low:]
+    for run, copies in kept:
+        if copies >= run.count:
+            continue
+        last = run.copy(copies - 1)
+        for i, j in zip(run.copy(run.count - 1), last, strict=True):
+            renamed.update(zip(graph.nodes[i].values, graph.nodes[j].values, strict=True))
+        for copy in range(copies, run.count):
+            gone.update(_own_names(graph, run, copy))
+        nodes += graph.nodes[low : last.stop]
+        low = run.copy(run.count - 1).stop
+    nodes += graph.nodes[low:]
+    if not renamed:
+        return graph
+    made = {v for n in nodes for v in n.values} | {i.name for i in graph.inputs if i.name not in gone}
+    return replace(
+        graph,
+        inputs=tuple(i for i in graph.inputs if i.name not in gone),
+        nodes=tuple(_reading(n, renamed) for n in nodes),
+        outputs=tuple((label, renamed.get(value, value)) for label, value in graph.outputs),
+        mutations=tuple((t, v) for t, v in graph.mutations if v in made),
+    )
 
 
 def _reading(node: Node, renamed: Mapping[str, str]) -> Node:

@@ -57,11 +57,13 @@ def runs(axes: int, most: int) -> Family:
 
 
 def one_axis(axis: int, fixed: Callable[[NodeCodes], np.ndarray]) -> Family:
-    """Every option on one axis, beside a fixed row on the others."""
+    """Every option on one axis, the one that is fixed there among them, beside a fixed row on the others."""
 
     def rows(codes: NodeCodes, sizes: np.ndarray) -> Rows:
-        choices = np.repeat(fixed(codes)[None, :], len(codes.options), axis=0)
-        choices[:, axis] = np.arange(len(codes.options))
+        now = fixed(codes)
+        options = sorted({*codes.starts, int(now[axis])})
+        choices = np.repeat(now[None, :], len(options), axis=0)
+        choices[:, axis] = options
         return legal(codes, choices, sizes)
 
     return rows

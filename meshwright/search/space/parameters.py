@@ -200,8 +200,8 @@ def storage_layout(
     """The layouts of a state: as stored (what is still pending there is reduced in buckets), and as used."""
     use = layout_of(dims, value, states.use.forward[state], states.use.grad[state], mesh, needs_grad)
     cut = [a.name for a, on in zip(mesh.axes, states.stored[state], strict=True) if on]
-    if not cut:
-        return use, use
+    if not cut:  # a bias that enters as one term of a sum is stored whole: one rank's term is it, the others are zeros
+        return TensorLayout(use.dims, (), use.grad), use
     at: list[list[str]] = [[] for _ in value.places]
     for axis, code in zip(mesh.axes, states.use.forward[state], strict=True):
         if code >= 2:
