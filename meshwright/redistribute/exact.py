@@ -32,7 +32,7 @@ from meshwright.mesh import Mesh
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.route import live, on_every_path
 from meshwright.redistribute.steps import LOCAL, Step, origin, wire_elements
-from meshwright.redistribute.structure import common_refinement
+from meshwright.redistribute.structure import common_refinement, same_tree
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -78,7 +78,9 @@ class _Problem:
         goal: list[Run] = []
         for number, (old, new) in enumerate(zip(src.dims, dst.dims, strict=True)):
             a, b = normalize_dim(live(old, mesh), mesh), normalize_dim(live(new, mesh), mesh)
-            if pair := common_refinement(a, b, mesh):
+            if same_tree(old, new):
+                a, b = live(old, mesh), live(new, mesh)
+            if pair := (a, b) if same_tree(a, b) else common_refinement(a, b, mesh):
                 self._add(number, "both", pair[0])
                 start += [s.axes for s in leaves(pair[0])]
                 goal += [s.axes for s in leaves(pair[1])]
@@ -207,6 +209,14 @@ class _Problem:
                 after = _push((after[0], after[1] - {more[0]}), more[0], self.target[more[0]])
                 moved.append(more[0])
                 yield _Move("reduce_scatter", tuple(moved), after)
+        if at_once := [
+            r for stack in self.goal[0] for r in stack if r in todo
+        ]:  # in order, or an exchange's task
+            after = (state[0], state[1].difference(at_once))
+            for run in dict.fromkeys(at_once):
+                after = _push(after, run, self.target[run])
+            if self._legal(after):
+                yield _Move("reduce_scatter", tuple(dict.fromkeys(at_once)), after)
         for run in self.target:  # a cut below one that moves later: an exchange puts them in order
             waits = _place(state, run) == "whole" and isinstance(self.target[run], frozenset)
             if waits and self._legal(after := _push(state, run, self.target[run])):
@@ -221,11 +231,13 @@ class _Problem:
                 yield _Move("all_gather", tuple(moved), after)
                 below = [r for leaf in self._leaves_of(state, run) for r in after[0][leaf][-1:]]
                 top = next((r for r in below if self._on_top(after, r)), None)
-        after, moved = state, []
-        while tops := [r for r in self.target if self._on_top(after, r)]:
-            after, moved = _pop(after, tops[0]), [tops[0], *moved]
-        if moved:
-            yield _Move("all_gather", tuple(moved), after)
+        for spared in ((), ("pending",), ("pending", "split")):
+            ends = {r for r, place in self.target.items() if _kind(place) not in spared}
+            after, moved = state, []
+            while tops := [r for r in self.target if r in ends and self._on_top(after, r)]:
+                after, moved = _pop(after, tops[0]), [tops[0], *moved]
+            if moved:
+                yield _Move("all_gather", tuple(moved), after)
 
     def _exchanges(self, state: State) -> Iterator[_Move]:
         for run in self.target:
@@ -240,12 +252,24 @@ class _Problem:
                 yield _Move("all_to_all", tuple(moved), after)
                 below = [r for leaf in here for r in after[0][leaf][-1:]]
                 run = next((r for r in below if r not in moved and self._on_top(after, r)), None)
-        if state[1] == self.goal[1]:
-            differ = [(*a, *b) for a, b in zip(state[0], self.goal[0], strict=True) if a != b]
-            wrong = [r for r in self.target if r not in self.fixed and any(r in stacks for stacks in differ)]
-            split_now = all(isinstance(_place(state, r), frozenset) for r in wrong)
-            if wrong and split_now and all(isinstance(self.target[r], frozenset) for r in wrong):
-                yield _Move("all_to_all", tuple(wrong), self.goal)
+        after, wrong = self._rearranged(state), []
+        for old, new in zip(state[0], after[0], strict=True):
+            same = next(
+                (i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new))
+            )
+            wrong += [*old[same:], *new[same:]]
+        if wrong and self._legal(after):
+            yield _Move("all_to_all", tuple(r for r in self.target if r in wrong), after)
+
+    def _rearranged(self, state: State) -> State:
+        """Every run that is split and ends so at its place, in the order wanted; above them what is padded, then what
+        is gathered."""
+        split = {r for stack in state[0] for r in stack}
+        stacks = []
+        for old, goal in zip(state[0], self.goal[0], strict=True):
+            ends = [[r for r in old if _kind(self.target[r]) == kind] for kind in ("pending", "whole")]
+            stacks.append((*(r for r in goal if r in split), *ends[0], *ends[1]))
+        return tuple(stacks), state[1]
 
     # ------------------------------------------------------------------------------------------ what is allowed
 
@@ -340,6 +364,10 @@ def _place(state: State, run: Run) -> frozenset[int] | str:
     if run in state[1]:
         return "pending"
     return frozenset(i for i, stack in enumerate(state[0]) if run in stack) or "whole"
+
+
+def _kind(place: frozenset[int] | str) -> str:
+    return place if isinstance(place, str) else "split"
 
 
 def _push(state: State, run: Run, place: frozenset[int] | str) -> State:

@@ -153,7 +153,7 @@ class Table:
         ends = Ends(int(self.bits.sum()), start, goal, self.sets(src, PENDING), self.sets(dst, PENDING))
         terms = self._terms(value)
 
-        def elements(sets: Masks, spread: Spread) -> Floats:
+        def elements(sets: Masks | list[Masks], spread: Spread) -> Floats:
             return _fold(
                 [
                     [[spread(k, table[sets[k]]) if k >= 0 else table for k, table in part] for part in item]

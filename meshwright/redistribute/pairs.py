@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 Masks = NDArray[np.int64]  # sets of axes
 Floats = NDArray[np.float64]
 Spread = Callable[[int, NDArray], NDArray]  # place and a table of it → [N, M]
-Elements = Callable[[Masks, Spread], Floats]  # sets per place → elements of one rank, spread out
+Elements = Callable[
+    [Masks | list[Masks], Spread], Floats
+]  # sets per place → elements of one rank, spread out
 Cost = Callable[[str, Masks, Floats], Floats]  # kind, sets, elements held → seconds
 
 
@@ -40,8 +42,9 @@ class Pairs:
         self.ends, self.elements, self.cost = ends, elements, cost
         self.few_start, self.row = _distinct(ends.start)
         self.few_goal, self.column = _distinct(ends.goal)
+        self.split = np.bitwise_or.reduce(ends.start, axis=0, initial=0)
         self.split_goal = np.bitwise_or.reduce(ends.goal, axis=0, initial=0)
-        self.whole = ends.axes & ~(ends.pending | np.bitwise_or.reduce(ends.start, axis=0, initial=0))
+        self.whole = ends.axes & ~(ends.pending | self.split)
         self.nothing = np.zeros((len(ends.pending), len(ends.pending_goal)), np.int64)
         self.summing = np.flatnonzero(ends.pending)  # the rows that have something to reduce
         self._arrivals()
@@ -50,7 +53,11 @@ class Pairs:
     def seconds(self) -> Floats:
         """[N, M]: the price of the cheapest schedule."""
         with np.errstate(invalid="ignore"):  # inf elements over no axes: nan, which fmin passes over
-            return np.fmin(self._exchanging(), self._gathering())
+            least_sent = self._sending_least()
+            settled = self._settled()
+            others = np.fmin(self._waiting_least(), self._without_exchange())
+            others[self.summing] += settled
+            return np.fmin(least_sent, others)
 
     # ------------------------------------------------------------------------------------------------- the sets
 
@@ -58,9 +65,11 @@ class Pairs:
         """[P, N, V], the axes at a place once it got some.
 
         Those that are there for good (`_Walk.fitting`): after the first slice `fits`, after a reduce-scatter of
-        `summed` `scattered`, after another slice `refits`, once all is reduced `filled`. In whatever order: after the
-        first slice `sliced`, after reductions `split`. `above`: from the first axis that does not stay upwards.
-        `apart`: beyond the part in which the place agrees before and after the all-to-all.
+        `summed` `scattered`, after another slice `refits`, once all is reduced `filled`; of the goal there is then
+        `here`, and `early` says that what is not belongs below some of it. In whatever order: after the first slice
+        `sliced`, after reductions `reduced`. `above`: from the first axis that does not stay upwards. `apart`,
+        `apart_filled`: beyond the part in which the place agrees before and after the all-to-all, of all and of what is
+        filled; of the latter, `only_goes` where after it nothing new is at the place.
         """
         start, goal = self.ends.start[:, :, None], self.few_goal[:, None, :]
         whole, pending = self.whole[:, None], self.ends.pending[:, None]
@@ -75,57 +84,93 @@ class Pairs:
         self.refits = start | arrive & below(arrive & ~sliced & ~self.summed) & open_
         self.filled = start | arrive & below(arrive & ~sliced & ~summed) & open_
         self.sliced = start | sliced
-        self.split = self.sliced | summed
+        self.reduced = self.sliced | summed
         self.above = start & ~common
         grown = (first | second & _all_if(first == sliced)) & open_
         self.apart = (start | goal) & ~(common | grown)
+        self.here = goal & (self.split[:, None] | self.filled)
+        self.early = (self.here & ~below(goal & ~self.here)) != 0
+        common = self.filled & self.here & below(self.filled ^ self.here)
+        self.apart_filled = (self.filled | self.here) & ~common
+        self.only_goes = _all_if(self.here == common)
 
     def _departures(self) -> None:
-        """[P, U, M]: of the axes at a place those `gathered`; `ready` after the all-to-all (what stays and comes, then
-        what is padded, then what is gathered); `shrunk`: what of the leaving ones is in that order already."""
+        """[P, U, M], the axes at a place that leave it: those `padded`, those `gathered`. `ready`: with what stays and
+        comes, in the order of the all-to-all; `shrunk`: what of the leaving ones is in that order already.
+
+        What can leave at once from the top: pads, gathers below them, pads below these; with none of the first
+        `lighter`, with none of them `bare` is left. `rest`, `late` and `shrunk_bare` are what is then still to leave,
+        to be gathered, and in order.
+        """
         start, goal = self.few_start[:, :, None], self.ends.goal[:, None, :]
-        padded = start & self.ends.pending_goal
+        self.padded = start & self.ends.pending_goal
         self.gathered = start & ~self.ends.pending_goal & ~self.split_goal
-        self.ready = goal | padded | self.gathered
-        leave = start & ~goal
-        first = padded & below(leave & ~padded)
-        second = self.gathered & below(leave & ~padded & ~self.gathered)
+        self.ready = goal | self.padded | self.gathered
         nothing_comes = _all_if(goal == start & goal & below(start ^ goal))
-        self.shrunk = (first | second & _all_if(first == padded)) & nothing_comes
+        self.shrunk = _in_order(start & ~goal, self.padded, self.gathered) & nothing_comes
+        self.lighter = start & ~(self.padded & over(start & ~self.padded))
+        bare = self.lighter & ~(self.gathered & over(self.lighter & ~self.gathered))
+        self.at_once = self.lighter & ~bare
+        bare = bare & ~(self.padded & over(bare & ~self.padded))
+        self.rest, self.late = bare & (self.padded | self.gathered), bare & self.gathered
+        self.gone = start & ~bare
+        self.shrunk_bare = _in_order(bare & ~goal, bare & self.padded, self.late)
+        self.padded_first = start & ~self.lighter
 
     # ----------------------------------------------------------------------------------------------- the prices
 
-    def _exchanging(self) -> Floats:
-        """`route._exchanging`."""
-        moved = _union(
-            self.nothing,
-            (self._across(p, self.apart[p]) & ~self._down(p, self.shrunk[p]) for p in self.places),
+    def _sending_least(self) -> Floats:
+        """`route._sending_least`."""
+        moved = self._union(
+            self._across(p, self.apart[p]) & ~self._down(p, self.shrunk[p]) for p in self.places
         )
-        gathered = _union(self.nothing, (self._down(p, self.gathered[p]) for p in self.places))
-        # A scalar has one element wherever it is: its count is no array yet.
-        held = np.broadcast_to(self.elements(self.split, self._across), self.nothing.shape)
+        gathered = self._union(self._down(p, self.gathered[p]) for p in self.places)
+        held = self.elements(self.reduced, self._across)
         seconds = self.cost("all_to_all", moved, held)
         seconds += self.cost("all_gather", gathered, self.elements(self.ready, self._down))
         if len(rows := self.summing):
-            reduced, arriving = self._reduced(), self.ends.pending[rows, None] & self.split_goal
+            arriving, sums = self.ends.pending[rows, None] & self.split_goal, self._sums()
             at_once = self.cost("reduce_scatter", arriving, held[rows])
-            at_once += self.cost("all_reduce", reduced & ~arriving, held[rows])
-            whole = self.cost("all_reduce", reduced, self._elements_of_rows(self.sliced))
+            at_once += self.cost("all_reduce", sums & ~arriving, held[rows])
+            whole = self.cost("all_reduce", sums, self._elements_of_rows(self.sliced))
             seconds[rows] += np.fmin(at_once, whole)
         return seconds
 
-    def _gathering(self) -> Floats:
-        """`route._gathering`."""
-        gathered = _union(self.nothing, map(self._in_the_way, self.places))
-        seconds = self.cost("all_gather", gathered, self.elements(self.filled, self._across))
-        if len(rows := self.summing):
-            reduced = self._reduced()
-            summed = _union(self.nothing[rows], (self._across(p, self.summed[p, rows]) for p in self.places))
-            at_once = self.cost("reduce_scatter", summed, self._elements_of_rows(self.scattered))
-            at_once += self.cost("all_reduce", reduced & ~summed, self._elements_of_rows(self.refits))
-            whole = self.cost("all_reduce", reduced, self._elements_of_rows(self.fits))
-            seconds[rows] += np.fmin(at_once, whole)
+    def _settled(self) -> Floats:
+        """`route._settled`, for the rows that have something to reduce."""
+        sums = self._sums()
+        summed = sums & 0
+        for p in self.places:
+            summed |= self._across(p, self.summed[p, self.summing])
+        at_once = self.cost("reduce_scatter", summed, self._elements_of_rows(self.scattered))
+        at_once += self.cost("all_reduce", sums & ~summed, self._elements_of_rows(self.refits))
+        return np.fmin(at_once, self.cost("all_reduce", sums, self._elements_of_rows(self.fits)))
+
+    def _waiting_least(self) -> Floats:
+        """`route._waiting_least`, without what `_settled` takes."""
+        lighter, bare, ready, moved = [], [], [], self.nothing
+        for p in self.places:
+            filled = self._across(p, self.filled[p])
+            lighter.append(filled & ~self._down(p, self.padded_first[p]))
+            bare.append(filled & ~self._down(p, self.gone[p]))
+            ready.append(self._across(p, self.here[p]) | self._down(p, self.rest[p]))
+            in_order = self._down(p, self.gone[p]) | self._down(p, self.shrunk_bare[p]) & self._across(
+                p, self.only_goes[p]
+            )
+            moved = moved | self._across(p, self.apart_filled[p]) & ~in_order
+        at_once = self._union(self._down(p, self.at_once[p]) for p in self.places)
+        late = self._union(self._down(p, self.late[p]) for p in self.places)
+        seconds = self.cost("all_gather", at_once, self.elements(lighter, _as_it_is))
+        seconds += self.cost("all_to_all", moved, self.elements(bare, _as_it_is))
+        seconds += self.cost("all_gather", late, self.elements(ready, _as_it_is))
+        for p in self.places:
+            seconds[self._across(p, self.early[p])] = np.inf
         return seconds
+
+    def _without_exchange(self) -> Floats:
+        """`route._without_exchange`, without what `_settled` takes."""
+        gathered = self._union(map(self._in_the_way, self.places))
+        return self.cost("all_gather", gathered, self.elements(self.filled, self._across))
 
     def _in_the_way(self, p: int) -> Masks:
         """`route._in_the_way`: all above what stays, but for what is padded right there."""
@@ -133,7 +178,8 @@ class Pairs:
         padded = above & self.ends.pending_goal
         return above & ~(padded & below(above ^ padded))
 
-    def _reduced(self) -> Masks:
+    def _sums(self) -> Masks:
+        """The pending sums that must be taken, for the rows that have some."""
         return self.ends.pending[self.summing, None] & ~self.ends.pending_goal
 
     # ----------------------------------------------------------------------------------------- from few to many
@@ -148,18 +194,32 @@ class Pairs:
     def _down(self, place: int, table: NDArray) -> NDArray:
         return table.take(self.row[place], axis=0)
 
+    def _union(self, sets: Iterable[NDArray]) -> Masks:
+        return functools.reduce(np.bitwise_or, sets, self.nothing)
+
     def _elements_of_rows(self, sets: Masks) -> Floats:
         return self.elements(sets[:, self.summing], self._across)
-
-
-def _union(nothing: Masks, sets: Iterable[NDArray]) -> Masks:
-    """The union over places; without places `nothing`."""
-    return functools.reduce(np.bitwise_or, sets, nothing)
 
 
 def below(axes: Masks) -> Masks:
     """All axes below the lowest of a set; all there are where it is empty."""
     return (axes & -axes) - 1
+
+
+def over(axes: Masks) -> Masks:
+    """All axes above the highest of a set; all there are where it is empty."""
+    return np.int64(-1) << np.frexp(axes)[1].astype(np.int64)
+
+
+def _in_order(leave: Masks, padded: Masks, gathered: Masks) -> Masks:
+    """Of the axes that leave a stack, the first ones that stand as wanted: the padded below the gathered."""
+    first = padded & below(leave & ~padded)
+    second = gathered & below(leave & ~padded & ~gathered)
+    return first | second & _all_if(first == padded)
+
+
+def _as_it_is(place: int, table: NDArray) -> NDArray:
+    return table
 
 
 def _all_if(condition: NDArray[np.bool_]) -> Masks:

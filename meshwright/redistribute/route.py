@@ -1,20 +1,24 @@
-"""The one schedule of a redistribution: a few fixed phases, each one collective merged over all its axes.
+"""The schedules of a redistribution: a few fixed phases, each one collective merged over all its axes.
 
 A pair is *regular* when both layouts can be written over the same sub-dims. Then each axis has a place at either end
 (some sub-dims, whole, pending), and what to do follows from the two places alone:
 
-1. ``slice``           whole → split (free, so first: everything after it is smaller)
-2. ``reduce_scatter``  pending → split
-3. ``all_reduce``      pending → whole
-4. ``all_to_all``      split → split elsewhere, and whatever stands in the wrong order: below an axis that goes, or in
-                       another order than wanted. What is gathered next comes to the top
-5. ``all_gather``      split → whole
-6. ``pad``, ``mask``   split → pending, whole → pending (free, and nothing is made smaller by them: last)
+====================  ================================================================================================
+``slice``             whole → split (free, and everything after it is smaller)
+``reduce_scatter``    pending → split
+``all_reduce``        pending → whole
+``all_to_all``        split → split elsewhere, and whatever stands in the wrong order: below an axis that goes, or in
+                      another order than wanted. What is gathered next comes to the top
+``all_gather``        split → whole
+``pad``, ``mask``     split → pending, whole → pending (free)
+====================  ================================================================================================
 
-Two choices are left, each made for the pair at once: pending → split by a reduce-scatter, or with the all-reduce and a
-free slice; and phase 4 by an all-to-all, or by gathering what it would move and a free slice at the end. So a pair has
-at most four schedules, and the cheapest by price is taken. `matrix` says the same in numpy for many pairs;
-`docs/decisions/0006-one-schedule-for-redistribution.md` says why, and what is lost against a search.
+The order is a choice of three, made for the pair at once. `_sending_least`: as in the table, whatever disorder that
+makes. `_waiting_least`: nothing is put where it cannot stay, and what can be padded or gathered at once is, so that
+the all-to-all is over few axes. `_without_exchange`: what it would move is gathered, and cut again. In each, pending →
+split goes by a reduce-scatter, or with the all-reduce and a free slice. The cheapest of the six by price is taken.
+`matrix` says the same in numpy for many pairs; `docs/decisions/0006-one-schedule-for-redistribution.md` says why, and
+what is lost against a search.
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ def route(
     if pair is None:
         return None
     found: list[tuple[Step, ...]] = []
-    for schedule, scatter in itertools.product((_exchanging, _gathering), (True, False)):
+    for schedule, scatter in itertools.product(SCHEDULES, (True, False)):
         walk = schedule(pair, scatter and not pair.pending.isdisjoint(pair.split_goal))
         if walk is not None and (steps := walk.steps(src, dst)) not in found:
             found.append(steps)
@@ -110,6 +114,16 @@ class Pair:
     def split_goal(self) -> frozenset[str]:
         """Axes that cut something at the goal."""
         return frozenset(a for stack in self.goal for a in stack)
+
+    @property
+    def padded(self) -> frozenset[str]:
+        """Axes that are split and end pending."""
+        return self.split & self.pending_goal
+
+    @property
+    def gathered(self) -> frozenset[str]:
+        """Axes that are split and end whole."""
+        return self.split - self.split_goal - self.pending_goal
 
     def layout(self, stacks: Iterable[Iterable[str]], pending: Iterable[str]) -> TensorLayout:
         """The tensor with these axes on its leaves."""
@@ -181,6 +195,27 @@ class _Walk:
         missing = self.pair.pending_goal - self.pending
         self.go("mask", self.pair.mesh.sort(missing), self.stacks, self.pending | missing)
 
+    def exchange(self) -> None:
+        """One all-to-all: on each leaf what belongs there in the goal's order, what is padded, what is gathered."""
+        pair, here = self.pair, _on(self.stacks)
+        ready = tuple(
+            (*_only(goal, here), *_only(now, pair.padded), *_only(now, pair.gathered))
+            for now, goal in zip(self.stacks, pair.goal, strict=True)
+        )
+        differ = {a for now, then in zip(self.stacks, ready, strict=True) for a in _beyond_common(now, then)}
+        self.go("all_to_all", pair.mesh.sort(differ), ready)
+
+    def tops(self, axes: Container[str]) -> set[str]:
+        """Those of `axes` that can be taken away: above each stand only others of them, on every leaf that it cuts."""
+        free, stacks = set[str](), [list(s) for s in self.stacks]
+        while True:
+            under = {a for stack in stacks for a in stack[:-1]}
+            tops = {stack[-1] for stack in stacks if stack and stack[-1] in axes} - under
+            if not tops:
+                return free
+            free |= tops
+            stacks = [[a for a in stack if a not in tops] for stack in stacks]
+
     def fitting(self, axes: Iterable[str]) -> set[str]:
         """Those of `axes` that can be put where they belong for good: all that is wanted below them is there."""
         stacks, goal = [list(s) for s in self.stacks], self.pair.goal
@@ -212,7 +247,7 @@ class _Walk:
         return tuple(steps)
 
 
-def _exchanging(pair: Pair, scatter: bool) -> _Walk | None:
+def _sending_least(pair: Pair, scatter: bool) -> _Walk | None:
     """Slices and reductions first, as minor axes wherever they land; one all-to-all puts right what is wrong.
 
     None where that makes more blocks than elements.
@@ -226,24 +261,48 @@ def _exchanging(pair: Pair, scatter: bool) -> _Walk | None:
     else:
         walk.reduce(summed)
         walk.push("slice", arrive)
-    padded = pair.split & pair.pending_goal
-    gathered = pair.split - pair.split_goal - padded
-    ready = tuple(
-        (*goal, *_only(start, padded), *_only(start, gathered))
-        for start, goal in zip(pair.start, pair.goal, strict=True)
-    )
-    differ = {a for now, then in zip(walk.stacks, ready, strict=True) for a in _beyond_common(now, then)}
-    walk.go("all_to_all", pair.mesh.sort(differ), ready)
-    walk.take("all_gather", gathered)
-    walk.take("pad", padded)
+    walk.exchange()
+    walk.take("all_gather", pair.gathered)
+    walk.take("pad", pair.padded)
     walk.mask()
     return walk if walk.legal else None
 
 
-def _gathering(pair: Pair, scatter: bool) -> _Walk:
-    """At first only what can be put in its place for good is sliced or scattered. All that stands in the wrong place,
-    or above such an axis, is gathered; what is then whole is sliced.
+def _waiting_least(pair: Pair, scatter: bool) -> _Walk | None:
+    """Slices and reductions only where they are there for good, pads and gathers of what stands on top, and an
+    all-to-all over what is left.
+
+    None where an axis that comes late belongs below one that is there.
     """
+    walk = _settled(pair, scatter)
+    walk.take("pad", walk.tops(pair.padded))
+    walk.take("all_gather", walk.tops(pair.gathered))
+    walk.take("pad", walk.tops(pair.padded))
+    walk.exchange()
+    walk.take("all_gather", pair.gathered)
+    walk.take("pad", pair.padded)
+    walk.mask()
+    walk.push("slice", pair.split_goal - _on(walk.stacks))
+    return walk if walk.legal and walk.stacks == pair.goal else None
+
+
+def _without_exchange(pair: Pair, scatter: bool) -> _Walk:
+    """Slices and reductions only where they are there for good. All that stands in the wrong place, or above such an
+    axis, is gathered; what is then whole is sliced.
+    """
+    walk = _settled(pair, scatter)
+    walk.take("all_gather", _in_the_way(walk))
+    walk.take("pad", pair.padded & _on(walk.stacks))
+    walk.mask()
+    walk.push("slice", pair.split_goal - _on(walk.stacks))
+    return walk
+
+
+SCHEDULES = (_sending_least, _waiting_least, _without_exchange)
+
+
+def _settled(pair: Pair, scatter: bool) -> _Walk:
+    """All sums taken, and all put in its place that can be there for good."""
     walk, summed = _Walk(pair), pair.pending - pair.pending_goal
     arrive = pair.split_goal - pair.split
     walk.push("slice", walk.fitting(arrive - pair.pending))
@@ -252,10 +311,6 @@ def _gathering(pair: Pair, scatter: bool) -> _Walk:
         walk.push("slice", walk.fitting(arrive - pair.pending - _on(walk.stacks)))
     walk.reduce(walk.pending & summed)
     walk.push("slice", walk.fitting(arrive - _on(walk.stacks)))
-    walk.take("all_gather", _in_the_way(walk))
-    walk.take("pad", _on(walk.stacks) & pair.pending_goal)
-    walk.mask()
-    walk.push("slice", pair.split_goal - _on(walk.stacks))
     return walk
 
 
