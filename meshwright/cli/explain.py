@@ -151,12 +151,11 @@ def _print_claims(loaded: Plan) -> None:
 
     from meshwright.cli.screen import out
     from meshwright.report.claims import claim_lines, claims_table
-    from meshwright.report.diff import claims_of
 
     lines = [
         ("mesh", f"{loaded.mesh}   {loaded.mesh.size} ranks"),
         ("mode", loaded.mode),
-        *claim_lines(claims_of(loaded)),
+        *claim_lines(loaded.claims),
     ]
     screen = out()
     screen.print()
@@ -167,12 +166,11 @@ def _print_claims(loaded: Plan) -> None:
 
 def _print_json(loaded: Plan, rows: Any) -> None:
     from meshwright.report.choice_view import choice_data
-    from meshwright.report.diff import claims_of
 
     data = {
         "mesh": {name: loaded.mesh.count(run) for name, run in loaded.mesh.names},
         "mode": loaded.mode,
-        "claims": dict(claims_of(loaded)),
+        "claims": dict(loaded.claims),
         "operators": [choice_data(m, n, c, o) for m, n, c, o in rows],
         "notes": list(loaded.notes),
     }

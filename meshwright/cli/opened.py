@@ -11,7 +11,7 @@ from meshwright.cli.screen import err
 from meshwright.compile import captured_of, lower
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import ClusterError
-from meshwright.partition import Partition, partition
+from meshwright.partition import Partition
 from meshwright.partition.price import on_cluster
 from meshwright.plan import Plan
 
@@ -26,14 +26,19 @@ def captured_model(target: str, batch: int | None = None, sequence: int | None =
 
 
 def cut(captured: Captured, plan: Plan, cluster: Cluster | None = None) -> Partition:
-    """What ranks run of a program under a plan, with the ways that are cheapest on a cluster. Raises PlanError for a
-    plan of another model, ClusterError for one of another size."""
-    if cluster is None:
-        return lower(captured, plan)
-    if plan.mesh.size != cluster.ranks:
+    """What ranks run of a program under a plan.
+
+    Raises PlanError for a plan of another model, ClusterError for a cluster of another size.
+    """
+    if cluster is not None and plan.mesh.size != cluster.ranks:
+        levels = " x ".join(f"{level.size} {level.name}" for level in cluster.levels)
         raise ClusterError(
             f"the plan is for {plan.mesh.size} ranks, the cluster has {cluster.ranks}",
-            why=f"mesh {plan.mesh}; {cluster.name}: {' x '.join(f'{v.size} {v.name}' for v in cluster.levels)}",
-            hint="a cluster of the plan's size, or --what-if ranks=… to plan again",
+            why=f"the plan's mesh is {plan.mesh}; {cluster.name} is {levels}",
+            hint="a cluster of the plan's size; `meshwright estimate --what-if ranks=…` plans for another",
         )
-    return partition(captured.graph, replace(plan, mesh=on_cluster(plan.mesh, cluster)), cluster.prices)
+    if (
+        cluster is not None and plan.prices is None
+    ):  # made without a cluster: move values as is cheapest on this one
+        plan = replace(plan, mesh=on_cluster(plan.mesh, cluster), prices=cluster.prices)
+    return lower(captured, plan)

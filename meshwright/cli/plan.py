@@ -142,9 +142,9 @@ def make(
 def write_trace(path: Path, parts: Partition, machine: Cluster, states: int) -> None:
     """The predicted step as a Chrome trace."""
     from meshwright.partition.tasks import simulate
-    from meshwright.report.trace import chrome_trace
+    from meshwright.report.trace import save_trace
 
-    path.write_text(json.dumps(chrome_trace(simulate(parts, machine, states))), encoding="utf-8")
+    save_trace(simulate(parts, machine, states), path)
 
 
 # ---------------------------------------------------------------- answers
@@ -152,8 +152,6 @@ def write_trace(path: Path, parts: Partition, machine: Cluster, states: int) -> 
 
 def claims_json(made: Plan, seconds: dict[str, float], output: Path, trace: Path | None) -> dict[str, Any]:
     """What `--json` prints."""
-    from meshwright.report.diff import claims_of
-
     return {
         "plan": str(output),
         **({"trace": str(trace)} if trace is not None else {}),
@@ -161,7 +159,7 @@ def claims_json(made: Plan, seconds: dict[str, float], output: Path, trace: Path
         "mesh": {name: made.mesh.count(run) for name, run in made.mesh.names},
         "ranks": made.mesh.size,
         "operators": len(made.strategies),
-        "claims": dict(claims_of(made)),
+        "claims": dict(made.claims),
         "notes": list(made.notes),
         "seconds": {k: round(v, 4) for k, v in spent(seconds).items()},
     }
@@ -179,11 +177,10 @@ def show(
     """The plan's table, what it claims, and where it went."""
     from meshwright.cli.screen import out
     from meshwright.report.claims import claim_lines, claims_table
-    from meshwright.report.diff import claims_of
     from meshwright.report.plan_table import plan_view
     from meshwright.report.quantities import show_seconds
 
-    claims = claims_of(made)
+    claims = made.claims
     lines = [("mesh", f"{made.mesh}   {made.mesh.size} ranks"), ("mode", made.mode), *claim_lines(claims)]
     lines.append(("took", ", ".join(f"{k} {show_seconds(v)}" for k, v in spent(seconds).items())))
     lines.append(("written", f"{output}" + (f", {trace}" if trace else "")))

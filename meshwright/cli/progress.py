@@ -18,7 +18,7 @@ FIRST_SECONDS = 2.0  # a search that takes longer says what it has
 class Watch:
     """A progress bar with one line a stage. `seconds` remembers how long each stage took.
 
-    An instance can be called as searches call their `progress`: ``(stage, done, total, price, bound)``.
+    An instance can be called as searches call their `progress`: ``(stage, price, bound)``.
     """
 
     def __init__(self, console: Console, *, quiet: bool) -> None:
@@ -48,17 +48,14 @@ class Watch:
         finally:
             self.seconds[text] = time.perf_counter() - began
 
-    def __call__(
-        self, stage: str, done: float = 0, total: float = 0, price: float = math.inf, bound: float = -math.inf
-    ) -> None:
+    def __call__(self, stage: str, price: float | None = None, bound: float | None = None) -> None:
         """What a search reports: `price` is the best so far in seconds, `bound` what no plan is below."""
-        known = math.isfinite(price)
-        found = f"best {show_seconds(price)}" if known else ""
-        if known and math.isfinite(bound) and 0 < bound <= price:
-            found += f", bound {show_seconds(bound)}"
-        self._bar.update(
-            self._task, description=stage, completed=done, total=total or None, found=found, refresh=False
-        )
+        found = ""
+        if price is not None and math.isfinite(price):
+            found = f"best {show_seconds(price)}"
+            if bound is not None and 0 < bound <= price:
+                found += f", bound {show_seconds(bound)}"
+        self._bar.update(self._task, description=f"searching: {stage}", found=found)
         self._first_answer(found)
 
     def _first_answer(self, found: str) -> None:

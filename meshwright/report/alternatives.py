@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.saved import saved
 from meshwright.errors import MeshwrightError
 from meshwright.graph import Graph, Input, Node
 from meshwright.layout import TensorLayout, dim_axes, without_axes
@@ -34,7 +35,7 @@ def alternatives(
 ) -> tuple[Alternative, ...]:
     """Each other way to cut one operator on one axis of the user's, all else unchanged; the cheapest first.
 
-    `graph` is the captured one, without reshards; `parts` were cut with the prices of `cluster`.
+    `graph` is the captured one, without reshards.
     """
     site, mesh = parts.factors.sites[name], parts.plan.mesh
     mine = parts.plan.strategies[name]
@@ -98,7 +99,8 @@ def _around(graph: Graph, name: str) -> Graph:
 def _price(
     around: Graph, parts: Partition, name: str, strategy: Strategy, cluster: Cluster, optimizer_states: int
 ) -> float:
-    plan, mesh = parts.plan, on_cluster(parts.plan.mesh, cluster)
+    plan, prices = parts.plan, parts.plan.prices or cluster.prices
+    mesh = plan.mesh if plan.prices else on_cluster(plan.mesh, cluster)
     strategies = {**plan.strategies, name: strategy}
     node = next(n for n in around.nodes if n.name == name)
     asked = dict(zip(node.uses, layouts(parts.factors.sites[name], strategy).inputs, strict=True))
@@ -114,5 +116,5 @@ def _price(
     )
     sites = {n.name: parts.factors.sites[n.name] for n in around.nodes}
     factors = replace(parts.factors, sites=sites)
-    resharded = insert_reshards(around, factors, changed, cluster.prices)
+    resharded = insert_reshards(around, factors, changed, prices, saved)
     return program_price(Partition(changed, factors, resharded), cluster, optimizer_states).total

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshwright.errors import PlanError, did_you_mean
@@ -95,7 +95,6 @@ def choices(plan: Plan, names: Iterable[str], parts: Partition | None, price: Pr
     """What is known about each of the nodes."""
     graph = parts.resharded.graph if parts is not None else None
     nodes = {n.name: n for n in graph.nodes} if graph is not None else {}
-    nexts: Mapping[str, str] = getattr(plan, "next", None) or {}
     found: list[Choice] = []
     for name in names:
         op, module = plan.about.get(name, ("", ""))
@@ -111,7 +110,7 @@ def choices(plan: Plan, names: Iterable[str], parts: Partition | None, price: Pr
                 operator=short(op),
                 cut=cut,
                 why=plan.reasons.get(name, ""),
-                next=nexts.get(name, ""),
+                next=plan.nexts.get(name, ""),
                 source=node.source if node is not None else "",
                 factors=_factors(parts, name) if parts is not None else (),
                 batch=_batch(parts, name) if parts is not None else (),

@@ -70,16 +70,11 @@ def difference(a: Plan, b: Plan) -> Difference:
     """What differs from plan `a` to plan `b`; cuts by the user's names of the axes, each on its own mesh."""
     return Difference(
         facts=tuple(_facts(a, b)),
-        claims=tuple(_claims(claims_of(a), claims_of(b))),
+        claims=tuple(_claims(a.claims, b.claims)),
         nodes=tuple(_nodes(a, b)),
         inputs=tuple(_layouts(a, b, a.inputs, b.inputs)),
         hubs=(*_layouts(a, b, a.hubs, b.hubs), *_again(a, b)),
     )
-
-
-def claims_of(plan: Plan) -> Mapping[str, Any]:
-    """What a plan says of itself; nothing for one that was not searched by price."""
-    return getattr(plan, "claims", None) or {}
 
 
 def _facts(a: Plan, b: Plan) -> Iterable[Change]:

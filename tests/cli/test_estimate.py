@@ -1,0 +1,207 @@
+"""`meshwright estimate`: what-ifs give plans that are right, and numbers that the parts of the model confirm."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import meshwright as mw
+from meshwright.cli.estimate import parsed, resized, scaled, with_rows
+from meshwright.cli.opened import cut
+from meshwright.compile import captured_of
+from meshwright.cost.cluster import Cluster
+from meshwright.errors import ClusterError, PlanError
+from meshwright.examples import gpt
+from meshwright.ops.factors import analyze
+from meshwright.ops.table import rules_of
+from meshwright.partition.price import program_price
+from meshwright.report.estimate import estimate, kept_bytes, recomputed
+from meshwright.report.whatif import stored, transferred
+
+CONFIG = gpt.GPTConfig(vocabulary=96, width=48, layers=3, heads=4, sequence=24)
+PINS = {"blocks.*.up": {"n": "tp"}, "*.qkv": {"n": "tp"}}
+MESH = {"dp": 2, "tp": 2}
+CLUSTER = Cluster.preset("h100", ranks_per_node=4)
+
+
+def planned(batch: int = 4, **how):
+    model, example, loss = gpt.build(CONFIG, batch=batch)
+    how = how or {"mode": "sharding_propagation", "pins": PINS}
+    plan = mw.plan(model, example, loss=loss, mesh=MESH, **how)
+    return model, example, loss, captured_of(model, example, loss), plan
+
+
+@pytest.fixture(scope="module")
+def made():
+    return planned()
+
+
+@pytest.fixture
+def file(made, tmp_path):
+    made[-1].save(tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+@pytest.fixture
+def model_file(tmp_path):
+    path = tmp_path / "net.py"
+    path.write_text(
+        "from meshwright.examples import gpt\n"
+        f"CONFIG = gpt.{CONFIG}\n"
+        "def build(batch=4):\n    return gpt.build(CONFIG, batch=batch)\n"
+        "def fixed():\n    return gpt.build(CONFIG)\n"
+    )
+    return path
+
+
+# ---------------------------------------------------------------- changes
+
+
+def test_a_plan_moved_to_another_batch_is_the_plan_made_for_it(made):
+    *_, plan = made
+    *_, captured, wanted = planned(batch=8)
+    factors = analyze(captured.graph, rules_of(captured.graph))
+    found = transferred(plan, captured.graph, factors, "batch=8")
+    assert (found.strategies, found.inputs, found.fingerprint) == (
+        wanted.strategies,
+        wanted.inputs,
+        wanted.fingerprint,
+    )
+
+
+def test_a_batch_smaller_than_its_ranks_is_refused(made):
+    *_, plan = made
+    *_, captured, _ = planned(batch=2)
+    factors = analyze(captured.graph, rules_of(captured.graph))
+    transferred(plan, captured.graph, factors, "batch=2")
+    model, example, loss = gpt.build(CONFIG, batch=1)
+    captured = captured_of(model, example, loss)
+    with pytest.raises(PlanError, match="batch=1"):
+        transferred(plan, captured.graph, analyze(captured.graph, rules_of(captured.graph)), "batch=1")
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_storage_by_a_level_computes_what_one_device_computes(made, level):
+    model, batch, loss, captured, plan = made
+    changed, _ = stored(plan, captured.graph, level)
+    assert len(changed.hubs) > 20 and (changed.again == frozenset(changed.hubs)) == (level == 3)
+    mw.verify(model, batch, loss=loss, plan=changed).raise_if_different()
+
+
+def test_levels_store_less_and_level_0_undoes_them(made):
+    *_, captured, plan = made
+    now = estimate(cut(captured, plan, CLUSTER), CLUSTER)
+    found = {n: stored(plan, captured.graph, n)[0] for n in (0, 2, 3)}
+    split = {n: estimate(cut(captured, p, CLUSTER), CLUSTER) for n, p in found.items()}
+    assert split[0] == now
+    assert stored(found[3], captured.graph, 0)[0].inputs == plan.inputs
+    for n in (2, 3):
+        assert split[n].memory["optimizer"] == pytest.approx(now.memory["optimizer"] / 2, rel=0.02)
+        assert split[n].peak_bytes < now.peak_bytes and split[n].parts["update"] < now.parts["update"]
+    assert split[3].parts["sent backward"] > split[2].parts["sent backward"]
+
+
+def test_the_estimate_is_the_price_apart(made):
+    *_, captured, plan = made
+    parts = cut(captured, plan, CLUSTER)
+    found = estimate(parts, CLUSTER)
+    assert found.price_seconds == pytest.approx(program_price(parts, CLUSTER).total)
+    assert 0 < found.step_seconds <= found.price_seconds * (1 + 1e-9)
+    assert sum(found.memory.values()) == pytest.approx(found.peak_bytes)
+    assert estimate(parts, CLUSTER, optimizer_states=0).memory.get("optimizer", 0) == 0
+
+
+def test_recomputing_layers_costs_their_forward_and_keeps_less(made):
+    *_, captured, plan = made
+    parts = cut(captured, plan, CLUSTER)
+    now, price = estimate(parts, CLUSTER), program_price(parts, CLUSTER)
+    found = recomputed(now, parts, captured.folding, CLUSTER)
+    inside = [n for n, (_, module) in plan.about.items() if module.startswith("blocks.")]
+    forward = sum(price.by_node[n].forward_seconds for n in inside)
+    assert found.parts["compute"] - now.parts["compute"] == pytest.approx(forward, rel=0.15)
+    # of three layers one lives at a time, and of each other one its input [2, 24, 48] f32; what is outside stays
+    kept = kept_bytes(parts.local(0))
+    layers = sum(size for n, size in kept.items() if n in inside)
+    assert sum(kept.values()) == pytest.approx(now.memory["saved"], rel=0.01)
+    less = layers - layers / 3 - 3 * 2 * 24 * 48 * 4
+    assert now.memory["saved"] - found.memory["saved"] == pytest.approx(less, rel=0.05)
+
+
+def test_clusters_and_meshes_of_another_size():
+    two = Cluster.preset("h100", nodes=2, ranks_per_node=8)
+    assert resized(two, 32).ranks == 32 and resized(two, 32).levels[0].size == 4
+    assert [v.size for v in resized(two, 8).levels][-1] == 8 and resized(two, 8).ranks == 8
+    assert resized(two, 4).ranks == 4
+    with pytest.raises(ClusterError, match="cannot have 12 ranks"):
+        resized(two, 12)
+    *_, plan = planned()
+    assert scaled(plan, 16, two) == {"dp": 8, "tp": 2}
+    with pytest.raises(PlanError, match="no multiple"):
+        scaled(plan, 7, two)
+
+
+def test_changes_are_read_and_wrong_ones_refused():
+    assert parsed("batch=16, recompute=full") == {"batch": "16", "recompute": "full"}
+    for text, said in (
+        ("bacth=3", "did you mean 'batch'"),
+        ("batch", "batch=…"),
+        ("batch=0", "not a number that batch can be"),
+        ("recompute=some", "recompute=full or"),
+        ("ranks=-1", "not a number"),
+    ):
+        with pytest.raises(PlanError) as caught:
+            parsed(text)
+        assert said in str(caught.value)
+
+
+def test_rows_of_a_batch_are_repeated():
+    import torch
+
+    batch = {"x": torch.arange(6.0).view(3, 2), "y": torch.arange(3), "scale": torch.tensor(2.0)}
+    found = with_rows(batch, 5)
+    assert found["y"].tolist() == [0, 1, 2, 0, 1] and found["x"].shape == (5, 2) and found["scale"].dim() == 0
+
+
+# ---------------------------------------------------------------- the verb
+
+
+def test_now_against_what_if(file, model_file, meshwright):
+    done = meshwright(
+        "estimate", file, "--model", f"{model_file}:build", "--cluster", "preset:h100:4",
+        "--what-if", "batch=8", "--what-if", "optimizer_parallel=3,recompute=full", "--json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    data = json.loads(done.out)
+    more = data["what_if"]["batch=8"]
+    assert more["memory"]["saved"] == pytest.approx(2 * data["now"]["memory"]["saved"], rel=0.1)
+    assert more["memory"]["optimizer"] == data["now"]["memory"]["optimizer"]
+    assert data["what_if"]["optimizer_parallel=3,recompute=full"]["peak_bytes"] < data["now"]["peak_bytes"]
+
+
+def test_the_table_names_what_changed(file, model_file, meshwright):
+    done = meshwright(
+        "estimate",
+        file,
+        "--model",
+        f"{model_file}:fixed",
+        "--cluster",
+        "preset:h100:4",
+        "--what-if",
+        "batch=8",
+    )
+    assert done.code == 0, done.err
+    step = next(line for line in done.out.splitlines() if line.startswith("step"))
+    assert len(step.split("   ")) >= 3 and "batch=8" in done.out
+    assert "answered in" in done.out and "peak memory" in done.out
+
+
+def test_what_cannot_be_answered_says_why(file, model_file, meshwright):
+    words = ("estimate", file, "--model", f"{model_file}:build", "--cluster", "preset:h100:4")
+    done = meshwright(*words, "--what-if", "seq=48", "--what-if", "ranks=3", "--what-if", "batch=1")
+    assert done.code == 2
+    assert "seq=48 has no answer" in done.err and "does not take 'seq'" in done.err
+    assert "ranks=3 has no answer" in done.err
+    assert "batch=1 has no answer" in done.err
+    done = meshwright("estimate", file, "--model", f"{model_file}:build", "--cluster", "preset:h100:8")
+    assert done.code == 2 and "the plan is for 4 ranks, the cluster has 8" in done.err
