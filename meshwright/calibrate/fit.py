@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
 
 from meshwright.calibrate.plan import Point
-from meshwright.cost.parts import Curve
+from meshwright.cost.machine import seconds, update_seconds
+from meshwright.cost.operators import Work
+from meshwright.cost.parts import Curve, Device, Measured
 from meshwright.redistribute.prices import rounds
 
 GROWTHS = ("ring", "tree")
@@ -47,14 +50,11 @@ def link(kind: str, points: Sequence[Point], growth: str = "ring") -> Link:
     def model(guess: np.ndarray) -> np.ndarray:
         return np.log(count * np.exp(guess[0]) + sent / np.exp(guess[1]))
 
-    begin = np.log([min(p.seconds for p in points), max(p.work / p.seconds for p in points)])
-    low, high = np.log([1e-9, 1e3]), np.log([0.5, 1e15])
-    found = least_squares(
-        lambda guess: model(guess) - seconds,
-        np.clip(begin, low + 1e-6, high - 1e-6),
-        bounds=(low, high),
-        loss="soft_l1",
-    ).x
+    fastest = max(p.work / p.seconds for p in points)
+    begin = np.log([min(p.seconds for p in points), fastest])
+    # Where noise hides what a byte costs, a rate far above any that was seen says no more than one well above.
+    low, high = np.log([1e-9, 1e-3 * fastest]), np.log([1.0, 20 * fastest])
+    found = least_squares(lambda guess: model(guess) - seconds, begin, bounds=(low, high), loss="soft_l1").x
     errors = np.exp(model(found) - seconds) - 1
     return Link(float(np.exp(found[0])), float(np.exp(found[1])), tuple(map(float, errors)))
 
@@ -82,8 +82,19 @@ def curve(points: Iterable[Point], launch_seconds: float, launches: float = 1.0)
     return tuple(sorted(found.items()))
 
 
+def predicted(about: Mapping[str, Any], device: Device, measured: Measured) -> dict[str, float]:
+    """Seconds of a step by class of operators, from what `steps.works` told."""
+    found: dict[str, float] = {}
+    for kind, dtype, *amounts in about["works"]:
+        if kind != "free":
+            spent: Sequence[Any] = seconds(Work(kind, dtype, *amounts), device, measured)
+            found[kind] = found.get(kind, 0.0) + float(spent[0]) + float(spent[1])
+    found["update"] = sum(float(update_seconds(float(n), 2, device, measured)) for n in about["trained"])
+    return found
+
+
 def corrections(
-    predicted: Sequence[Mapping[str, float]], measured: Sequence[float], doubt: float = 0.3
+    predicted: Sequence[Mapping[str, float]], measured: Sequence[float], doubt: float = 0.7
 ) -> dict[str, float]:
     """A factor for each class from whole steps: seconds predicted for each class in each step, against the step's own.
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.calibrate import fit, steps
+from meshwright.calibrate import fit
 from meshwright.calibrate.operators import TABLE
 from meshwright.calibrate.plan import KINDS, Found, Point
 from meshwright.calibrate.quiet import LIMIT
@@ -95,7 +95,7 @@ def _corrected(cluster: Cluster, rows: Sequence[Found]) -> tuple[Cluster, dict[s
     whole = [row for row in rows if "works" in row.about]
     if not whole:
         return cluster, {}
-    parts = {row.name: steps.predicted(row.about, cluster.device, cluster.measured) for row in whole}
+    parts = {row.name: fit.predicted(row.about, cluster.device, cluster.measured) for row in whole}
     quiet = [row for row in whole if row.unrest <= LIMIT] or whole
     factors = fit.corrections([parts[row.name] for row in quiet], [row.points[0].seconds for row in quiet])
     after = {

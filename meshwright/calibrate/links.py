@@ -38,7 +38,7 @@ def measure(bench: Bench, kind: str, pace: Pace) -> Iterator[Point]:
     sizes = [*SIZES, *(LARGE if bench.device.type == "cuda" else ())]
     for axes in groups(mesh):
         ranks = mesh.count(axes)
-        for size in sizes[::-1][:: pace.every][::-1]:
+        for size in pace.chosen(sizes):
             count = max(1, size // 4 // ranks) * ranks
             call, sent = operation(bench, kind, axes, count)
             seconds = bench.joint_seconds(call, pace.link_seconds)

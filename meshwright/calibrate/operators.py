@@ -133,7 +133,7 @@ def measure(bench: Bench, name: str, pace: Pace) -> Iterator[Point]:
     kind, _, dtype = name.partition(" ")
     make, _, small, large = TABLE[kind]
     sizes = [*small, *(large if bench.device.type == "cuda" else ())]
-    for size in sizes[::-1][:: pace.every][::-1]:
+    for size in pace.chosen(sizes):
         made = make(bench, dtype or "f32", size)
         made.call()
         seconds = bench.seconds(made.call, pace.point_seconds)

@@ -12,6 +12,7 @@ from meshwright.calibrate.plan import Pace, Point
 
 START_BYTES = 1 << 22
 WANTED_SECONDS = 0.05  # of the collective alone: long against a product
+QUICK_SECONDS = 0.01  # in a quick look
 MOST_BYTES = 1 << 28
 PRODUCT = {"cpu": 256, "cuda": 4096}  # rows of the matrices
 
@@ -22,12 +23,12 @@ def measure(bench: Bench, pace: Pace) -> list[Point]:
     a = torch.randn(size, size, device=bench.device)
     buffer = torch.ones(START_BYTES // 4, device=bench.device)
     alone = _reduce_seconds(bench, buffer)
-    while alone < WANTED_SECONDS and buffer.numel() * 4 < MOST_BYTES:
+    while alone < (QUICK_SECONDS if pace.few else WANTED_SECONDS) and buffer.numel() * 4 < MOST_BYTES:
         buffer = torch.ones(buffer.numel() * 2, device=bench.device)
         alone = _reduce_seconds(bench, buffer)
     product = bench.seconds(lambda: torch.mm(a, a), pace.point_seconds)
     compute, collective = [], []
-    for _ in range(3 if pace.every == 1 else 1):
+    for _ in range(1 if pace.few else 3):
         both, products = _together(bench, buffer, a)
         if products:
             compute.append(both / products / product)

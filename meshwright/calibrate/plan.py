@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,22 +13,26 @@ QUICK, FULL = "quick", "full"
 
 @dataclass(frozen=True)
 class Pace:
-    """How thoroughly. `every`: every so many-th size is measured, from the largest down. A row may be measured
+    """How thoroughly. `few`: two sizes of each row, a small one and one that is not the largest. A row may be measured
     `attempts` times, all that is measured again taking `spare_seconds` at most; a row that would begin after
     `limit_seconds` is left out."""
 
     point_seconds: float
     link_seconds: float
-    every: int
+    few: bool
     attempts: int
     spare_seconds: float
     limit_seconds: float
     step_seconds: float  # of timed training steps of a model; 0: none
 
+    def chosen(self, sizes: Sequence[int]) -> list[int]:
+        """The sizes to measure, ascending."""
+        return [sizes[0], *sizes[len(sizes) * 2 // 3 :][: len(sizes) > 1]] if self.few else list(sizes)
+
 
 PACES = {
-    FULL: Pace(0.12, 0.15, 1, 4, 25.0, 75.0, 0.5),
-    QUICK: Pace(0.01, 0.01, 3, 1, 0.0, 60.0, 0.0),
+    FULL: Pace(0.12, 0.15, False, 4, 25.0, 75.0, 0.5),
+    QUICK: Pace(0.01, 0.01, True, 1, 0.0, 60.0, 0.0),
 }
 
 

@@ -6,7 +6,6 @@ The work of every operator goes with the time, so that whoever fits can price it
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +15,7 @@ from meshwright.calibrate.models import MODELS
 from meshwright.calibrate.plan import Pace, Point
 from meshwright.capture.batch import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
-from meshwright.cost.machine import seconds, update_seconds
-from meshwright.cost.operators import Work, work
-from meshwright.cost.parts import Device, Measured
+from meshwright.cost.operators import work
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.price import letter_sizes
@@ -27,7 +24,6 @@ from meshwright.runtime.communicator import Alone
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
 
-UPDATE = "update"
 FIELDS = (
     "flops_forward",
     "flops_backward",
@@ -71,14 +67,3 @@ def works(parts: Partition) -> dict[str, Any]:
         rows.append([done.kind, done.dtype, *(float(getattr(done, f)) for f in FIELDS)])
     trained = [e for e in graph.input_of("parameter") if e.needs_grad]
     return {"works": rows, "trained": [math.prod(graph.types[e.name].shape) for e in trained]}
-
-
-def predicted(about: Mapping[str, Any], device: Device, measured: Measured) -> dict[str, float]:
-    """Seconds of a step by class of operators, from what `works` told."""
-    found: dict[str, float] = {}
-    for kind, dtype, *amounts in about["works"]:
-        if kind != "free":
-            spent: Sequence[Any] = seconds(Work(kind, dtype, *amounts), device, measured)
-            found[kind] = found.get(kind, 0.0) + float(spent[0]) + float(spent[1])
-    found[UPDATE] = sum(float(update_seconds(float(n), 2, device, measured)) for n in about["trained"])
-    return found

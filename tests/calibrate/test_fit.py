@@ -1,0 +1,199 @@
+"""What is fitted to times: numbers that were put in come out, and rows become the cluster that they describe."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from meshwright.calibrate import fit, worker
+from meshwright.calibrate.found import calibration, si
+from meshwright.calibrate.plan import KINDS, Found, Point
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.machine import arithmetic_rate, seconds, update_seconds
+from meshwright.cost.operators import Work
+from meshwright.mesh import Mesh
+
+SIZES = [2**n for n in range(10, 25, 2)]
+
+
+def times(
+    kind: str, latency: float, rate: float, growth: str, ranks: tuple[int, ...], noise: float = 0.0
+) -> list[Point]:
+    """What a machine would show whose collective costs exactly so, give or take the noise."""
+    dice = random.Random(0)
+    messages = {"ring": lambda k: k - 1, "tree": lambda k: {2: 1, 4: 2, 8: 3}[k]}[growth]
+    found = []
+    for k in ranks:
+        turns = 1 if kind == "send" else (2 if kind == "all_reduce" else 1) * messages(k)
+        for size in SIZES:
+            exact = turns * latency + size / rate
+            found.append(Point(float(size), exact * (1 + noise * dice.uniform(-1, 1)), k))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_latency_and_rate_come_out(kind: str) -> None:
+    found = fit.link(kind, times(kind, 40e-6, 2e9, "ring", (2, 4, 8)))
+    assert (found.latency_seconds, found.bytes_per_s) == pytest.approx((40e-6, 2e9), rel=1e-4)
+    assert found.error < 1e-4
+    noisy = fit.link(kind, times(kind, 40e-6, 2e9, "ring", (2, 4, 8), noise=0.1))
+    assert (noisy.latency_seconds, noisy.bytes_per_s) == pytest.approx((40e-6, 2e9), rel=0.1)
+    assert 0.02 < noisy.error < 0.1
+
+
+def test_one_outlier_does_not_bend_the_fit() -> None:
+    points = times("all_reduce", 40e-6, 2e9, "ring", (2,))
+    points[3] = Point(points[3].work, 20 * points[3].seconds, 2)
+    found = fit.link("all_reduce", points)
+    assert (found.latency_seconds, found.bytes_per_s) == pytest.approx((40e-6, 2e9), rel=0.35)
+
+
+@pytest.mark.parametrize("growth", ["ring", "tree"])
+def test_growth_is_told_from_groups_of_several_sizes(growth: str) -> None:
+    rows = {k: times(k, 50e-6, 1e9, growth, (2, 8), noise=0.05) for k in KINDS}
+    assert fit.links(rows)[0] == growth
+    assert fit.links({k: times(k, 50e-6, 1e9, growth, (2,)) for k in KINDS})[0] == "ring"
+
+
+def test_a_curve_is_of_the_work_without_its_launches() -> None:
+    # 1 µs of work at 1 TFLOP/s and 5 µs of launch; a call that is all launch keeps a tenth of its time.
+    points = [Point(1e6, 6e-6), Point(1e9, 1e-3 + 5e-6), Point(1e3, 5e-6)]
+    assert fit.curve(points, 5e-6) == ((1e3, 2e9), (1e6, 1e12), (1e9, 1e12))
+
+
+def test_corrections_come_out() -> None:
+    truth = {"matmul": 1.3, "memory": 0.7, "attention": 2.0}
+    dice = random.Random(1)
+    parts = [{k: dice.uniform(0.1, 1.0) * 1e-2 for k in truth} for _ in range(8)]
+    measured = [sum(truth[k] * s for k, s in row.items()) for row in parts]
+    assert fit.corrections(parts, measured) == pytest.approx(truth, rel=0.15)
+    assert fit.corrections(parts, measured, doubt=100) == pytest.approx(truth, rel=1e-3)
+
+
+def test_a_class_that_hardly_occurs_keeps_its_price() -> None:
+    parts = [{"matmul": 1e-2, "conv": 1e-7}, {"matmul": 2e-2, "conv": 2e-7}]
+    found = fit.corrections(parts, [1.2e-2, 2.4e-2])
+    assert found["conv"] == pytest.approx(1.0, abs=1e-3)
+    assert found["matmul"] == pytest.approx(1.2, rel=0.05)
+    assert fit.corrections([], []) == {}
+
+
+# ---------------------------------------------------------------- rows to a cluster
+
+MACHINE = {
+    "device": "4 cores shared by 2", "type": "cpu", "ranks": 2, "threads": 2, "cores": 4, "memory_bytes": 1 << 34,
+    "host_memory_bytes": 1 << 34, "torch": "2.13.0", "backend": "gloo",
+}  # fmt: skip
+LAUNCH = 2e-6
+
+
+def curve(name: str, rate: float, *works: float, launches: float = 1.0) -> Found:
+    return Found(name, tuple(Point(w, w / rate + launches * LAUNCH) for w in works))
+
+
+def rows() -> list[Found]:
+    links = [Found(k, tuple(times(k, 100e-6, 1e9, "ring", (2,)))) for k in KINDS]
+    return [
+        Found("launch", (Point(1.0, LAUNCH),)),
+        curve("matmul f32", 50e9, 1e6, 1e9),
+        curve("memory", 8e9, 1e5, 1e8),
+        curve("update", 6e9, 1e5, 1e8),
+        *links,
+        Found("slowdown", (Point(1, 1.5), Point(2, 2.0)), unrest=1.4, attempts=3),
+    ]
+
+
+def test_rows_become_the_cluster_that_they_describe() -> None:
+    found = calibration(MACHINE, rows())
+    cluster = found.cluster
+    assert Cluster.from_yaml(cluster.to_yaml(found.note)) == cluster
+    assert cluster.device.flops == pytest.approx({"f32": 50e9}, rel=1e-3)
+    assert cluster.device.memory_bytes_per_s == pytest.approx(8e9, rel=1e-3)
+    assert cluster.measured.slowdown == {"compute": 1.5, "collective": 2.0}
+    assert found.void == ("slowdown",)
+    assert found.lines[-1] == (
+        "slowdown",
+        "computing × 1.50, collective × 2.00",
+        "",
+        "no: void (1.40), measured 3 times",
+    )
+    # What was put in is what the planner then charges: a product of 1e8 FLOP, an all-reduce over both ranks, an update.
+    work = Work("matmul", "f32", 1e8, 0.0, 1.0, 0.0, 1, 0)
+    assert seconds(work, cluster.device, cluster.measured)[0] == pytest.approx(1e8 / 50e9 + LAUNCH, rel=1e-3)
+    assert arithmetic_rate("matmul", "f32", 1e8, cluster.device, cluster.measured) == pytest.approx(
+        50e9, rel=1e-3
+    )
+    assert update_seconds(1e6, 2, cluster.device, cluster.measured) == pytest.approx(
+        28e6 / 6e9 + LAUNCH, rel=1e-3
+    )
+    mesh = cluster.place(Mesh.of(dp=2))
+    assert cluster.prices.seconds("all_reduce", mesh, ["dp"], 1e6) == pytest.approx(200e-6 + 1e-3, rel=1e-3)
+
+
+def test_whole_steps_correct_each_class_and_void_ones_do_not_count() -> None:
+    def step(name: str, flops: float, slower: float, unrest: float = 1.0) -> Found:
+        row = ["matmul", "f32", flops, 0.0, 1.0, 0.0, 1.0, 0.0]
+        return Found(
+            name,
+            (Point(1.0, slower * (flops / 50e9 + LAUNCH)),),
+            unrest,
+            about={"works": [row], "trained": []},
+        )
+
+    steps = [step("step a", 1e9, 1.2), step("step b", 4e9, 1.2), step("step c", 1e9, 9.0, unrest=3.0)]
+    found = calibration(MACHINE, [*rows(), *steps])
+    assert found.cluster.measured.corrections["matmul"] == pytest.approx(1.2, rel=0.03)
+    assert found.lines[-1][2] == "-87%"  # 1.2 of 9, and a reader sees it
+    assert found.void == ("slowdown", "step c")
+
+
+def test_one_rank_has_no_links() -> None:
+    alone = [r for r in rows() if r.name not in (*KINDS, "slowdown")]
+    cluster = calibration({**MACHINE, "ranks": 1}, alone).cluster
+    assert cluster.ranks == 1 and not cluster.measured.collectives
+    assert Cluster.from_yaml(cluster.to_yaml()) == cluster
+
+
+def test_numbers_for_readers() -> None:
+    assert [si(x) for x in (3.14159, 12_345.0, 2.5e9, 7e13)] == ["3.14 ", "12.3 k", "2.5 G", "70 T"]
+
+
+# ---------------------------------------------------------------- measuring again
+
+
+class Clock:
+    """Stands for the bench and the probe: every attempt takes one second; the probes show what they are told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, noise: list[float]) -> None:
+        self.now, self.noise = 0.0, iter(noise)
+        monkeypatch.setattr(worker, "unrest", lambda bench: next(self.noise))
+        monkeypatch.setattr(worker, "time", SimpleNamespace(sleep=lambda seconds: None))
+        self.made = 0
+
+    def elapsed(self) -> float:
+        return self.now
+
+    def measure(self) -> tuple[Iterator[Point], dict]:
+        self.now, self.made = self.now + 1.0, self.made + 1
+        return iter([Point(1.0, float(self.made))]), {}
+
+
+@pytest.mark.parametrize(
+    ("noise", "attempts", "spare", "kept", "unrest", "made", "spent"),
+    [
+        ([1.0, 1.02], 3, 9.0, 1.0, 1.02, 1, 0.0),  # quiet before and after
+        ([1.0, 1.3, 1.0, 1.0], 3, 9.0, 2.0, 1.0, 2, 1.0),  # disturbed once
+        ([1.3, 1.0, 1.0, 1.2, 2.0, 1.0], 3, 9.0, 2.0, 1.2, 3, 2.0),  # never quiet: the quietest counts
+        ([1.3, 1.0, 1.2, 1.0], 9, 1.5, 2.0, 1.2, 2, 1.0),  # no more time to spare
+        ([1.3, 1.0], 1, 9.0, 1.0, 1.3, 1, 0.0),  # no second look
+    ],
+)
+def test_a_row_is_measured_again_while_the_machine_is_not_quiet(
+    monkeypatch, noise, attempts, spare, kept, unrest, made, spent
+) -> None:
+    clock = Clock(monkeypatch, noise)
+    found, used = worker.measured(clock, "a row", clock.measure, attempts, spare)  # type: ignore[arg-type]
+    assert (found.points[0].seconds, found.unrest, found.attempts, used) == (kept, unrest, made, spent)
