@@ -162,29 +162,26 @@ class _Settled:
 
     def __init__(self) -> None:
         self.shared: dict[Dim, Dim] = {}
+        self.atoms: dict[int, Dim] = {}
         self.rules: dict[object, Rule] = {}
-        self.trees: dict[_Item, Dim] = {}
-        self.found: dict[_Item, tuple[_Var, ...]] = {}
+        self.found: dict[_Item, tuple[Dim, tuple[_Var, ...]]] = {}
 
-    def tree(self, items: Sequence[_Item]) -> Dim:
-        """Items as a dim without axes."""
-        if len(items) == 1:
-            known = self.trees.get(items[0])
-            if known is None:
-                known = _tree(items)
-                known = self.trees[items[0]] = self.shared.setdefault(known, known)
-            return known
-        joined = tuple(itertools.chain.from_iterable(self.tree((i,)) for i in items))
-        return self.shared.setdefault(joined, joined)
-
-    def leaves(self, items: Sequence[_Item]) -> tuple[_Var, ...]:
-        """The atomic variables of items, left to right."""
-        if len(items) == 1:
-            known = self.found.get(items[0])
-            if known is None:
-                known = self.found[items[0]] = tuple(_leaf_vars(items))
-            return known
-        return tuple(itertools.chain.from_iterable(self.leaves((i,)) for i in items))
+    def of(self, item: _Item) -> tuple[Dim, tuple[_Var, ...]]:
+        """An item as a dim without axes, and its atomic variables, left to right."""
+        known = self.found.get(item)
+        if known is None:
+            (inner, *more) = _resolve((item,)) or (None,)
+            if inner is None:
+                known = (), ()
+            elif inner is not item and not more:
+                known = self.of(inner)
+            elif isinstance(inner, _Var) and not more:
+                known = self.atoms.setdefault(inner.size, (SubDim(inner.size),)), (inner,)
+            else:
+                tree = _tree((item,))
+                known = self.shared.setdefault(tree, tree), tuple(_leaf_vars((item,)))
+            self.found[item] = known
+        return known
 
 
 # ---------------------------------------------------------------- the analysis of a graph
@@ -245,19 +242,25 @@ def analyze(graph: Graph, rules: Mapping[str, Rule]) -> Factors:
             rule, own = _view_rule(rule, ports[node.name][0], ports[node.name][-1], settled)
         else:
             own = _own_items(rule, letters[node.name])
-        sites[node.name] = Site(node, rule, {x: settled.tree(items) for x, items in own.items()})
-        for letter, items in own.items():
-            found = owned[node.name, letter] = settled.leaves(items)
+        trees: dict[str, Dim] = {}
+        for letter, item in own.items():
+            trees[letter], found = settled.of(item)
+            owned[node.name, letter] = found
             if is_whole(rule, letter):
                 whole.update(found)
+        sites[node.name] = Site(node, rule, trees)
+    inputs = {i.name: tuple([_marks(settled.of(d)[1], batch) for d in dims[i.name]]) for i in graph.inputs}
     return Factors(
         sites,
-        {name: tuple([settled.tree((v,)) for v in vs]) for name, vs in dims.items()},
-        {key: tuple([v in batch for v in found]) for key, found in owned.items()},
-        {key: tuple([v in whole for v in found]) for key, found in owned.items()},
-        {i.name: tuple(tuple(v in batch for v in settled.leaves((d,))) for d in dims[i.name])
-         for i in graph.inputs},
-    )  # fmt: skip
+        {name: tuple([settled.of(v)[0] for v in vs]) for name, vs in dims.items()},
+        {key: _marks(found, batch) for key, found in owned.items()},
+        {key: _marks(found, whole) for key, found in owned.items()},
+        inputs,
+    )
+
+
+def _marks(found: tuple[_Var, ...], marked: set[_Var]) -> tuple[bool, ...]:
+    return (found[0] in marked,) if len(found) == 1 else tuple([v in marked for v in found])
 
 
 def _unified(rule: Rule, ports: Sequence[list[_Var]]) -> dict[str, _Var]:
@@ -274,12 +277,10 @@ def _unified(rule: Rule, ports: Sequence[list[_Var]]) -> dict[str, _Var]:
     return own
 
 
-def _own_items(rule: Rule, own: Mapping[str, _Var]) -> dict[str, tuple[_Item, ...]]:
+def _own_items(rule: Rule, own: Mapping[str, _Var]) -> dict[str, _Item]:
     """What each letter consists of. A concatenation stays one, even if its parts have turned out to be equal."""
-    return {
-        x: (_CatVar([[own[p]] for p in rule.joined[x]]) if x in rule.joined else own[x],)
-        for x in rule.free_letters
-    }
+    joined = rule.joined
+    return {x: _CatVar([[own[p]] for p in joined[x]]) if x in joined else own[x] for x in rule.free_letters}
 
 
 def _leaf_vars(items: Sequence[_Item]) -> Iterator[_Var]:
@@ -303,7 +304,7 @@ def _batch_variables(graph: Graph, dims: Mapping[str, list[_Var]]) -> set[_Var]:
 
 def _view_rule(
     rule: Rule, source: Sequence[_Var], target: Sequence[_Var], settled: _Settled
-) -> tuple[Rule, dict[str, tuple[_Item, ...]]]:
+) -> tuple[Rule, dict[str, _Item]]:
     """The rule of a view: one letter for each common sub-dim; letters that the view cuts through stay whole."""
     sides = [
         [(number, item) for number, var in enumerate(side) for item in _resolve([var])]
@@ -311,7 +312,7 @@ def _view_rule(
     ]
     ports: list[list[list[str]]] = [[[] for _ in source], [[] for _ in target]]
     sizes: dict[str, int] = {}
-    own: dict[str, tuple[_Item, ...]] = {}
+    own: dict[str, _Item] = {}
     broken: set[str] = set()
     places = [0, 0]
 
@@ -319,13 +320,13 @@ def _view_rule(
         number, item = sides[side][places[side]]
         places[side] += 1
         ports[side][number].append(letter)
-        sizes[letter], own[letter] = item.size, (item,)
+        sizes[letter], own[letter] = item.size, item
         return item
 
     while places[0] < len(sides[0]) and places[1] < len(sides[1]):
         x, y = sides[0][places[0]][1], sides[1][places[1]][1]
         letter = f"v{len(sizes)}"
-        if x is y or (x.size == y.size and settled.tree((x,)) == settled.tree((y,))):
+        if x is y or (x.size == y.size and settled.of(x)[0] == settled.of(y)[0]):
             take(0, letter)
             take(1, letter)
             continue

@@ -134,7 +134,12 @@ class Menu:
         """The option that a single-axis strategy is."""
         if not strategy.cuts and not strategy.through:
             return 0
-        return next(o for o in range(len(self.entries)) if self.single(o, axis) == strategy)
+        letter = strategy.cuts[0][0] if strategy.cuts else ""
+        return next(
+            o
+            for o, entry in enumerate(self.entries)
+            if entry.letter == letter and o and self.single(o, axis) == strategy
+        )
 
     def state(self, strategy: Strategy, mesh: Mesh) -> State:
         """The menu with a strategy fixed on other axes."""
