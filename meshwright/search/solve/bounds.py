@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from meshwright.search.solve.eliminate import Estimate, eliminate, estimate, estimate_sizes
+from meshwright.search.solve.eliminate import Estimate, eliminate, estimate
 from meshwright.search.solve.problem import NoStates, Problem
 from meshwright.search.solve.sweeps import Messages, Sweeps, consistent
 
@@ -23,7 +23,7 @@ Progress = Callable[[str, int, int, float, float], None]
 MOST_ROUNDS = 60
 TABLE_BYTES = 400e6
 MODEST_WORK = 3e7  # about 0.05 s: not worth trying a part of it first
-BISECTIONS = 6
+BISECTIONS = 8
 SLOW = 0.05  # a round that closes less of the gap than this is the last
 NOT_ALLOWED = 1e30
 TOLERANCE = 1e-10  # of the price: what a bound may lack by rounding
@@ -117,7 +117,7 @@ class _Search:
         sweeps = Sweeps(self.problem.only(self.kept), start)
         plan = estimate(sweeps.problem)
         if plan.work > self._easy(sweeps, 4) or plan.size_bytes > TABLE_BYTES:
-            sweeps = self._sweep(sweeps)
+            sweeps = self._sweep(sweeps, plan)
             plan = estimate(sweeps.problem)
         for share in (1 / 16, 1.0):  # a small part of the work often closes the gap
             if self.closed:
@@ -125,7 +125,7 @@ class _Search:
             budget = share * min(plan.work, self.limit_work)
             if plan.work > max(budget, MODEST_WORK) or plan.size_bytes > TABLE_BYTES:
                 self._round(sweeps)
-                sweeps = self._near(sweeps, budget)
+                sweeps = self._near(sweeps, plan, budget)
                 plan = estimate(sweeps.problem)
         if not self.closed and plan.work <= self.limit_work and plan.size_bytes <= TABLE_BYTES:
             self._finish(sweeps.problem, plan, self.kept)
@@ -135,7 +135,7 @@ class _Search:
         """Work that takes no longer than some rounds; each variable costs a few calls whatever its states."""
         return rounds * sweeps.cost + 1e4 * len(self.kept)
 
-    def _sweep(self, sweeps: Sweeps) -> Sweeps:
+    def _sweep(self, sweeps: Sweeps, plan: Estimate) -> Sweeps:
         """Rounds until what is left is cheaper to eliminate than to sweep, or the bound stands still."""
         whole = True
         for done in range(MOST_ROUNDS):
@@ -147,12 +147,13 @@ class _Search:
             self._tell("bound", done + 1, MOST_ROUNDS)
             if self.closed:
                 break
-            slim = self._near(sweeps, sweeps.cost) if done else self._pruned(sweeps)
+            slim = self._near(sweeps, plan, sweeps.cost) if done else self._pruned(sweeps)
             if self.closed:
                 break
-            whole = whole and slim is sweeps
-            sweeps = slim
-            if estimate(sweeps.problem).work <= self._easy(sweeps, 2):
+            if slim is not sweeps:
+                sweeps, whole = slim, False
+                plan = estimate(sweeps.problem)
+            if plan.work <= self._easy(sweeps, 2):
                 break
             if done >= 2 and self.bound - before < SLOW * (self.price - self.bound):
                 break
@@ -178,12 +179,12 @@ class _Search:
         self.kept = [k[f] for k, f in zip(self.kept, few, strict=True)]
         return sweeps.only(few)
 
-    def _near(self, sweeps: Sweeps, budget: float) -> Sweeps:
+    def _near(self, sweeps: Sweeps, plan: Estimate, budget: float) -> Sweeps:
         """Eliminate over the states whose lower bound is least, as many as `budget` allows (after a round).
 
         A choice with any other state costs more than the highest of these bounds, so that is a lower bound too.
         """
-        few = self._affordable(sweeps, budget)
+        few = self._affordable(sweeps, plan, budget)
         if few.plan:
             try:
                 kept = [k[f] for k, f in zip(self.kept, few.places, strict=True)]
@@ -194,7 +195,7 @@ class _Search:
             self.bound = max(self.bound, min(self.price, *map(float, beyond)))
         return self._pruned(sweeps)
 
-    def _affordable(self, sweeps: Sweeps, budget: float) -> _Few:
+    def _affordable(self, sweeps: Sweeps, whole: Estimate, budget: float) -> _Few:
         """The states below a level between bound and price, which a bisection pushes up as far as `budget` allows."""
         low, high = self.bound, self.price
         best = _Few(low, [], None)
@@ -203,7 +204,7 @@ class _Search:
         level = high
         for _ in range(BISECTIONS):
             places = sweeps.within(level)
-            plan = estimate_sizes([len(p) for p in places], sweeps.problem.pairs)
+            plan = whole.resized([len(p) for p in places])
             if plan.work <= budget and plan.size_bytes <= TABLE_BYTES:
                 best, low = _Few(level, places, plan), level
                 if level == high:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,13 +25,22 @@ Scope = tuple[int, ...]
 class Estimate:
     """What an elimination in `order` will take, known before it starts.
 
-    `work` counts the sums of entries, `largest` the entries of the largest table made, `size_bytes` all tables made.
+    `work` counts the sums of entries, `largest` the entries of the largest table made, `size_bytes` all tables made;
+    `scopes` are the variables of the table that each variable leaves behind.
     """
 
     order: tuple[int, ...]
     work: float
     largest: float
     size_bytes: float
+    scopes: tuple[Scope, ...] = field(repr=False)
+
+    def resized(self, sizes: Sequence[int], dtype: type = np.float64) -> Estimate:
+        """The same order over other numbers of states."""
+        tables = [math.prod(sizes[w] for w in scope) for scope in self.scopes]
+        work = sum(sizes[v] * table for v, table in zip(self.order, tables, strict=True))
+        size_bytes = 1.0 * sum(tables) * np.dtype(dtype).itemsize
+        return Estimate(self.order, 1.0 * work, 1.0 * max(tables, default=0), size_bytes, self.scopes)
 
 
 @dataclass(frozen=True)
@@ -45,15 +54,9 @@ class Eliminated:
 
 def estimate(problem: Problem, dtype: type = np.float64) -> Estimate:
     """The cheaper one of two greedy orders: least table first, and least fill first."""
-    return estimate_sizes(problem.sizes, problem.pairs, dtype)
-
-
-def estimate_sizes(
-    sizes: Sequence[int], pairs: Iterable[tuple[int, int]], dtype: type = np.float64
-) -> Estimate:
-    """The same from the number of states of each variable and the pairs alone."""
-    edges = [(u, v) for u, v in pairs if sizes[u] > 1 and sizes[v] > 1]  # one state is a constant
-    plans = [_simulate(sizes, edges, fill, np.dtype(dtype).itemsize) for fill in (False, True)]
+    sizes = problem.sizes
+    edges = [(u, v) for u, v in problem.pairs if sizes[u] > 1 and sizes[v] > 1]  # one state is a constant
+    plans = [_greedy(sizes, edges, fill).resized(sizes, dtype) for fill in (False, True)]
     return min(plans, key=lambda p: p.work)
 
 
@@ -180,7 +183,7 @@ def _cut(table: np.ndarray, low: int, high: int, row: int, end: int) -> np.ndarr
     return table[low:high, row:end] if table.shape[1] > 1 else table[low:high]
 
 
-def _simulate(sizes: Sequence[int], edges: Iterable[tuple[int, int]], fill: bool, itemsize: int) -> Estimate:
+def _greedy(sizes: Sequence[int], edges: Iterable[tuple[int, int]], fill: bool) -> Estimate:
     """Eliminate on the graph alone. Costs of neighbours are refreshed lazily: stale heap entries are skipped."""
     near: list[set[int]] = [set() for _ in sizes]
     for u, v in edges:
@@ -199,7 +202,7 @@ def _simulate(sizes: Sequence[int], edges: Iterable[tuple[int, int]], fill: bool
     heap = list(now)
     heapq.heapify(heap)
     order: list[int] = []
-    work = largest = total = 0.0
+    scopes: list[Scope] = []
     while heap:
         entry = heapq.heappop(heap)
         v = entry[2]
@@ -207,14 +210,11 @@ def _simulate(sizes: Sequence[int], edges: Iterable[tuple[int, int]], fill: bool
             continue
         now[v] = (-1.0, -1.0, -1)
         order.append(v)
-        table = entry[1]
-        work += table * sizes[v]
-        largest = max(largest, table)
-        total += table
+        scopes.append(tuple(sorted(near[v])))
         for w in near[v]:
             near[w].discard(v)
             near[w] |= near[v] - {w}
         for w in near[v]:
             now[w] = cost(w)
             heapq.heappush(heap, now[w])
-    return Estimate(tuple(order), work, largest, total * itemsize)
+    return Estimate(tuple(order), 0.0, 0.0, 0.0, tuple(scopes))

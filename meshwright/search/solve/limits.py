@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +26,7 @@ Accept = Callable[[States], "bool | np.ndarray | Sequence[float]"]
 
 ACCEPTS = 300  # calls of `accept` that one search may make: a simulation takes milliseconds
 TIGHTENINGS = 8
+STEPS = 4  # solves of a part before it is cut again
 REPAIRED = 6  # choices that are made to fit, and rounds of mixing
 STEP = 0.7  # of the way to where the cutting planes point
 NO_LIMIT = 1e6  # stands for inf, in units of all bytes of the largest states
@@ -65,7 +67,7 @@ def solve_limited(
     accept: Accept = lambda states: True,
     progress: Progress | None = None,
     *,
-    enough: float = 1e-3,
+    enough: float = 2e-3,
     most_solves: int = 40,
     limit_work: float = 4e9,
 ) -> LimitedSolution:
@@ -92,7 +94,8 @@ def solve_limited(
 class _Part:
     """The choices with states `kept` (indices per variable), a lower bound of what fits among them, and where it is.
 
-    `split` names a variable and those of its states that go to one side, if the part is to be cut in two.
+    `held` is the bound under the tighter limits last tried; `split` names a variable and those of its states that go
+    to one side, if the part is to be cut in two.
     """
 
     kept: list[np.ndarray]
@@ -102,6 +105,7 @@ class _Part:
     multipliers: np.ndarray = field(default_factory=lambda: np.zeros(0))
     messages: Messages = field(default_factory=dict)
     split: tuple[int, np.ndarray] | None = None
+    held: float = -math.inf
 
     def has(self, states: States) -> bool:
         places = (int(kept.searchsorted(s)) for kept, s in zip(self.kept, states, strict=True))
@@ -181,7 +185,13 @@ class _Search:
     def solve(self, part: _Part, prices: np.ndarray) -> float:
         """One unlimited solve with a price per byte; returns a lower bound of price + prices·bytes in the part."""
         weighed = part.memory.weighed(part.problem, prices) if prices.any() else part.problem
-        found = solve(weighed, limit_work=self.options.limit_work, start=part.messages)
+        try:
+            found = solve(weighed, limit_work=self.options.limit_work, start=part.messages)
+        except NoStates as none:
+            if not self.solves or not none.proven:
+                raise
+            part.bound = math.inf
+            return math.inf
         part.messages = found.messages or part.messages
         self.solves += 1
         bound = found.bound - float(prices @ self.limits)
@@ -234,11 +244,15 @@ class _Search:
             self.verdicts[states] = bool(verdict)
         return self.verdicts[states]
 
-    def climb(self, part: _Part, goal: np.ndarray) -> None:
+    def climb(self, part: _Part, goal: np.ndarray, most: int = 1000) -> None:
         """Dual ascent in a part: cutting planes, each step taken part of the way from the best point so far."""
+        part.held = -math.inf
         stretch, low, centre = 10.0, -math.inf, part.multipliers
         whole_way = False
-        while not (self.spent or self.over or self.price <= part.bound):
+        end = self.solves + most
+        while self.solves < end and not (
+            self.spent or self.over or part.bound >= self.price or math.isinf(part.bound)
+        ):
             chosen = [s for s in self.known if part.has(s)]
             prices = np.array([self.known[s][0] for s in chosen])
             amounts = np.array([self.known[s][1] for s in chosen]).reshape(len(chosen), -1)
@@ -248,7 +262,8 @@ class _Search:
             far = float(prices.max() + stretch * (np.ptp(prices) + 0.01 * np.abs(prices).max() + 1e-300))
             aim, high, weights = multipliers(prices, amounts, goal, far)
             part.split = self.cut(part, aim, [(w, chosen[i]) for i, w in weights.items() if i < len(chosen)])
-            if high - low <= 0.1 * self.options.enough * abs(high):
+            gap = self.price - part.bound if self.best is not None else 0.0
+            if high - low <= max(0.1 * self.options.enough * abs(high), 0.1 * gap):
                 if len(chosen) not in weights or stretch > 1e5:
                     return
                 stretch *= (
@@ -259,7 +274,8 @@ class _Search:
             seen = len(self.known)
             value = self.solve(part, point) - float(point @ goal)
             if value > low:
-                low, centre = value, point
+                part.held = low = value
+                centre = point
             elif whole_way and len(self.known) == seen:
                 return  # the inner solves are not exact enough to go on
             whole_way = not whole_way and len(self.known) == seen
@@ -268,40 +284,52 @@ class _Search:
         self, part: _Part, prices: np.ndarray, mix: list[tuple[float, States]]
     ) -> tuple[int, np.ndarray] | None:
         """The variable whose bytes the two main choices of a mix differ in most, and its states below their middle."""
-        (_, one), (_, two), *_ = [*sorted(mix, key=lambda m: (-m[0], m[1])), (0.0, ()), (0.0, ())]
+        if len(mix) < 2:
+            return None
+        (_, one), (_, two), *_ = sorted(mix, key=lambda m: (-m[0], m[1]))
         best, split = 0.0, None
-        for v, (s, t) in enumerate(zip(one, two, strict=False)):
+        for v, (s, t) in enumerate(zip(one, two, strict=True)):
             worth = self.memory.amounts[v] @ prices
             if abs(worth[s] - worth[t]) > best:
                 best = float(abs(worth[s] - worth[t]))
                 split = (v, np.flatnonzero(worth < (worth[s] + worth[t]) / 2))
         return split
 
+    def halves(self, part: _Part) -> list[_Part]:
+        """The part cut in two: as its mix of choices suggests, else along the variable whose bytes differ most."""
+        v, side = part.split or (0, np.zeros(0))
+        low = np.isin(part.kept[v], side)
+        if low.all() or not low.any():
+            needs = [a.sum(axis=1) for a in part.memory.amounts]
+            v = max(range(len(needs)), key=lambda v: (len(needs[v]) > 1, np.ptp(needs[v])))
+            low = np.zeros(len(needs[v]), dtype=bool)
+            low[np.argsort(needs[v], kind="stable")[: len(low) // 2]] = True
+        found = []
+        for chosen in (low, ~low):
+            places = [np.arange(len(k)) for k in part.kept]
+            places[v] = np.flatnonzero(chosen)
+            with suppress(NoStates):
+                found.append(part.only(places))
+        return found
+
     def branch(self) -> None:
-        """Cut the part with the lowest bound in two, while solves are left (branch and bound)."""
-        while not (self.spent or self.over):
-            part = min(self.open, key=lambda p: p.bound)
-            if part.bound >= self.price or part.split is None:
+        """Cut the part with the lowest bound in two, while solves are left (branch and bound).
+
+        Where `accept` refused, it ends when nothing cheaper is left under what it seems to allow: the rest of the gap
+        is what the bytes under-estimate.
+        """
+        while self.open and not (self.spent or self.over):
+            part = min(self.open, key=lambda p: (p.held, p.bound))
+            if part.held >= self.price - self.options.enough * abs(self.price):
                 return
-            v, side = part.split
-            low = np.isin(part.kept[v], side)
-            if low.all() or not low.any():
-                return
-            halves = []
-            for chosen in (low, ~low):
-                places = [np.arange(len(k)) for k in part.kept]
-                places[v] = np.flatnonzero(chosen)
-                try:
-                    halves.append(part.only(places))
-                except NoStates:
-                    continue
-            for half in halves:
-                half.bound = part.bound
-            self.open = [p for p in self.open if p is not part] + halves
-            for half in halves:
-                self.solve(half, half.multipliers)
-                self.climb(half, self.tight)
-            self.repair()
+            self.open = [p for p in self.open if p is not part]
+            if max(part.problem.sizes) > 1:  # else its one choice has been met
+                halves = self.halves(part)
+                self.open += halves
+                for half in halves:
+                    self.solve(half, half.multipliers)
+                    self.climb(half, self.tight, STEPS)
+                self.repair()
             self.open = [p for p in self.open if p.bound < self.price]
 
     def fit(self) -> None:
