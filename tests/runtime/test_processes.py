@@ -187,3 +187,37 @@ def test_a_script_that_slices_by_hand(tmp_path: Path) -> None:
     mw.shutdown()
     """
     assert "EQUAL" in succeed(tmp_path, 2, body)
+
+
+ZERO = """
+from dataclasses import replace
+from meshwright.layout import SubDim, TensorLayout
+
+model, batch, loss = gpt.build()
+model = model.double()
+losses, expected = reference(model, batch, loss, clip=0.05)
+pins = {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}}
+plan = mw.plan(model, batch, loss=loss, mesh={"dp": 2, "tp": 2}, mode="sharding_propagation", pins=pins)
+inputs, hubs = dict(plan.inputs), {}
+for name, use in plan.inputs.items():
+    last = use.dims[0][-1] if use.dims and use.dims[0] else None
+    if "dp" in use.grad and isinstance(last, SubDim) and last.size % plan.mesh.count((*last.axes, "dp")) == 0:
+        stored = (*use.dims[0][:-1], SubDim(last.size, (*last.axes, "dp")))
+        inputs[name] = TensorLayout((stored, *use.dims[1:]), (), tuple(a for a in use.grad if a != "dp"))
+        hubs[name] = use
+plan = replace(plan, inputs=inputs, hubs=hubs, again=frozenset(hubs))
+step = mw.train_step(model, adamw, batch, loss=loss, plan=plan, clip_norm=0.05)
+found = [step(batch).item() for _ in range(3)]
+state = step.full_state()
+assert max(abs(a - b) / abs(b) for a, b in zip(found, losses)) < 1e-12
+scale = {n: max(p.abs().max().item(), 1e-3) for n, p in expected.items()}
+assert max((state[n] - p).abs().max().item() / scale[n] for n, p in expected.items()) < 1e-11
+print(len(hubs), "hubs,", str(step.program).count("again in backward all_gather(dp)"), "made again")
+mw.shutdown()
+"""
+
+
+def test_parameters_stored_in_parts_and_gathered_again(tmp_path: Path) -> None:
+    """Buckets, gathers forward, gathers again in backward and clipping meet in one order on real ranks."""
+    lines = {x for x in succeed(tmp_path, 4, ZERO).splitlines() if "made again" in x}
+    assert len(lines) >= 1 and all(int(x.split(" hubs")[0].split()[-1]) > 8 for x in lines), lines

@@ -1,9 +1,10 @@
 """Hubs and storage layouts, whichever they are: a value is brought once to a layout of its own and taken from there,
-a parameter is stored as a rank holds it and brought to its use. Loss, gradients and three steps of an optimizer stay
-those of one device."""
+a parameter is stored in one layout and used in others, and what backward needs may be made again. Loss, gradients and
+three steps of an optimizer stay those of one device."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from collections.abc import Callable, Iterable
@@ -11,14 +12,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 import meshwright as mw
-from meshwright.compile import captured_of, plan_captured
+from meshwright.compile import captured_of, lower, plan_captured, values_of
 from meshwright.examples import gpt, llama, mlp, zoo
 from meshwright.graph import Graph
 from meshwright.layout import SubDim, TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan
+from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld
+from meshwright.runtime.step import LocalStep
+from meshwright.train import TrainStep
+from meshwright.verify.runs import simulated_rank
 
 BATCH = 6
 BUILDS: dict[str, Callable[[], Any]] = {
@@ -90,14 +96,110 @@ def plan_of(name: str, mesh: dict[str, int], mode: str) -> tuple[Plan, Graph]:
     ), captured.graph
 
 
-@pytest.mark.parametrize("mode", ("data_parallel", "sharding_propagation"))
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda m: "x".join(map(str, m.values())))
-@pytest.mark.parametrize("name", BUILDS)
-def test_any_hubs_and_any_storage_train_as_one_device(name: str, mesh: dict[str, int], mode: str) -> None:
+def check(name: str, mesh: dict[str, int], mode: str, draw: random.Random, share: float) -> None:
     model, batch, loss = built(name)
     plan, graph = plan_of(name, mesh, mode)
-    draw = random.Random(f"{name} {mesh} {mode}")
-    for share in (0.15, 0.6):
-        mixed = rewritten(plan, graph, draw, share)
-        assert mixed.hubs
-        mw.verify(model, batch, loss=loss, plan=mixed).raise_if_different()
+    mixed = rewritten(plan, graph, draw, share)
+    assert mixed.hubs and mixed.again
+    mw.verify(model, batch, loss=loss, plan=mixed).raise_if_different()
+
+
+@pytest.mark.parametrize(("share", "mode"), ((0.2, "sharding_propagation"), (0.7, "data_parallel")))
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda m: "x".join(map(str, m.values())))
+@pytest.mark.parametrize("name", BUILDS)
+def test_any_hubs_and_any_storage_train_as_one_device(
+    name: str, mesh: dict[str, int], share: float, mode: str
+) -> None:
+    check(name, mesh, mode, random.Random(f"{name} {mesh}"), share)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(60))
+def test_many_hubs_and_storages(seed: int) -> None:
+    draw = random.Random(seed)
+    mesh = draw.choice((*MESHES, {"dp": 2, "tp": 3}))
+    mode = draw.choice(("data_parallel", "sharding_propagation"))
+    check(draw.choice(list(BUILDS)), mesh, mode, draw, draw.choice((0.05, 0.2, 0.5, 0.9)))
+
+
+# ---------------------------------------------------------------- ZeRO
+
+
+def zero(plan: Plan) -> Plan:
+    """Each parameter split, beyond its use, over the axes on which its gradient is pending; its use is the hub."""
+    inputs, hubs = dict(plan.inputs), {}
+    for name, use in plan.inputs.items():
+        for number, dim in enumerate(use.dims):
+            last = dim[-1] if dim else None
+            if (
+                isinstance(last, SubDim)
+                and last.size >= plan.mesh.count((*last.axes, *use.grad))
+                and use.grad
+            ):
+                stored = (*dim[:-1], SubDim(last.size, (*last.axes, *use.grad)))
+                inputs[name] = TensorLayout((*use.dims[:number], stored, *use.dims[number + 1 :]))
+                hubs[name] = use
+                break
+    return replace(plan, inputs=inputs, hubs=hubs)
+
+
+def clipped_reference(
+    model: torch.nn.Module, batch: Any, loss: Any, limit: float
+) -> tuple[list[float], float]:
+    """Three clipped steps of AdamW on one device, in place; the losses and the first norm."""
+    optimizer = adamw(list(model.parameters()))
+    losses, norms = [], []
+    for _ in range(3):
+        optimizer.zero_grad()
+        value = loss(model, batch)
+        value.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item())
+        optimizer.step()
+        losses.append(value.item())
+    return losses, norms[0]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3)
+
+
+@pytest.mark.parametrize("again", (False, True), ids=("kept", "again"))
+@pytest.mark.parametrize("mesh", ({"dp": 2, "tp": 2}, {"dp": 3}), ids=str)
+def test_zero_trains_clips_and_hands_back_whole_weights(mesh: dict[str, int], again: bool) -> None:
+    model, batch, loss = mlp.build(depth=2)
+    model, batch = model.double(), {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    captured = captured_of(model, batch, loss)
+    pins = {"up.*": {"n": "tp"}, "down.*": {"k": "tp"}} if "tp" in mesh else None
+    plan = zero(plan_captured(captured, mesh, "sharding_propagation", pins))
+    plan = replace(plan, again=frozenset(plan.hubs) if again else frozenset())
+    if pins:
+        assert str(plan.inputs["up_0_weight"]) == "[96/tp.dp, 24]"  # use first, storage as the minor axis
+    parts = lower(captured, plan)
+    twin = copy.deepcopy(model)
+    losses, norm = clipped_reference(twin, batch, loss, limit=0.05)
+    assert norm > 0.1  # or nothing would be clipped
+
+    def body(comm: SimulatedRank) -> None:
+        values = {k: v.detach().clone() for k, v in values_of(model, captured).items()}
+        local = LocalStep(parts, simulated_rank(comm), values, adamw, clip_norm=0.05)
+        step = TrainStep(local, parts)
+        for expected in losses:
+            assert step(batch).item() == pytest.approx(expected, rel=1e-12)
+        for target, parameter in step.parameters.items():
+            layout = local.layout_of(target)
+            shape = layout.local_shape(plan.mesh, plan.mesh.coordinate(comm.rank))
+            assert tuple(parameter.shape) == shape
+            assert local.optimizer is not None
+            moments = local.optimizer.state[parameter]
+            assert tuple(moments["exp_avg"].shape) == shape
+            assert parameter.grad is not None
+            if not layout.grad:  # in a bucket otherwise; alone, it keeps no more memory than it has elements
+                assert parameter.grad.untyped_storage().nbytes() <= 8 * (parameter.numel() + plan.mesh.size)
+        # What is scattered by its hub needs no bucket any more.
+        summed = sum(count for _, count, _ in local.bucket_summary())
+        assert summed == len([n for n in plan.inputs if plan.inputs[n].grad and n not in plan.hubs])
+        fresh = copy.deepcopy(model)
+        for name, value in step.copy_to(fresh).named_parameters():
+            torch.testing.assert_close(value, dict(twin.named_parameters())[name], rtol=1e-11, atol=1e-13)
+
+    SimulatedWorld(plan.mesh).run(body)
