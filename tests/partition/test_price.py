@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import math
+from dataclasses import replace
 
 import pytest
 
 from meshwright.compile import captured_of, lower, plan_captured
 from meshwright.cost.cluster import Cluster, Device, Level, Measured
-from meshwright.examples import gpt, llama, mlp, recommender, zoo
+from meshwright.examples import mlp
+from meshwright.mesh import Mesh
 from meshwright.ops.talk import TALKATIVE, kernel_talk, site_talk
 from meshwright.partition.price import letter_sizes, on_cluster, program_price, stands_for
 from meshwright.redistribute.steps import origin
+from tests.partition.models import CASES, MeshKey, prepared, stored_cut
 
 RATE, LINK, LATENCY = 1e9, 4e9, 1e-6
 
@@ -73,38 +75,39 @@ def test_an_mlp_costs_what_is_worked_out_by_hand(dp: int, tp: int) -> None:
     assert price.update == pytest.approx(7 * 4 * held / 1e12)
 
 
-MODELS = {
-    "mlp": (mlp.build, {"up.*": {"n": "tp"}}),
-    "gpt": (gpt.build, {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}, "head": {"n": "tp"}}),
-    "llama": (llama.build, {}),
-    "resnet": (functools.partial(zoo.hugging_face, "resnet"), {"*.layer.0.convolution": {"o": "tp"}}),
-    "recommender": (recommender.build, {"deep_tables.*": {"v": "tp"}, "layers.0": {"n": "tp"}}),
-}
-
-
-@functools.cache
-def parts_of(name: str, mesh: tuple[tuple[str, int], ...], mode: str):
-    build, pins = MODELS[name]
-    model, batch, loss = build()
+@pytest.mark.parametrize("again", (False, True))
+def test_parameters_stored_cut_cost_their_gathers_and_scatters(again: bool) -> None:
+    """ZeRO over dp = 2: every parameter gathered, every gradient scattered, half of all updated, nothing in buckets.
+    Made again are the weights that autograd would keep: not the first, whose input wants no gradient, and no bias."""
+    model, batch, loss = mlp.build(depth=1)
     captured = captured_of(model, batch, loss)
-    return lower(
-        captured, plan_captured(captured, dict(mesh), mode, pins if mode != "data_parallel" else None)
-    )
-
-
-CASES = [
-    (name, mesh, mode)
-    for name in MODELS
-    for mesh in ((("dp", 2), ("tp", 2)), (("tp", 3),))
-    for mode in ("data_parallel", "sharding_propagation")
-    if mode == "sharding_propagation" or len(mesh) == 2
-]
+    cluster = toy(dp=2)
+    plan = plan_captured(captured, cluster.place(Mesh.of(dp=2)), "data_parallel", None)
+    # By these prices a scatter costs less than an all-reduce, so that is what the program does.
+    plan = replace(stored_cut(plan, again=again), prices=cluster.prices)
+    price = program_price(lower(captured, plan), cluster)
+    kept = {"up.0.weight": 96 * 24, "down.0.weight": 24 * 96, "leave.weight": 12 * 24}
+    sizes = {
+        "enter.weight": 24 * 16,
+        "enter.bias": 24,
+        "up.0.bias": 96,
+        "down.0.bias": 24,
+        "leave.bias": 12,
+        **kept,
+    }
+    # One half of a parameter goes to the other rank.
+    half = {name: LATENCY + 4 * elements / 2 / LINK for name, elements in sizes.items()}
+    assert price.forward_communication == pytest.approx(sum(half.values()) + ring(8) + ring(4))
+    gathered_again = sum(half[name] for name in kept) if again else 0.0
+    assert price.backward_communication == pytest.approx(sum(half.values()) + gathered_again)
+    assert price.reduction == 0.0
+    assert price.update == pytest.approx(7 * 4 * sum(sizes.values()) / 2 / 1e12)
 
 
 @pytest.mark.parametrize(("name", "mesh", "mode"), CASES, ids=str)
-def test_the_parts_of_a_price_are_its_sum(name: str, mesh: tuple[tuple[str, int], ...], mode: str) -> None:
-    parts = parts_of(name, mesh, mode)
-    price = program_price(parts, Cluster.preset("h100", ranks_per_node=math.prod(n for _, n in mesh)))
+def test_the_parts_of_a_price_are_its_sum(name: str, mesh: MeshKey, mode: str) -> None:
+    parts = prepared(name, mesh, mode)[0]
+    price = program_price(parts, Cluster.preset("h100"))
     nodes, reshards = price.by_node.values(), price.by_reshard.values()
     pieces = [n.total for n in nodes] + [s for pair in reshards for s in pair]
     pieces += [s for pair in price.by_parameter.values() for s in pair]
@@ -116,11 +119,9 @@ def test_the_parts_of_a_price_are_its_sum(name: str, mesh: tuple[tuple[str, int]
 
 
 @pytest.mark.parametrize(("name", "mesh", "mode"), CASES, ids=str)
-def test_operators_are_priced_with_the_sizes_of_the_program(
-    name: str, mesh: tuple[tuple[str, int], ...], mode: str
-) -> None:
+def test_operators_are_priced_with_the_sizes_of_the_program(name: str, mesh: MeshKey, mode: str) -> None:
     """The letters of an operator multiply to the shapes of its results in the rank's own program."""
-    parts = parts_of(name, mesh, mode)
+    parts = prepared(name, mesh, mode)[0]
     on = parts.plan.mesh
     at = origin(on)
     local = parts.local(on.rank(at))
@@ -131,10 +132,8 @@ def test_operators_are_priced_with_the_sizes_of_the_program(
 
 
 @pytest.mark.parametrize(("name", "mesh", "mode"), CASES, ids=str)
-def test_what_kernels_send_is_known_before_there_is_a_program(
-    name: str, mesh: tuple[tuple[str, int], ...], mode: str
-) -> None:
-    parts = parts_of(name, mesh, mode)
+def test_what_kernels_send_is_known_before_there_is_a_program(name: str, mesh: MeshKey, mode: str) -> None:
+    parts = prepared(name, mesh, mode)[0]
     on, graph = parts.plan.mesh, parts.resharded.graph
     local = parts.local(on.rank(origin(on)))
     sent: dict[str, list] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import random
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from meshwright.capture.batch import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
 from meshwright.cost.cluster import Cluster, Device, Level
 from meshwright.cost.timeline import COMPUTE
-from meshwright.examples import gpt, llama, mlp, recommender, zoo
+from meshwright.partition import Partition
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.price import program_price
 from meshwright.partition.tasks import simulate, step_tasks
@@ -19,26 +19,14 @@ from meshwright.redistribute.buckets import Gradient, fill
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
+from tests.partition.models import BOTH, CASES, MODELS, MeshKey, built, prepared
+from tests.verify.test_hubs import rewritten
 
-MODELS = {
-    "mlp": (mlp.build, {"up.*": {"n": "tp"}}),
-    "gpt": (gpt.build, {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}, "head": {"n": "tp"}}),
-    "llama": (llama.build, {}),
-    "resnet": (functools.partial(zoo.hugging_face, "resnet"), {"*.layer.0.convolution": {"o": "tp"}}),
-    "recommender": (recommender.build, {"deep_tables.*": {"v": "tp"}, "layers.0": {"n": "tp"}}),
-}
+Tensors = dict[str, torch.Tensor]
+
 LINKS = (Level("outer", 2, 1e9, 1e-5), Level("inner", 3, 1e10, 1e-6))
 PROCESSOR = Cluster("toy", Device("toy", {"f32": 1e12}, 1 << 34, 1e11, 1e-6), LINKS)
 SMALL = 4 << 10  # so that small models fill several buckets
-
-
-@functools.cache
-def prepared(name: str, mesh: tuple[tuple[str, int], ...], mode: str):
-    build, pins = MODELS[name]
-    model, batch, loss = build()
-    captured = captured_of(model, batch, loss)
-    plan = plan_captured(captured, dict(mesh), mode, pins if mode != "data_parallel" else None)
-    return lower(captured, plan), values_of(model, captured), dict(leaves(batch))
 
 
 def local_step(parts, values, rank: int, bucket_bytes: int) -> LocalStep:
@@ -46,20 +34,28 @@ def local_step(parts, values, rank: int, bucket_bytes: int) -> LocalStep:
     return LocalStep(parts, Rank(comm, torch.device("cpu")), values, None, bucket_bytes=bucket_bytes)
 
 
-CASES = [
-    (name, mesh, mode)
-    for name in MODELS
-    for mesh in ((("dp", 2), ("tp", 2)), (("tp", 3),))
-    for mode in ("data_parallel", "sharding_propagation")
-    if mode == "sharding_propagation" or len(mesh) == 2
-]
-
-
 @pytest.mark.parametrize("bucket_bytes", (25 << 20, SMALL))
 @pytest.mark.parametrize(("name", "mesh", "mode"), CASES, ids=str)
-def test_the_collectives_of_a_real_step_in_its_order(name, mesh, mode, bucket_bytes: int) -> None:
-    """A rank that counts runs forward and backward by autograd; the tasks foresaw each call: kind, axes, bytes, place."""
-    parts, values, batch = prepared(name, mesh, mode)
+def test_the_collectives_of_a_real_step_in_its_order(
+    name: str, mesh: MeshKey, mode: str, bucket_bytes: int
+) -> None:
+    """A rank that counts runs forward and backward by autograd; the tasks foresaw each call: its kind, axes, bytes and
+    place."""
+    check_order(*prepared(name, mesh, mode), bucket_bytes)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ("mlp", "gpt"))
+def test_the_order_under_any_hubs(name: str, seed: int) -> None:
+    """Hubs and storage drawn at random, some made again: every collective still falls where it was foreseen."""
+    model, batch, loss = built(name)
+    captured = captured_of(model, batch, loss)
+    plan = plan_captured(captured, dict(BOTH), "sharding_propagation", MODELS[name][1])
+    mixed = rewritten(plan, captured.graph, random.Random(seed), 0.3)
+    check_order(lower(captured, mixed), values_of(model, captured), dict(leaves(batch)), SMALL)
+
+
+def check_order(parts: Partition, values: Tensors, batch: Tensors, bucket_bytes: int) -> None:
     on = parts.plan.mesh
     step = local_step(parts, values, 0, bucket_bytes)
     step.gradients(batch)
@@ -78,7 +74,9 @@ def test_the_collectives_of_a_real_step_in_its_order(name, mesh, mode, bucket_by
 
 
 @pytest.mark.parametrize(("name", "mesh", "mode"), CASES, ids=str)
-def test_buckets_are_filled_as_the_runtime_fills_them_on_every_rank(name, mesh, mode) -> None:
+def test_buckets_are_filled_as_the_runtime_fills_them_on_every_rank(
+    name: str, mesh: MeshKey, mode: str
+) -> None:
     parts, values, _ = prepared(name, mesh, mode)
     groups = fill(pending_gradients(parts), SMALL, 2 << 20)
     target = {i.name: i.target for i in parts.resharded.graph.inputs}
@@ -145,7 +143,7 @@ def test_the_rule_of_the_buckets() -> None:
 
 
 @pytest.mark.parametrize(("name", "mesh", "mode"), CASES, ids=str)
-def test_a_simulated_step_lies_between_its_compute_and_its_sum(name, mesh, mode) -> None:
+def test_a_simulated_step_lies_between_its_compute_and_its_sum(name: str, mesh: MeshKey, mode: str) -> None:
     parts, _, _ = prepared(name, mesh, mode)
     found = simulate(parts, PROCESSOR, bucket_bytes=SMALL)
     price = program_price(parts, PROCESSOR)
@@ -176,7 +174,7 @@ def test_a_slower_link_makes_no_step_faster() -> None:
 
 def test_reductions_hide_behind_backward() -> None:
     """With small buckets most of what is reduced is sent while backward computes; with one bucket nothing is."""
-    parts, _, _ = prepared("gpt", (("dp", 2), ("tp", 2)), "data_parallel")
+    parts, _, _ = prepared("gpt", BOTH, "data_parallel")
     slow = Cluster("toy", Device("slow", {"f32": 1e9}, 1 << 34, 1e9, 0.0), LINKS)
     one, many = simulate(parts, slow), simulate(parts, slow, bucket_bytes=SMALL)
     reduce = sum(t.seconds for t in many.tasks if t.kind == "reduce")
