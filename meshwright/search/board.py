@@ -44,7 +44,8 @@ class Board:
             for uses, makes in zip(self.uses, self.makes, strict=True)
         ]
         self.menus = self._menus(factors)
-        self.batch: dict[str, list[int]] = {}  # the options of nodes that cut their batch factor
+        self.kinds = self._kinds()
+        self.batch: list[tuple[int, ...]] | None = None  # per node, the options that cut its batch factor
         self.remembered: dict[Hashable, list[int]] = {}  # what a search found on an axis of the same kind
 
     def _menus(self, factors: Factors) -> list[Menu]:
@@ -58,4 +59,15 @@ class Board:
             if menu is None:
                 menu = known[key] = Menu(site, places)
             found.append(menu)
+        return found
+
+    def _kinds(self) -> list[int]:
+        """Nodes whose options compare alike where their neighbours do: one menu, equal bytes, gradients and repeats."""
+        known: dict[Hashable, int] = {}
+        found: list[int] = []
+        for menu, uses, makes in zip(self.menus, self.uses, self.makes, strict=True):
+            values = (*uses, *makes)
+            repeats = tuple(map(uses.index, uses)) if len(set(uses)) < len(uses) else ()
+            key = (id(menu), *[(self.size_bytes[v], self.has_grad[v]) for v in values], repeats)
+            found.append(known.setdefault(key, len(known)))
         return found

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
+
 from meshwright.errors import StrategyError
 from meshwright.graph import Node
-from meshwright.ops.strategy import units
+from meshwright.ops.strategy import Strategy, units
+from meshwright.search.menus import Menu
 from meshwright.search.options import Assignment, Scene
 
 
-def batch_options(scene: Scene, node: Node) -> list[int]:
-    """The cuts of a node's batch factor, those that its output has first."""
-    menu = scene.board.menus[scene.board.number[node.name]]
+def batch_options(menu: Menu, marks: Mapping[str, tuple[bool, ...]]) -> tuple[int, ...]:
+    """The cuts of a node's batch factor, those that its output has first. `marks`: letter → leaves that count
+    examples."""
     kept: list[tuple[bool, int]] = []
     number, letter = 0, ""
     for option, entry in enumerate(menu.entries):
-        if not entry.letter:
-            continue
-        number, letter = (number + 1 if entry.letter == letter else 0), entry.letter
-        marks = scene.factors.batch.get((node.name, letter), ())
-        if number < len(marks) and marks[number] and len(marks) == len(units(menu.site.trees[letter])):
-            rule = menu.site.rule
-            kept.append((not any(letter in rule.letters(p) for p in rule.outputs), option))
-    return [option for _, option in sorted(kept, key=lambda k: k[0])]
+        if entry.letter:
+            number, letter = (number + 1 if entry.letter == letter else 0), entry.letter
+            found = marks[letter]
+            if number < len(found) and found[number] and len(found) == len(units(menu.site.trees[letter])):
+                kept.append((not any(letter in given for given in menu.site.rule.gives), option))
+    return tuple(option for _, option in sorted(kept, key=lambda k: k[0]))
+
+
+def _batch_options(scene: Scene) -> list[tuple[int, ...]]:
+    """Those of every node; nodes that share a menu and marks share them."""
+    batch, known = scene.factors.batch, dict[Hashable, tuple[int, ...]]()
+    found: list[tuple[int, ...]] = []
+    for node, menu in zip(scene.board.nodes, scene.board.menus, strict=True):
+        marks = {letter: batch.get((node.name, letter), ()) for letter in menu.letters}
+        key = (id(menu), *marks.values())
+        if key not in known:
+            known[key] = batch_options(menu, marks)
+        found.append(known[key])
+    return found
 
 
 def assign_batch(
@@ -29,18 +43,22 @@ def assign_batch(
 ) -> None:
     """Cut nodes by their batch factor over the axes, one after the other; whole where none may be split."""
     board, mesh = scene.board, scene.mesh
+    if board.batch is None:
+        board.batch = _batch_options(scene)
+    known: dict[Hashable, Strategy] = {}
     for node in nodes:
-        cuts = board.batch.get(node.name)
-        if cuts is None:
-            cuts = board.batch[node.name] = batch_options(scene, node)
+        number = board.number[node.name]
+        cuts, menu, before = board.batch[number], board.menus[number], assignment[node.name]
         if cuts:
-            state = board.menus[board.number[node.name]].state(assignment[node.name], mesh)
-            for axis in axes:
-                members = mesh.sizes[axis]
-                closed = state.closed(members)
-                option = next((o for o in cuts if o not in closed), 0)
-                state = state.after(option, axis, members)
-            assignment[node.name] = state.strategy
+            key = (id(menu), cuts, id(before))
+            if key not in known:
+                state = menu.state(before, mesh)
+                for axis in axes:
+                    closed = state.closed(mesh.sizes[axis])
+                    option = next((o for o in cuts if o not in closed), 0)
+                    state = state.after(option, axis, mesh.sizes[axis])
+                known[key] = state.strategy
+            assignment[node.name] = known[key]
 
 
 def check_batch(scene: Scene, axes: tuple[str, ...]) -> None:

@@ -69,6 +69,7 @@ class Menu:
     def __init__(self, site: Site, places: Places) -> None:
         self.site, self.places = site, places
         self.entries = tuple(entries_of(site))
+        self.letters = tuple(dict.fromkeys(e.letter for e in self.entries if e.letter))
         self._codes: dict[int, PortCodes] = {}
         self._single: dict[tuple[int, str], Strategy] = {}
         self._states: dict[int, State] = {id(WHOLE): State(self, WHOLE, {})}

@@ -12,7 +12,7 @@ agree in these are decided once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 
 from meshwright.ops.strategy import Strategy
 from meshwright.search.board import Board
@@ -70,6 +70,7 @@ class _Wave:
         self.decided = [OPEN] * len(board.values)
         self.wanted: list[dict[int, None]] = [{} for _ in board.values]
         self.missing = [sum(board.maker[v] >= 0 for v in uses) for uses in board.uses]
+        self.seen: dict[Hashable, int] = {}  # what was best where a node of its kind stood as this one
         self.ready: deque[int] = deque()
         self.waiting: dict[int, None] = {}  # reached, but some input is open; in the order of reaching
 
@@ -114,6 +115,22 @@ class _Wave:
 
     def best(self, node: int) -> int:
         """The option with the least redistribution against decided neighbours."""
+        board, decided, wanted = self.board, self.decided, self.wanted
+        uses = board.uses[node]
+        key = (
+            board.kinds[node],
+            self.closed[node],
+            tuple([decided[v] for v in uses]),
+            tuple([tuple(wanted[v]) for v in uses]),
+            tuple([tuple(wanted[v]) for v in board.makes[node]]),
+            tuple([v in self.given for v in uses]) if self.given else (),
+        )
+        known = self.seen.get(key)
+        if known is None:
+            known = self.seen[key] = self._best(node)
+        return known
+
+    def _best(self, node: int) -> int:
         closed, best, least = self.closed[node], 0, None
         uses = self.board.uses[node]
         for option, entry in enumerate(self.board.menus[node].entries):
