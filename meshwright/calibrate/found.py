@@ -68,7 +68,7 @@ def calibration(machine: Mapping[str, Any], rows: Sequence[Found]) -> Calibratio
     )
     host = points.get("host", ())
     cluster = Cluster(
-        name=f"calibrated, {machine['ranks']} ranks",
+        name=f"calibrated, {count(machine['ranks'], 'rank')}",
         device=device,
         levels=(level,),
         host_memory_bytes=machine["host_memory_bytes"] if host else 0,
@@ -78,7 +78,7 @@ def calibration(machine: Mapping[str, Any], rows: Sequence[Found]) -> Calibratio
     )
     cluster, misses = _corrected(cluster, rows)
     lines = tuple((row.name, *_line(row, curves, links, misses), _quiet(row)) for row in rows)
-    return Calibration(cluster, lines, _note(machine, growth, rows))
+    return Calibration(cluster, lines, _note(machine))
 
 
 def _is_curve(name: str) -> bool:
@@ -143,12 +143,16 @@ def _quiet(row: Found) -> str:
     return ("yes" if row.unrest <= LIMIT else f"no: void ({row.unrest:.2f})") + again
 
 
-def _note(machine: Mapping[str, Any], growth: str, rows: Sequence[Found]) -> str:
-    kinds = machine["backend"]
+def _note(machine: Mapping[str, Any]) -> str:
     return (
-        f"Measured by meshwright calibrate: {machine['ranks']} ranks at once on {machine['device']},\n"
-        f"{machine['threads']} threads a rank, torch {machine['torch']}, {kinds}."
+        f"Measured by meshwright calibrate, {count(machine['ranks'], 'rank')} at once: {machine['device']},\n"
+        f"{count(machine['threads'], 'thread')} a rank, torch {machine['torch']}, {machine['backend']}."
     )
+
+
+def count(number: int, thing: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def si(value: float) -> str:

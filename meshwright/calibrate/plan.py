@@ -14,14 +14,12 @@ QUICK, FULL = "quick", "full"
 @dataclass(frozen=True)
 class Pace:
     """How thoroughly. `few`: two sizes of each row, a small one and one that is not the largest. A row may be measured
-    `attempts` times, all that is measured again taking `spare_seconds` at most; a row that would begin after
-    `limit_seconds` is left out."""
+    `attempts` times; none begins when `limit_seconds` have passed since the command was given."""
 
     point_seconds: float
     link_seconds: float
     few: bool
     attempts: int
-    spare_seconds: float
     limit_seconds: float
     step_seconds: float  # of timed training steps of a model; 0: none
 
@@ -31,8 +29,8 @@ class Pace:
 
 
 PACES = {
-    FULL: Pace(0.12, 0.15, False, 4, 25.0, 75.0, 0.5),
-    QUICK: Pace(0.01, 0.01, True, 1, 0.0, 60.0, 0.0),
+    FULL: Pace(0.12, 0.15, False, 4, 70.0, 0.5),
+    QUICK: Pace(0.01, 0.01, True, 1, 60.0, 0.0),
 }
 
 

@@ -1,9 +1,9 @@
 """What each rank of ``meshwright calibrate`` runs: every row, all ranks together; rank 0 writes what it finds.
 
-    python -m meshwright.calibrate.worker EVENTS quick|full
+    python -m meshwright.calibrate.worker EVENTS quick|full BEGAN
 
-EVENTS is a file to which rank 0 adds one JSON object a line: first what the machine is, then ``{"begin": row}`` and the
-row itself, for each.
+BEGAN is when the command was given, in seconds since the epoch: what it may take counts from there. EVENTS is a file
+to which rank 0 adds one JSON object a line: first what the machine is, then for each row ``{"begin": row}`` and the row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,26 +36,43 @@ Measure = Callable[[], Measured]
 def main(arguments: list[str]) -> None:
     """Measure all rows. The last event is ``{"end": true}``: without it the run was cut short."""
     events, pace = Path(arguments[0]), PACES[arguments[1]]
-    bench = connect()
+    bench = connect(float(arguments[2]))
     tell = _teller(events) if bench.comm.rank == 0 else lambda event: None
-    rows = list(all_rows(bench, pace))
-    tell({"machine": machine(bench), "rows": [name for name, _ in rows]})
-    spare, left_out = pace.spare_seconds, []
-    for name, measure in rows:
-        if bench.elapsed() > pace.limit_seconds and name != rows[0][0]:
-            left_out.append(name)
-            continue
-        tell({"begin": name})
-        found, spent = measured(bench, name, measure, pace.attempts, spare)
-        spare -= spent
-        tell(found.data())
+    rows = dict(all_rows(bench, pace))
+    tell({"machine": machine(bench), "rows": list(rows)})
+    left_out = look(bench, rows, pace, tell)
     tell({"end": True, "seconds": bench.elapsed(), "left_out": left_out})
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
-def connect() -> Bench:
+def look(
+    bench: Bench, rows: Mapping[str, Measure], pace: Pace, tell: Callable[[dict[str, Any]], None]
+) -> list[str]:
+    """Measure every row once, then those that were disturbed again, as long as there is time: what disturbs has often
+    passed by then. Of each row the quietest attempt counts. The rows for which there was no time at all."""
+    found: dict[str, Found] = {}
+    took: dict[str, float] = {}
+    for attempt in range(pace.attempts):
+        for name, measure in rows.items():
+            now = bench.elapsed()
+            if attempt == 0 and now > pace.limit_seconds and found:
+                continue
+            if attempt and (
+                name not in found or found[name].unrest <= LIMIT or now + took[name] > pace.limit_seconds
+            ):
+                continue
+            tell({"begin": name})
+            new, old = measured(bench, name, measure), found.get(name)
+            took[name] = bench.elapsed() - now
+            best = new if old is None or new.unrest < old.unrest else old
+            found[name] = replace(best, attempts=old.attempts + 1 if old is not None else 1)
+            tell(found[name].data())
+    return [name for name in rows if name not in found]
+
+
+def connect(began: float) -> Bench:
     """The ranks of this job as one mesh of neighbours, with the groups that are measured."""
     ranks, place = launched_world(), int(os.environ.get("LOCAL_RANK", "0"))
     mesh = Mesh.of(rank=ranks).linked({"rank": "rank"})
@@ -69,7 +86,7 @@ def connect() -> Bench:
     if isinstance(comm, ProcessGroups):
         comm.prepare([frozenset(axes) for axes in links.groups(mesh)])
     torch.manual_seed(comm.rank)
-    return Bench(comm, device, cores)
+    return Bench(comm, device, cores, began=time.monotonic() - (time.time() - began))
 
 
 def all_rows(bench: Bench, pace: Pace) -> Iterable[tuple[str, Measure]]:
@@ -85,28 +102,12 @@ def all_rows(bench: Bench, pace: Pace) -> Iterable[tuple[str, Measure]]:
             yield name, lambda name=name: steps.measure(bench, name, pace)
 
 
-def measured(
-    bench: Bench, name: str, measure: Measure, attempts: int, spare_seconds: float
-) -> tuple[Found, float]:
-    """A row between two probes; again while the machine was not quiet and there is time to spare. The quietest counts.
-    Also the seconds that went into measuring again."""
-    best: Found | None = None
-    spent = 0.0
-    for attempt in range(1, attempts + 1):
-        began, before = bench.elapsed(), unrest(bench)
-        points, about = measure()
-        points = tuple(points)
-        noise = max(before, unrest(bench))
-        if best is None or noise < best.unrest:
-            best = Found(name, points, noise, about=about)
-        best = replace(best, attempts=attempt)
-        took = bench.elapsed() - began
-        spent += took if attempt > 1 else 0.0
-        if best.unrest <= LIMIT or spent + took > spare_seconds:
-            break
-        time.sleep(0.1)  # what disturbs may be short
-    assert best is not None
-    return best, spent
+def measured(bench: Bench, name: str, measure: Measure) -> Found:
+    """A row between two probes."""
+    before = unrest(bench)
+    points, about = measure()
+    points = tuple(points)
+    return Found(name, points, max(before, unrest(bench)), about=about)
 
 
 def machine(bench: Bench) -> dict[str, Any]:
@@ -115,7 +116,10 @@ def machine(bench: Bench) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(bench.device)
         name, memory = properties.name, properties.total_memory
     else:
-        name, memory = f"{bench.cores} cores shared by {bench.ranks}", local.memory_bytes() // bench.ranks
+        name, memory = (
+            f"{bench.cores} processor cores shared by {bench.ranks}",
+            local.memory_bytes() // bench.ranks,
+        )
     return {
         "device": name,
         "type": bench.device.type,

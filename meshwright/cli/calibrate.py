@@ -6,6 +6,7 @@ import json
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,7 +43,7 @@ def calibrate(
     ranks = count(nproc, "--nproc") if nproc else default_ranks()
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         events = Path(folder) / "events.jsonl"
-        arguments = (str(events), "quick" if quick else "full")
+        arguments = (str(events), "quick" if quick else "full", repr(time.time()))
         job = check(
             Job(
                 nproc=ranks,
@@ -113,7 +114,7 @@ def progress(events: Path) -> Iterator[None]:
                     bar.update(
                         task,
                         total=len(found[0]["rows"]),
-                        completed=sum("row" in e for e in found),
+                        completed=len({e["row"] for e in found if "row" in e}),
                         description=begun[-1] if begun else "",
                     )
 
@@ -130,7 +131,7 @@ def _write(events: list[dict[str, Any]], output: Path, quick: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from meshwright.calibrate.found import calibration
+    from meshwright.calibrate.found import calibration, count
     from meshwright.calibrate.plan import Found
 
     if not events or "end" not in events[-1]:
@@ -139,15 +140,17 @@ def _write(events: list[dict[str, Any]], output: Path, quick: bool) -> None:
             hint="meshwright calibrate --log-dir logs, and look there",
         )
     machine = events[0]["machine"]
-    found = calibration(machine, [Found.of(e) for e in events if "row" in e])
+    rows = {e["row"]: Found.of(e) for e in events if "row" in e}  # of a row that was measured again, the last
+    found = calibration(machine, list(rows.values()))
     note = found.note + ("\nA quick look: not for planning." if quick else "")
-    table = Table(title=f"{machine['ranks']} ranks at once on {machine['device']}, {machine['backend']}")
+    table = Table(
+        title=f"{count(machine['ranks'], 'rank')} at once: {machine['device']}, {machine['backend']}"
+    )
     for heading in ("row", "fit", "error", "quiet"):
         table.add_column(heading)
     for line in found.lines:
         table.add_row(*line)
-    console = Console()
-    console.print(table, width=None if console.is_terminal else 110)
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
     found.cluster.save(output, note)
     print(f"{output} written after {events[-1]['seconds']:.0f} s")
     if left_out := events[-1]["left_out"]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 
 from meshwright.calibrate import fit, worker
 from meshwright.calibrate.found import calibration, si
-from meshwright.calibrate.plan import KINDS, Found, Point
+from meshwright.calibrate.plan import FULL, KINDS, PACES, Found, Point
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.machine import arithmetic_rate, seconds, update_seconds
 from meshwright.cost.operators import Work
@@ -164,36 +164,50 @@ def test_numbers_for_readers() -> None:
 # ---------------------------------------------------------------- measuring again
 
 
-class Clock:
-    """Stands for the bench and the probe: every attempt takes one second; the probes show what they are told."""
+class Machine:
+    """Stands for the bench and the probe: every attempt takes one second, and each has the noise it is told."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, noise: list[float]) -> None:
-        self.now, self.noise = 0.0, iter(noise)
-        monkeypatch.setattr(worker, "unrest", lambda bench: next(self.noise))
-        monkeypatch.setattr(worker, "time", SimpleNamespace(sleep=lambda seconds: None))
-        self.made = 0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, noise: dict[str, list[float]]) -> None:
+        self.now, self.noise, self.told = 0.0, noise, []
+        monkeypatch.setattr(worker, "measured", self.measured)
 
     def elapsed(self) -> float:
         return self.now
 
-    def measure(self) -> tuple[Iterator[Point], dict]:
-        self.now, self.made = self.now + 1.0, self.made + 1
-        return iter([Point(1.0, float(self.made))]), {}
+    def measured(self, bench: object, name: str, measure: object) -> Found:
+        self.now += 1.0
+        attempt = sum("row" in e and e["row"] == name for e in self.told)
+        return Found(name, (Point(1.0, float(attempt + 1)),), self.noise[name][attempt])
 
 
 @pytest.mark.parametrize(
-    ("noise", "attempts", "spare", "kept", "unrest", "made", "spent"),
+    ("noise", "attempts", "limit", "kept", "left_out"),
     [
-        ([1.0, 1.02], 3, 9.0, 1.0, 1.02, 1, 0.0),  # quiet before and after
-        ([1.0, 1.3, 1.0, 1.0], 3, 9.0, 2.0, 1.0, 2, 1.0),  # disturbed once
-        ([1.3, 1.0, 1.0, 1.2, 2.0, 1.0], 3, 9.0, 2.0, 1.2, 3, 2.0),  # never quiet: the quietest counts
-        ([1.3, 1.0, 1.2, 1.0], 9, 1.5, 2.0, 1.2, 2, 1.0),  # no more time to spare
-        ([1.3, 1.0], 1, 9.0, 1.0, 1.3, 1, 0.0),  # no second look
+        # All quiet: each is measured once.
+        ({"a": [1.0], "b": [1.05]}, 4, 99, {"a": (1, 1), "b": (1, 1)}, []),
+        # Disturbed ones come again when all have been measured; the quietest attempt counts.
+        (
+            {"a": [1.3, 1.0], "b": [1.0], "c": [1.5, 1.2, 1.4]},
+            3,
+            99,
+            {"a": (2, 2), "b": (1, 1), "c": (2, 3)},
+            [],
+        ),
+        # No second look.
+        ({"a": [1.3], "b": [1.0]}, 1, 99, {"a": (1, 1), "b": (1, 1)}, []),
+        # Time for one more, then for none.
+        ({"a": [1.3, 1.2], "b": [1.3]}, 4, 3, {"a": (2, 2), "b": (1, 1)}, []),
+        # Not even time for all; the first is measured whatever it takes.
+        ({"a": [1.0], "b": [1.0], "c": [1.0]}, 4, 1.5, {"a": (1, 1), "b": (1, 1)}, ["c"]),
+        ({"a": [1.0], "b": [1.0]}, 4, -1, {"a": (1, 1)}, ["b"]),
     ],
 )
-def test_a_row_is_measured_again_while_the_machine_is_not_quiet(
-    monkeypatch, noise, attempts, spare, kept, unrest, made, spent
+def test_rows_are_measured_again_while_there_is_time(
+    monkeypatch, noise, attempts, limit, kept, left_out
 ) -> None:
-    clock = Clock(monkeypatch, noise)
-    found, used = worker.measured(clock, "a row", clock.measure, attempts, spare)  # type: ignore[arg-type]
-    assert (found.points[0].seconds, found.unrest, found.attempts, used) == (kept, unrest, made, spent)
+    machine, pace = Machine(monkeypatch, noise), replace(PACES[FULL], attempts=attempts, limit_seconds=limit)
+    missing = worker.look(machine, dict.fromkeys(noise), pace, machine.told.append)  # type: ignore[arg-type]
+    last = {e["row"]: Found.of(e) for e in machine.told if "row" in e}
+    assert {n: (row.points[0].seconds, row.attempts) for n, row in last.items()} == kept
+    assert missing == left_out
+    assert all(e["begin"] == after["row"] for e, after in itertools.pairwise(machine.told) if "begin" in e)
