@@ -168,6 +168,9 @@ class Table:
             seconds += latency.take(axes)
             return seconds
 
+        if not value.places:  # all that can happen is a sum
+            reduced = ends.pending[:, None] & ~ends.pending_goal
+            return cost("all_reduce", reduced, self.local_elements(value, src)[:, None])
         return Pairs(ends, elements, cost).seconds()
 
     def _terms(self, value: Value) -> list[list[list[tuple[int, Any]]]]:
