@@ -103,6 +103,11 @@ def register(op: str, text: str) -> None:
     _USER[overload(op)] = text
 
 
+def user_rules() -> tuple[tuple[str, str], ...]:
+    """The rules given by `register`, as (operator, line)."""
+    return tuple(_USER.items())
+
+
 def overload(op: str) -> str:
     """``mylib::op`` and ``mylib.op`` mean their default overload: ``mylib.op.default``."""
     name = op.replace("::", ".")
@@ -182,4 +187,4 @@ def _literals(value: Any, uses: list[str]) -> Any:
     return (value, kind) if kind is float or kind is bool else value
 
 
-__all__ = ["LINES", "has_rule", "overload", "register", "rule_of", "rules_of"]
+__all__ = ["LINES", "has_rule", "overload", "register", "rule_of", "rules_of", "user_rules"]

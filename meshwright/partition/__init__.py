@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from meshwright.graph import Graph
-from meshwright.ops.factors import Factors, analyze
-from meshwright.ops.table import rules_of
+from meshwright.ops.analysis import factors_of
+from meshwright.ops.factors import Factors
 from meshwright.partition.again import Keeps
 from meshwright.partition.localize import localize_graph
 from meshwright.partition.reshards import RESHARD, Resharded, insert_reshards
@@ -22,9 +23,18 @@ class Partition:
     factors: Factors
     resharded: Resharded
 
+    @functools.cached_property
+    def _latest(self) -> dict[int, Graph]:
+        return {}
+
     def local(self, rank: int) -> Graph:
-        """The local graph of a rank."""
-        return localize_graph(self.resharded, self.factors, self.plan, rank)
+        """The local graph of a rank. The latest one is remembered: who explains a plan asks for it several times."""
+        found = self._latest.get(rank)
+        if found is None:
+            found = localize_graph(self.resharded, self.factors, self.plan, rank)
+            self._latest.clear()
+            self._latest[rank] = found
+        return found
 
 
 def partition(
@@ -36,7 +46,7 @@ def partition(
     Raises PlanError when the plan belongs to another graph.
     """
     plan = plan.check(graph)
-    factors = analyze(graph, rules_of(graph))
+    factors = factors_of(graph)
     plan.check_cuts(factors)
     return Partition(
         plan, factors, insert_reshards(graph, factors, plan, prices or plan.prices or TWO_CORE_GLOO, keeps)

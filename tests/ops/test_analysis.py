@@ -1,0 +1,43 @@
+"""The factors of a graph are found once, for as long as the graph lives and the rules are the same."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+
+from meshwright.graph import parse
+from meshwright.ops import table
+from meshwright.ops.analysis import factors_of, keep_factors
+
+TEXT = """
+graph "g" {
+  %x: f32[4, 8] = batch("x", batch_dim=0)
+  %y: f32[4, 8] = mine.twice.default(%x)
+  return loss=%y
+}
+"""
+
+
+def test_found_once_until_a_rule_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "_USER", {})
+    graph = parse(TEXT)
+    first = factors_of(graph)
+    assert factors_of(graph) is first
+    assert first.sites["y"].rule.why_whole
+    table.register("mine::twice", "... -> ...")
+    second = factors_of(graph)
+    assert not second.sites["y"].rule.why_whole
+    assert keep_factors(graph, first) is first and factors_of(graph) is first
+
+
+def test_nothing_is_kept_of_a_graph_that_is_gone() -> None:
+    graph = parse(TEXT)
+    kept = weakref.ref(factors_of(graph))
+    other = replace(graph)
+    assert factors_of(other) is not kept()
+    del graph
+    gc.collect()
+    assert kept() is None
