@@ -20,11 +20,12 @@ from meshwright.errors import CaptureError, MeshError
 from meshwright.mesh import Mesh
 from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
+from meshwright.partition.judged import Judge
 from meshwright.plan import Plan
 from meshwright.report.plan_table import plan_text
 from meshwright.search.marks import mesh_of_pins, renumber
 from meshwright.search.modes import make_plan
-from meshwright.search.searched import Progress, Request
+from meshwright.search.planner import Progress, Request
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Pins = Mapping[str, Mapping[str, Any]]
@@ -71,7 +72,15 @@ def plan(
     request = None
     if cluster is not None:
         limit = memory if memory is not None else float(cluster.device.memory_bytes)
-        request = Request(cluster, limit, optimizer_states, space, inner, progress or _silent)
+        request = Request(
+            cluster,
+            limit,
+            optimizer_states,
+            space,
+            inner,
+            progress or _silent,
+            lambda folds, mesh: Judge(folds, mesh, cluster, optimizer_states),
+        )
     return plan_captured(captured, mesh, mode, pins, request)
 
 

@@ -11,10 +11,10 @@ from meshwright.errors import LayoutError, PlanError, StrategyError, did_you_mea
 from meshwright.graph import Graph
 from meshwright.layout import verify
 from meshwright.mesh import Mesh
-from meshwright.ops.factors import analyze
+from meshwright.ops.analysis import factors_of, keep_factors
 from meshwright.ops.strategy import WHOLE, Strategy
-from meshwright.ops.table import rules_of
 from meshwright.plan import Plan, fingerprint, plain_pins
+from meshwright.search.alternatives import next_best
 from meshwright.search.data_parallel import assign_batch, check_batch
 from meshwright.search.finish import input_layouts, pass_gradients_back
 from meshwright.search.folded import Folded, folded, unfold_factors, whole
@@ -23,9 +23,9 @@ from meshwright.search.marks import PinSpec, given_values, mark_seeds, pin_specs
 from meshwright.search.notes import repeated, unknown
 from meshwright.search.options import Assignment, Scene
 from meshwright.search.pins import Seeds, module_seeds, pinned_kinds
+from meshwright.search.planner import Found, Planner, Request
 from meshwright.search.propagation import propagate
-from meshwright.search.searched import SEARCHES, Found, Planner, Request, priced, search
-from meshwright.search.space.build import Ties
+from meshwright.search.searched import SEARCHES, priced, search
 
 MODES = ("stand_alone", "data_parallel", "semi_auto", "sharding_propagation", *SEARCHES)
 ANNOTATED = ("semi_auto", "sharding_propagation", *SEARCHES)  # modes that look at pins and annotations
@@ -64,17 +64,17 @@ def _make_plan(
     folds: Folded, mesh: Mesh, mode: str, pins: Pins, wishes: Pins, request: Request | None
 ) -> Plan:
     graph = folds.graph
-    scene = Scene(graph, analyze(graph, rules_of(graph)), mesh)
+    scene = Scene(graph, factors_of(graph), mesh)
     specs = pin_specs(graph) if mode in ANNOTATED else []
     found: Found | None = None
     if mode in SEARCHES and request is not None:
-        found = search(Planner(scene, _ties(folds), _seeds(scene, specs, wishes), request), mode)
+        found = search(Planner(scene, folds, _seeds(scene, specs, wishes), request), mode)
         assignment, reasons = dict(found.choice.strategies), {}
     else:
         assignment, reasons = _assign(scene, mode, specs, wishes)
         pass_gradients_back(scene, assignment)
         if request is not None:
-            found = priced(Planner(scene, _ties(folds), {}, request), assignment)
+            found = priced(Planner(scene, folds, {}, request), assignment)
     notes = check_annotated(scene, specs, assignment) + _unused(graph, mode)
     full = folds.full
     plan = Plan(
@@ -91,12 +91,12 @@ def _make_plan(
     if found is not None:
         plan = _with_choice(plan, folds, found)
     check_layouts(scene, assignment)
-    seen = scene if folds.is_whole else Scene(full, unfold_factors(folds, scene.factors), mesh)
+    seen = (
+        scene
+        if folds.is_whole
+        else Scene(full, keep_factors(full, unfold_factors(folds, scene.factors)), mesh)
+    )
     return plan.with_notes(*notes, *unknown(seen, plan), *repeated(seen, plan.strategies))
-
-
-def _ties(folds: Folded) -> Ties:
-    return Ties(folds.same, folds.weight)
 
 
 def _with_choice(plan: Plan, folds: Folded, found: Found) -> Plan:
@@ -104,7 +104,12 @@ def _with_choice(plan: Plan, folds: Folded, found: Found) -> Plan:
     names = {**folds.values, **folds.inputs}
     hubs = {name: found.choice.hubs[here] for name, here in names.items() if here in found.choice.hubs}
     again = frozenset(name for name, here in names.items() if here in found.choice.again)
-    nexts = {name: found.nexts[here] for name, here in folds.nodes.items() if here in found.nexts}
+    others = next_best(found)
+    nexts = {
+        name: others[first]
+        for name, here in folds.nodes.items()
+        if (first := folds.same.get(here, here)) in others
+    }
     return replace(plan, hubs=hubs, again=again, claims=found.claims, nexts=nexts)
 
 

@@ -7,12 +7,12 @@ changes. (The reference system's double recursion is greedy by the weight of nod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.search.solve.eliminate import eliminate
+from meshwright.search.solve import Problem, eliminate
 from meshwright.search.space.build import Space
 from meshwright.search.space.codes import NodeCodes
 from meshwright.search.space.families import Family, one_axis
@@ -31,13 +31,20 @@ class Recursed:
 
 
 def recursive_programming(
-    make: MakeSpace, axes: int, *, inner: str = "exact", sweeps: int = 2, start: Mapping[str, np.ndarray] | None = None
+    make: MakeSpace,
+    axes: int,
+    *,
+    inner: str = "exact",
+    sweeps: int = 2,
+    problem: Callable[[Space], Problem] | None = None,
 ) -> Recursed:
     """Solve axis after axis, then again until a sweep changes nothing (at most `sweeps` refining ones).
 
-    `make` builds the space of a family; `inner` is ``exact`` or ``greedy``.
+    `make` builds the space of a family; `inner` is ``exact`` or ``greedy``; `problem` is what is minimised in a space,
+    by default its price.
     """
-    rows: dict[str, np.ndarray] = dict(start or {})
+    rows: dict[str, np.ndarray] = {}
+    objective = problem or Space.problem
     best: Recursed | None = None
 
     def fixed(codes: NodeCodes) -> np.ndarray:
@@ -47,8 +54,9 @@ def recursive_programming(
         before = best.price if best else np.inf
         for axis in range(axes):
             space = make(one_axis(axis, fixed))
-            states = greedy(space) if inner == "greedy" else eliminate(space.problem()).states
-            price = space.price(states).total
+            asked = objective(space)
+            states = greedy(asked) if inner == "greedy" else eliminate(asked).states
+            price = asked.price(states)
             if best is not None and sweep and price > best.price * (1 + 1e-12):
                 continue
             for name, found in space.nodes.items():
@@ -61,10 +69,9 @@ def recursive_programming(
     return best
 
 
-def greedy(space: Space) -> tuple[int, ...]:
+def greedy(problem: Problem) -> tuple[int, ...]:
     """Nodes in the order of their weight (the least they cost on one rank's whole share), each with the option that is
     cheapest beside those decided before it; hubs and parameters follow their first reader."""
-    problem = space.problem()
     near: dict[int, list[tuple[int, np.ndarray]]] = {v: [] for v in range(len(problem.unary))}
     for (u, v), matrix in problem.pairs.items():
         near[u].append((v, matrix.T))

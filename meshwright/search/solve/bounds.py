@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwright.search.solve.eliminate import Estimate, eliminate, estimate
 from meshwright.search.solve.problem import NoStates, Problem
-from meshwright.search.solve.sweeps import Messages, Sweeps, consistent
+from meshwright.search.solve.sweeps import Messages, Sweeps, consistent, round_cost
 
 Progress = Callable[[str, int, int, float, float], None]
 """Told (stage, done, total, best price so far, lower bound); what it raises ends the search."""
@@ -114,26 +114,29 @@ class _Search:
         return self.states is not None and self.price - self.bound <= self.margin
 
     def run(self, start: Messages | None) -> None:
-        sweeps = Sweeps(self.problem.only(self.kept), start)
+        part = self.problem.only(self.kept)
+        plan = estimate(part)
+        if plan.work > self._easy(part, 4) or plan.size_bytes > TABLE_BYTES:
+            part, plan = self._shrink(Sweeps(part, start), plan)
+        if not self.closed and plan.work <= self.limit_work and plan.size_bytes <= TABLE_BYTES:
+            self._finish(part, plan, self.kept)
+            self.bound = self.price
+
+    def _easy(self, part: Problem, rounds: int) -> float:
+        """Work that takes no longer than some rounds; each variable costs a few calls whatever its states."""
+        return rounds * round_cost(part) + 1e4 * len(self.kept)
+
+    def _shrink(self, sweeps: Sweeps, plan: Estimate) -> tuple[Problem, Estimate]:
+        """What is left to eliminate after sweeps, and after eliminating parts of what is left."""
+        sweeps = self._sweep(sweeps, plan)
         plan = estimate(sweeps.problem)
-        if plan.work > self._easy(sweeps, 4) or plan.size_bytes > TABLE_BYTES:
-            sweeps = self._sweep(sweeps, plan)
-            plan = estimate(sweeps.problem)
         for share in (1 / 16, 1.0):  # a small part of the work often closes the gap
-            if self.closed:
-                return
             budget = share * min(plan.work, self.limit_work)
-            if plan.work > max(budget, MODEST_WORK) or plan.size_bytes > TABLE_BYTES:
+            if not self.closed and (plan.work > max(budget, MODEST_WORK) or plan.size_bytes > TABLE_BYTES):
                 self._round(sweeps)
                 sweeps = self._near(sweeps, plan, budget)
                 plan = estimate(sweeps.problem)
-        if not self.closed and plan.work <= self.limit_work and plan.size_bytes <= TABLE_BYTES:
-            self._finish(sweeps.problem, plan, self.kept)
-            self.bound = self.price
-
-    def _easy(self, sweeps: Sweeps, rounds: int) -> float:
-        """Work that takes no longer than some rounds; each variable costs a few calls whatever its states."""
-        return rounds * sweeps.cost + 1e4 * len(self.kept)
+        return sweeps.problem, plan
 
     def _sweep(self, sweeps: Sweeps, plan: Estimate) -> Sweeps:
         """Rounds until what is left is cheaper to eliminate than to sweep, or the bound stands still."""
@@ -153,7 +156,7 @@ class _Search:
             if slim is not sweeps:
                 sweeps, whole = slim, False
                 plan = estimate(sweeps.problem)
-            if plan.work <= self._easy(sweeps, 2):
+            if plan.work <= self._easy(sweeps.problem, 2):
                 break
             if done >= 2 and self.bound - before < SLOW * (self.price - self.bound):
                 break

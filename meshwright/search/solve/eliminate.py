@@ -53,11 +53,14 @@ class Eliminated:
 
 
 def estimate(problem: Problem, dtype: type = np.float64) -> Estimate:
-    """The cheaper one of two greedy orders: least table first, and least fill first."""
+    """The cheaper one of two greedy orders: least table first, and least fill first (not tried where the first order
+    never joins more than three variables)."""
     sizes = problem.sizes
     edges = [(u, v) for u, v in problem.pairs if sizes[u] > 1 and sizes[v] > 1]  # one state is a constant
-    plans = [_greedy(sizes, edges, fill).resized(sizes, dtype) for fill in (False, True)]
-    return min(plans, key=lambda p: p.work)
+    plan = _greedy(sizes, edges, fill=False).resized(sizes, dtype)
+    if max(map(len, plan.scopes), default=0) <= 2:
+        return plan
+    return min(plan, _greedy(sizes, edges, fill=True).resized(sizes, dtype), key=lambda p: p.work)
 
 
 def eliminate(

@@ -26,7 +26,8 @@ Accept = Callable[[States], "bool | np.ndarray | Sequence[float]"]
 
 ACCEPTS = 300  # calls of `accept` that one search may make: a simulation takes milliseconds
 TIGHTENINGS = 8
-STEPS = 4  # solves of a part before it is cut again
+PATIENCE = 3  # times the solves, as long as nothing was accepted
+STEPS = 8  # solves of a part before it is cut again
 REPAIRED = 6  # choices that are made to fit, and rounds of mixing
 STEP = 0.7  # of the way to where the cutting planes point
 NO_LIMIT = 1e6  # stands for inf, in units of all bytes of the largest states
@@ -74,7 +75,7 @@ def solve_limited(
     """The cheapest accepted states whose bytes are within limits float64[T] (finite or inf).
 
     Ends when the gap between price and bound is at most `enough` of the price, when the multipliers can do no better,
-    or after `most_solves`. Raises NoStates when the problem has no choice at all, limits or not. An interrupt returns
+    or after `most_solves` (three times as many while nothing was accepted). Raises NoStates when the problem has no choice at all, limits or not. An interrupt returns
     the best so far.
     """
     limits = np.asarray(limits, dtype=np.float64)
@@ -155,6 +156,9 @@ class _Search:
         self.root = _Part(kept, problem.only(kept), self.memory.only(kept))
         self.root.multipliers = np.zeros(memory.instants)
         self.open = [self.root]
+        tables = [*problem.unary, *problem.pairs.values()]
+        highest = [float(np.max(t, where=np.isfinite(t), initial=-math.inf)) for t in tables]
+        self.ceiling = sum(highest) + 1e-6 * sum(map(abs, highest))
         self.least: np.ndarray | None = None
         self.solves = 0
 
@@ -164,10 +168,14 @@ class _Search:
             self.fit()
             self.climb(self.root, self.tight)
             self.repair()
+            if self.best is None:
+                self.find_least()
+            if not self.open:
+                return
             self.tighten()
             self.gain()
             self.branch()
-        if self.best is None:
+        if self.best is None and self.least is None:
             self.find_least()
 
     @property
@@ -180,7 +188,7 @@ class _Search:
 
     @property
     def spent(self) -> bool:
-        return self.solves >= self.options.most_solves
+        return self.solves >= self.options.most_solves * (1 if self.best is not None else PATIENCE)
 
     def solve(self, part: _Part, prices: np.ndarray) -> float:
         """One unlimited solve with a price per byte; returns a lower bound of price + prices·bytes in the part."""
@@ -195,6 +203,8 @@ class _Search:
         part.messages = found.messages or part.messages
         self.solves += 1
         bound = found.bound - float(prices @ self.limits)
+        if bound > self.ceiling:  # dearer than any choice: none fits
+            bound = math.inf
         if bound > part.bound:
             part.bound, part.multipliers = bound, prices
         self.meet(tuple(int(k[s]) for k, s in zip(part.kept, found.states, strict=True)))
@@ -262,8 +272,7 @@ class _Search:
             far = float(prices.max() + stretch * (np.ptp(prices) + 0.01 * np.abs(prices).max() + 1e-300))
             aim, high, weights = multipliers(prices, amounts, goal, far)
             part.split = self.cut(part, aim, [(w, chosen[i]) for i, w in weights.items() if i < len(chosen)])
-            gap = self.price - part.bound if self.best is not None else 0.0
-            if high - low <= max(0.1 * self.options.enough * abs(high), 0.1 * gap):
+            if high - low <= 0.25 * self.options.enough * abs(high):
                 if len(chosen) not in weights or stretch > 1e5:
                     return
                 stretch *= (

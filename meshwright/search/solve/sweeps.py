@@ -62,7 +62,7 @@ class Sweeps:
     @property
     def cost(self) -> float:
         """Entries that one round reads."""
-        return 2.0 * sum(m.size for m in self.problem.pairs.values())
+        return round_cost(self.problem)
 
     def round(self) -> float:
         """One sweep each way; returns the lower bound and sets `least`."""
@@ -119,6 +119,11 @@ class Sweeps:
         """The sweeps go on over the states `kept` alone; the bound then holds for choices among these."""
         moved = {(u, v): (a[kept[u]], b[kept[v]]) for (u, v), (a, b) in self.messages().items()}
         return Sweeps(self.problem.only(kept), moved)
+
+
+def round_cost(problem: Problem) -> float:
+    """Entries that one round of sweeps reads."""
+    return 2.0 * sum(m.size for m in problem.pairs.values())
 
 
 def consistent(problem: Problem) -> list[np.ndarray]:

@@ -1,1 +1,1 @@
-"""What the searches with a cost model choose among: states of nodes, hubs and parameters as small integers, and prices."""
+"""What searches choose among: states of nodes, hubs and parameters as small integers, and what each costs."""

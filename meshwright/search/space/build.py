@@ -26,7 +26,6 @@ from meshwright.search.space.codes import NodeCodes, Option, node_codes, values_
 from meshwright.search.space.families import Family
 from meshwright.search.space.layouts import Port, Prices, union
 from meshwright.search.space.nodes import NodeStates, node_states, strategy_of
-from meshwright.search.space.roles import roles
 from meshwright.search.space.parameters import (
     ParameterStates,
     Storage,
@@ -34,6 +33,7 @@ from meshwright.search.space.parameters import (
     parameter_states,
     storage_layout,
 )
+from meshwright.search.space.roles import roles
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,13 @@ class Space:
     ) -> None:
         """`allowed` says which states of a node may be taken (pins, annotations); `codes` are kept from an earlier
         space of the same graph."""
-        self.graph, self.factors, self.mesh, self.cluster, self.ties = graph, factors, mesh, cluster, ties or Ties()
+        self.graph, self.factors, self.mesh, self.cluster, self.ties = (
+            graph,
+            factors,
+            mesh,
+            cluster,
+            ties or Ties(),
+        )
         self.table = table or Table(mesh, cluster.prices)
         self.values = values_of(graph, factors)
         self.prices = Prices(self.table)
@@ -130,7 +136,10 @@ class Space:
             first = self.ties.first(value)
             if readers[first] < 2:
                 continue
-            ports[first] += [self.output(value), *(self.want(n.name, p) for n, p in self.graph.consumers[value])]
+            ports[first] += [
+                self.output(value),
+                *(self.want(n.name, p) for n, p in self.graph.consumers[value]),
+            ]
         self.hubs = {value: union(found) for value, found in ports.items()}
 
     def _find_parameters(self, storage: Storage) -> None:
@@ -198,13 +207,17 @@ class Space:
                 found[source, port, hub, -1, first(value)] += times(node.name)
                 source, port = hub, -1
             for consumer, number in self.graph.consumers[value]:
-                found[source, port, ("node", first(consumer.name)), number, first(value)] += times(consumer.name)
+                found[source, port, ("node", first(consumer.name)), number, first(value)] += times(
+                    consumer.name
+                )
             if self.fixed.get(value):
                 found[source, port, ("whole", ""), -1, first(value)] += self.fixed[value]
         for entry in self.graph.input_of("parameter"):
             for consumer, number in self.graph.consumers[entry.name]:
                 source = ("parameter", first(entry.name))
-                found[source, -1, ("node", first(consumer.name)), number, first(entry.name)] += times(consumer.name)
+                found[source, -1, ("node", first(consumer.name)), number, first(entry.name)] += times(
+                    consumer.name
+                )
         return found
 
     def port(self, variable: tuple[str, str], port: int, *, gives: bool) -> Port:
@@ -362,5 +375,9 @@ def _whole_readers(graph: Graph) -> dict[str, int]:
 def _only(states: NodeStates, kept: np.ndarray) -> NodeStates:
     at = np.flatnonzero(kept)
     return NodeStates(
-        states.codes, states.rows[at], tuple(p.take(at) for p in states.ports), states.compute[at], states.talk[at]
+        states.codes,
+        states.rows[at],
+        tuple(p.take(at) for p in states.ports),
+        states.compute[at],
+        states.talk[at],
     )

@@ -30,15 +30,18 @@ TABLE_MESH = Mesh((Axis(AXIS, 2),), ((AXIS, (AXIS,)),))
 Codes = np.ndarray  # int8[states, axes]
 LIMIT = 12  # options of a node on one axis; more are dropped, smallest factors first
 
-# Pending sums pass through what costs no more on terms than on the sum: additions, views, casts. (Through a product they
-# would only be reduced later, and larger.) Pending gradients pass through the same, and through what scales one tensor.
+# Pending sums pass through what costs no more on terms than on the sum: additions, views, casts. (Through a product
+# they would only be reduced later, and larger.) Pending gradients pass through the same, and through what scales
+# one tensor.
 PASSES_SUMS = (
     "add.Tensor sub.Tensor _to_copy.default view.default reshape.default permute.default transpose.int t.default "
     "unsqueeze.default squeeze.dim squeeze.dims expand.default clone.default contiguous.default alias.default "
     "split_with_sizes.default slice.Tensor cat.default neg.default mean.dim sum.dim_IntList detach.default"
 )
 PASSES = frozenset(f"aten.{n}" for n in PASSES_SUMS.split()) | {"meshwright.pin.default"}
-PRODUCTS = frozenset(f"aten.{n}" for n in "linear.default mm.default addmm.default matmul.default bmm.default".split())
+PRODUCTS = frozenset(
+    f"aten.{n}" for n in "linear.default mm.default addmm.default matmul.default bmm.default".split()
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,9 @@ class NodeCodes:
     leaf_sizes: np.ndarray  # float64[leaves]
     cuts: np.ndarray  # bool[options, leaves]
     spill: tuple[int, ...]  # option → the option of the next unit of the same letter, -1 for none
-    starts: tuple[int, ...]  # options a run of axes may begin with; the others take what these have no room for
+    starts: tuple[
+        int, ...
+    ]  # options a run of axes may begin with; the others take what these have no room for
 
     @property
     def inputs(self) -> int:
@@ -77,7 +82,7 @@ class NodeCodes:
 
 
 def values_of(graph: Graph, factors: Factors) -> dict[str, Value]:
-    """Every value of a graph with its sub-dims; places are single leaves, or one leaf in each part of a concatenation."""
+    """Every value of a graph with its sub-dims. A place is one leaf, or one in each part of a concatenation."""
     return {name: value_of(dims, DTYPES[graph.types[name].dtype]) for name, dims in factors.dims.items()}
 
 
@@ -99,7 +104,7 @@ def value_of(dims: Sequence[Dim], itemsize: int) -> Value:
                     places.append(tuple(int(s) + j for s in starts[:-1]))
             sizes.append(rows if flat else ((int(np.prod([sum(map(np.prod, rows))])),),))
             count += sum(map(len, sizes[-1]))
-    return Value(tuple(sizes), tuple(places), itemsize)
+    return Value(tuple(sizes) or (((1,),),), tuple(places), itemsize)  # a scalar is one element
 
 
 def place_dims(dims: Sequence[Dim], value: Value, axes_of: Sequence[Sequence[str]]) -> tuple[Dim, ...]:
@@ -169,7 +174,9 @@ def node_codes(
     starts = tuple(
         i
         for i, o in enumerate(kept)
-        if not o.letter or not _is_inner(site, marks, o) or all(_is_inner(site, marks, k) for k in kept if k.letter)
+        if not o.letter
+        or not _is_inner(site, marks, o)
+        or all(_is_inner(site, marks, k) for k in kept if k.letter)
     )
     shape = (len(kept), len(ports))
     return NodeCodes(

@@ -30,9 +30,9 @@ def named(groups: Sequence[Sequence[int]]) -> Family:
         where[list(group)] = number
 
     def rows(codes: NodeCodes, sizes: np.ndarray) -> Rows:
-        choices = np.array(
-            list(itertools.product(codes.starts, repeat=len(groups))), dtype=np.int8
-        ).reshape(-1, len(groups))
+        choices = np.array(list(itertools.product(codes.starts, repeat=len(groups))), dtype=np.int8).reshape(
+            -1, len(groups)
+        )
         return legal(codes, choices[:, where], sizes)
 
     return rows

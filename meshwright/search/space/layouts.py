@@ -23,7 +23,9 @@ class Port:
     @property
     def backward(self) -> Codes:
         """The codes of the gradient: cut where the value is cut, pending where it says so, else whole."""
-        return np.where(self.grad, PENDING, np.where(self.forward == PENDING, WHOLE, self.forward)).astype(np.int8)
+        return np.where(self.grad, PENDING, np.where(self.forward == PENDING, WHOLE, self.forward)).astype(
+            np.int8
+        )
 
     def take(self, states: np.ndarray) -> Port:
         """Some of the states."""

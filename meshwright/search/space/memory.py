@@ -20,7 +20,9 @@ from meshwright.search.solve import Memory
 from meshwright.search.space.build import Space
 
 INSTANTS = ("the end of forward", "the update")
-STATE_BYTES = 4  # of one moment of one element: optimizers of torch keep them in the parameter's dtype, f32 as a rule
+STATE_BYTES = (
+    4  # of one moment of one element: optimizers of torch keep them in the parameter's dtype, f32 as a rule
+)
 
 
 def memory_of(space: Space, optimizer_states: int) -> Memory:

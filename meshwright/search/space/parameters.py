@@ -62,7 +62,13 @@ class Storage:
 
 
 def parameter_states(
-    value: Value, wants: list[Port], needs_grad: bool, mesh: Mesh, cluster: Cluster, table: Table, how: Storage
+    value: Value,
+    wants: list[Port],
+    needs_grad: bool,
+    mesh: Mesh,
+    cluster: Cluster,
+    table: Table,
+    how: Storage,
 ) -> ParameterStates:
     """Every use that some consumer asks for, with every storage of it."""
     uses = union(wants)
@@ -104,7 +110,9 @@ def _undominated(use: np.ndarray, states: ParameterStates, memory_counts: bool) 
     if not memory_counts:
         order = np.lexsort((seconds, use))
         return np.sort(order[np.unique(use[order], return_index=True)[1]])
-    costs = np.stack([states.blocking + states.update, states.reduction, states.elements, states.kept_elements])
+    costs = np.stack(
+        [states.blocking + states.update, states.reduction, states.elements, states.kept_elements]
+    )
     kept = []
     for number in range(len(use)):
         rivals = np.flatnonzero(use == use[number])
@@ -134,7 +142,9 @@ def _counts(value: Value, codes: np.ndarray, sizes: np.ndarray, leaves: int) -> 
 def _room(value: Value, leaf_sizes: np.ndarray, counts: np.ndarray, members: int) -> int | None:
     """The place that storage is cut at: the first that divides evenly, else the first with enough elements."""
     fitting = [
-        k for k, leaves in enumerate(value.places) if all(leaf_sizes[x] >= counts[x] * members for x in leaves)
+        k
+        for k, leaves in enumerate(value.places)
+        if all(leaf_sizes[x] >= counts[x] * members for x in leaves)
     ]
     even = [k for k in fitting if all(leaf_sizes[x] % (counts[x] * members) == 0 for x in value.places[k])]
     return (even or fitting or [None])[0]
@@ -162,7 +172,9 @@ def _priced(
         rows = np.flatnonzero((masks == mask).all(axis=1))
         cut, pending = mask[: len(names)], mask[len(names) :]
         if cut.any():
-            gather = _collective("all_gather", names[cut], mesh, cluster, elements[rows], used[rows], value.itemsize)
+            gather = _collective(
+                "all_gather", names[cut], mesh, cluster, elements[rows], used[rows], value.itemsize
+            )
             blocking[rows] += gather * np.where(again[rows], 2.0, 1.0)
         if not needs_grad:
             continue
@@ -170,7 +182,9 @@ def _priced(
             axes = names[cut & pending]
             sliced = np.where(stored[rows] & ~pending, storage[rows], use.forward[rows]).astype(np.int8)
             before = table.local_elements(value, sliced)
-            scatter = _collective("reduce_scatter", axes, mesh, cluster, before, elements[rows], value.itemsize)
+            scatter = _collective(
+                "reduce_scatter", axes, mesh, cluster, before, elements[rows], value.itemsize
+            )
             both = _collective("all_reduce", axes, mesh, cluster, before, before, value.itemsize)
             blocking[rows] += np.minimum(scatter, both)
         if (pending & ~cut).any():
@@ -187,11 +201,17 @@ def _priced(
 
 
 def _collective(
-    kind: str, axes: np.ndarray, mesh: Mesh, cluster: Cluster, before: np.ndarray, after: np.ndarray, itemsize: int
+    kind: str,
+    axes: np.ndarray,
+    mesh: Mesh,
+    cluster: Cluster,
+    before: np.ndarray,
+    after: np.ndarray,
+    itemsize: int,
 ) -> np.ndarray:
     sent = itemsize * wire_elements(kind, mesh.count(axes), before, after)  # type: ignore[arg-type]
     latency = cluster.prices.seconds(kind, mesh, axes, 0.0)
-    return latency + sent * (cluster.prices.seconds(kind, mesh, axes, 1e9) - latency) / 1e9
+    return np.asarray(latency + sent * (cluster.prices.seconds(kind, mesh, axes, 1e9) - latency) / 1e9)
 
 
 def storage_layout(
@@ -200,7 +220,9 @@ def storage_layout(
     """The layouts of a state: as stored (what is still pending there is reduced in buckets), and as used."""
     use = layout_of(dims, value, states.use.forward[state], states.use.grad[state], mesh, needs_grad)
     cut = [a.name for a, on in zip(mesh.axes, states.stored[state], strict=True) if on]
-    if not cut:  # a bias that enters as one term of a sum is stored whole: one rank's term is it, the others are zeros
+    if (
+        not cut
+    ):  # a bias that enters as one term of a sum is stored whole: one rank's term is it, the others are zeros
         return TensorLayout(use.dims, (), use.grad), use
     at: list[list[str]] = [[] for _ in value.places]
     for axis, code in zip(mesh.axes, states.use.forward[state], strict=True):

@@ -57,7 +57,10 @@ def roles(graph: Graph, factors: Factors) -> Roles:
                 continue
             for dim in site.rule.inputs[number]:
                 behind = [
-                    (node.name, x, i) for x in dim if "." not in x for i in range(len(list(leaves(site.trees[x]))))
+                    (node.name, x, i)
+                    for x in dim
+                    if "." not in x
+                    for i in range(len(list(leaves(site.trees[x]))))
                 ][1:]
                 inner.update(find(leaf) for leaf in behind)
     marks: list[dict[tuple[str, str], tuple[bool, ...]]] = [{}, {}]

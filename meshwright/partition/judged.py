@@ -1,0 +1,88 @@
+"""How long a step takes and how much memory it needs, for a model of many equal layers from programs with two and three.
+
+The program of a choice is lowered, played on a timeline and walked for its memory with two copies of each layer, and
+with three of one kind at a time. What a layer adds, in seconds and, at every instant, in bytes, is their difference;
+the rest of the layers add the same. So 100 layers are judged as quickly as three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.cost.cluster import Cluster
+from meshwright.graph import Graph
+from meshwright.layout import TensorLayout
+from meshwright.mesh import Mesh
+from meshwright.partition import Partition, partition
+from meshwright.partition.memory import Optimizer, peak
+from meshwright.partition.tasks import simulate
+from meshwright.plan import Plan, fingerprint
+from meshwright.search.folded import Folded, shortened
+from meshwright.search.planner import Verdict
+from meshwright.search.space.build import Choice
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Judges choices for the graph of `folds` on a cluster. `optimizer_states`: moments per parameter."""
+
+    folds: Folded
+    mesh: Mesh
+    cluster: Cluster
+    optimizer_states: int = 2
+
+    def __call__(self, choice: Choice) -> Verdict:
+        """Seconds of the simulated step, and the most bytes on the rank that holds most, with when that is."""
+        repeats = self.folds.repeats
+        seconds, memory = self._run(choice, [2] * len(repeats))
+        step, at = seconds, dict(memory)
+        for number, count in enumerate(repeats):
+            longer = [3 if n == number else 2 for n in range(len(repeats))]
+            more_seconds, more = self._run(choice, longer)
+            step += (count - 2) * (more_seconds - seconds)
+            for instant, size in memory.items():
+                if instant in more:
+                    at[instant] += (count - 2) * (more[instant] - size)
+        where = max(at, key=lambda instant: at[instant])
+        return Verdict(step, float(at[where]), where)
+
+    def _run(self, choice: Choice, copies: list[int]) -> tuple[float, dict[str, int]]:
+        graph = shortened(self.folds, copies) if copies else self.folds.graph
+        parts = self._lowered(graph, choice)
+        optimizer = Optimizer(
+            state_bytes=4 * self.optimizer_states,
+            temporaries=1 if self.cluster.host_bytes_per_s else 2,
+            at_once=bool(self.cluster.host_bytes_per_s),
+        )
+        rank = self.mesh.rank(dict.fromkeys(self.mesh.sizes, 0))
+        device = "cuda" if self.cluster.host_bytes_per_s else "cpu"
+        found = peak(parts, rank, optimizer=optimizer, device=device)
+        timeline = simulate(parts, self.cluster, self.optimizer_states)
+        most: dict[str, int] = {}
+        for instant, size in found.timeline:
+            most[instant] = max(size, most.get(instant, 0))
+        return timeline.step_seconds, most
+
+    def _lowered(self, graph: Graph, choice: Choice) -> Partition:
+        folds = self.folds
+        hubs: dict[str, TensorLayout] = {}
+        again: set[str] = set()
+        here: Mapping[str, str] = {**folds.values, **folds.inputs}
+        for name in graph.types:
+            stands = here.get(name, name)
+            if stands in choice.hubs:
+                hubs[name] = choice.hubs[stands]
+            if stands in choice.again:
+                again.add(name)
+        plan = Plan(
+            self.mesh,
+            "judged",
+            fingerprint(graph),
+            {n.name: choice.strategies[folds.nodes[n.name]] for n in graph.nodes},
+            {i.name: choice.inputs[folds.inputs[i.name]] for i in graph.inputs},
+            hubs=hubs,
+            again=frozenset(again),
+            prices=self.cluster.prices,
+        )
+        return partition(graph, plan)

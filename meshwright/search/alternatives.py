@@ -1,0 +1,45 @@
+"""What else a node could do, and what that would cost."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.search.planner import Found
+from meshwright.search.space.build import Space
+from meshwright.search.space.codes import NodeCodes
+
+
+def next_best(found: Found) -> dict[str, str]:
+    """For each node of the graph its best other strategy with the neighbours as they are, and what it would add."""
+    space, states = found.space, found.states
+    problem = space.problem()
+    near: dict[int, list[tuple[int, np.ndarray]]] = {v: [] for v in range(len(problem.unary))}
+    for (u, v), matrix in problem.pairs.items():
+        near[u].append((v, matrix))
+        near[v].append((u, matrix.T))
+    alone = {space.variable["parameter", name] for name in space.parameters}
+    texts: dict[str, str] = {}
+    for name, node in space.nodes.items():
+        v = space.variable["node", name]
+        total = problem.unary[v].copy()
+        for u, matrix in near[v]:  # a parameter follows its one reader
+            follows = u in alone and len(near[u]) == 1
+            total += (matrix + problem.unary[u]).min(axis=1) if follows else matrix[:, states[u]]
+        now = total[states[v]]
+        total[states[v]] = np.inf
+        if np.isfinite(total).any():
+            other = int(np.argmin(total))
+            texts[name] = (
+                f"{_text(node.codes, node.rows[other], space)} at {1e3 * (total[other] - now):+.3g} ms"
+            )
+    return texts
+
+
+def _text(codes: NodeCodes, row: np.ndarray, space: Space) -> str:
+    words: dict[str, list[str]] = {}
+    for axis, number in zip(space.mesh.axes, row, strict=True):
+        option = codes.options[number]
+        what = option.letter or ("pending" if option.through else "pending gradient" if option.grad else "")
+        if what:
+            words.setdefault(what, []).append(axis.name)
+    return " ".join(f"{what}={space.mesh.show(axes)}" for what, axes in words.items()) or "whole"

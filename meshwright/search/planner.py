@@ -1,0 +1,206 @@
+"""What a search works with: what was asked for, the spaces of a scene, and what is found in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.cost.cluster import Cluster
+from meshwright.errors import PlanError, did_you_mean
+from meshwright.mesh import Mesh
+from meshwright.redistribute.matrix import Table
+from meshwright.search.folded import Folded
+from meshwright.search.options import Scene
+from meshwright.search.pins import Seeds
+from meshwright.search.space.build import Choice, Space, Ties, all_codes
+from meshwright.search.space.codes import values_of
+from meshwright.search.space.families import Family, named, runs
+from meshwright.search.space.given import honouring, wished_options
+from meshwright.search.space.memory import fixed_bytes
+from meshwright.search.space.parameters import Storage
+
+SPACES = {
+    "a": "product states of the named axes",
+    "b": "two runs of the finest mesh",
+    "c": "three runs of the finest mesh, or product states of four axes",
+}
+LARGEST = 4  # axes whose product states are searched
+Progress = Callable[[str, float | None, float | None], None]
+"""Told (stage, best price so far, bound)."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a simulation says of a choice: seconds of the step, the most bytes on a rank, and at which instant."""
+
+    step_seconds: float
+    peak_bytes: float
+    instant: str
+
+
+Judge = Callable[[Choice], Verdict]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a search is asked for. `optimizer_states`: moments per parameter element (2 for Adam); `space` and `inner`
+    choose what is searched and how, where a mode has a choice. `judge` makes the simulation that has the last word on
+    time and memory from a folded graph and a mesh; without it sums decide."""
+
+    cluster: Cluster
+    memory_bytes: float | None = None
+    optimizer_states: int = 2
+    space: str = ""
+    inner: str = "exact"
+    progress: Progress = lambda stage, price, bound: None
+    judge: Callable[[Folded, Mesh], Judge] | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """A choice, the space and states it comes from, what it claims, and the next best of each node as text."""
+
+    choice: Choice
+    space: Space
+    states: tuple[int, ...]
+    claims: Mapping[str, Any]
+    verdict: Verdict | None = None
+
+
+class Planner:
+    """Makes spaces of one scene, sharing what they have in common."""
+
+    def __init__(self, scene: Scene, folds: Folded, seeds: Seeds, request: Request) -> None:
+        self.scene, self.seeds, self.request = scene, seeds, request
+        self.ties = Ties(folds.same, folds.weight)
+        self.judge = request.judge(folds, scene.mesh) if request.judge else None
+        self.table = Table(scene.mesh, request.cluster.prices)
+        self.values = values_of(scene.graph, scene.factors)
+        self.codes = all_codes(scene.graph, scene.factors, self.values, self.ties)
+        if seeds:
+            wished = {name: wished_options(seeds, codes) for name, codes in self.codes.items()}
+            self.codes = all_codes(scene.graph, scene.factors, self.values, self.ties, wished)
+
+    def space(self, family: Family, storage: Storage | None = None) -> Space:
+        """The space of a family, the user's cuts honoured."""
+        return Space(
+            self.scene.graph,
+            self.scene.factors,
+            self.scene.mesh,
+            self.request.cluster,
+            honouring(family, self.seeds, self.scene.mesh),
+            storage or self.storage(),
+            ties=self.ties,
+            codes=self.codes,
+            table=self.table,
+        )
+
+    def storage(self, allowed: bool = True) -> Storage:
+        """Storage cut over the levels of the cluster, each as a whole."""
+        levels: dict[str, list[int]] = {}
+        for number, axis in enumerate(self.scene.mesh.axes):
+            levels.setdefault(axis.link, []).append(number)
+        return Storage(
+            tuple(map(tuple, levels.values())),
+            states=self.request.optimizer_states,
+            again=self.request.memory_bytes is not None,
+            allowed=allowed,
+        )
+
+    def groups(self) -> list[list[int]]:
+        """The user's named axes, as numbers of prime axes."""
+        return [
+            [self.scene.mesh.index(a) for a in run]
+            for _, run in self.scene.mesh.names
+            if self.scene.mesh.count(run) > 1
+        ]
+
+    def limit(self, space: Space) -> float | None:
+        """Bytes that a choice may take of a rank beside what no choice changes."""
+        return None if self.request.memory_bytes is None else self.request.memory_bytes - fixed_bytes(space)
+
+    def found(self, space: Space, states: Sequence[int], claims: Mapping[str, Any]) -> Found:
+        """A choice with what it claims, simulated where there is a judge."""
+        parts = space.price(states)
+        choice = space.choice(states)
+        verdict = self.judge(choice) if self.judge else None
+        judged = (
+            {
+                "step_seconds": verdict.step_seconds,
+                "peak_bytes": verdict.peak_bytes,
+                "peak_where": verdict.instant,
+            }
+            if verdict
+            else {}
+        )
+        told = {
+            "cluster": self.request.cluster.name,
+            "price_seconds": parts.total,
+            "compute_seconds": parts.compute,
+            "communication_seconds": parts.blocking,
+            "reduction_seconds": parts.hideable,
+            **judged,
+            **claims,
+        }
+        return Found(choice, space, tuple(states), told, verdict)
+
+    def tell(self, stage: str, price: float | None = None, bound: float | None = None) -> None:
+        """Progress."""
+        self.request.progress(stage, price, bound)
+
+
+def families_of(planner: Planner) -> list[tuple[str, Family]]:
+    """The spaces that are searched exactly: those asked for, else all product states of few axes, else two runs, and
+    beside them the product states of the axes that the user named."""
+    mesh = planner.scene.mesh
+    axes = sum(a.size > 1 for a in mesh.axes)
+    groups = planner.groups()
+    names = " × ".join(name for name, run in mesh.names if mesh.count(run) > 1)
+    named_axes = (f"(a) {SPACES['a']}: {names or 'none'}", named(_all(groups, len(mesh.axes))))
+    two = (f"(b) {SPACES['b']}, {axes} prime axes", runs(len(mesh.axes), 2))
+    single = [[n] for n in range(len(mesh.axes))]
+    match planner.request.space:
+        case "a":
+            if len(groups) > LARGEST - 1:
+                raise PlanError(
+                    f"space (a) has product states of at most {LARGEST - 1} axes, the mesh names {len(groups)}",
+                    why=f"mesh: {mesh}",
+                    hint='space="b", or fewer named axes',
+                )
+            return [named_axes]
+        case "b":
+            return [two]
+        case "c":
+            if axes <= LARGEST:
+                return [(f"(c) product states of {axes} axes", named(single))]
+            return [("(c) three runs of the finest mesh", runs(len(mesh.axes), 3))]
+    if axes <= LARGEST - 1:
+        return [(f"(a) product states of all {axes} prime axes", named(single))]
+    own = 2 <= len(groups) <= LARGEST - 1 and not _is_levels(planner)
+    return [two, named_axes] if own else [two]
+
+
+def _is_levels(planner: Planner) -> bool:
+    levels = {level.name for level in planner.request.cluster.levels}
+    return {name for name, _ in planner.scene.mesh.names} <= levels
+
+
+def _all(groups: list[list[int]], axes: int) -> list[list[int]]:
+    rest = [n for n in range(axes) if not any(n in g for g in groups)]
+    return [*groups, rest] if rest else groups
+
+
+def check_request(request: Request) -> None:
+    if request.space and request.space not in SPACES:
+        raise PlanError(
+            f"there is no space {request.space!r}",
+            why="; ".join(f"({k}) {v}" for k, v in SPACES.items()),
+            hint=did_you_mean(request.space, SPACES),
+        )
+    if request.inner not in ("exact", "greedy"):
+        raise PlanError(
+            f"inner={request.inner!r} is no inner search",
+            why='there are "exact" and "greedy"',
+            hint='inner="exact"',
+        )

@@ -1,0 +1,141 @@
+"""Searching under a memory limit: a price per byte, and a simulation that has the last word.
+
+The sums that lead a search under-estimate the peak, so what they accept is simulated; where it does not fit, the limits
+are tightened by what it missed, and the search goes on. The bound is that of the limits as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshwright.errors import PlanError
+from meshwright.redistribute.steps import show_bytes
+from meshwright.search.planner import Found, Planner, families_of
+from meshwright.search.solve import Memory, solve, solve_limited
+from meshwright.search.space.build import Space
+from meshwright.search.space.memory import INSTANTS, memory_of
+
+TIGHTENINGS = 4
+DOUBLINGS, HALVINGS = 12, 4
+
+
+@dataclass(frozen=True)
+class Limited:
+    """The best choice that fits, or None, and a lower bound of the objective of all that do."""
+
+    found: Found | None
+    bound: float
+
+
+def limited(planner: Planner, space: Space, alpha: float | None) -> Limited:
+    """The optimum of a space under the request's memory limit; without one, the optimum."""
+    problem, limit = space.problem(alpha), planner.limit(space)
+    if limit is None:
+        solution = solve(problem, progress=lambda *told: planner.tell(told[0], told[3], told[4]))
+        return Limited(planner.found(space, solution.states, {}), solution.bound)
+    memory = memory_of(space, planner.request.optimizer_states)
+    limits = np.full(memory.instants, limit)
+    bound: float | None = None
+    for _ in range(TIGHTENINGS):
+        solution = solve_limited(
+            problem, memory, limits, progress=lambda *told: planner.tell(told[0], told[3], told[4])
+        )
+        bound = solution.bound if bound is None else bound
+        if solution.states is None:
+            break
+        decided = bool(np.any(solution.multipliers > 0))
+        found = planner.found(space, solution.states, {"memory_decided": True} if decided else {})
+        if fits(planner, found):
+            return Limited(found, bound)
+        assert found.verdict is not None and planner.request.memory_bytes is not None
+        limits = limits - 1.02 * (found.verdict.peak_bytes - planner.request.memory_bytes)
+        if (limits <= 0).any():
+            break
+    return Limited(None, bound if bound is not None else np.inf)
+
+
+def fits(planner: Planner, found: Found) -> bool:
+    """Whether a simulated choice is within the limit; what was not simulated counts by its sums alone."""
+    limit = planner.request.memory_bytes
+    if limit is None:
+        return True
+    if found.verdict is not None:
+        return found.verdict.peak_bytes <= limit
+    memory = memory_of(found.space, planner.request.optimizer_states)
+    return bool((memory.totals(found.states) <= (planner.limit(found.space) or 0.0)).all())
+
+
+def within_memory(planner: Planner, run: Callable[[np.ndarray | None], Found]) -> Found:
+    """The cheapest of what `run` finds for a price per byte that fits: the price is doubled until something does, then
+    halved back. `run(None)` is without a price. Raises PlanError when nothing fits."""
+    found = run(None)
+    if fits(planner, found):
+        return found
+    assert planner.request.memory_bytes is not None
+    instants = len(INSTANTS)
+    low, high = 0.0, found.claims["price_seconds"] / planner.request.memory_bytes / 8
+    best: Found | None = None
+    for _ in range(DOUBLINGS):
+        found = run(np.full(instants, high))
+        if fits(planner, found):
+            best = found
+            break
+        low, high = high, 2 * high
+    if best is None:
+        raise too_large(planner)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        found = run(np.full(instants, middle))
+        if fits(planner, found):
+            high = middle
+            if found.claims["price_seconds"] <= best.claims["price_seconds"]:
+                best = found
+        else:
+            low = middle
+    return replace(best, claims={**best.claims, "memory_decided": True})
+
+
+# ------------------------------------------------------------------------------------------- when nothing fits
+
+
+def too_large(planner: Planner) -> PlanError:
+    """Why no plan fits: what is over, by how much, at which instant, and the smallest single changes that would fit."""
+    _, family = families_of(planner)[0]
+    space = planner.space(family)
+    states, limit = planner.request.optimizer_states, planner.limit(space) or 0.0
+    memory = memory_of(space, states)
+    least = [_least(memory, t) for t in range(memory.instants)]
+    worst = int(np.argmax(least))
+    changes = [
+        f"an optimizer with {fewer} state{'s' if fewer > 1 else ''} per parameter (optimizer_states={fewer})"
+        for fewer in range(states)
+        if max(_least(memory_of(space, fewer), t) for t in range(memory.instants)) <= limit
+    ][-1:]
+    for parts in (2, 4, 8, 16, 32, 64):
+        if max(_least(_smaller_batch(space, memory, parts), t) for t in range(memory.instants)) <= limit:
+            changes.append(f"a batch of 1/{parts} of this one")
+            break
+    need = max(least) + (planner.request.memory_bytes or 0.0) - limit
+    changes.append(f"{show_bytes(1.05 * need)} per rank")
+    wanted = planner.request.memory_bytes or 0.0
+    return PlanError(
+        f"no plan fits into {show_bytes(wanted)} per rank",
+        why=f"at {INSTANTS[worst]} every plan of this space needs {show_bytes(least[worst])} or more beside the batch, "
+        f"{show_bytes(max(0.0, least[worst] - limit))} over the limit"
+        if least[worst] > limit
+        else f"the sums fit ({show_bytes(least[worst])} at {INSTANTS[worst]}), but every plan that was simulated has a "
+        "moment with more",
+        hint="the smallest single changes that would fit: " + "; or ".join(changes),
+    )
+
+
+def _least(memory: Memory, instant: int) -> float:
+    return solve(memory.alone(instant)).bound
+
+
+def _smaller_batch(space: Space, memory: Memory, parts: int) -> Memory:
+    owned = {space.variable["parameter", name] for name in space.parameters}
+    return Memory(tuple(a if v in owned else a / parts for v, a in enumerate(memory.amounts)))
