@@ -40,8 +40,8 @@ class Pairs:
 
     def __init__(self, ends: Ends, elements: Elements, cost: Cost) -> None:
         self.ends, self.elements, self.cost = ends, elements, cost
-        self.few_start, self.row = _distinct(ends.start)
-        self.few_goal, self.column = _distinct(ends.goal)
+        self.few_start, self.row = _distinct(ends.start, ends.axes)
+        self.few_goal, self.column = _distinct(ends.goal, ends.axes)
         self.split = np.bitwise_or.reduce(ends.start, axis=0, initial=0)
         self.split_goal = np.bitwise_or.reduce(ends.goal, axis=0, initial=0)
         self.whole = ends.axes & ~(ends.pending | self.split)
@@ -163,8 +163,7 @@ class Pairs:
         seconds = self.cost("all_gather", at_once, self.elements(lighter, _as_it_is))
         seconds += self.cost("all_to_all", moved, self.elements(bare, _as_it_is))
         seconds += self.cost("all_gather", late, self.elements(ready, _as_it_is))
-        for p in self.places:
-            seconds[self._across(p, self.early[p])] = np.inf
+        seconds[self._union(self._across(p, self.early[p]) for p in self.places) != 0] = np.inf
         return seconds
 
     def _without_exchange(self) -> Floats:
@@ -227,10 +226,13 @@ def _all_if(condition: NDArray[np.bool_]) -> Masks:
     return -condition.astype(np.int64)
 
 
-def _distinct(sets: Masks) -> tuple[Masks, Masks]:
+def _distinct(sets: Masks, axes: int) -> tuple[Masks, Masks]:
     """[P, U]: the distinct sets of each place, filled up with the empty one, and [P, N]: which of them each is."""
-    found = [np.unique(row, return_inverse=True) for row in sets]
-    few = np.zeros((len(sets), max((len(f) for f, _ in found), default=0)), np.int64)
-    for line, (row, _) in zip(few, found, strict=True):
-        line[: len(row)] = row
-    return few, np.array([i.reshape(-1) for _, i in found], np.int64).reshape(sets.shape)
+    place = np.arange(len(sets))[:, None]
+    seen = np.zeros((len(sets), axes + 1), np.bool_)
+    seen[place, sets] = True
+    number = seen.cumsum(axis=1) - 1
+    few = np.zeros((len(sets), 1 + int(number.max(initial=0))), np.int64)
+    here, found = seen.nonzero()
+    few[here, number[here, found]] = found
+    return few, number[place, sets]
