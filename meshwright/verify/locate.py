@@ -53,7 +53,7 @@ def _first_at(parts: Partition, batch: Any, start: Mapping[str, torch.Tensor], t
     mesh = parts.plan.mesh
     for node in graph.nodes:
         for value in node.values:
-            source = value if value in expected else node.uses[0] if node.uses else ""
+            source = _origin(graph, value, expected)
             if source not in expected:
                 continue
             error = _assembled_error(
@@ -77,6 +77,13 @@ def _first_at(parts: Partition, batch: Any, start: Mapping[str, torch.Tensor], t
             if error > tolerance * 10:
                 return f"the gradient of %{value} = {node.op} differs by {error:.2g}  {node.where}"
     return ""
+
+
+def _origin(graph: Graph, value: str, known: Mapping[str, torch.Tensor]) -> str:
+    """The name on one device of what a value is: reshards, hubs among them, have no other."""
+    while value not in known and (node := graph.producers.get(value)) is not None and node.op == RESHARD:
+        value = node.uses[0]
+    return value
 
 
 def _single(parts: Partition) -> Partition:

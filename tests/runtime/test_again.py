@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter as Multiset
 from dataclasses import replace
 from typing import Any
@@ -16,13 +17,16 @@ from meshwright.capture.batch import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
 from meshwright.examples import llama, mlp
 from meshwright.layout import SubDim, TensorLayout
+from meshwright.mesh import Mesh
 from meshwright.ops.factors import analyze
 from meshwright.ops.rule import dim_letters
 from meshwright.ops.strategy import Strategy
 from meshwright.ops.table import rules_of
+from meshwright.partition.again import alike
 from meshwright.partition.collectives import program_collectives
 from meshwright.plan import Plan
 from meshwright.report.program import ProgramText
+from meshwright.runtime.again import Again
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
@@ -118,3 +122,72 @@ def test_backward_makes_again_what_the_program_says(plan: Any) -> None:
     text = str(ProgramText(step.graph, parts, ()))
     made_again = text.count("again in backward all_gather(")
     assert made_again == sum(bool(n.kwarg("again")) for n in step.graph.nodes) >= len(parts.plan.again) - 1
+
+
+def test_nothing_is_watched_where_nothing_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, _, batch = alone(zero(planned(small_llama(), {"dp": 2}), False), small_llama())
+
+    def refused(*_: Any) -> Any:
+        raise AssertionError("hooks were installed")
+
+    monkeypatch.setattr(torch.autograd.graph, "saved_tensors_hooks", refused)
+    assert step.gradients(batch).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("size", "axes", "expected"),
+    ((8, ("a",), True), (7, ("a",), True), (5, ("a",), True), (3, ("a",), False), (9, ("b",), True),
+     (4, ("b",), False), (4, ("a", "b"), False), (12, ("a", "b"), True), (10, ("a", "b"), False)),
+)  # fmt: skip
+def test_ranks_that_may_keep_different_things_are_told_apart(
+    size: int, axes: tuple[str, ...], expected: bool
+) -> None:
+    """Blocks of one size, or at least two elements each: 7 over two ranks is 4 and 3, 4 over three 2, 2 and 0."""
+    mesh = Mesh.of({"a": 2, "b": 3})
+    layout = TensorLayout(((SubDim(size, axes),),))
+    lengths = {layout.local_shape(mesh, mesh.coordinate(r))[0] for r in range(mesh.size)}
+    assert alike(layout, mesh) is expected
+    assert expected == (len(lengths) == 1 or min(lengths) >= 2)
+
+
+def test_an_address_used_twice_is_not_mistaken_for_a_result() -> None:
+    """The allocator hands out the memory of a result that was let go; what is saved from there is kept."""
+    again, seen = Again(), set[int]()
+    leaf = torch.ones(4096, requires_grad=True)
+    with again.saving():
+        for number in range(20):
+            result = leaf.detach() * 2
+            seen.add(result.data_ptr())
+            again.watch(result, leaf, lambda x: x * float("nan"))
+            del result
+            other = torch.full((4096,), float(number))
+            product = leaf * other
+            reused = other.data_ptr() in seen
+            del other
+            (gradient,) = torch.autograd.grad(product.sum(), leaf)
+            assert gradient.eq(number).all()
+    assert reused or len(seen) == 20
+
+
+def test_a_result_is_made_once_and_let_go_with_its_last_reader() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        made.append(weakref.ref(y))
+        return y
+
+    leaf, source = torch.ones(8, requires_grad=True), torch.full((8,), 3.0)
+    again, alive = Again(), []
+    with again.saving():
+        result = twice(source)
+        again.watch(result, source, twice)
+        first = leaf * result.view(2, 4).reshape(8)
+        first.register_hook(lambda g: alive.append(made[-1]() is not None))
+        last = (first * 1.0) * result[torch.arange(8)].sum() * result
+        last.register_hook(lambda g: alive.append(len(made)))
+        del result
+    assert made[0]() is None
+    last.sum().backward()
+    assert leaf.grad is not None and leaf.grad.eq(6.0 * 48 * 6).all()
+    assert len(made) == 2 and made[1]() is None and alive == [1, True]
