@@ -3,7 +3,7 @@
     python -m meshwright.calibrate.worker EVENTS quick|full BEGAN
 
 BEGAN is when the command was given, in seconds since the epoch: what it may take counts from there. EVENTS is a file
-to which rank 0 adds one JSON object a line: first what the machine is, then for each row ``{"begin": row}`` and the row.
+to which rank 0 adds one JSON object a line: what the machine is, then for each row ``{"begin": row}`` and the row.
 """
 
 from __future__ import annotations
