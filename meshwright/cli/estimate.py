@@ -14,6 +14,7 @@ from meshwright.errors import ClusterError, MeshwrightError, PlanError, did_you_
 
 if TYPE_CHECKING:
     from meshwright.capture import Captured
+    from meshwright.cli.model import Opened
     from meshwright.cost.cluster import Cluster
     from meshwright.plan import Plan
     from meshwright.report.estimate import Estimate
@@ -65,10 +66,10 @@ def estimate(
     from meshwright.report.estimate import estimate as estimated
 
     loaded = Plan.load(plan)
-    captured = captured_model(model, batch, seq)
+    opened, captured = captured_model(model, batch, seq)
     now = estimated(cut(captured, loaded, machine), machine, states)
     columns, remarks, refused = [("now", now)], [], []
-    base = Base(loaded, captured, machine, states, model, batch, seq, now)
+    base = Base(loaded, opened, captured, machine, states, batch, seq)
     for text, changes in zip(what_if or (), wishes, strict=True):
         began = time.perf_counter()
         try:
@@ -113,13 +114,12 @@ class Base:
     """What changes start from."""
 
     plan: Plan
+    opened: Opened
     captured: Captured
     cluster: Cluster
     optimizer_states: int
-    model: str
     batch: int | None
     sequence: int | None
-    now: Estimate
 
 
 def answer(base: Base, changes: Changes) -> tuple[Estimate, str, float]:
@@ -129,16 +129,17 @@ def answer(base: Base, changes: Changes) -> tuple[Estimate, str, float]:
     from meshwright.report.estimate import recomputed
     from meshwright.report.whatif import stored
 
-    plan, captured, cluster, remarks, capturing = base.plan, base.captured, base.cluster, [], 0.0
+    plan, opened, captured, cluster = base.plan, base.opened, base.captured, base.cluster
+    remarks, capturing = [], 0.0
     if "batch" in changes or "seq" in changes:
         began = time.perf_counter()
-        captured = _other_shape(base, changes)
+        opened, captured = _other_shape(base, changes)
         capturing = time.perf_counter() - began
         if "ranks" not in changes:
             plan = _moved(plan, captured, changes)
     if "ranks" in changes:
         cluster = resized(cluster, int(changes["ranks"]))
-        plan = _planned_again(base, captured, cluster)
+        plan = _planned_again(base, opened, cluster)
         remarks.append(f"planned again by {plan.mode}")
     if "optimizer_parallel" in changes:
         plan, remark = stored(plan, captured.graph, int(changes["optimizer_parallel"]))
@@ -151,7 +152,7 @@ def answer(base: Base, changes: Changes) -> tuple[Estimate, str, float]:
     return found, "; ".join(remarks), capturing
 
 
-def _other_shape(base: Base, changes: Changes) -> Captured:
+def _other_shape(base: Base, changes: Changes) -> tuple[Opened, Captured]:
     from meshwright.cli.model import open_model
     from meshwright.compile import captured_of
     from meshwright.errors import ModelError
@@ -159,14 +160,12 @@ def _other_shape(base: Base, changes: Changes) -> Captured:
     rows = int(changes["batch"]) if "batch" in changes else base.batch
     tokens = int(changes["seq"]) if "seq" in changes else base.sequence
     try:
-        opened = open_model(base.model, batch=rows, sequence=tokens)
-        batch = opened.batch
+        opened = open_model(base.opened.target, batch=rows, sequence=tokens)
     except ModelError:
         if "seq" in changes or "batch" not in changes:
             raise
-        opened = open_model(base.model, sequence=base.sequence)
-        batch = with_rows(opened.batch, int(changes["batch"]))
-    return captured_of(opened.model, batch, opened.loss)
+        opened = replace(base.opened, batch=with_rows(base.opened.batch, int(changes["batch"])))
+    return opened, captured_of(opened.model, opened.batch, opened.loss)
 
 
 def with_rows(batch: Any, rows: int) -> Any:
@@ -194,14 +193,18 @@ def _moved(plan: Plan, captured: Captured, changes: Changes) -> Plan:
     return transferred(plan, captured.graph, analyze(captured.graph, rules_of(captured.graph)), what)
 
 
-def _planned_again(base: Base, captured: Captured, cluster: Cluster) -> Plan:
-    from meshwright.compile import plan_captured
-    from meshwright.search.searched import Request
+def _planned_again(base: Base, opened: Opened, cluster: Cluster) -> Plan:
+    import meshwright as mw
 
-    request = Request(cluster, float(cluster.device.memory_bytes), base.optimizer_states)
-    sizes = scaled(base.plan, cluster.ranks, base.cluster)
-    return plan_captured(
-        captured, sizes or cluster.mesh, base.plan.mode, dict(base.plan.pins) or None, request
+    return mw.plan(
+        opened.model,
+        opened.batch,
+        loss=opened.loss,
+        mesh=scaled(base.plan, cluster.ranks, base.cluster) or cluster.mesh,
+        mode=base.plan.mode,
+        pins=dict(base.plan.pins) or None,
+        cluster=cluster,
+        optimizer_states=base.optimizer_states,
     )
 
 

@@ -95,7 +95,7 @@ def _with_model(
     from meshwright.report.choice import Choice, choices, folded, matching
     from meshwright.report.plan_table import plan_view
 
-    captured = captured_model(model, *shape)
+    _, captured = captured_model(model, *shape)
     parts = cut(captured, loaded, machine)
     if what is None and machine is None and not as_json:
         out().print(plan_view(parts, every=every))

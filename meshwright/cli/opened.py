@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.capture import Captured
-from meshwright.cli.model import open_model
+from meshwright.cli.model import Opened, open_model
 from meshwright.cli.progress import Watch
 from meshwright.cli.screen import err
 from meshwright.compile import captured_of, lower
@@ -16,13 +16,15 @@ from meshwright.partition.price import on_cluster
 from meshwright.plan import Plan
 
 
-def captured_model(target: str, batch: int | None = None, sequence: int | None = None) -> Captured:
-    """The program of MODEL, with a bar while it takes. Raises ModelError and CaptureError."""
+def captured_model(
+    target: str, batch: int | None = None, sequence: int | None = None
+) -> tuple[Opened, Captured]:
+    """MODEL and its program, with a bar while it takes. Raises ModelError and CaptureError."""
     with Watch(err(), quiet=False) as watch:
         with watch.stage("opening the model"):
             opened = open_model(target, batch=batch, sequence=sequence)
         with watch.stage("capturing"):
-            return captured_of(opened.model, opened.batch, opened.loss)
+            return opened, captured_of(opened.model, opened.batch, opened.loss)
 
 
 def cut(captured: Captured, plan: Plan, cluster: Cluster | None = None) -> Partition:

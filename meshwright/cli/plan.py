@@ -79,9 +79,14 @@ def plan(
     machine = open_cluster(cluster) if cluster is not None else None
     mode = mode or ("auto" if machine else PINNED if pins else "data_parallel")
     check_needs(mode, machine, limit=limit, trace=trace, mesh=sizes)
+    check_folders(output, trace)
 
-    with Watch(err(), quiet=as_json) as watch:
-        made, parts = make(model, batch, seq, machine, sizes, mode, pins, limit, states, watch)
+    try:
+        with Watch(err(), quiet=as_json) as watch:
+            made, parts = make(model, batch, seq, machine, sizes, mode, pins, limit, states, watch)
+    except KeyboardInterrupt:
+        err().print("stopped before a plan was found")
+        raise typer.Exit(130) from None
     made.save(output)
     if trace is not None and machine is not None:
         write_trace(trace, parts, machine, states)
@@ -106,6 +111,13 @@ def check_needs(
         )
     if machine is None and mesh is None:
         raise PlanError("over how many ranks?", hint="--mesh dp=2,tp=4, or --cluster preset:h100:2x8")
+
+
+def check_folders(*paths: Path | None) -> None:
+    """Refuse, before any work, to write where there is no folder. Raises PlanError."""
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise PlanError(f"{str(path)!r} cannot be written", why="there is no such folder")
 
 
 def make(

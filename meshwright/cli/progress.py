@@ -41,7 +41,7 @@ class Watch:
     @contextmanager
     def stage(self, text: str) -> Iterator[None]:
         """One stage of the work."""
-        began = time.perf_counter()
+        self._began = began = time.perf_counter()
         self._bar.reset(self._task, total=None, description=text, found="")
         try:
             yield

@@ -20,7 +20,9 @@ def claim_lines(claims: Mapping[str, Any]) -> list[tuple[str, str]]:
 
     if claims.get("step_seconds") is not None:
         price = claims.get("price_seconds")
-        apart = f"{show_seconds(price)} if nothing overlapped" if price is not None else ""
+        apart = ""
+        if price is not None and price > 1.001 * claims["step_seconds"]:
+            apart = f"{show_seconds(price)} if nothing overlapped"
         add("step", show_seconds(claims["step_seconds"]), apart)
     elif claims.get("price_seconds") is not None:
         add("step", show_seconds(claims["price_seconds"]), "if nothing overlaps")

@@ -21,6 +21,7 @@ from meshwright.partition.memory import Optimizer, peak
 from meshwright.partition.price import program_price
 from meshwright.partition.tasks import simulate
 from meshwright.redistribute.steps import origin
+from meshwright.report.diff import short
 from meshwright.report.quantities import show_bytes, show_change, show_seconds
 
 
@@ -68,9 +69,18 @@ def estimate(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> E
         },
         hidden_seconds=line.hidden_seconds,
         peak_bytes=top.bytes,
-        peak_where=top.instant,
+        peak_where=instant_words(parts, top.instant),
         memory={name: size for name, size in top.categories.items() if size},
     )
+
+
+def instant_words(parts: Partition, instant: str) -> str:
+    """``linear_8, backward`` → ``head, backward``: the module where the plan knows it."""
+    node, comma, phase = instant.rpartition(", ")
+    name = node if node in parts.plan.about else node.rpartition("_k")[0]
+    op, module = parts.plan.about.get(name, ("", ""))
+    where = module or (short(op) if op else node)
+    return f"{where}{comma}{phase}"
 
 
 def state_bytes(parts: Partition, optimizer_states: int) -> int:
@@ -177,7 +187,7 @@ def estimate_table(columns: Sequence[tuple[str, Estimate]]) -> Table:
     row("step", [e.step_seconds for e in found], show_seconds, "bold")
     for name in found[0].parts:
         row(f"  {name}", [e.parts[name] for e in found], show_seconds)
-    row("  hidden behind compute", [e.hidden_seconds for e in found], show_seconds)
+    row("  hidden", [e.hidden_seconds for e in found], show_seconds)
     row("peak memory", [e.peak_bytes for e in found], show_bytes, "bold")
     for name in dict.fromkeys(n for e in found for n in e.memory):
         row(f"  {name}", [e.memory.get(name, 0.0) for e in found], show_bytes)

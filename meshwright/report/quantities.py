@@ -26,14 +26,15 @@ def show_change(before: float, after: float) -> str:
     if before == after:
         return "same"
     if before <= 0 or after <= 0 or not (math.isfinite(before) and math.isfinite(after)):
-        return ""
+        return "new" if before == 0 else "gone" if after == 0 else ""
     ratio = after / before
-    if ratio >= 2 or ratio <= 0.5:
+    if ratio >= 1.995 or ratio <= 0.5025:
         return f"{ratio:.3g} ×"
     percent = 100 * (ratio - 1)
     if abs(percent) < 0.05:
         return "same"
-    return f"{'+' if percent > 0 else '−'}{abs(percent):.2g} %"
+    sign = "+" if percent > 0 else "−"
+    return f"{sign}{abs(percent):.0f} %" if abs(percent) >= 9.95 else f"{sign}{abs(percent):.1f} %"
 
 
 __all__ = ["show_bytes", "show_change", "show_seconds"]
