@@ -32,8 +32,8 @@ Wire = tuple[int, int]  # (number of the node, or -1 - number of the input; whic
 class _View:
     """The graph as numbers: a token a node (all but its wiring), and what each port reads."""
 
+    nodes: tuple[Node, ...]
     tokens: np.ndarray
-    texts: tuple[str, ...]
     wires: tuple[tuple[Wire, ...], ...]
     inputs: tuple[str, ...]  # role, type and flag of each input
     live: np.ndarray  # values alive across the border before each node
@@ -57,23 +57,40 @@ def fold(graph: Graph) -> Folding:
 
 def _numbers(graph: Graph) -> _View:
     place: dict[str, Wire] = {i.name: (-1 - k, 0) for k, i in enumerate(graph.inputs)}
-    known: dict[str, int] = {}
-    tokens, texts, wires = [], [], []
+    known: dict[Any, int] = {}
+    tokens, wires = [], []
     last: dict[Wire, int] = {}
     for number, node in enumerate(graph.nodes):
-        text = _text(node)
-        texts.append(text)
-        tokens.append(known.setdefault(text, len(known)))
-        wires.append(tuple(place[u] for u in node.uses))
-        last.update(dict.fromkeys(wires[-1], number))
-        place.update({v: (number, i) for i, v in enumerate(node.values)})
+        tokens.append(known.setdefault(_signature(node), len(known)))
+        wires.append(tuple([place[u] for u in node.uses]))
+        for wire in wires[-1]:
+            last[wire] = number
+        for i, value in enumerate(node.values):
+            place[value] = (number, i)
     live = np.zeros(len(tokens) + 2, dtype=np.int64)
     for (number, _), stop in last.items():
         if number >= 0:
             live[number + 1] += 1
             live[stop + 1] -= 1
     inputs = tuple(f"{i.role} {i.type} {i.needs_grad}" for i in graph.inputs)
-    return _View(np.array(tokens, dtype=np.int64), tuple(texts), tuple(wires), inputs, np.cumsum(live))
+    return _View(graph.nodes, np.array(tokens, dtype=np.int64), tuple(wires), inputs, np.cumsum(live))
+
+
+def _signature(node: Node) -> Any:
+    """All of a node but its wiring, name, place in the source, and the number of its random draw."""
+    args = node.args[:2] if node.op == "meshwright.dropout" else node.args
+    kwargs = tuple([(k, _plain(v)) for k, v in node.kwargs if k != "seed"]) if node.kwargs else ()
+    return node.op, _plain(args), kwargs, node.outputs, node.needs_grad
+
+
+def _plain(value: Any) -> Any:
+    """A literal without references. Numbers that are equal but of different types stay apart."""
+    kind = type(value)
+    if kind is tuple:
+        return tuple([_plain(v) for v in value])
+    if kind is Ref:
+        return Ref
+    return value if kind is int or kind is str or value is None else (kind, repr(value))
 
 
 def _text(node: Node) -> str:
@@ -114,8 +131,8 @@ def _periods(tokens: np.ndarray) -> list[int]:
         count.update((order[1:] - order[:-1])[equal].tolist())
         if len(grams) <= width:
             break
-        _, grams = np.unique(np.stack((grams[:-width], grams[width:])), axis=1, return_inverse=True)
-        grams, width = grams.reshape(-1), 2 * width
+        pairs = grams[:-width] * len(tokens) + grams[width:]
+        grams, width = np.unique(pairs, return_inverse=True)[1].reshape(-1), 2 * width
     limit = len(tokens) // 2
     return [p for p, _ in count.most_common() if MIN_LENGTH <= p <= limit][:MAX_PERIODS]
 
@@ -216,5 +233,5 @@ def _key(view: _View, start: int, period: int) -> str:
             else:
                 kind = view.inputs[-1 - number] if number < 0 else "value"
                 marks.append(f"{kind} {outside.setdefault((number, result), len(outside))}")
-        digest.update(f"{view.texts[i]} {marks}\n".encode())
+        digest.update(f"{_text(view.nodes[i])} {marks}\n".encode())
     return digest.hexdigest()[:16]
