@@ -251,7 +251,9 @@ def _attention(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
         return Saved((0, 1, 2, *([3] if mask and not masked else [])), (0,), rows * 4 + masked)
     dropped = bool(node.arg(4, "dropout_p", 0.0))
     extra = scores * DTYPES[q.dtype] * (inner + needs_grad[2] if dropped else 1)
-    extra += scores + queries * keys if dropped and inner else 0  # boolean masks
+    if dropped and inner:  # boolean masks: what dropout keeps, what the causal or the given mask hides
+        hidden = math.prod(mask[0].shape) if mask and mask[0].dtype == "b8" else 0
+        extra += scores + (queries * keys if node.arg(5, "is_causal", False) else hidden)
     copied = not dropped
     extra += q.size_bytes if needs_grad[1] and copied else 0
     extra += k.size_bytes * repeat if needs_grad[0] and (copied or repeat > 1) else 0

@@ -159,8 +159,9 @@ class _Walk:
             return
         extra: list[Storage] = []
         if not self._shares(node):
-            kept = saved(node, self.types, [u in self.graph.needs_grad for u in node.uses])
-            before, beside = workspace(node, self.types)
+            wanted = [u in self.graph.needs_grad for u in node.uses]
+            kept = saved(node, self.types, wanted)
+            before, beside = workspace(node, self.types, wanted)
             scratch = heap.new(before)
             made = [heap.new(t.size_bytes) for t in node.outputs]
             extra = [heap.new(kept.extra_bytes)] if kept.extra_bytes else []

@@ -10,8 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.cost.operators import BROADCASTS, NOT_THROUGH, THROUGH, VIEWS
-from meshwright.graph import Node, TensorType
+from meshwright.cost.operators import ATTENTION, BROADCASTS, CONVOLUTIONS, NOT_THROUGH, THROUGH, VIEWS
+from meshwright.cost.saved import fused_attention
+from meshwright.graph import DTYPES, Node, TensorType
 
 Types = Mapping[str, TensorType]
 
@@ -36,6 +37,11 @@ BACKWARD: dict[str, tuple[float, float]] = {
 PASSED = THROUGH | VIEWS | {"aten.cat.default", "aten.stack.default"}
 
 
+# oneDNN, which convolves on a CPU, brings images and weights into blocks of so many channels and back; fewer than that
+# of an image's own colours stay. What cuDNN takes on a GPU is not known beforehand; the same is assumed.
+BLOCK, COLOURS = 16, 3
+
+
 @dataclass(frozen=True)
 class Gradients:
     """`made`: port → bytes of new memory, or None where the gradient shares what came in. `before` and `beside`:
@@ -46,13 +52,45 @@ class Gradients:
     beside: float = 0
 
 
-def workspace(node: Node, types: Types) -> tuple[float, float]:
+def workspace(node: Node, types: Types, wanted: Sequence[bool]) -> tuple[float, float]:
     """Bytes an operator needs forward beside its results: from the start, and at the end."""
+    if node.op in ATTENTION:
+        q, k = (types[u].size_bytes for u in node.uses[:2])
+        scores = _scores(node, types, wanted)
+        return 0, scores + q + k if scores else 0
+    if node.op in CONVOLUTIONS:
+        x, w, y = _blocked(node, types)
+        return 0, max(x + w + y - node.outputs[0].size_bytes, y)
     row = FORWARD.get(node.op)
     if row is None:
         return 0, 0
     size = types[node.uses[0]].size_bytes
     return row[0] * size, row[1] * size
+
+
+def _blocked(node: Node, types: Types) -> tuple[int, int, int]:
+    """Bytes of a convolution's image, weight and result in blocks of channels."""
+    image, weight = (types[u] for u in node.uses[:2])
+    spatial = len(weight.shape) - 2
+
+    def padded(kind: TensorType, dims: Sequence[int]) -> int:
+        size = kind.size_bytes
+        for dim in dims:
+            channels = kind.shape[dim]
+            size = size * -(-channels // BLOCK) * BLOCK // max(channels, 1)
+        return size
+
+    colours = image.shape[-spatial - 1]
+    x = 0 if colours <= COLOURS else padded(image, [-spatial - 1])
+    return x, padded(weight, [0] if colours <= COLOURS else [0, 1]), padded(node.outputs[0], [-spatial - 1])
+
+
+def _scores(node: Node, types: Types, wanted: Sequence[bool]) -> int:
+    """Bytes of an attention's scores where it is written out; 0 for the fused kernel."""
+    q, k = (types[u] for u in node.uses[:2])
+    if fused_attention(node, types, wanted):
+        return 0
+    return math.prod((*q.shape[:-1], k.shape[-2])) * DTYPES[q.dtype]
 
 
 def gradients_of(node: Node, types: Types, wanted: Sequence[bool]) -> Gradients:
@@ -73,6 +111,12 @@ def gradients_of(node: Node, types: Types, wanted: Sequence[bool]) -> Gradients:
         if node.op in BROADCASTS and not same and not passes:
             beside = full  # made in full, then summed
         made.append((port, kind.size_bytes))
+    if node.op in CONVOLUTIONS:
+        beside = sum(_blocked(node, types))
+    elif node.op in ATTENTION:
+        # The gradient of the probabilities and of the scores; the inputs' own gradients come when one of them is gone.
+        inputs = sum(types[u].size_bytes for u in node.uses[:2])
+        beside = max(2 * _scores(node, types, wanted) - inputs, 0)
     row = BACKWARD.get(node.op, (0, 0))
     size = types[node.uses[0]].size_bytes if node.uses else 0
     return Gradients(tuple(made), row[0] * size, max(row[1] * size, beside))

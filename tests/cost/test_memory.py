@@ -1,0 +1,173 @@
+"""Predicted peaks against the allocator's own events: whole steps of one rank, alone or with a communicator that only
+counts (its answers have the right shapes, so a rank of many allocates what it would)."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright.compile as stages
+from bench.memory import peak_bytes
+from meshwright.capture.batch import leaves
+from meshwright.examples import gpt, mlp, zoo
+from meshwright.graph import Graph
+from meshwright.layout import SubDim, TensorLayout
+from meshwright.mesh import Mesh
+from meshwright.partition import Partition
+from meshwright.partition.memory import ADAMW, ADAMW_FOREACH, ADAMW_FUSED, Peak, peak
+from meshwright.plan import Plan
+from meshwright.runtime.communicator import Alone, Counter
+from meshwright.runtime.rank import Rank
+from meshwright.runtime.step import LocalStep
+
+Build = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model on a mesh. `gathered`: parameters stored in parts, ``keep`` or ``again`` in backward."""
+
+    build: Build
+    mesh: Mapping[str, int] | None = None
+    pins: Mapping[str, Mapping[str, str]] | None = None
+    gathered: str = ""
+
+    def lowered(self) -> tuple[Any, Any, Partition]:
+        """Captured program, batch, and what the ranks run."""
+        model, batch, loss = self.build()
+        captured = stages.captured_of(model, batch, loss)
+        mode = "semi_auto" if self.pins else "data_parallel"
+        plan = stages.plan_captured(captured, Mesh.of(self.mesh or {}), mode, self.pins)
+        if self.gathered:
+            plan = in_parts(plan, captured.graph, self.gathered == "again")
+        return stages.values_of(model, captured), dict(leaves(batch)), stages.lower(captured, plan)
+
+    def predicted(self) -> Peak:
+        """By the walk."""
+        return peak(self.lowered()[2])
+
+    def measured(self) -> int:
+        """By the allocator, with AdamW."""
+
+        def make() -> Callable[[], torch.Tensor]:
+            values, batch, parts = self.lowered()
+            mesh = parts.plan.mesh
+            comm = Counter(mesh) if mesh.size > 1 else Alone(mesh)
+            # Detached, so that the step keeps parts of its own and the whole model can go.
+            plain = {k: v.detach() for k, v in values.items()} if mesh.size > 1 else values
+            step = LocalStep(
+                parts, Rank(comm, torch.device("cpu")), plain, lambda p: torch.optim.AdamW(p, lr=1e-3)
+            )
+            del values, plain
+            stages._captured.clear()
+            gc.collect()
+            return lambda: step(batch)
+
+        return peak_bytes(make, warm_up=2, steps=2)
+
+
+def in_parts(plan: Plan, graph: Graph, again: bool) -> Plan:
+    """Every parameter with a dim that divides is stored in parts and gathered at a hub (ZeRO)."""
+    mesh, names = plan.mesh, tuple(a.name for a in plan.mesh.axes)
+    inputs, hubs = dict(plan.inputs), dict[str, TensorLayout]()
+    for entry in graph.input_of("parameter"):
+        shape = entry.type.shape
+        dim = next((d for d, n in enumerate(shape) if n % mesh.size == 0), None)
+        if dim is None or not entry.needs_grad:
+            continue
+        hubs[entry.name] = replace(inputs[entry.name], grad=names)
+        inputs[entry.name] = TensorLayout(
+            tuple((SubDim(n, names if d == dim else ()),) if n != 1 else () for d, n in enumerate(shape))
+        )
+    return replace(plan, inputs=inputs, hubs=hubs, again=frozenset(hubs) if again else frozenset())
+
+
+def small_gpt(batch: int = 8, **sizes: Any) -> Build:
+    """A GPT of width 64."""
+    config = gpt.GPTConfig(
+        **{"vocabulary": 256, "width": 64, "layers": 2, "heads": 4, "sequence": 64, **sizes}
+    )
+    return functools.partial(gpt.build, config, batch=batch)
+
+
+def hugging(name: str, **sizes: Any) -> Build:
+    """A Hugging Face model of width 64."""
+    return functools.partial(
+        zoo.hugging_face, name, **{"hidden": 64, "sequence": 64, "vocabulary": 256, **sizes}
+    )
+
+
+CUT = {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}, "head": {"n": "tp"}}
+RUNS = {
+    "bert with dropout": Run(hugging("bert", sequence=128, batch=8, dropout=0.1)),
+    "resnet": Run(hugging("resnet", batch=16)),
+    "gpt, four ranks": Run(small_gpt(), {"dp": 2, "tp": 2}, CUT),
+}
+MORE = {
+    "gpt": Run(small_gpt()),
+    "gpt, gathered again": Run(small_gpt(batch=4), {"dp": 4}, gathered="again"),
+    "llama, large vocabulary": Run(hugging("llama", vocabulary=8000)),
+    "mlp": Run(functools.partial(mlp.build, batch=4096)),
+    "gpt, 12 layers": Run(small_gpt(layers=12)),
+    "gpt, large vocabulary": Run(small_gpt(vocabulary=32000)),
+    "gpt, long": Run(small_gpt(sequence=256, batch=16)),
+    "llama, 12 layers": Run(hugging("llama", layers=12)),
+    "bert, 12 layers": Run(hugging("bert", layers=12)),
+    "vit": Run(hugging("vit", batch=128, dropout=0.1)),
+    "vit, 12 layers": Run(hugging("vit", layers=12, batch=16)),
+    "t5": Run(hugging("t5", dropout=0.1, batch=8)),
+    "qwen3": Run(hugging("qwen3")),
+    "gpt2": Run(hugging("gpt2", dropout=0.1)),
+    "gpt, data parallel, 12 layers": Run(small_gpt(layers=12), {"dp": 4}),
+    "gpt, cut vocabulary": Run(small_gpt(vocabulary=32000, tied=False), {"tp": 2}, CUT),
+    "gpt, kept, 12 layers": Run(small_gpt(layers=12), {"dp": 4}, gathered="keep"),
+    "gpt, again, 12 layers": Run(small_gpt(layers=12), {"dp": 4}, gathered="again"),
+    "gpt with dropout, four ranks": Run(small_gpt(dropout=0.1), {"dp": 2, "tp": 2}, CUT),
+    "resnet, data parallel": Run(hugging("resnet", batch=16), {"dp": 2}),
+}
+
+
+def compare(run: Run) -> None:
+    predicted, measured = run.predicted(), run.measured()
+    assert predicted.bytes == pytest.approx(measured, rel=0.03), (
+        f"{predicted} against {measured / 2**20:.1f} MiB"
+    )
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_predicted_peak_is_the_measured_one(name: str) -> None:
+    compare(RUNS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_the_predicted_peak_is_the_measured_one_of_more_models(name: str) -> None:
+    compare(MORE[name])
+
+
+def test_categories_add_up_and_the_timeline_has_the_peak() -> None:
+    found = RUNS["gpt, four ranks"].predicted()
+    assert sum(found.categories.values()) == found.bytes
+    assert max(size for _, size in found.timeline) == found.bytes
+    assert dict(found.timeline)[found.instant] == found.bytes
+
+
+def test_what_is_not_kept_costs_no_memory() -> None:
+    kept, again = (Run(small_gpt(batch=4), {"dp": 4}, gathered=how).predicted() for how in ("keep", "again"))
+    assert again.bytes < kept.bytes
+    assert again.categories["parameters"] == kept.categories["parameters"]
+
+
+def test_an_update_of_all_parameters_at_once_needs_a_copy_of_them() -> None:
+    parts = Run(functools.partial(mlp.build, batch=2)).lowered()[2]
+    one, together, fused = (
+        dict(peak(parts, optimizer=o).timeline)["update"] for o in (ADAMW, ADAMW_FOREACH, ADAMW_FUSED)
+    )
+    sizes = [parts.local(0).types[i.name].size_bytes for i in parts.local(0).input_of("parameter")]
+    assert (one - fused, together - fused) == (2 * max(sizes), sum(sizes))
