@@ -1,0 +1,64 @@
+"""The price of an emitted program equals the search's own price of the choice it was made from, for any choice."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from meshwright.compile import captured_of
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.saved import saved
+from meshwright.mesh import Mesh
+from meshwright.ops.factors import analyze
+from meshwright.ops.table import rules_of
+from meshwright.partition import partition
+from meshwright.partition.price import program_price
+from meshwright.plan import Plan, fingerprint
+from meshwright.search.space.build import Space
+from meshwright.search.space.families import named, runs
+from meshwright.search.space.parameters import Storage
+from tests.partition.models import MODELS, built
+
+SPACES: dict[str, Any] = {  # mesh and family of strategies; a mesh of 3 makes blocks uneven
+    "dp=2 tp=2, product": ({"dp": 2, "tp": 2}, lambda n: named([[i] for i in range(n)])),
+    "dp=2 tp=3, product": ({"dp": 2, "tp": 3}, lambda n: named([[i] for i in range(n)])),
+    "a=12, two runs": ({"a": 12}, lambda n: runs(n, 2)),
+}
+CASES = [
+    (model, space) for model in MODELS for space in SPACES if model in ("mlp", "gpt") or "two" not in space
+]
+
+
+@pytest.mark.parametrize(("model", "space"), CASES)
+def test_any_choice_costs_what_its_program_costs(model: str, space: str) -> None:
+    graph = captured_of(*built(model)).graph
+    factors = analyze(graph, rules_of(graph))
+    sizes, family = SPACES[space]
+    cluster = Cluster.preset("h100", nodes=2)
+    mesh = cluster.place(Mesh.of(sizes))
+    axes = len(mesh.axes)
+    stored = Storage(tuple((axis,) for axis in range(axes)), smallest_bytes=0)
+    choices = Space(graph, factors, mesh, cluster, family(axes), stored)
+    draw = random.Random(f"{model} {space}")
+    for _ in range(4):
+        states = [draw.randrange(parts.shape[1]) for parts in choices.unary]
+        choice, wanted = choices.choice(states), choices.price(states)
+        plan = Plan(
+            mesh,
+            "drawn",
+            fingerprint(graph),
+            choice.strategies,
+            choice.inputs,
+            hubs=choice.hubs,
+            again=choice.again,
+            prices=cluster.prices,
+        )
+        found = program_price(partition(graph, plan, keeps=saved), cluster)
+        sending = found.forward_communication + found.backward_communication
+        assert math.isclose(found.compute + found.update, wanted.compute, rel_tol=1e-6)
+        assert math.isclose(sending, wanted.blocking, rel_tol=1e-6)
+        assert math.isclose(found.reduction, wanted.hideable, rel_tol=1e-6, abs_tol=1e-15)
+        assert math.isclose(found.total, wanted.total, rel_tol=1e-6)
