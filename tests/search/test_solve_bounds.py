@@ -20,7 +20,7 @@ bounds = sys.modules[solve.__module__]
 @pytest.fixture
 def thorough(monkeypatch):
     """Small problems are easy enough to eliminate at once; here they go all the way round."""
-    monkeypatch.setattr(bounds._Search, "_easy", lambda self, sweeps, rounds: 0.0)
+    monkeypatch.setattr(bounds._Search, "_easy", lambda self, part, rounds: 0.0)
     monkeypatch.setattr(bounds, "MODEST_WORK", 0.0)
 
 
@@ -98,6 +98,18 @@ def test_a_chain_is_exact_in_one_round(seed):
             fixed = [np.arange(k) for k in problem.sizes]
             fixed[v] = np.array([s])
             assert sweeps.least[v][s] == pytest.approx(eliminate(problem.only(fixed)).price, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(0, 60, 2))
+def test_a_solution_bounds_the_price_with_each_state(seed, thorough):
+    problem = draw(seed, most=5, states=4)
+    if math.isinf(brute_force(problem.unary, problem.pairs)):
+        return
+    found = solve(problem)
+    for v, row in enumerate(found.least):
+        for s, least in enumerate(row):
+            truth = brute_force(problem.unary, problem.pairs, lambda states, v=v, s=s: states[v] == s)
+            assert least <= truth + 1e-9
 
 
 def layers(count: int, states: int, seed: int, hub: bool = False) -> Problem:

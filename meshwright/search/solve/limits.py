@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from meshwright.search.solve.bounds import Progress, solve
 from meshwright.search.solve.master import multipliers
+from meshwright.search.solve.parts import Part, split_of
 from meshwright.search.solve.problem import Memory, NoStates, Problem
 from meshwright.search.solve.repair import Moves, States, mixes
-from meshwright.search.solve.sweeps import Messages, consistent
+from meshwright.search.solve.sweeps import consistent
 
 Accept = Callable[[States], "bool | np.ndarray | Sequence[float]"]
 """Whether states fit; or, better, by how many bytes they miss the limit at each instant (none above 0: they fit)."""
@@ -75,8 +75,8 @@ def solve_limited(
     """The cheapest accepted states whose bytes are within limits float64[T] (finite or inf).
 
     Ends when the gap between price and bound is at most `enough` of the price, when the multipliers can do no better,
-    or after `most_solves` (three times as many while nothing was accepted). Raises NoStates when the problem has no choice at all, limits or not. An interrupt returns
-    the best so far.
+    or after `most_solves` (three times as many while nothing was accepted). Raises NoStates when the problem has no
+    choice at all, limits or not. An interrupt returns the best so far, where there is one.
     """
     limits = np.asarray(limits, dtype=np.float64)
     assert limits.shape == (memory.instants,)
@@ -89,46 +89,6 @@ def solve_limited(
             raise
         stopped = True
     return search.answer(stopped)
-
-
-@dataclass(eq=False)
-class _Part:
-    """The choices with states `kept` (indices per variable), a lower bound of what fits among them, and where it is.
-
-    `held` is the bound under the tighter limits last tried; `split` names a variable and those of its states that go
-    to one side, if the part is to be cut in two.
-    """
-
-    kept: list[np.ndarray]
-    problem: Problem
-    memory: Memory
-    bound: float = -math.inf
-    multipliers: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    messages: Messages = field(default_factory=dict)
-    split: tuple[int, np.ndarray] | None = None
-    held: float = -math.inf
-
-    def has(self, states: States) -> bool:
-        places = (int(kept.searchsorted(s)) for kept, s in zip(self.kept, states, strict=True))
-        return all(p < len(k) and k[p] == s for p, k, s in zip(places, self.kept, states, strict=True))
-
-    def become(self, other: _Part) -> None:
-        self.kept, self.problem, self.memory = other.kept, other.problem, other.memory
-        self.messages = other.messages
-
-    def only(self, places: Sequence[np.ndarray]) -> _Part:
-        """The choices with the states at `places`; raises NoStates where neighbours leave none."""
-        again = consistent(self.problem.only(places))
-        places = [p[a] for p, a in zip(places, again, strict=True)]
-        return _Part(
-            [k[p] for k, p in zip(self.kept, places, strict=True)],
-            self.problem.only(places),
-            self.memory.only(places),
-            self.bound,
-            self.multipliers,
-            {(u, v): (a[places[u]], b[places[v]]) for (u, v), (a, b) in self.messages.items()},
-            self.split,
-        )
 
 
 class _Search:
@@ -153,8 +113,7 @@ class _Search:
         self.best: States | None = None
         self.price = math.inf
         kept = consistent(problem)
-        self.root = _Part(kept, problem.only(kept), self.memory.only(kept))
-        self.root.multipliers = np.zeros(memory.instants)
+        self.root = Part(kept, problem.only(kept), self.memory.only(kept), np.zeros(memory.instants))
         self.open = [self.root]
         tables = [*problem.unary, *problem.pairs.values()]
         highest = [float(np.max(t, where=np.isfinite(t), initial=-math.inf)) for t in tables]
@@ -190,16 +149,17 @@ class _Search:
     def spent(self) -> bool:
         return self.solves >= self.options.most_solves * (1 if self.best is not None else PATIENCE)
 
-    def solve(self, part: _Part, prices: np.ndarray) -> float:
+    def solve(self, part: Part, prices: np.ndarray) -> float:
         """One unlimited solve with a price per byte; returns a lower bound of price + prices·bytes in the part."""
         weighed = part.memory.weighed(part.problem, prices) if prices.any() else part.problem
         try:
             found = solve(weighed, limit_work=self.options.limit_work, start=part.messages)
         except NoStates as none:
-            if not self.solves or not none.proven:
+            if not self.known:
                 raise
-            part.bound = math.inf
-            return math.inf
+            self.solves += 1
+            part.bound = math.inf if none.proven else part.bound
+            return part.bound
         part.messages = found.messages or part.messages
         self.solves += 1
         bound = found.bound - float(prices @ self.limits)
@@ -213,20 +173,10 @@ class _Search:
         if found.stopped:
             raise KeyboardInterrupt
         if found.least and self.best is not None:
-            self.narrow(part, found.least, float(prices @ self.limits))
+            # Nothing cheaper than the best has these states, whichever way the bytes are priced later.
+            most = self.price + float(prices @ self.limits)
+            part.narrow(found.least, most + ROUNDING * abs(most))
         return found.bound
-
-    def narrow(self, part: _Part, least: Sequence[np.ndarray], allowance: float) -> None:
-        """Drop the states that nothing cheaper than the best can have, whichever way the bytes are priced later."""
-        places = [np.flatnonzero(row - allowance <= self.price * (1 + ROUNDING)) for row in least]
-        sizes = part.problem.sizes
-        left = sum(len(places[u]) * len(places[v]) for u, v in part.problem.pairs)
-        if left > 0.7 * sum(sizes[u] * sizes[v] for u, v in part.problem.pairs):
-            return
-        try:
-            part.become(part.only(places))
-        except NoStates:
-            part.bound = math.inf
 
     def meet(self, states: States) -> bool:
         """Remember states, and take them if they are cheaper than the best and accepted."""
@@ -254,7 +204,7 @@ class _Search:
             self.verdicts[states] = bool(verdict)
         return self.verdicts[states]
 
-    def climb(self, part: _Part, goal: np.ndarray, most: int = 1000) -> None:
+    def climb(self, part: Part, goal: np.ndarray, most: int = 1000) -> None:
         """Dual ascent in a part: cutting planes, each step taken part of the way from the best point so far."""
         part.held = -math.inf
         stretch, low, centre = 10.0, -math.inf, part.multipliers
@@ -271,7 +221,9 @@ class _Search:
                 continue
             far = float(prices.max() + stretch * (np.ptp(prices) + 0.01 * np.abs(prices).max() + 1e-300))
             aim, high, weights = multipliers(prices, amounts, goal, far)
-            part.split = self.cut(part, aim, [(w, chosen[i]) for i, w in weights.items() if i < len(chosen)])
+            part.split = split_of(
+                [(w, chosen[i]) for i, w in weights.items() if i < len(chosen)], self.memory, aim
+            )
             if high - low <= 0.25 * self.options.enough * abs(high):
                 if len(chosen) not in weights or stretch > 1e5:
                     return
@@ -289,38 +241,6 @@ class _Search:
                 return  # the inner solves are not exact enough to go on
             whole_way = not whole_way and len(self.known) == seen
 
-    def cut(
-        self, part: _Part, prices: np.ndarray, mix: list[tuple[float, States]]
-    ) -> tuple[int, np.ndarray] | None:
-        """The variable whose bytes the two main choices of a mix differ in most, and its states below their middle."""
-        if len(mix) < 2:
-            return None
-        (_, one), (_, two), *_ = sorted(mix, key=lambda m: (-m[0], m[1]))
-        best, split = 0.0, None
-        for v, (s, t) in enumerate(zip(one, two, strict=True)):
-            worth = self.memory.amounts[v] @ prices
-            if abs(worth[s] - worth[t]) > best:
-                best = float(abs(worth[s] - worth[t]))
-                split = (v, np.flatnonzero(worth < (worth[s] + worth[t]) / 2))
-        return split
-
-    def halves(self, part: _Part) -> list[_Part]:
-        """The part cut in two: as its mix of choices suggests, else along the variable whose bytes differ most."""
-        v, side = part.split or (0, np.zeros(0))
-        low = np.isin(part.kept[v], side)
-        if low.all() or not low.any():
-            needs = [a.sum(axis=1) for a in part.memory.amounts]
-            v = max(range(len(needs)), key=lambda v: (len(needs[v]) > 1, np.ptp(needs[v])))
-            low = np.zeros(len(needs[v]), dtype=bool)
-            low[np.argsort(needs[v], kind="stable")[: len(low) // 2]] = True
-        found = []
-        for chosen in (low, ~low):
-            places = [np.arange(len(k)) for k in part.kept]
-            places[v] = np.flatnonzero(chosen)
-            with suppress(NoStates):
-                found.append(part.only(places))
-        return found
-
     def branch(self) -> None:
         """Cut the part with the lowest bound in two, while solves are left (branch and bound).
 
@@ -333,7 +253,7 @@ class _Search:
                 return
             self.open = [p for p in self.open if p is not part]
             if max(part.problem.sizes) > 1:  # else its one choice has been met
-                halves = self.halves(part)
+                halves = part.halves()
                 self.open += halves
                 for half in halves:
                     self.solve(half, half.multipliers)
