@@ -51,13 +51,13 @@ def preset(name: str, nodes: int = 1, ranks_per_node: int = 8) -> Description:
     text = (resources.files("meshwright.cost") / "machines" / f"{key}.yaml").read_text("utf-8")
     found = parse(text, f"the preset {key}")
     outer, *inner = found.levels
-    levels = _filled(inner, ranks_per_node, key)
+    levels = _filled(inner, ranks_per_node, key, nodes)
     if nodes > 1 or not levels:
         levels = [replace(outer, size=nodes), *levels]
     return replace(found, levels=tuple(levels))
 
 
-def _filled(inner: list[Level], ranks: int, name: str) -> list[Level]:
+def _filled(inner: list[Level], ranks: int, name: str, nodes: int) -> list[Level]:
     """The levels of a node with so many ranks; one that has a single unit is left out."""
     left, levels, room = ranks, [], 1
     for level in reversed(inner):
@@ -75,7 +75,7 @@ def _filled(inner: list[Level], ranks: int, name: str) -> list[Level]:
     if left > 1:
         raise ClusterError(
             f"a node of {name} has at most {room} ranks, not {ranks}",
-            hint=f"nodes={-(-ranks // room)}, ranks_per_node={room}",
+            hint=f"nodes={-(-nodes * ranks // room)}, ranks_per_node={room}",
         )
     return levels
 

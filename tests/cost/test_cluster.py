@@ -316,7 +316,7 @@ def test_ranks_fill_a_node_from_the_inside(name, nodes, per_node, levels) -> Non
         (("h100", 0), "nodes is 0"),
         (("h100", 2, 2.0), "ranks_per_node is 2.0"),
         (("h100", True), "nodes is True"),
-        (("h100", 2, 16), "nodes=2, ranks_per_node=8"),
+        (("h100", 2, 16), "nodes=4, ranks_per_node=8"),
         (("ascend-910", 2, 6), "do not fill groups of 4"),
         (("h100", 1 << 20, 8), "8,388,608 ranks"),
     ],
