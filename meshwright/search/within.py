@@ -107,15 +107,15 @@ def too_large(planner: Planner) -> PlanError:
     space = planner.space(family)
     states, limit = planner.request.optimizer_states, planner.limit(space) or 0.0
     memory = memory_of(space, states)
-    least = [_least(memory, t) for t in range(memory.instants)]
+    least = [_least(space, memory, t) for t in range(memory.instants)]
     worst = int(np.argmax(least))
     changes = [
         f"an optimizer with {fewer} state{'s' if fewer > 1 else ''} per parameter (optimizer_states={fewer})"
         for fewer in range(states)
-        if max(_least(memory_of(space, fewer), t) for t in range(memory.instants)) <= limit
+        if max(_least(space, memory_of(space, fewer), t) for t in range(memory.instants)) <= limit
     ][-1:]
     for parts in (2, 4, 8, 16, 32, 64):
-        if max(_least(_smaller_batch(space, memory, parts), t) for t in range(memory.instants)) <= limit:
+        if max(_least(space, _smaller_batch(space, memory, parts), t) for t in range(memory.instants)) <= limit:
             changes.append(f"a batch of 1/{parts} of this one")
             break
     need = max(least) + (planner.request.memory_bytes or 0.0) - limit
@@ -132,8 +132,8 @@ def too_large(planner: Planner) -> PlanError:
     )
 
 
-def _least(memory: Memory, instant: int) -> float:
-    return solve(memory.alone(instant)).bound
+def _least(space: Space, memory: Memory, instant: int) -> float:
+    return solve(memory.alone(space.problem(), instant)).bound
 
 
 def _smaller_batch(space: Space, memory: Memory, parts: int) -> Memory:
