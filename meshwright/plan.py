@@ -6,7 +6,6 @@ program of every rank; from it and a machine the planner derives seconds and byt
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +21,16 @@ from meshwright.plan_file import AGAIN, plain_pins, read, write
 from meshwright.plan_folds import Fold, stand_ins
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import show_bytes
+
+CLAIMS = (
+    "step_seconds",
+    "price_seconds",
+    "bound_seconds",
+    "gaps",
+    "peak_bytes",
+    "space",
+    "cluster",
+)  # in the order read
 
 
 class Origin(Protocol):
@@ -82,7 +91,8 @@ class Plan:
         What the search claims of the plan comes first. A plan that was loaded from a file no longer has its model and
         lists its strategies alone.
         """
-        claims = [f"{name.replace('_', ' ')}: {_shown(name, value)}" for name, value in self.claims.items()]
+        said = (_shown(name, self.claims[name]) for name in CLAIMS if self.claims.get(name) is not None)
+        claims = [f"the search says: {', '.join(said)}"] if self.claims else []
         if self.origin is not None:
             return "\n".join([*claims, self.origin.explain(self)])
         lines = [f"plan ({self.mode}) on {self.mesh}", *claims]
@@ -254,12 +264,7 @@ class Plan:
 
 def fingerprint(graph: Graph) -> str:
     """A hash of what a plan depends on: operators, arguments, types and wiring, not source lines."""
-    text = "\n".join(
-        [str(i) for i in graph.inputs]
-        + [str(replace(n, module="", source="")) for n in graph.nodes]
-        + [f"{k}={v}" for k, v in (*graph.outputs, *graph.mutations)]
-    )
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return graph.fingerprint
 
 
 def _some(names: list[str]) -> str:
@@ -268,16 +273,17 @@ def _some(names: list[str]) -> str:
 
 def _shown(name: str, value: Any) -> str:
     """A claim for a reader: seconds and bytes with their units, gaps as percent."""
+    what, _, unit = name.partition("_")
     match value:
         case Mapping():
-            return ", ".join(
+            value = " ".join(
                 f"{k} {100 * v:.2g} %" if isinstance(v, float) else f"{k} {v}" for k, v in value.items()
             )
-        case int() | float() if name.endswith("_seconds"):
-            return f"{value:.4g} s"
-        case int() | float() if name.endswith("_bytes"):
-            return show_bytes(value)
-    return str(value)
+        case int() | float() if unit == "seconds":
+            value = f"{value:.4g} s"
+        case int() | float() if unit == "bytes":
+            value = show_bytes(value)
+    return f"{what} {value}"
 
 
 __all__ = ["Origin", "Plan", "fingerprint", "plain_pins"]
