@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import json
 import math
 import re
@@ -162,16 +163,20 @@ class Node:
         return "  ".join(t for t in (self.source, f"in {self.module}" if self.module else "") if t)
 
     def __str__(self) -> str:
+        return self.text(self.module, self.source)
+
+    def text(self, module: str = "", source: str = "") -> str:
+        """The line of this node, with a module and a source line or without."""
         types = ", ".join(map(str, self.outputs))
         typed = types if len(self.outputs) == 1 else f"({types})"
         args = [_show(a) for a in self.args] + [f"{k}={_show(v)}" for k, v in self.kwargs]
         notes: dict[str, Any] = {}
         if any(self.needs_grad):
             notes["grad"] = list(self.needs_grad)
-        if self.module:
-            notes["module"] = self.module
-        if self.source:
-            notes["source"] = self.source
+        if module:
+            notes["module"] = module
+        if source:
+            notes["source"] = source
         # A single opening brace marks where the notes begin, whatever the source line contains.
         inner = json.dumps(notes, ensure_ascii=False)[1:-1].replace("{", "\\u007b")
         tail = f"  {{{inner}}}" if notes else ""
@@ -220,6 +225,13 @@ class Graph:
             for port, name in enumerate(node.uses):
                 found[name].append((node, port))
         return {k: tuple(v) for k, v in found.items()}
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of what a plan depends on: operators, arguments, types and wiring, not source lines."""
+        lines = [*map(str, self.inputs), *(n.text() for n in self.nodes)]
+        lines += [f"{k}={v}" for k, v in (*self.outputs, *self.mutations)]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     @property
     def loss(self) -> str:
