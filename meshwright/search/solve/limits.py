@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.search.solve.bounds import Progress, solve
+from meshwright.search.solve.bounds import TOLERANCE, Progress, solve
 from meshwright.search.solve.master import multipliers
 from meshwright.search.solve.parts import Part, split_of
 from meshwright.search.solve.problem import Memory, NoStates, Problem
@@ -147,7 +148,8 @@ class _Search:
 
     @property
     def spent(self) -> bool:
-        return self.solves >= self.options.most_solves * (1 if self.best is not None else PATIENCE)
+        most = self.options.most_solves * (1 if self.best is not None else PATIENCE)
+        return self.solves >= most or len(self.verdicts) >= ACCEPTS
 
     def solve(self, part: Part, prices: np.ndarray) -> float:
         """One unlimited solve with a price per byte; returns a lower bound of price + prices·bytes in the part."""
@@ -162,7 +164,9 @@ class _Search:
             return part.bound
         part.messages = found.messages or part.messages
         self.solves += 1
-        bound = found.bound - float(prices @ self.limits)
+        # A solve is exact up to a part of its own price, and bytes at a high price make that large.
+        bound = found.bound - (TOLERANCE * abs(found.bound) if prices.any() else 0.0)
+        bound -= float(prices @ self.limits)
         if bound > self.ceiling:  # dearer than any choice: none fits
             bound = math.inf
         if bound > part.bound:
@@ -227,9 +231,7 @@ class _Search:
             if high - low <= 0.25 * self.options.enough * abs(high):
                 if len(chosen) not in weights or stretch > 1e5:
                     return
-                stretch *= (
-                    30  # the mix still leans on the made-up choice: dearer, so that real ones are found
-                )
+                stretch *= 30  # the mix leans on the made-up choice: dearer, so that real ones are found
                 continue
             point = aim if whole_way else centre + STEP * (aim - centre)
             seen = len(self.known)
@@ -251,14 +253,17 @@ class _Search:
             part = min(self.open, key=lambda p: (p.held, p.bound))
             if part.held >= self.price - self.options.enough * abs(self.price):
                 return
-            self.open = [p for p in self.open if p is not part]
-            if max(part.problem.sizes) > 1:  # else its one choice has been met
+            halves = []
+            if max(part.problem.sizes) > 1:
                 halves = part.halves()
-                self.open += halves
-                for half in halves:
-                    self.solve(half, half.multipliers)
-                    self.climb(half, self.tight, STEPS)
-                self.repair()
+            else:
+                self.meet(tuple(int(k[0]) for k in part.kept))
+            # In one step: an interrupt must not find a part missing, or the bound would be too high.
+            self.open = [p for p in self.open if p is not part] + halves
+            for half in halves:
+                self.solve(half, half.multipliers)
+                self.climb(half, self.tight, STEPS)
+            self.repair()
             self.open = [p for p in self.open if p.bound < self.price]
 
     def fit(self) -> None:
@@ -323,13 +328,12 @@ class _Search:
 
     def find_least(self) -> None:
         """The fewest bytes at each instant by itself; more than a limit proves that nothing fits."""
-        instants = range(self.memory.instants)
-        found = [
-            solve(self.memory.alone(self.problem, t), limit_work=self.options.limit_work) for t in instants
-        ]
-        self.least = np.array([f.bound for f in found])
-        for f in found:
-            self.meet(f.states)
+        self.least = np.full(self.memory.instants, -math.inf)
+        for t in range(self.memory.instants):
+            with suppress(NoStates):  # too much work to find any: nothing is known
+                found = solve(self.memory.alone(self.problem, t), limit_work=self.options.limit_work)
+                self.least[t] = found.bound
+                self.meet(found.states)
         if (self.least > self.limits * (1 + ROUNDING)).any():
             self.open = []
 
