@@ -231,13 +231,28 @@ class _Problem:
                 yield _Move("all_gather", tuple(moved), after)
                 below = [r for leaf in self._leaves_of(state, run) for r in after[0][leaf][-1:]]
                 top = next((r for r in below if self._on_top(after, r)), None)
-        for spared in ((), ("pending",), ("pending", "split")):
-            ends = {r for r, place in self.target.items() if _kind(place) not in spared}
+        every, kept = set(self.target), self._padded_where_they_stand(state)
+        padded, whole = ({r for r in every if self.target[r] == place} for place in ("pending", "whole"))
+        for ends in (every, every - kept, every - padded, whole):
             after, moved = state, []
             while tops := [r for r in self.target if r in ends and self._on_top(after, r)]:
                 after, moved = _pop(after, tops[0]), [tops[0], *moved]
             if moved:
                 yield _Move("all_gather", tuple(moved), after)
+
+    def _padded_where_they_stand(self, state: State) -> set[Run]:
+        """Runs that end pending and have below them only such runs and those that never move."""
+        kept = {r for r, place in self.target.items() if place == "pending"}
+        while True:
+            under = [
+                {r for r in stack[i:] if r in kept}
+                for stack in state[0]
+                for i, below in enumerate(stack)
+                if below not in kept and below not in self.fixed
+            ]
+            if not (bad := set[Run]().union(*under)):
+                return kept
+            kept -= bad
 
     def _exchanges(self, state: State) -> Iterator[_Move]:
         for run in self.target:
