@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from meshwright.capture import Captured
     from meshwright.cli.model import Opened
     from meshwright.cost.cluster import Cluster
+    from meshwright.ops.factors import Factors
     from meshwright.plan import Plan
     from meshwright.report.estimate import Estimate
 
@@ -142,7 +143,7 @@ def answer(base: Base, changes: Changes) -> tuple[Estimate, str, float]:
         plan = _planned_again(base, opened, cluster)
         remarks.append(f"planned again by {plan.mode}")
     if "optimizer_parallel" in changes:
-        plan, remark = stored(plan, captured.graph, int(changes["optimizer_parallel"]))
+        plan, remark = stored(plan, captured.graph, _factors(captured), int(changes["optimizer_parallel"]))
         remarks += [remark] if remark else []
     parts = cut(captured, plan, cluster)
     found = estimated(parts, cluster, base.optimizer_states)
@@ -185,12 +186,17 @@ def with_rows(batch: Any, rows: int) -> Any:
 
 
 def _moved(plan: Plan, captured: Captured, changes: Changes) -> Plan:
-    from meshwright.ops.factors import analyze
-    from meshwright.ops.table import rules_of
     from meshwright.report.whatif import transferred
 
     what = ", ".join(f"{k}={changes[k]}" for k in ("batch", "seq") if k in changes)
-    return transferred(plan, captured.graph, analyze(captured.graph, rules_of(captured.graph)), what)
+    return transferred(plan, captured.graph, _factors(captured), what)
+
+
+def _factors(captured: Captured) -> Factors:
+    from meshwright.ops.factors import analyze
+    from meshwright.ops.table import rules_of
+
+    return analyze(captured.graph, rules_of(captured.graph))
 
 
 def _planned_again(base: Base, opened: Opened, cluster: Cluster) -> Plan:

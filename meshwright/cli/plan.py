@@ -87,6 +87,8 @@ def plan(
     except KeyboardInterrupt:
         err().print("stopped before a plan was found")
         raise typer.Exit(130) from None
+    if watch.interrupted:
+        err().print("stopped: this is the best plan found so far", style="yellow")
     made.save(output)
     if trace is not None and machine is not None:
         write_trace(trace, parts, machine, states)
@@ -144,7 +146,7 @@ def make(
     priced: dict[str, Any] = {}
     if machine is not None:
         priced = {"cluster": machine, "memory": limit, "optimizer_states": states, "progress": watch}
-    with watch.stage(SEARCHING):
+    with watch.stage(SEARCHING), watch.interruptible():
         made = mw.plan(
             opened.model, opened.batch, loss=opened.loss, mesh=sizes, mode=mode, pins=pins, **priced
         )

@@ -103,6 +103,7 @@ def _facts(c: Choice) -> Table:
 def _edges(title: str, edges: Sequence[Neighbour]) -> Table:
     priced = any(e.seconds is not None for e in edges)
     table = _plain(title, "", "has" if edges[0].incoming else "as", "wants", "sends  → forward  ← backward")
+    table.columns[-1].no_wrap = True
     if priced:
         table.add_column("", justify="right", no_wrap=True)
     for e in edges:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -34,6 +35,7 @@ SHORT = {
     "cross_entropy_loss": "cross_entropy",
     "native_layer_norm": "layer_norm",
 }
+LONG = 30  # characters of a module's name that a table of 100 columns has room for
 LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")  # the number of a layer in a module's path
 
 
@@ -224,12 +226,26 @@ def plan_table(parts: Partition, *, every: bool = False) -> Table:
     for heading in ("module", "operator", "cut", "parameter", "sends  → forward  ← backward"):
         table.add_column(heading, overflow="fold")
     table.columns[-1].no_wrap = True
-    for row in rows(parts, every=every):
-        name = Text(row.module).append(f" ×{row.count}" if row.count > 1 else "", style="dim")
+    found = rows(parts, every=every)
+    prefix = long_prefix(r.module for r in found)
+    for row in found:
+        module = row.module.removeprefix(prefix)
+        name = Text("… " if module != row.module else "", style="dim").append(module, style="not dim")
+        name.append(f" ×{row.count}" if row.count > 1 else "", style="dim")
         halves = (("→", row.forward), ("←", row.backward))
         sends = "\n".join(f"{arrow} {move}" for arrow, text in halves for move in text.split(", ") if move)
         table.add_row(name, row.operator, *map(painted, (row.cut, row.parameter, sends)))
     return table
+
+
+def long_prefix(modules: Iterable[str]) -> str:
+    """``model.layers.*.``: what most of the layers' modules begin with, where names are too long for a table."""
+    names = list(modules)
+    starts = Counter(n[: n.rindex("*.") + 2] for n in names if "*." in n)
+    if not starts or max(map(len, names)) <= LONG:
+        return ""
+    prefix, count = starts.most_common(1)[0]
+    return prefix if count > 1 else ""
 
 
 def summary(parts: Partition, *, every: bool = False) -> list[str]:
@@ -237,7 +253,9 @@ def summary(parts: Partition, *, every: bool = False) -> list[str]:
     shown = sum(r.count for r in rows(parts, every=every))
     others = sum(n.op != RESHARD for n in parts.resharded.graph.nodes) - shown
     whole, mine = parameter_bytes(parts)
-    lines = [f"{others} more operators follow these without talking to anybody"] if others > 0 else []
+    prefix = long_prefix(r.module for r in rows(parts, every=every))
+    lines = [f"… is {prefix}"] if prefix else []
+    lines += [f"{others} more operators follow these without talking to anybody"] if others > 0 else []
     lines.append(f"parameters: {show_bytes(whole)}, of which a rank holds {show_bytes(mine)}")
     sent = (f"{show_bytes(t.size_bytes)} {t.kind} over {t.axes}" for t in traffic(parts))
     return [*lines, "a rank sends in a step: " + (", ".join(sent) or "nothing")]

@@ -24,6 +24,8 @@ from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Strategy
 from meshwright.plan import Plan, fingerprint
+from meshwright.search.finish import input_layouts
+from meshwright.search.options import Scene
 
 LEVELS = {
     0: "every rank keeps all optimizer states of its parameters",
@@ -110,7 +112,7 @@ def _dim(new: Dim, old: Dim, mesh: Mesh, where: str) -> Dim:
 # ---------------------------------------------------------------- another storage
 
 
-def stored(plan: Plan, graph: Graph, level: int) -> tuple[Plan, str]:
+def stored(plan: Plan, graph: Graph, factors: Factors, level: int) -> tuple[Plan, str]:
     """The plan with parameters stored by a level of optimizer parallel (0 to 3), and a remark.
 
     Split storage takes the axes on which a parameter's gradient is a sum (they hold the same parameter), as the minor
@@ -122,10 +124,11 @@ def stored(plan: Plan, graph: Graph, level: int) -> tuple[Plan, str]:
         )
     inputs, hubs = dict(plan.inputs), dict(plan.hubs)
     again = set(plan.again)
+    used = input_layouts(Scene(graph, factors, plan.mesh), plan.strategies)
     full = 0
     trained = [i for i in graph.input_of("parameter") if i.needs_grad]
     for entry in trained:
-        use = hubs.pop(entry.name, inputs[entry.name])
+        use = hubs.pop(entry.name, used[entry.name])
         again.discard(entry.name)
         inputs[entry.name] = use
         axes = plan.mesh.sort(a for a in use.grad if plan.mesh.sizes[a] > 1)

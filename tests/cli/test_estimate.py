@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -30,6 +31,10 @@ def planned(batch: int = 4, **how):
     how = how or {"mode": "sharding_propagation", "pins": PINS}
     plan = mw.plan(model, example, loss=loss, mesh=MESH, **how)
     return model, example, loss, captured_of(model, example, loss), plan
+
+
+def factors_of(captured):
+    return analyze(captured.graph, rules_of(captured.graph))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +66,7 @@ def model_file(tmp_path):
 def test_a_plan_moved_to_another_batch_is_the_plan_made_for_it(made):
     *_, plan = made
     *_, captured, wanted = planned(batch=8)
-    factors = analyze(captured.graph, rules_of(captured.graph))
+    factors = factors_of(captured)
     found = transferred(plan, captured.graph, factors, "batch=8")
     assert (found.strategies, found.inputs, found.fingerprint) == (
         wanted.strategies,
@@ -73,18 +78,18 @@ def test_a_plan_moved_to_another_batch_is_the_plan_made_for_it(made):
 def test_a_batch_smaller_than_its_ranks_is_refused(made):
     *_, plan = made
     *_, captured, _ = planned(batch=2)
-    factors = analyze(captured.graph, rules_of(captured.graph))
+    factors = factors_of(captured)
     transferred(plan, captured.graph, factors, "batch=2")
     model, example, loss = gpt.build(CONFIG, batch=1)
     captured = captured_of(model, example, loss)
     with pytest.raises(PlanError, match="batch=1"):
-        transferred(plan, captured.graph, analyze(captured.graph, rules_of(captured.graph)), "batch=1")
+        transferred(plan, captured.graph, factors_of(captured), "batch=1")
 
 
 @pytest.mark.parametrize("level", [2, 3])
 def test_storage_by_a_level_computes_what_one_device_computes(made, level):
     model, batch, loss, captured, plan = made
-    changed, _ = stored(plan, captured.graph, level)
+    changed, _ = stored(plan, captured.graph, factors_of(captured), level)
     assert len(changed.hubs) > 20 and (changed.again == frozenset(changed.hubs)) == (level == 3)
     mw.verify(model, batch, loss=loss, plan=changed).raise_if_different()
 
@@ -92,10 +97,13 @@ def test_storage_by_a_level_computes_what_one_device_computes(made, level):
 def test_levels_store_less_and_level_0_undoes_them(made):
     *_, captured, plan = made
     now = estimate(cut(captured, plan, CLUSTER), CLUSTER)
-    found = {n: stored(plan, captured.graph, n)[0] for n in (0, 2, 3)}
+    found = {n: stored(plan, captured.graph, factors_of(captured), n)[0] for n in (0, 2, 3)}
     split = {n: estimate(cut(captured, p, CLUSTER), CLUSTER) for n, p in found.items()}
     assert split[0] == now
-    assert stored(found[3], captured.graph, 0)[0].inputs == plan.inputs
+    # stored cut, without a hub, as a search leaves a parameter with one reader
+    cut_alone = replace(found[2], hubs={})
+    assert stored(cut_alone, captured.graph, factors_of(captured), 0)[0].inputs == plan.inputs
+    assert stored(found[3], captured.graph, factors_of(captured), 0)[0].inputs == plan.inputs
     for n in (2, 3):
         assert split[n].memory["optimizer"] == pytest.approx(now.memory["optimizer"] / 2, rel=0.02)
         assert split[n].peak_bytes < now.peak_bytes and split[n].parts["update"] < now.parts["update"]

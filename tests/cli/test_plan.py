@@ -119,3 +119,24 @@ def test_meshes_pins_and_optimizers():
     with pytest.raises(PlanError, match="is not a pin"):
         pins_of(["a.*"])
     assert optimizer_states("sgd") == 0 and optimizer_states("adamw") == 2
+
+
+def test_an_interrupt_in_the_search_gives_the_best_so_far(tmp_path, meshwright, monkeypatch):
+    import os
+    import signal
+
+    real = mw.plan
+
+    def interrupted(*args, cluster=None, progress=None, **how):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            pass  # a search that has something returns it
+        return real(*args, **{k: v for k, v in how.items() if k in ("loss", "mesh")})
+
+    monkeypatch.setattr(mw, "plan", interrupted)
+    done = meshwright(
+        "plan", "zoo:mlp", "--mesh", "dp=4", "--mode", "data_parallel", "-o", tmp_path / "p.json"
+    )
+    assert done.code == 0 and "best plan found so far" in done.err
+    assert Plan.load(tmp_path / "p.json").mesh.size == 4
