@@ -53,9 +53,13 @@ def gaps(claims: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(objective, text) of each gap."""
     found = claims.get("gaps") or claims.get("gap") or {}
     if isinstance(found, Mapping):
-        return [(str(k), v if isinstance(v, str) else f"{100 * v:.2g} %") for k, v in found.items()]
+        return [(str(k), v if isinstance(v, str) else _percent(v)) for k, v in found.items()]
     pairs = [str(text).partition(":") for text in found]
     return [(a.strip(), b.strip() or a.strip()) for a, _, b in pairs]
+
+
+def _percent(share: float) -> str:
+    return "0 %" if share < 5e-7 else f"{100 * share:.2g} %"
 
 
 def claims_table(lines: list[tuple[str, str]]) -> Table:
