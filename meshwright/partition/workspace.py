@@ -30,7 +30,7 @@ BACKWARD: dict[str, tuple[float, float]] = {
     "meshwright.dropout": (1, 0),
     "aten.rms_norm.default": (1, 1),
     "meshwright.cross_entropy_split": (1, 0),
-    "meshwright.batch_norm_sync": (2, 0),
+    "meshwright.batch_norm_sync": (3, 0),
 }
 
 # Gradients that are views of the gradient that comes in.
