@@ -1,4 +1,4 @@
-"""The cheapest sequence of steps from one layout to another, and the pair of them that a reshard is.
+"""A cheap sequence of steps from one layout to another, and the pair of them that a reshard is.
 
 A reshard carries a value forward and its gradient backward. The law of such a pair, in five lines:
 
@@ -8,7 +8,7 @@ A reshard carries a value forward and its gradient backward. The law of such a p
 4. Every step keeps what its tensor means, so <forward(x), g> = <x, backward(g)>: the halves are transposes.
 5. Hence a sum made whole has the identity as its backward, a gather with a pending gradient a reduce-scatter.
 
-A pair whose layouts can be written over the same sub-dims takes the one schedule of `route`, which `matrix` prices by
+A pair whose layouts can be written over the same sub-dims takes a schedule of `route`, which `matrix` prices by
 the thousands; any other is searched for (`exact`). What is priced is what is executed.
 """
 
