@@ -93,6 +93,7 @@ def plan_captured(
     chosen = mesh_from(mesh, captured)
     mode = mode or ("auto" if request is not None else "data_parallel")
     made = make_plan(captured.graph, chosen, mode, pins, captured.folding, request)
+    made = made.folded(captured.graph, [(b.start, b.length, b.repeats) for b in captured.folding.blocks])
     return with_origin(made.with_notes(*captured.notes), captured, request)
 
 

@@ -55,6 +55,11 @@ class Cluster(Description):
         cluster_file.parse(text, str(path))
         Path(path).write_text(text, encoding="utf-8")
 
+    @property
+    def device_type(self) -> str:
+        """torch's name for what the ranks compute on: a device without a link to a host is the host's processor."""
+        return "cuda" if self.host_bytes_per_s else "cpu"
+
     @functools.cached_property
     def ranks(self) -> int:
         """The number of ranks."""

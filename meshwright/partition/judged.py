@@ -1,4 +1,4 @@
-"""How long a step takes and how much memory it needs, for a model of many equal layers from programs with two and three.
+"""How long a step takes and how much memory it needs, for many equal layers from programs with two and with three.
 
 The program of a choice is lowered, played on a timeline and walked for its memory with two copies of each layer, and
 with three of one kind at a time. What a layer adds, in seconds and, at every instant, in bytes, is their difference;
@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.saved import saved
 from meshwright.graph import Graph
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition, partition
-from meshwright.partition.memory import Optimizer, peak
+from meshwright.partition.memory import optimizer_on, peak
 from meshwright.partition.tasks import simulate
 from meshwright.plan import Plan, fingerprint
 from meshwright.search.folded import Folded, shortened
@@ -50,13 +51,9 @@ class Judge:
     def _run(self, choice: Choice, copies: list[int]) -> tuple[float, dict[str, int]]:
         graph = shortened(self.folds, copies) if copies else self.folds.graph
         parts = self._lowered(graph, choice)
-        optimizer = Optimizer(
-            state_bytes=4 * self.optimizer_states,
-            temporaries=1 if self.cluster.host_bytes_per_s else 2,
-            at_once=bool(self.cluster.host_bytes_per_s),
-        )
+        device = self.cluster.device_type
+        optimizer = optimizer_on(device, self.optimizer_states)
         rank = self.mesh.rank(dict.fromkeys(self.mesh.sizes, 0))
-        device = "cuda" if self.cluster.host_bytes_per_s else "cpu"
         found = peak(parts, rank, optimizer=optimizer, device=device)
         timeline = simulate(parts, self.cluster, self.optimizer_states)
         most: dict[str, int] = {}
@@ -85,4 +82,4 @@ class Judge:
             again=frozenset(again),
             prices=self.cluster.prices,
         )
-        return partition(graph, plan)
+        return partition(graph, plan, keeps=saved)

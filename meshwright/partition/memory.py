@@ -8,7 +8,6 @@ start) until the update. Nothing is run: sizes are those of the local graph.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -26,11 +25,11 @@ from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES, fill
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What an update keeps and needs. `state_bytes`: per element of a parameter (AdamW in f32: two moments of four
-    bytes). `temporaries`: copies that an update holds for a moment: of the largest parameter (`at_once` false: one
-    tensor at a time, torch's default on a CPU) or of all of them (`foreach`, its default on a GPU)."""
+    """What an update keeps and needs. `states`: moments per parameter, in the parameter's dtype as torch keeps them
+    (AdamW: two). `temporaries`: copies that an update holds for a moment: of the largest parameter (`at_once` false:
+    one tensor at a time, torch's default on a CPU) or of all of them (`foreach`, its default on a GPU)."""
 
-    state_bytes: int = 8
+    states: int = 2
     temporaries: int = 2
     at_once: bool = False
 
@@ -38,6 +37,12 @@ class Optimizer:
 ADAMW = Optimizer()
 ADAMW_FOREACH = Optimizer(temporaries=1, at_once=True)
 ADAMW_FUSED = Optimizer(temporaries=0)
+
+
+def optimizer_on(device: str, states: int) -> Optimizer:
+    """An optimizer with so many moments, as torch updates by default on a type of device."""
+    at_once = device != "cpu"
+    return Optimizer(states, min(states, 1 if at_once else 2), at_once)
 
 
 @dataclass(frozen=True)
@@ -127,8 +132,8 @@ class _Walk:
                     self.values[entry.name] = self.heap.new(whole.type.size_bytes, "batch")
                 case _:
                     self.values[entry.name] = self.heap.new(entry.type.size_bytes, "buffers")
-        elements = sum(math.prod(self.types[n].shape) for n in self.trained)
-        self.heap.new(elements * self.optimizer.state_bytes, "optimizer")
+        trained = sum(self.types[n].size_bytes for n in self.trained)
+        self.heap.new(trained * self.optimizer.states, "optimizer")
         for group in self.groups:
             if not group.alone:
                 self.placed.update(g.name for g in group.members)

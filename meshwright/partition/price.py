@@ -191,6 +191,8 @@ def parameter_prices(
     for entry in parts.resharded.graph.input_of("parameter"):
         if entry.needs_grad:
             elements = math.prod(parts.resharded.layouts[entry.name].local_shape(mesh, at))
-            update = update_seconds(float(elements), optimizer_states, cluster.device, cluster.measured)
+            update = update_seconds(
+                float(elements), optimizer_states, cluster.device, cluster.measured, DTYPES[entry.type.dtype]
+            )
             found[entry.name] = (reduced.get(entry.name, 0.0), float(update))
     return found

@@ -41,8 +41,7 @@ def step_tasks(
     """The tasks of one training step in the order in which the host issues them."""
     mesh = on_cluster(parts.plan.mesh, cluster)
     local = parts.local(mesh.rank(origin(mesh)))
-    # A device without a link to a host is the host's own processor.
-    alone = bucket_bytes if cluster.host_bytes_per_s else ALONE_BYTES["cpu"]
+    alone = ALONE_BYTES.get(cluster.device_type, bucket_bytes)
     groups = fill(pending_gradients(parts), bucket_bytes, alone)
     step = _Step(parts, local, mesh, cluster)
     step.forward()

@@ -17,7 +17,7 @@ from meshwright.cost.saved import saved
 from meshwright.errors import PlanError
 from meshwright.graph import Graph
 from meshwright.partition import Partition
-from meshwright.partition.memory import Optimizer, peak
+from meshwright.partition.memory import optimizer_on, peak
 from meshwright.partition.price import program_price
 from meshwright.partition.tasks import simulate
 from meshwright.redistribute.steps import origin
@@ -51,10 +51,8 @@ def estimate(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> E
     price = program_price(parts, cluster, optimizer_states)
     line = simulate(parts, cluster, optimizer_states)
     mesh = parts.plan.mesh
-    device = (
-        "cuda" if cluster.host_bytes_per_s else "cpu"
-    )  # without a link to a host it is the host's processor
-    update = Optimizer(state_bytes(parts, optimizer_states), 1 if optimizer_states else 0, device == "cuda")
+    device = cluster.device_type
+    update = optimizer_on(device, optimizer_states)
     top = peak(parts, mesh.rank(origin(mesh)), optimizer=update, device=device)
     return Estimate(
         mesh=str(mesh),
@@ -81,14 +79,6 @@ def instant_words(parts: Partition, instant: str) -> str:
     op, module = parts.plan.about.get(name, ("", ""))
     where = module or (short(op) if op else node)
     return f"{where}{comma}{phase}"
-
-
-def state_bytes(parts: Partition, optimizer_states: int) -> int:
-    """Bytes that an optimizer keeps of each element of a trained parameter (the mean, where dtypes are mixed)."""
-    trained = [i.type for i in parts.resharded.graph.input_of("parameter") if i.needs_grad]
-    elements = sum(math.prod(t.shape) for t in trained)
-    whole = sum(t.size_bytes for t in trained)
-    return optimizer_states * round(whole / elements) if elements else 0
 
 
 def recomputed(now: Estimate, parts: Partition, folding: Folding, cluster: Cluster) -> Estimate:

@@ -18,7 +18,7 @@ import numpy as np
 
 from meshwright.ops.strategy import WHOLE, Strategy
 from meshwright.search.data_parallel import assign_batch
-from meshwright.search.planner import Found, Planner, check_request, families_of
+from meshwright.search.planner import Found, Planner, Verdict, check_request, families_of
 from meshwright.search.recursion import recursive_programming
 from meshwright.search.solve import Problem, solve
 from meshwright.search.space.build import Space
@@ -79,17 +79,19 @@ def _weighed(planner: Planner, space: Space, multipliers: np.ndarray) -> Problem
 
 def _exact(planner: Planner) -> Found:
     best: Found | None = None
+    nearest: Verdict | None = None
     bound = np.inf
     for name, family in families_of(planner):
         solution = limited(planner, planner.space(family), None)
         bound = min(bound, solution.bound)
         if solution.found is None:
+            nearest = nearest or solution.nearest
             continue
         found = replace(solution.found, claims={**solution.found.claims, "space": name})
         if best is None or found.claims["price_seconds"] < best.claims["price_seconds"]:
             best = found
     if best is None:
-        raise too_large(planner)
+        raise too_large(planner, nearest)
     return replace(best, claims={**best.claims, "bound_seconds": bound, "gaps": _gaps(planner, best, bound)})
 
 
@@ -102,6 +104,7 @@ def _gaps(planner: Planner, found: Found, bound: float) -> dict[str, float]:
 def _auto(planner: Planner) -> Found:
     """Optima for several weights of what can hide, with recipes beside them; the best simulated step that fits."""
     tried: list[tuple[str, Found]] = []
+    nearest: list[Verdict] = []
     step_bound, sum_bound, space_name = 0.0, np.inf, ""
     try:
         for name, found in recipes(planner):
@@ -113,6 +116,7 @@ def _auto(planner: Planner) -> Found:
             for alpha in (None, *ALPHAS):
                 solution = limited(planner, space, alpha)
                 bounds.append(solution.bound)
+                nearest += [solution.nearest] if solution.nearest else []
                 if solution.found is not None:
                     tried.append(
                         (
@@ -131,7 +135,8 @@ def _auto(planner: Planner) -> Found:
             raise
     fitting = [(n, f) for n, f in tried if fits(planner, f)]
     if not fitting:
-        raise too_large(planner)
+        seen = [f.verdict for _, f in tried if f.verdict] + nearest
+        raise too_large(planner, min(seen, key=lambda v: v.peak_bytes, default=None))
     label, best = min(fitting, key=lambda nf: _step(nf[1]))
     gaps: dict[str, float] = {}
     if np.isfinite(sum_bound) and sum_bound > 0:

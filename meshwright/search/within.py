@@ -13,21 +13,23 @@ import numpy as np
 
 from meshwright.errors import PlanError
 from meshwright.redistribute.steps import show_bytes
-from meshwright.search.planner import Found, Planner, families_of
+from meshwright.search.planner import Found, Planner, Verdict, families_of
 from meshwright.search.solve import Memory, solve, solve_limited
 from meshwright.search.space.build import Space
 from meshwright.search.space.memory import INSTANTS, memory_of
 
-TIGHTENINGS = 4
+TIGHTENINGS = 8
 DOUBLINGS, HALVINGS = 12, 4
 
 
 @dataclass(frozen=True)
 class Limited:
-    """The best choice that fits, or None, and a lower bound of the objective of all that do."""
+    """The best choice that fits, or None, and a lower bound of the objective of all that do; without a choice the
+    verdict on the one that came nearest, where any was simulated."""
 
     found: Found | None
     bound: float
+    nearest: Verdict | None = None
 
 
 def limited(planner: Planner, space: Space, alpha: float | None) -> Limited:
@@ -39,6 +41,7 @@ def limited(planner: Planner, space: Space, alpha: float | None) -> Limited:
     memory = memory_of(space, planner.request.optimizer_states)
     limits = np.full(memory.instants, limit)
     bound: float | None = None
+    nearest: Verdict | None = None
     for _ in range(TIGHTENINGS):
         solution = solve_limited(
             problem, memory, limits, progress=lambda *told: planner.tell(told[0], told[3], told[4])
@@ -50,11 +53,14 @@ def limited(planner: Planner, space: Space, alpha: float | None) -> Limited:
         found = planner.found(space, solution.states, {"memory_decided": True} if decided else {})
         if fits(planner, found):
             return Limited(found, bound)
+        if nearest is None or (found.verdict and found.verdict.peak_bytes < nearest.peak_bytes):
+            nearest = found.verdict
         assert found.verdict is not None and planner.request.memory_bytes is not None
-        limits = limits - 1.02 * (found.verdict.peak_bytes - planner.request.memory_bytes)
+        missed = 1.02 * (found.verdict.peak_bytes - planner.request.memory_bytes)
+        limits = np.minimum(limits, memory.totals(solution.states).max() - missed)
         if (limits <= 0).any():
             break
-    return Limited(None, bound if bound is not None else np.inf)
+    return Limited(None, bound if bound is not None else np.inf, nearest)
 
 
 def fits(planner: Planner, found: Found) -> bool:
@@ -101,33 +107,39 @@ def within_memory(planner: Planner, run: Callable[[np.ndarray | None], Found]) -
 # ------------------------------------------------------------------------------------------- when nothing fits
 
 
-def too_large(planner: Planner) -> PlanError:
-    """Why no plan fits: what is over, by how much, at which instant, and the smallest single changes that would fit."""
+def too_large(planner: Planner, nearest: Verdict | None = None) -> PlanError:
+    """Why no plan fits: what is over, by how much, at which instant, and the smallest single changes that would fit.
+
+    `nearest`: of the plans that were simulated the one with the lowest peak.
+    """
     _, family = families_of(planner)[0]
     space = planner.space(family)
     states, limit = planner.request.optimizer_states, planner.limit(space) or 0.0
     memory = memory_of(space, states)
     least = [_least(space, memory, t) for t in range(memory.instants)]
     worst = int(np.argmax(least))
+    wanted = planner.request.memory_bytes or 0.0
+    need = max(least) + wanted - limit  # with what no choice changes
+    extra = max(0.0, nearest.peak_bytes - need) if nearest else 0.0  # what only a simulation sees
     changes = [
-        f"an optimizer with {fewer} state{'s' if fewer > 1 else ''} per parameter (optimizer_states={fewer})"
+        f"an optimizer with {fewer or 'no'} state{'s' if fewer != 1 else ''} per parameter (optimizer_states={fewer})"
         for fewer in range(states)
-        if max(_least(space, memory_of(space, fewer), t) for t in range(memory.instants)) <= limit
+        if max(_least(space, memory_of(space, fewer), t) for t in range(memory.instants)) + extra <= limit
     ][-1:]
     for parts in (2, 4, 8, 16, 32, 64):
-        if max(_least(space, _smaller_batch(space, memory, parts), t) for t in range(memory.instants)) <= limit:
+        smaller = _smaller_batch(space, memory, parts)
+        if max(_least(space, smaller, t) for t in range(memory.instants)) + extra / parts <= limit:
             changes.append(f"a batch of 1/{parts} of this one")
             break
-    need = max(least) + (planner.request.memory_bytes or 0.0) - limit
-    changes.append(f"{show_bytes(1.05 * need)} per rank")
-    wanted = planner.request.memory_bytes or 0.0
+    changes.append(f"{show_bytes(1.01 * (need + extra))} per rank")
+    instant = nearest.instant if nearest else "its peak"
     return PlanError(
         f"no plan fits into {show_bytes(wanted)} per rank",
         why=f"at {INSTANTS[worst]} every plan of this space needs {show_bytes(least[worst])} or more beside the batch, "
         f"{show_bytes(max(0.0, least[worst] - limit))} over the limit"
         if least[worst] > limit
-        else f"the sums fit ({show_bytes(least[worst])} at {INSTANTS[worst]}), but every plan that was simulated has a "
-        "moment with more",
+        else f"the plan that comes nearest has {show_bytes(need + extra)} at {instant}, "
+        f"{show_bytes(need + extra - wanted)} over the limit",
         hint="the smallest single changes that would fit: " + "; or ".join(changes),
     )
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.operators import VIEWS
+from meshwright.cost.saved import saved
 from meshwright.graph import Graph
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
@@ -24,7 +26,7 @@ from meshwright.redistribute.matrix import Table, Value
 from meshwright.search.solve.problem import Builder, Problem
 from meshwright.search.space.codes import NodeCodes, Option, node_codes, values_of
 from meshwright.search.space.families import Family
-from meshwright.search.space.layouts import Port, Prices, union
+from meshwright.search.space.layouts import Port, Prices, key_of, union
 from meshwright.search.space.nodes import NodeStates, node_states, strategy_of
 from meshwright.search.space.parameters import (
     ParameterStates,
@@ -154,6 +156,7 @@ class Space:
                     self.values[name],
                     ports,
                     name in self.graph.needs_grad,
+                    _is_kept(self.graph, name),
                     self.mesh,
                     self.cluster,
                     self.table,
@@ -246,6 +249,10 @@ class Space:
                 self.values[value], have, want, value in self.graph.needs_grad
             )
             u = self.variable[source]
+            if source[0] == "parameter" and (again := self.parameters[source[1]].again).any():
+                # What is made again is what its reader keeps: not something that is made of it in turn.
+                other = key_of(have.forward)[:, None] != key_of(want.forward)[None, :]
+                matrix = np.where(again[:, None] & other, np.inf, matrix)
             if target[0] == "whole":
                 self.unary[u][1] += matrix[:, 0]
                 continue
@@ -361,6 +368,18 @@ def all_codes(
         for n in graph.nodes
         if ties.first(n.name) == n.name
     }
+
+
+def _is_kept(graph: Graph, name: str) -> bool:
+    """Whether autograd keeps a parameter for some reader, through views of it too."""
+    todo = [name]
+    while todo:
+        for node, port in graph.consumers[todo.pop()]:
+            wanted = [u in graph.needs_grad for u in node.uses]
+            if any(node.needs_grad) and port in saved(node, graph.types, wanted).inputs:
+                return True
+            todo += node.values if node.op in VIEWS else ()
+    return False
 
 
 def _whole_readers(graph: Graph) -> dict[str, int]:

@@ -1,8 +1,9 @@
-"""Bytes of a choice at two instants, as sums over its variables: never more than the peak that a simulation finds.
+"""Bytes of a choice at three instants, as sums over its variables: never more than the peak that a simulation finds.
 
-At the *end of forward* there are parameters, optimizer states, the buckets' buffers, gathered weights that are kept and
-everything that autograd keeps; at the *update* parameters, gradients and states. What lives only for a moment beside
-these is left to the simulation (`partition/memory.py`), which has the last word on whether a plan fits.
+At the *loss* there are parameters, optimizer states, the buckets' buffers, gathered weights that are kept, everything
+that autograd keeps, and what the loss reads; at the *update* parameters, gradients and states; when backward has passed
+the last product (the *head*), what is kept before it, its weight's gradient and its input's. What lives only for a
+moment beside these is left to the simulation (`partition/memory.py`), which has the last word on whether a plan fits.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from meshwright.cost.operators import PIECES, REPEATS, VIEWS
+from meshwright.cost.operators import PIECES, PRODUCTS, REPEATS, VIEWS
 from meshwright.cost.saved import saved
 from meshwright.graph import DTYPES, Graph
 from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES
@@ -19,15 +20,13 @@ from meshwright.redistribute.matrix import WHOLE
 from meshwright.search.solve import Memory
 from meshwright.search.space.build import Space
 
-INSTANTS = ("the end of forward", "the update")
-STATE_BYTES = (
-    4  # of one moment of one element: optimizers of torch keep them in the parameter's dtype, f32 as a rule
-)
+INSTANTS = ("the loss", "the update", "the head's backward")
 
 
 def memory_of(space: Space, optimizer_states: int) -> Memory:
-    """float64[states, 2] for every variable of a space."""
-    amounts = [np.zeros((parts.shape[1], 2)) for parts in space.unary]
+    """float64[states, 3] for every variable of a space."""
+    amounts = [np.zeros((parts.shape[1], len(INSTANTS))) for parts in space.unary]
+    loss, head, late = _end(space.graph)
     keepers = _keepers(space.graph)
     for node in space.graph.nodes:
         first, times = space.ties.first(node.name), space.ties.times(node.name)
@@ -36,32 +35,62 @@ def memory_of(space: Space, optimizer_states: int) -> Memory:
         for port, name in keepers.get(node.name, ()):
             value = space.values[space.ties.first(name)]
             codes = states.ports[port].forward
-            rows[:, 0] += times * value.itemsize * space.table.local_elements(value, codes)
+            kept = times * value.itemsize * space.table.local_elements(value, codes)
+            rows[:, 0] += kept
+            rows[:, 2] += 0 if node.name in late else kept
         wanted = [u in space.graph.needs_grad for u in node.uses]
         extra = saved(node, space.graph.types, wanted).extra_bytes
         if extra and node.uses:
             value = space.values[space.ties.first(node.uses[0])]
             local = space.table.local_elements(value, states.ports[0].forward)
             rows[:, 0] += times * extra * local / _whole(space, value)
+            rows[:, 2] += 0 if node.name in late else times * extra * local / _whole(space, value)
+        if node.name in (loss, head):
+            value = space.values[space.ties.first(node.uses[0])]
+            read = value.itemsize * space.table.local_elements(value, states.ports[0].forward)
+            kept_too = any(port == 0 for port, _ in keepers.get(node.name, ()))
+            if node.name == loss and not kept_too:
+                rows[:, 0] += read
+            if node.name == head and wanted[0]:
+                rows[:, 2] += read
     for name, found in space.parameters.items():
         rows = amounts[space.variable["parameter", name]]
         kind = space.graph.types[name]
         item, count = DTYPES[kind.dtype], space.owners(name)
         trained = name in space.graph.needs_grad
-        state = STATE_BYTES * optimizer_states if trained else 0
+        state = item * optimizer_states if trained else 0  # torch keeps moments in the parameter's dtype
         waits = (found.use.grad & ~found.stored).any(axis=1)
-        alone = BUCKET_BYTES if space.cluster.host_bytes_per_s else ALONE_BYTES["cpu"]
+        alone = ALONE_BYTES.get(space.cluster.device_type, BUCKET_BYTES)
         buffered = waits & (found.elements * item < alone) & trained
         rows[:, 0] += count * (
             found.elements * (item + state + item * buffered) + item * found.kept_elements * trained
         )
         rows[:, 1] += count * found.elements * ((2 if trained else 1) * item + state)
+        rows[:, 2] += rows[:, 0]
+        if trained and any(n.name == head for n, _ in space.graph.consumers[name]):
+            rows[:, 2] += np.where(buffered, 0.0, found.elements * item)
     return Memory(tuple(amounts))
 
 
 def fixed_bytes(space: Space) -> float:
     """Bytes of what no choice changes: the batch, buffers and constants."""
     return float(sum(i.type.size_bytes for i in space.graph.inputs if i.role != "parameter"))
+
+
+def _end(graph: Graph) -> tuple[str, str, frozenset[str]]:
+    """The node that reads most of what makes the loss, the last product, and the nodes after that."""
+    graded = [n for n in graph.nodes if any(n.needs_grad)]
+    place = next((i for i in reversed(range(len(graded))) if graded[i].op in PRODUCTS), -1)
+    late = graded[place + 1 :]
+    losses = [n for n in late if n.uses and n.uses[0] in graph.needs_grad]
+    loss = max(losses, key=lambda n: graph.types[n.uses[0]].size_bytes, default=None)
+    head = graded[place].name if place >= 0 else ""
+    last = [
+        n
+        for n in losses
+        if loss and graph.types[n.uses[0]].size_bytes == graph.types[loss.uses[0]].size_bytes
+    ]
+    return last[-1].name if last else "", head, frozenset(n.name for n in late)
 
 
 def _whole(space: Space, value) -> float:

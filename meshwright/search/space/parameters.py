@@ -65,12 +65,14 @@ def parameter_states(
     value: Value,
     wants: list[Port],
     needs_grad: bool,
+    kept: bool,
     mesh: Mesh,
     cluster: Cluster,
     table: Table,
     how: Storage,
 ) -> ParameterStates:
-    """Every use that some consumer asks for, with every storage of it."""
+    """Every use that some consumer asks for, with every storage of it. `kept`: autograd keeps what is gathered, so it
+    may be gathered again instead."""
     uses = union(wants)
     sizes = np.array([a.size for a in mesh.axes])
     leaf_sizes = np.array([s for item in value.sizes for part in item for s in part])
@@ -88,7 +90,7 @@ def parameter_states(
                 continue
             seen.add(axes)
             found.append((state, axes, place, False))
-            if how.again:
+            if how.again and kept:
                 found.append((state, axes, place, True))
     rows = np.array([f[0] for f in found])
     stored = np.zeros((len(found), len(sizes)), dtype=bool)
@@ -192,7 +194,7 @@ def _priced(
                 elements[rows] * value.itemsize, tuple(names[pending & ~cut]), mesh, cluster.prices
             )
     update = (
-        update_seconds(elements, states, cluster.device, cluster.measured)
+        update_seconds(elements, states, cluster.device, cluster.measured, value.itemsize)
         if needs_grad
         else np.zeros(len(elements))
     )
@@ -219,7 +221,13 @@ def storage_layout(
 ) -> tuple[TensorLayout, TensorLayout]:
     """The layouts of a state: as stored (what is still pending there is reduced in buckets), and as used."""
     use = layout_of(dims, value, states.use.forward[state], states.use.grad[state], mesh, needs_grad)
-    cut = [a.name for a, on in zip(mesh.axes, states.stored[state], strict=True) if on]
+    stored = [
+        (a.name, bool(g))
+        for a, on, g in zip(mesh.axes, states.stored[state], states.use.grad[state], strict=True)
+        if on
+    ]
+    # Axes on which the gradient is whole come first: it is sliced there, and what is left is scattered.
+    cut = [name for name, pending in stored if not pending] + [name for name, pending in stored if pending]
     if (
         not cut
     ):  # a bias that enters as one term of a sum is stored whole: one rank's term is it, the others are zeros
