@@ -3,6 +3,7 @@
 python -m bench                       all of them
 python -m bench dp tp one             steps against the same scheme by hand
 python -m bench collectives           gloo on this machine
+python -m bench predict               predicted against measured steps; has options of its own: --help
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ console = Console(width=max(118, Console().width), highlight=False)
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["predict"]:
+        from bench.predict import main as predict
+
+        predict(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def on_ranks(ranks: int, threads: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function on every rank; what rank 0 returns (as JSON). One rank has no process group."""
+def on_ranks(
+    ranks: int,
+    threads: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout: timedelta = timedelta(minutes=30),
+) -> Any:
+    """Call a function on every rank; what rank 0 returns (as JSON). One rank has no process group. A collective that
+    gets no answer for `timeout` fails."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault(
         "KINETO_LOG_LEVEL", "6"
@@ -23,17 +31,23 @@ def on_ranks(ranks: int, threads: int, function: Callable[..., Any], *arguments:
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_body, args=(ranks, threads, folder, function, arguments), nprocs=ranks)
+        mp.spawn(_body, args=(ranks, threads, folder, function, arguments, timeout), nprocs=ranks)
         return json.loads(Path(folder, "result").read_text())
 
 
 def _body(
-    rank: int, ranks: int, threads: int, folder: str, function: Callable[..., Any], arguments: Any
+    rank: int,
+    ranks: int,
+    threads: int,
+    folder: str,
+    function: Callable[..., Any],
+    arguments: Any,
+    timeout: timedelta,
 ) -> None:
     torch.set_num_threads(threads)
     if ranks > 1:
         store = dist.FileStore(str(Path(folder, "store")), ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
     result = function(*arguments)
     if rank == 0:
         Path(folder, "result").write_text(json.dumps(result))
