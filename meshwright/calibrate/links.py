@@ -1,17 +1,21 @@
-"""Rows of collectives: seconds by bytes and ranks, through the very operators that programs call."""
+"""Rows of collectives: seconds by bytes and ranks, as steps of reshards, by what programs run them with."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from meshwright.calibrate.bench import Bench, Call
 from meshwright.calibrate.plan import Pace, Point
+from meshwright.layout import SubDim, TensorLayout
 from meshwright.mesh import Mesh
-from meshwright.redistribute.steps import wire_elements
-from meshwright.runtime import collectives
+from meshwright.redistribute.positions import exchange
+from meshwright.redistribute.steps import Step, wire_elements
+from meshwright.runtime.reshard import Mover
 
 SIZES = (
     1 << 10,
@@ -24,6 +28,9 @@ SIZES = (
 )  # bytes of the larger tensor of a rank
 LARGE = (1 << 26, 1 << 28)  # on an accelerator
 TOO_LONG = 0.3  # seconds of one call after which no larger size is tried
+ROWS = (
+    64  # of the matrix that is sent, where it is large enough: so many stretches of memory, as in activations
+)
 
 
 def groups(mesh: Mesh) -> list[tuple[str, ...]]:
@@ -39,8 +46,7 @@ def measure(bench: Bench, kind: str, pace: Pace) -> Iterator[Point]:
     for axes in groups(mesh):
         ranks = mesh.count(axes)
         for size in pace.chosen(sizes):
-            count = max(1, size // 4 // ranks) * ranks
-            call, sent = operation(bench, kind, axes, count)
+            call, sent = operation(bench, kind, axes, size // 4)
             seconds = bench.joint_seconds(call, pace.link_seconds)
             yield Point(4.0 * sent, seconds, ranks)
             if seconds > TOO_LONG:
@@ -48,30 +54,37 @@ def measure(bench: Bench, kind: str, pace: Pace) -> Iterator[Point]:
 
 
 def operation(bench: Bench, kind: str, axes: Sequence[str], count: int) -> tuple[Call, float]:
-    """A collective whose larger side has `count` float32 elements on a rank, and the elements that a rank sends."""
-    handle, ranks = bench.handle, bench.comm.mesh.count(axes)
-    full, part = torch.ones(count, device=bench.device), torch.ones(count // ranks, device=bench.device)
-    match kind:
-        case "all_reduce":
-            return lambda: collectives.all_reduce(full, handle, axes), wire_elements(
-                kind, ranks, count, count
-            )
-        case "reduce_scatter":
-            rows = full.view(ranks, -1)
-            return lambda: collectives.reduce_scatter(rows, handle, axes), wire_elements(
-                kind, ranks, count, part.numel()
-            )
-        case "all_gather":
-            return lambda: collectives.all_gather(part, handle, axes), wire_elements(
-                kind, ranks, part.numel(), count
-            )
-        case "all_to_all":
-            each = [count // ranks] * ranks
-            return lambda: collectives.all_to_all(full, each, each, handle, axes), wire_elements(
-                kind, ranks, count, count
-            )
-        case _:
-            return ring(bench, axes, full), float(count)
+    """A collective whose larger side has about `count` float32 elements on a rank, and the elements that a rank sends.
+
+    What is gathered, scattered or exchanged is a matrix cut along its columns, by the runtime's own step: a collective
+    moves flat memory, and the copies before and after it that bring a cut dim there are part of what a reshard takes.
+    """
+    ranks = bench.comm.mesh.count(axes)
+    if kind == "send":
+        return ring(bench, axes, torch.ones(count, device=bench.device)), float(count)
+    shape = _matrix(count, ranks)
+    whole, rows, columns = (_layout(shape, axes, dim) for dim in (None, 0, 1))
+    before, after = {
+        "all_reduce": (replace(whole, pending=tuple(axes)), whole),
+        "reduce_scatter": (replace(whole, pending=tuple(axes)), columns),
+        "all_gather": (columns, whole),
+        "all_to_all": (rows, columns),
+    }[kind]
+    step = Step(kind, tuple(axes), before, after)
+    plan = exchange(step, bench.comm.mesh, bench.comm.rank)
+    mover, x = Mover(plan), torch.ones(plan.shape_before, device=bench.device)
+    sent = wire_elements(kind, ranks, x.numel(), math.prod(plan.shape_after))
+    return lambda: mover(x, bench.handle), sent
+
+
+def _matrix(count: int, ranks: int) -> tuple[int, int]:
+    """A shape of about so many elements that can be cut along both dims."""
+    rows = ranks * max(1, min(ROWS // ranks, count // ranks**2))
+    return rows, ranks * max(1, count // rows // ranks)
+
+
+def _layout(shape: tuple[int, int], axes: Sequence[str], cut: int | None) -> TensorLayout:
+    return TensorLayout(tuple((SubDim(n, tuple(axes) if d == cut else ()),) for d, n in enumerate(shape)))
 
 
 def ring(bench: Bench, axes: Sequence[str], full: torch.Tensor) -> Call:
