@@ -156,7 +156,7 @@ class Space:
                     self.values[name],
                     ports,
                     name in self.graph.needs_grad,
-                    _is_kept(self.graph, name),
+                    is_kept(self.graph, name),
                     self.mesh,
                     self.cluster,
                     self.table,
@@ -199,7 +199,7 @@ class Space:
         """The layouts that a node asks for at a port."""
         return self.nodes[self.ties.first(node)].inputs()[port]
 
-    def _edges(self) -> dict[tuple[tuple[str, str], int, tuple[str, str], int, str], int]:
+    def edges(self) -> dict[tuple[tuple[str, str], int, tuple[str, str], int, str], int]:
         """Every reshard that may be: (from variable, its port, to variable, its port, value) → how often."""
         found: dict[tuple[tuple[str, str], int, tuple[str, str], int, str], int] = defaultdict(int)
         first, times = self.ties.first, self.ties.times
@@ -238,7 +238,7 @@ class Space:
         return states.outputs()[port] if gives else states.inputs()[port]
 
     def _price_edges(self) -> None:
-        edges = self._edges()
+        edges = self.edges()
         for source, out, target, at, value in edges:
             needs_grad = value in self.graph.needs_grad
             self.prices.meet(self.values[value], self.port(source, out, gives=True), needs_grad)
@@ -370,7 +370,7 @@ def all_codes(
     }
 
 
-def _is_kept(graph: Graph, name: str) -> bool:
+def is_kept(graph: Graph, name: str) -> bool:
     """Whether autograd keeps a parameter for some reader, through views of it too."""
     todo = [name]
     while todo:

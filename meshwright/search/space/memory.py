@@ -18,7 +18,7 @@ from meshwright.graph import DTYPES, Graph
 from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES
 from meshwright.redistribute.matrix import WHOLE
 from meshwright.search.solve import Memory
-from meshwright.search.space.build import Space
+from meshwright.search.space.build import Space, is_kept
 
 INSTANTS = ("the loss", "the update", "the head's backward")
 
@@ -32,10 +32,10 @@ def memory_of(space: Space, optimizer_states: int) -> Memory:
         first, times = space.ties.first(node.name), space.ties.times(node.name)
         states = space.nodes[first]
         rows = amounts[space.variable["node", first]]
-        for port, name in keepers.get(node.name, ()):
+        for port, name, share in keepers.get(node.name, ()):
             value = space.values[space.ties.first(name)]
             codes = states.ports[port].forward
-            kept = times * value.itemsize * space.table.local_elements(value, codes)
+            kept = share * times * value.itemsize * space.table.local_elements(value, codes)
             rows[:, 0] += kept
             rows[:, 2] += 0 if node.name in late else kept
         wanted = [u in space.graph.needs_grad for u in node.uses]
@@ -48,7 +48,7 @@ def memory_of(space: Space, optimizer_states: int) -> Memory:
         if node.name in (loss, head):
             value = space.values[space.ties.first(node.uses[0])]
             read = value.itemsize * space.table.local_elements(value, states.ports[0].forward)
-            kept_too = any(port == 0 for port, _ in keepers.get(node.name, ()))
+            kept_too = any(port == 0 for port, _, _ in keepers.get(node.name, ()))
             if node.name == loss and not kept_too:
                 rows[:, 0] += read
             if node.name == head and wanted[0]:
@@ -63,13 +63,38 @@ def memory_of(space: Space, optimizer_states: int) -> Memory:
         alone = ALONE_BYTES.get(space.cluster.device_type, BUCKET_BYTES)
         buffered = waits & (found.elements * item < alone) & trained
         rows[:, 0] += count * (
-            found.elements * (item + state + item * buffered) + item * found.kept_elements * trained
+            found.elements * (item + state + item * buffered)
+            + item * found.kept_elements * (trained and is_kept(space.graph, name))
         )
         rows[:, 1] += count * found.elements * ((2 if trained else 1) * item + state)
         rows[:, 2] += rows[:, 0]
         if trained and any(n.name == head for n, _ in space.graph.consumers[name]):
             rows[:, 2] += np.where(buffered, 0.0, found.elements * item)
-    return Memory(tuple(amounts))
+    return Memory(tuple(amounts), _gathered(space, late))
+
+
+def _gathered(space: Space, late: frozenset[str]) -> dict[tuple[int, int], np.ndarray]:
+    """Weights that a reader gathers for itself and autograd keeps, by pairs of variables: float64[3, states, states]."""
+    found: dict[tuple[int, int], np.ndarray] = {}
+    for (source, _, target, port, name), times in space.edges().items():
+        if source[0] != "parameter" or name not in space.graph.needs_grad:
+            continue
+        node = space.graph.producers[space.nodes[target[1]].codes.node.values[0]]
+        wanted = [u in space.graph.needs_grad for u in node.uses]
+        if port not in saved(node, space.graph.types, wanted).inputs:
+            continue
+        value = space.values[name]
+        have, want = space.port(source, -1, gives=True), space.port(target, port, gives=False)
+        held, asked = (space.table.local_elements(value, p.forward) for p in (have, want))
+        more = times * value.itemsize * np.where(asked[None, :] > held[:, None], asked[None, :], 0.0)
+        if not more.any():
+            continue
+        u, v = space.variable[source], space.variable[target]
+        block = np.stack([more, np.zeros_like(more), np.zeros_like(more) if node.name in late else more])
+        key = (u, v) if u < v else (v, u)
+        block = block if u < v else block.transpose(0, 2, 1)
+        found[key] = found[key] + block if key in found else block
+    return found
 
 
 def fixed_bytes(space: Space) -> float:
@@ -98,8 +123,12 @@ def _whole(space: Space, value) -> float:
     return float(space.table.local_elements(value, np.full((1, axes), WHOLE, np.int8))[0])
 
 
-def _keepers(graph: Graph) -> dict[str, list[tuple[int, str]]]:
-    """Node → (port, value) of what autograd keeps on its account; a tensor that several keep is on the first's."""
+def _keepers(graph: Graph) -> dict[str, list[tuple[int, str, float]]]:
+    """Node → (port, value, share) of what autograd keeps. Those that keep one tensor, or views of it, share it equally.
+
+    Where all of them have it in one layout that is its size. Where not there are several tensors, and the mean of their
+    sizes is less than any way to hold them all; but no more than a share is saved by the one that takes a smaller part.
+    """
     views = VIEWS | REPEATS | PIECES
     inputs = {i.name for i in graph.inputs}
     root: dict[str, str] = {}
@@ -107,18 +136,16 @@ def _keepers(graph: Graph) -> dict[str, list[tuple[int, str]]]:
         for value in node.values:
             base = node.uses[0] if node.op in views and node.uses else value
             root[value] = root.get(base, base)
-    found: dict[str, list[tuple[int, str]]] = defaultdict(list)
-    taken: set[str] = set()
+    kept: dict[str, list[tuple[str, int, str]]] = defaultdict(list)
     for node in graph.nodes:
-        kept = saved(node, graph.types, [u in graph.needs_grad for u in node.uses])
-        for port in kept.inputs:
-            name = node.uses[port]
-            if root.get(name, name) not in inputs and root.get(name, name) not in taken:
-                taken.add(root.get(name, name))
-                found[node.name].append((port, name))
-        for number in kept.outputs:
-            name = node.values[number]
-            if root[name] not in taken:
-                taken.add(root[name])
-                found[node.name].append((len(node.uses) + number, name))
-    return found
+        found = saved(node, graph.types, [u in graph.needs_grad for u in node.uses])
+        own = [(port, node.uses[port]) for port in dict.fromkeys(found.inputs)]
+        own += [(len(node.uses) + number, node.values[number]) for number in found.outputs]
+        for port, name in own:
+            if (base := root.get(name, name)) not in inputs:
+                kept[base].append((node.name, port, name))
+    shares: dict[str, list[tuple[int, str, float]]] = defaultdict(list)
+    for keepers in kept.values():
+        for node, port, name in keepers:
+            shares[node].append((port, name, 1 / len(keepers)))
+    return shares
