@@ -123,7 +123,8 @@ def order(rows: Sequence[Row], predicted: str) -> tuple[int, int]:
         spread = max(a.quartiles[2] - a.quartiles[0], b.quartiles[2] - b.quartiles[0])
         if abs(a.measured - b.measured) > 2 * spread:
             count += 1
-            right += (a.measured < b.measured) == (getattr(a, predicted) < getattr(b, predicted))
+            said = getattr(a, predicted) - getattr(b, predicted)
+            right += said * (a.measured - b.measured) > 0  # a tie is no answer
     return right, count
 
 
