@@ -29,7 +29,10 @@ def claim_lines(claims: Mapping[str, Any]) -> list[tuple[str, str]]:
     if claims.get("peak_bytes") is not None:
         add("peak memory", f"{show_bytes(claims['peak_bytes'])} a rank", str(claims.get("peak_where") or ""))
     if claims.get("bound_seconds") is not None:
-        add("bound", f"no plan of this space is below {show_seconds(claims['bound_seconds'])}")
+        found = claims.get("gaps")
+        sums = isinstance(found, Mapping) and "step" not in found  # the bound of prices, not of steps
+        what = "if nothing overlaps" if sums else ""
+        add("bound", f"no plan of this space is below {show_seconds(claims['bound_seconds'])}", what)
     for name, text in gaps(claims):
         add(f"gap ({name})", text)
     if claims.get("chosen"):
