@@ -16,13 +16,14 @@ from meshwright.capture import capture as capture_graph
 from meshwright.capture.batch import leaves
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.saved import saved
-from meshwright.errors import CaptureError, MeshError
+from meshwright.errors import CaptureError, MeshError, PlanError
 from meshwright.mesh import Mesh
 from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
 from meshwright.partition.judged import Judge
 from meshwright.plan import Plan
 from meshwright.report.plan_table import plan_text
+from meshwright.search.folded import Folded
 from meshwright.search.marks import mesh_of_pins, renumber
 from meshwright.search.modes import make_plan
 from meshwright.search.planner import Progress, Request
@@ -69,19 +70,43 @@ def plan(
     the operator and the line.
     """
     captured = captured_of(model, batch, loss, cache)
-    request = None
-    if cluster is not None:
-        limit = memory if memory is not None else float(cluster.device.memory_bytes)
-        request = Request(
-            cluster,
-            limit,
-            optimizer_states,
-            space,
-            inner,
-            progress or _silent,
-            lambda folds, mesh: Judge(folds, mesh, cluster, optimizer_states),
-        )
+    request = request_for(cluster, memory, optimizer_states, space, inner, progress)
     return plan_captured(captured, mesh, mode, pins, request)
+
+
+def request_for(
+    cluster: Cluster | None,
+    memory: float | None = None,
+    optimizer_states: int = 2,
+    space: str = "",
+    inner: str = "exact",
+    progress: Progress | None = None,
+) -> Request | None:
+    """What a search is asked for, on a cluster; None without one. Raises PlanError for limits that cannot be."""
+    if cluster is None:
+        return None
+    limit = float(cluster.device.memory_bytes if memory is None else memory)
+    if not 0 < limit < float("inf"):
+        raise PlanError(
+            f"memory={memory!r} is no limit",
+            why="it is a number of bytes per rank",
+            hint="memory=70e9 for 70 GB",
+        )
+    if (
+        isinstance(optimizer_states, bool)
+        or not isinstance(optimizer_states, int)
+        or not 0 <= optimizer_states <= 8
+    ):
+        raise PlanError(
+            f"optimizer_states={optimizer_states!r}",
+            why="it counts what an optimizer keeps of every parameter element",
+            hint="2 for Adam, 1 for momentum, 0 for plain SGD",
+        )
+
+    def judge(folds: Folded, mesh: Mesh) -> Judge:
+        return Judge(folds, mesh, cluster, optimizer_states)
+
+    return Request(cluster, limit, optimizer_states, space, inner, progress or _silent, judge)
 
 
 def plan_captured(

@@ -24,9 +24,11 @@ from meshwright.compile import (
     lower,
     mesh_from,
     plan_captured,
+    request_for,
     values_of,
     with_origin,
 )
+from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError, RunError
 from meshwright.graph import Graph, parse
 from meshwright.layout import TensorLayout
@@ -130,8 +132,10 @@ def train_step(
     loss: Loss = default_loss,
     plan: Plan | str | Path | None = None,
     mesh: MeshLike = None,
-    mode: str = "data_parallel",
+    mode: str | None = None,
     pins: Pins | None = None,
+    cluster: Cluster | None = None,
+    memory: float | None = None,
     clip_norm: float | None = None,
     bucket_bytes: int = 25 << 20,
     seed: int = 0,
@@ -141,7 +145,8 @@ def train_step(
     """Build the step of this rank. Call it on every launched rank (or alone, for a plan of one rank).
 
     `optimizer` makes a `torch.optim.Optimizer` from parameters. `batch` is an example of shapes. Without
-    `plan` (or the path of a plan file), one is made with `mesh`, `mode` and `pins` as `mw.plan` does.
+    `plan` (or the path of a plan file), one is made with `mesh`, `mode`, `pins`, `cluster` and `memory` as
+    `mw.plan` does.
     `clip_norm` clips gradients by their global norm. `exact_random` gives dropout the very masks of one
     device (slower). Rank 0 captures and plans, the others receive graph and plan. Parameters that the plan
     keeps whole stay the model's own tensors; for those it cuts, the step keeps this rank's part. Raises a
@@ -152,6 +157,8 @@ def train_step(
         check_world(plan.mesh)
     elif mesh is not None:
         check_world(mesh_from(mesh))
+    elif cluster is not None:
+        check_world(cluster.mesh)
     if not callable(optimizer):
         raise RunError(
             f"optimizer is a {type(optimizer).__name__}, not a function from parameters to an optimizer",
@@ -163,11 +170,12 @@ def train_step(
             'mode="manual" has no plan: the model cuts itself',
             hint="mw.manual_step(model, optimizer, loss=…, mesh=…), with collectives from mw.world(mesh)",
         )
+    request = request_for(cluster, memory)
     meeting = Meeting()
 
     def compute() -> bytes:
         captured = captured_of(model, batch, loss, cache)
-        chosen = plan if plan is not None else plan_captured(captured, mesh, mode, pins)
+        chosen = plan if plan is not None else plan_captured(captured, mesh, mode, pins, request)
         check_world(chosen.mesh)
         return _pack(captured, chosen.check(captured.graph), model)
 
