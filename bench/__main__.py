@@ -3,6 +3,7 @@
 python -m bench                       all of them
 python -m bench dp tp one             steps against the same scheme by hand
 python -m bench collectives           gloo on this machine
+python -m bench search [--markdown]   how long planning takes, and how good recursion is
 python -m bench predict               predicted against measured steps; has options of its own: --help
 """
 
@@ -21,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bench import search
 from bench.steps import RANKS, TITLES, Measured, measure
 
 console = Console(width=max(118, Console().width), highlight=False)
