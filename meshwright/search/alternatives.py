@@ -10,7 +10,8 @@ from meshwright.search.space.codes import NodeCodes
 
 
 def next_best(found: Found) -> dict[str, str]:
-    """For each node of the graph its best other strategy with the neighbours as they are, and what it would add."""
+    """For each node of the graph its best other strategy with the neighbours as they are, and what it would add (for
+    one layer, where several are planned as one)."""
     space, states = found.space, found.states
     problem = space.problem()
     near: dict[int, list[tuple[int, np.ndarray]]] = {v: [] for v in range(len(problem.unary))}
@@ -18,6 +19,10 @@ def next_best(found: Found) -> dict[str, str]:
         near[u].append((v, matrix))
         near[v].append((u, matrix.T))
     alone = {space.variable["parameter", name] for name in space.parameters}
+    copies: dict[str, int] = {}
+    for node in space.graph.nodes:
+        first = space.ties.first(node.name)
+        copies[first] = copies.get(first, 0) + space.ties.times(node.name)
     texts: dict[str, str] = {}
     for name, node in space.nodes.items():
         v = space.variable["node", name]
@@ -30,7 +35,7 @@ def next_best(found: Found) -> dict[str, str]:
         if np.isfinite(total).any():
             other = int(np.argmin(total))
             texts[name] = (
-                f"{_text(node.codes, node.rows[other], space)} at {1e3 * (total[other] - now):+.3g} ms"
+                f"{_text(node.codes, node.rows[other], space)} at {1e3 * (total[other] - now) / copies[name]:+.3g} ms"
             )
     return texts
 
