@@ -2,8 +2,8 @@
 
 A page is read from top to bottom. Its ``python`` blocks share one namespace, and the ``text`` block after
 one is what it printed, an error of ours included. A block that begins with the name of a file (``#
-train.py``) is that file, and the ``console`` block after it says how it is started. Rounding noise is not
-compared: it differs between machines.
+train.py``) is that file, and a ``console`` block after it says how it is started; one that shows what a quick verb
+(``$ meshwright explain``) answers runs with the page. Rounding noise is not compared: it differs between machines.
 
     python tests/test_docs.py docs/tour.md      writes the page with what its blocks print now
 """
@@ -17,8 +17,10 @@ import itertools
 import linecache
 import os
 import re
+import shlex
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,6 +33,7 @@ PROSE = tuple(
 )
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+VERB = re.compile(r"\$ meshwright ((?:plan|explain|estimate|diff) .*)\n(?!\$)(?=.)")
 FILE = re.compile(r"# ([\w/]+\.py)\n")
 NOISE = re.compile(r"(?<=largest difference ).*|\b\d(\.\d+)?e-(09|1\d)\b")
 
@@ -68,6 +71,11 @@ def with_outputs(page: str, name: str) -> str:
             before, text = "\n" * text.count("\n"), text + block.text + "\n"
             linecache.cache[source] = (len(text), None, text.splitlines(keepends=True), source)
             printed = _run(before + block.text, source, namespace)
+        elif block.file:
+            Path(block.file).write_text(block.text, "utf-8")
+        elif verb := VERB.match(block.text):
+            said = f"$ meshwright {verb[1]}\n{_answer(shlex.split(verb[1]))}"
+            found.append(replace(block, text=said))
         elif block.language == "text":
             same = NOISE.sub("…", printed) == NOISE.sub("…", block.text)
             found.append(block if same else replace(block, text=printed))
@@ -90,10 +98,22 @@ def _run(text: str, source: str, namespace: dict[str, object]) -> str:
     return "".join(f"{row.rstrip()}\n" for row in out.getvalue().splitlines())
 
 
+def _answer(arguments: list[str]) -> str:
+    """What a verb of the command line prints."""
+    from meshwright.cli import app
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        app(arguments, standalone_mode=False)
+    return "".join(f"{row.rstrip()}\n" for row in out.getvalue().splitlines())
+
+
 def main(name: str) -> None:
-    """Write the page anew."""
+    """Write the page anew. Files that it makes are made elsewhere, where its imports find them."""
     path = ROOT / name
-    path.write_text(with_outputs(path.read_text("utf-8"), name), "utf-8")
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        sys.path.insert(0, folder)
+        path.write_text(with_outputs(path.read_text("utf-8"), name), "utf-8")
 
 
 # ---------------------------------------------------------------- the tests
