@@ -50,15 +50,20 @@ def recursive_programming(
     def fixed(codes: NodeCodes) -> np.ndarray:
         return rows.setdefault(codes.node.name, np.zeros(axes, dtype=np.int8))
 
+    steady = 0  # axes in a row that changed nothing: solved again beside the same, they would not either
     for sweep in range(1 + sweeps):
         before = best.price if best else np.inf
         for axis in range(axes):
+            if steady >= axes:
+                break
             space = make(one_axis(axis, fixed))
             asked = objective(space)
             states = greedy(asked) if inner == "greedy" else eliminate(asked).states
             price = asked.price(states)
-            if best is not None and sweep and price > best.price * (1 + 1e-12):
+            if best is not None and sweep and price >= best.price * (1 - 1e-12):
+                steady += 1
                 continue
+            steady = 1
             for name, found in space.nodes.items():
                 rows[name] = found.rows[states[space.variable["node", name]]]
             best = Recursed(space, tuple(states), price, sweep + 1)

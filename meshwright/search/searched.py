@@ -16,18 +16,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshwright.ops.strategy import WHOLE, Strategy
-from meshwright.search.data_parallel import assign_batch
+from meshwright.ops.strategy import Strategy
+from meshwright.search.auto import auto
 from meshwright.search.planner import Found, Planner, Verdict, check_request, families_of
 from meshwright.search.recursion import recursive_programming
 from meshwright.search.solve import Problem, solve
 from meshwright.search.space.build import Space
 from meshwright.search.space.given import exactly, row_of
 from meshwright.search.space.memory import memory_of
-from meshwright.search.within import fits, limited, too_large, within_memory
+from meshwright.search.within import limited, too_large, within_memory
 
 SEARCHES = ("recursive_programming", "dynamic_programming", "auto")
-ALPHAS = (1.0, 0.5)  # weights of computing against what can hide beside it
 
 
 def search(planner: Planner, mode: str) -> Found:
@@ -40,7 +39,7 @@ def search(planner: Planner, mode: str) -> Found:
         case "dynamic_programming":
             found = _exact(planner)
         case _:
-            found = _auto(planner)
+            found = auto(planner)
     return replace(found, claims={**found.claims, "search_seconds": time.perf_counter() - started})
 
 
@@ -99,87 +98,3 @@ def _gaps(planner: Planner, found: Found, bound: float) -> dict[str, float]:
     """How far the price may be above the best: of the sum, or of what fits into memory where that is what decided."""
     gap = max(0.0, found.claims["price_seconds"] / bound - 1) if bound > 0 else 0.0
     return {"memory" if found.claims.get("memory_decided") else "sum": gap}
-
-
-def _auto(planner: Planner) -> Found:
-    """Optima for several weights of what can hide, with recipes beside them; the best simulated step that fits."""
-    tried: list[tuple[str, Found]] = []
-    nearest: list[Verdict] = []
-    step_bound, sum_bound, space_name = 0.0, np.inf, ""
-    try:
-        for name, found in recipes(planner):
-            tried.append((name, found))
-            planner.tell(name, found.claims.get("step_seconds", found.claims["price_seconds"]), None)
-        for name, family in families_of(planner):
-            space = planner.space(family)
-            bounds = []
-            for alpha in (None, *ALPHAS):
-                solution = limited(planner, space, alpha)
-                bounds.append(solution.bound)
-                nearest += [solution.nearest] if solution.nearest else []
-                if solution.found is not None:
-                    tried.append(
-                        (
-                            f"{name[:3]} optimum" if alpha is None else f"{name[:3]} optimum, α={alpha}",
-                            solution.found,
-                        )
-                    )
-                planner.tell(
-                    name, min(map(_step, (f for _, f in tried)), default=None), max(bounds[1:], default=None)
-                )
-            sum_bound = min(sum_bound, bounds[0])
-            step_bound = max(bounds[1:]) if not step_bound else min(step_bound, max(bounds[1:]))
-            space_name = f"{space_name} and {name}" if space_name else name
-    except KeyboardInterrupt:
-        if not tried:
-            raise
-    fitting = [(n, f) for n, f in tried if fits(planner, f)]
-    if not fitting:
-        seen = [f.verdict for _, f in tried if f.verdict] + nearest
-        raise too_large(planner, min(seen, key=lambda v: v.peak_bytes, default=None))
-    label, best = min(fitting, key=lambda nf: _step(nf[1]))
-    gaps: dict[str, float] = {}
-    if np.isfinite(sum_bound) and sum_bound > 0:
-        cheapest = min(f.claims["price_seconds"] for _, f in fitting)
-        decided = any(f.claims.get("memory_decided") for _, f in fitting)
-        gaps["memory" if decided else "sum"] = max(0.0, cheapest / sum_bound - 1)
-    if step_bound > 0:
-        gaps["step"] = max(0.0, _step(best) / step_bound - 1)
-    claims = {
-        **best.claims,
-        "space": space_name or best.claims["space"],
-        "chosen": label,
-        "bound_seconds": step_bound or None,
-        "gaps": gaps,
-        "candidates": {n: _step(f) if fits(planner, f) else None for n, f in tried},
-    }
-    return replace(best, claims={k: v for k, v in claims.items() if v is not None})
-
-
-def recipes(planner: Planner) -> list[tuple[str, Found]]:
-    """What an expert would try first: data parallel, with storage cut (ZeRO), and for every place in the mesh data
-    parallel outside with the best single cut of every operator inside (Megatron with its sequence parallel, 3D)."""
-    scene = planner.scene
-    axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)
-    found: list[tuple[str, Found]] = []
-    if not planner.seeds:
-        assignment = {n.name: WHOLE for n in scene.graph.nodes}
-        assign_batch(scene, assignment, axes, scene.graph.nodes)
-        rows = {name: row_of(codes, assignment[name], scene.mesh) for name, codes in planner.codes.items()}
-        given = {name: row for name, row in rows.items() if row is not None}
-        if len(given) == len(rows):
-            plain = planner.space(exactly(given), planner.storage(allowed=False))
-            found.append(
-                ("data parallel", planner.found(plain, solve(plain.problem()).states, {"space": "recipes"}))
-            )
-            if planner.request.memory_bytes is not None:
-                solution = limited(planner, planner.space(exactly(given)), None)
-                if solution.found is not None:
-                    found.append(("data parallel, storage cut", solution.found))
-    done = recursive_programming(planner.space, len(scene.mesh.axes))
-    found.append(("recursion", planner.found(done.space, done.states, {"space": "recipes"})))
-    return found
-
-
-def _step(found: Found) -> float:
-    return found.claims.get("step_seconds", found.claims["price_seconds"])

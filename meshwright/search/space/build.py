@@ -26,6 +26,7 @@ from meshwright.redistribute.matrix import Table, Value
 from meshwright.search.solve.problem import Builder, Problem
 from meshwright.search.space.codes import NodeCodes, Option, node_codes, values_of
 from meshwright.search.space.families import Family
+from meshwright.search.space.kept import Kept, owners_of
 from meshwright.search.space.layouts import Port, Prices, key_of, union
 from meshwright.search.space.nodes import NodeStates, node_states, strategy_of
 from meshwright.search.space.parameters import (
@@ -95,9 +96,10 @@ class Space:
         codes: Mapping[str, NodeCodes] | None = None,
         allowed: Callable[[NodeStates], np.ndarray] | None = None,
         table: Table | None = None,
+        kept: Kept | None = None,
     ) -> None:
-        """`allowed` says which states of a node may be taken (pins, annotations); `codes` are kept from an earlier
-        space of the same graph."""
+        """`allowed` says which states of a node may be taken (pins, annotations); `codes` and what is `kept` are those
+        of an earlier space of the same graph, mesh and cluster."""
         self.graph, self.factors, self.mesh, self.cluster, self.ties = (
             graph,
             factors,
@@ -106,12 +108,13 @@ class Space:
             ties or Ties(),
         )
         self.table = table or Table(mesh, cluster.prices)
-        self.values = values_of(graph, factors)
+        self.values = kept.values if kept else values_of(graph, factors)
         self.prices = Prices(self.table)
         self.codes = dict(codes or all_codes(graph, factors, self.values, self.ties))
+        self.kept = kept or Kept(graph, self.values, self.codes)
         self.nodes: dict[str, NodeStates] = {}
         for name, found in self.codes.items():
-            states = node_states(found, family, graph, mesh, cluster)
+            states = node_states(found, family, graph, mesh, cluster, self.kept)
             self.nodes[name] = _only(states, allowed(states)) if allowed else states
         self.hubs: dict[str, Port] = {}
         self.parameters: dict[str, ParameterStates] = {}
@@ -152,16 +155,17 @@ class Space:
             ]
         for name, ports in wants.items():
             if ports:
-                self.parameters[name] = parameter_states(
-                    self.values[name],
-                    ports,
-                    name in self.graph.needs_grad,
-                    is_kept(self.graph, name),
-                    self.mesh,
-                    self.cluster,
-                    self.table,
-                    storage,
-                )
+                self.parameters[name] = self._parameter(name, ports, storage)
+
+    def _parameter(self, name: str, ports: list[Port], storage: Storage) -> ParameterStates:
+        value, trained, whole = self.values[name], name in self.graph.needs_grad, is_kept(self.graph, name)
+
+        def make() -> ParameterStates:
+            return parameter_states(
+                value, ports, trained, whole, self.mesh, self.cluster, self.table, storage
+            )
+
+        return self.kept.parameter(ports, (value, trained, whole, storage), make)
 
     def _number(self) -> None:
         def add(kind: str, name: str, parts: np.ndarray) -> None:
@@ -183,10 +187,7 @@ class Space:
 
     def owners(self, name: str) -> int:
         """How many parameters of the model a parameter of the graph stands for."""
-        alike = [i.name for i in self.graph.input_of("parameter") if self.ties.first(i.name) == name]
-        return sum(
-            max((self.ties.times(n.name) for n, _ in self.graph.consumers[i]), default=1) for i in alike
-        )
+        return self.kept.once("owners", lambda: owners_of(self.graph, self.ties.first, self.ties.times))[name]
 
     # ------------------------------------------------------------------------------------------------ prices
 
@@ -201,6 +202,9 @@ class Space:
 
     def edges(self) -> dict[tuple[tuple[str, str], int, tuple[str, str], int, str], int]:
         """Every reshard that may be: (from variable, its port, to variable, its port, value) → how often."""
+        return self.kept.once("edges", self._found_edges)
+
+    def _found_edges(self) -> dict[tuple[tuple[str, str], int, tuple[str, str], int, str], int]:
         found: dict[tuple[tuple[str, str], int, tuple[str, str], int, str], int] = defaultdict(int)
         first, times = self.ties.first, self.ties.times
         for value, node in self.graph.producers.items():

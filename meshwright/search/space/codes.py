@@ -10,6 +10,7 @@ Codes: 0 whole, 1 pending, 2 + k cut at place k of the value (`Value.places`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -79,6 +80,11 @@ class NodeCodes:
     def inputs(self) -> int:
         """The number of input ports."""
         return len(self.site.rule.inputs)
+
+    @functools.cached_property
+    def room(self) -> tuple[bytes, ...]:
+        """What says which rows of options there is room for, as bytes."""
+        return self.leaf_sizes.tobytes(), self.cuts.tobytes(), repr(self.spill).encode()
 
 
 def values_of(graph: Graph, factors: Factors) -> dict[str, Value]:

@@ -13,7 +13,7 @@ ranks cut 32 heads in 8 groups of 4 as ``(8/a.b.c 4/d)``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -56,15 +56,31 @@ def runs(axes: int, most: int) -> Family:
     return rows
 
 
+def outside(given: Mapping[str, np.ndarray], axes: int) -> Family:
+    """The first axes as given, and one option for all the others together."""
+
+    def rows(codes: NodeCodes, sizes: np.ndarray) -> Rows:
+        choices = np.repeat(given[codes.node.name][None, :], len(codes.starts), axis=0)
+        choices[:, axes:] = np.array(codes.starts, dtype=np.int8)[:, None]
+        return legal(codes, choices, sizes)
+
+    return rows
+
+
 def one_axis(axis: int, fixed: Callable[[NodeCodes], np.ndarray]) -> Family:
     """Every option on one axis, the one that is fixed there among them, beside a fixed row on the others."""
+
+    seen: dict[tuple[bytes, ...], Rows] = {}  # by all that `legal` looks at
 
     def rows(codes: NodeCodes, sizes: np.ndarray) -> Rows:
         now = fixed(codes)
         options = sorted({*codes.starts, int(now[axis])})
-        choices = np.repeat(now[None, :], len(options), axis=0)
-        choices[:, axis] = options
-        return legal(codes, choices, sizes)
+        key = (now.tobytes(), bytes(options), *codes.room, sizes.tobytes())
+        if key not in seen:
+            choices = np.repeat(now[None, :], len(options), axis=0)
+            choices[:, axis] = options
+            seen[key] = legal(codes, choices, sizes)
+        return seen[key]
 
     return rows
 

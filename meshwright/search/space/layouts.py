@@ -76,11 +76,6 @@ class Prices:
             seconds = seconds + back.T
         return seconds
 
-    def forward_only(self, value: Value, have: Port, want: Port) -> np.ndarray:
-        """Seconds of the forward half alone."""
-        matrix = self._matrix(value)
-        return matrix[np.ix_(self._index(value, have.forward), self._index(value, want.forward))]
-
     def _index(self, value: Value, codes: Codes) -> np.ndarray:
         return np.searchsorted(self._keys[value], key_of(codes))
 

@@ -74,7 +74,7 @@ def memory_of(space: Space, optimizer_states: int) -> Memory:
 
 
 def _gathered(space: Space, late: frozenset[str]) -> dict[tuple[int, int], np.ndarray]:
-    """Weights that a reader gathers for itself and autograd keeps: float64[3, states, states] for pairs of variables."""
+    """Weights that a reader gathers for itself and autograd keeps: float64[3, states, states] for each pair."""
     found: dict[tuple[int, int], np.ndarray] = {}
     for (source, _, target, port, name), times in space.edges().items():
         if source[0] != "parameter" or name not in space.graph.needs_grad:

@@ -1,0 +1,129 @@
+"""`auto`: optima for several weights of what can hide, known recipes beside them, ranked by the simulated step.
+
+The sum of all seconds is not the step: some communication hides behind computing. With a weight α of computing, and
+1 - α of what can hide, the optimum of the weighted sum is a plan, and its price a lower bound of every plan's step; the
+largest of these bounds is what the best simulated step is compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from meshwright.ops.strategy import WHOLE
+from meshwright.search.data_parallel import assign_batch
+from meshwright.search.planner import Found, Planner, Verdict, families_of
+from meshwright.search.recursion import recursive_programming
+from meshwright.search.solve import solve
+from meshwright.search.space.families import outside
+from meshwright.search.space.given import exactly, row_of
+from meshwright.search.within import fits, limited, too_large
+
+ALPHAS = (1.0, 0.5)  # weights of computing against what can hide beside it
+INNER = 3  # how many of the innermost axes a recipe leaves to tensor parallel, at most
+
+
+@dataclass
+class _Tried:
+    """What was found so far, what came nearest to fitting, and bounds of the sum and of the step, by space."""
+
+    found: list[tuple[str, Found]] = field(default_factory=list)
+    nearest: list[Verdict] = field(default_factory=list)
+    sums: dict[str, float] = field(default_factory=dict)
+    steps: dict[str, float] = field(default_factory=dict)
+
+
+def auto(planner: Planner) -> Found:
+    """The choice with the least simulated step that fits. An interrupt ends the search with the best so far.
+
+    Raises PlanError when nothing fits.
+    """
+    tried = _Tried()
+    try:
+        for name, found in recipes(planner):
+            tried.found.append((name, found))
+            planner.tell(name, step_of(found), None)
+        for name, family in families_of(planner):
+            _optima(planner, tried, name, planner.space(family))
+    except KeyboardInterrupt:
+        if not any(fits(planner, f) for _, f in tried.found):
+            raise
+    fitting = [(name, found) for name, found in tried.found if fits(planner, found)]
+    if not fitting:
+        seen = [f.verdict for _, f in tried.found if f.verdict] + tried.nearest
+        raise too_large(planner, min(seen, key=lambda v: v.peak_bytes, default=None))
+    label, best = min(fitting, key=lambda named: step_of(named[1]))
+    claims = {
+        **best.claims,
+        "space": " and ".join(tried.steps) or best.claims["space"],
+        "chosen": label,
+        **_certificate(tried, fitting, best),
+        "candidates": {n: step_of(f) if fits(planner, f) else None for n, f in tried.found},
+    }
+    return replace(best, claims=claims)
+
+
+def _optima(planner: Planner, tried: _Tried, name: str, space) -> None:
+    """The optimum of the sum, then those of the weighted sums."""
+    for alpha in (None, *ALPHAS):
+        solution = limited(planner, space, alpha)
+        if alpha is None:
+            tried.sums[name] = solution.bound
+        else:
+            tried.steps[name] = max(solution.bound, tried.steps.get(name, 0.0))
+        if solution.nearest is not None:
+            tried.nearest.append(solution.nearest)
+        if solution.found is not None:
+            label = f"{name[:3]} optimum" + ("" if alpha is None else f", α={alpha}")
+            tried.found.append((label, solution.found))
+        best = min((step_of(f) for _, f in tried.found), default=None)
+        planner.tell(name, best, tried.steps.get(name))
+
+
+def _certificate(tried: _Tried, fitting: list[tuple[str, Found]], best: Found) -> dict[str, object]:
+    """The bound of the step over all spaces, and how far the best plans are from the bounds."""
+    gaps: dict[str, float] = {}
+    if tried.sums and (bound := min(tried.sums.values())) > 0 and np.isfinite(bound):
+        cheapest = min(f.claims["price_seconds"] for _, f in fitting)
+        decided = any(f.claims.get("memory_decided") for _, f in fitting)
+        gaps["memory" if decided else "sum"] = max(0.0, cheapest / bound - 1)
+    if not tried.steps:
+        return {"gaps": gaps}
+    step = min(tried.steps.values())
+    return {"gaps": {**gaps, "step": max(0.0, step_of(best) / step - 1)}, "bound_seconds": step}
+
+
+def recipes(planner: Planner) -> Iterator[tuple[str, Found]]:
+    """What an expert would try first: data parallel; with storage cut (ZeRO); data parallel outside with the best single
+    cut of every operator on the 2, 4, 8 ranks inside (Megatron's tensor and sequence parallel, 3D); and the recursion.
+    """
+    scene, limit = planner.scene, planner.request.memory_bytes
+    axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)
+    rows: dict[str, np.ndarray] = {}
+    if not planner.seeds:
+        assignment = {n.name: WHOLE for n in scene.graph.nodes}
+        assign_batch(scene, assignment, axes, scene.graph.nodes)
+        found = {name: row_of(codes, assignment[name], scene.mesh) for name, codes in planner.codes.items()}
+        rows = {name: row for name, row in found.items() if row is not None}
+    if rows and len(rows) == len(planner.codes):
+        plain = planner.space(exactly(rows), planner.storage(allowed=False))
+        yield "data parallel", planner.found(plain, solve(plain.problem()).states, {"space": "recipes"})
+        if limit is not None:
+            solution = limited(planner, planner.space(exactly(rows)), None)
+            if solution.found is not None:
+                yield "data parallel, storage cut", solution.found
+        count = len(scene.mesh.axes)
+        for inner in range(1, min(INNER, count - 1) + 1):
+            solution = limited(planner, planner.space(outside(rows, count - inner)), None)
+            if solution.found is not None:
+                ranks = scene.mesh.count([a.name for a in scene.mesh.axes[count - inner :]])
+                yield f"data parallel × {ranks} ranks of the best cut", solution.found
+    done = recursive_programming(planner.space, len(scene.mesh.axes))
+    yield "recursion", planner.found(done.space, done.states, {"space": "recipes"})
+
+
+def step_of(found: Found) -> float:
+    """Seconds of the simulated step; the price where nothing was simulated."""
+    return found.claims.get("step_seconds", found.claims["price_seconds"])
