@@ -96,8 +96,8 @@ def _certificate(tried: _Tried, fitting: list[tuple[str, Found]], best: Found) -
 
 
 def recipes(planner: Planner) -> Iterator[tuple[str, Found]]:
-    """What an expert would try first: data parallel; with storage cut (ZeRO); data parallel outside with the best single
-    cut of every operator on the 2, 4, 8 ranks inside (Megatron's tensor and sequence parallel, 3D); and the recursion.
+    """What an expert would try first: data parallel; with storage cut (ZeRO); data parallel outside with the best
+    single cut of every operator on the 2, 4, 8 ranks inside (Megatron, 3D); and the recursion.
     """
     scene, limit = planner.scene, planner.request.memory_bytes
     axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)
