@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from meshwright.compile import captured_of
-from meshwright.examples.configs import from_config
 from meshwright.capture import Captured
 from meshwright.capture.cache import key_of
+from meshwright.compile import captured_of
+from meshwright.examples.configs import from_config
 
 CACHE = Path(tempfile.gettempdir(), "meshwright-bench")
 

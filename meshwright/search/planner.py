@@ -17,6 +17,7 @@ from meshwright.search.space.build import Choice, Space, Ties, all_codes
 from meshwright.search.space.codes import values_of
 from meshwright.search.space.families import Family, named, runs
 from meshwright.search.space.given import honouring, wished_options
+from meshwright.search.space.kept import Kept
 from meshwright.search.space.memory import fixed_bytes
 from meshwright.search.space.parameters import Storage
 
@@ -81,6 +82,7 @@ class Planner:
         if seeds:
             wished = {name: wished_options(seeds, codes) for name, codes in self.codes.items()}
             self.codes = all_codes(scene.graph, scene.factors, self.values, self.ties, wished)
+        self.kept = Kept(scene.graph, self.values, self.codes)
 
     def space(self, family: Family, storage: Storage | None = None) -> Space:
         """The space of a family, the user's cuts honoured."""
@@ -94,6 +96,7 @@ class Planner:
             ties=self.ties,
             codes=self.codes,
             table=self.table,
+            kept=self.kept,
         )
 
     def storage(self, allowed: bool = True) -> Storage:

@@ -59,9 +59,15 @@ class Prices:
     _seen: dict[Value, list[Codes]] = field(default_factory=dict)
     _keys: dict[Value, np.ndarray] = field(default_factory=dict)
     _seconds: dict[Value, np.ndarray] = field(default_factory=dict)
+    _places: dict[tuple[Value, int, bool], tuple[Port, np.ndarray]] = field(default_factory=dict)
+    _between: dict[tuple[Value, int, int, bool], np.ndarray] = field(default_factory=dict)
+    _met: dict[tuple[Value, int, bool], Port] = field(default_factory=dict)
 
     def meet(self, value: Value, port: Port, needs_grad: bool) -> None:
         """Say that a value may have these layouts; before any price is asked."""
+        if (value, id(port), needs_grad) in self._met:
+            return
+        self._met[value, id(port), needs_grad] = port  # kept, so that no other port gets its identity
         rows = self._seen.setdefault(value, [])
         rows.append(port.forward)
         if needs_grad:
@@ -69,15 +75,27 @@ class Prices:
 
     def between(self, value: Value, have: Port, want: Port, needs_grad: bool) -> np.ndarray:
         """Forward and backward seconds of a reshard: float64[states of have, states of want]."""
+        key = (value, id(have), id(want), needs_grad)
+        found = self._between.get(key)
+        if found is None:
+            found = self._between[key] = self._between_ports(value, have, want, needs_grad)
+        return found
+
+    def _between_ports(self, value: Value, have: Port, want: Port, needs_grad: bool) -> np.ndarray:
         matrix = self._matrix(value)
-        seconds = matrix[np.ix_(self._index(value, have.forward), self._index(value, want.forward))]
+        seconds = matrix[self._index(value, have, False)[:, None], self._index(value, want, False)]
         if needs_grad:
-            back = matrix[np.ix_(self._index(value, want.backward), self._index(value, have.backward))]
+            back = matrix[self._index(value, want, True)[:, None], self._index(value, have, True)]
             seconds = seconds + back.T
         return seconds
 
-    def _index(self, value: Value, codes: Codes) -> np.ndarray:
-        return np.searchsorted(self._keys[value], key_of(codes))
+    def _index(self, value: Value, port: Port, backward: bool) -> np.ndarray:
+        """The numbers of a port's layouts. Ports are kept, so that none gets the identity of another."""
+        key = (value, id(port), backward)
+        if key not in self._places:
+            codes = port.backward if backward else port.forward
+            self._places[key] = (port, np.searchsorted(self._keys[value], key_of(codes)))
+        return self._places[key][1]
 
     def _matrix(self, value: Value) -> np.ndarray:
         if value not in self._seconds:

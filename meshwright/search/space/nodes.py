@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from meshwright.redistribute.steps import wire_elements
 from meshwright.search.space.codes import NodeCodes, Option
 from meshwright.search.space.families import Family, Rows, letter_sizes
 from meshwright.search.space.layouts import Port
+
+if TYPE_CHECKING:
+    from meshwright.search.space.kept import Kept
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,20 @@ class NodeStates:
         return self.ports[self.codes.inputs :]
 
 
-def node_states(codes: NodeCodes, family: Family, graph: Graph, mesh: Mesh, cluster: Cluster) -> NodeStates:
-    """The states of a node in a family, with their seconds."""
+def node_states(
+    codes: NodeCodes, family: Family, graph: Graph, mesh: Mesh, cluster: Cluster, kept: Kept | None = None
+) -> NodeStates:
+    """The states of a node in a family, with their seconds; `kept` has those of nodes like it."""
     sizes = np.array([a.size for a in mesh.axes], dtype=np.float64)
     rows = family(codes, sizes)
+    if kept is None:
+        return _made(codes, rows, sizes, graph, mesh, cluster)
+    return kept.states(codes, rows, lambda: _made(codes, rows, sizes, graph, mesh, cluster))
+
+
+def _made(
+    codes: NodeCodes, rows: Rows, sizes: np.ndarray, graph: Graph, mesh: Mesh, cluster: Cluster
+) -> NodeStates:
     ports = tuple(
         Port(forward[rows], grad[rows]) for forward, grad in zip(codes.forward, codes.grad, strict=True)
     )
