@@ -102,6 +102,7 @@ def _answer(arguments: list[str]) -> str:
     """What a verb of the command line prints."""
     from meshwright.cli import app
 
+    os.environ.pop("COLUMNS", None)  # as wide as into a file
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         app(arguments, standalone_mode=False)
