@@ -14,12 +14,13 @@ import numpy as np
 from meshwright.errors import PlanError
 from meshwright.redistribute.steps import show_bytes
 from meshwright.search.planner import Found, Planner, Verdict, families_of
-from meshwright.search.solve import Memory, solve, solve_limited
+from meshwright.search.solve import Memory, Problem, solve, solve_limited
 from meshwright.search.space.build import Space
 from meshwright.search.space.memory import INSTANTS, memory_of
 
 TIGHTENINGS = 8
 DOUBLINGS, HALVINGS = 12, 4
+NEAR = 0.01  # of the bound: what is that near is not searched further
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def limited(planner: Planner, space: Space, alpha: float | None) -> Limited:
     limits = np.full(memory.instants, limit)
     bound: float | None = None
     nearest: Verdict | None = None
+    first: Found | None = None
     for _ in range(TIGHTENINGS):
         solution = solve_limited(
             problem, memory, limits, progress=lambda *told: planner.tell(told[0], told[3], told[4])
@@ -52,15 +54,35 @@ def limited(planner: Planner, space: Space, alpha: float | None) -> Limited:
         decided = bool(np.any(solution.multipliers > 0))
         found = planner.found(space, solution.states, {"memory_decided": True} if decided else {})
         if fits(planner, found):
-            return Limited(found, bound)
-        if nearest is None or (found.verdict and found.verdict.peak_bytes < nearest.peak_bytes):
-            nearest = found.verdict
+            first = found
+            break
+        nearest = _nearer(nearest, found.verdict)
         assert found.verdict is not None and planner.request.memory_bytes is not None
         missed = 1.02 * (found.verdict.peak_bytes - planner.request.memory_bytes)
         limits = np.minimum(limits, memory.totals(solution.states).max() - missed)
         if (limits <= 0).any():
             break
-    return Limited(None, bound if bound is not None else np.inf, nearest)
+    bound = np.inf if bound is None else bound
+    if nearest is None or (first is not None and _objective(first, problem) <= (1 + NEAR) * bound):
+        return Limited(first, bound, nearest)
+    # The sums do not see what is over, or paid too much for it: a price on all bytes lowers that, too.
+    other, near = priced_by_bytes(planner, lambda price: _weighed(planner, space, problem, memory, price))
+    both = [found for found in (first, other) if found is not None]
+    best = min(both, key=lambda found: _objective(found, problem), default=None)
+    return Limited(best, bound, _nearer(nearest, near))
+
+
+def _objective(found: Found, problem: Problem) -> float:
+    """What a problem minimises, of a choice in its space."""
+    return problem.price(found.states)
+
+
+def _weighed(
+    planner: Planner, space: Space, problem: Problem, memory: Memory, price: np.ndarray | None
+) -> Found:
+    """The optimum with a price per byte at each instant."""
+    asked = problem if price is None else memory.weighed(problem, price)
+    return planner.found(space, solve(asked).states, {})
 
 
 def fits(planner: Planner, found: Found) -> bool:
@@ -74,14 +96,17 @@ def fits(planner: Planner, found: Found) -> bool:
     return bool((memory.totals(found.states) <= (planner.limit(found.space) or 0.0)).all())
 
 
-def within_memory(planner: Planner, run: Callable[[np.ndarray | None], Found]) -> Found:
+def priced_by_bytes(
+    planner: Planner, run: Callable[[np.ndarray | None], Found]
+) -> tuple[Found | None, Verdict | None]:
     """The cheapest of what `run` finds for a price per byte that fits: the price is doubled until something does, then
-    halved back. `run(None)` is without a price. Raises PlanError when nothing fits."""
+    halved back. `run(None)` is without a price. Where nothing fits, None and the verdict on what came nearest."""
     found = run(None)
     if fits(planner, found):
-        return found
+        return found, None
     assert planner.request.memory_bytes is not None
     instants = len(INSTANTS)
+    nearest = found.verdict
     low, high = 0.0, found.claims["price_seconds"] / planner.request.memory_bytes / 8
     best: Found | None = None
     for _ in range(DOUBLINGS):
@@ -89,9 +114,10 @@ def within_memory(planner: Planner, run: Callable[[np.ndarray | None], Found]) -
         if fits(planner, found):
             best = found
             break
+        nearest = _nearer(nearest, found.verdict)
         low, high = high, 2 * high
     if best is None:
-        raise too_large(planner)
+        return None, nearest
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         found = run(np.full(instants, middle))
@@ -101,7 +127,22 @@ def within_memory(planner: Planner, run: Callable[[np.ndarray | None], Found]) -
                 best = found
         else:
             low = middle
-    return replace(best, claims={**best.claims, "memory_decided": True})
+    return replace(best, claims={**best.claims, "memory_decided": True}), None
+
+
+def within_memory(planner: Planner, run: Callable[[np.ndarray | None], Found]) -> Found:
+    """The cheapest that fits by a price per byte. Raises PlanError when nothing fits."""
+    found, nearest = priced_by_bytes(planner, run)
+    if found is None:
+        raise too_large(planner, nearest)
+    return found
+
+
+def _nearer(one: Verdict | None, other: Verdict | None) -> Verdict | None:
+    """Of two verdicts that with the lower peak."""
+    if one is None or other is None:
+        return one or other
+    return min(one, other, key=lambda v: v.peak_bytes)
 
 
 # ------------------------------------------------------------------------------------------- when nothing fits
