@@ -30,11 +30,12 @@ import meshwright as mw
 from bench import predict_report as report
 from bench.predict_cases import MEMORY_MODELS, MODELS, captured, ways
 from bench.predict_model import predict
-from bench.predict_report import Row
+from bench.predict_report import LEAST_QUIET, Row
 
 console = Console(width=max(150, Console().width), highlight=False)
 QUICK = {"MLP": ("auto", "data parallel", "badly cut")}
-STUCK_SECONDS = 150.0  # without a word from a job
+STUCK_SECONDS = 120.0  # without a word from a job
+LATE_SECONDS = 60.0  # after its time, a job is ended: what it told until then counts
 SHARES = {
     2: 0.42,
     4: 0.65,
@@ -44,6 +45,7 @@ SHARES = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write what was asked for."""
     options = _options(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a running job is ended too
     began = time.time()
     until = began + 60 * options.minutes
     with tempfile.TemporaryDirectory(prefix="meshwright-predict-") as name:
@@ -170,7 +172,8 @@ def _times(rows: list[Row], folder: Path, options: argparse.Namespace, began: fl
         left = until - time.time()
         share = SHARES[ranks] if len(ranks_there) > 1 else 0.7
         here = [r for r in rows if r.ranks == ranks]
-        _job("time", here, folder, options.rounds, time.time() + share * left, began)
+        rounds = (min(LEAST_QUIET, options.rounds), options.rounds)
+        _job("time", here, folder, rounds, time.time() + share * left, began)
     for ranks in ranks_there:
         restless = {r.model for r in rows if r.ranks == ranks and not r.quiet and not r.failed}
         left = until - time.time()
@@ -178,15 +181,17 @@ def _times(rows: list[Row], folder: Path, options: argparse.Namespace, began: fl
             _say(began, f"a second look at {ranks} ranks: {', '.join(sorted(restless))}")
             here = [r for r in rows if r.ranks == ranks and r.model in restless]
             end = until if ranks == ranks_there[-1] else time.time() + left / 2
-            _job("time", here, folder, options.rounds, end, began)
+            _job("time", here, folder, (1, options.rounds), end, began)
 
 
 def _peaks(rows: list[Row], folder: Path, began: float) -> None:
     for ranks in sorted({r.ranks for r in rows}):
-        _job("memory", [r for r in rows if r.ranks == ranks], folder, 0, time.time() + 3600, began)
+        _job("memory", [r for r in rows if r.ranks == ranks], folder, (0, 0), time.time() + 3600, began)
 
 
-def _job(what: str, rows: list[Row], folder: Path, rounds: int, until: float, began: float) -> None:
+def _job(
+    what: str, rows: list[Row], folder: Path, rounds: tuple[int, int], until: float, began: float
+) -> None:
     """Run it; when it dies, say so of the model that was running and go on with those after it."""
     todo = list(dict.fromkeys(r.model for r in rows))
     while todo:
@@ -202,8 +207,8 @@ def _job(what: str, rows: list[Row], folder: Path, rounds: int, until: float, be
         }
         file, events = folder / "job.json", folder / f"events-{time.time_ns()}.jsonl"
         file.write_text(json.dumps(job))
-        running = _follow(file, events, rows, f"{ranks} ranks", began)
-        if not running:
+        running = _follow(file, events, rows, f"{ranks} ranks", began, until + LATE_SECONDS)
+        if not running or time.time() > until:
             return
         for row in rows:
             if row.model == running and not row.samples and not row.measured_bytes and not row.failed:
@@ -211,7 +216,7 @@ def _job(what: str, rows: list[Row], folder: Path, rounds: int, until: float, be
         todo = todo[todo.index(running) + 1 :]
 
 
-def _follow(job: Path, events: Path, rows: list[Row], title: str, began: float) -> str:
+def _follow(job: Path, events: Path, rows: list[Row], title: str, began: float, hard_end: float) -> str:
     """Run a job and take in what it tells. Empty when it came to its end, else the model at which it died."""
     log = events.with_suffix(".log")
     with log.open("w") as output:
@@ -235,8 +240,10 @@ def _follow(job: Path, events: Path, rows: list[Row], title: str, began: float) 
                 read = len(lines)
                 if ended or not alive:
                     break
-                if time.time() - heard > STUCK_SECONDS:
-                    _say(began, f"{title}: no word for {STUCK_SECONDS:.0f} s, ended")
+                if time.time() > hard_end or time.time() - heard > STUCK_SECONDS:
+                    _say(
+                        began, f"{title}: ended, for want of {'time' if time.time() > hard_end else 'a word'}"
+                    )
                     break
                 time.sleep(0.5)
             if ended:
@@ -261,9 +268,11 @@ def _take(event: Mapping[str, Any], rows: list[Row], title: str, began: float) -
         print(f"  round {event['round'] + 1}\r", end="", file=sys.stderr, flush=True)
     for row in rows:
         if "plan" in event and (row.model, row.plans[0]) == (event["model"], event["plan"]):
-            row.samples += [(s, u) for s, u in event.get("samples", ())]
+            if "sample" in event:
+                seconds, unrest = event["sample"]
+                row.samples.append((seconds, unrest))
             row.measured_bytes = event.get("bytes", row.measured_bytes)
-            row.failed = event.get("failed", "")
+            row.failed = event.get("failed", row.failed)
 
 
 def _cores() -> int:

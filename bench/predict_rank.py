@@ -2,9 +2,9 @@
 
     python -m bench.predict_rank JOB EVENTS
 
-JOB is a JSON file: ranks, threads, what (``time`` or ``memory``), rounds, until (seconds since the epoch), and models,
-each with its plans. Rank 0 adds a JSON object to EVENTS for whatever it has done, so that nothing is lost when a step
-fails; then the job ends, and who started it goes on with the other models.
+JOB is a JSON file: ranks, threads, what (``time`` or ``memory``), rounds (the least, the most), until (seconds since
+the epoch; no model begins after it), and models, each with its plans. Rank 0 adds a JSON object to EVENTS for whatever
+it has done, so that nothing is lost when a step fails; then the job ends, and who started it goes on with the others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from meshwright.runtime.step import LocalStep
 from meshwright.train import axis_sets
 
 WARM_UP = 2
-LEAST_ROUNDS = 5
+PAUSE_SECONDS = 0.02
 SHARE = 0.85  # of a model's time is for rounds: the rest goes to what ends late
 STUCK = timedelta(seconds=60)  # a collective without an answer
 CPU = torch.device("cpu")
@@ -55,22 +55,51 @@ def main() -> None:
 
 def run(job: Mapping[str, Any], events: str) -> bool:
     """All models of a job, on one rank."""
-    ranks = Ranks(job["ranks"], Path(events))
+    ranks = Ranks(job["ranks"], Path(events), patient=job["what"] == "memory")
     look = {"time": _times, "memory": _bytes}[job["what"]]
     todo = list(job["models"].items())
     for number, (name, plans) in enumerate(todo):
+        left = job["until"] - ranks.now()
+        if left < 0:
+            break
         ranks.tell({"begin": name, "plans": list(plans)})
-        left = max(0.0, job["until"] - ranks.now())
         look(ranks, name, plans, job["rounds"], left / (len(todo) - number))
         ranks.tell({"done": name})
     ranks.tell({"end": True})
     return True
 
 
+class Patient(ProcessGroups):
+    """Gloo's threads let go of a collective's tensors a little after it has ended, when they are next given a core. A
+    rank that measures bytes waits for that, so that the load of the machine does not show in them."""
+
+    def all_reduce(self, *given: Any, **named: Any) -> torch.Tensor:
+        """As usual, and a pause."""
+        return _after_a_pause(super().all_reduce(*given, **named))
+
+    def all_gather(self, *given: Any, **named: Any) -> torch.Tensor:
+        """As usual, and a pause."""
+        return _after_a_pause(super().all_gather(*given, **named))
+
+    def reduce_scatter(self, *given: Any, **named: Any) -> torch.Tensor:
+        """As usual, and a pause."""
+        return _after_a_pause(super().reduce_scatter(*given, **named))
+
+    def all_to_all(self, *given: Any, **named: Any) -> torch.Tensor:
+        """As usual, and a pause."""
+        return _after_a_pause(super().all_to_all(*given, **named))
+
+
+def _after_a_pause(result: torch.Tensor) -> torch.Tensor:
+    time.sleep(PAUSE_SECONDS)
+    return result
+
+
 class Ranks:
     """The ranks of this job, on whatever mesh a plan has."""
 
-    def __init__(self, ranks: int, events: Path) -> None:
+    def __init__(self, ranks: int, events: Path, patient: bool = False) -> None:
+        self.patient = patient
         comm = Meeting().connect(Mesh.of(rank=ranks), CPU)
         if isinstance(comm, ProcessGroups):
             comm.prepare([frozenset(a.name for a in comm.mesh.axes)])
@@ -80,7 +109,11 @@ class Ranks:
 
     def comm(self, mesh: Mesh) -> Communicator:
         """The communicator of a mesh."""
-        return self._comms.setdefault(str(mesh.axes), Meeting().connect(mesh, CPU))
+        key = str(mesh.axes)
+        if key not in self._comms:
+            comm = Patient(mesh, self.bench.comm.rank) if self.patient else Meeting().connect(mesh, CPU)
+            self._comms[key] = comm
+        return self._comms[key]
 
     def now(self) -> float:
         """Seconds since the epoch, the same number on every rank."""
@@ -123,7 +156,9 @@ class Ranks:
 # ---------------------------------------------------------------- time
 
 
-def _times(ranks: Ranks, name: str, plans: Mapping[str, str], rounds: int, seconds: float) -> None:
+def _times(
+    ranks: Ranks, name: str, plans: Mapping[str, str], rounds: tuple[int, int], seconds: float
+) -> None:
     """Steps of all plans in turn, a probe between any two; each sample with the worse of the probes around it."""
     bench, end = ranks.bench, ranks.now() + SHARE * seconds
     (net, batch, _), program = captured(name)
@@ -138,14 +173,14 @@ def _times(ranks: Ranks, name: str, plans: Mapping[str, str], rounds: int, secon
         if built is not None:
             steps[plan] = built
     del net
-    found: dict[str, list[tuple[float, float]]] = {plan: [] for plan in steps}
     for step in steps.values():
         for _ in range(WARM_UP):
             step()
     gc.collect()
     gc.disable()
-    for number in range(rounds):
-        if number >= LEAST_ROUNDS and ranks.now() > end:
+    least, most = rounds
+    for number in range(most):
+        if number >= least and ranks.now() > end:
             break
         before = unrest(bench)
         for plan in sorted(steps) if number % 2 else sorted(steps, reverse=True):
@@ -154,18 +189,18 @@ def _times(ranks: Ranks, name: str, plans: Mapping[str, str], rounds: int, secon
             steps[plan]()
             took = bench.slowest(time.perf_counter() - began)
             after = unrest(bench)
-            found[plan].append((took, max(before, after)))
+            ranks.tell({"model": name, "plan": plan, "sample": (took, max(before, after))})
             before = after
         ranks.tell({"round": number, "model": name})
     gc.enable()
-    for plan, samples in found.items():
-        ranks.tell({"model": name, "plan": plan, "samples": samples})
 
 
 # ---------------------------------------------------------------- memory
 
 
-def _bytes(ranks: Ranks, name: str, plans: Mapping[str, str], rounds: int, seconds: float) -> None:
+def _bytes(
+    ranks: Ranks, name: str, plans: Mapping[str, str], rounds: tuple[int, int], seconds: float
+) -> None:
     """The most live tensor bytes on rank 0 in a step of each plan."""
     program = captured(name)[1]
     for plan, text in plans.items():
