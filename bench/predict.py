@@ -53,10 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         clusters = _clusters(options, folder)
         _say(began, f"planning for {', '.join(map(str, clusters))} ranks")
         rows = _rows(options, clusters)
-        if options.memory:
-            _peaks(rows, folder, began)
-        else:
-            _times(rows, folder, options, began, until)
+        try:
+            if options.memory:
+                _peaks(rows, folder, began)
+            else:
+                _times(rows, folder, options, began, until)
+        except (KeyboardInterrupt, SystemExit):
+            console.print("[yellow]interrupted: this is what was measured until then[/]")
     found = _print_memory(rows, options) if options.memory else _print_times(rows, options)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
