@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bench import search
 from bench.steps import RANKS, TITLES, Measured, measure
 
 console = Console(width=max(118, Console().width), highlight=False)

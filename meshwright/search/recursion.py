@@ -1,28 +1,32 @@
 """`recursive_programming`: one prime axis at a time, slowest link first, each solved exactly beside what is fixed.
 
 On one axis a node has a handful of options, so any number of ranks is a few small problems: sizes that are cut already
-make the next axis cheaper or dearer, and a second sweep solves each axis again with all others fixed, until nothing
-changes. (The reference system's double recursion is greedy by the weight of nodes; that is `inner="greedy"` here.)
+make the next axis cheaper or dearer. Then refining sweeps: every node may change what it does on one axis, each on an
+axis of its own, and all of that is one problem, solved exactly. It has what solving single axes again would look at as
+special cases, for the price of a few of them: on BERT-large over 1,024 ranks two such sweeps end at the optimum of two
+runs, where two sweeps axis by axis end 3 % above it. (The reference system's double recursion is greedy by the weight
+of nodes; that is `inner="greedy"` here.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.search.solve import Problem, eliminate
+from meshwright.search.solve import Problem, eliminate, solve
 from meshwright.search.space.build import Space
 from meshwright.search.space.codes import NodeCodes
-from meshwright.search.space.families import Family, one_axis
+from meshwright.search.space.families import Family, one_axis, one_change
 
 MakeSpace = Callable[[Family], Space]
+MOST_NODES = 2000  # beyond, refining sweeps go axis by axis: a joint one would take gigabytes
 
 
 @dataclass(frozen=True)
 class Recursed:
-    """The space of the last axis, and the states in it: they stand for options on all axes."""
+    """The last space that had a better choice, and the states in it: they stand for options on all axes."""
 
     space: Space
     states: tuple[int, ...]
@@ -38,39 +42,40 @@ def recursive_programming(
     sweeps: int = 2,
     problem: Callable[[Space], Problem] | None = None,
 ) -> Recursed:
-    """Solve axis after axis, then again until a sweep changes nothing (at most `sweeps` refining ones).
+    """Solve axis after axis, then refine until a sweep changes nothing (at most `sweeps` refining ones).
 
-    `make` builds the space of a family; `inner` is ``exact`` or ``greedy``; `problem` is what is minimised in a space,
-    by default its price.
+    `make` builds the space of a family; `inner` is ``exact`` or ``greedy``, which is not refined; `problem` is what is
+    minimised in a space, by default its price.
     """
     rows: dict[str, np.ndarray] = {}
     objective = problem or Space.problem
-    best: Recursed | None = None
 
     def fixed(codes: NodeCodes) -> np.ndarray:
         return rows.setdefault(codes.node.name, np.zeros(axes, dtype=np.int8))
 
-    steady = 0  # axes in a row that changed nothing: solved again beside the same, they would not either
-    for sweep in range(1 + sweeps):
-        before = best.price if best else np.inf
-        for axis in range(axes):
-            if steady >= axes:
-                break
-            space = make(one_axis(axis, fixed))
-            asked = objective(space)
-            states = greedy(asked) if inner == "greedy" else eliminate(asked).states
-            price = asked.price(states)
-            if best is not None and sweep and price >= best.price * (1 - 1e-12):
-                steady += 1
-                continue
-            steady = 1
-            for name, found in space.nodes.items():
-                rows[name] = found.rows[states[space.variable["node", name]]]
-            best = Recursed(space, tuple(states), price, sweep + 1)
-        assert best is not None
-        if best.price >= before * (1 - 1e-9) or inner == "greedy":
-            break
+    def take(space: Space, states: Sequence[int], price: float, sweep: int) -> Recursed:
+        for name, found in space.nodes.items():
+            rows[name] = found.rows[states[space.variable["node", name]]]
+        return Recursed(space, tuple(states), price, sweep)
+
+    best: Recursed | None = None
+    for axis in range(axes):
+        space = make(one_axis(axis, fixed))
+        asked = objective(space)
+        states = greedy(asked) if inner == "greedy" else eliminate(asked).states
+        best = take(space, states, asked.price(states), 1)
     assert best is not None
+    for sweep in range(2, 2 + (sweeps if inner != "greedy" and axes > 1 else 0)):
+        before = best.price
+        joint = len(best.space.nodes) <= MOST_NODES
+        for family in [one_change(axes, fixed)] if joint else [one_axis(a, fixed) for a in range(axes)]:
+            space = make(family)
+            asked = objective(space)
+            states = (solve if joint else eliminate)(asked).states
+            if (price := asked.price(states)) < best.price * (1 - 1e-12):
+                best = take(space, states, price, sweep)
+        if best.price >= before * (1 - 1e-9):
+            break
     return best
 
 

@@ -4,7 +4,8 @@ A family says for every option list how options are laid over the prime axes, wh
 
 - `named`: the axes fall into named groups (``dp``, ``tp``), and all axes of a group take one option: product states;
 - `runs`: the axes are cut into at most so many runs, in mesh order, at any place, and each run takes one option;
-- `one_axis`: all axes but one are as they were: what `recursive_programming` solves, axis by axis.
+- `one_axis`: all axes but one are as they were: what `recursive_programming` solves, axis by axis;
+- `one_change`: all axes but one are as they were, and each node says which: what it refines with.
 
 Where a run is longer than a sub-dim has room for, the axes that are left go to the next sub-dim of the same letter: 16
 ranks cut 32 heads in 8 groups of 4 as ``(8/a.b.c 4/d)``.
@@ -81,6 +82,20 @@ def one_axis(axis: int, fixed: Callable[[NodeCodes], np.ndarray]) -> Family:
             choices[:, axis] = options
             seen[key] = legal(codes, choices, sizes)
         return seen[key]
+
+    return rows
+
+
+def one_change(axes: int, fixed: Callable[[NodeCodes], np.ndarray]) -> Family:
+    """The fixed row, and every row that differs from it on one axis alone, whichever that is."""
+
+    def rows(codes: NodeCodes, sizes: np.ndarray) -> Rows:
+        now = fixed(codes)
+        options = np.array(codes.starts, dtype=np.int8)
+        choices = np.repeat(now[None, :], 1 + axes * len(options), axis=0)
+        for axis in range(axes):
+            choices[1 + axis * len(options) : 1 + (axis + 1) * len(options), axis] = options
+        return legal(codes, choices, sizes)
 
     return rows
 
