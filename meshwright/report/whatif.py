@@ -43,6 +43,7 @@ def transferred(plan: Plan, graph: Graph, factors: Factors, what: str) -> Plan:
 
     `what` names the change for messages. Raises PlanError when the operators are others, or a dim has too few elements.
     """
+    plan = plan.unfolded(graph)
     names = [n.name for n in graph.nodes]
     if names != list(plan.strategies) or {i.name for i in graph.inputs} != set(plan.inputs):
         more = len(set(names) ^ set(plan.strategies))
@@ -122,6 +123,7 @@ def stored(plan: Plan, graph: Graph, factors: Factors, level: int) -> tuple[Plan
         raise PlanError(
             f"optimizer_parallel={level} is no level", hint="; ".join(f"{k}: {v}" for k, v in LEVELS.items())
         )
+    plan = plan.unfolded(graph)
     inputs, hubs = dict(plan.inputs), dict(plan.hubs)
     again = set(plan.again)
     used = input_layouts(Scene(graph, factors, plan.mesh), plan.strategies)
