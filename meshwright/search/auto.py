@@ -15,11 +15,11 @@ import numpy as np
 from meshwright.ops.strategy import WHOLE
 from meshwright.search.data_parallel import assign_batch
 from meshwright.search.planner import Found, Planner, Verdict, families_of
-from meshwright.search.recursion import recursive_programming
+from meshwright.search.recursed import recursion
 from meshwright.search.solve import solve
 from meshwright.search.space.families import outside
 from meshwright.search.space.given import exactly, row_of
-from meshwright.search.within import fits, limited, too_large
+from meshwright.search.within import NEAR, fits, limited, priced_by_bytes, too_large
 
 ALPHAS = (1.0, 0.5)  # weights of computing against what can hide beside it
 INNER = 3  # how many of the innermost axes a recipe leaves to tensor parallel, at most
@@ -47,6 +47,11 @@ def auto(planner: Planner) -> Found:
             planner.tell(name, step_of(found), None)
         for name, family in families_of(planner):
             _optima(planner, tried, name, planner.space(family))
+        if planner.request.memory_bytes is not None and not _near(planner, tried):
+            found, _ = priced_by_bytes(planner, recursion(planner))
+            if found is not None:
+                tried.found.append(("recursion within memory", found))
+                planner.tell("recursion within memory", step_of(found), None)
     except KeyboardInterrupt:
         if not any(fits(planner, f) for _, f in tried.found):
             raise
@@ -80,6 +85,12 @@ def _optima(planner: Planner, tried: _Tried, name: str, space) -> None:
             tried.found.append((label, solution.found))
         best = min((step_of(f) for _, f in tried.found), default=None)
         planner.tell(name, best, tried.steps.get(name))
+
+
+def _near(planner: Planner, tried: _Tried) -> bool:
+    """Whether something that fits is near the bound of the sum, so that there is little left to find."""
+    prices = [found.claims["price_seconds"] for _, found in tried.found if fits(planner, found)]
+    return min(prices, default=np.inf) <= (1 + NEAR) * min(tried.sums.values(), default=0.0)
 
 
 def _certificate(tried: _Tried, fitting: list[tuple[str, Found]], best: Found) -> dict[str, object]:
@@ -120,8 +131,7 @@ def recipes(planner: Planner) -> Iterator[tuple[str, Found]]:
             if solution.found is not None:
                 ranks = scene.mesh.count([a.name for a in scene.mesh.axes[count - inner :]])
                 yield f"data parallel × {ranks} ranks of the best cut", solution.found
-    done = recursive_programming(planner.space, len(scene.mesh.axes))
-    yield "recursion", planner.found(done.space, done.states, {"space": "recipes"})
+    yield "recursion", recursion(planner)(None)
 
 
 def step_of(found: Found) -> float:

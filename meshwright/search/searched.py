@@ -19,11 +19,9 @@ import numpy as np
 from meshwright.ops.strategy import Strategy
 from meshwright.search.auto import auto
 from meshwright.search.planner import Found, Planner, Verdict, check_request, families_of
-from meshwright.search.recursion import recursive_programming
-from meshwright.search.solve import Problem, solve
-from meshwright.search.space.build import Space
+from meshwright.search.recursed import recursion
+from meshwright.search.solve import solve
 from meshwright.search.space.given import exactly, row_of
-from meshwright.search.space.memory import memory_of
 from meshwright.search.within import limited, too_large, within_memory
 
 SEARCHES = ("recursive_programming", "dynamic_programming", "auto")
@@ -35,7 +33,7 @@ def search(planner: Planner, mode: str) -> Found:
     started = time.perf_counter()
     match mode:
         case "recursive_programming":
-            found = _recursive(planner)
+            found = within_memory(planner, recursion(planner, planner.request.inner))
         case "dynamic_programming":
             found = _exact(planner)
         case _:
@@ -53,27 +51,6 @@ def priced(planner: Planner, strategies: Mapping[str, Strategy]) -> Found | None
         rows[name] = row
     space = planner.space(exactly(rows), planner.storage(allowed=False))
     return planner.found(space, solve(space.problem()).states, {"space": "strategies as given"})
-
-
-def _recursive(planner: Planner) -> Found:
-    axes = len(planner.scene.mesh.axes)
-
-    def run(multipliers: np.ndarray | None) -> Found:
-        done = recursive_programming(
-            planner.space,
-            axes,
-            inner=planner.request.inner,
-            problem=None if multipliers is None else lambda space: _weighed(planner, space, multipliers),
-        )
-        return planner.found(
-            done.space, done.states, {"space": f"one axis after the other, {done.sweeps} sweeps"}
-        )
-
-    return within_memory(planner, run)
-
-
-def _weighed(planner: Planner, space: Space, multipliers: np.ndarray) -> Problem:
-    return memory_of(space, planner.request.optimizer_states).weighed(space.problem(), multipliers)
 
 
 def _exact(planner: Planner) -> Found:
