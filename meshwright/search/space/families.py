@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from meshwright.search.space.codes import NodeCodes
+from meshwright.search.space.layouts import key_of
 
 Rows = np.ndarray  # int8[states, axes]: the option of each axis
 Family = Callable[[NodeCodes, np.ndarray], Rows]
@@ -119,7 +120,7 @@ def legal(codes: NodeCodes, rows: Rows, sizes: np.ndarray) -> Rows:
         rows[:, axis] = option
         counts[codes.cuts[option]] *= size
     rows = rows[alive]
-    _, first = np.unique(rows, axis=0, return_index=True)
+    _, first = np.unique(key_of(rows), return_index=True)
     return rows[np.sort(first)]
 
 

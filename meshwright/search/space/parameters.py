@@ -8,6 +8,7 @@ the first gather is ZeRO-2 (Rajbhandari et al. 2020), gathered again in backward
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, fields
 
@@ -19,6 +20,7 @@ from meshwright.cost.reduction import reduction_seconds
 from meshwright.layout import Dim, TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.redistribute.matrix import WHOLE, Table, Value
+from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import wire_elements
 from meshwright.search.space.codes import place_dims
 from meshwright.search.space.layouts import Port, union
@@ -211,9 +213,17 @@ def _collective(
     after: np.ndarray,
     itemsize: int,
 ) -> np.ndarray:
+    axes = tuple(axes.tolist())
     sent = itemsize * wire_elements(kind, mesh.count(axes), before, after)  # type: ignore[arg-type]
-    latency = cluster.prices.seconds(kind, mesh, axes, 0.0)
-    return np.asarray(latency + sent * (cluster.prices.seconds(kind, mesh, axes, 1e9) - latency) / 1e9)
+    latency, per_byte = _law(kind, axes, mesh, cluster.prices)
+    return np.asarray(latency + sent * per_byte)
+
+
+@functools.lru_cache(maxsize=4096)
+def _law(kind: str, axes: tuple[str, ...], mesh: Mesh, prices: Prices) -> tuple[float, float]:
+    """Seconds of a collective, and seconds per byte sent."""
+    latency = prices.seconds(kind, mesh, axes, 0.0)
+    return latency, (prices.seconds(kind, mesh, axes, 1e9) - latency) / 1e9
 
 
 def storage_layout(
