@@ -35,7 +35,7 @@ PROSE = tuple(
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VERB = re.compile(r"\$ meshwright ((?:plan|explain|estimate|diff) .*)\n(?!\$)(?=.)")
 FILE = re.compile(r"# ([\w/]+\.py)\n")
-NOISE = re.compile(r"(?<=largest difference ).*|\b\d(\.\d+)?e-(09|1\d)\b")
+NOISE = re.compile(r"(?<=largest difference ).*|(?<= sum )(0|\d(\.\d+)?e-1\d)(?= %)|\b\d(\.\d+)?e-(09|1\d)\b")
 
 
 @dataclass(frozen=True)
