@@ -22,12 +22,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bench import search
 from bench.steps import RANKS, TITLES, Measured, measure
 
 console = Console(width=max(118, Console().width), highlight=False)
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["search"]:
+        search.main(sys.argv[2:])
+        return
     if sys.argv[1:2] == ["predict"]:
         from bench.predict import main as predict
 
