@@ -67,9 +67,15 @@ def peak(
     optimizer: Optimizer = ADAMW,
     device: str = "cpu",
     bucket_bytes: int = BUCKET_BYTES,
+    staged: bool | None = None,
 ) -> Peak:
-    """The peak of a rank's step. `device` decides, as in the runtime, which gradients are reduced where they lie."""
-    return _Walk(parts, rank, optimizer, device, bucket_bytes).run()
+    """The peak of a rank's step. `device` decides, as in the runtime, which gradients are reduced where they lie.
+
+    `staged`: whether the library of collectives copies what it gathers and scatters (by default on a CPU: gloo does).
+    """
+    return _Walk(
+        parts, rank, optimizer, device, bucket_bytes, device == "cpu" if staged is None else staged
+    ).run()
 
 
 @dataclass
@@ -92,8 +98,15 @@ class _Note:
 
 class _Walk:
     def __init__(
-        self, parts: Partition, rank: int, optimizer: Optimizer, device: str, bucket_bytes: int
+        self,
+        parts: Partition,
+        rank: int,
+        optimizer: Optimizer,
+        device: str,
+        bucket_bytes: int,
+        staged: bool,
     ) -> None:
+        self.staged = staged
         self.parts, self.rank, self.optimizer = parts, rank, optimizer
         self.graph: Graph = parts.local(rank)
         self.types = self.graph.types
@@ -201,7 +214,9 @@ class _Walk:
 
     def _reshard(self, node: Node) -> None:
         source, steps = self.values[node.uses[0]], self.parts.resharded.pairs[node.name].forward
-        made = moved(self.heap, source, steps, self.parts.plan.mesh, self.rank, self._itemsize(node))
+        made = moved(
+            self.heap, source, steps, self.parts.plan.mesh, self.rank, self._itemsize(node), self.staged
+        )
         self.values[node.name] = made
         if node.kwarg("again") and made is not source and any(node.needs_grad):
             self.again[id(made)] = _Note(node, self.heap.save(source))
@@ -239,7 +254,13 @@ class _Walk:
             if note.made is None:
                 steps = self.parts.resharded.pairs[note.node.name].forward
                 note.made = moved(
-                    self.heap, note.source, steps, self.parts.plan.mesh, self.rank, self._itemsize(note.node)
+                    self.heap,
+                    note.source,
+                    steps,
+                    self.parts.plan.mesh,
+                    self.rank,
+                    self._itemsize(note.node),
+                    self.staged,
                 )
 
     def _forget(self, node: Node) -> None:
@@ -260,7 +281,7 @@ class _Walk:
         if node.op == RESHARD:
             steps = self.parts.resharded.pairs[node.name].backward
             mesh, size = self.parts.plan.mesh, self._itemsize(node)
-            return [(node.uses[0], moved(self.heap, arrived[0], steps, mesh, self.rank, size))]
+            return [(node.uses[0], moved(self.heap, arrived[0], steps, mesh, self.rank, size, self.staged))]
         wanted = [u in self.graph.needs_grad for u in node.uses]
         found: list[tuple[str, Storage]] = []
         plan = gradients_of(node, self.types, wanted)

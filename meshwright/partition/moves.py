@@ -12,13 +12,13 @@ from meshwright.redistribute.positions import Exchange, exchange, joined
 
 
 def moved(
-    heap: Heap, source: Storage, steps: Sequence[Step], mesh: Mesh, rank: int, itemsize: int
+    heap: Heap, source: Storage, steps: Sequence[Step], mesh: Mesh, rank: int, itemsize: int, staged: bool
 ) -> Storage:
     """The memory in which a value lies after some steps, held once; `source` itself (held once more) where none of
-    them makes a new tensor."""
+    them makes a new tensor. `staged`: the library copies what it gathers and scatters once more, as gloo does."""
     here = heap.hold(source)
     for number, step in enumerate(steps):
-        there = _moved(heap, here, exchange(step, mesh, rank), itemsize)
+        there = _moved(heap, here, exchange(step, mesh, rank), itemsize, staged)
         size = math.prod(exchange(step, mesh, rank).shape_after) * itemsize
         if number and step.kind == "slice" and there.size_bytes >= 2 * size and there.size_bytes > 1024:
             heap.drop(there)
@@ -28,7 +28,7 @@ def moved(
     return here
 
 
-def _moved(heap: Heap, x: Storage, plan: Exchange, itemsize: int) -> Storage:
+def _moved(heap: Heap, x: Storage, plan: Exchange, itemsize: int, staged: bool) -> Storage:
     """What one step makes, held once."""
     before, after = (math.prod(s) * itemsize for s in (plan.shape_before, plan.shape_after))
     match plan.kind:
@@ -45,11 +45,13 @@ def _moved(heap: Heap, x: Storage, plan: Exchange, itemsize: int) -> Storage:
             rows = heap.new(message)
             heap.drop(pieces)
             result = heap.new(plan.padded * itemsize)
+            heap.drop(heap.new(message if staged else 0))
             heap.drop(rows)
             return result
         case "all_gather":
             padded = heap.new(0 if plan.even else plan.padded * itemsize)
             rows = heap.new(plan.padded * len(plan.group) * itemsize)
+            heap.drop(heap.new(rows.size_bytes if staged else 0))
             result = _assembled(heap, plan, after)
             heap.drop(rows)
             heap.drop(padded)
