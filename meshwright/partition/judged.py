@@ -33,6 +33,14 @@ class Judge:
     cluster: Cluster
     optimizer_states: int = 2
 
+    def in_full(self, choice: Choice) -> Verdict:
+        """The same from the whole program: what three layers cannot tell is where buckets of gradients end."""
+        if self.folds.is_whole:
+            return self(choice)
+        seconds, memory = self._judged(self.folds.full, choice)
+        where = max(memory, key=lambda instant: memory[instant])
+        return Verdict(seconds, float(memory[where]), where)
+
     def __call__(self, choice: Choice) -> Verdict:
         """Seconds of the simulated step, and the most bytes on the rank that holds most, with when that is."""
         repeats = self.folds.repeats
@@ -49,7 +57,9 @@ class Judge:
         return Verdict(step, float(at[where]), where)
 
     def _run(self, choice: Choice, copies: list[int]) -> tuple[float, dict[str, int]]:
-        graph = shortened(self.folds, copies) if copies else self.folds.graph
+        return self._judged(shortened(self.folds, copies) if copies else self.folds.graph, choice)
+
+    def _judged(self, graph: Graph, choice: Choice) -> tuple[float, dict[str, int]]:
         parts = self._lowered(graph, choice)
         device = self.cluster.device_type
         optimizer = optimizer_on(device, self.optimizer_states)

@@ -270,8 +270,11 @@ class Space:
     # ------------------------------------------------------------------------------------------------ the problem
 
     def problem(self, alpha: float | None = None) -> Problem:
-        """What is minimised: the sum of all seconds; with `alpha`, ``α·compute + blocking + (1 − α)·hideable``, which
-        no timeline of the same choice can undercut."""
+        """What is minimised: the sum of all seconds; with `alpha`, ``α·compute + blocking + (1 − α)·hideable``.
+
+        With α = 1 no timeline of the same choice can undercut it: computing and blocking collectives hold one stream.
+        (With less it can, where a reduction runs beside a blocking collective over other axes.)
+        """
         compute, hideable = (1.0, 1.0) if alpha is None else (alpha, 1.0 - alpha)
         builder = Builder()
         for parts in self.unary:
