@@ -85,7 +85,14 @@ def request_for(
     """What a search is asked for, on a cluster; None without one. Raises PlanError for limits that cannot be."""
     if cluster is None:
         return None
-    limit = float(cluster.device.memory_bytes if memory is None else memory)
+    if not isinstance(cluster, Cluster):
+        raise PlanError(
+            f"the cluster is {cluster!r}",
+            why=f"it is a {type(cluster).__name__}, not a Cluster",
+            hint='mw.Cluster.load("cluster.yaml") reads one from a file, mw.Cluster.preset("h100", nodes=2) knows some',
+        )
+    given = cluster.device.memory_bytes if memory is None else memory
+    limit = float(given) if isinstance(given, int | float) and not isinstance(given, bool) else 0.0
     if not 0 < limit < float("inf"):
         raise PlanError(
             f"memory={memory!r} is no limit",

@@ -19,7 +19,7 @@ from meshwright.search.recursed import recursion
 from meshwright.search.solve import solve
 from meshwright.search.space.families import outside
 from meshwright.search.space.given import exactly, row_of
-from meshwright.search.within import NEAR, fits, limited, priced_by_bytes, too_large
+from meshwright.search.within import NEAR, Limited, fits, limited, priced_by_bytes, too_large
 
 ALPHAS = (1.0, 0.5)  # weights of computing against what can hide beside it
 INNER = 3  # how many of the innermost axes a recipe leaves to tensor parallel, at most
@@ -62,7 +62,7 @@ def auto(planner: Planner) -> Found:
     label, best = min(fitting, key=lambda named: step_of(named[1]))
     claims = {
         **best.claims,
-        "space": " and ".join(tried.steps) or best.claims["space"],
+        "space": " and ".join(tried.steps) or best.claims.get("space", "recipes"),
         "chosen": label,
         **_certificate(tried, fitting, best),
         "candidates": {n: step_of(f) if fits(planner, f) else None for n, f in tried.found},
@@ -73,7 +73,7 @@ def auto(planner: Planner) -> Found:
 def _optima(planner: Planner, tried: _Tried, name: str, space) -> None:
     """The optimum of the sum, then those of the weighted sums."""
     for alpha in (None, *ALPHAS):
-        solution = limited(planner, space, alpha)
+        solution = limited(planner, space, alpha, alone=False)
         if alpha is None:
             tried.sums[name] = solution.bound
         else:
@@ -84,7 +84,14 @@ def _optima(planner: Planner, tried: _Tried, name: str, space) -> None:
             label = f"{name[:3]} optimum" + ("" if alpha is None else f", α={alpha}")
             tried.found.append((label, solution.found))
         best = min((step_of(f) for _, f in tried.found), default=None)
+        _go_on(solution)
         planner.tell(name, best, tried.steps.get(name))
+
+
+def _go_on(solution: Limited) -> None:
+    """Let an interrupt that ended one search end all."""
+    if solution.stopped:
+        raise KeyboardInterrupt
 
 
 def _near(planner: Planner, tried: _Tried) -> bool:
@@ -122,15 +129,17 @@ def recipes(planner: Planner) -> Iterator[tuple[str, Found]]:
         plain = planner.space(exactly(rows), planner.storage(allowed=False))
         yield "data parallel", planner.found(plain, solve(plain.problem()).states, {"space": "recipes"})
         if limit is not None:
-            solution = limited(planner, planner.space(exactly(rows)), None)
+            solution = limited(planner, planner.space(exactly(rows)), None, alone=False)
             if solution.found is not None:
                 yield "data parallel, storage cut", solution.found
+            _go_on(solution)
         count = len(scene.mesh.axes)
         for inner in range(1, min(INNER, count - 1) + 1):
-            solution = limited(planner, planner.space(outside(rows, count - inner)), None)
+            solution = limited(planner, planner.space(outside(rows, count - inner)), None, alone=False)
             if solution.found is not None:
                 ranks = scene.mesh.count([a.name for a in scene.mesh.axes[count - inner :]])
                 yield f"data parallel × {ranks} ranks of the best cut", solution.found
+            _go_on(solution)
     yield "recursion", recursion(planner)(None)
 
 

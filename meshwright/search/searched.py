@@ -60,12 +60,16 @@ def _exact(planner: Planner) -> Found:
     for name, family in families_of(planner):
         solution = limited(planner, planner.space(family), None)
         bound = min(bound, solution.bound)
+        if solution.stopped and solution.found is None and best is None:
+            raise KeyboardInterrupt
         if solution.found is None:
             nearest = nearest or solution.nearest
             continue
         found = replace(solution.found, claims={**solution.found.claims, "space": name})
         if best is None or found.claims["price_seconds"] < best.claims["price_seconds"]:
             best = found
+        if solution.stopped:
+            break
     if best is None:
         raise too_large(planner, nearest)
     return replace(best, claims={**best.claims, "bound_seconds": bound, "gaps": _gaps(planner, best, bound)})

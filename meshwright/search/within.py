@@ -20,6 +20,7 @@ from meshwright.search.space.memory import INSTANTS, memory_of
 
 TIGHTENINGS = 8
 DOUBLINGS, HALVINGS = 12, 4
+FRUGAL = 512  # steps that a limit's worth of bytes is priced at where only bytes matter
 NEAR = 0.01  # of the bound: what is that near is not searched further
 
 
@@ -31,24 +32,33 @@ class Limited:
     found: Found | None
     bound: float
     nearest: Verdict | None = None
+    stopped: bool = False
 
 
-def limited(planner: Planner, space: Space, alpha: float | None) -> Limited:
-    """The optimum of a space under the request's memory limit; without one, the optimum."""
+def limited(planner: Planner, space: Space, alpha: float | None, *, alone: bool = True) -> Limited:
+    """The optimum of a space under the request's memory limit; without one, the optimum.
+
+    `alone`: whether its price and bound are what the user waits for; one search of several only says that it goes on.
+    An interrupt ends it with the best so far, and `stopped`.
+    """
     problem, limit = space.problem(alpha), planner.limit(space)
+
+    def tell(stage: str, done: int, total: int, price: float, bound: float) -> None:
+        planner.tell(stage, price if alone else None, bound if alone else None)
+
     if limit is None:
-        solution = solve(problem, progress=lambda *told: planner.tell(told[0], told[3], told[4]))
-        return Limited(planner.found(space, solution.states, {}), solution.bound)
+        solution = solve(problem, progress=tell)
+        return Limited(planner.found(space, solution.states, {}), solution.bound, None, solution.stopped)
     memory = memory_of(space, planner.request.optimizer_states)
     limits = np.full(memory.instants, limit)
     bound: float | None = None
     nearest: Verdict | None = None
     first: Found | None = None
+    stopped = False
     for _ in range(TIGHTENINGS):
-        solution = solve_limited(
-            problem, memory, limits, progress=lambda *told: planner.tell(told[0], told[3], told[4])
-        )
+        solution = solve_limited(problem, memory, limits, progress=tell)
         bound = solution.bound if bound is None else bound
+        stopped = solution.stopped
         if solution.states is None:
             break
         decided = bool(np.any(solution.multipliers > 0))
@@ -57,16 +67,23 @@ def limited(planner: Planner, space: Space, alpha: float | None) -> Limited:
             first = found
             break
         nearest = _nearer(nearest, found.verdict)
+        if stopped:
+            break
         assert found.verdict is not None and planner.request.memory_bytes is not None
         missed = 1.02 * (found.verdict.peak_bytes - planner.request.memory_bytes)
         limits = np.minimum(limits, memory.totals(solution.states).max() - missed)
         if (limits <= 0).any():
             break
     bound = np.inf if bound is None else bound
-    if nearest is None or (first is not None and _objective(first, problem) <= (1 + NEAR) * bound):
-        return Limited(first, bound, nearest)
+    if stopped or nearest is None or (first is not None and _objective(first, problem) <= (1 + NEAR) * bound):
+        return Limited(first, bound, nearest, stopped)
     # The sums do not see what is over, or paid too much for it: a price on all bytes lowers that, too.
-    other, near = priced_by_bytes(planner, lambda price: _weighed(planner, space, problem, memory, price))
+    try:
+        other, near = priced_by_bytes(planner, lambda price: _weighed(planner, space, problem, memory, price))
+    except KeyboardInterrupt:
+        if first is None:
+            raise
+        return Limited(first, bound, nearest, stopped=True)
     both = [found for found in (first, other) if found is not None]
     best = min(both, key=lambda found: _objective(found, problem), default=None)
     return Limited(best, bound, _nearer(nearest, near))
@@ -82,7 +99,10 @@ def _weighed(
 ) -> Found:
     """The optimum with a price per byte at each instant."""
     asked = problem if price is None else memory.weighed(problem, price)
-    return planner.found(space, solve(asked).states, {})
+    solution = solve(asked)
+    if solution.stopped:
+        raise KeyboardInterrupt
+    return planner.found(space, solution.states, {})
 
 
 def fits(planner: Planner, found: Found) -> bool:
@@ -159,6 +179,7 @@ def too_large(planner: Planner, nearest: Verdict | None = None) -> PlanError:
     memory = memory_of(space, states)
     least = [_least(space, memory, t) for t in range(memory.instants)]
     worst = int(np.argmax(least))
+    nearest = _nearer(nearest, _frugal(planner, space, memory))
     wanted = planner.request.memory_bytes or 0.0
     need = max(least) + wanted - limit  # with what no choice changes
     extra = max(0.0, nearest.peak_bytes - need) if nearest else 0.0  # what only a simulation sees
@@ -183,6 +204,16 @@ def too_large(planner: Planner, nearest: Verdict | None = None) -> PlanError:
         f"{show_bytes(need + extra - wanted)} over the limit",
         hint="the smallest single changes that would fit: " + "; or ".join(changes),
     )
+
+
+def _frugal(planner: Planner, space: Space, memory: Memory) -> Verdict | None:
+    """The verdict on a choice that saves bytes whatever they cost."""
+    if planner.judge is None:
+        return None
+    problem = space.problem()
+    dear = FRUGAL * solve(problem).price / (planner.request.memory_bytes or 1.0)
+    asked = memory.weighed(problem, np.full(memory.instants, dear))
+    return planner.judge(space.choice(solve(asked).states))
 
 
 def _least(space: Space, memory: Memory, instant: int) -> float:

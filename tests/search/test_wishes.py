@@ -1,0 +1,155 @@
+"""Searched plans keep what the user cut, say when it cannot be, and give what they have when they are stopped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshwright as mw
+from meshwright.errors import StrategyError
+from meshwright.layout import dim_axes
+from meshwright.plan import Plan
+from tests.search.planned import MESHES, SEARCHES, built, cluster, free, made, tight
+
+
+def cuts_of(plan: Plan, module: str) -> list[dict[str, tuple[str, ...]]]:
+    """Letter → axes, of the linear layers of a module."""
+    return [
+        {letter: plan.mesh.sort(dim_axes(dim)) for letter, dim in plan.strategies[name].cuts}
+        for name, (op, inside) in plan.about.items()
+        if inside == module and "linear" in op
+    ]
+
+
+@pytest.mark.parametrize("mode", SEARCHES)
+@pytest.mark.parametrize("kind", ("gpu", "gloo"))
+def test_pins_are_kept_whatever_they_cost(mode: str, kind: str) -> None:
+    plan = made("mlp", "2x2", mode, kind, pins={"up.*": {"n": "tp"}})
+    found = [cuts for name in ("up.0", "up.1") for cuts in cuts_of(plan, name)]
+    assert found and all(cuts["n"][-1:] == ("tp",) for cuts in found)
+    # A wish can only cost: the free plan is as good by what the mode minimises.
+    if mode == "dynamic_programming":
+        assert plan.claims["price_seconds"] >= free("mlp", "2x2", mode, kind).claims["price_seconds"] - 1e-12
+
+
+@pytest.mark.parametrize("mode", SEARCHES)
+def test_a_plan_is_made_again_with_one_more_pin(mode: str) -> None:
+    plan = free("mlp", "2x2", mode).pin("enter", n="dp").pin("leave", k="tp")
+    assert all(cuts["n"] == ("dp",) or "dp" in cuts["n"] for cuts in cuts_of(plan, "enter"))
+    assert all("tp" in cuts["k"] for cuts in cuts_of(plan, "leave"))
+    net, batch, loss = built("mlp")
+    mw.verify(net, batch, loss=loss, plan=plan).raise_if_different()
+
+
+@pytest.mark.parametrize("mode", SEARCHES)
+def test_pins_are_kept_within_memory_too(mode: str) -> None:
+    limit = 0.9 * free("wide mlp", "2x2", "dynamic_programming", "gloo").claims["peak_bytes"]
+    plan = made("wide mlp", "2x2", mode, "gloo", pins={"layers.1": {"n": "tp"}}, memory=limit)
+    assert all("tp" in cuts["n"] for cuts in cuts_of(plan, "layers.1"))
+    assert plan.claims["peak_bytes"] <= limit
+
+
+@pytest.mark.parametrize("mode", SEARCHES)
+@pytest.mark.parametrize(
+    ("pins", "what"),
+    [
+        ({"up.*": {"z": "tp"}}, "no operator of 'up.*' has a factor 'z'"),
+        ({"upp.*": {"n": "tp"}}, "no module of the model matches 'upp.*'"),
+        ({"leave": {"n": "tp"}, "up.0": {"n": ("tp", "tp")}}, "uses an axis twice"),
+    ],
+)
+def test_a_pin_that_cannot_be_is_refused(mode: str, pins: Any, what: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        made("mlp", "2x2", mode, pins=pins)
+    assert what in caught.value.what
+
+
+@pytest.mark.parametrize("mode", SEARCHES)
+def test_a_pin_with_more_ranks_than_elements_is_refused(mode: str) -> None:
+    """ResNet's first convolution reads three channels."""
+    with pytest.raises(StrategyError, match="cannot cut") as caught:
+        made("resnet", "8", mode, pins={"*embedder.embedder.convolution": {"i": "tp"}})
+    assert "8 blocks" in caught.value.why
+
+
+class Marked(nn.Module):
+    """A product whose layouts stand in the code, between two layers that are free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.leave = nn.Linear(16, 24), nn.Linear(24, 8)
+        self.w = nn.Parameter(torch.randn(24, 24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layout = mw.Layout((2, 2), ("dp", "tp"))
+        cut = mw.shard(torch.matmul, (layout("None", "tp"), layout("tp", "None")))
+        return self.leave(torch.tanh(cut(self.enter(x), self.w))).square().mean()
+
+
+@pytest.mark.parametrize("mode", SEARCHES)
+def test_layouts_in_the_code_are_kept(mode: str) -> None:
+    torch.manual_seed(0)
+    model, batch, loss = Marked(), {"x": torch.randn(8, 16)}, lambda m, b: m(b["x"])
+    plan = mw.plan(model, batch, loss=loss, cluster=cluster("gloo", "2x2"), mesh=MESHES["2x2"], mode=mode)
+    (product,) = [plan.strategies[n] for n, (op, _) in plan.about.items() if "matmul" in op or "mm" in op]
+    assert "tp" in [a for _, dim in product.cuts for a in dim_axes(dim)]
+    mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
+
+
+# ---------------------------------------------------------------- an interrupt
+
+
+class Stop:
+    """Raises KeyboardInterrupt at the n-th report, as Ctrl-C would."""
+
+    def __init__(self, after: int) -> None:
+        self.after, self.told = after, []
+
+    def __call__(self, stage: str, price: float | None, bound: float | None) -> None:
+        self.told.append((stage, price, bound))
+        if len(self.told) == self.after:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("after", (1, 2, 4))
+def test_an_interrupt_ends_auto_with_the_best_so_far(after: int) -> None:
+    stop = Stop(after)
+    plan = made("mlp", "2x2", "auto", progress=stop)
+    assert len(stop.told) <= after + 1  # what the interrupted search had found is told
+    seen = [price for _, price, _ in stop.told if price is not None]
+    assert plan.claims["step_seconds"] <= min(seen)
+    assert plan.claims["step_seconds"] >= free("mlp", "2x2", "auto").claims["step_seconds"]
+    assert plan.claims["chosen"] in plan.claims["candidates"]
+
+
+@pytest.mark.parametrize("after", (1, 3))
+def test_an_interrupt_ends_the_exact_search_with_the_best_so_far(after: int) -> None:
+    limit = 0.85 * free("wide mlp", "2x2", "dynamic_programming", "gloo").claims["peak_bytes"]
+    stop = Stop(after)
+    try:
+        plan = made("wide mlp", "2x2", "dynamic_programming", "gloo", memory=limit, progress=stop)
+    except KeyboardInterrupt:  # nothing that fits was known
+        return
+    finally:
+        assert len(stop.told) == after
+    assert plan.claims["peak_bytes"] <= limit
+
+
+def test_an_interrupt_before_anything_was_found_is_an_interrupt() -> None:
+    """Under a limit that the first candidate is over."""
+    limit = 0.5 * tight("wide mlp", "2x2", "auto", "gloo").claims["peak_bytes"]
+    with pytest.raises(KeyboardInterrupt):
+        made("wide mlp", "2x2", "auto", "gloo", memory=limit, progress=Stop(1))
+
+
+def test_progress_gets_better_and_ends_at_what_was_found() -> None:
+    never = Stop(1 << 30)
+    plan = made("gpt", "2x2", "auto", progress=never)
+    bounds = [bound for _, _, bound in never.told if bound is not None]
+    prices = [price for _, price, _ in never.told if price is not None]
+    assert prices and bounds
+    assert min(prices) == pytest.approx(plan.claims["step_seconds"], rel=1e-9)
