@@ -114,7 +114,7 @@ class Space:
         self.kept = kept or Kept(graph, self.values, self.codes)
         self.nodes: dict[str, NodeStates] = {}
         for name, found in self.codes.items():
-            states = node_states(found, family, graph, mesh, cluster, self.kept)
+            states = node_states(found, family, graph, mesh, cluster, self.kept.states)
             self.nodes[name] = _only(states, allowed(states)) if allowed else states
         self.hubs: dict[str, Port] = {}
         self.parameters: dict[str, ParameterStates] = {}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,9 +18,6 @@ from meshwright.redistribute.steps import wire_elements
 from meshwright.search.space.codes import NodeCodes, Option
 from meshwright.search.space.families import Family, Rows, letter_sizes
 from meshwright.search.space.layouts import Port
-
-if TYPE_CHECKING:
-    from meshwright.search.space.kept import Kept
 
 
 @dataclass(frozen=True)
@@ -42,15 +39,20 @@ class NodeStates:
         return self.ports[self.codes.inputs :]
 
 
+Known = Callable[[NodeCodes, Rows, Callable[[], "NodeStates"]], "NodeStates"]
+
+
 def node_states(
-    codes: NodeCodes, family: Family, graph: Graph, mesh: Mesh, cluster: Cluster, kept: Kept | None = None
+    codes: NodeCodes, family: Family, graph: Graph, mesh: Mesh, cluster: Cluster, known: Known | None = None
 ) -> NodeStates:
-    """The states of a node in a family, with their seconds; `kept` has those of nodes like it."""
+    """The states of a node in a family, with their seconds; `known` returns those of nodes like it, or makes them."""
     sizes = np.array([a.size for a in mesh.axes], dtype=np.float64)
     rows = family(codes, sizes)
-    if kept is None:
+
+    def make() -> NodeStates:
         return _made(codes, rows, sizes, graph, mesh, cluster)
-    return kept.states(codes, rows, lambda: _made(codes, rows, sizes, graph, mesh, cluster))
+
+    return known(codes, rows, make) if known else make()
 
 
 def _made(

@@ -213,9 +213,9 @@ def _collective(
     after: np.ndarray,
     itemsize: int,
 ) -> np.ndarray:
-    axes = tuple(axes.tolist())
-    sent = itemsize * wire_elements(kind, mesh.count(axes), before, after)  # type: ignore[arg-type]
-    latency, per_byte = _law(kind, axes, mesh, cluster.prices)
+    names: tuple[str, ...] = tuple(axes.tolist())
+    sent = itemsize * wire_elements(kind, mesh.count(names), before, after)  # type: ignore[arg-type]
+    latency, per_byte = _law(kind, names, mesh, cluster.prices)
     return np.asarray(latency + sent * per_byte)
 
 
