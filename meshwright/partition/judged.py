@@ -7,6 +7,7 @@ the rest of the layers add the same. So 100 layers are judged as quickly as thre
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -45,7 +46,7 @@ class Judge:
         """Seconds of the simulated step, and the most bytes on the rank that holds most, with when that is."""
         repeats = self.folds.repeats
         seconds, memory = self._run(choice, [2] * len(repeats))
-        step, at = seconds, dict(memory)
+        step, at, ends = seconds, dict(memory), dict(memory)
         for number, count in enumerate(repeats):
             longer = [3 if n == number else 2 for n in range(len(repeats))]
             more_seconds, more = self._run(choice, longer)
@@ -53,8 +54,25 @@ class Judge:
             for instant, size in memory.items():
                 if instant in more:
                     at[instant] += (count - 2) * (more[instant] - size)
+            # The second copy of two is the last, and so is the third of three: what it adds is told by that one.
+            last = {self._stands(instant): size for instant, size in more.items() if instant not in memory}
+            for instant, size in memory.items():
+                ends[instant] += (count - 2) * (last.get(instant, more.get(instant, size)) - size)
+        at = {instant: max(size, ends[instant]) for instant, size in at.items()}
         where = max(at, key=lambda instant: at[instant])
         return Verdict(step, float(at[where]), where)
+
+    def _stands(self, instant: str) -> str:
+        """The instant of the second copy that equals one of the third: by the value that it is named after."""
+        name, comma, phase = instant.partition(",")
+        known, base = self._known, name
+        while base not in known and "_" in base:
+            base = base.rpartition("_")[0]
+        return known.get(base, base) + name[len(base) :] + comma + phase
+
+    @functools.cached_property
+    def _known(self) -> Mapping[str, str]:
+        return {**self.folds.values, **self.folds.nodes, **self.folds.inputs}
 
     def _run(self, choice: Choice, copies: list[int]) -> tuple[float, dict[str, int]]:
         return self._judged(shortened(self.folds, copies) if copies else self.folds.graph, choice)

@@ -1,0 +1,67 @@
+"""Memory that searches go by: sums that lead never exceed the simulation, and layers judged once equal all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from meshwright.compile import captured_of, request_for
+from meshwright.mesh import Mesh
+from meshwright.ops.analysis import factors_of
+from meshwright.partition.tasks import simulate
+from meshwright.search.folded import folded, whole
+from meshwright.search.options import Scene
+from meshwright.search.planner import Planner
+from meshwright.search.solve import solve
+from meshwright.search.space.families import named
+from meshwright.search.space.memory import fixed_bytes, memory_of
+from tests.search.planned import MESHES, built, cluster, free, lowered, peaks
+
+LARGER = ("llama", "bert", "resnet", "recommender", "wide gpt")
+MODELS = ["wide mlp", "mlp", "gpt", *(pytest.param(name, marks=pytest.mark.slow) for name in LARGER)]
+
+
+def planner_of(model: str, mesh: str, kind: str) -> Planner:
+    """As a search would have it: layers planned once, and a judge for all of them."""
+    captured = captured_of(*built(model))
+    where = cluster(kind, mesh)
+    request = request_for(where)
+    assert request is not None
+    folds = folded(captured.graph, captured.folding, {}) if captured.folding.blocks else whole(captured.graph)
+    scene = Scene(folds.graph, factors_of(folds.graph), where.place(Mesh.of(MESHES[mesh])))
+    return Planner(scene, folds, {}, request)
+
+
+@pytest.mark.parametrize("kind", ("gpu", "gloo"))
+@pytest.mark.parametrize("model", MODELS)
+def test_the_sums_are_not_more_than_the_simulation(model: str, kind: str) -> None:
+    """For choices drawn among those that are not absurdly dear; a sum that said more could refuse what fits."""
+    planner = planner_of(model, "2x2", kind)
+    space = planner.space(named([[0], [1]]))
+    memory, problem = memory_of(space, 2), space.problem()
+    draw = np.random.default_rng(0)
+    assert planner.judge is not None
+    for number in range(6):
+        noise = [draw.uniform(0.2, 5.0, len(u)) for u in problem.unary]
+        unary = tuple(u * n for u, n in zip(problem.unary, noise, strict=True))
+        states = solve(replace(problem, unary=unary)).states
+        verdict = planner.judge(space.choice(states))
+        sums = memory.totals(states) + fixed_bytes(space)
+        assert sums.max() <= verdict.peak_bytes, (number, sums, verdict)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("gpu", "dynamic_programming"), pytest.param("gloo", "auto", marks=pytest.mark.slow)],
+)
+def test_six_layers_are_judged_as_they_are(kind: str, mode: str) -> None:
+    """From programs with two and three layers: the step and the peak to a thousandth of
+    the program of all six."""
+    where = cluster(kind, "2x2")
+    plan = free("wide gpt", "2x2", mode, kind)
+    assert plan.folds and plan.folds[0][2] >= 5
+    step = simulate(lowered("wide gpt", plan), where).step_seconds
+    assert plan.claims["step_seconds"] == pytest.approx(step, rel=1e-3)
+    assert plan.claims["peak_bytes"] == pytest.approx(peaks("wide gpt", plan, where)[0].bytes, rel=1e-3)
