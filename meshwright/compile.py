@@ -20,7 +20,7 @@ from meshwright.errors import CaptureError, MeshError, PlanError
 from meshwright.mesh import Mesh
 from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
-from meshwright.partition.judged import Judge
+from meshwright.partition.judged import Judge, claims_of
 from meshwright.plan import Plan
 from meshwright.report.plan_table import plan_text
 from meshwright.search.folded import Folded
@@ -125,6 +125,11 @@ def plan_captured(
     chosen = mesh_from(mesh, captured)
     mode = mode or ("auto" if request is not None else "data_parallel")
     made = make_plan(captured.graph, chosen, mode, pins, captured.folding, request)
+    if request is not None and not made.claims:
+        claims = claims_of(
+            partition(captured.graph, made, keeps=saved), request.cluster, request.optimizer_states
+        )
+        made = replace(made, claims=claims)
     made = made.folded(captured.graph, [(b.start, b.length, b.repeats) for b in captured.folding.blocks])
     return with_origin(made.with_notes(*captured.notes), captured, request)
 

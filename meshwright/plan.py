@@ -277,7 +277,8 @@ def _shown(name: str, value: Any) -> str:
     match value:
         case Mapping():
             value = " ".join(
-                f"{k} {100 * round(v, 6):.2g} %" if isinstance(v, float) else f"{k} {v}" for k, v in value.items()
+                f"{k} {100 * round(v, 6):.2g} %" if isinstance(v, float) else f"{k} {v}"
+                for k, v in value.items()
             )
         case int() | float() if unit == "seconds":
             value = f"{value:.4g} s"

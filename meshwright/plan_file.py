@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from meshwright.errors import MeshError, MeshwrightError, PlanError
+from meshwright.errors import MeshError, MeshwrightError, PlanError, did_you_mean
 from meshwright.layout import TensorLayout, parse_layout, verify
 from meshwright.mesh import Axis, Mesh
 from meshwright.ops.strategy import Strategy
@@ -93,6 +93,12 @@ def _strategy_data(
 # ---------------------------------------------------------------- read
 
 
+KEYS = (
+    "meshwright plan", "mode", "graph", "mesh", "notes", "pins", "prices", "claims", "folds", "inputs", "hubs", "again",
+    "nodes",
+)  # fmt: skip
+
+
 def read(text: str, source: str) -> dict[str, Any]:
     """The fields of a plan. Raises PlanError that says which entry is wrong, and on which line."""
     file = _File(text, source)
@@ -107,7 +113,7 @@ def read(text: str, source: str) -> dict[str, Any]:
     mode, graph = file.entry("mode", lambda d: (str(d["mode"]), str(d["graph"])), data)
     notes, pins = file.entry("notes", lambda d: (tuple(d["notes"]), plain_pins(d["pins"])), data)
     raw = data["nodes"]
-    return {
+    found = {
         "mesh": mesh,
         "mode": mode,
         "fingerprint": graph,
@@ -124,6 +130,14 @@ def read(text: str, source: str) -> dict[str, Any]:
         "claims": file.entry("claims", lambda d: dict(d.items()), data.get("claims", {})),
         "nexts": {name: str(entry["next"]) for name, entry in raw.items() if "next" in entry},
     }
+    for key in data:
+        if key not in KEYS:
+            raise PlanError(
+                f"{source} has the entry {key!r}, which no plan has",
+                hint=did_you_mean(key, KEYS),
+                where=source,
+            )
+    return found
 
 
 class _File:

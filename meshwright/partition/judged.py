@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.saved import saved
@@ -17,7 +18,8 @@ from meshwright.graph import Graph
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition, partition
-from meshwright.partition.memory import optimizer_on, peak
+from meshwright.partition.memory import Peak, optimizer_on, peak
+from meshwright.partition.price import program_price
 from meshwright.partition.tasks import simulate
 from meshwright.plan import Plan, fingerprint
 from meshwright.search.folded import Folded, shortened
@@ -79,15 +81,10 @@ class Judge:
 
     def _judged(self, graph: Graph, choice: Choice) -> tuple[float, dict[str, int]]:
         parts = self._lowered(graph, choice)
-        device = self.cluster.device_type
-        optimizer = optimizer_on(device, self.optimizer_states)
-        rank = self.mesh.rank(dict.fromkeys(self.mesh.sizes, 0))
-        found = peak(parts, rank, optimizer=optimizer, device=device)
-        timeline = simulate(parts, self.cluster, self.optimizer_states)
         most: dict[str, int] = {}
-        for instant, size in found.timeline:
+        for instant, size in peak_on(parts, self.cluster, self.optimizer_states).timeline:
             most[instant] = max(size, most.get(instant, 0))
-        return timeline.step_seconds, most
+        return simulate(parts, self.cluster, self.optimizer_states).step_seconds, most
 
     def _lowered(self, graph: Graph, choice: Choice) -> Partition:
         folds = self.folds
@@ -111,3 +108,27 @@ class Judge:
             prices=self.cluster.prices,
         )
         return partition(graph, plan, keeps=saved)
+
+
+def peak_on(parts: Partition, cluster: Cluster, optimizer_states: int) -> Peak:
+    """The peak of the rank that holds most, with an optimizer as torch runs it on the cluster's devices."""
+    mesh, device = parts.plan.mesh, cluster.device_type
+    optimizer = optimizer_on(device, optimizer_states)
+    return peak(parts, mesh.rank(dict.fromkeys(mesh.sizes, 0)), optimizer=optimizer, device=device)
+
+
+def claims_of(parts: Partition, cluster: Cluster, optimizer_states: int) -> dict[str, Any]:
+    """What a plan costs that no search knows a name for: read off its program."""
+    price = program_price(parts, cluster, optimizer_states)
+    top = peak_on(parts, cluster, optimizer_states)
+    return {
+        "cluster": cluster.name,
+        "price_seconds": price.total,
+        "compute_seconds": price.compute + price.update,
+        "communication_seconds": price.forward_communication + price.backward_communication,
+        "reduction_seconds": price.reduction,
+        "step_seconds": simulate(parts, cluster, optimizer_states).step_seconds,
+        "peak_bytes": top.bytes,
+        "peak_where": top.instant,
+        "space": "strategies as given",
+    }

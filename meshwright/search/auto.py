@@ -1,8 +1,9 @@
 """`auto`: optima for several weights of what can hide, known recipes beside them, ranked by the simulated step.
 
 The sum of all seconds is not the step: some communication hides behind computing. With a weight α of computing, and
-1 - α of what can hide, the optimum of the weighted sum is a plan, and its price a lower bound of every plan's step; the
-largest of these bounds is what the best simulated step is compared with.
+1 - α of what can hide, the optimum of a weighted sum is a plan worth simulating. That of computing and blocking
+communication alone (α = 1), which hold one stream, bounds every plan's step, and the best simulated one is compared
+with it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from meshwright.search.space.given import exactly, row_of
 from meshwright.search.within import NEAR, Limited, fits, limited, priced_by_bytes, too_large
 
 ALPHAS = (1.0, 0.5)  # weights of computing against what can hide beside it
+SURE = 2  # candidates that are judged in full
 INNER = 3  # how many of the innermost axes a recipe leaves to tensor parallel, at most
 
 
@@ -44,7 +46,7 @@ def auto(planner: Planner) -> Found:
     try:
         for name, found in recipes(planner):
             tried.found.append((name, found))
-            planner.tell(name, step_of(found), None)
+            planner.tell(name, _best(planner, tried), None)
         for name, family in families_of(planner):
             _optima(planner, tried, name, planner.space(family))
         if planner.request.memory_bytes is not None and not _near(planner, tried):
@@ -59,7 +61,7 @@ def auto(planner: Planner) -> Found:
     if not fitting:
         seen = [f.verdict for _, f in tried.found if f.verdict] + tried.nearest
         raise too_large(planner, min(seen, key=lambda v: v.peak_bytes, default=None))
-    label, best = min(fitting, key=lambda named: step_of(named[1]))
+    label, best = _settled(planner, fitting)
     claims = {
         **best.claims,
         "space": " and ".join(tried.steps) or best.claims.get("space", "recipes"),
@@ -70,22 +72,35 @@ def auto(planner: Planner) -> Found:
     return replace(best, claims=claims)
 
 
+def _settled(planner: Planner, fitting: list[tuple[str, Found]]) -> tuple[str, Found]:
+    """The best of the few that look best, judged in full; where none of these fits then, of all as they were judged."""
+    ranked = sorted(fitting, key=lambda named: step_of(named[1]))
+    sure = [(name, planner.settled(found)) for name, found in ranked[:SURE]]
+    kept = [(name, found) for name, found in sure if fits(planner, found)]
+    return min(kept or ranked, key=lambda named: step_of(named[1]))
+
+
 def _optima(planner: Planner, tried: _Tried, name: str, space) -> None:
     """The optimum of the sum, then those of the weighted sums."""
     for alpha in (None, *ALPHAS):
         solution = limited(planner, space, alpha, alone=False)
         if alpha is None:
             tried.sums[name] = solution.bound
-        else:
-            tried.steps[name] = max(solution.bound, tried.steps.get(name, 0.0))
+        elif alpha == 1.0:
+            tried.steps[name] = solution.bound
         if solution.nearest is not None:
             tried.nearest.append(solution.nearest)
         if solution.found is not None:
             label = f"{name[:3]} optimum" + ("" if alpha is None else f", α={alpha}")
             tried.found.append((label, solution.found))
-        best = min((step_of(f) for _, f in tried.found), default=None)
+        best = _best(planner, tried)
         _go_on(solution)
         planner.tell(name, best, tried.steps.get(name))
+
+
+def _best(planner: Planner, tried: _Tried) -> float | None:
+    """The least step so far of what fits."""
+    return min((step_of(f) for _, f in tried.found if fits(planner, f)), default=None)
 
 
 def _go_on(solution: Limited) -> None:

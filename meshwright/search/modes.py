@@ -14,6 +14,7 @@ from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of, keep_factors
 from meshwright.ops.strategy import WHOLE, Strategy
 from meshwright.plan import Plan, fingerprint, plain_pins
+from meshwright.redistribute.steps import show_bytes
 from meshwright.search.alternatives import next_best
 from meshwright.search.data_parallel import assign_batch, check_batch
 from meshwright.search.finish import input_layouts, pass_gradients_back
@@ -46,6 +47,7 @@ def make_plan(
     modes that search need it. Raises PlanError for an unknown mode, StrategyError for cuts that cannot be.
     """
     _check_mode(mode, mesh, pins, request)
+    _check_sizes(graph)
     if request is not None:
         mesh = request.cluster.place(mesh)
     wishes = pins if mode in ANNOTATED and pins is not None else {}
@@ -90,6 +92,8 @@ def _make_plan(
     )
     if found is not None:
         plan = _with_choice(plan, folds, found)
+    if request is not None:
+        notes += _warnings(plan, request)
     check_layouts(scene, assignment)
     seen = (
         scene
@@ -149,6 +153,33 @@ def _assign(
 
 def _seeds(scene: Scene, specs: Sequence[PinSpec], wishes: Pins) -> Seeds:
     return _joined(mark_seeds(scene, specs), module_seeds(scene, wishes))
+
+
+def _check_sizes(graph: Graph) -> None:
+    for entry in graph.input_of("batch"):
+        if 0 in entry.type.shape:
+            raise PlanError(
+                f"the batch is empty: {entry.target or 'it'} is {entry.type}",
+                why="a plan is made for the shapes of an example",
+                hint="an example with at least one element in every dim",
+            )
+
+
+def _warnings(plan: Plan, request: Request) -> list[str]:
+    """What a reader must know of the claims: they are over the limit, or rest on disturbed measurements."""
+    found: list[str] = []
+    peak, limit = plan.claims.get("peak_bytes"), request.memory_bytes
+    if peak and limit and peak > limit:
+        found.append(
+            f"does not fit: {show_bytes(peak)} on a rank, of {show_bytes(limit)}; "
+            f'mode="{plan.mode}" searches nothing that would, mode="auto" does'
+        )
+    if void := request.cluster.measured.void:
+        found.append(
+            f"seconds are rough: {len(void)} rows of the calibration of {request.cluster.name} were measured while the "
+            "machine was not quiet; calibrate again"
+        )
+    return found
 
 
 def _check_mode(mode: str, mesh: Mesh, pins: Any, request: Request | None) -> None:

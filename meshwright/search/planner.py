@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError, did_you_mean
@@ -27,6 +27,7 @@ SPACES = {
     "c": "three runs of the finest mesh, or product states of four axes",
 }
 LARGEST = 4  # axes whose product states are searched
+FULL = 6000  # nodes of a model whose whole program is simulated for the answer: about two seconds
 Progress = Callable[[str, float | None, float | None], None]
 """Told (stage, best price so far, bound)."""
 
@@ -40,7 +41,16 @@ class Verdict:
     instant: str
 
 
-Judge = Callable[[Choice], Verdict]
+class Judge(Protocol):
+    """Simulates choices. Layers of one kind may be told from a few of them; `in_full` looks at every layer."""
+
+    def __call__(self, choice: Choice) -> Verdict:
+        """The verdict, quickly."""
+        ...
+
+    def in_full(self, choice: Choice) -> Verdict:
+        """The verdict on the whole program."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -76,6 +86,7 @@ class Planner:
         self.scene, self.seeds, self.request = scene, seeds, request
         self.ties = Ties(folds.same, folds.weight)
         self.judge = request.judge(folds, scene.mesh) if request.judge else None
+        self.nodes = len(folds.full.nodes)
         self.table = Table(scene.mesh, request.cluster.prices)
         self.values = values_of(scene.graph, scene.factors)
         self.codes = all_codes(scene.graph, scene.factors, self.values, self.ties)
@@ -128,29 +139,35 @@ class Planner:
         parts = space.price(states)
         choice = space.choice(states)
         verdict = self.judge(choice) if self.judge else None
-        judged = (
-            {
-                "step_seconds": verdict.step_seconds,
-                "peak_bytes": verdict.peak_bytes,
-                "peak_where": verdict.instant,
-            }
-            if verdict
-            else {}
-        )
         told = {
             "cluster": self.request.cluster.name,
             "price_seconds": parts.total,
             "compute_seconds": parts.compute,
             "communication_seconds": parts.blocking,
             "reduction_seconds": parts.hideable,
-            **judged,
+            **(_judged(verdict) if verdict else {}),
             **claims,
         }
         return Found(choice, space, tuple(states), told, verdict)
 
+    def settled(self, found: Found) -> Found:
+        """A choice that is to be answered, judged in full unless the model is so large that it would take long."""
+        if self.judge is None or self.nodes > FULL:
+            return found
+        verdict = self.judge.in_full(found.choice)
+        return replace(found, claims={**found.claims, **_judged(verdict)}, verdict=verdict)
+
     def tell(self, stage: str, price: float | None = None, bound: float | None = None) -> None:
         """Progress."""
         self.request.progress(stage, price, bound)
+
+
+def _judged(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "step_seconds": verdict.step_seconds,
+        "peak_bytes": verdict.peak_bytes,
+        "peak_where": verdict.instant,
+    }
 
 
 def families_of(planner: Planner) -> list[tuple[str, Family]]:

@@ -1,11 +1,11 @@
 """`recursive_programming`: one prime axis at a time, slowest link first, each solved exactly beside what is fixed.
 
-On one axis a node has a handful of options, so any number of ranks is a few small problems: sizes that are cut already
-make the next axis cheaper or dearer. Then refining sweeps: every node may change what it does on one axis, each on an
-axis of its own, and all of that is one problem, solved exactly. It has what solving single axes again would look at as
-special cases, for the price of a few of them: on BERT-large over 1,024 ranks two such sweeps end at the optimum of two
-runs, where two sweeps axis by axis end 3 % above it. Convolutions need three or four. (The reference system's double recursion is greedy by the weight
-of nodes; that is `inner="greedy"` here.)
+On one axis a node has a handful of options, so any number of ranks is a few small problems: sizes that are cut
+already make the next axis cheaper or dearer. Then refining sweeps: every node may change what it does on one axis,
+each on an axis of its own, and all of that is one problem, solved exactly. It has what solving single axes again
+would look at as special cases, for the price of a few of them: on BERT-large over 1,024 ranks two such sweeps end at
+the optimum of two runs, where two sweeps axis by axis end 3 % above it. Convolutions need three or four. (The
+reference system's double recursion is greedy by the weight of nodes; that is `inner="greedy"` here.)
 """
 
 from __future__ import annotations

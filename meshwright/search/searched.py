@@ -33,9 +33,9 @@ def search(planner: Planner, mode: str) -> Found:
     started = time.perf_counter()
     match mode:
         case "recursive_programming":
-            found = within_memory(planner, recursion(planner, planner.request.inner))
+            found = planner.settled(within_memory(planner, recursion(planner, planner.request.inner)))
         case "dynamic_programming":
-            found = _exact(planner)
+            found = planner.settled(_exact(planner))
         case _:
             found = auto(planner)
     return replace(found, claims={**found.claims, "search_seconds": time.perf_counter() - started})
@@ -50,7 +50,9 @@ def priced(planner: Planner, strategies: Mapping[str, Strategy]) -> Found | None
             return None
         rows[name] = row
     space = planner.space(exactly(rows), planner.storage(allowed=False))
-    return planner.found(space, solve(space.problem()).states, {"space": "strategies as given"})
+    return planner.settled(
+        planner.found(space, solve(space.problem()).states, {"space": "strategies as given"})
+    )
 
 
 def _exact(planner: Planner) -> Found:
