@@ -97,6 +97,8 @@ def _say(began: float, text: str) -> None:
 
 def _clusters(options: argparse.Namespace, folder: Path) -> dict[int, mw.Cluster]:
     given = {c.ranks: c for c in map(mw.Cluster.load, options.cluster)}
+    if options.keep:
+        options.keep.mkdir(parents=True, exist_ok=True)
     found: dict[int, mw.Cluster] = {}
     for ranks in options.ranks:
         if ranks in given:
