@@ -123,7 +123,8 @@ def plan_captured(
     if mesh is None and request is not None:
         mesh = mesh_of_pins(captured.graph) or request.cluster.mesh
     chosen = mesh_from(mesh, captured)
-    mode = mode or ("auto" if request is not None else "data_parallel")
+    if mode is None:
+        mode = "auto" if request is not None else "data_parallel"
     made = make_plan(captured.graph, chosen, mode, pins, captured.folding, request)
     if request is not None and not made.claims:
         claims = claims_of(

@@ -59,8 +59,8 @@ class Plan:
     the search says of the plan: seconds, bytes, bound, gaps. `nexts`: node → its next best strategy and what that adds.
 
     `folds` are stretches of equal layers, (number of the first node, nodes in a copy, copies); a file lists the first
-    two copies of each, and `stand_ins` says which name of the second stands for one of a later copy. A plan just read
-    from a file lacks the later copies until `check` or `unfolded` have seen its graph.
+    two copies of each, `times` how many a name of the second stands for, and `stand_ins` for which of a later copy. A
+    plan just read from a file lacks the later copies until `check` or `unfolded` have seen its graph.
 
     `reasons` says for each node why its strategy was chosen, `about` its operator and module; `notes` are
     remarks for the user (what stayed whole and what that costs, what is inexact); `pins` what the user asked
@@ -82,6 +82,7 @@ class Plan:
     claims: Mapping[str, Any] = field(default_factory=dict)
     nexts: Mapping[str, str] = field(default_factory=dict)
     folds: tuple[Fold, ...] = ()
+    times: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
     stand_ins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     origin: Origin | None = field(default=None, compare=False, repr=False)
 
@@ -173,6 +174,7 @@ class Plan:
             about=about,
             hubs=filled(self.hubs, values),
             again=frozenset(v for v, here in values.items() if v in self.again or here in self.again),
+            times={},
             stand_ins=stand,
         )
 

@@ -7,6 +7,7 @@ second copy stands for all after it (`plan_folds`).
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -44,6 +45,8 @@ def write(plan: Mapping[str, Any], left_out: Collection[str] = ()) -> str:
         head["prices"] = {"growth": plan["prices"].growth, "rows": [list(row) for row in plan["prices"].rows]}
     if left_out:
         head["folds"] = [list(fold) for fold in plan["folds"]]
+        stands = Counter(here for name, here in plan["stand_ins"].items() if name in left_out)
+        head["times"] = {name: 1 + count for name, count in stands.items()}
     kept = [name for name in plan["strategies"] if name not in left_out]
     nodes = {
         name: _strategy_data(
@@ -94,8 +97,8 @@ def _strategy_data(
 
 
 KEYS = (
-    "meshwright plan", "mode", "graph", "mesh", "notes", "pins", "prices", "claims", "folds", "inputs", "hubs", "again",
-    "nodes",
+    "meshwright plan", "mode", "graph", "mesh", "notes", "pins", "prices", "claims", "folds", "times", "inputs",
+    "hubs", "again", "nodes",
 )  # fmt: skip
 
 
@@ -126,6 +129,7 @@ def read(text: str, source: str) -> dict[str, Any]:
         "hubs": hubs,
         "again": file.entry("again", lambda d: _again(d["again"], hubs), data),
         "folds": file.entry("folds", _folds, data.get("folds", [])),
+        "times": file.entry("times", lambda d: {str(k): int(v) for k, v in d.items()}, data.get("times", {})),
         "prices": file.entry("prices", _prices, data.get("prices")),
         "claims": file.entry("claims", lambda d: dict(d.items()), data.get("claims", {})),
         "nexts": {name: str(entry["next"]) for name, entry in raw.items() if "next" in entry},

@@ -281,10 +281,10 @@ CASES = {
         lambda: perceptron(mode="data_paralel"), PlanError,
         "no mode 'data_paralel'", "semi_auto", "did you mean 'data_parallel'?",
     ),
-    "no mode": Case(lambda: perceptron(mode=None), PlanError, "no mode None", "semi_auto", "known: data_parallel"),
-    "a mode that comes later": Case(
+    "no mode": Case(lambda: perceptron(mode=""), PlanError, "no mode ''", "semi_auto", "known: auto"),
+    "a search without a cluster": Case(
         lambda: perceptron(mode="dynamic_programming"), PlanError,
-        "mode='dynamic_programming' is not there yet", "cost model", 'mode="sharding_propagation"',
+        "mode='dynamic_programming' needs a cluster", "seconds and bytes", "cluster=mw.Cluster.local(4)",
     ),
     "manual": Case(
         lambda: perceptron(mode="manual"), PlanError, "has no plan", "its own collectives", "mw.manual_step",

@@ -67,6 +67,7 @@ class Choice:
     batch: tuple[str, ...] = ()
     seconds: Seconds | None = None
     neighbours: tuple[Neighbour, ...] = ()
+    times: int = 1  # how many layers it stands for, in a file that says each kind of layer twice
 
 
 def matching(plan: Plan, pattern: str) -> tuple[str, ...]:
@@ -116,6 +117,7 @@ def choices(plan: Plan, names: Iterable[str], parts: Partition | None, price: Pr
                 batch=_batch(parts, name) if parts is not None else (),
                 seconds=_seconds(price, name, edges) if price is not None else None,
                 neighbours=edges,
+                times=plan.times.get(name, 1),
             )
         )
     return found
@@ -132,7 +134,9 @@ def folded(found: Sequence[Choice]) -> list[tuple[str, int, Choice]]:
     for (where, *_), same in grouped.items():
         first = same[0]
         one = len({c.module or c.node for c in same}) == 1
-        rows.append(((first.module or f"%{first.node}") if one else str(where), len(same), first))
+        rows.append(
+            ((first.module or f"%{first.node}") if one else str(where), sum(c.times for c in same), first)
+        )
     return rows
 
 

@@ -6,6 +6,7 @@ Both are read as they are written, without their model; layers that differ in th
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -113,6 +114,7 @@ def _claims(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterable[Change]:
 def _nodes(a: Plan, b: Plan) -> Iterable[Change]:
     same_mesh = a.mesh == b.mesh
     found: dict[tuple[str, str, str, str, bool], list[str]] = {}
+    counts: Counter[tuple[str, str, str, str, bool]] = Counter()
     for name in dict.fromkeys((*a.strategies, *b.strategies)):
         mine, other = a.strategies.get(name), b.strategies.get(name)
         before, after = cut_words(mine, a.mesh), cut_words(other, b.mesh)
@@ -125,9 +127,16 @@ def _nodes(a: Plan, b: Plan) -> Iterable[Change]:
         leading = cut and short(op) in LEADING
         key = (LAYER.sub("*", module or f"%{name}"), short(op), before, after, leading)
         found.setdefault(key, []).append(module or f"%{name}")
-    for (pattern, op, before, after, leading), where in found.items():
+        counts[key] += _times(a, b, name)
+    for key, where in found.items():
+        pattern, op, before, after, leading = key
         what = pattern if len(set(where)) > 1 else where[0]
-        yield Change(what, before, after, len(where), op, leading)
+        yield Change(what, before, after, counts[key], op, leading)
+
+
+def _times(a: Plan, b: Plan, name: str) -> int:
+    """How many layers a name stands for, where the files say each kind of layer twice."""
+    return max(a.times.get(name, 1), b.times.get(name, 1))
 
 
 def cut_words(strategy: Strategy | None, mesh: Mesh) -> str:
@@ -168,7 +177,8 @@ def _layouts(
         if before != after:
             found.setdefault((LAYER.sub("*", name), before, after), []).append(name)
     for (pattern, before, after), names in found.items():
-        yield Change(pattern if len(names) > 1 else names[0], before, after, len(names))
+        count = sum(_times(a, b, name) for name in names)
+        yield Change(pattern if len(names) > 1 else names[0], before, after, count)
 
 
 def _again(a: Plan, b: Plan) -> Iterable[Change]:
@@ -178,7 +188,8 @@ def _again(a: Plan, b: Plan) -> Iterable[Change]:
     words = ("kept for the backward", "gathered again")
     for (pattern, first), names in found.items():
         before, after = (words[1], words[0]) if first else words
-        yield Change(pattern if len(names) > 1 else names[0], before, after, len(names))
+        count = sum(_times(a, b, name) for name in names)
+        yield Change(pattern if len(names) > 1 else names[0], before, after, count)
 
 
 # ---------------------------------------------------------------- picture

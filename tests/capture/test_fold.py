@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -106,9 +105,7 @@ def test_layers_of_the_zoo(name: str) -> None:
     assert c.folding.unique_nodes == len(c.graph.nodes) - 2 * block.length
 
 
-def test_a_thousand_layers_take_little_more_than_their_nodes() -> None:
+def test_a_thousand_layers_are_one_block() -> None:
     graph = layers(1000)
-    start = time.perf_counter()
     found = fold(graph)
-    assert time.perf_counter() - start < 2.0
     assert found.blocks == (Block(0, 5, 1000, found.blocks[0].key),)

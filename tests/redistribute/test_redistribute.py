@@ -3,8 +3,6 @@ transpose."""
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -352,14 +350,12 @@ def test_the_pair_of_each_scheme(src, dst, forward, backward):
     assert pair.is_identity == (not forward and not backward)
 
 
-def test_six_prime_axes_take_milliseconds():
-    """A mesh of 64 × 9 ranks, everything moves at once; a bound far above the 10 ms seen."""
+def test_six_prime_axes_at_once():
+    """A mesh of 64 × 9 ranks, everything moves at once."""
     mesh = Mesh.of(x=64, y=9)
     src = parse_layout("[1024/x0, 64/x3, 64/x4, 64] pending x1.x2.x5")
     dst = parse_layout("[1024/x5, 64/x1.x2, 64, 64/x0] pending x4")
-    began = time.perf_counter()
     steps = redistribute(src, dst, mesh, 4, RING)
-    assert time.perf_counter() - began < 0.5
     assert steps[-1].after == dst
 
 
