@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -27,6 +27,8 @@ from meshwright.search.folded import Folded
 from meshwright.search.marks import mesh_of_pins, renumber
 from meshwright.search.modes import make_plan
 from meshwright.search.planner import Progress, Request
+from meshwright.search.techniques import apply
+from meshwright.techniques import NONE, Options, Techniques, techniques_from
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Pins = Mapping[str, Mapping[str, Any]]
@@ -56,6 +58,7 @@ def plan(
     inner: str = "exact",
     progress: Progress | None = None,
     cache: str | Path | None = None,
+    **techniques: Unpack[Options],
 ) -> Plan:
     """Choose how to cut a model. No process group is needed, and meta tensors are fine.
 
@@ -66,12 +69,14 @@ def plan(
     With a cluster the plan says what it costs (`Plan.claims`). `memory` is the limit in bytes per rank (by default the
     device's); `optimizer_states` counts the moments per parameter (2 for Adam). `space` (``a``, ``b``, ``c``) is what
     ``dynamic_programming`` searches and `inner` (``exact``, ``greedy``) how ``recursive_programming`` solves one axis.
-    `progress` is told (stage, best price in seconds so far, bound). Raises a subclass of MeshwrightError that names
+    `progress` is told (stage, best price in seconds so far, bound). `techniques`: see `meshwright.techniques`, as in
+    ``optimizer_parallel=3, micro_batches=4``. Raises a subclass of MeshwrightError that names
     the operator and the line.
     """
+    asked = techniques_from(techniques)
     captured = captured_of(model, batch, loss, cache)
     request = request_for(cluster, memory, optimizer_states, space, inner, progress)
-    return plan_captured(captured, mesh, mode, pins, request)
+    return plan_captured(captured, mesh, mode, pins, request, asked)
 
 
 def request_for(
@@ -117,7 +122,12 @@ def request_for(
 
 
 def plan_captured(
-    captured: Captured, mesh: MeshLike, mode: str | None, pins: Pins | None, request: Request | None = None
+    captured: Captured,
+    mesh: MeshLike,
+    mode: str | None,
+    pins: Pins | None,
+    request: Request | None = None,
+    techniques: Techniques = NONE,
 ) -> Plan:
     """The plan of a captured program. It keeps the capture, so that it can explain itself and take more pins."""
     if mesh is None and request is not None:
@@ -126,6 +136,7 @@ def plan_captured(
     if mode is None:
         mode = "auto" if request is not None else "data_parallel"
     made = make_plan(captured.graph, chosen, mode, pins, captured.folding, request)
+    made = apply(captured.graph, made, techniques)
     if request is not None and not made.claims:
         claims = claims_of(
             partition(captured.graph, made, keeps=saved), request.cluster, request.optimizer_states
@@ -153,7 +164,7 @@ class _Origin:
         return plan_text(lower(self.captured, plan))
 
     def pinned(self, plan: Plan, pins: Pins) -> Plan:
-        return plan_captured(self.captured, plan.mesh, plan.mode, pins, self.request)
+        return plan_captured(self.captured, plan.mesh, plan.mode, pins, self.request, plan.techniques)
 
 
 def rule(op: str, line: str) -> None:

@@ -21,6 +21,7 @@ from meshwright.plan_file import AGAIN, plain_pins, read, write
 from meshwright.plan_folds import Fold, stand_ins
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import show_bytes
+from meshwright.techniques import NONE, Techniques
 
 CLAIMS = (
     "step_seconds",
@@ -62,6 +63,8 @@ class Plan:
     two copies of each, `times` how many a name of the second stands for, and `stand_ins` for which of a later copy. A
     plan just read from a file lacks the later copies until `check` or `unfolded` have seen its graph.
 
+    `techniques` are what the user asked for beside the mode.
+
     `reasons` says for each node why its strategy was chosen, `about` its operator and module; `notes` are
     remarks for the user (what stayed whole and what that costs, what is inexact); `pins` what the user asked
     for.
@@ -81,6 +84,7 @@ class Plan:
     prices: Prices | None = None
     claims: Mapping[str, Any] = field(default_factory=dict)
     nexts: Mapping[str, str] = field(default_factory=dict)
+    techniques: Techniques = NONE
     folds: tuple[Fold, ...] = ()
     times: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
     stand_ins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)

@@ -16,6 +16,7 @@ from meshwright.layout import TensorLayout, parse_layout, verify
 from meshwright.mesh import Axis, Mesh
 from meshwright.ops.strategy import Strategy
 from meshwright.redistribute.prices import Prices
+from meshwright.techniques import techniques_from
 
 VERSION = 2
 AGAIN = "make it again with mw.plan(model, batch, …).save(path)"
@@ -39,6 +40,8 @@ def write(plan: Mapping[str, Any], left_out: Collection[str] = ()) -> str:
         "notes": list(plan["notes"]),
         "pins": plan["pins"],
     }
+    if asked := plan["techniques"].asked():
+        head["techniques"] = asked
     if plan["claims"]:
         head["claims"] = plan["claims"]
     if plan["prices"] is not None:
@@ -97,8 +100,8 @@ def _strategy_data(
 
 
 KEYS = (
-    "meshwright plan", "mode", "graph", "mesh", "notes", "pins", "prices", "claims", "folds", "times", "inputs",
-    "hubs", "again", "nodes",
+    "meshwright plan", "mode", "graph", "mesh", "notes", "pins", "prices", "claims", "techniques", "folds", "times",
+    "inputs", "hubs", "again", "nodes",
 )  # fmt: skip
 
 
@@ -132,6 +135,7 @@ def read(text: str, source: str) -> dict[str, Any]:
         "times": file.entry("times", lambda d: {str(k): int(v) for k, v in d.items()}, data.get("times", {})),
         "prices": file.entry("prices", _prices, data.get("prices")),
         "claims": file.entry("claims", lambda d: dict(d.items()), data.get("claims", {})),
+        "techniques": file.entry("techniques", techniques_from, data.get("techniques", {})),
         "nexts": {name: str(entry["next"]) for name, entry in raw.items() if "next" in entry},
     }
     for key in data:

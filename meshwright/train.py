@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import safetensors.torch
 import torch
@@ -43,6 +43,7 @@ from meshwright.runtime.connect import Meeting, check_world
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Mover
 from meshwright.runtime.step import LocalStep, OptimizerFactory
+from meshwright.techniques import Options, techniques_from
 
 
 class TrainStep:
@@ -141,17 +142,19 @@ def train_step(
     seed: int = 0,
     exact_random: bool = False,
     cache: str | Path | None = None,
+    **techniques: Unpack[Options],
 ) -> TrainStep:
     """Build the step of this rank. Call it on every launched rank (or alone, for a plan of one rank).
 
     `optimizer` makes a `torch.optim.Optimizer` from parameters. `batch` is an example of shapes. Without
-    `plan` (or the path of a plan file), one is made with `mesh`, `mode`, `pins`, `cluster` and `memory` as
-    `mw.plan` does.
+    `plan` (or the path of a plan file), one is made with `mesh`, `mode`, `pins`, `cluster`, `memory` and `techniques`
+    as `mw.plan` does.
     `clip_norm` clips gradients by their global norm. `exact_random` gives dropout the very masks of one
     device (slower). Rank 0 captures and plans, the others receive graph and plan. Parameters that the plan
     keeps whole stay the model's own tensors; for those it cuts, the step keeps this rank's part. Raises a
     subclass of MeshwrightError before a process group is made.
     """
+    asked = techniques_from(techniques)
     plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
     if plan is not None:
         check_world(plan.mesh)
@@ -175,7 +178,7 @@ def train_step(
 
     def compute() -> bytes:
         captured = captured_of(model, batch, loss, cache)
-        chosen = plan if plan is not None else plan_captured(captured, mesh, mode, pins, request)
+        chosen = plan if plan is not None else plan_captured(captured, mesh, mode, pins, request, asked)
         check_world(chosen.mesh)
         return _pack(captured, chosen.check(captured.graph), model)
 

@@ -193,10 +193,9 @@ def _moved(plan: Plan, captured: Captured, changes: Changes) -> Plan:
 
 
 def _factors(captured: Captured) -> Factors:
-    from meshwright.ops.factors import analyze
-    from meshwright.ops.table import rules_of
+    from meshwright.ops.analysis import factors_of
 
-    return analyze(captured.graph, rules_of(captured.graph))
+    return factors_of(captured.graph)
 
 
 def _planned_again(base: Base, opened: Opened, cluster: Cluster) -> Plan:

@@ -17,7 +17,7 @@ from meshwright.cost.saved import saved
 from meshwright.errors import PlanError
 from meshwright.graph import Graph
 from meshwright.partition import Partition
-from meshwright.partition.memory import optimizer_on, peak
+from meshwright.partition.judged import peak_on
 from meshwright.partition.price import program_price
 from meshwright.partition.tasks import simulate
 from meshwright.redistribute.steps import origin
@@ -51,9 +51,7 @@ def estimate(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> E
     price = program_price(parts, cluster, optimizer_states)
     line = simulate(parts, cluster, optimizer_states)
     mesh = parts.plan.mesh
-    device = cluster.device_type
-    update = optimizer_on(device, optimizer_states)
-    top = peak(parts, mesh.rank(origin(mesh)), optimizer=update, device=device)
+    top = peak_on(parts, cluster, optimizer_states)
     return Estimate(
         mesh=str(mesh),
         ranks=mesh.size,

@@ -19,7 +19,7 @@ from meshwright.search.planner import Found, Planner, Verdict, families_of
 from meshwright.search.recursed import recursion
 from meshwright.search.solve import solve
 from meshwright.search.space.families import outside
-from meshwright.search.space.given import exactly, row_of
+from meshwright.search.space.given import exactly, rows_of
 from meshwright.search.within import NEAR, Limited, fits, limited, priced_by_bytes, too_large
 
 ALPHAS = (1.0, 0.5)  # weights of computing against what can hide beside it
@@ -134,13 +134,12 @@ def recipes(planner: Planner) -> Iterator[tuple[str, Found]]:
     """
     scene, limit = planner.scene, planner.request.memory_bytes
     axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)
-    rows: dict[str, np.ndarray] = {}
+    rows = None
     if not planner.seeds:
         assignment = {n.name: WHOLE for n in scene.graph.nodes}
         assign_batch(scene, assignment, axes, scene.graph.nodes)
-        found = {name: row_of(codes, assignment[name], scene.mesh) for name, codes in planner.codes.items()}
-        rows = {name: row for name, row in found.items() if row is not None}
-    if rows and len(rows) == len(planner.codes):
+        rows = rows_of(planner.codes, assignment, scene.mesh)
+    if rows:
         plain = planner.space(exactly(rows), planner.storage(allowed=False))
         yield "data parallel", planner.found(plain, solve(plain.problem()).states, {"space": "recipes"})
         if limit is not None:

@@ -70,7 +70,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Found:
-    """A choice, the space and states it comes from, what it claims, and the next best of each node as text."""
+    """A choice, the space and states it comes from, what it claims, and what a simulation said of it."""
 
     choice: Choice
     space: Space
@@ -212,6 +212,7 @@ def _all(groups: list[list[int]], axes: int) -> list[list[int]]:
 
 
 def check_request(request: Request) -> None:
+    """Raise PlanError for a space or an inner search that does not exist."""
     if request.space and request.space not in SPACES:
         raise PlanError(
             f"there is no space {request.space!r}",

@@ -21,7 +21,7 @@ from meshwright.search.auto import auto
 from meshwright.search.planner import Found, Planner, Verdict, check_request, families_of
 from meshwright.search.recursed import recursion
 from meshwright.search.solve import solve
-from meshwright.search.space.given import exactly, row_of
+from meshwright.search.space.given import exactly, rows_of
 from meshwright.search.within import limited, too_large, within_memory
 
 SEARCHES = ("recursive_programming", "dynamic_programming", "auto")
@@ -43,12 +43,9 @@ def search(planner: Planner, mode: str) -> Found:
 
 def priced(planner: Planner, strategies: Mapping[str, Strategy]) -> Found | None:
     """Given strategies with the best hubs for them; None when the space has no name for one of them."""
-    rows = {}
-    for name, codes in planner.codes.items():
-        row = row_of(codes, strategies[name], planner.scene.mesh)
-        if row is None:
-            return None
-        rows[name] = row
+    rows = rows_of(planner.codes, strategies, planner.scene.mesh)
+    if rows is None:
+        return None
     space = planner.space(exactly(rows), planner.storage(allowed=False))
     return planner.settled(
         planner.found(space, solve(space.problem()).states, {"space": "strategies as given"})

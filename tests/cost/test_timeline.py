@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -113,13 +111,3 @@ def test_a_blocking_collective_waits_for_one_under_way_on_its_axes() -> None:
 def test_a_list_that_cannot_be_played_is_refused(task: Task) -> None:
     with pytest.raises(ValueError, match=task.name):
         play([task])
-
-
-def test_thousands_of_tasks_take_milliseconds() -> None:
-    tasks = []
-    for n in range(6000):
-        streams = {0: (COMPUTE, "a"), 1: ("b",)}.get(n % 8, (COMPUTE,))
-        tasks.append(Task(str(n), streams, 1e-3, (n - 1,) if n % 8 == 1 else ()))
-    begin = time.process_time()
-    play(tasks, {"compute": 1.1, "collective": 1.1})
-    assert time.process_time() - begin < 0.5  # about 0.04 s on a quiet machine

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -94,12 +94,10 @@ class Space:
         *,
         ties: Ties | None = None,
         codes: Mapping[str, NodeCodes] | None = None,
-        allowed: Callable[[NodeStates], np.ndarray] | None = None,
         table: Table | None = None,
         kept: Kept | None = None,
     ) -> None:
-        """`allowed` says which states of a node may be taken (pins, annotations); `codes` and what is `kept` are those
-        of an earlier space of the same graph, mesh and cluster."""
+        """`codes` and what is `kept` are those of an earlier space of the same graph, mesh and cluster."""
         self.graph, self.factors, self.mesh, self.cluster, self.ties = (
             graph,
             factors,
@@ -112,10 +110,10 @@ class Space:
         self.prices = Prices(self.table)
         self.codes = dict(codes or all_codes(graph, factors, self.values, self.ties))
         self.kept = kept or Kept(graph, self.values, self.codes)
-        self.nodes: dict[str, NodeStates] = {}
-        for name, found in self.codes.items():
-            states = node_states(found, family, graph, mesh, cluster, self.kept.states)
-            self.nodes[name] = _only(states, allowed(states)) if allowed else states
+        self.nodes: dict[str, NodeStates] = {
+            name: node_states(found, family, graph, mesh, cluster, self.kept.states)
+            for name, found in self.codes.items()
+        }
         self.hubs: dict[str, Port] = {}
         self.parameters: dict[str, ParameterStates] = {}
         self.fixed = _whole_readers(graph)
@@ -396,14 +394,3 @@ def _whole_readers(graph: Graph) -> dict[str, int]:
         if value in graph.producers:
             found[value] += 1
     return found
-
-
-def _only(states: NodeStates, kept: np.ndarray) -> NodeStates:
-    at = np.flatnonzero(kept)
-    return NodeStates(
-        states.codes,
-        states.rows[at],
-        tuple(p.take(at) for p in states.ports),
-        states.compute[at],
-        states.talk[at],
-    )

@@ -40,6 +40,15 @@ def row_of(codes: NodeCodes, strategy: Strategy, mesh: Mesh) -> np.ndarray | Non
     return np.array(row, dtype=np.int8)
 
 
+def rows_of(
+    codes: Mapping[str, NodeCodes], strategies: Mapping[str, Strategy], mesh: Mesh
+) -> dict[str, np.ndarray] | None:
+    """The rows that strategies of all nodes are; None when the space has no name for one of them."""
+    rows = {name: row_of(found, strategies[name], mesh) for name, found in codes.items()}
+    known = {name: row for name, row in rows.items() if row is not None}
+    return known if len(known) == len(rows) else None
+
+
 def exactly(rows: Mapping[str, np.ndarray]) -> Family:
     """One state per node: the row given for it."""
 

@@ -108,14 +108,11 @@ def _end(graph: Graph) -> tuple[str, str, frozenset[str]]:
     place = next((i for i in reversed(range(len(graded))) if graded[i].op in PRODUCTS), -1)
     late = graded[place + 1 :]
     losses = [n for n in late if n.uses and n.uses[0] in graph.needs_grad]
-    loss = max(losses, key=lambda n: graph.types[n.uses[0]].size_bytes, default=None)
+    loss = max(
+        reversed(losses), key=lambda n: graph.types[n.uses[0]].size_bytes, default=None
+    )  # the last of them
     head = graded[place].name if place >= 0 else ""
-    last = [
-        n
-        for n in losses
-        if loss and graph.types[n.uses[0]].size_bytes == graph.types[loss.uses[0]].size_bytes
-    ]
-    return last[-1].name if last else "", head, frozenset(n.name for n in late)
+    return loss.name if loss else "", head, frozenset(n.name for n in late)
 
 
 def _whole(space: Space, value) -> float:

@@ -221,9 +221,8 @@ def _collective(
 
 @functools.lru_cache(maxsize=4096)
 def _law(kind: str, axes: tuple[str, ...], mesh: Mesh, prices: Prices) -> tuple[float, float]:
-    """Seconds of a collective, and seconds per byte sent."""
-    latency = prices.seconds(kind, mesh, axes, 0.0)
-    return latency, (prices.seconds(kind, mesh, axes, 1e9) - latency) / 1e9
+    """`Prices.law`, remembered: a search asks for the same few over and over."""
+    return prices.law(kind, mesh, axes)
 
 
 def storage_layout(

@@ -1,0 +1,25 @@
+"""The techniques that a user asked for, put into a plan one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from meshwright.graph import Graph
+from meshwright.plan import Plan
+from meshwright.techniques import Techniques
+
+# Each takes the graph and a plan that has its `techniques`, and gives the plan with what follows from them.
+Pass = Callable[[Graph, Plan], Plan]
+PASSES: tuple[Pass, ...] = ()
+
+
+def apply(graph: Graph, plan: Plan, techniques: Techniques) -> Plan:
+    """The plan with techniques. Raises PlanError for what cannot be."""
+    plan = replace(plan, techniques=techniques)
+    for step in PASSES:
+        plan = step(graph, plan)
+    return plan
+
+
+__all__ = ["apply"]

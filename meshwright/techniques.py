@@ -1,0 +1,185 @@
+"""The techniques that a user asks for beside a mode: plain numbers and names, checked before anything is planned.
+
+`Options` are the keyword arguments of `mw.plan` and `mw.train_step`, `Techniques` the checked record that a plan holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from meshwright.errors import PlanError, did_you_mean
+
+RECOMPUTE = ("full", "selective")
+OFFLOAD = ("optimizer", "activations", "parameters")
+
+
+class Options(TypedDict, total=False):
+    """The techniques as keyword arguments; `Techniques` says what each means."""
+
+    optimizer_parallel: int
+    shard_size: int
+    threshold_kb: float
+    keep_whole: tuple[str, ...]
+    micro_batches: int
+    gradient_accumulation_shard: bool
+    recompute: str | float | Mapping[str, str]
+    recompute_communication: bool
+    slice_activation: bool
+    interleave: int
+    fusion: str | int | tuple[tuple[str, ...], ...]
+    offload: tuple[str, ...]
+    reduce_dtype: str
+    gradients: str
+
+
+@dataclass(frozen=True)
+class Techniques:
+    """What was asked for.
+
+    `optimizer_parallel`: 1 splits the optimizer's states over the ranks that would repeat them, 2 the gradients too,
+    3 the weights too; among `shard_size` ranks (0: all of them). Parameters below `threshold_kb` KiB, and those whose
+    names match a pattern of `keep_whole`, stay whole.
+
+    `micro_batches`: pieces of the batch whose gradients are added up before the update; with
+    `gradient_accumulation_shard` the sum is kept split as the optimizer's states are.
+
+    `recompute`: ``"full"`` keeps only what enters each layer and computes the rest again in backward, ``"selective"``
+    computes again what is cheap, a number is a budget in bytes of kept activations per rank, a mapping gives module
+    patterns a policy each (``""``: none). Without `recompute_communication` what collectives produced is kept.
+    `slice_activation` keeps activations split over the ranks where they are whole.
+
+    `interleave`: copies of a (micro-)batch whose computation and communication overlap. `fusion` of collectives:
+    ``"auto"``, the size of a bucket in bytes, 0 for none, or groups of module patterns. `offload`: what lives in the
+    host's memory. `reduce_dtype`: the dtype in which gradients are reduced (``""``: their own). `gradients`: those of
+    the loss as written (``"mean"``), or that times the number of ranks that share the batch (``"sum"``).
+    """
+
+    optimizer_parallel: int = 0
+    shard_size: int = 0
+    threshold_kb: float = 64.0
+    keep_whole: tuple[str, ...] = ()
+    micro_batches: int = 1
+    gradient_accumulation_shard: bool = False
+    recompute: str | float | tuple[tuple[str, str], ...] = ""
+    recompute_communication: bool = True
+    slice_activation: bool = False
+    interleave: int = 1
+    fusion: str | int | tuple[tuple[str, ...], ...] = "auto"
+    offload: tuple[str, ...] = ()
+    reduce_dtype: str = ""
+    gradients: str = "mean"
+
+    def asked(self) -> dict[str, Any]:
+        """What differs from the defaults, as plain data: what a plan file says."""
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if _differs(self, f)}
+        if "recompute" in given and isinstance(self.recompute, tuple):
+            given["recompute"] = dict(self.recompute)
+        return given
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.asked().items())
+
+
+NONE = Techniques()
+
+
+def techniques_from(given: Mapping[str, Any]) -> Techniques:
+    """The checked record of some options. Raises PlanError that says what an option may be."""
+    names = [f.name for f in dataclasses.fields(Techniques)]
+    for name in given:
+        if name not in names:
+            raise PlanError(
+                f"there is no technique {name!r}",
+                why="techniques: " + ", ".join(names),
+                hint=did_you_mean(str(name), names),
+            )
+    values = dict(given)
+    for name, least, most in (
+        ("optimizer_parallel", 0, 3),
+        ("shard_size", 0, None),
+        ("micro_batches", 1, None),
+        ("interleave", 1, None),
+    ):
+        if name in values:
+            _whole_number(name, values[name], least, most)
+    for name in ("gradient_accumulation_shard", "recompute_communication", "slice_activation"):
+        if name in values and not isinstance(values[name], bool):
+            raise PlanError(f"{name}={values[name]!r}", why="it is a switch", hint="True or False")
+    if "threshold_kb" in values:
+        values["threshold_kb"] = _size(
+            "threshold_kb", values["threshold_kb"], "KiB; 0 splits every parameter"
+        )
+    if "keep_whole" in values:
+        values["keep_whole"] = _names("keep_whole", values["keep_whole"])
+    if "offload" in values:
+        values["offload"] = _names("offload", values["offload"])
+        for name in values["offload"]:
+            _one_of("offload", name, OFFLOAD)
+    if "gradients" in values:
+        _one_of("gradients", values["gradients"], ("mean", "sum"))
+    if "reduce_dtype" in values:
+        _one_of("reduce_dtype", values["reduce_dtype"], ("", "f32", "bf16", "f16", "f64"))
+    if "recompute" in values:
+        values["recompute"] = _recompute(values["recompute"])
+    if "fusion" in values:
+        values["fusion"] = _fusion(values["fusion"])
+    return Techniques(**values)
+
+
+def _differs(techniques: Techniques, field: dataclasses.Field[Any]) -> bool:
+    return getattr(techniques, field.name) != field.default
+
+
+def _whole_number(name: str, value: Any, least: int, most: int | None) -> None:
+    span = f"from {least} to {most}" if most is not None else f"of at least {least}"
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most and value > most):
+        raise PlanError(
+            f"{name}={value!r}", why=f"it is a whole number {span}", hint=f"{name}={max(least, 2)}"
+        )
+
+
+def _size(name: str, value: Any, meaning: str) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value < float("inf"):
+        raise PlanError(f"{name}={value!r}", why=f"it is a size in {meaning}", hint=f"{name}=64")
+    return float(value)
+
+
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    found = (value,) if isinstance(value, str) else value
+    if not isinstance(found, list | tuple | set | frozenset) or not all(isinstance(v, str) for v in found):
+        raise PlanError(f"{name}={value!r}", why="it is a list of names", hint=f'{name}=("…", "…")')
+    return tuple(found)
+
+
+def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise PlanError(
+            f"{name}={value!r}",
+            why="it may be " + ", ".join(repr(k) for k in known if k),
+            hint=did_you_mean(str(value), known),
+        )
+
+
+def _recompute(value: Any) -> str | float | tuple[tuple[str, str], ...]:
+    if isinstance(value, Mapping | list | tuple):
+        pairs = tuple((str(k), v) for k, v in (value.items() if isinstance(value, Mapping) else value))
+        for _, policy in pairs:
+            _one_of("recompute", policy, ("", *RECOMPUTE))
+        return pairs
+    if isinstance(value, str):
+        _one_of("recompute", value, ("", *RECOMPUTE))
+        return value
+    return _size("recompute", value, "bytes of kept activations")
+
+
+def _fusion(value: Any) -> str | int | tuple[tuple[str, ...], ...]:
+    if isinstance(value, list | tuple):
+        return tuple(_names("fusion", group) for group in value)
+    if isinstance(value, str):
+        _one_of("fusion", value, ("auto",))
+        return value
+    return int(_size("fusion", value, "bytes of a bucket; 0 is for none"))
