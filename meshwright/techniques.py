@@ -129,6 +129,17 @@ def techniques_from(given: Mapping[str, Any]) -> Techniques:
     return Techniques(**values)
 
 
+def asked_beside(plan: object, given: Mapping[str, Any]) -> Techniques:
+    """The record of options that are given where a plan may be given too. Raises PlanError for both at once."""
+    if plan is not None and given:
+        raise PlanError(
+            f"{next(iter(given))} is given beside a plan",
+            why="a plan has its techniques already",
+            hint="give it to mw.plan(...), or leave out plan=",
+        )
+    return techniques_from(given)
+
+
 def _differs(techniques: Techniques, field: dataclasses.Field[Any]) -> bool:
     return getattr(techniques, field.name) != field.default
 

@@ -43,7 +43,7 @@ from meshwright.runtime.connect import Meeting, check_world
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Mover
 from meshwright.runtime.step import LocalStep, OptimizerFactory
-from meshwright.techniques import Options, techniques_from
+from meshwright.techniques import Options, asked_beside
 
 
 class TrainStep:
@@ -154,7 +154,7 @@ def train_step(
     keeps whole stay the model's own tensors; for those it cuts, the step keeps this rank's part. Raises a
     subclass of MeshwrightError before a process group is made.
     """
-    asked = techniques_from(techniques)
+    asked = asked_beside(plan, techniques)
     plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
     if plan is not None:
         check_world(plan.mesh)

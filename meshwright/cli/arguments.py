@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ClusterError, MeshError, PlanError, did_you_mean
+from meshwright.techniques import techniques_from
 
 if TYPE_CHECKING:
     from meshwright.cost.cluster import Cluster
@@ -85,6 +86,40 @@ def size_bytes(text: str | None) -> int | None:
     if match is None or match[2].lower() not in UNITS:
         raise PlanError(f"{text!r} is not an amount of memory", hint="--memory 70GB, 64GiB or 512MB")
     return int(float(match[1]) * UNITS[match[2].lower()])
+
+
+def techniques_of(texts: Iterable[str]) -> dict[str, Any]:
+    """``optimizer_parallel=3,micro_batches=4`` → options of `mw.plan`. Raises PlanError.
+
+    Several names as ``offload=optimizer+activations``, a budget as ``recompute=2GiB``, a policy for some modules as
+    ``recompute=blocks.*:full``.
+    """
+    found: dict[str, Any] = {}
+    for part in (part for text in texts for part in text.split(",") if part.strip()):
+        name, equals, word = (x.strip() for x in part.partition("="))
+        if not equals or not name or not word:
+            raise PlanError(
+                f"{part.strip()!r} is not name=value", hint="--with optimizer_parallel=3,micro_batches=4"
+            )
+        if name in found:
+            raise PlanError(
+                f"{name} is given twice", hint="once each: --with optimizer_parallel=3,micro_batches=4"
+            )
+        found[name] = _value(name, word)
+    techniques_from(found)
+    return found
+
+
+def _value(name: str, word: str) -> Any:
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    if name in ("offload", "keep_whole"):
+        return tuple(word.split("+"))
+    if name == "recompute" and ":" in word:
+        return dict(pair.rsplit(":", 1) for pair in word.split("+"))
+    if name == "threshold_kb":
+        return float(word) if re.fullmatch(r"\d+(\.\d+)?", word) else word
+    return size_bytes(word) if re.match(r"\d", word) else word
 
 
 def optimizer_states(name: str) -> int:

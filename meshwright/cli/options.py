@@ -20,4 +20,12 @@ ClusterOption = Annotated[
         "--cluster", metavar="CLUSTER", help="cluster.yaml, or preset:h100:2x8 (nodes x ranks of a node)."
     ),
 ]
+WithOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with",
+        metavar="TECHNIQUES",
+        help="As 'optimizer_parallel=3,micro_batches=4,recompute=full'. May be repeated.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]

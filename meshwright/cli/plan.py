@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.options import BatchOption, ClusterOption, JsonOption, ModelArgument, SequenceOption
+from meshwright.cli.options import (
+    BatchOption,
+    ClusterOption,
+    JsonOption,
+    ModelArgument,
+    SequenceOption,
+    WithOption,
+)
 from meshwright.errors import PlanError
 
 if TYPE_CHECKING:
@@ -46,6 +53,7 @@ def plan(
         list[str] | None,
         typer.Option("--pin", metavar="PIN", help="A wish, as 'blocks.*.up:n=tp'. May be repeated."),
     ] = None,
+    techniques: WithOption = None,
     batch: BatchOption = None,
     seq: SequenceOption = None,
     optimizer: Annotated[
@@ -70,12 +78,20 @@ def plan(
 
     Needs no devices and no weights. Ctrl-C ends the search with the best plan found so far.
     """
-    from meshwright.cli.arguments import mesh_sizes, open_cluster, optimizer_states, pins_of, size_bytes
+    from meshwright.cli.arguments import (
+        mesh_sizes,
+        open_cluster,
+        optimizer_states,
+        pins_of,
+        size_bytes,
+        techniques_of,
+    )
     from meshwright.cli.progress import Watch
     from meshwright.cli.screen import err
 
     states = optimizer_states(optimizer)
     limit, sizes, pins = size_bytes(memory), mesh_sizes(mesh), pins_of(pin or ())
+    asked = techniques_of(techniques or ())
     machine = open_cluster(cluster) if cluster is not None else None
     mode = mode or ("auto" if machine else PINNED if pins else "data_parallel")
     check_needs(mode, machine, limit=limit, trace=trace, mesh=sizes)
@@ -83,7 +99,7 @@ def plan(
 
     try:
         with Watch(err(), quiet=as_json) as watch:
-            made, parts = make(model, batch, seq, machine, sizes, mode, pins, limit, states, watch)
+            made, parts = make(model, batch, seq, machine, sizes, mode, pins, limit, states, watch, asked)
     except KeyboardInterrupt:
         err().print("stopped before a plan was found")
         raise typer.Exit(130) from None
@@ -133,6 +149,7 @@ def make(
     limit: int | None,
     states: int,
     watch: Watch,
+    techniques: Any,
 ) -> tuple[Plan, Partition]:
     """The plan, and the program that it gives. Raises a MeshwrightError; `watch` shows how it goes."""
     with watch.stage(OPENING):
@@ -148,7 +165,14 @@ def make(
         priced = {"cluster": machine, "memory": limit, "optimizer_states": states, "progress": watch}
     with watch.stage(SEARCHING), watch.interruptible():
         made = mw.plan(
-            opened.model, opened.batch, loss=opened.loss, mesh=sizes, mode=mode, pins=pins, **priced
+            opened.model,
+            opened.batch,
+            loss=opened.loss,
+            mesh=sizes,
+            mode=mode,
+            pins=pins,
+            **priced,
+            **techniques,
         )
     return made, lower(captured, made)
 

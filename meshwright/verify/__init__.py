@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -30,6 +30,7 @@ from meshwright.errors import RunError
 from meshwright.graph import Graph
 from meshwright.partition import Partition
 from meshwright.plan import Plan, fingerprint
+from meshwright.techniques import Options, asked_beside
 from meshwright.verify.locate import first_difference
 from meshwright.verify.report import Difference, Report, VerificationError, relative_error, take
 from meshwright.verify.runs import OPTIMIZERS, STEPS, Run, caster, default_dtype, reference, simulate
@@ -47,14 +48,18 @@ def verify(
     mode: str = "data_parallel",
     pins: Pins | None = None,
     dtype: torch.dtype = torch.float64,
+    **techniques: Unpack[Options],
 ) -> Report:
     """Prove a plan on simulated ranks. The model and the batch are not changed; random operators use their exact mode.
 
+    Without `plan` (or the path of a plan file), one is made with `mesh`, `mode`, `pins` and `techniques` as `mw.plan`
+    does.
     Raises PlanError for a plan of another model. The result says whether all is equal; `raise_if_different` insists.
     """
+    asked = asked_beside(plan, techniques)
     plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
     captured = captured_of(model, batch, loss)
-    chosen = plan if plan is not None else plan_captured(captured, mesh, mode, pins)
+    chosen = plan if plan is not None else plan_captured(captured, mesh, mode, pins, techniques=asked)
     chosen.check(captured.graph)
     wide = dtype == torch.float64
     if wide:

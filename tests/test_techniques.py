@@ -1,0 +1,95 @@
+"""The record of what a user asks for beside a mode: checked before anything is planned, kept in the plan's file."""
+
+from __future__ import annotations
+
+import pytest
+
+import meshwright as mw
+from meshwright.cli.arguments import techniques_of
+from meshwright.errors import PlanError
+from meshwright.examples import mlp
+from meshwright.techniques import NONE, techniques_from
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"optimiser_parallel": 3}, "did you mean 'optimizer_parallel'"),
+        ({"optimizer_parallel": 4}, "from 0 to 3"),
+        ({"optimizer_parallel": True}, "from 0 to 3"),
+        ({"micro_batches": 0}, "at least 1"),
+        ({"micro_batches": 2.0}, "at least 1"),
+        ({"interleave": -1}, "at least 1"),
+        ({"threshold_kb": -1}, "KiB"),
+        ({"threshold_kb": float("nan")}, "KiB"),
+        ({"keep_whole": 3}, "a list of names"),
+        ({"slice_activation": 1}, "a switch"),
+        ({"recompute": "ful"}, "did you mean 'full'"),
+        ({"recompute": -2}, "bytes of kept activations"),
+        ({"recompute": {"blocks.*": "most"}}, "'full', 'selective'"),
+        ({"offload": ("optimzer",)}, "did you mean 'optimizer'"),
+        ({"fusion": "automatic"}, "'auto'"),
+        ({"fusion": -1}, "bytes of a bucket"),
+        ({"reduce_dtype": "float32"}, "'f32'"),
+        ({"gradients": "average"}, "'mean', 'sum'"),
+    ],
+)
+def test_what_cannot_be_says_what_may(given, says):
+    with pytest.raises(PlanError) as raised:
+        techniques_from(given)
+    assert says in str(raised.value)
+    model, batch, loss = mlp.build()
+    with pytest.raises(PlanError):
+        mw.plan(model, batch, loss=loss, mesh=2, **given)
+
+
+def test_a_plan_has_its_techniques_already():
+    model, batch, loss = mlp.build()
+    plan = mw.plan(model, batch, loss=loss, mesh=2)
+    with pytest.raises(PlanError, match="beside a plan"):
+        mw.verify(model, batch, loss=loss, plan=plan, micro_batches=2)
+
+
+GIVEN = {
+    "recompute": {"blocks.*": "full", "head": ""},
+    "offload": ["optimizer"],
+    "fusion": [["up.*", "down.*"], ["head"]],
+    "keep_whole": "norm",
+    "gradients": "sum",
+}
+
+
+def test_a_record_comes_back_from_its_plain_data():
+    found = techniques_from(GIVEN)
+    assert found.offload == ("optimizer",) and found.keep_whole == ("norm",)
+    assert techniques_from(found.asked()) == found
+    assert NONE.asked() == {} and not str(NONE)
+    assert "gradients='sum'" in str(found)
+
+
+def test_the_command_line_says_the_same():
+    words = ["gradients=sum,keep_whole=norm", "recompute=blocks.*:full", "offload=optimizer+activations"]
+    assert techniques_of(words) == {
+        "gradients": "sum",
+        "keep_whole": ("norm",),
+        "recompute": {"blocks.*": "full"},
+        "offload": ("optimizer", "activations"),
+    }
+    sizes = techniques_of(
+        ["recompute=2GiB,fusion=25MiB,micro_batches=4,threshold_kb=1.5,slice_activation=true"]
+    )
+    assert sizes == {
+        "recompute": 2 << 30,
+        "fusion": 25 << 20,
+        "micro_batches": 4,
+        "threshold_kb": 1.5,
+        "slice_activation": True,
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ["micro_batches", "micro_batches=", "=3", "micro_batches=2,micro_batches=4", "x=1"]
+)
+def test_words_that_are_no_technique_are_refused(text):
+    with pytest.raises(PlanError):
+        techniques_of([text])
