@@ -4,6 +4,7 @@ python -m bench                       all of them
 python -m bench dp tp one             steps against the same scheme by hand
 python -m bench collectives           gloo on this machine
 python -m bench search [--markdown]   how long planning takes, and how good recursion is
+python -m bench techniques            what each technique costs and saves, and what was predicted
 python -m bench predict               predicted against measured steps; has options of its own: --help
 """
 
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bench import search
+from bench import search, techniques
 from bench.steps import RANKS, TITLES, Measured, measure
 
 console = Console(width=max(118, Console().width), highlight=False)
@@ -36,6 +37,9 @@ def main() -> None:
         from bench.predict import main as predict
 
         predict(sys.argv[2:])
+        return
+    if sys.argv[1:2] == ["techniques"]:
+        techniques.main(sys.argv[2:])
         return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

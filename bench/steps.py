@@ -103,7 +103,7 @@ def ours(scheme: str, case: Case) -> Step:
         heads = {f"blocks.*.attention.{part}": {"n": "tp"} for part in "qkv"}
         how["pins"] = {**how["pins"], "blocks.*.mlp.gate": {"n": "tp"}, **heads}
     step = mw.train_step(model, adamw, batches[0], loss=loss, **how)
-    return _cycled(step, batches)
+    return cycled(step, batches)
 
 
 def theirs(scheme: str, case: Case) -> Step:
@@ -140,10 +140,10 @@ def theirs(scheme: str, case: Case) -> Step:
         optimizer.step()
         return value.detach()
 
-    return _cycled(step, batches)
+    return cycled(step, batches)
 
 
-def _cycled(step: Callable[[Any], torch.Tensor], batches: list[dict[str, torch.Tensor]]) -> Step:
+def cycled(step: Callable[[Any], torch.Tensor], batches: list[dict[str, torch.Tensor]]) -> Step:
     count = 0
 
     def run() -> torch.Tensor:
@@ -200,7 +200,7 @@ def _measure(scheme: str, case: Case, rounds: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in pair}
     for number in range(rounds):
         for name in pair if number % 2 == 0 else reversed(pair):
-            seconds[name].append(_timed(pair[name]))
+            seconds[name].append(timed(pair[name]))
     pair.clear()
     memory = [peak_bytes(lambda b=build: b(scheme, case)) for build in (ours, theirs)]
     return {
@@ -221,7 +221,7 @@ def _mean(scheme: str, loss: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def _timed(step: Step) -> float:
+def timed(step: Step) -> float:
     """Seconds of one step on the slowest rank."""
     gc.collect()
     if dist.is_initialized():

@@ -57,7 +57,7 @@ class TrainStep:
     def __init__(self, local: LocalStep, parts: Partition) -> None:
         # The model is not kept: the whole weights of parameters that are cut can be freed with it.
         self.local, self.plan = local, parts.plan
-        self._parts = parts
+        self.parts = parts
 
     @property
     def mesh(self) -> Mesh:
@@ -72,7 +72,7 @@ class TrainStep:
     @property
     def program(self) -> ProgramText:
         """What this rank runs, with every collective of forward and backward, its axis and its bytes."""
-        return ProgramText(self.local.graph, self._parts, self.local.bucket_summary())
+        return ProgramText(self.local.graph, self.parts, self.local.bucket_summary())
 
     @property
     def module(self) -> torch.fx.GraphModule:
