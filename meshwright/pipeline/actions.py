@@ -1,0 +1,97 @@
+"""A schedule is data: for each pipeline rank, the list of what it does, in order.
+
+A *stage* is a stretch of the model; a rank may hold several (interleaved schedules call them chunks). Stages are
+numbered along the model, so values go from stage s to s + 1 and gradients back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+FORWARD, BACKWARD = "forward", "backward"
+BACKWARD_INPUT, BACKWARD_WEIGHT = "backward_input", "backward_weight"
+COMPUTE = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+MESSAGES = ("receive_value", "send_value", "receive_gradient", "send_gradient")
+KINDS = (*COMPUTE, *MESSAGES, "reduce", "update")
+SHORT = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W"}
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that a rank does. ``backward`` is both halves at once: the gradient of what came in
+    (``backward_input``) and of the weights (``backward_weight``)."""
+
+    kind: str
+    stage: int = 0
+    micro_batch: int = 0
+
+    def __str__(self) -> str:
+        if self.kind not in (*COMPUTE, *MESSAGES):
+            return self.kind
+        return f"{self.kind}({self.stage}, {self.micro_batch})"
+
+    @property
+    def short(self) -> str:
+        """``F3``: forward of micro-batch 3, for drawings."""
+        return f"{SHORT.get(self.kind, self.kind)}{self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`actions`: rank → its list. `ranks`: stage → the rank that holds it. A user may build one of their own; `play`
+    says whether it can run."""
+
+    name: str
+    ranks: tuple[int, ...]
+    micro_batches: int
+    actions: tuple[tuple[Action, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        """How many stages the model is cut into."""
+        return len(self.ranks)
+
+    def held_by(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank."""
+        return tuple(stage for stage, at in enumerate(self.ranks) if at == rank)
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether it trains; one that only goes forward is for inference."""
+        return any(a.kind in (BACKWARD, BACKWARD_INPUT) for actions in self.actions for a in actions)
+
+    def __str__(self) -> str:
+        head = f"{self.name}: {self.stages} stages on {len(self.actions)} ranks, {self.micro_batches} micro-batches"
+        lists = (f"rank {rank}: {', '.join(map(str, actions))}" for rank, actions in enumerate(self.actions))
+        return "\n".join([head, *lists])
+
+
+def with_messages(schedule: Schedule) -> Schedule:
+    """The schedule with what is sent and received between stages of different ranks: receives right before the action
+    that needs them (the runtime posts them earlier), sends right after the one that made the value."""
+    return Schedule(
+        schedule.name,
+        schedule.ranks,
+        schedule.micro_batches,
+        tuple(tuple(_with_messages(schedule, actions)) for actions in schedule.actions),
+    )
+
+
+def _with_messages(schedule: Schedule, actions: Iterable[Action]) -> Iterable[Action]:
+    last = schedule.stages - 1
+    for action in actions:
+        s, m = action.stage, action.micro_batch
+        before = s > 0 and schedule.ranks[s - 1] != schedule.ranks[s]
+        after = s < last and schedule.ranks[s + 1] != schedule.ranks[s]
+        match action.kind:
+            case "forward":
+                yield from (Action("receive_value", s, m) for _ in range(before))
+                yield action
+                yield from (Action("send_value", s, m) for _ in range(after))
+            case "backward" | "backward_input":
+                yield from (Action("receive_gradient", s, m) for _ in range(after))
+                yield action
+                yield from (Action("send_gradient", s, m) for _ in range(before))
+            case _:
+                yield action
