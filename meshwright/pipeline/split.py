@@ -1,0 +1,272 @@
+"""Cutting a graph into stages: at any edge, so that the slowest stage is as quick as it can be.
+
+Exact over contiguous stretches of the graph's own order, by dynamic programming over places to cut: first the least
+possible time of the slowest stage, then, among all splits within a percent of that, the one that sends the fewest
+bytes. Where a graph has very many places, those with the fewest bytes across are looked at, and enough others.
+
+Operators that depend on the batch's integers and on constants alone (masks, positions, rotary tables) belong to no
+stage: each that reads them makes its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.errors import PlanError
+from meshwright.graph import Graph, Node
+
+PLACES = 768  # of which the bottleneck is exact; more are thinned out
+SLACK = 0.01  # how much slower than the best the slowest stage may be, for fewer bytes across
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What stages are made of. `seconds`: node → forward and backward of one micro-batch. `held`: node → bytes that it
+    keeps for backward, of one micro-batch. `state`: parameter (name of the input) → bytes with gradient and optimizer
+    states. `link`: seconds that so many bytes take to the next stage."""
+
+    seconds: Mapping[str, float]
+    held: Mapping[str, float]
+    state: Mapping[str, float]
+    link: Callable[[float], float]
+
+
+@dataclass(frozen=True)
+class Split:
+    """`of`: node → its stage; those of `copied` belong to every stage that reads them. `seconds`: of each stage, with
+    what it sends. `crossing`: for each cut, the values that cross it. `memory`: bytes of each stage."""
+
+    of: Mapping[str, int]
+    copied: frozenset[str]
+    seconds: tuple[float, ...]
+    crossing: tuple[tuple[str, ...], ...]
+    memory: tuple[float, ...]
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return len(self.seconds)
+
+
+def split(
+    graph: Graph,
+    stages: int,
+    costs: Costs,
+    *,
+    pins: Mapping[str, int] | None = None,
+    limit_bytes: float = math.inf,
+    in_flight: Sequence[int] = (),
+) -> Split:
+    """Cut a graph into so many stages. `pins`: node → the stage that the user wants it in. `in_flight`: micro-batches
+    of which each stage holds the activations at once (by default one), for `limit_bytes` per rank.
+
+    Raises PlanError when there are too few operators, pins go backward, or no split fits into the memory.
+    """
+    copied = batch_only(graph)
+    nodes = [n for n in graph.nodes if n.name not in copied]
+    if stages < 1 or stages > len(nodes):
+        raise PlanError(
+            f"{stages} pipeline stages for a model of {len(nodes)} operators",
+            why="each stage needs at least one",
+            hint=f"pipeline={min(max(len(nodes) // 4, 1), 4)}",
+        )
+    wishes = {name: stage for name, stage in (pins or {}).items() if name not in copied}
+    room = _Room(graph, nodes, costs)
+    places = room.places(stages, wishes)
+    cost = room.seconds(places)
+    allowed = [_allowed(nodes, places, wishes, stage) for stage in range(stages)]
+    _check_order(nodes, wishes, stages)
+    flights = tuple(in_flight) or (1,) * stages
+    memory = [room.memory(places, flights[stage]) for stage in range(stages)]
+    fits = [ok & (m <= limit_bytes) for ok, m in zip(allowed, memory, strict=True)]
+    least, _ = _shortest([np.where(ok, cost, np.inf) for ok in fits], np.maximum)
+    if math.isinf(least):
+        raise _no_split(nodes, places, allowed, memory, limit_bytes, stages)
+    enough = least * (1 + SLACK)
+    sent = room.crossing[places][None, :] + np.zeros_like(cost)  # what leaves at the end of a stage
+    _, ends = _shortest([np.where(ok & (cost <= enough), sent, np.inf) for ok in fits], np.add)
+    edges = [0, *ends]
+    of = {nodes[n].name: s for s in range(stages) for n in range(places[edges[s]], places[edges[s + 1]])}
+    return Split(
+        of,
+        copied,
+        tuple(float(cost[a, b]) for a, b in itertools.pairwise(edges)),
+        tuple(crossing(graph, of, cut) for cut in range(1, stages)),
+        tuple(float(memory[s][a, b]) for s, (a, b) in enumerate(itertools.pairwise(edges))),
+    )
+
+
+def batch_only(graph: Graph) -> frozenset[str]:
+    """The nodes that need neither a parameter nor a gradient nor a buffer that the step replaces."""
+    replaced = {target for target, _ in graph.mutations}
+    known = {
+        i.name
+        for i in graph.inputs
+        if (i.role in ("batch", "constant") and not i.needs_grad)
+        or (i.role == "buffer" and i.target not in replaced)
+    }
+    found: set[str] = set()
+    for node in graph.nodes:
+        # What reads nothing at all (an arange) is made anew as well.
+        if known.issuperset(node.uses) and not any(node.needs_grad):
+            known.update(node.values)
+            found.add(node.name)
+    ends = {v for _, v in (*graph.outputs, *graph.mutations)}
+    return frozenset(n.name for n in graph.nodes if n.name in found and not ends.intersection(n.values))
+
+
+def crossing(graph: Graph, of: Mapping[str, int], cut: int) -> tuple[str, ...]:
+    """The values that a stage before `cut` makes and that `cut` or a later one reads."""
+    return tuple(
+        value
+        for node in graph.nodes
+        if of.get(node.name, cut) < cut
+        for value in node.values
+        if any(of.get(reader.name, -1) >= cut for reader, _ in graph.consumers[value])
+    )
+
+
+class _Room:
+    """Seconds and bytes of every stretch of nodes, from sums over the nodes before each place."""
+
+    def __init__(self, graph: Graph, nodes: Sequence[Node], costs: Costs) -> None:
+        self.nodes, self.costs = nodes, costs
+        at = {node.name: n for n, node in enumerate(nodes)}
+        self.time = _sums(costs.seconds.get(n.name, 0.0) for n in nodes)
+        self.held = _sums(costs.held.get(n.name, 0.0) for n in nodes)
+        across = np.zeros(len(nodes) + 2)
+        for n, node in enumerate(nodes):
+            for value in node.values:
+                last = max((at[r.name] for r, _ in graph.consumers[value] if r.name in at), default=n)
+                both = 2 if value in graph.needs_grad else 1  # the gradient comes back
+                across[n + 1] += both * graph.types[value].size_bytes
+                across[last + 1] -= both * graph.types[value].size_bytes
+        self.crossing = np.cumsum(across)[: len(nodes) + 1]
+        self.uses = {
+            entry.name: sorted({at[r.name] for r, _ in graph.consumers[entry.name] if r.name in at})
+            for entry in graph.input_of("parameter")
+        }
+
+    def places(self, stages: int, wishes: Mapping[str, int]) -> np.ndarray:
+        """Places at which a stage may begin or end: before the node of that number."""
+        count = len(self.nodes)
+        every = np.arange(count + 1)
+        if count < PLACES:
+            return every
+        pinned = [n for n, node in enumerate(self.nodes) if node.name in wishes]
+        edges = {0, count, *pinned, *(n + 1 for n in pinned)}
+        even = np.searchsorted(self.time, np.linspace(0.0, self.time[-1], PLACES // 2))
+        narrow = np.argsort(self.crossing, kind="stable")[: PLACES // 2]
+        return np.array(sorted({*edges, *even.tolist(), *narrow.tolist()}))
+
+    def seconds(self, places: np.ndarray) -> np.ndarray:
+        """[from, to] → seconds of the stage between two places, with half of what it exchanges at either end."""
+        link = np.array([self.costs.link(b) if b else 0.0 for b in self.crossing[places]]) / 2
+        spans = self.time[places][None, :] - self.time[places][:, None]
+        return np.where(_forward(places), spans + link[:, None] + link[None, :], np.inf)
+
+    def memory(self, places: np.ndarray, flights: int) -> np.ndarray:
+        """[from, to] → bytes of the stage between two places with so many micro-batches in flight."""
+        held = (self.held[places][None, :] - self.held[places][:, None]) * flights
+        once = np.zeros(len(self.nodes) + 1)
+        shared = np.zeros_like(held)
+        for name, uses in self.uses.items():
+            size = self.costs.state.get(name, 0.0)
+            if len(uses) == 1:
+                once[uses[0] + 1] += size
+            elif uses:  # a parameter with several readers counts once wherever at least one of them is
+                first = np.searchsorted(uses, places)
+                shared += size * (first[None, :] > first[:, None])
+        sums = np.cumsum(once)[places]
+        return np.where(_forward(places), held + shared + sums[None, :] - sums[:, None], np.inf)
+
+
+def _sums(values) -> np.ndarray:
+    return np.concatenate([[0.0], np.cumsum(np.fromiter(values, dtype=float))])
+
+
+def _forward(places: np.ndarray) -> np.ndarray:
+    return places[:, None] < places[None, :]
+
+
+def _shortest(costs: Sequence[np.ndarray], join: np.ufunc) -> tuple[float, list[int]]:
+    """Through all places with one step a stage: the least joined cost, and where each stage ends."""
+    count = costs[0].shape[0]
+    best = np.full(count, np.inf)
+    best[0] = -np.inf if join is np.maximum else 0.0
+    back: list[np.ndarray] = []
+    for cost in costs:
+        total = join(best[:, None], cost)
+        back.append(np.argmin(total, axis=0))
+        best = total[back[-1], np.arange(count)]
+    ends = [count - 1]
+    for came in reversed(back):
+        ends.append(int(came[ends[-1]]))
+    return float(best[-1]), ends[-2::-1]
+
+
+# ---------------------------------------------------------------- what the user wants, and what cannot be
+
+
+def _allowed(nodes: Sequence[Node], places: np.ndarray, wishes: Mapping[str, int], stage: int) -> np.ndarray:
+    """[from, to] → whether the stretch has all nodes that are wanted in this stage, and none of another."""
+    mine = _sums(float(wishes.get(n.name) == stage) for n in nodes)
+    others = _sums(float(wishes.get(n.name, stage) != stage) for n in nodes)
+    has = mine[places][None, :] - mine[places][:, None] == mine[-1]
+    free = others[places][None, :] - others[places][:, None] == 0
+    return has & free & _forward(places)
+
+
+def _check_order(nodes: Sequence[Node], wishes: Mapping[str, int], stages: int) -> None:
+    latest: tuple[int, Node] | None = None
+    for node in nodes:
+        stage = wishes.get(node.name)
+        if stage is None:
+            continue
+        if not 0 <= stage < stages:
+            raise PlanError(
+                f"{node.module or '%' + node.name} is wanted in stage {stage}",
+                why=f"there are {stages} stages, from 0 to {stages - 1}",
+                where=node.where,
+            )
+        if latest is not None and stage < latest[0]:
+            raise PlanError(
+                f"{node.module or '%' + node.name} is wanted in stage {stage}, "
+                f"after {latest[1].module or '%' + latest[1].name} in stage {latest[0]}",
+                why="values go from a stage to a later one",
+                where=node.where,
+                hint="stages that grow in the order in which the model runs",
+            )
+        latest = (stage, node)
+
+
+def _no_split(
+    nodes: Sequence[Node],
+    places: np.ndarray,
+    allowed: Sequence[np.ndarray],
+    memory: Sequence[np.ndarray],
+    limit: float,
+    stages: int,
+) -> PlanError:
+    least, ends = _shortest(
+        [np.where(ok, m, np.inf) for ok, m in zip(allowed, memory, strict=True)], np.maximum
+    )
+    if math.isinf(least):
+        return PlanError(
+            f"the pins leave no operator for one of {stages} stages",
+            hint="fewer stages, or fewer pins",
+        )
+    edges = [0, *ends]
+    worst = max(range(stages), key=lambda s: memory[s][edges[s], edges[s + 1]])
+    first, last = nodes[places[edges[worst]]], nodes[places[edges[worst + 1]] - 1]
+    return PlanError(
+        f"no split into {stages} stages fits into {limit / 1e9:.3g} GB a rank",
+        why=f"at best stage {worst} needs {least / 1e9:.3g} GB: from %{first.name} to %{last.name}",
+        where=first.where,
+        hint="more stages, recompute, or fewer micro-batches in flight (1f1b holds the fewest)",
+    )
