@@ -33,6 +33,8 @@ DTYPES: dict[str, int] = {  # our short name → bytes of one element
 ROLES = ("parameter", "buffer", "constant", "batch")
 PIN = "meshwright.pin.default"  # the mark an annotation leaves: an identity
 RESHARD = "meshwright.reshard"  # a change of layout: an identity in global shapes
+START = "meshwright.start"  # one or several reshards under way, in a rank's program; its result is a token
+WAIT = "meshwright.wait"  # the end of one of them: the value in its new layout
 
 
 @dataclass(frozen=True, slots=True)

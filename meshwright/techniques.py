@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -79,11 +80,25 @@ class Techniques:
             given["recompute"] = dict(self.recompute)
         return given
 
+    def fusion_group(self, *names: str) -> int:
+        """The number of the fusion group of a parameter, by its name in the model and those it is tied to; -1 where
+        there is none."""
+        for number, patterns in enumerate(self.fusion if isinstance(self.fusion, tuple) else ()):
+            if any(matches(pattern, name) for pattern in patterns for name in names):
+                return number
+        return -1
+
     def __str__(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.asked().items())
 
 
 NONE = Techniques()
+
+
+def matches(pattern: str, parameter: str) -> bool:
+    """Whether a pattern names a parameter, its module or a module around it."""
+    parts = parameter.split(".")
+    return any(fnmatch.fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
 
 
 def techniques_from(given: Mapping[str, Any]) -> Techniques:

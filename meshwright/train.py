@@ -138,7 +138,7 @@ def train_step(
     cluster: Cluster | None = None,
     memory: float | None = None,
     clip_norm: float | None = None,
-    bucket_bytes: int = 25 << 20,
+    bucket_bytes: int | None = None,
     seed: int = 0,
     exact_random: bool = False,
     cache: str | Path | None = None,

@@ -8,21 +8,28 @@ from typing import TypeVar
 import numpy as np
 
 from meshwright.mesh import Mesh
-from meshwright.redistribute.buckets import BUCKET_BYTES
+from meshwright.redistribute.buckets import fused_bytes
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import wire_elements
 
 Amount = TypeVar("Amount", float, np.ndarray)
 
 
-def reduction_seconds(size_bytes: Amount, axes: Sequence[str], mesh: Mesh, prices: Prices) -> Amount:
+def reduction_seconds(
+    size_bytes: Amount, axes: Sequence[str], mesh: Mesh, prices: Prices, bucket_bytes: int | None = None
+) -> Amount:
     """Seconds to all-reduce gradients of `size_bytes` (one number, or an array) over some axes.
 
-    A gradient pays its share of a full bucket of 25 MiB, latency included: ``bytes / rate + latency · bytes / 25 MiB``,
-    since small gradients wait for each other and start together. Axes of size 1 cost nothing.
+    A gradient pays its share of a full bucket, latency included: ``bytes / rate + latency · bytes / bucket``, since
+    small gradients wait for each other and start together. `bucket_bytes` are by default those that suit the link; with
+    0 each gradient pays a latency of its own. Axes of size 1 cost nothing.
     """
     axes = tuple(a for a in axes if mesh.sizes[a] > 1)
     if not axes:
         return size_bytes * 0.0
-    sent = wire_elements("all_reduce", mesh.count(axes), BUCKET_BYTES, BUCKET_BYTES)
-    return size_bytes * (prices.seconds("all_reduce", mesh, axes, sent) / BUCKET_BYTES)
+    full = fused_bytes("all_reduce", mesh, axes, prices) if bucket_bytes is None else bucket_bytes
+    if not full:
+        latency, per_byte = prices.law("all_reduce", mesh, axes)
+        return latency + size_bytes * (wire_elements("all_reduce", mesh.count(axes), 1, 1) * per_byte)
+    sent = wire_elements("all_reduce", mesh.count(axes), full, full)
+    return size_bytes * (prices.seconds("all_reduce", mesh, axes, sent) / full)

@@ -30,5 +30,6 @@ def pending_gradients(parts: Partition) -> tuple[Gradient, ...]:
         if entry.role == "parameter" and entry.needs_grad and axes and users:
             size = math.prod(layout.local_shape(mesh, at)) * DTYPES[entry.type.dtype]
             fresh = all(node.op in MAKES_GRADIENT for node, _ in users)
-            found.append(Gradient(entry.name, axes, entry.type.dtype, size, fresh))
+            group = parts.plan.techniques.fusion_group(entry.target, *entry.ties)
+            found.append(Gradient(entry.name, axes, entry.type.dtype, size, fresh, group))
     return tuple(found)

@@ -16,11 +16,12 @@ from meshwright.cost.saved import saved
 from meshwright.cost.strides import copying_views
 from meshwright.graph import DTYPES, RESHARD, Graph, Node
 from meshwright.partition import Partition
+from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.heap import Heap, Storage
 from meshwright.partition.moves import moved
 from meshwright.partition.workspace import gradients_of, workspace
-from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES, fill
+from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES, BucketBytes, fill
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def peak(
     *,
     optimizer: Optimizer = ADAMW,
     device: str = "cpu",
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: BucketBytes | None = None,
     staged: bool | None = None,
 ) -> Peak:
     """The peak of a rank's step. `device` decides, as in the runtime, which gradients are reduced where they lie.
@@ -103,7 +104,7 @@ class _Walk:
         rank: int,
         optimizer: Optimizer,
         device: str,
-        bucket_bytes: int,
+        bucket_bytes: BucketBytes | None,
         staged: bool,
     ) -> None:
         self.staged = staged
@@ -121,7 +122,8 @@ class _Walk:
         self.missing = {n: len(self.graph.consumers[n]) for n in self.trained}
         self.placed: set[str] = set()  # parameters whose gradient goes into a bucket's buffer
         described = pending_gradients(parts)
-        self.groups = fill(described, bucket_bytes, ALONE_BYTES.get(device, bucket_bytes))
+        bucket_bytes = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
+        self.groups = fill(described, bucket_bytes, ALONE_BYTES.get(device, BUCKET_BYTES))
 
     def run(self) -> Peak:
         self.start()

@@ -28,6 +28,7 @@ from meshwright.ops.local.cut import Cut
 from meshwright.ops.strategy import Ports
 from meshwright.ops.talk import Talk, kernel_talk
 from meshwright.partition import RESHARD, Partition
+from meshwright.partition.fusion import sizes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.redistribute.prices import Prices, total_seconds
 from meshwright.redistribute.steps import origin, wire_elements
@@ -183,8 +184,11 @@ def parameter_prices(
 ) -> dict[str, tuple[float, float]]:
     """Seconds to reduce the gradient of each trained parameter in a bucket, and to update what the rank holds of it."""
     at = origin(mesh)
+    bucket = sizes(parts.plan)
     reduced = {
-        g.name: reduction_seconds(float(g.size_bytes), g.axes, mesh, cluster.prices)
+        g.name: reduction_seconds(
+            float(g.size_bytes), g.axes, mesh, cluster.prices, bucket("all_reduce", g.axes)
+        )
         for g in pending_gradients(parts)
     }
     found: dict[str, tuple[float, float]] = {}

@@ -18,17 +18,18 @@ from meshwright.mesh import Mesh
 from meshwright.ops.talk import kernel_talk
 from meshwright.partition import RESHARD, Partition
 from meshwright.partition.again import VIEWS
+from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.localize import late_values
 from meshwright.partition.price import made_again, node_prices, on_cluster, parameter_prices
 from meshwright.redistribute import Step
-from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES, Group, fill
+from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES, BucketBytes, Group, fill
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import COLLECTIVES, origin, wire_bytes, wire_elements
 
 
 def simulate(
-    parts: Partition, cluster: Cluster, optimizer_states: int = 2, *, bucket_bytes: int = BUCKET_BYTES
+    parts: Partition, cluster: Cluster, optimizer_states: int = 2, *, bucket_bytes: BucketBytes | None = None
 ) -> Timeline:
     """The timeline of one training step under a plan. `optimizer_states`: moments per parameter (2 for Adam)."""
     tasks = step_tasks(parts, cluster, optimizer_states, bucket_bytes=bucket_bytes)
@@ -36,12 +37,13 @@ def simulate(
 
 
 def step_tasks(
-    parts: Partition, cluster: Cluster, optimizer_states: int = 2, *, bucket_bytes: int = BUCKET_BYTES
+    parts: Partition, cluster: Cluster, optimizer_states: int = 2, *, bucket_bytes: BucketBytes | None = None
 ) -> tuple[Task, ...]:
     """The tasks of one training step in the order in which the host issues them."""
     mesh = on_cluster(parts.plan.mesh, cluster)
     local = parts.local(mesh.rank(origin(mesh)))
-    alone = ALONE_BYTES.get(cluster.device_type, bucket_bytes)
+    alone = ALONE_BYTES.get(cluster.device_type, BUCKET_BYTES)
+    bucket_bytes = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
     groups = fill(pending_gradients(parts), bucket_bytes, alone)
     step = _Step(parts, local, mesh, cluster)
     step.forward()

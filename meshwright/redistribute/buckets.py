@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+from meshwright.mesh import Mesh
+from meshwright.redistribute.prices import Prices
+from meshwright.redistribute.steps import wire_elements
 
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early
 # Kind of device → the size from which a gradient is a group of its own where it can be; others: that of a bucket.
 # On a CPU a copy of 2 MB takes longer than one more collective; on a GPU copies are all but free.
 ALONE_BYTES = {"cpu": 2 << 20}
+LATENCY_SHARE = 0.05  # of the time of a bucket that is large enough
+LEAST_BYTES, MOST_BYTES = 1 << 20, 100 << 20  # a larger bucket would leave too much for after backward
+
+# The bytes of a bucket: one number, or by the axes over which it is reduced.
+BucketBytes = int | Callable[[tuple[str, ...]], int]
+
+
+def fused_bytes(kind: str, mesh: Mesh, axes: Sequence[str], prices: Prices) -> int:
+    """The bytes (of the whole tensor) from which a collective's latency is less than a twentieth of its time; between
+    1 and 100 MiB, and 25 MiB where the link is not known."""
+    latency, per_byte = prices.law(kind, mesh, axes)
+    if not (math.isfinite(latency) and math.isfinite(per_byte) and per_byte > 0):
+        return BUCKET_BYTES
+    members = mesh.count(axes)
+    sent_share = wire_elements(kind, members, 1, 1) / (
+        members if kind in ("all_gather", "reduce_scatter") else 1
+    )
+    enough = latency * (1 / LATENCY_SHARE - 1) / (per_byte * sent_share) if sent_share else 0.0
+    return min(max(int(enough), LEAST_BYTES), MOST_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """A gradient to be added up over `axes`. `fresh`: nobody else holds the tensor, so it may be reduced in place."""
+    """A gradient to be added up over `axes`. `fresh`: nobody else holds the tensor, so it may be reduced in place.
+    `group`: the number of the bucket that the user put it into, -1 where there is none."""
 
     name: str
     axes: tuple[str, ...]
     dtype: str
     size_bytes: int
     fresh: bool = False
+    group: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,29 +64,34 @@ class Group:
 
 
 def fill(
-    pending: Sequence[Gradient], bucket_bytes: int = BUCKET_BYTES, alone_bytes: int = BUCKET_BYTES
+    pending: Sequence[Gradient], bucket_bytes: BucketBytes = BUCKET_BYTES, alone_bytes: int = BUCKET_BYTES
 ) -> tuple[Group, ...]:
     """Groups in the order in which backward is expected to fill them: the reverse of the parameters'.
 
-    A fresh gradient of `alone_bytes` or more is a group of its own.
+    A fresh gradient of `alone_bytes` or more is a group of its own, unless the user has put it into one.
     """
     return tuple(_fill(pending, bucket_bytes, alone_bytes))
 
 
-def _fill(pending: Sequence[Gradient], bucket_bytes: int, alone_bytes: int) -> Iterator[Group]:
-    groups: dict[tuple[tuple[str, ...], str], list[Gradient]] = {}
+def _fill(pending: Sequence[Gradient], bucket_bytes: BucketBytes, alone_bytes: int) -> Iterator[Group]:
+    groups: dict[tuple[tuple[str, ...], str, int], list[Gradient]] = {}
     made = 0
     for gradient in reversed(pending):
-        if gradient.fresh and gradient.size_bytes >= alone_bytes:
+        if gradient.group < 0 and gradient.fresh and gradient.size_bytes >= alone_bytes:
             made += 1
             yield Group(gradient.axes, (gradient,), alone=True)
             continue
-        key = (gradient.axes, gradient.dtype)
+        key = (gradient.axes, gradient.dtype, gradient.group)
         group = groups.setdefault(key, [])
         group.append(gradient)
-        limit = min(FIRST_BUCKET_BYTES, bucket_bytes) if made == 0 else bucket_bytes
-        if sum(g.size_bytes for g in group) >= limit:
+        if gradient.group >= 0:  # complete when the first of the program has come
+            full = len(group) == sum((g.axes, g.dtype, g.group) == key for g in pending)
+        else:
+            limit = bucket_bytes if isinstance(bucket_bytes, int) else bucket_bytes(gradient.axes)
+            limit = min(FIRST_BUCKET_BYTES, limit) if made == 0 else limit
+            full = sum(g.size_bytes for g in group) >= limit
+        if full:
             made += 1
             yield Group(gradient.axes, tuple(groups.pop(key)))
-    for (axes, _), group in groups.items():
+    for (axes, _, _), group in groups.items():
         yield Group(axes, tuple(group))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES, Gradient, Group, fill
+from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES, BucketBytes, Gradient, Group, fill
 from meshwright.runtime.communicator import Communicator, Work
 
 Pending = tuple[torch.nn.Parameter, tuple[str, ...]]  # a parameter and the axes of its gradient
@@ -48,7 +48,7 @@ class GradientBuckets:
         comm: Communicator,
         pending: Sequence[Pending],
         uses: Mapping[int, int] | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: BucketBytes = BUCKET_BYTES,
         described: Sequence[Gradient] | None = None,
     ) -> None:
         """`pending`: parameters with the axes of their gradients, in forward order. `uses`: id of a parameter → the
@@ -120,7 +120,7 @@ class GradientBuckets:
 
 
 def _buckets(
-    pending: Sequence[Pending], bucket_bytes: int, described: Sequence[Gradient] | None
+    pending: Sequence[Pending], bucket_bytes: BucketBytes, described: Sequence[Gradient] | None
 ) -> Iterator[Bucket]:
     """The buckets of the shared rule (`redistribute/buckets.py`), with their memory."""
     if not pending:
@@ -131,7 +131,7 @@ def _buckets(
             for n, (p, axes) in enumerate(pending)
         ]
     of = {g.name: p for g, (p, _) in zip(described, pending, strict=True)}
-    alone = ALONE_BYTES.get(pending[0][0].device.type, bucket_bytes)
+    alone = ALONE_BYTES.get(pending[0][0].device.type, BUCKET_BYTES)
     for group in fill(described, bucket_bytes, alone):
         yield _bucket(group, [of[g.name] for g in group.members])
 

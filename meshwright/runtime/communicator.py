@@ -7,7 +7,7 @@ of a collective is the ranks that differ from this one along some mesh axes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,6 +33,17 @@ class Done:
     def wait(self) -> torch.Tensor:
         """The result."""
         return self.result
+
+
+@dataclass
+class Later:
+    """A collective under way whose result is put together when it is waited for, which is done once."""
+
+    finish: Callable[[], torch.Tensor]
+
+    def wait(self) -> torch.Tensor:
+        """The result."""
+        return self.finish()
 
 
 class Communicator(Protocol):
@@ -62,6 +73,21 @@ class Communicator(Protocol):
     ) -> torch.Tensor:
         """Send consecutive stretches of a flat tensor, `send[m]` elements to member m; receive `receive[m]`
         from each."""
+        ...
+
+    def all_gather_start(self, x_n: torch.Tensor, axes: Sequence[str]) -> Work:
+        """Start an `all_gather`. Until it is waited for nobody writes to `x_n`; so with the two below. All members
+        start their collectives in one order, and wait in any."""
+        ...
+
+    def reduce_scatter_start(self, x_mn: torch.Tensor, axes: Sequence[str]) -> Work:
+        """Start a `reduce_scatter`."""
+        ...
+
+    def all_to_all_start(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
+    ) -> Work:
+        """Start an `all_to_all`."""
         ...
 
 
@@ -108,12 +134,16 @@ class SimulatedWorld:
             raise self._failed
         return results
 
-    def exchange(self, key: Any, rank: int, group: Sequence[int], value: Any) -> dict[int, Any]:
+    def bring(self, key: Any, rank: int, value: Any) -> None:
+        """Lay down a rank's value for the members of its group, without waiting for theirs."""
+        with self._lock:
+            self._slots.setdefault(key, {})[rank] = value
+            self._lock.notify_all()
+
+    def take(self, key: Any, rank: int, group: Sequence[int]) -> dict[int, Any]:
         """Everybody's value once all members of the group have brought theirs."""
         with self._lock:
-            slot = self._slots.setdefault(key, {})
-            slot[rank] = value
-            self._lock.notify_all()
+            slot = self._slots[key]
             while len(slot) < len(group):
                 if self._failed is not None:
                     raise Aborted
@@ -147,57 +177,86 @@ class SimulatedRank:
         """The mesh of the world."""
         return self.world.mesh
 
-    def _share(self, value: Any, axes: Sequence[str]) -> tuple[tuple[int, ...], dict[int, Any]]:
+    def _start(
+        self,
+        value: Any,
+        axes: Sequence[str],
+        finish: Callable[[Mapping[int, Any], Sequence[int]], torch.Tensor],
+    ) -> Work:
+        """Bring a value; `finish` makes the result of everybody's values and the group once they are waited for."""
         group = self.mesh.group(self.rank, axes)
         kept = tuple(sorted(group))
         number = self._numbers[kept] = self._numbers.get(kept, 0) + 1
-        return group, self.world.exchange((kept, number), self.rank, group, value)
+        self.world.bring((kept, number), self.rank, value)
+        return Later(lambda: finish(self.world.take((kept, number), self.rank, group), group))
 
     def all_reduce(self, x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> torch.Tensor:
         """See `Communicator`. Adds in group order, so that all members get the same bits."""
-        _, values = self._share(x.detach().clone(), axes)
-        total = values[min(values)].clone()
-        for rank in sorted(values)[1:]:
-            match op:
-                case "sum":
-                    total += values[rank]
-                case "max":
-                    total = torch.maximum(total, values[rank])
-                case "min":
-                    total = torch.minimum(total, values[rank])
-                case _:
-                    raise AssertionError(op)
-        return total
+        return self._start(x.detach().clone(), axes, lambda values, _: _reduced(values, op)).wait()
 
     def all_reduce_start(self, x: torch.Tensor, axes: Sequence[str]) -> Work:
         """See `Communicator`."""
-        return Done(x.copy_(self.all_reduce(x, axes)))
+        return self._start(x.detach().clone(), axes, lambda values, _: x.copy_(_reduced(values)))
 
     def all_gather(self, x_n: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
         """See `Communicator`."""
-        group, values = self._share(x_n.detach().clone(), axes)
-        return torch.stack([values[r] for r in group])
+        return self.all_gather_start(x_n, axes).wait()
+
+    def all_gather_start(self, x_n: torch.Tensor, axes: Sequence[str]) -> Work:
+        """See `Communicator`."""
+        return self._start(
+            x_n.detach().clone(), axes, lambda values, group: torch.stack([values[r] for r in group])
+        )
 
     def reduce_scatter(self, x_mn: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
         """See `Communicator`."""
-        group, values = self._share(x_mn.detach().clone(), axes)
-        mine = group.index(self.rank)
-        total = values[min(values)][mine].clone()
-        for rank in sorted(values)[1:]:
-            total += values[rank][mine]
-        return total
+        return self.reduce_scatter_start(x_mn, axes).wait()
+
+    def reduce_scatter_start(self, x_mn: torch.Tensor, axes: Sequence[str]) -> Work:
+        """See `Communicator`."""
+
+        def finish(values: Mapping[int, torch.Tensor], group: Sequence[int]) -> torch.Tensor:
+            mine = group.index(self.rank)
+            return _reduced({rank: rows[mine] for rank, rows in values.items()})
+
+        return self._start(x_mn.detach().clone(), axes, finish)
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
     ) -> torch.Tensor:
         """See `Communicator`."""
-        group, values = self._share(x.detach().clone().split(list(send)), axes)
-        mine = group.index(self.rank)
-        received = [values[r][mine] for r in group]
-        assert [r.numel() for r in received] == list(receive), (
-            "members disagree about the sizes of an all-to-all"
-        )
-        return torch.cat(received)
+        return self.all_to_all_start(x, send, receive, axes).wait()
+
+    def all_to_all_start(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
+    ) -> Work:
+        """See `Communicator`."""
+
+        def finish(values: Mapping[int, Sequence[torch.Tensor]], group: Sequence[int]) -> torch.Tensor:
+            mine = group.index(self.rank)
+            received = [values[r][mine] for r in group]
+            assert [r.numel() for r in received] == list(receive), (
+                "members disagree about the sizes of an all-to-all"
+            )
+            return torch.cat(received)
+
+        return self._start(x.detach().clone().split(list(send)), axes, finish)
+
+
+def _reduced(values: Mapping[int, torch.Tensor], op: str = "sum") -> torch.Tensor:
+    """A new tensor: what ranks hold, put together in the order of the ranks."""
+    total = values[min(values)].clone()
+    for rank in sorted(values)[1:]:
+        match op:
+            case "sum":
+                total += values[rank]
+            case "max":
+                total = torch.maximum(total, values[rank])
+            case "min":
+                total = torch.minimum(total, values[rank])
+            case _:
+                raise AssertionError(op)
+    return total
 
 
 # ---------------------------------------------------------------- one rank, alone
@@ -231,6 +290,20 @@ class Alone:
     ) -> torch.Tensor:
         """The value itself."""
         return x.clone()
+
+    def all_gather_start(self, x_n: torch.Tensor, axes: Sequence[str]) -> Work:
+        """See `Communicator`."""
+        return Done(self.all_gather(x_n, axes))
+
+    def reduce_scatter_start(self, x_mn: torch.Tensor, axes: Sequence[str]) -> Work:
+        """See `Communicator`."""
+        return Done(self.reduce_scatter(x_mn, axes))
+
+    def all_to_all_start(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
+    ) -> Work:
+        """See `Communicator`."""
+        return Done(self.all_to_all(x, send, receive, axes))
 
 
 # ---------------------------------------------------------------- the counter
@@ -279,6 +352,20 @@ class Counter:
         self._count("all_to_all", axes, x.numel() * x.element_size())
         return x.new_zeros(sum(receive))
 
+    def all_gather_start(self, x_n: torch.Tensor, axes: Sequence[str]) -> Work:
+        """See `Communicator`."""
+        return Done(self.all_gather(x_n, axes))
+
+    def reduce_scatter_start(self, x_mn: torch.Tensor, axes: Sequence[str]) -> Work:
+        """See `Communicator`."""
+        return Done(self.reduce_scatter(x_mn, axes))
+
+    def all_to_all_start(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
+    ) -> Work:
+        """See `Communicator`."""
+        return Done(self.all_to_all(x, send, receive, axes))
+
 
 # ---------------------------------------------------------------- real process groups
 
@@ -287,10 +374,11 @@ class Counter:
 class _Pending:
     work: Any
     result: torch.Tensor
+    finish: Callable[[], torch.Tensor] | None = None  # what puts the result into the group's order
 
     def wait(self) -> torch.Tensor:
         self.work.wait()
-        return self.result
+        return self.result if self.finish is None else self.finish()
 
 
 # torch 2.13 renamed the two collectives on flat tensors; the old names remain for older releases.
@@ -359,43 +447,50 @@ class ProcessGroups:
 
     def all_gather(self, x_n: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
         """See `Communicator`."""
+        return self.all_gather_start(x_n, axes).wait()
+
+    def all_gather_start(self, x_n: torch.Tensor, axes: Sequence[str]) -> Work:
+        """See `Communicator`."""
         flat, members = x_n.detach().contiguous(), self.mesh.count(axes)
         result = flat.new_empty(members * flat.numel())
-        _all_gather_flat(result, flat, group=self._group(axes))
+        work = _all_gather_flat(result, flat, group=self._group(axes), async_op=True)
         order = self._order(axes)
         stacked = result.view(members, -1)
-        return stacked if order is None else stacked[order]
+        return _Pending(work, stacked, None if order is None else lambda: stacked[order])
 
     def reduce_scatter(self, x_mn: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+        """See `Communicator`."""
+        return self.reduce_scatter_start(x_mn, axes).wait()
+
+    def reduce_scatter_start(self, x_mn: torch.Tensor, axes: Sequence[str]) -> Work:
         """See `Communicator`."""
         order, rows = self._order(axes), x_mn.detach()
         if order is not None:
             rows = torch.empty_like(rows).index_copy_(0, torch.tensor(order, device=rows.device), rows)
         result = rows.new_empty(rows.shape[1])
-        _reduce_scatter_flat(result, rows.reshape(-1), group=self._group(axes))
-        return result
+        work = _reduce_scatter_flat(result, rows.reshape(-1), group=self._group(axes), async_op=True)
+        return _Pending(work, result)
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
     ) -> torch.Tensor:
         """See `Communicator`."""
+        return self.all_to_all_start(x, send, receive, axes).wait()
+
+    def all_to_all_start(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
+    ) -> Work:
+        """See `Communicator`."""
         order, flat = self._order(axes), x.detach().contiguous()
-        if order is None:
-            result = flat.new_empty(sum(receive))
-            dist.all_to_all_single(result, flat, list(receive), list(send), group=self._group(axes))
-            return result
-        places = sorted(
-            range(len(order)), key=lambda m: order[m]
-        )  # member at each place of the process group
-        stretches = flat.split(list(send))
-        incoming = [receive[m] for m in places]
+        outgoing, incoming = list(send), list(receive)
+        if order is not None:
+            places = sorted(range(len(order)), key=lambda m: order[m])  # member at each place of the group
+            stretches = flat.split(outgoing)
+            flat = torch.cat([stretches[m] for m in places])
+            outgoing, incoming = [send[m] for m in places], [receive[m] for m in places]
         result = flat.new_empty(sum(receive))
-        dist.all_to_all_single(
-            result,
-            torch.cat([stretches[m] for m in places]),
-            incoming,
-            [send[m] for m in places],
-            group=self._group(axes),
-        )
-        received = result.split(incoming)
-        return torch.cat([received[place] for place in order])
+        group = self._group(axes)
+        work = dist.all_to_all_single(result, flat, incoming, outgoing, group=group, async_op=True)
+        if order is None:
+            return _Pending(work, result)
+        return _Pending(work, result, lambda: torch.cat([result.split(incoming)[p] for p in order]))

@@ -40,31 +40,58 @@ class Mover:
 
     def __call__(self, x: torch.Tensor, comm: Handle) -> torch.Tensor:
         """Run the step. Never writes to `x`."""
-        plan = self.plan
         match self.kind:
-            case "all_reduce":
-                return collectives.all_reduce(x, comm, self.axes)
             case "slice":
                 return self.send[0].take(x)
             case "mask":
-                return x if plan.keeps else torch.zeros_like(x, memory_format=torch.contiguous_format)
+                return x if self.plan.keeps else torch.zeros_like(x, memory_format=torch.contiguous_format)
             case "pad":
-                y = x.new_zeros(plan.shape_after)
+                y = x.new_zeros(self.plan.shape_after)
                 self.place[0].put(y, x)
                 return y
+            case "all_reduce":
+                return collectives.all_reduce(x, comm, self.axes)
+        sent = self.message(x)
+        match self.kind:
             case "reduce_scatter":
-                rows = torch.stack([_padded(p.take(x), plan.padded) for p in self.send])
-                return _unpadded(collectives.reduce_scatter(rows, comm, self.axes), plan.shape_after)
+                received = collectives.reduce_scatter(sent, comm, self.axes)
             case "all_gather":
-                rows = collectives.all_gather(_padded(x, plan.padded), comm, self.axes)
+                received = collectives.all_gather(sent, comm, self.axes)
+            case "all_to_all":
+                received = collectives.all_to_all(sent, self.send_sizes, self.sizes, comm, self.axes)
+            case _:
+                raise AssertionError(self.kind)
+        return self.opened(received)
+
+    def message(self, x: torch.Tensor) -> torch.Tensor:
+        """What the collective sends of a tensor: (n,), for a reduce-scatter (members, n)."""
+        match self.kind:
+            case "reduce_scatter":
+                return torch.stack([_padded(p.take(x), self.plan.padded) for p in self.send])
+            case "all_gather":
+                return _padded(x, self.plan.padded)
+            case "all_to_all":
+                return torch.cat([p.take(x).reshape(-1) for p in self.send])
+            case "all_reduce":
+                return x.reshape(-1)
+        raise AssertionError(self.kind)
+
+    def opened(self, received: torch.Tensor) -> torch.Tensor:
+        """The tensor after the step, from what the collective gave: (n,), for an all-gather (members, n)."""
+        plan = self.plan
+        match self.kind:
+            case "reduce_scatter" | "all_reduce":
+                return _unpadded(received, plan.shape_after)
+            case "all_gather":
                 return self._assemble(
-                    [_unpadded(r, s.shape) for r, s in zip(rows.unbind(), plan.place, strict=True)], x
+                    [_unpadded(r, s.shape) for r, s in zip(received.unbind(), plan.place, strict=True)],
+                    received,
                 )
             case "all_to_all":
-                flat = torch.cat([p.take(x).reshape(-1) for p in self.send])
-                received = collectives.all_to_all(flat, self.send_sizes, self.sizes, comm, self.axes)
                 pieces = received.split(self.sizes)
-                return self._assemble([f.view(s.shape) for f, s in zip(pieces, plan.place, strict=True)], x)
+                return self._assemble(
+                    [f.view(s.shape) for f, s in zip(pieces, plan.place, strict=True)], received
+                )
         raise AssertionError(self.kind)
 
     def _assemble(self, pieces: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:

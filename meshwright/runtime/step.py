@@ -13,6 +13,7 @@ from meshwright.graph import Graph, Input
 from meshwright.layout import TensorLayout, dim_axes
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
+from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.localize import late_values
 from meshwright.partition.reshards import reshard_nodes
@@ -20,7 +21,7 @@ from meshwright.partition.segments import split_segments
 from meshwright.redistribute.positions import exchange
 from meshwright.redistribute.steps import Step as Move
 from meshwright.runtime.again import Again
-from meshwright.runtime.buckets import BUCKET_BYTES, GradientBuckets
+from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.executor import Action, Executor, plain_actions
 from meshwright.runtime.program import TORCH_DTYPES, build_module
@@ -54,10 +55,11 @@ class LocalStep:
         optimizer: OptimizerFactory | None,
         *,
         clip_norm: float | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         cuts: Sequence[int] = (),
     ) -> None:
-        """`values`: input name → whole tensor of every parameter, buffer and constant."""
+        """`values`: input name → whole tensor of every parameter, buffer and constant. `bucket_bytes`: of
+        gradients that are reduced together, instead of what the plan's ``fusion`` says."""
         self.parts, self.rank = parts, rank
         self.mesh = rank.comm.mesh
         self.handle = Handle(rank.comm)
@@ -83,7 +85,8 @@ class LocalStep:
         self.modules = modules
         described = pending_gradients(parts)
         pending = [(self.parameters[self.inputs[g.name].target], g.axes) for g in described]
-        self.buckets = GradientBuckets(rank.comm, pending, self._uses(segments), bucket_bytes, described)
+        size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
+        self.buckets = GradientBuckets(rank.comm, pending, self._uses(segments), size, described)
         trained = list(self.parameters.values())
         self.optimizer = optimizer(trained) if optimizer is not None and trained else None
         if optimizer is not None and trained and not isinstance(self.optimizer, torch.optim.Optimizer):

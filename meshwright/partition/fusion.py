@@ -1,0 +1,34 @@
+"""How large what is sent together is: by the link, or by the user's number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from meshwright.mesh import Mesh
+from meshwright.plan import Plan
+from meshwright.redistribute.buckets import BUCKET_BYTES, BucketBytes, fused_bytes
+
+
+def sizes(plan: Plan) -> Callable[[str, Sequence[str]], int]:
+    """A function from (kind of collective, axes) to the bytes from which what is sent together is large enough; 0 where
+    nothing is sent together."""
+    fusion, prices, mesh = plan.techniques.fusion, plan.prices, plan.mesh
+    if isinstance(fusion, int):
+        return lambda kind, axes: fusion
+    if prices is None or not _known(plan.mesh, prices.rows):
+        return lambda kind, axes: BUCKET_BYTES
+    return lambda kind, axes: fused_bytes(kind, mesh, axes, prices)
+
+
+def gradient_bytes(plan: Plan) -> BucketBytes:
+    """The bytes of a bucket of gradients under a plan."""
+    found = sizes(plan)
+    return lambda axes: found("all_reduce", axes)
+
+
+def _known(mesh: Mesh, rows: Sequence[tuple[str, str, float, float]]) -> bool:
+    links = {link for _, link, _, _ in rows}
+    return "*" in links or all(axis.link in links for axis in mesh.axes)
+
+
+__all__ = ["gradient_bytes", "sizes"]
