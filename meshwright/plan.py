@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshwright.errors import PlanError
+from meshwright.errors import PlanError, did_you_mean
 from meshwright.graph import Graph
 from meshwright.layout import TensorLayout, dim_axes, dim_size, show_dim, without_axes
 from meshwright.mesh import Mesh
@@ -32,6 +32,9 @@ CLAIMS = (
     "space",
     "cluster",
 )  # in the order read
+
+
+KEPT_AS = ("again",)
 
 
 class Origin(Protocol):
@@ -55,6 +58,9 @@ class Plan:
     says where the consumers' gradients are added up. So a parameter whose storage is split over the batch axes has
     a hub that is whole, with the gradient pending there (ZeRO). `again`: values whose hub is not kept for backward
     but made again there.
+
+    `keeps`: value → how an operator's result is kept for backward, where it is not as autograd does: ``again`` (not at
+    all: the operator is computed again, with what it saves of its own).
 
     `prices` are those of collectives by which the plan was made, so that what was priced is what runs. `claims` is what
     the search says of the plan: seconds, bytes, bound, gaps. `nexts`: node → its next best strategy and what that adds.
@@ -81,6 +87,7 @@ class Plan:
     pins: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     hubs: Mapping[str, TensorLayout] = field(default_factory=dict)
     again: frozenset[str] = frozenset()
+    keeps: Mapping[str, str] = field(default_factory=dict)
     prices: Prices | None = None
     claims: Mapping[str, Any] = field(default_factory=dict)
     nexts: Mapping[str, str] = field(default_factory=dict)
@@ -178,6 +185,7 @@ class Plan:
             about=about,
             hubs=filled(self.hubs, values),
             again=frozenset(v for v, here in values.items() if v in self.again or here in self.again),
+            keeps=filled(self.keeps, values),
             times={},
             stand_ins=stand,
         )
@@ -185,10 +193,10 @@ class Plan:
     def _left_out(self) -> frozenset[str]:
         """Names that a file need not say; none where a later copy lacks what the second has."""
         names = self.stand_ins.items()
-        said = (self.hubs, self.again, self.reasons, self.nexts)
+        said = (self.hubs, self.again, self.keeps, self.reasons, self.nexts)
         if any(here in entries and name not in entries for name, here in names for entries in said):
             return frozenset()
-        told = (self.strategies, self.inputs, self.reasons, self.nexts, self.hubs)
+        told = (self.strategies, self.inputs, self.reasons, self.nexts, self.hubs, self.keeps)
         return frozenset(
             name
             for name, here in names
@@ -233,6 +241,7 @@ class Plan:
                         hint=AGAIN,
                     )
         self._check_hubs(factors)
+        self._check_keeps(factors)
         for name, layout in self.inputs.items():
             shape = tuple(map(dim_size, factors.dims[name]))
             if layout.shape != shape or layout.pending:
@@ -262,6 +271,22 @@ class Plan:
             raise PlanError(
                 f"the plan makes %{name} again in backward", why="it has no hub to make again", hint=AGAIN
             )
+
+    def _check_keeps(self, factors: Factors) -> None:
+        made = {value for site in factors.sites.values() for value in site.node.values}
+        for name, how in self.keeps.items():
+            if name not in made:
+                raise PlanError(
+                    f"the plan says how %{name} is kept",
+                    why="no operator makes a value of this name",
+                    hint=AGAIN,
+                )
+            if how not in KEPT_AS:
+                raise PlanError(
+                    f"the plan keeps %{name} as {how!r}",
+                    why="a value is kept as autograd does, or " + ", ".join(map(repr, KEPT_AS)),
+                    hint=did_you_mean(how, KEPT_AS),
+                )
 
     def with_notes(self, *notes: str) -> Plan:
         """The plan with more remarks."""

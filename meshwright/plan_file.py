@@ -50,7 +50,7 @@ def write(plan: Mapping[str, Any], left_out: Collection[str] = ()) -> str:
         head["folds"] = [list(fold) for fold in plan["folds"]]
         stands = Counter(here for name, here in plan["stand_ins"].items() if name in left_out)
         head["times"] = {name: 1 + count for name, count in stands.items()}
-    kept = [name for name in plan["strategies"] if name not in left_out]
+    listed = [name for name in plan["strategies"] if name not in left_out]
     nodes = {
         name: _strategy_data(
             plan["strategies"][name],
@@ -58,7 +58,7 @@ def write(plan: Mapping[str, Any], left_out: Collection[str] = ()) -> str:
             plan["reasons"].get(name),
             plan["nexts"].get(name),
         )
-        for name in kept
+        for name in listed
     }
     parts = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
     for section in ("inputs", "hubs"):
@@ -66,6 +66,9 @@ def write(plan: Mapping[str, Any], left_out: Collection[str] = ()) -> str:
         parts.append(_block(section, (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in layouts.items())))
     again = (json.dumps(name) for name in sorted(plan["again"]) if name not in left_out)
     parts.append(_block("again", again, "[]"))
+    if plan["keeps"]:
+        kept = {k: v for k, v in plan["keeps"].items() if k not in left_out}
+        parts.append(_block("keeps", (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in kept.items())))
     parts.append(_block("nodes", (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in nodes.items())))
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
@@ -101,7 +104,7 @@ def _strategy_data(
 
 KEYS = (
     "meshwright plan", "mode", "graph", "mesh", "notes", "pins", "prices", "claims", "techniques", "folds", "times",
-    "inputs", "hubs", "again", "nodes",
+    "inputs", "hubs", "again", "keeps", "nodes",
 )  # fmt: skip
 
 
@@ -131,6 +134,7 @@ def read(text: str, source: str) -> dict[str, Any]:
         "pins": pins,
         "hubs": hubs,
         "again": file.entry("again", lambda d: _again(d["again"], hubs), data),
+        "keeps": file.entry("keeps", lambda d: {str(k): str(v) for k, v in d.items()}, data.get("keeps", {})),
         "folds": file.entry("folds", _folds, data.get("folds", [])),
         "times": file.entry("times", lambda d: {str(k): int(v) for k, v in d.items()}, data.get("times", {})),
         "prices": file.entry("prices", _prices, data.get("prices")),

@@ -9,6 +9,7 @@ from meshwright.graph import Graph
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.factors import Factors
 from meshwright.partition.again import Keeps
+from meshwright.partition.keeps import with_keeps
 from meshwright.partition.localize import localize_graph
 from meshwright.partition.reshards import RESHARD, Resharded, insert_reshards
 from meshwright.plan import Plan
@@ -48,9 +49,8 @@ def partition(
     plan = plan.check(graph)
     factors = factors_of(graph)
     plan.check_cuts(factors)
-    return Partition(
-        plan, factors, insert_reshards(graph, factors, plan, prices or plan.prices or TWO_CORE_GLOO, keeps)
-    )
+    resharded = insert_reshards(graph, factors, plan, prices or plan.prices or TWO_CORE_GLOO, keeps)
+    return Partition(plan, factors, with_keeps(resharded, factors, plan))
 
 
 __all__ = ["RESHARD", "Partition", "Resharded", "partition"]

@@ -6,7 +6,7 @@ gives a value a *hub*, the value is brought to that layout once, and each consum
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from meshwright.graph import DTYPES, RESHARD, Graph, Node, Ref, TensorType
 from meshwright.layout import TensorLayout, normalize
@@ -23,12 +23,13 @@ StepText = tuple[str, str, str, str]  # kind, axes joined by ".", layout before,
 @dataclass(frozen=True)
 class Resharded:
     """The graph with reshard nodes (still in global shapes), the layout of every value, and the pair of
-    every reshard."""
+    every reshard. `keeps`: node → how its results are kept for backward, where autograd's own way is not taken."""
 
     graph: Graph
     layouts: Mapping[str, TensorLayout]
     ports: Mapping[str, Ports]
     pairs: Mapping[str, Reshard]
+    keeps: Mapping[str, str] = field(default_factory=dict)
 
 
 def insert_reshards(

@@ -3,9 +3,11 @@ submodules."""
 
 from __future__ import annotations
 
+import functools
 import keyword
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,8 +18,11 @@ from meshwright.graph import PIN, RESHARD, Device, Dtype, Graph, Node, Ref
 from meshwright.runtime.again import Again
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.kernels import KERNELS
+from meshwright.runtime.kernels.random import drawn_mask, masked
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Pair
+
+NO_KEEPS: Mapping[str, str] = {}
 
 TORCH_DTYPES = {
     "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
@@ -39,13 +44,34 @@ class Kernel(torch.nn.Module):
         return self.function(self.rank, *args, **kwargs)
 
 
+class Recomputed(torch.nn.Module):
+    """One call of an operator of which nothing is kept for backward. `rank`: whose random numbers it draws, if any."""
+
+    def __init__(self, function: Callable[..., Any], again: Again, rank: Rank | None = None) -> None:
+        super().__init__()
+        self.function, self.again, self.rank = function, again, rank
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the operator; backward runs it again when it needs to."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.function(*args, **kwargs)
+        moment = nullcontext if self.rank is None else self.rank.moment()
+        return self.again.call(self.function, args, kwargs, moment)
+
+
 def build_module(
-    graph: Graph, rank: Rank, handle: Handle, *, late: Collection[str] = (), again: Again | None = None
+    graph: Graph,
+    rank: Rank,
+    handle: Handle,
+    *,
+    late: Collection[str] = (),
+    again: Again | None = None,
+    keeps: Mapping[str, str] = NO_KEEPS,
 ) -> fx.GraphModule:
     """The module that runs a local graph (or a segment of one). Its arguments are the graph's inputs, in order; it
     returns a tuple with its outputs and then its mutations. Reshards that make a value of `late` may end after
-    backward; those marked ``again=True`` report to `again`, and are kept where there is none. Raises RuleError for an
-    operator that cannot be found."""
+    backward; those marked ``again=True`` report to `again`, and are kept where there is none, and so are the nodes that
+    `keeps` calls ``again``. Raises RuleError for an operator that cannot be found."""
     root = torch.nn.Module()
     made = fx.Graph()
     values: dict[str, fx.Node] = {}
@@ -54,23 +80,32 @@ def build_module(
     for node in graph.nodes:
         args = _arguments(node.args, values, rank.device)
         kwargs = {k: _arguments(v, values, rank.device) for k, v in node.kwargs}
+        name = _identifier(node.name)
         if node.op == PIN:
             values[node.name] = args[0]
             continue
         if node.op == RESHARD:
-            name = _identifier(node.name)
             watch = again if node.kwarg("again") else None
             pair = Pair(node, rank.comm.mesh, handle, late=node.name in late, again=watch)
             root.add_module(name, pair)
             result = made.call_module(name, (args[0],))
+        elif again is not None and keeps.get(node.name) == "again":
+            if node.op == "meshwright.dropout":
+                x, *key = args
+                root.add_module(f"{name}_mask", Recomputed(functools.partial(drawn_mask, rank), again, rank))
+                args = (x, made.call_module(f"{name}_mask", tuple(key)), key[0])
+                root.add_module(name, Recomputed(functools.partial(masked, rank), again))
+            elif node.op in KERNELS:
+                function = functools.partial(KERNELS[node.op], rank)
+                root.add_module(name, Recomputed(function, again, rank))
+            else:
+                root.add_module(name, Recomputed(torch_operator(node), again))
+            result = made.call_module(name, args, kwargs)
         elif node.op in KERNELS:
-            name = _identifier(node.name)
             root.add_module(name, Kernel(KERNELS[node.op], rank))
             result = made.call_module(name, args, kwargs)
         else:
-            result = made.create_node(
-                "call_function", torch_operator(node), args, kwargs, name=_identifier(node.name)
-            )
+            result = made.create_node("call_function", torch_operator(node), args, kwargs, name=name)
         if len(node.outputs) == 1:
             values[node.name] = result
         else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -26,3 +29,18 @@ class Rank:
 
     def __post_init__(self) -> None:
         self.at = self.comm.mesh.coordinate(self.comm.rank)
+
+    def moment(self) -> Callable[[], AbstractContextManager[None]]:
+        """What brings the rank back to the step and micro-batch of now, for a while: random operators repeat there."""
+        now = self.step, self.micro_batch
+
+        @contextlib.contextmanager
+        def back() -> Iterator[None]:
+            later = self.step, self.micro_batch
+            self.step, self.micro_batch = now
+            try:
+                yield
+            finally:
+                self.step, self.micro_batch = later
+
+        return back

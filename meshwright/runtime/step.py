@@ -15,6 +15,7 @@ from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import pending_gradients
+from meshwright.partition.keeps import keeps_of
 from meshwright.partition.localize import late_values
 from meshwright.partition.reshards import reshard_nodes
 from meshwright.partition.segments import split_segments
@@ -80,8 +81,11 @@ class LocalStep:
         ]
         segments = split_segments(self.graph, cuts)
         late = late_values(self.graph)
-        again = Again() if any(n.kwarg("again") for n in reshard_nodes(self.graph)) else None
-        modules = [build_module(s.graph, rank, self.handle, late=late, again=again) for s in segments]
+        keeps = keeps_of(self.graph, parts.resharded.keeps)
+        again = Again() if keeps or any(n.kwarg("again") for n in reshard_nodes(self.graph)) else None
+        modules = [
+            build_module(s.graph, rank, self.handle, late=late, again=again, keeps=keeps) for s in segments
+        ]
         self.modules = modules
         described = pending_gradients(parts)
         pending = [(self.parameters[self.inputs[g.name].target], g.axes) for g in described]

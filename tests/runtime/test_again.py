@@ -152,7 +152,7 @@ def test_ranks_that_may_keep_different_things_are_told_apart(
 
 def test_an_address_used_twice_is_not_mistaken_for_a_result() -> None:
     """The allocator hands out the memory of a result that was let go; what is saved from there is kept."""
-    again, seen = Again(), set[int]()
+    again, seen, reused = Again(), set[int](), 0
     leaf = torch.ones(4096, requires_grad=True)
     with again.saving():
         for number in range(20):
@@ -162,7 +162,7 @@ def test_an_address_used_twice_is_not_mistaken_for_a_result() -> None:
             del result
             other = torch.full((4096,), float(number))
             product = leaf * other
-            reused = other.data_ptr() in seen
+            reused += other.data_ptr() in seen
             del other
             (gradient,) = torch.autograd.grad(product.sum(), leaf)
             assert gradient.eq(number).all()

@@ -121,6 +121,16 @@ def dropout(rank: Rank, x: torch.Tensor, p: float, slot: int, layout_text: str) 
     return Dropout.apply(x, keep_mask(rank, p, slot, layout_text, x.device), p)
 
 
+def drawn_mask(rank: Rank, p: float, slot: int, layout_text: str) -> torch.Tensor:
+    """The mask alone: where a dropout is computed again, its mask may be needed without its result."""
+    return keep_mask(rank, p, slot, layout_text, rank.device)
+
+
+def masked(rank: Rank, x: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
+    """Dropout with a mask that was drawn apart."""
+    return Dropout.apply(x, mask, p)
+
+
 def dropout_mask(rank: Rank, y: torch.Tensor) -> torch.Tensor:
     """The mask that `native_dropout` returns beside its result."""
     return y != 0

@@ -1,0 +1,106 @@
+"""How the values of a program are kept for backward, where the plan says something else than autograd: the plan speaks
+of values of the model, this pass of the program's operators, helpers and reshards.
+
+A reshard goes with the value that it brings, and with those who read it: where all are computed again, so is it.
+What collectives produced is kept where the plan says so (``recompute_communication=False``), and where ranks hold
+uneven parts: there they might save different things, and so start collectives in different orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from meshwright.graph import RESHARD, Graph, Node
+from meshwright.ops.factors import Factors
+from meshwright.ops.talk import site_talk
+from meshwright.partition.again import alike
+from meshwright.partition.reshards import Resharded
+from meshwright.plan import Plan
+from meshwright.redistribute.steps import COLLECTIVES
+
+AGAIN = "again"
+
+
+def with_keeps(resharded: Resharded, factors: Factors, plan: Plan) -> Resharded:
+    """The program with what the plan says of its values."""
+    if not plan.keeps:
+        return resharded
+    graph = resharded.graph
+    named = {n.name: plan.keeps[v] for n in graph.nodes for v in n.values if v in plan.keeps}
+    again = {name for name, how in named.items() if how == AGAIN}
+    even = _even(resharded, again, plan)
+    if not (even and plan.techniques.recompute_communication):
+        types = graph.types
+        again -= {
+            name
+            for name in again
+            if any(
+                t.phase == "forward"
+                for t in site_talk(factors.sites[name], resharded.ports[name], plan.mesh, types)
+            )
+        }
+    nodes = tuple(_marked(node, resharded, again, even, plan) for node in graph.nodes)
+    keeps = {name: how for name, how in named.items() if how != AGAIN or name in again}
+    return replace(resharded, graph=replace(graph, nodes=nodes), keeps=keeps)
+
+
+def keeps_of(local: Graph, keeps: Mapping[str, str]) -> dict[str, str]:
+    """The same for the nodes of a rank's program: the helpers of an operator that is computed again are, too."""
+    found = dict(keeps)
+    for node in local.nodes:
+        stands = node.name.rpartition("_k")[0]
+        if node.name not in keeps and keeps.get(stands) == AGAIN and node.op != RESHARD:
+            found[node.name] = AGAIN
+    return found
+
+
+def _even(resharded: Resharded, again: set[str], plan: Plan) -> bool:
+    """Whether all ranks save, and so make again, the same things at the same places."""
+    graph = resharded.graph
+    near = {c.name for n in graph.nodes if n.name in again for v in n.values for c, _ in graph.consumers[v]}
+    for name in again | near:
+        if name in resharded.pairs:
+            layouts = (resharded.layouts[name],)
+        else:
+            ports = resharded.ports[name]
+            layouts = (*ports.inputs, *ports.outputs)
+        if not all(alike(layout, plan.mesh) for layout in layouts):
+            return False
+    return True
+
+
+def _marked(node: Node, resharded: Resharded, again: set[str], even: bool, plan: Plan) -> Node:
+    """A reshard that says whether its result is made again."""
+    if node.op != RESHARD:
+        return node
+    graph, talks = resharded.graph, _talks(node, resharded)
+    readers = _readers(node, graph)
+    if node.kwarg("again"):
+        # A gathered parameter. Made again within an operator that is itself computed again, it must be so everywhere.
+        return node if even or not talks or again.isdisjoint(readers) else replace(node, kwargs=())
+    if talks and not (even and plan.techniques.recompute_communication):
+        return node
+    source = graph.producers.get(_root(node, graph))
+    mine = source is not None and (source.name in again or (readers and again.issuperset(readers)))
+    return replace(node, kwargs=(("again", True),)) if mine and any(node.needs_grad) else node
+
+
+def _talks(node: Node, resharded: Resharded) -> bool:
+    return any(s.kind in COLLECTIVES for s in resharded.pairs[node.name].forward)
+
+
+def _root(node: Node, graph: Graph) -> str:
+    """The value of the model that a reshard brings."""
+    value = node.uses[0]
+    while value in graph.producers and graph.producers[value].op == RESHARD:
+        value = graph.producers[value].uses[0]
+    return value
+
+
+def _readers(node: Node, graph: Graph) -> set[str]:
+    """The operators that read what a reshard brings."""
+    found: set[str] = set()
+    for reader, _ in graph.consumers[node.name]:
+        found |= _readers(reader, graph) if reader.op == RESHARD else {reader.name}
+    return found
