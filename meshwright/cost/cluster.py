@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,12 +75,24 @@ class Cluster(Description):
 
     @functools.cached_property
     def prices(self) -> Prices:
-        """Seconds of collectives: as measured, else the same ring formulas for every kind on each level's link."""
+        """Seconds of collectives that the program waits for, as all reshards are: as measured between what ranks
+        compute, else as measured at all, else the same ring formulas for every kind on each level's link."""
+        return self._prices(self.measured.waited, "waited")
+
+    @functools.cached_property
+    def hidden_prices(self) -> Prices:
+        """Seconds of collectives that are started and run beside what is computed, as sums of gradients do. What they
+        slow down, and what slows them, is `Measured.slowdown`."""
+        return self._prices({}, "hidden")
+
+    def _prices(self, first: Mapping[str, Mapping[str, tuple[float, float]]], name: str) -> Prices:
+        factor = self.measured.corrections.get(name, 1.0)
         rows: dict[str, dict[str, tuple[float, float]]] = {kind: {} for kind in COLLECTIVES}
         for level in self.levels:
-            known = self.measured.collectives.get(level.name, {})
+            known = {**self.measured.collectives.get(level.name, {}), **first.get(level.name, {})}
             for kind in COLLECTIVES:
-                rows[kind][level.name] = known.get(kind, (level.latency_seconds, level.bytes_per_s))
+                latency, rate = known.get(kind, (level.latency_seconds, level.bytes_per_s))
+                rows[kind][level.name] = (factor * latency, rate / factor)
         return Prices.of(rows, self.growth)
 
     def place(self, mesh: Mesh) -> Mesh:

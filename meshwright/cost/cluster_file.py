@@ -29,6 +29,7 @@ CLASSES = ("matmul", "attention", "conv", "memory", "elements", "update")
 KINDS = (*COLLECTIVES, "send")
 GROWTHS = ("ring", "tree")
 STREAMS = ("compute", "collective")
+BESIDE_CLASSES = ("launch", "waited", "hidden")  # that corrections are for, beside classes of operators
 
 HINT = "meshwright calibrate -o cluster.yaml writes such a file, Cluster.preset(name).to_yaml() another"
 
@@ -249,7 +250,7 @@ def _levels(reader: Reader, value: Any) -> tuple[Level, ...]:
 
 
 def _measured(reader: Reader, value: Any, levels: Sequence[str]) -> Measured:
-    keys = ("rates", "collectives", "slowdown", "corrections", "void")
+    keys = ("rates", "collectives", "waited", "slowdown", "corrections", "void")
     data = reader.mapping(value, ["measured"], keys)
     known_rates = (*CLASSES, *(f"{kind} {dtype}" for kind in CLASSES for dtype in DTYPES))
 
@@ -263,6 +264,12 @@ def _measured(reader: Reader, value: Any, levels: Sequence[str]) -> Measured:
             pair[both[1]], [*path, both[1]], RATE
         )
 
+    def links(name: str) -> dict[str, Any]:
+        def kinds(entry: Any, path: list[Any]) -> dict[str, tuple[float, float]]:
+            return reader.table(entry, path, KINDS, link)
+
+        return reader.table(data.get(name), ["measured", name], levels, kinds)
+
     void = data.get("void") or []
     if not isinstance(void, list):
         raise reader.error(
@@ -274,14 +281,12 @@ def _measured(reader: Reader, value: Any, levels: Sequence[str]) -> Measured:
         rates=reader.table(
             data.get("rates"), ["measured", "rates"], known_rates, lambda v, p: _curve(reader, v, p)
         ),
-        collectives=reader.table(
-            data.get("collectives"),
-            ["measured", "collectives"],
-            levels,
-            lambda v, p: reader.table(v, p, KINDS, link),
-        ),
+        collectives=links("collectives"),
+        waited=links("waited"),
         slowdown=reader.table(data.get("slowdown"), ["measured", "slowdown"], STREAMS, factor),
-        corrections=reader.table(data.get("corrections"), ["measured", "corrections"], known_rates, factor),
+        corrections=reader.table(
+            data.get("corrections"), ["measured", "corrections"], (*known_rates, *BESIDE_CLASSES), factor
+        ),
         void=tuple(reader.text(row, ["measured", "void", n]) for n, row in enumerate(void)),
     )
 

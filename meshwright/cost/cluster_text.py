@@ -56,12 +56,9 @@ def _measured(measured: Measured) -> Iterator[str]:
         yield "  rates: # [FLOP of one call, FLOP/s]; memory and update: [bytes of one call, bytes/s]"
         for name, curve in measured.rates.items():
             yield f"    {name}: {_curve(curve)}"
-    if measured.collectives:
-        yield "  collectives: # seconds = rounds · latency_seconds + bytes that a rank sends / bytes_per_s"
-        for level, kinds in measured.collectives.items():
-            yield f"    {level}:"
-            for kind, (latency, rate) in kinds.items():
-                yield f"      {kind}: {{latency_seconds: {number(latency)}, bytes_per_s: {number(rate)}}}"
+    law = "seconds = rounds · latency_seconds + bytes that a rank sends / bytes_per_s"
+    yield from _links("collectives", law, measured.collectives)
+    yield from _links("waited", "the same, waited for between what a rank computes", measured.waited)
     yield from _factors("slowdown", "while the other of the two runs", measured.slowdown)
     yield from _factors(
         "corrections", "of the time of a class of operators, from whole steps", measured.corrections
@@ -69,6 +66,16 @@ def _measured(measured: Measured) -> Iterator[str]:
     if measured.void:
         yield "  void: # measured while the machine was not quiet: calibrate again"
         yield from (f"    - {text(row)}" for row in measured.void)
+
+
+def _links(name: str, comment: str, links: Mapping[str, Mapping[str, tuple[float, float]]]) -> Iterator[str]:
+    if not links:
+        return
+    yield f"  {name}: # {comment}"
+    for level, kinds in links.items():
+        yield f"    {level}:"
+        for kind, (latency, rate) in kinds.items():
+            yield f"      {kind}: {{latency_seconds: {number(latency)}, bytes_per_s: {number(rate)}}}"
 
 
 def _factors(name: str, comment: str, factors: Mapping[str, float]) -> Iterator[str]:

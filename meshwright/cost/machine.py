@@ -45,7 +45,7 @@ def seconds(work: Work, device: Device, measured: Measured | None = None) -> tup
     known = measured or Measured()
     if work.kind == "free":
         return (0.0, 0.0)
-    factor = known.corrections.get(work.kind, 1.0)
+    factor, starting = known.corrections.get(work.kind, 1.0), launch_seconds(device, known)
     halves: list[Amount] = []
     for flops, moved, launches in (
         (work.flops_forward, work.bytes_forward, work.launches_forward),
@@ -57,7 +57,7 @@ def seconds(work: Work, device: Device, measured: Measured | None = None) -> tup
             busy = np.maximum(busy, flops / rate)
         elif np.any(flops):
             busy = np.maximum(busy, flops / element_rate(device, known))
-        halves.append(_plain(factor * (busy + launches * device.launch_seconds)))
+        halves.append(_plain(factor * busy + launches * starting))
     return halves[0], halves[1]
 
 
@@ -70,7 +70,12 @@ def update_seconds(
     moved = elements * itemsize * float(2 + states + 1 + states)
     curve = known.rates.get("update")
     rate = at(curve, moved) if curve else memory_rate(moved, device, known)
-    return _plain(known.corrections.get("update", 1.0) * (moved / rate + device.launch_seconds))
+    return _plain(known.corrections.get("update", 1.0) * (moved / rate) + launch_seconds(device, known))
+
+
+def launch_seconds(device: Device, measured: Measured) -> float:
+    """What starting one operator costs in a training step."""
+    return device.launch_seconds * measured.corrections.get("launch", 1.0)
 
 
 def memory_rate(moved: Amount, device: Device, measured: Measured) -> Amount:
@@ -131,4 +136,13 @@ def _plain(amount: Amount) -> Amount:
     return float(amount) if np.ndim(amount) == 0 else amount
 
 
-__all__ = ["arithmetic_rate", "at", "element_rate", "memory_rate", "peak_flops", "seconds", "update_seconds"]
+__all__ = [
+    "arithmetic_rate",
+    "at",
+    "element_rate",
+    "launch_seconds",
+    "memory_rate",
+    "peak_flops",
+    "seconds",
+    "update_seconds",
+]

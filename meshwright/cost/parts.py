@@ -40,9 +40,11 @@ class Measured:
 
     `rates`: class of operators and dtype (``matmul f32``, ``attention f32``, ``memory``, ``update``) → curve of
     work per second (FLOP/s, or bytes/s) over the work of one call. `collectives`: level → kind → (latency seconds a
-    round, bytes per second). `slowdown`: ``compute`` and ``collective`` → factor while the other runs.
-    `corrections`: class of operators → factor from whole training steps. `void`: rows that were measured while the
-    machine was not quiet.
+    round, bytes per second), one after the other with nothing else to do. `waited`: the same for one that a program
+    waits for between what it computes: caches are cold, ranks come at different times. `slowdown`: ``compute`` and
+    ``collective`` → factor while the other runs. `corrections`: class of operators, ``launch`` (what starting them
+    costs), ``waited`` or ``hidden`` (collectives that run beside compute) → factor from whole training steps. `void`:
+    rows that were measured while the machine was not quiet.
     """
 
     rates: Mapping[str, Curve] = field(default_factory=dict)
@@ -50,6 +52,7 @@ class Measured:
     slowdown: Mapping[str, float] = field(default_factory=dict)
     corrections: Mapping[str, float] = field(default_factory=dict)
     void: tuple[str, ...] = ()
+    waited: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

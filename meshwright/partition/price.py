@@ -187,7 +187,7 @@ def parameter_prices(
     bucket = sizes(parts.plan)
     reduced = {
         g.name: reduction_seconds(
-            float(g.size_bytes), g.axes, mesh, cluster.prices, bucket("all_reduce", g.axes)
+            float(g.size_bytes), g.axes, mesh, cluster.hidden_prices, bucket("all_reduce", g.axes)
         )
         for g in pending_gradients(parts)
     }

@@ -57,7 +57,8 @@ class _Step:
 
     def __init__(self, parts: Partition, local: Graph, mesh: Mesh, cluster: Cluster) -> None:
         self.parts, self.local, self.mesh = parts, local, mesh
-        self.prices: Prices = cluster.prices
+        self.waited: Prices = cluster.prices
+        self.hidden: Prices = cluster.hidden_prices
         self.nodes = node_prices(parts, local, mesh, cluster)
         self.tasks: list[Task] = []
         self.late = late_values(local)
@@ -83,7 +84,7 @@ class _Step:
         wait: bool = True,
     ) -> int:
         """One collective, which the compute stream waits for or not; its place in the list."""
-        seconds = self.prices.seconds(kind, self.mesh, axes, sent_bytes)
+        seconds = (self.waited if wait else self.hidden).seconds(kind, self.mesh, axes, sent_bytes)
         shown = self.mesh.show(self.mesh.sort(axes))
         about = {"module": module, "collective": kind, "axes": shown, "sent_bytes": sent_bytes}
         here = len(self.tasks)

@@ -39,8 +39,9 @@ measured:
     gpu:
       all_reduce: {latency_seconds: 3e-6, bytes_per_s: 230e9}
   slowdown: {compute: 1.1, collective: 1.4}
-  corrections: {matmul: 1.05}
+  corrections: {matmul: 1.05, waited: 2.0, hidden: 0.5}
   void: [memory]
+  waited: {gpu: {"all_reduce": {latency_seconds: 10e-6, bytes_per_s: 115e9}}}
 """
 
 
@@ -56,8 +57,9 @@ def test_a_file_says_what_it_says() -> None:
             {"matmul f32": ((1e6, 1e12), (1e9, 15e12)), "memory": ((1e6, 1e12),)},
             {"gpu": {"all_reduce": (3e-6, 230e9)}},
             {"compute": 1.1, "collective": 1.4},
-            {"matmul": 1.05},
+            {"matmul": 1.05, "waited": 2.0, "hidden": 0.5},
             ("memory",),
+            {"gpu": {"all_reduce": (10e-6, 115e9)}},
         ),
     )
     assert cluster.ranks == 8
@@ -65,12 +67,13 @@ def test_a_file_says_what_it_says() -> None:
         ("node", 2, "node"), ("gpu0", 2, "gpu"), ("gpu1", 2, "gpu"),
     ]  # fmt: skip
     # A ring of 4 sends 3 messages twice over: 6 · 3 µs, and 2 · 3/4 of the bytes; not measured: the level's own link.
-    assert cluster.prices.seconds("all_reduce", cluster.mesh, ["gpu0", "gpu1"], 230e6) == pytest.approx(
-        18e-6 + 1e-3
-    )
-    assert cluster.prices.seconds("all_gather", cluster.mesh, ["gpu0", "gpu1"], 300e6) == pytest.approx(
-        6e-6 + 1e-3
-    )
+    # What is waited for has rates and a factor of its own, what is hidden another factor.
+    inner = ["gpu0", "gpu1"]
+    hidden, waited = cluster.hidden_prices, cluster.prices
+    assert hidden.seconds("all_reduce", cluster.mesh, inner, 230e6) == pytest.approx((18e-6 + 1e-3) / 2)
+    assert hidden.seconds("all_gather", cluster.mesh, inner, 300e6) == pytest.approx((6e-6 + 1e-3) / 2)
+    assert waited.seconds("all_reduce", cluster.mesh, inner, 230e6) == pytest.approx((60e-6 + 2e-3) * 2)
+    assert waited.seconds("all_gather", cluster.mesh, inner, 300e6) == pytest.approx((6e-6 + 1e-3) * 2)
 
 
 def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:

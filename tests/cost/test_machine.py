@@ -59,9 +59,11 @@ def test_measured_curves_are_followed_between_and_beyond_their_points() -> None:
 
 
 def test_corrections_scale_their_class() -> None:
-    known = Measured(corrections={"conv": 1.5})
-    plain = seconds(one("conv", 1e12, 1e6, launches=1), GPU)
-    assert np.allclose(seconds(one("conv", 1e12, 1e6, launches=1), GPU, known), np.multiply(plain, 1.5))
+    known = Measured(corrections={"conv": 1.5, "launch": 3.0})
+    plain = seconds(one("conv", 1e12, 1e6), GPU)
+    assert np.allclose(seconds(one("conv", 1e12, 1e6), GPU, known), np.multiply(plain, 1.5))
+    started = seconds(one("conv", 1e12, 1e6, launches=2), GPU, known)
+    assert np.allclose(started, np.multiply(plain, 1.5) + 2 * 3.0 * GPU.launch_seconds)
     assert seconds(one("matmul", 1e12, 1e6), GPU, known) == seconds(one("matmul", 1e12, 1e6), GPU)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from meshwright.plan import Plan, fingerprint
 from meshwright.search.space.build import Space
 from meshwright.search.space.families import named, runs
 from meshwright.search.space.parameters import Storage
-from tests.partition.models import MODELS, built
+from tests.partition.models import MODELS, UNEVEN, built
 
 SPACES: dict[str, Any] = {  # mesh and family of strategies; a mesh of 3 makes blocks uneven
     "dp=2 tp=2, product": ({"dp": 2, "tp": 2}, lambda n: named([[i] for i in range(n)])),
@@ -37,7 +38,7 @@ def test_any_choice_costs_what_its_program_costs(model: str, space: str) -> None
     graph = captured_of(*built(model)).graph
     factors = analyze(graph, rules_of(graph))
     sizes, family = SPACES[space]
-    cluster = Cluster.preset("h100", nodes=2)
+    cluster = replace(Cluster.preset("h100", nodes=2), measured=UNEVEN)
     mesh = cluster.place(Mesh.of(sizes))
     axes = len(mesh.axes)
     stored = Storage(tuple((axis,) for axis in range(axes)), smallest_bytes=0)

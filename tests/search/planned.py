@@ -15,6 +15,7 @@ from meshwright.examples import gpt, llama, mlp, recommender, zoo
 from meshwright.partition import Partition
 from meshwright.partition.memory import Peak, optimizer_on, peak
 from meshwright.plan import Plan
+from tests.partition.models import UNEVEN
 
 SEARCHES = ("recursive_programming", "dynamic_programming", "auto")
 
@@ -59,7 +60,7 @@ def cluster(kind: str, mesh: str) -> Cluster:
         Level(name, size, *links[len(sizes) - 1 - number]) for number, (name, size) in enumerate(sizes)
     )
     host = 1e10 if kind == "gpu" else 0.0
-    return Cluster(f"{kind} {mesh}", device, levels, 1 << 36, host)
+    return Cluster(f"{kind} {mesh}", device, levels, 1 << 36, host, UNEVEN)
 
 
 class Tower(nn.Module):

@@ -193,7 +193,7 @@ def _priced(
             blocking[rows] += np.minimum(scatter, both)
         if (pending & ~cut).any():
             reduction[rows] += reduction_seconds(
-                elements[rows] * value.itemsize, tuple(names[pending & ~cut]), mesh, cluster.prices
+                elements[rows] * value.itemsize, tuple(names[pending & ~cut]), mesh, cluster.hidden_prices
             )
     update = (
         update_seconds(elements, states, cluster.device, cluster.measured, value.itemsize)
