@@ -116,7 +116,7 @@ class Input:
         return f"%{self.name}: {self.type} = {self.role}({_show(self.target)}{extra})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Node:
     """One operator. `op` is an overload name such as ``aten.linear.default``; `outputs` has a type per result."""
 
@@ -129,14 +129,14 @@ class Node:
     module: str = ""
     source: str = ""
 
-    @property
+    @functools.cached_property
     def values(self) -> tuple[str, ...]:
         """Names of the results."""
         if len(self.outputs) == 1:
             return (self.name,)
         return tuple(f"{self.name}.{i}" for i in range(len(self.outputs)))
 
-    @property
+    @functools.cached_property
     def uses(self) -> tuple[str, ...]:
         """Names of the tensors it reads, in argument order, with repeats. Their positions are the node's *ports*."""
         found: list[str] = []

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.errors import LayoutError
+from meshwright.hashed import hashed_once
 from meshwright.mesh import Mesh
 
 Coordinate = Mapping[str, int]
@@ -48,6 +49,7 @@ Item = SubDim | Cat
 Dim = tuple[Item, ...]  # the product of its items; () is a dim of size 1
 
 
+@hashed_once
 @dataclass(frozen=True)
 class TensorLayout:
     """The layout of one value. `pending`: axes on which each rank holds one term of a sum. `grad`: so for its gradient.

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from meshwright.errors import MeshError, did_you_mean
+from meshwright.hashed import hashed_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ def prime_factors(n: int) -> tuple[int, ...]:
     return tuple(sorted(found, reverse=True))
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Mesh:
     """A grid of ranks. Build one with `Mesh.of(dp=2, tp=4)`; `axes` are then the prime axes ``dp, tp0, tp1``.
@@ -138,10 +140,14 @@ class Mesh:
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Prime axis → coordinate of a rank."""
-        place, result = self.order.index(rank), {}
+        place, result = self._places[rank], {}
         for axis in reversed(self.axes):
             place, result[axis.name] = divmod(place, axis.size)
         return result
+
+    @functools.cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.order)}
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
         """The rank at a coordinate."""

@@ -10,9 +10,10 @@ through the whole dim.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.graph import Graph, Node
@@ -194,6 +195,11 @@ class Site:
     node: Node
     rule: Rule
     trees: Mapping[str, Dim]
+
+    @functools.cached_property
+    def signature(self) -> Hashable:
+        """What its layouts depend on. Analysis makes equal rules and trees one object, so identities do."""
+        return (id(self.rule), *map(id, self.trees.values()))
 
     def dim(self, dim: RuleDim, cuts: Mapping[str, Dim]) -> Dim:
         """A rule dim as sub-dims, with the letters in `cuts` split as given there."""

@@ -76,8 +76,15 @@ class Judge:
     def _known(self) -> Mapping[str, str]:
         return {**self.folds.values, **self.folds.nodes, **self.folds.inputs}
 
+    @functools.cached_property
+    def _short(self) -> dict[tuple[int, ...], Graph]:
+        return {}
+
     def _run(self, choice: Choice, copies: list[int]) -> tuple[float, dict[str, int]]:
-        return self._judged(shortened(self.folds, copies) if copies else self.folds.graph, choice)
+        graph = self._short.get(tuple(copies))
+        if graph is None:  # one object for all choices: what is found of a graph is remembered with it
+            graph = self._short[tuple(copies)] = shortened(self.folds, copies) if copies else self.folds.graph
+        return self._judged(graph, choice)
 
     def _judged(self, graph: Graph, choice: Choice) -> tuple[float, dict[str, int]]:
         parts = self._lowered(graph, choice)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from meshwright.mesh import Mesh
 from meshwright.partition.heap import Heap, Storage
 from meshwright.redistribute import Step
-from meshwright.redistribute.positions import Exchange, exchange, joined
+from meshwright.redistribute.positions import Exchange, exchange
 
 
 def moved(
@@ -18,8 +18,9 @@ def moved(
     them makes a new tensor. `staged`: the library copies what it gathers and scatters once more, as gloo does."""
     here = heap.hold(source)
     for number, step in enumerate(steps):
-        there = _moved(heap, here, exchange(step, mesh, rank), itemsize, staged)
-        size = math.prod(exchange(step, mesh, rank).shape_after) * itemsize
+        plan = exchange(step, mesh, rank)
+        there = _moved(heap, here, plan, itemsize, staged)
+        size = math.prod(plan.shape_after) * itemsize
         if number and step.kind == "slice" and there.size_bytes >= 2 * size and there.size_bytes > 1024:
             heap.drop(there)
             there = heap.new(size)  # a part of what an earlier step made is copied
@@ -67,7 +68,7 @@ def _moved(heap: Heap, x: Storage, plan: Exchange, itemsize: int, staged: bool) 
 
 def _assembled(heap: Heap, plan: Exchange, size_bytes: int) -> Storage:
     """Pieces put together, and put into order where they are not."""
-    join = joined(plan.place)
+    join = plan.received
     if join is None or join.order is None:
         return heap.new(size_bytes)
     apart = heap.new(size_bytes)

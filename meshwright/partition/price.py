@@ -14,14 +14,14 @@ the rank at the origin, which holds the largest blocks, in these conventions:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.machine import seconds, update_seconds
-from meshwright.cost.operators import work
+from meshwright.cost.operators import Amount, work
 from meshwright.cost.reduction import reduction_seconds
-from meshwright.graph import DTYPES, Graph, Node
+from meshwright.graph import DTYPES, Graph, Node, map_refs
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Site
 from meshwright.ops.local.cut import Cut
@@ -124,11 +124,17 @@ def node_prices(parts: Partition, local: Graph, mesh: Mesh, cluster: Cluster) ->
         if talk := kernel_talk(node, local.types):
             sent.setdefault(stands_for(node, sites), []).extend(talk)
     found: dict[str, NodePrice] = {}
+    known: dict[
+        Hashable, tuple[Amount, Amount]
+    ] = {}  # copies of a layer share their layouts and their seconds
     for name, site in sites.items():
         ports = parts.resharded.ports[name]
         wanted = [u in graph.needs_grad for u in site.node.uses]
-        done = work(site.node, site.rule, letter_sizes(site, ports, mesh, at), graph.types, wanted)
-        forward, backward = seconds(done, cluster.device, cluster.measured)
+        kind = (_kind_of(site.node, graph), site.signature, id(ports), tuple(wanted))
+        if kind not in known:
+            done = work(site.node, site.rule, letter_sizes(site, ports, mesh, at), graph.types, wanted)
+            known[kind] = seconds(done, cluster.device, cluster.measured)
+        forward, backward = known[kind]
         talk = sent.get(name, ())
         found[name] = NodePrice(
             float(forward),
@@ -137,6 +143,12 @@ def node_prices(parts: Partition, local: Graph, mesh: Mesh, cluster: Cluster) ->
             talk_seconds((t for t in talk if t.phase == "backward"), mesh, cluster.prices),
         )
     return found
+
+
+def _kind_of(node: Node, graph: Graph) -> Hashable:
+    """All of a node, beside its rule and layouts, that its work depends on."""
+    literals = map_refs((node.args, node.kwargs), lambda _: None)
+    return (node.op, literals, node.outputs, node.needs_grad, tuple([graph.types[u] for u in node.uses]))
 
 
 def stands_for(node: Node, sites: Mapping[str, object]) -> str:

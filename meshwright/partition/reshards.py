@@ -5,7 +5,7 @@ gives a value a *hub*, the value is brought to that layout once, and each consum
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from meshwright.graph import DTYPES, RESHARD, Graph, Node, Ref, TensorType
@@ -57,12 +57,25 @@ def insert_reshards(
     return Resharded(result, work.have, work.ports, work.pairs)
 
 
+def _ports(graph: Graph, factors: Factors, plan: Plan) -> dict[str, Ports]:
+    """The layouts of every node's ports; copies of a layer share theirs."""
+    known: dict[Hashable, Ports] = {}
+    found: dict[str, Ports] = {}
+    for node in graph.nodes:
+        site, strategy = factors.sites[node.name], plan.strategies[node.name]
+        key = (site.signature, id(strategy))
+        if key not in known:
+            known[key] = layouts(site, strategy)
+        found[node.name] = known[key]
+    return found
+
+
 class _Insertion:
     """The values made so far with their layouts, and the reshards that still have to be put into the program."""
 
     def __init__(self, graph: Graph, factors: Factors, plan: Plan, prices: Prices) -> None:
         self.graph, self.plan, self.prices = graph, plan, prices
-        self.ports = {n.name: layouts(factors.sites[n.name], plan.strategies[n.name]) for n in graph.nodes}
+        self.ports = _ports(graph, factors, plan)
         self.have: dict[str, TensorLayout] = {k: self._laid(k, v) for k, v in plan.inputs.items()}
         for node in graph.nodes:
             for value, layout in zip(node.values, self.ports[node.name].outputs, strict=True):

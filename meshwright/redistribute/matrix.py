@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from meshwright.hashed import hashed_once
 from meshwright.layout import Cat, Item, SubDim, TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.redistribute.pairs import Ends, Floats, Masks, Pairs, Spread
@@ -32,6 +33,7 @@ from meshwright.redistribute.steps import COLLECTIVES, wire_elements
 WHOLE, PENDING = 0, 1  # codes; 2 + k is place k
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Value:
     """One tensor as a search sees it.

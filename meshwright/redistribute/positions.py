@@ -31,15 +31,18 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.layout import Dim, TensorLayout, dim_axes, local_indices
+from meshwright.layout import Dim, SubDim, TensorLayout, block, dim_axes, dim_size, local_indices
 from meshwright.mesh import Mesh
 from meshwright.redistribute.steps import Step
 
 Runs = tuple[tuple[int, int], ...]  # (start, length), ascending, apart
+Indices = range | np.ndarray  # ascending
+Held = tuple[Indices, ...]  # per dim
 
 
 @dataclass(frozen=True)
@@ -100,12 +103,17 @@ class Exchange:
         """Elements per member: of its x (all_gather), of its y (reduce_scatter), of its chunk for me otherwise."""
         return tuple(s.numel for s in (self.send if self.kind == "reduce_scatter" else self.place))
 
-    @property
+    @functools.cached_property
+    def received(self) -> Join | None:
+        """How what arrives is put together: `joined(place)`, found once."""
+        return joined(self.place)
+
+    @functools.cached_property
     def padded(self) -> int:
         """The largest of `sizes`: the chunk length of a flat collective."""
         return max(self.sizes)
 
-    @property
+    @functools.cached_property
     def even(self) -> bool:
         """All chunks have one size, so nothing needs padding."""
         return len(set(self.sizes)) == 1
@@ -116,21 +124,24 @@ def exchange(step: Step, mesh: Mesh, rank: int) -> Exchange:
     """What `rank` does in a step. Remembered by its arguments."""
     group = mesh.group(rank, step.axes)
     here, me = mesh.coordinate(rank), group.index(rank)
-    mine, wanted = _indices(step.before, mesh, rank), _indices(step.after, mesh, rank)
+    mine, wanted = _held(step.before, mesh, here), _held(step.after, mesh, here)
     shape_before, shape_after = _shape(mine), _shape(wanted)
+
+    def selections(held: Held, layout: TensorLayout) -> tuple[Selection, ...]:
+        return _selections(held, [_held(layout, mesh, mesh.coordinate(r)) for r in group])
+
     send, place = (everything(shape_before),), (everything(shape_after),)
     match step.kind:
         case "reduce_scatter":
-            send = tuple(select(mine, _indices(step.after, mesh, r)) for r in group)
+            send = selections(mine, step.after)
         case "all_gather":
-            place = tuple(select(wanted, _indices(step.before, mesh, r)) for r in group)
+            place = selections(wanted, step.before)
         case "all_to_all":
-            send = tuple(select(mine, _indices(step.after, mesh, r)) for r in group)
-            place = tuple(select(wanted, _indices(step.before, mesh, r)) for r in group)
+            send, place = selections(mine, step.after), selections(wanted, step.before)
         case "slice":
-            send = (select(mine, wanted),)
+            send = _selections(mine, [wanted])
         case "pad":
-            place = (select(wanted, mine),)
+            place = _selections(wanted, [mine])
     keeps = step.kind != "mask" or all(here[a] == 0 for a in step.axes)
     return Exchange(step.kind, step.axes, group, me, shape_before, shape_after, send, place, keeps)
 
@@ -140,9 +151,24 @@ def everything(shape: tuple[int, ...]) -> Selection:
     return Selection(tuple(((0, n),) if n else () for n in shape), shape)
 
 
-def select(held: tuple[np.ndarray, ...], wanted: tuple[np.ndarray, ...]) -> Selection:
-    """Where, in a tensor that holds some global indices per dim, those are that are wanted too. Both ascend."""
-    return Selection(tuple(_runs_of(h, w) for h, w in zip(held, wanted, strict=True)), _shape(held))
+def _selections(held: Held, wanted: Sequence[Held]) -> tuple[Selection, ...]:
+    """Where, in a tensor that holds some global indices per dim, those are that each of some others wants too.
+
+    All ascend. Of a thousand members most want the same along a dim: those look at one object.
+    """
+    shape = _shape(held)
+    known: dict[tuple[int, int], Runs] = {}
+
+    def runs(dim: int, mine: Indices, other: Indices) -> Runs:
+        key = (dim, id(other))
+        if key not in known:
+            known[key] = _runs_of(mine, other)
+        return known[key]
+
+    return tuple(
+        Selection(tuple(runs(d, h, w) for d, (h, w) in enumerate(zip(held, each, strict=True))), shape)
+        for each in wanted
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,21 +200,33 @@ def joined(chunks: tuple[Selection, ...]) -> Join | None:
     return Join(dim, positions, np.argsort(positions))
 
 
-def _indices(layout: TensorLayout, mesh: Mesh, rank: int) -> tuple[np.ndarray, ...]:
-    at = mesh.coordinate(rank)
+def _held(layout: TensorLayout, mesh: Mesh, at: Mapping[str, int]) -> Held:
     return tuple(_dim_indices(d, mesh, tuple((a, at[a]) for a in dim_axes(d))) for d in layout.dims)
 
 
-@functools.lru_cache(maxsize=512)
-def _dim_indices(dim: Dim, mesh: Mesh, at: tuple[tuple[str, int], ...]) -> np.ndarray:
+@functools.lru_cache(maxsize=1 << 12)
+def _dim_indices(dim: Dim, mesh: Mesh, at: tuple[tuple[str, int], ...]) -> Indices:
+    """The global indices along a dim that the ranks at some coordinates hold: a range where they follow one another."""
+    first, *rest = dim or (SubDim(1),)
+    if isinstance(first, SubDim) and all(isinstance(i, SubDim) and not i.axes for i in rest):
+        start, length = block(first.size, first.axes, mesh, dict(at))
+        inner = dim_size(tuple(rest))
+        return range(start * inner, (start + length) * inner)
     return local_indices(dim, mesh, dict(at))
 
 
-def _shape(indices: tuple[np.ndarray, ...]) -> tuple[int, ...]:
+def _shape(indices: Held) -> tuple[int, ...]:
     return tuple(len(i) for i in indices)
 
 
-def _runs_of(held: np.ndarray, wanted: np.ndarray) -> Runs:
+def _runs_of(held: Indices, wanted: Indices) -> Runs:
+    if isinstance(held, range) and isinstance(wanted, range):
+        first, stop = max(held.start, wanted.start), min(held.stop, wanted.stop)
+        return ((first - held.start, stop - first),) if stop > first else ()
+    return _runs_of_arrays(np.asarray(held), np.asarray(wanted))
+
+
+def _runs_of_arrays(held: np.ndarray, wanted: np.ndarray) -> Runs:
     if len(held) == len(wanted) and np.array_equal(held, wanted):
         return ((0, len(held)),) if len(held) else ()
     if not len(held) or not len(wanted):

@@ -14,12 +14,14 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from meshwright.hashed import hashed_once
 from meshwright.mesh import Mesh
 from meshwright.redistribute.steps import COLLECTIVES, LOCAL, Step, wire_bytes
 
 ANY_LINK = "*"
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Prices:
     """A table of rows (kind, link, latency in seconds per round, bytes per second). The link ``*`` stands for all

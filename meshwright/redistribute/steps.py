@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from meshwright.hashed import hashed_once
 from meshwright.layout import (
     TensorLayout,
 )
@@ -30,6 +31,7 @@ LOCAL = ("slice", "mask", "pad")
 KINDS = COLLECTIVES + LOCAL
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Step:
     """One collective (or local cut) over `axes`, from one forward-only layout to another."""

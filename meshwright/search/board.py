@@ -6,13 +6,8 @@ from collections.abc import Hashable
 
 from meshwright.graph import Graph
 from meshwright.mesh import Mesh
-from meshwright.ops.factors import Factors, Site
+from meshwright.ops.factors import Factors
 from meshwright.search.menus import Menu, Places
-
-
-def signature(site: Site) -> Hashable:
-    """What the layouts of a site depend on. Analysis makes equal rules and trees one object, so identities do."""
-    return (id(site.rule), *map(id, site.trees.values()))
 
 
 class Board:
@@ -54,7 +49,7 @@ class Board:
         found: list[Menu] = []
         for node in self.nodes:
             site = factors.sites[node.name]
-            key = signature(site)
+            key = site.signature
             menu = known.get(key)
             if menu is None:
                 menu = known[key] = Menu(site, places)

@@ -15,7 +15,7 @@ from meshwright.layout import TensorLayout, normalize, only_axes
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors, Site
 from meshwright.ops.strategy import WHOLE, Ports, Strategy, cut, fits, layouts, splittable, units
-from meshwright.search.board import Board, signature
+from meshwright.search.board import Board
 from meshwright.search.menus import through_ports
 
 Assignment = dict[str, Strategy]
@@ -39,10 +39,6 @@ class Scene:
         return Board(self.graph, self.factors, self.mesh)
 
     @functools.cached_property
-    def _signatures(self) -> dict[str, Hashable]:
-        return {name: signature(site) for name, site in self.factors.sites.items()}
-
-    @functools.cached_property
     def _normal(self) -> dict[int, tuple[TensorLayout, TensorLayout]]:
         return {}
 
@@ -59,7 +55,7 @@ class Scene:
 
     def ports(self, node: Node, strategy: Strategy) -> Ports:
         """Port layouts of a node; nodes of one signature and strategy share them."""
-        key = (self._signatures[node.name], id(strategy))
+        key = (self.site(node.name).signature, id(strategy))
         known = self._ports.get(key)
         if known is None:  # the strategy is kept with it, so that its identity stays its own
             known = self._ports[key] = (strategy, layouts(self.site(node.name), strategy))

@@ -1,0 +1,31 @@
+"""Values that are asked for their hash all the time, and find it once.
+
+A mesh of 16,384 ranks, a layout of nested sub-dims and a table of prices are keys of most caches here: without this a
+look-up costs more than what it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def hashed_once(cls: type[T]) -> type[T]:
+    """Let a frozen dataclass remember its hash. It stays behind when the value is pickled: that of a string is another
+    in the next process."""
+    find: Callable[[object], int] = cls.__hash__  # type: ignore[assignment]
+
+    def __hash__(self: object) -> int:
+        known = self.__dict__
+        if "_hash" not in known:
+            known["_hash"] = find(self)
+        return known["_hash"]
+
+    def __getstate__(self: object) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
+    cls.__hash__ = __hash__  # type: ignore[method-assign, assignment]
+    cls.__getstate__ = __getstate__  # type: ignore[method-assign, assignment]
+    return cls
