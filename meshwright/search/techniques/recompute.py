@@ -1,0 +1,99 @@
+"""``recompute``: which values are not kept for backward, but computed again there.
+
+``"full"`` keeps what enters each layer and nothing else of it. ``"selective"`` computes again what is cheap to compute
+(norms, activations, the core of attention, masks of dropout, casts, anything pointwise) where all that it is made from
+is kept anyway, so that memory falls by what is computed again; products are kept (Korthikanti et al., *Reducing
+Activation Recomputation in Large Transformer Models*, 2022, section 5, for the core of attention). Patterns give
+modules a policy each; the first that matches counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from meshwright.cost.operators import CONVOLUTIONS, PRODUCTS
+from meshwright.cost.saved import has_line, saved
+from meshwright.errors import PlanError, did_you_mean
+from meshwright.graph import Graph, Node
+from meshwright.plan import Plan
+from meshwright.search.techniques.layers import Layer, layers_of, matched_layers, root_of
+
+DEAR = PRODUCTS | CONVOLUTIONS | {"transformers.grouped_mm_fallback.default"}
+
+
+def recompute(graph: Graph, plan: Plan) -> Plan:
+    """The plan with what ``recompute`` asks for. Raises PlanError for a pattern that names no module."""
+    asked = plan.techniques.recompute
+    again: set[str] = set()
+    match asked:
+        case "full":
+            again = full(layers_of(graph))
+        case "selective":
+            again = selective(graph, layers_of(graph))
+        case tuple():
+            again = by_pattern(graph, asked)
+    if not again:
+        return plan
+    return replace(plan, keeps={**plan.keeps, **dict.fromkeys(sorted(again), "again")})
+
+
+def full(layers: Iterable[Layer]) -> set[str]:
+    """All values that stay inside a layer."""
+    return {value for layer in layers for value in layer.inside}
+
+
+def selective(graph: Graph, layers: Sequence[Layer]) -> set[str]:
+    """The values of layers that are cheap to make from what is kept anyway."""
+    inside = {value for layer in layers for value in layer.inside}
+    near = {n.name for layer in layers for n in layer.nodes if not inside.isdisjoint(n.values)}
+    cheap = {n.name for n in graph.nodes if n.op not in DEAR and has_line(n.op) and n.name in near}
+    keepers: set[str] = set()  # values whose memory autograd keeps for somebody
+    for node in graph.nodes:
+        kept = saved(node, graph.types, [u in graph.needs_grad for u in node.uses])
+        for value in (*(node.uses[p] for p in kept.inputs), *(node.values[o] for o in kept.outputs)):
+            keepers.add(root_of(graph, value))
+    there = {i.name for i in graph.inputs}  # what backward has, or makes from what it has
+    again: set[str] = set()
+    for node in graph.nodes:
+        made = node.name in cheap and all(u in there or root_of(graph, u) in there for u in node.uses)
+        if made or (
+            node.op == "meshwright.dropout" and node.name in cheap
+        ):  # its mask needs nothing to be drawn again
+            again.update(inside.intersection(node.values))
+        there.update(v for v in node.values if made or v in keepers)
+    return again
+
+
+def by_pattern(graph: Graph, asked: Iterable[tuple[str, str]]) -> set[str]:
+    """The values that policies of module patterns name; the first pattern that matches an operator counts."""
+    taken: set[str] = set()
+    again: set[str] = set()
+    modules = sorted({p for n in graph.nodes for p in _around(n)})
+    for pattern, policy in asked:
+        layers = matched_layers(graph, pattern)
+        if not layers:
+            raise PlanError(
+                f"no module of the model matches {pattern!r} of recompute",
+                why=f"{len(modules)} modules have operators",
+                hint=did_you_mean(pattern, modules),
+            )
+        free = [_without(graph, layer, taken) for layer in layers]
+        taken.update(n.name for layer in layers for n in layer.nodes)
+        if policy:
+            again |= full(free) if policy == "full" else selective(graph, free)
+    return again
+
+
+def _around(node: Node) -> Iterable[str]:
+    """A node's module and those around it."""
+    parts = node.module.split(".") if node.module else []
+    return (".".join(parts[: k + 1]) for k in range(len(parts)))
+
+
+def _without(graph: Graph, layer: Layer, taken: set[str]) -> Layer:
+    """A layer without the operators that an earlier pattern has; what these read of it, it gives them."""
+    nodes = tuple(n for n in layer.nodes if n.name not in taken)
+    read = {u for n in layer.nodes if n.name in taken for u in n.uses}
+    roots = {root_of(graph, u) for u in read}
+    return replace(layer, nodes=nodes, ends=layer.ends | read | roots)
