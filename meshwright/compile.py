@@ -25,7 +25,7 @@ from meshwright.plan import Plan
 from meshwright.report.plan_table import plan_text
 from meshwright.search.folded import Folded
 from meshwright.search.marks import mesh_of_pins, renumber
-from meshwright.search.modes import make_plan
+from meshwright.search.modes import make_plan, over_limit
 from meshwright.search.planner import Progress, Request
 from meshwright.search.techniques import apply
 from meshwright.techniques import NONE, Options, Techniques, techniques_from
@@ -137,11 +137,13 @@ def plan_captured(
         mode = "auto" if request is not None else "data_parallel"
     made = make_plan(captured.graph, chosen, mode, pins, captured.folding, request)
     made = apply(captured.graph, made, techniques)
-    if request is not None and not made.claims:
-        claims = claims_of(
-            partition(captured.graph, made, keeps=saved), request.cluster, request.optimizer_states
-        )
-        made = replace(made, claims=claims)
+    if request is not None and (techniques.asked() or not made.claims):
+        # A search's claims are of its own plan, without what was asked for beside it.
+        parts = partition(captured.graph, made, keeps=saved)
+        kept = {k: v for k, v in made.claims.items() if k in ("chosen", "search_seconds")}
+        made = replace(made, claims={**claims_of(parts, request.cluster, request.optimizer_states), **kept})
+    if request is not None:
+        made = made.with_notes(*over_limit(made, request))
     made = made.folded(captured.graph, [(b.start, b.length, b.repeats) for b in captured.folding.blocks])
     return with_origin(made.with_notes(*captured.notes), captured, request)
 

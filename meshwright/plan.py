@@ -57,7 +57,8 @@ class Plan:
     `hubs`: value → the layout to which it is brought once, and from which every consumer takes it; its gradient half
     says where the consumers' gradients are added up. So a parameter whose storage is split over the batch axes has
     a hub that is whole, with the gradient pending there (ZeRO). `again`: values whose hub is not kept for backward
-    but made again there.
+    but made again there. `states`: parameter → the layout in which it is updated, where that is more split than the one
+    it enters in; its optimizer's states live so, and the weight is put together again after the update.
 
     `keeps`: value → how an operator's result is kept for backward, where it is not as autograd does: ``again`` (not at
     all: the operator is computed again, with what it saves of its own).
@@ -88,6 +89,7 @@ class Plan:
     hubs: Mapping[str, TensorLayout] = field(default_factory=dict)
     again: frozenset[str] = frozenset()
     keeps: Mapping[str, str] = field(default_factory=dict)
+    states: Mapping[str, TensorLayout] = field(default_factory=dict)
     prices: Prices | None = None
     claims: Mapping[str, Any] = field(default_factory=dict)
     nexts: Mapping[str, str] = field(default_factory=dict)
@@ -184,6 +186,7 @@ class Plan:
             nexts=filled(self.nexts, nodes),
             about=about,
             hubs=filled(self.hubs, values),
+            states=filled(self.states, inputs),
             again=frozenset(v for v, here in values.items() if v in self.again or here in self.again),
             keeps=filled(self.keeps, values),
             times={},
@@ -193,10 +196,10 @@ class Plan:
     def _left_out(self) -> frozenset[str]:
         """Names that a file need not say; none where a later copy lacks what the second has."""
         names = self.stand_ins.items()
-        said = (self.hubs, self.again, self.keeps, self.reasons, self.nexts)
+        said = (self.hubs, self.states, self.again, self.keeps, self.reasons, self.nexts)
         if any(here in entries and name not in entries for name, here in names for entries in said):
             return frozenset()
-        told = (self.strategies, self.inputs, self.reasons, self.nexts, self.hubs, self.keeps)
+        told = (self.strategies, self.inputs, self.reasons, self.nexts, self.hubs, self.states, self.keeps)
         return frozenset(
             name
             for name, here in names
@@ -242,6 +245,7 @@ class Plan:
                     )
         self._check_hubs(factors)
         self._check_keeps(factors)
+        self._check_states()
         for name, layout in self.inputs.items():
             shape = tuple(map(dim_size, factors.dims[name]))
             if layout.shape != shape or layout.pending:
@@ -288,6 +292,18 @@ class Plan:
                     hint=did_you_mean(how, KEPT_AS),
                 )
 
+    def _check_states(self) -> None:
+        for name, layout in self.states.items():
+            entry = self.inputs.get(name)
+            if entry is None or layout.shape != entry.shape or layout.pending or not _within(layout, entry):
+                raise PlanError(
+                    f"the plan updates %{name} as {layout}",
+                    why="the model has no input of this name"
+                    if entry is None
+                    else f"it enters as {entry}: an update may be split further, and no less",
+                    hint=AGAIN,
+                )
+
     def with_notes(self, *notes: str) -> Plan:
         """The plan with more remarks."""
         return replace(self, notes=(*self.notes, *notes))
@@ -296,6 +312,12 @@ class Plan:
 def fingerprint(graph: Graph) -> str:
     """A hash of what a plan depends on: operators, arguments, types and wiring, not source lines."""
     return graph.fingerprint
+
+
+def _within(part: TensorLayout, whole: TensorLayout) -> bool:
+    """Whether leaving out the axes that only `part` has gives the dims of `whole`, so these are the minor ones."""
+    more = set(part.split_axes) - set(whole.split_axes)
+    return tuple(without_axes(d, more) for d in part.dims) == whole.dims
 
 
 def _some(names: list[str]) -> str:

@@ -61,7 +61,9 @@ def write(plan: Mapping[str, Any], left_out: Collection[str] = ()) -> str:
         for name in listed
     }
     parts = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
-    for section in ("inputs", "hubs"):
+    for section in ("inputs", "hubs", "states"):
+        if section == "states" and not plan[section]:
+            continue
         layouts = {k: str(v) for k, v in plan[section].items() if k not in left_out}
         parts.append(_block(section, (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in layouts.items())))
     again = (json.dumps(name) for name in sorted(plan["again"]) if name not in left_out)
@@ -104,7 +106,7 @@ def _strategy_data(
 
 KEYS = (
     "meshwright plan", "mode", "graph", "mesh", "notes", "pins", "prices", "claims", "techniques", "folds", "times",
-    "inputs", "hubs", "again", "keeps", "nodes",
+    "inputs", "hubs", "states", "again", "keeps", "nodes",
 )  # fmt: skip
 
 
@@ -133,6 +135,7 @@ def read(text: str, source: str) -> dict[str, Any]:
         "about": {name: (e["op"], e.get("module", "")) for name, e in raw.items() if "op" in e},
         "pins": pins,
         "hubs": hubs,
+        "states": file.entries("states", laid) if "states" in data else {},
         "again": file.entry("again", lambda d: _again(d["again"], hubs), data),
         "keeps": file.entry("keeps", lambda d: {str(k): str(v) for k, v in d.items()}, data.get("keeps", {})),
         "folds": file.entry("folds", _folds, data.get("folds", [])),

@@ -34,6 +34,8 @@ from meshwright.graph import Graph, parse
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
+from meshwright.partition.gradients import pending_gradients
+from meshwright.partition.updates import updates
 from meshwright.plan import Plan
 from meshwright.redistribute import redistribute
 from meshwright.redistribute.positions import exchange
@@ -72,7 +74,7 @@ class TrainStep:
     @property
     def program(self) -> ProgramText:
         """What this rank runs, with every collective of forward and backward, its axis and its bytes."""
-        return ProgramText(self.local.graph, self.parts, self.local.bucket_summary())
+        return ProgramText(self.local.graph, self.parts, self.local.buckets.groups, self.local.sharded.groups)
 
     @property
     def module(self) -> torch.fx.GraphModule:
@@ -215,7 +217,11 @@ def axis_sets(parts: Partition, local: Graph) -> list[frozenset[str]]:
     found: set[frozenset[str]] = set()
     for pair in parts.resharded.pairs.values():
         found |= {frozenset(s.axes) for s in (*pair.forward, *pair.backward)}
-    for layout in parts.resharded.layouts.values():
+    for update in updates(parts).values():
+        found |= {frozenset(step.axes) for step in (update.scatter, update.gather) if step is not None}
+    for gradient in pending_gradients(parts):
+        found |= {frozenset(gradient.cut), frozenset(a for a in gradient.axes if a not in gradient.cut)}
+    for layout in (*parts.resharded.layouts.values(), *parts.plan.states.values()):
         found |= {frozenset(layout.split_axes), frozenset(layout.pending), frozenset(layout.grad)}
         whole = TensorLayout.whole(layout.shape)
         found |= (

@@ -16,9 +16,15 @@ Amount = TypeVar("Amount", float, np.ndarray)
 
 
 def reduction_seconds(
-    size_bytes: Amount, axes: Sequence[str], mesh: Mesh, prices: Prices, bucket_bytes: int | None = None
+    size_bytes: Amount,
+    axes: Sequence[str],
+    mesh: Mesh,
+    prices: Prices,
+    bucket_bytes: int | None = None,
+    kind: str = "all_reduce",
 ) -> Amount:
-    """Seconds to all-reduce gradients of `size_bytes` (one number, or an array) over some axes.
+    """Seconds to all-reduce gradients of `size_bytes` (one number, or an array) over some axes; or, by `kind`, to
+    reduce-scatter that many or to all-gather weights that are as many together.
 
     A gradient pays its share of a full bucket, latency included: ``bytes / rate + latency · bytes / bucket``, since
     small gradients wait for each other and start together. `bucket_bytes` are by default those that suit the link; with
@@ -27,9 +33,15 @@ def reduction_seconds(
     axes = tuple(a for a in axes if mesh.sizes[a] > 1)
     if not axes:
         return size_bytes * 0.0
-    full = fused_bytes("all_reduce", mesh, axes, prices) if bucket_bytes is None else bucket_bytes
+    members = mesh.count(axes)
+    halves = {
+        "all_reduce": (1.0, 1.0),
+        "all_gather": (1 / members, 0.0),
+        "reduce_scatter": (0.0, 1 / members),
+    }
+    share = wire_elements(kind, members, *halves[kind])
+    full = fused_bytes(kind, mesh, axes, prices) if bucket_bytes is None else bucket_bytes
     if not full:
-        latency, per_byte = prices.law("all_reduce", mesh, axes)
-        return latency + size_bytes * (wire_elements("all_reduce", mesh.count(axes), 1, 1) * per_byte)
-    sent = wire_elements("all_reduce", mesh.count(axes), full, full)
-    return size_bytes * (prices.seconds("all_reduce", mesh, axes, sent) / full)
+        latency, per_byte = prices.law(kind, mesh, axes)
+        return latency + size_bytes * (share * per_byte)
+    return size_bytes * (prices.seconds(kind, mesh, axes, share * full) / full)

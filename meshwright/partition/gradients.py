@@ -17,13 +17,16 @@ MAKES_GRADIENT = frozenset(
 
 
 def pending_gradients(parts: Partition) -> tuple[Gradient, ...]:
-    """The parameters (by the names of the program's inputs) whose gradients are pending, in forward order.
+    """The parameters (by the names of the program's inputs) whose gradients are pending, in the order of their first
+    use: backward completes them the other way round.
 
     Sizes are those of the rank at the origin, not of the rank that asks: where cuts are uneven all ranks still fill
     their buckets alike, and so start their collectives in one order.
     """
+    parted = parts.plan.states if parts.plan.techniques.optimizer_parallel >= 2 else {}
     graph, mesh, at = parts.resharded.graph, parts.plan.mesh, origin(parts.plan.mesh)
-    found: list[Gradient] = []
+    order = {node.name: number for number, node in enumerate(graph.nodes)}
+    found: list[tuple[int, Gradient]] = []
     for entry in graph.inputs:
         layout, users = parts.resharded.layouts[entry.name], graph.consumers[entry.name]
         axes = mesh.sort(a for a in layout.grad if mesh.sizes[a] > 1)
@@ -31,5 +34,8 @@ def pending_gradients(parts: Partition) -> tuple[Gradient, ...]:
             size = math.prod(layout.local_shape(mesh, at)) * DTYPES[entry.type.dtype]
             fresh = all(node.op in MAKES_GRADIENT for node, _ in users)
             group = parts.plan.techniques.fusion_group(entry.target, *entry.ties)
-            found.append(Gradient(entry.name, axes, entry.type.dtype, size, fresh, group))
-    return tuple(found)
+            more = parted[entry.name].split_axes if entry.name in parted else ()
+            cut = tuple(a for a in axes if a in more)
+            made = Gradient(entry.name, axes, entry.type.dtype, size, fresh, group, entry.name in parted, cut)
+            found.append((min(order[node.name] for node, _ in users), made))
+    return tuple(gradient for _, gradient in sorted(found, key=lambda f: f[0]))

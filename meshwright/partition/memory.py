@@ -20,6 +20,7 @@ from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.heap import Heap, Storage
 from meshwright.partition.moves import moved
+from meshwright.partition.update_memory import UpdateMemory
 from meshwright.partition.workspace import gradients_of, workspace
 from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES, BucketBytes, fill
 
@@ -122,8 +123,9 @@ class _Walk:
         self.missing = {n: len(self.graph.consumers[n]) for n in self.trained}
         self.placed: set[str] = set()  # parameters whose gradient goes into a bucket's buffer
         described = pending_gradients(parts)
-        bucket_bytes = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
-        self.groups = fill(described, bucket_bytes, ALONE_BYTES.get(device, BUCKET_BYTES))
+        size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
+        self.groups = fill(described, size, ALONE_BYTES.get(device, BUCKET_BYTES))
+        self.update_parts = UpdateMemory(parts, rank, self.groups, bucket_bytes, staged)
 
     def run(self) -> Peak:
         self.start()
@@ -147,12 +149,18 @@ class _Walk:
                     self.values[entry.name] = self.heap.new(whole.type.size_bytes, "batch")
                 case _:
                     self.values[entry.name] = self.heap.new(entry.type.size_bytes, "buffers")
-        trained = sum(self.types[n].size_bytes for n in self.trained)
+        trained = sum(self._updated_bytes(n) for n in self.trained)
         self.heap.new(trained * self.optimizer.states, "optimizer")
+        self.heap.new(self.update_parts.copied_bytes(), "optimizer")
         for group in self.groups:
-            if not group.alone:
+            if not group.alone and not group.parted:
                 self.placed.update(g.name for g in group.members)
                 self.heap.new(sum(self.types[g.name].size_bytes for g in group.members), "buckets")
+
+    def _updated_bytes(self, name: str) -> int:
+        """Bytes of what the rank updates of a parameter."""
+        part = self.update_parts.part_bytes(name)
+        return self.types[name].size_bytes if part is None else part
 
     # ------------------------------------------------------------ forward
 
@@ -249,6 +257,7 @@ class _Walk:
                 self._add(name, storage)
         for name in [n for n in self.gradients if n in self.trained]:
             self._place(name)
+        self.update_parts.finish(heap)
 
     def _open(self, node: Node) -> None:
         """Make again what was not kept."""
@@ -314,7 +323,9 @@ class _Walk:
     def _place(self, name: str) -> None:
         """A parameter's gradient is complete: it stays, or is copied into its bucket."""
         gradient = self.gradients.pop(name)
-        if name in self.placed:
+        if self.update_parts.takes(name):
+            self.update_parts.place(self.heap, name, gradient)
+        elif name in self.placed:
             self.heap.drop(gradient)
         elif gradient.uses == 1:
             self.heap.rename(gradient, "gradients")
@@ -326,10 +337,12 @@ class _Walk:
 
     def update(self) -> None:
         self.heap.at("update")
-        sizes = [self.types[n].size_bytes for n in self.trained]
+        sizes = [self._updated_bytes(n) for n in self.trained]
         if sizes:
             copied = sum(sizes) if self.optimizer.at_once else max(sizes)
             self.heap.passing(copied * self.optimizer.temporaries)
+        self.heap.at("gather, update")
+        self.update_parts.gather(self.heap)
 
 
 __all__ = ["ADAMW", "ADAMW_FOREACH", "ADAMW_FUSED", "Optimizer", "Peak", "peak"]

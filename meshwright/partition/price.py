@@ -30,8 +30,9 @@ from meshwright.ops.talk import Talk, kernel_talk
 from meshwright.partition import RESHARD, Partition
 from meshwright.partition.fusion import sizes
 from meshwright.partition.gradients import pending_gradients
+from meshwright.partition.updates import gathers, update_layout
 from meshwright.redistribute.prices import Prices, total_seconds
-from meshwright.redistribute.steps import origin, wire_elements
+from meshwright.redistribute.steps import largest_size, origin, wire_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Price:
     """Seconds of a training step if nothing overlaps, apart by what they are spent on; `total` is their sum.
 
     `by_node`: operator → its price. `by_reshard`: reshard → seconds (forward, backward). `by_parameter`: parameter →
-    seconds (reduction of its gradient, update).
+    seconds (reduction of its gradient and gathering of what was updated in parts, update).
     """
 
     compute: float
@@ -194,21 +195,33 @@ def made_again(node: Node) -> bool:
 def parameter_prices(
     parts: Partition, mesh: Mesh, cluster: Cluster, optimizer_states: int
 ) -> dict[str, tuple[float, float]]:
-    """Seconds to reduce the gradient of each trained parameter in a bucket, and to update what the rank holds of it."""
-    at = origin(mesh)
-    bucket = sizes(parts.plan)
-    reduced = {
-        g.name: reduction_seconds(
-            float(g.size_bytes), g.axes, mesh, cluster.hidden_prices, bucket("all_reduce", g.axes)
-        )
-        for g in pending_gradients(parts)
-    }
+    """Seconds to reduce the gradient of each trained parameter in a bucket (and to gather it again in one, where it is
+    updated in parts), and to update what the rank updates of it."""
+    at, bucket = origin(mesh), sizes(parts.plan)
+
+    def sent_in(kind: str, size: float, axes: tuple[str, ...]) -> float:
+        # What is gathered after the update is waited for, the rest goes on beside backward.
+        prices = cluster.prices if kind == "all_gather" else cluster.hidden_prices
+        return reduction_seconds(size, axes, mesh, prices, bucket(kind, axes), kind) if axes else 0.0
+
+    sent: dict[str, float] = {}
+    for g in pending_gradients(parts):
+        size, rest = float(g.size_bytes), g.axes
+        sent[g.name] = 0.0
+        if g.parted:
+            rest = tuple(a for a in g.axes if a not in g.cut)
+            sent[g.name] = sent_in("reduce_scatter", size, g.cut)
+            size = float(largest_size(parts.plan.states[g.name], mesh) * DTYPES[g.dtype])
+        sent[g.name] += sent_in("all_reduce", size, rest)
+    for group in gathers(parts):
+        for m in group.members:
+            sent[m.name] = sent.get(m.name, 0.0) + sent_in("all_gather", float(m.size_bytes), m.axes)
     found: dict[str, tuple[float, float]] = {}
     for entry in parts.resharded.graph.input_of("parameter"):
         if entry.needs_grad:
-            elements = math.prod(parts.resharded.layouts[entry.name].local_shape(mesh, at))
+            elements = math.prod(update_layout(parts, entry).local_shape(mesh, at))
             update = update_seconds(
                 float(elements), optimizer_states, cluster.device, cluster.measured, DTYPES[entry.type.dtype]
             )
-            found[entry.name] = (reduced.get(entry.name, 0.0), float(update))
+            found[entry.name] = (sent.get(entry.name, 0.0), float(update))
     return found

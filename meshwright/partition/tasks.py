@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.saved import saved
@@ -22,6 +23,7 @@ from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.localize import late_values
 from meshwright.partition.price import made_again, node_prices, on_cluster, parameter_prices
+from meshwright.partition.updates import gathers
 from meshwright.redistribute import Step
 from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES, BucketBytes, Group, fill
 from meshwright.redistribute.prices import Prices
@@ -43,12 +45,13 @@ def step_tasks(
     mesh = on_cluster(parts.plan.mesh, cluster)
     local = parts.local(mesh.rank(origin(mesh)))
     alone = ALONE_BYTES.get(cluster.device_type, BUCKET_BYTES)
-    bucket_bytes = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
-    groups = fill(pending_gradients(parts), bucket_bytes, alone)
+    size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
+    groups = fill(pending_gradients(parts), size, alone)
     step = _Step(parts, local, mesh, cluster)
     step.forward()
     step.backward(groups)
     step.update(math.fsum(u for _, u in parameter_prices(parts, mesh, cluster, optimizer_states).values()))
+    step.gather(gathers(parts, bucket_bytes))
     return tuple(step.tasks)
 
 
@@ -64,6 +67,7 @@ class _Step:
         self.late = late_values(local)
         self._last = -1  # the last task that the host waited for
         self._reductions: list[int] = []
+        self._scattered: int | None = None  # the bucket under way of which every rank gets its part
 
     # -------------------------------------------------- one task
 
@@ -159,14 +163,42 @@ class _Step:
 
     def _reduce(self, groups: Iterable[tuple[int, Group]]) -> None:
         for number, group in groups:
-            sent = wire_elements("all_reduce", self.mesh.count(group.axes), group.size_bytes, 0)
             name = f"bucket {number}"
+            if group.parted:
+                self._scatter(name, group)
+                continue
+            sent = wire_elements("all_reduce", self.mesh.count(group.axes), group.size_bytes, 0)
             place = self._send(name, "all_reduce", group.axes, sent, "reduce", "", wait=False)
             self._reductions.append(place)
+
+    def _scatter(self, name: str, group: Group) -> None:
+        """A bucket of which every rank gets its part. The host waits for the one before it, to free it."""
+        if self._scattered is not None:
+            self._last = len(self.tasks)
+            self.tasks.append(Task(f"{name}, room", (COMPUTE,), 0.0, (self._scattered,), "reduce"))
+        part = group.size_bytes / self.mesh.count(group.cut)
+        sent = wire_elements("reduce_scatter", self.mesh.count(group.cut), group.size_bytes, part)
+        if group.cut:
+            self._scattered = self._send(name, "reduce_scatter", group.cut, sent, "reduce", "", wait=False)
+            self._reductions.append(self._scattered)
+        if group.summed:
+            sent = wire_elements("all_reduce", self.mesh.count(group.summed), part, 0)
+            place = self._send(name, "all_reduce", group.summed, sent, "reduce", "", wait=False)
+            if group.cut:
+                self.tasks[place] = replace(self.tasks[place], after=(place - 1,))
+            self._reductions.append(place)
+
+    def gather(self, groups: Sequence[Group]) -> None:
+        """Weights that were updated in parts are put together again."""
+        for number, group in enumerate(groups):
+            part = group.size_bytes / self.mesh.count(group.axes)
+            sent = wire_elements("all_gather", self.mesh.count(group.axes), part, 0)
+            self._send(f"weights {number}", "all_gather", group.axes, sent, "update", "")
 
     def update(self, seconds: float) -> None:
         """The wait for the buckets, and the optimizer."""
         if seconds > 0.0 or self._reductions:
+            self._last = len(self.tasks)
             self.tasks.append(Task("update", (COMPUTE,), seconds, tuple(self._reductions), "update"))
 
 

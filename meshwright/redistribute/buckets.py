@@ -39,7 +39,8 @@ def fused_bytes(kind: str, mesh: Mesh, axes: Sequence[str], prices: Prices) -> i
 @dataclass(frozen=True, slots=True)
 class Gradient:
     """A gradient to be added up over `axes`. `fresh`: nobody else holds the tensor, so it may be reduced in place.
-    `group`: the number of the bucket that the user put it into, -1 where there is none."""
+    `group`: the number of the bucket that the user put it into, -1 where there is none. `parted`: every rank gets its
+    own part of the sum alone, over the axes of `cut` by a reduce-scatter."""
 
     name: str
     axes: tuple[str, ...]
@@ -47,6 +48,13 @@ class Gradient:
     size_bytes: int
     fresh: bool = False
     group: int = -1
+    parted: bool = False
+    cut: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What gradients of one group have in common."""
+        return (self.axes, self.dtype, self.group, self.parted, self.cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,21 @@ class Group:
     axes: tuple[str, ...]
     members: tuple[Gradient, ...]
     alone: bool = False
+
+    @property
+    def parted(self) -> bool:
+        """Whether each rank gets its part of the sums alone."""
+        return self.members[0].parted
+
+    @property
+    def cut(self) -> tuple[str, ...]:
+        """The axes over which parts of the sums are scattered."""
+        return self.members[0].cut
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """The axes over which a rank's part still has to be added up, after it was scattered."""
+        return tuple(a for a in self.axes if a not in self.cut)
 
     @property
     def size_bytes(self) -> int:
@@ -74,24 +97,23 @@ def fill(
 
 
 def _fill(pending: Sequence[Gradient], bucket_bytes: BucketBytes, alone_bytes: int) -> Iterator[Group]:
-    groups: dict[tuple[tuple[str, ...], str, int], list[Gradient]] = {}
+    groups: dict[tuple[object, ...], list[Gradient]] = {}
     made = 0
     for gradient in reversed(pending):
         if gradient.group < 0 and gradient.fresh and gradient.size_bytes >= alone_bytes:
             made += 1
             yield Group(gradient.axes, (gradient,), alone=True)
             continue
-        key = (gradient.axes, gradient.dtype, gradient.group)
-        group = groups.setdefault(key, [])
+        group = groups.setdefault(gradient.key, [])
         group.append(gradient)
         if gradient.group >= 0:  # complete when the first of the program has come
-            full = len(group) == sum((g.axes, g.dtype, g.group) == key for g in pending)
+            full = len(group) == sum(g.key == gradient.key for g in pending)
         else:
             limit = bucket_bytes if isinstance(bucket_bytes, int) else bucket_bytes(gradient.axes)
             limit = min(FIRST_BUCKET_BYTES, limit) if made == 0 else limit
             full = sum(g.size_bytes for g in group) >= limit
         if full:
             made += 1
-            yield Group(gradient.axes, tuple(groups.pop(key)))
-    for (axes, _, _), group in groups.items():
-        yield Group(axes, tuple(group))
+            yield Group(gradient.axes, tuple(groups.pop(gradient.key)))
+    for group in groups.values():
+        yield Group(group[0].axes, tuple(group))

@@ -45,7 +45,7 @@ class Step:
         return f"{self.kind}({','.join(self.axes)}): {self.before} -> {self.after}"
 
 
-def wire_elements(kind: str, ranks: int, before: int, after: int) -> float:
+def wire_elements(kind: str, ranks: int, before: float, after: float) -> float:
     """Elements that one rank sends, from the element counts it holds before and after.
 
     Ring algorithms, which are optimal in bytes (Patarasu & Yuan 2009, "Bandwidth optimal all-reduce algorithms for

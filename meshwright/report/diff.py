@@ -60,11 +60,12 @@ class Difference:
     nodes: tuple[Change, ...]
     inputs: tuple[Change, ...]
     hubs: tuple[Change, ...]
+    states: tuple[Change, ...] = ()
 
     @property
     def equal(self) -> bool:
         """Nothing differs."""
-        return not (self.facts or self.claims or self.nodes or self.inputs or self.hubs)
+        return not (self.facts or self.claims or self.nodes or self.inputs or self.hubs or self.states)
 
 
 def difference(a: Plan, b: Plan) -> Difference:
@@ -75,6 +76,7 @@ def difference(a: Plan, b: Plan) -> Difference:
         nodes=tuple(_nodes(a, b)),
         inputs=tuple(_layouts(a, b, a.inputs, b.inputs)),
         hubs=(*_layouts(a, b, a.hubs, b.hubs), *_again(a, b)),
+        states=tuple(_layouts(a, b, a.states, b.states)),
     )
 
 
@@ -205,6 +207,7 @@ def diff_view(found: Difference, names: tuple[str, str], *, every: bool = False)
         ("operators", shown),
         ("inputs", found.inputs),
         ("hubs", found.hubs),
+        ("updates", found.states),
     ):
         if changes:
             parts += [Text("")] if parts else []

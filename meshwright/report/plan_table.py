@@ -26,8 +26,10 @@ from meshwright.layout import TensorLayout, dim_axes, normalize
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.collectives import Collective, program_collectives, sent_bytes
+from meshwright.partition.gradients import pending_gradients
+from meshwright.partition.updates import update_layout, updates
 from meshwright.redistribute import describe
-from meshwright.redistribute.steps import LOCAL, origin, show_bytes, wire_elements
+from meshwright.redistribute.steps import LOCAL, origin, show_bytes, wire_bytes, wire_elements
 
 HEAVY = ("scaled_dot_product_attention", "matmul", "bmm", "einsum", "cross_entropy_loss")
 SHORT = {
@@ -35,6 +37,7 @@ SHORT = {
     "cross_entropy_loss": "cross_entropy",
     "native_layer_norm": "layer_norm",
 }
+TRAFFIC = ("forward", "backward", "gradients", "updated weights")
 LONG = 30  # characters of a module's name that a table of 100 columns has room for
 LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")  # the number of a layer in a module's path
 
@@ -54,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one rank sends in a step over some axes. `kind`: forward, backward or gradients."""
+    """What one rank sends in a step over some axes. `kind`: one of `TRAFFIC`."""
 
     kind: str
     axes: str
@@ -105,14 +108,25 @@ def traffic(parts: Partition) -> list[Traffic]:
 
     for c in _collectives(parts):
         add(c.phase, c.axes, sent_bytes(c, mesh))
-    for entry in graph.input_of("parameter"):
-        layout = parts.resharded.layouts[entry.name]
-        axes = mesh.sort(a for a in layout.grad if mesh.sizes[a] > 1)
-        if entry.needs_grad and axes and graph.consumers[entry.name]:
-            elements = wire_elements("all_reduce", mesh.count(axes), held(layout, mesh), 0)
-            add("gradients", axes, DTYPES[entry.type.dtype] * elements)
+    for gradient in pending_gradients(parts):
+        size, rest = gradient.size_bytes, gradient.axes
+        if gradient.parted:
+            rest = tuple(a for a in gradient.axes if a not in gradient.cut)
+            part = held(parts.plan.states[gradient.name], mesh) * DTYPES[gradient.dtype]
+            if gradient.cut:
+                add(
+                    "gradients",
+                    gradient.cut,
+                    wire_elements("reduce_scatter", mesh.count(gradient.cut), size, part),
+                )
+            size = part
+        if rest:
+            add("gradients", rest, wire_elements("all_reduce", mesh.count(rest), size, 0))
+    for update in updates(parts).values():
+        itemsize = DTYPES[graph.types[update.name].dtype]
+        add("updated weights", update.gather.axes, wire_bytes(update.gather, mesh, itemsize))
     found = [Traffic(kind, axes, len(sizes), sum(sizes)) for (kind, axes), sizes in totals.items()]
-    return sorted(found, key=lambda t: ("forward", "backward", "gradients").index(t.kind))
+    return sorted(found, key=lambda t: TRAFFIC.index(t.kind))
 
 
 def _collectives(parts: Partition) -> list[Collective]:
@@ -256,9 +270,20 @@ def summary(parts: Partition, *, every: bool = False) -> list[str]:
     prefix = long_prefix(r.module for r in rows(parts, every=every))
     lines = [f"… is {prefix}"] if prefix else []
     lines += [f"{others} more operators follow these without talking to anybody"] if others > 0 else []
-    lines.append(f"parameters: {show_bytes(whole)}, of which a rank holds {show_bytes(mine)}")
+    lines.append(
+        f"parameters: {show_bytes(whole)}, of which a rank holds {show_bytes(mine)}{_updated(parts)}"
+    )
     sent = (f"{show_bytes(t.size_bytes)} {t.kind} over {t.axes}" for t in traffic(parts))
     return [*lines, "a rank sends in a step: " + (", ".join(sent) or "nothing")]
+
+
+def _updated(parts: Partition) -> str:
+    """What a rank updates of the trained parameters, where that is less than it holds."""
+    if not parts.plan.states:
+        return ""
+    trained = [i for i in parts.resharded.graph.input_of("parameter") if i.needs_grad]
+    size = sum(held(update_layout(parts, i), parts.plan.mesh) * DTYPES[i.type.dtype] for i in trained)
+    return f" and updates {show_bytes(size)}"
 
 
 def plan_view(parts: Partition, *, every: bool = False) -> Group:

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from meshwright.graph import DTYPES, Graph, Node
 from meshwright.partition import RESHARD, Partition
 from meshwright.redistribute import Step, describe
+from meshwright.redistribute.buckets import Group
 from meshwright.redistribute.steps import show_bytes
 
 
 @dataclass(frozen=True)
 class ProgramText:
-    """Prints a local program. `buckets`: (axes, gradients, bytes) of each gradient reduction."""
+    """Prints a local program. `buckets`: what gradients are reduced together, `gathers` what weights that were updated
+    in parts are gathered together."""
 
     graph: Graph
     parts: Partition
-    buckets: Sequence[tuple[tuple[str, ...], int, int]]
+    buckets: Sequence[Group]
+    gathers: Sequence[Group] = ()
 
     def __str__(self) -> str:
         lines = [f"program {self.graph.name} on {self.parts.plan.mesh} {{"]
@@ -29,12 +32,22 @@ class ProgramText:
                 layout = self.parts.resharded.layouts.get(node.values[0])
                 head = str(node).partition("  {")[0]
                 lines.append(f"  {head}" + (f"  {layout}" if layout is not None else ""))
-        for number, (axes, count, size) in enumerate(self.buckets):
-            lines.append(
-                f"  reduce gradients, bucket {number}: {count} parameters, "
-                f"all_reduce({self.parts.plan.mesh.show(axes)}) {show_bytes(size)}"
-            )
+        for number, group in enumerate(self.buckets):
+            lines.append(f"  reduce gradients, bucket {number}: {_members(group)}, {self._reduced(group)}")
+        for number, group in enumerate(self.gathers):
+            sent = f"all_gather({self.parts.plan.mesh.show(group.axes)}) {show_bytes(group.size_bytes)}"
+            lines.append(f"  gather weights, bucket {number}: {_members(group)}, {sent}")
         return "\n".join([*lines, "}"])
+
+    def _reduced(self, group: Group) -> str:
+        mesh, size = self.parts.plan.mesh, group.size_bytes
+        if not group.parted:
+            return f"all_reduce({mesh.show(group.axes)}) {show_bytes(size)}"
+        steps = [f"reduce_scatter({mesh.show(group.cut)}) {show_bytes(size)}"] if group.cut else []
+        part = show_bytes(size / mesh.count(group.cut))
+        return " → ".join(
+            [*steps, *([f"all_reduce({mesh.show(group.summed)}) {part}"] if group.summed else [])]
+        )
 
     def _reshard(self, node: Node) -> str:
         pair = self.parts.resharded.pairs[node.name]
@@ -47,3 +60,8 @@ class ProgramText:
         halves += f" | backward {show(pair.backward)}" if any(node.needs_grad) else ""
         halves += f" | again in backward {show(pair.forward)}" if node.kwarg("again") else ""
         return f"%{node.name}: {node.outputs[0]} = reshard(%{node.uses[0]})  {halves}"
+
+
+def _members(group: Group) -> str:
+    count = len(group.members)
+    return f"{count} parameter{'s' if count > 1 else ''}"

@@ -4,7 +4,8 @@ A bucket is one flat buffer for gradients that are pending on the same axes and 
 parameter's gradient together, a hook copies it into its place and makes ``.grad`` a view of it; a bucket
 whose places are all filled is reduced at once. A gradient that is large, and that nobody else can hold, is a
 bucket of its own, reduced where it lies: that saves the copy and the buffer. Buckets start in one order on all
-ranks, as collectives must. What goes together is the rule of `redistribute/buckets.py`.
+ranks, as collectives must. What goes together is the rule of `redistribute/buckets.py`. Gradients of parameters that
+are updated in parts go into buckets that scatter (`runtime/sharded_update.py`), of which one is under way at a time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES, BucketBytes, Gradient, Group, fill
 from meshwright.runtime.communicator import Communicator, Work
+from meshwright.runtime.sharded_update import ScatterBucket, Shard
 
 Pending = tuple[torch.nn.Parameter, tuple[str, ...]]  # a parameter and the axes of its gradient
 
@@ -39,6 +41,37 @@ class Bucket:
         """Bytes of the gradients."""
         return sum(p.numel() * p.element_size() for p in self.parameters)
 
+    def begin(self) -> None:
+        """Forget the last step."""
+        self.work = None
+
+    def place(self, index: int) -> None:
+        """Bring a gradient to where it is reduced; zeros where there is none."""
+        parameter = self.parameters[index]
+        if self.buffer is None:
+            parameter.grad = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+            )
+        else:
+            view = self.views[index]
+            view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+            parameter.grad = view
+
+    def start(self, comm: Communicator) -> None:
+        """Start the reduction."""
+        reduced = self.parameters[0].grad if self.buffer is None else self.buffer
+        assert reduced is not None
+        self.work = comm.all_reduce_start(reduced, self.axes)
+
+    def settle(self, comm: Communicator) -> None:
+        """Nothing: a sum needs no room to be made."""
+
+    def finish(self, comm: Communicator) -> None:
+        """Wait for the sums."""
+        assert self.work is not None
+        self.work.wait()
+        self.work = None
+
 
 class GradientBuckets:
     """The buckets of a step. `watch` installs the hooks; `begin`, backward, then `finish`."""
@@ -50,12 +83,16 @@ class GradientBuckets:
         uses: Mapping[int, int] | None = None,
         bucket_bytes: BucketBytes = BUCKET_BYTES,
         described: Sequence[Gradient] | None = None,
+        shards: Mapping[int, Shard] | None = None,
     ) -> None:
         """`pending`: parameters with the axes of their gradients, in forward order. `uses`: id of a parameter → the
         number of backward passes of a step that reach it (1 unless the program is cut into segments). `described`: one
-        for each of `pending`, with the sizes by which all ranks fill their buckets; by default this rank's own."""
+        for each of `pending`, with the sizes by which all ranks fill their buckets; by default this rank's own.
+        `shards`: id of a parameter → its part, where that is updated alone."""
         self.comm, self.uses = comm, uses or {}
-        self.buckets = list(_buckets(pending, bucket_bytes, described))
+        made = list(_buckets(pending, bucket_bytes, described, shards or {}))
+        self.groups = [group for group, _ in made]
+        self.buckets = [bucket for _, bucket in made]
         self._place = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.parameters)}
         self._next = 0
         self._hooks = [
@@ -67,7 +104,7 @@ class GradientBuckets:
         self._next = 0
         for bucket in self.buckets:
             bucket.missing = {i: self.uses.get(id(p), 1) for i, p in enumerate(bucket.parameters)}
-            bucket.work = None
+            bucket.begin()
             for parameter in bucket.parameters:
                 parameter.grad = None
 
@@ -77,41 +114,26 @@ class GradientBuckets:
             return
         bucket.missing[index] -= 1
         if bucket.missing[index] == 0:
-            self._place_gradient(bucket, index)
+            bucket.place(index)
             del bucket.missing[index]
             self._start_ready()
 
-    def _place_gradient(self, bucket: Bucket, index: int) -> None:
-        """Bring a gradient to where it is reduced; zeros where there is none."""
-        parameter = bucket.parameters[index]
-        if bucket.buffer is None:
-            parameter.grad = (
-                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-            )
-        else:
-            view = bucket.views[index]
-            view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
-            parameter.grad = view
-
     def _start_ready(self) -> None:
         while self._next < len(self.buckets) and not self.buckets[self._next].missing:
-            bucket = self.buckets[self._next]
-            reduced = bucket.parameters[0].grad if bucket.buffer is None else bucket.buffer
-            assert reduced is not None
-            bucket.work = self.comm.all_reduce_start(reduced, bucket.axes)
+            if self._next:
+                self.buckets[self._next - 1].settle(self.comm)
+            self.buckets[self._next].start(self.comm)
             self._next += 1
 
     def finish(self) -> None:
         """Start what no gradient has reached (as zeros, so that all ranks agree) and wait for everything."""
         for bucket in self.buckets:
             for index in bucket.missing:
-                self._place_gradient(bucket, index)
+                bucket.place(index)
             bucket.missing = {}
         self._start_ready()
         for bucket in self.buckets:
-            assert bucket.work is not None
-            bucket.work.wait()
-            bucket.work = None
+            bucket.finish(self.comm)
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""
@@ -120,8 +142,11 @@ class GradientBuckets:
 
 
 def _buckets(
-    pending: Sequence[Pending], bucket_bytes: BucketBytes, described: Sequence[Gradient] | None
-) -> Iterator[Bucket]:
+    pending: Sequence[Pending],
+    bucket_bytes: BucketBytes,
+    described: Sequence[Gradient] | None,
+    shards: Mapping[int, Shard],
+) -> Iterator[tuple[Group, Bucket | ScatterBucket]]:
     """The buckets of the shared rule (`redistribute/buckets.py`), with their memory."""
     if not pending:
         return
@@ -133,7 +158,11 @@ def _buckets(
     of = {g.name: p for g, (p, _) in zip(described, pending, strict=True)}
     alone = ALONE_BYTES.get(pending[0][0].device.type, BUCKET_BYTES)
     for group in fill(described, bucket_bytes, alone):
-        yield _bucket(group, [of[g.name] for g in group.members])
+        parameters = [of[g.name] for g in group.members]
+        if group.parted:
+            yield group, ScatterBucket(group, [shards[id(p)] for p in parameters])
+        else:
+            yield group, _bucket(group, parameters)
 
 
 def _bucket(group: Group, parameters: list[torch.nn.Parameter]) -> Bucket:

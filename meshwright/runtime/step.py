@@ -19,6 +19,7 @@ from meshwright.partition.keeps import keeps_of
 from meshwright.partition.localize import late_values
 from meshwright.partition.reshards import reshard_nodes
 from meshwright.partition.segments import split_segments
+from meshwright.partition.updates import gathers, update_layout, updates
 from meshwright.redistribute.positions import exchange
 from meshwright.redistribute.steps import Step as Move
 from meshwright.runtime.again import Again
@@ -28,6 +29,7 @@ from meshwright.runtime.executor import Action, Executor, plain_actions
 from meshwright.runtime.program import TORCH_DTYPES, build_module
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Mover
+from meshwright.runtime.sharded_update import ShardedUpdate
 
 OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -44,8 +46,9 @@ def slicer(layout: TensorLayout, mesh: Mesh, rank: int) -> Callable[[torch.Tenso
 class LocalStep:
     """What a rank runs each step. `__call__` takes the whole batch as path → tensor and returns the global loss.
 
-    `parameters` maps each parameter's name to this rank's part, a leaf whose ``.grad`` is this rank's part
-    of the gradient.
+    `parameters` maps each parameter's name to the part that this rank updates, a leaf whose ``.grad`` is this rank's
+    part of the gradient. `leaves` maps the program's inputs to what it reads: the same tensors, unless weights are put
+    together again after an update in parts.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class LocalStep:
         self.layouts = parts.resharded.layouts
         self.clip_norm = clip_norm
         self.leaves: dict[str, torch.Tensor] = {}
+        self.weights: dict[str, torch.nn.Parameter] = {}  # trained leaves, as the program reads them
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.inputs = {i.name: i for i in parts.resharded.graph.inputs}
         self._named = {(i.role, i.target): i.name for i in self.inputs.values()}
@@ -88,9 +92,12 @@ class LocalStep:
         ]
         self.modules = modules
         described = pending_gradients(parts)
-        pending = [(self.parameters[self.inputs[g.name].target], g.axes) for g in described]
+        pending = [(self.weights[g.name], g.axes) for g in described]
+        self.sharded = self._split_updates(bucket_bytes)
         size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
-        self.buckets = GradientBuckets(rank.comm, pending, self._uses(segments), size, described)
+        self.buckets = GradientBuckets(
+            rank.comm, pending, self._uses(segments), size, described, self.sharded.of
+        )
         trained = list(self.parameters.values())
         self.optimizer = optimizer(trained) if optimizer is not None and trained else None
         if optimizer is not None and trained and not isinstance(self.optimizer, torch.optim.Optimizer):
@@ -101,6 +108,7 @@ class LocalStep:
         self.actions = plain_actions(len(segments))
         saving = contextlib.nullcontext if again is None else again.saving
         self.executor = Executor(segments, modules, self.leaves, self.buckets, self._update, saving)
+        self.executor.kinds["reduce_wait"] = lambda _: self._reduced()
 
     def _make_leaf(self, entry: Input, value: torch.Tensor) -> None:
         local = slicer(self.layouts[entry.name], self.mesh, self.rank.comm.rank)(value.detach())
@@ -111,10 +119,18 @@ class LocalStep:
                 leaf = value
             else:
                 leaf = torch.nn.Parameter(local.clone(memory_format=torch.contiguous_format))
-            self.parameters[entry.target] = leaf
-            self.leaves[entry.name] = leaf
+            self.parameters[entry.target] = self.weights[entry.name] = self.leaves[entry.name] = leaf
         else:
             self.leaves[entry.name] = local if local.shape == value.shape else local.clone()
+
+    def _split_updates(self, bucket_bytes: int | None) -> ShardedUpdate:
+        """The parts of weights that this rank updates, in the place of the weights among the parameters."""
+        made = ShardedUpdate(
+            self.rank.comm, updates(self.parts), self.weights, gathers(self.parts, bucket_bytes)
+        )
+        for name, shard in made.shards.items():
+            self.parameters[self.inputs[name].target] = shard.leaf
+        return made
 
     def _uses(self, segments: Sequence[Any]) -> dict[int, int]:
         counts: dict[int, int] = {}
@@ -132,8 +148,7 @@ class LocalStep:
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Forward, backward and update on the whole batch; the global loss."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        self._forget_gradients()
         wanted = [v for _, v in (*self.graph.outputs, *self.graph.mutations)]
         results = self._run(self.actions, batch, wanted)
         for target, value in self.graph.mutations:
@@ -143,10 +158,13 @@ class LocalStep:
 
     def gradients(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss and, in ``.grad``, the gradients, without an update; buffers and the step count stay as they are."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        self._forget_gradients()
         actions = [a for a in self.actions if a.kind != "update"]
         return self._run(actions, batch, [self.graph.loss])[self.graph.loss]
+
+    def _forget_gradients(self) -> None:
+        for parameter in (*self.weights.values(), *self.parameters.values()):
+            parameter.grad = None
 
     def _run(
         self, actions: Sequence[Action], batch: Mapping[str, torch.Tensor], wanted: Sequence[str]
@@ -154,19 +172,24 @@ class LocalStep:
         with self.handle.deferring():
             return self.executor.run(actions, self.local_batch(batch), wanted)
 
+    def _reduced(self) -> None:
+        self.buckets.finish()
+        self.sharded.take_gradients()
+
     def _update(self) -> None:
         if self.clip_norm is not None:
             clip_by_global_norm(self, self.clip_norm)
         if self.optimizer is not None:
             self.optimizer.step()
+            self.sharded.gather()
 
     def bucket_summary(self) -> list[tuple[tuple[str, ...], int, int]]:
         """(axes, number of gradients, bytes) of each gradient reduction."""
         return [(b.axes, len(b.parameters), b.size_bytes) for b in self.buckets.buckets]
 
     def layout_of(self, parameter: str) -> TensorLayout:
-        """The layout in which this rank holds a parameter."""
-        return self.layouts[self._named["parameter", parameter]]
+        """The layout in which this rank updates a parameter: that of `parameters`."""
+        return update_layout(self.parts, self.inputs[self._named["parameter", parameter]])
 
 
 def clip_by_global_norm(step: LocalStep, limit: float) -> torch.Tensor:

@@ -93,7 +93,7 @@ def _make_plan(
     if found is not None:
         plan = _with_choice(plan, folds, found)
     if request is not None:
-        notes += _warnings(plan, request)
+        notes += _rough(request)
     check_layouts(scene, assignment)
     seen = (
         scene
@@ -165,21 +165,25 @@ def _check_sizes(graph: Graph) -> None:
             )
 
 
-def _warnings(plan: Plan, request: Request) -> list[str]:
-    """What a reader must know of the claims: they are over the limit, or rest on disturbed measurements."""
-    found: list[str] = []
+def over_limit(plan: Plan, request: Request) -> tuple[str, ...]:
+    """What a reader must know of a plan whose claimed peak is over the limit."""
     peak, limit = plan.claims.get("peak_bytes"), request.memory_bytes
-    if peak and limit and peak > limit:
-        found.append(
-            f"does not fit: {show_bytes(peak)} on a rank, of {show_bytes(limit)}; "
-            f'mode="{plan.mode}" searches nothing that would, mode="auto" does'
-        )
-    if void := request.cluster.measured.void:
-        found.append(
-            f"seconds are rough: {len(void)} rows of the calibration of {request.cluster.name} were measured while the "
-            "machine was not quiet; calibrate again"
-        )
-    return found
+    if not peak or not limit or peak <= limit:
+        return ()
+    return (
+        f"does not fit: {show_bytes(peak)} on a rank, of {show_bytes(limit)}; "
+        f'mode="{plan.mode}" searches nothing that would, mode="auto" does',
+    )
+
+
+def _rough(request: Request) -> tuple[str, ...]:
+    """What a reader must know of claims that rest on disturbed measurements."""
+    if not (void := request.cluster.measured.void):
+        return ()
+    return (
+        f"seconds are rough: {len(void)} rows of the calibration of {request.cluster.name} were measured while the "
+        "machine was not quiet; calibrate again",
+    )
 
 
 def _check_mode(mode: str, mesh: Mesh, pins: Any, request: Request | None) -> None:

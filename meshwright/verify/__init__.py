@@ -116,6 +116,7 @@ def _prove(
                         name,
                         [r.gradients.get(target) for r in ranks],
                         expected.gradients[target],
+                        updated=True,
                     )
         for step in range(1, STEPS):
             compare.whole(
@@ -155,9 +156,18 @@ class _Comparison:
         """A value that every rank holds whole."""
         self.differences.append(Difference(what, max(relative_error(v, expected) for v in values)))
 
-    def split(self, what: str, name: str, values: list[torch.Tensor | None], expected: torch.Tensor) -> None:
-        """A value that the ranks hold by its layout."""
-        layout = self.parts.resharded.layouts[name]
+    def split(
+        self,
+        what: str,
+        name: str,
+        values: list[torch.Tensor | None],
+        expected: torch.Tensor,
+        *,
+        updated: bool = False,
+    ) -> None:
+        """A value that the ranks hold by its layout, or by that in which it is updated."""
+        states = self.parts.plan.states if updated else {}
+        layout = states.get(name) or self.parts.resharded.layouts[name]
         if any(v is None for v in values):
             self.differences.append(Difference(what, float("inf"), "a rank has none"))
             return

@@ -25,25 +25,31 @@ from meshwright.plan import Plan
 from meshwright.runtime.communicator import Alone, Counter
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
+from meshwright.techniques import techniques_from
 
 Build = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A model on a mesh. `gathered`: parameters stored in parts, ``keep`` or ``again`` in backward."""
+    """A model on a mesh. `gathered`: parameters stored in parts, ``keep`` or ``again`` in backward; `level` of
+    optimizer parallel."""
 
     build: Build
     mesh: Mapping[str, int] | None = None
     pins: Mapping[str, Mapping[str, str]] | None = None
     gathered: str = ""
+    level: int = 0
 
     def lowered(self) -> tuple[Any, Any, Partition]:
         """Captured program, batch, and what the ranks run."""
         model, batch, loss = self.build()
         captured = stages.captured_of(model, batch, loss)
         mode = "semi_auto" if self.pins else "data_parallel"
-        plan = stages.plan_captured(captured, Mesh.of(self.mesh or {}), mode, self.pins)
+        asked = {"optimizer_parallel": self.level, "threshold_kb": 0} if self.level else {}
+        plan = stages.plan_captured(
+            captured, Mesh.of(self.mesh or {}), mode, self.pins, techniques=techniques_from(asked)
+        )
         if self.gathered:
             plan = in_parts(plan, captured.graph, self.gathered == "again")
         return stages.values_of(model, captured), dict(leaves(batch)), stages.lower(captured, plan)
@@ -171,3 +177,19 @@ def test_an_update_of_all_parameters_at_once_needs_a_copy_of_them() -> None:
     )
     sizes = [parts.local(0).types[i.name].size_bytes for i in parts.local(0).input_of("parameter")]
     assert (one - fused, together - fused) == (2 * max(sizes), sum(sizes))
+
+
+LEVELS = {
+    f"{name}, level {level}, {mesh['dp']} ranks": Run(build, mesh, level=level)
+    for name, build, mesh, level in (
+        ("gpt", small_gpt(), {"dp": 4}, 1),
+        ("gpt", small_gpt(), {"dp": 4}, 2),
+        ("gpt", small_gpt(batch=4), {"dp": 4}, 3),
+        ("mlp", functools.partial(mlp.build, depth=4, batch=9), {"dp": 3}, 2),
+    )
+}
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_the_predicted_peak_of_a_level_is_the_measured_one(name: str) -> None:
+    compare(LEVELS[name])

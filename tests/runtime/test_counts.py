@@ -71,6 +71,7 @@ def test_gradients_of_pending_parameters_are_reduced_once() -> None:
 
 
 def test_the_program_prints_every_collective() -> None:
+    from meshwright.redistribute.buckets import Gradient, Group
     from meshwright.report.program import ProgramText
 
     build, pins = CASES["gpt"]
@@ -78,7 +79,7 @@ def test_the_program_prints_every_collective() -> None:
     captured = captured_of(model, batch, loss)
     parts = lower(captured, plan_captured(captured, {"dp": 2, "tp": 2}, "sharding_propagation", pins))
     local = parts.local(0)
-    text = str(ProgramText(local, parts, [(("dp",), 3, 1024)]))
+    text = str(ProgramText(local, parts, [Group(("dp",), (Gradient("w", ("dp",), "f32", 1024),) * 3)]))
     shown = sum(
         text.count(f"{kind}(") for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
     )

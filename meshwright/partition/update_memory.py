@@ -1,0 +1,122 @@
+"""The memory of updates in parts, as `runtime/sharded_update.py` takes and frees it: rows of gradients that are reduced
+and scattered, the parts that stay, and the buckets in which weights are gathered after the update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from meshwright.graph import DTYPES
+from meshwright.partition import Partition
+from meshwright.partition.heap import Heap, Storage
+from meshwright.partition.updates import gathers, is_stretch, updates
+from meshwright.redistribute import Step
+from meshwright.redistribute.buckets import BucketBytes, Group
+from meshwright.redistribute.positions import Exchange, exchange
+
+
+@dataclass
+class _Scatter:
+    """A bucket of gradients: its rows while they live, and whose gradients are still to come."""
+
+    group: Group
+    missing: set[str] = field(default_factory=set)
+    rows: Storage | None = None
+
+
+class UpdateMemory:
+    """What one rank needs beside parameters and states because it updates parts of some weights."""
+
+    def __init__(
+        self,
+        parts: Partition,
+        rank: int,
+        groups: Sequence[Group],
+        bucket_bytes: BucketBytes | None,
+        staged: bool,
+    ) -> None:
+        """`groups`: how gradients are reduced; `staged`: the library copies what it gathers and scatters."""
+        self.mesh, self.rank, self.staged = parts.plan.mesh, rank, staged
+        self.updates = updates(parts)
+        self.sizes = {i.name: DTYPES[i.type.dtype] for i in parts.resharded.graph.inputs}
+        self.scatters = [_Scatter(g, {m.name for m in g.members}) for g in groups if g.parted]
+        self.of = {m.name: s for s in self.scatters for m in s.group.members}
+        self.gathers = gathers(parts, bucket_bytes)
+        self._next = 0
+
+    def _plan(self, step: Step) -> Exchange:
+        return exchange(step, self.mesh, self.rank)
+
+    def part_bytes(self, name: str) -> int | None:
+        """Bytes of what is updated of a weight; None where that is all the rank holds."""
+        if name not in self.updates:
+            return None
+        return self.sizes[name] * math.prod(self._plan(self.updates[name].part).shape_after)
+
+    def copied_bytes(self) -> int:
+        """Bytes of the parts that do not lie in their weights."""
+        apart = (n for n, u in self.updates.items() if not is_stretch(self._plan(u.part).send[0]))
+        return sum(self.part_bytes(n) or 0 for n in apart)
+
+    def takes(self, name: str) -> bool:
+        """Whether a gradient goes into rows that are scattered."""
+        return name in self.of
+
+    def place(self, heap: Heap, name: str, gradient: Storage) -> None:
+        """A gradient is complete: it is copied into its rows and freed; full buckets start in their order."""
+        scatter = self.of[name]
+        if scatter.rows is None:
+            scatter.rows = heap.new(sum(self._row_bytes(m.name) for m in scatter.group.members), "buckets")
+        heap.drop(gradient)
+        scatter.missing.discard(name)
+        self._start(heap)
+
+    def _row_bytes(self, name: str) -> int:
+        """Bytes of a parameter in the rows of all ranks."""
+        update = self.updates[name]
+        if update.scatter is None:
+            return self.part_bytes(name) or 0
+        plan = self._plan(update.scatter)
+        return self.sizes[name] * plan.padded * len(plan.group)
+
+    def _start(self, heap: Heap) -> None:
+        while self._next < len(self.scatters) and not self.scatters[self._next].missing:
+            if self._next:
+                self._settle(heap, self.scatters[self._next - 1])
+            here = self.scatters[self._next]
+            if here.rows is not None and here.group.cut:
+                members = self.mesh.count(here.group.cut)
+                heap.new(here.rows.size_bytes // members, "gradients")
+                heap.passing(here.rows.size_bytes if self.staged else 0)
+            self._next += 1
+
+    def _settle(self, heap: Heap, scatter: _Scatter) -> None:
+        if scatter.rows is not None and scatter.group.cut:
+            heap.drop(scatter.rows)
+        elif scatter.rows is not None:
+            heap.rename(scatter.rows, "gradients")
+        scatter.rows = None
+
+    def finish(self, heap: Heap) -> None:
+        """Backward is over: what no gradient has reached is reduced as zeros."""
+        for scatter in self.scatters:
+            scatter.missing = set()
+        self._start(heap)
+        for scatter in self.scatters:
+            self._settle(heap, scatter)
+
+    def gather(self, heap: Heap) -> None:
+        """Weights are put together again, two buckets under way at a time."""
+        before: list[Storage] = []
+        for group in self.gathers:
+            plans = [self._plan(self.updates[m.name].gather) for m in group.members]
+            row = sum(p.padded * self.sizes[m.name] for p, m in zip(plans, group.members, strict=True))
+            alone = len(plans) == 1 and plans[0].even
+            here = [heap.new(0 if alone else row), heap.new(row * len(plans[0].group))]
+            heap.passing(here[1].size_bytes if self.staged else 0)
+            for storage in before:
+                heap.drop(storage)
+            before = here
+        for storage in before:
+            heap.drop(storage)

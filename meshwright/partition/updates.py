@@ -1,0 +1,95 @@
+"""How a parameter whose update is split gets there and back: from its gradient to a rank's part, and from the updated
+parts to the weight as it is used (optimizer parallel, levels 1 and 2).
+
+    level 1   gradient summed whole  →  my part of it (a slice)         →  update of my part  →  all-gather
+    level 2   my part of the sum (slice, reduce-scatter, sum)           →  update of my part  →  all-gather
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.graph import DTYPES, Input
+from meshwright.layout import TensorLayout, only_axes
+from meshwright.mesh import Mesh
+from meshwright.partition import Partition
+from meshwright.partition.fusion import sizes
+from meshwright.redistribute import Step
+from meshwright.redistribute.buckets import BucketBytes, Gradient, Group, fill
+from meshwright.redistribute.positions import Selection
+from meshwright.redistribute.steps import largest_size
+
+
+@dataclass(frozen=True)
+class Update:
+    """The steps of one parameter (by the name of the program's input). `slices` takes from a whole gradient my part on
+    the axes where nothing is to be added up, `scatter` adds up and takes my part of the rest; `part` is both at once.
+    `gather` makes the weight again. `scattered`: gradients are not to be summed whole first (level 2)."""
+
+    name: str
+    part: Step
+    slices: Step | None
+    scatter: Step | None
+    gather: Step
+    scattered: bool
+
+
+def updates(parts: Partition) -> dict[str, Update]:
+    """The parameters that are updated in parts, in the order of the program's inputs."""
+    mesh, states = parts.plan.mesh, parts.plan.states
+    scattered = parts.plan.techniques.optimizer_parallel >= 2
+    return {
+        entry.name: _update(
+            entry.name, parts.resharded.layouts[entry.name], states[entry.name], mesh, scattered
+        )
+        for entry in parts.resharded.graph.inputs
+        if entry.name in states
+    }
+
+
+def _update(name: str, use: TensorLayout, state: TensorLayout, mesh: Mesh, scattered: bool) -> Update:
+    more = mesh.sort(set(state.split_axes) - set(use.split_axes))
+    waiting = tuple(a for a in more if a in use.grad)
+    still = tuple(a for a in more if a not in use.grad)
+    between = only_axes(state, (*use.split_axes, *still))
+    before = TensorLayout(between.dims, waiting)
+    return Update(
+        name,
+        Step("slice", more, use.forward, state),
+        Step("slice", still, use.forward, between) if still else None,
+        Step("reduce_scatter", waiting, before, state) if waiting else None,
+        Step("all_gather", more, state, use.forward),
+        scattered,
+    )
+
+
+def update_layout(parts: Partition, entry: Input) -> TensorLayout:
+    """The layout in which a parameter is updated, and its gradient is when it is."""
+    return parts.plan.states.get(entry.name) or parts.resharded.layouts[entry.name]
+
+
+def is_stretch(selection: Selection) -> bool:
+    """Whether what is selected is one stretch of the memory of a contiguous tensor."""
+    full = True
+    for runs, size in zip(reversed(selection.runs), reversed(selection.of), strict=True):
+        length = sum(n for _, n in runs)
+        if len(runs) > 1 or (not full and length > 1):
+            return False
+        full = full and length == size
+    return True
+
+
+def gathers(parts: Partition, bucket_bytes: BucketBytes | None = None) -> tuple[Group, ...]:
+    """Which weights are gathered together after the update, the first to be read first."""
+    large = sizes(parts.plan)
+    size = (lambda axes: large("all_gather", axes)) if bucket_bytes is None else bucket_bytes
+    mesh = parts.plan.mesh
+    found: list[Gradient] = []
+    for entry in parts.resharded.graph.inputs:
+        if entry.name in parts.plan.states:
+            use = parts.resharded.layouts[entry.name]
+            more = mesh.sort(set(parts.plan.states[entry.name].split_axes) - set(use.split_axes))
+            whole = largest_size(use, mesh) * DTYPES[entry.type.dtype]
+            group = parts.plan.techniques.fusion_group(entry.target, *entry.ties)
+            found.append(Gradient(entry.name, more, entry.type.dtype, whole, group=group))
+    return fill(tuple(reversed(found)), size)

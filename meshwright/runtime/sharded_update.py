@@ -1,0 +1,196 @@
+"""Updates in parts (optimizer parallel, levels 1 and 2): every rank updates its part of a weight, then all gather it.
+
+The optimizer works on leaves of its own. Where a rank's part is one stretch of the weight's memory the leaf lies there,
+so the update writes into the weight; elsewhere it is a copy. At level 1 a gradient is summed whole and the leaf's
+gradient is a slice of it. At level 2 gradients go into buckets of one row for each rank that are reduced and scattered;
+the whole gradient is freed as soon as it is in its row, and a bucket as soon as the next one starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from meshwright.mesh import Mesh
+from meshwright.partition.updates import Update
+from meshwright.redistribute.buckets import Group
+from meshwright.redistribute.positions import exchange
+from meshwright.runtime.communicator import Communicator, Done, Work
+from meshwright.runtime.reshard import Mover
+
+
+@dataclass
+class Shard:
+    """A rank's part of a weight: `leaf` is what the optimizer updates."""
+
+    weight: torch.nn.Parameter
+    leaf: torch.nn.Parameter
+    update: Update
+    part: Mover
+    slices: Mover | None
+    scatter: Mover | None
+    gather: Mover
+
+    def take_gradient(self) -> None:
+        """Make the leaf's gradient of the weight's, where that is there: a slice of it, or a copy of that if the rest
+        is to be freed."""
+        whole = self.weight.grad
+        if whole is not None:
+            mine = self.part.send[0].take(whole)
+            self.leaf.grad = (
+                mine.clone(memory_format=torch.contiguous_format) if self.update.scattered else mine
+            )
+            if self.update.scattered:
+                self.weight.grad = None
+
+
+def make_shard(weight: torch.nn.Parameter, update: Update, mesh: Mesh, rank: int) -> Shard:
+    """This rank's part of a weight that lies in its use layout."""
+
+    def mover(step) -> Mover | None:
+        return Mover(exchange(step, mesh, rank)) if step is not None else None
+
+    part, gather = Mover(exchange(update.part, mesh, rank)), Mover(exchange(update.gather, mesh, rank))
+    mine = part.send[0].take(weight.detach())
+    if not mine.is_contiguous():
+        mine = mine.contiguous()
+    leaf = torch.nn.Parameter(mine)
+    return Shard(weight, leaf, update, part, mover(update.slices), mover(update.scatter), gather)
+
+
+class ScatterBucket:
+    """Gradients that are reduced and scattered together. `missing` counts the backward passes still to reach each."""
+
+    def __init__(self, group: Group, shards: Sequence[Shard]) -> None:
+        self.axes, self.cut, self.summed = group.axes, group.cut, group.summed
+        self.shards = list(shards)
+        self.parameters = [s.weight for s in shards]
+        self.missing: dict[int, int] = {}
+        self.widths = [s.scatter.plan.padded if s.scatter else s.leaf.numel() for s in shards]
+        self.members = len(shards[0].scatter.send) if shards[0].scatter else 1
+        self.even = all(s.scatter is None or s.scatter.plan.even for s in shards)
+        self._rows: torch.Tensor | None = None
+        self._work: Work | None = None
+        self._sum: Work | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the gradients."""
+        return sum(p.numel() * p.element_size() for p in self.parameters)
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of the rows that live now."""
+        return 0 if self._rows is None else self._rows.numel() * self._rows.element_size()
+
+    def begin(self) -> None:
+        """Forget the last step."""
+        self._rows = self._work = self._sum = None
+        for shard in self.shards:
+            shard.leaf.grad = None
+
+    def place(self, index: int) -> None:
+        """Copy a gradient into the rows, a rank's part into its row (zeros where there is none), and free it."""
+        shard, start = self.shards[index], sum(self.widths[:index])
+        if self._rows is None:
+            first = self.parameters[0]
+            make = first.new_empty if self.even else first.new_zeros
+            self._rows = make((self.members, sum(self.widths)), dtype=first.dtype)
+        gradient = shard.weight.grad
+        if gradient is None:
+            self._rows.narrow(1, start, self.widths[index]).zero_()
+            return
+        if shard.slices is not None:
+            gradient = shard.slices.send[0].take(gradient)
+        pieces = [p.take(gradient) for p in shard.scatter.send] if shard.scatter else [gradient]
+        for row, piece in zip(self._rows, pieces, strict=True):
+            row.narrow(0, start, piece.numel()).view(piece.shape).copy_(piece)
+        shard.weight.grad = None
+
+    def start(self, comm: Communicator) -> None:
+        """Start the reduction."""
+        assert self._rows is not None
+        self._work = comm.reduce_scatter_start(self._rows, self.cut) if self.cut else Done(self._rows[0])
+
+    def settle(self, comm: Communicator) -> None:
+        """Wait for the scatter, free the rows, and start the sum over the other axes."""
+        if self._work is None:
+            return
+        mine = self._work.wait()
+        self._work = self._rows = None
+        self._sum = comm.all_reduce_start(mine, self.summed) if self.summed else Done(mine)
+
+    def finish(self, comm: Communicator) -> None:
+        """Wait, and hand every leaf its gradient."""
+        self.settle(comm)
+        assert self._sum is not None
+        mine = self._sum.wait()
+        self._sum = None
+        for shard, piece in zip(self.shards, mine.split(self.widths), strict=True):
+            leaf = shard.leaf
+            leaf.grad = piece.narrow(0, 0, leaf.numel()).view(leaf.shape)
+
+
+@dataclass
+class GatherBucket:
+    """Weights that are gathered together after the update."""
+
+    axes: tuple[str, ...]
+    shards: list[Shard]
+    work: Work | None = field(default=None)
+
+    def start(self, comm: Communicator) -> None:
+        """Send this rank's parts."""
+        mine = [_padded(s.leaf.detach(), s.gather.plan.padded) for s in self.shards]
+        self.work = comm.all_gather_start(mine[0] if len(mine) == 1 else torch.cat(mine), self.axes)
+
+    def finish(self) -> None:
+        """Put everybody's parts into the weights."""
+        assert self.work is not None
+        rows = self.work.wait()
+        self.work = None
+        widths = [s.gather.plan.padded for s in self.shards]
+        for shard, block in zip(self.shards, rows.split(widths, dim=1), strict=True):
+            weight = shard.weight.detach()
+            for place, row in zip(shard.gather.place, block, strict=True):
+                place.put(weight, row.narrow(0, 0, math.prod(place.shape)).view(place.shape))
+
+
+class ShardedUpdate:
+    """The parts of one rank: `shards` by the name of the program's input."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        updates: Mapping[str, Update],
+        weights: Mapping[str, torch.nn.Parameter],
+        gathers: Sequence[Group],
+    ) -> None:
+        """`gathers`: which weights are gathered together."""
+        self.comm, self.groups = comm, gathers
+        self.shards = {n: make_shard(weights[n], u, comm.mesh, comm.rank) for n, u in updates.items()}
+        self.of = {id(s.weight): s for s in self.shards.values()}
+        self.buckets = [GatherBucket(g.axes, [self.shards[m.name] for m in g.members]) for g in gathers]
+
+    def take_gradients(self) -> None:
+        """Before the update: what was reduced whole is cut."""
+        for shard in self.shards.values():
+            shard.take_gradient()
+
+    def gather(self) -> None:
+        """After the update: every weight is whole again, as it is used. Two buckets are under way at a time."""
+        for number, bucket in enumerate(self.buckets):
+            bucket.start(self.comm)
+            if number:
+                self.buckets[number - 1].finish()
+        if self.buckets:
+            self.buckets[-1].finish()
+
+
+def _padded(x: torch.Tensor, count: int) -> torch.Tensor:
+    flat = x.reshape(-1)
+    missing = count - flat.numel()
+    return flat if missing == 0 else torch.cat([flat, flat.new_zeros(missing)])

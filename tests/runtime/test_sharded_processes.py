@@ -1,0 +1,32 @@
+"""Optimizer parallel on real ranks over gloo: the numbers of one device, at every level."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.test_processes import TRAIN, succeed
+
+pytestmark = pytest.mark.procs
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "techniques"),
+    (
+        (2, {"dp": 2}, {"optimizer_parallel": 1}),
+        (4, {"dp": 2, "tp": 2}, {"optimizer_parallel": 2}),
+        (4, {"dp": 4}, {"optimizer_parallel": 2, "shard_size": 2}),
+        (3, {"dp": 3}, {"optimizer_parallel": 3}),
+    ),
+    ids=("1", "2", "2 in pairs", "3"),
+)
+def test_a_level_trains_as_one_device(tmp_path: Path, ranks: int, mesh: dict, techniques: dict) -> None:
+    mode = "sharding_propagation" if "tp" in mesh else "data_parallel"
+    pins = {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}} if "tp" in mesh else None
+    settings = f"MESH, MODE, PINS, CLIP = {mesh!r}, {mode!r}, {pins!r}, 0.05\n"
+    settings += "DTYPE, TOLERANCE, FLOOR = torch.float64, 1e-11, 0.0\n"
+    body = TRAIN.replace("clip_norm=CLIP", f"clip_norm=CLIP, threshold_kb=0, **{techniques!r}")
+    if mesh == {"dp": 3}:
+        body = body.replace("gpt.build()", "gpt.build(batch=6)")
+    assert "loss" in succeed(tmp_path, ranks, settings + body)
