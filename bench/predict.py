@@ -159,7 +159,8 @@ def _planned(todo: tuple[str, int, mw.Cluster, tuple[str, ...]]) -> tuple[list[R
                 same = rows[known.index(content)]
                 same.plans = (*same.plans, label)
                 continue
-            row = Row(name, ranks, (label,), plan.to_json(), predict(program, plan, cluster))
+            step, size = predict(program, plan, cluster)
+            row = Row(name, ranks, (label,), plan.to_json(), step, predicted_bytes=size)
         except Exception as error:  # a plan that cannot be made is told, and the others go on
             failed.append(f"{name}, {ranks} ranks, {label}: {type(error).__name__}: {str(error)[:300]}")
             continue

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import meshwright as mw
+from meshwright.calibrate.steps import stored_in_parts
 from meshwright.capture import Captured
 from meshwright.compile import captured_of
 from meshwright.examples import gpt, llama, mlp, recommender, zoo
-from meshwright.graph import Graph
-from meshwright.layout import SubDim, TensorLayout
 from meshwright.plan import Plan
 
 Built = tuple[torch.nn.Module, dict[str, torch.Tensor], Callable[[Any, Any], torch.Tensor]]
@@ -194,21 +193,3 @@ def _stored(built: Built, cluster: mw.Cluster, again: bool) -> Plan:
     net, batch, loss = built
     plan = _mode("data_parallel")(built, cluster)
     return stored_in_parts(plan, captured_of(net, batch, loss).graph, again)
-
-
-def stored_in_parts(plan: Plan, graph: Graph, again: bool) -> Plan:
-    """Every trained parameter with a dim that divides is stored cut over all axes and gathered at a hub: ZeRO 3."""
-    names = tuple(a.name for a in plan.mesh.axes if a.size > 1)
-    inputs, hubs = dict(plan.inputs), dict(plan.hubs)
-    cut: set[str] = set()
-    for entry in graph.input_of("parameter"):
-        shape = entry.type.shape
-        dim = next((d for d, n in enumerate(shape) if n % plan.mesh.size == 0), None)
-        if dim is None or not entry.needs_grad:
-            continue
-        hubs.setdefault(entry.name, replace(inputs[entry.name], grad=names))
-        inputs[entry.name] = TensorLayout(
-            tuple((SubDim(n, names if d == dim else ()),) if n != 1 else () for d, n in enumerate(shape))
-        )
-        cut.add(entry.name)
-    return replace(plan, inputs=inputs, hubs=hubs, again=plan.again | cut if again else plan.again)

@@ -13,8 +13,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from bench.predict_model import Prediction, factors
+from meshwright.calibrate import fit
 from meshwright.calibrate.quiet import LIMIT
+from meshwright.calibrate.whole import Prediction
 
 LEAST_QUIET = 5  # samples between quiet probes, for a row that counts
 
@@ -32,6 +33,7 @@ class Row:
     samples: list[tuple[float, float]] = field(default_factory=list)
     failed: str = ""
     fitted: float = math.nan
+    predicted_bytes: int = 0
     measured_bytes: int = 0
 
     @property
@@ -71,7 +73,7 @@ class Row:
     @property
     def memory_error(self) -> float:
         """Predicted over measured bytes, less 1."""
-        return self.prediction.peak_bytes / self.measured_bytes - 1
+        return self.predicted_bytes / self.measured_bytes - 1
 
     def data(self) -> dict[str, Any]:
         """For JSON."""
@@ -86,7 +88,7 @@ class Row:
             "quiet": self.quiet,
             "samples": self.samples,
             "shares_s": self.prediction.shares(),
-            "predicted_bytes": self.prediction.peak_bytes,
+            "predicted_bytes": self.predicted_bytes,
             "measured_bytes": self.measured_bytes,
             "failed": self.failed,
         }
@@ -99,12 +101,17 @@ def fit_left_out(rows: Sequence[Row]) -> dict[int, dict[str, float]]:
     for ranks in sorted({r.ranks for r in rows}):
         here = [r for r in rows if r.ranks == ranks]
         for name in {r.model for r in here}:
-            found = factors([(r.prediction, r.measured) for r in here if r.quiet and r.model != name])
+            found = _factors(r for r in here if r.quiet and r.model != name)
             for row in here:
                 if row.model == name and found:
                     row.fitted = row.prediction.seconds(found)
-        everything[ranks] = factors([(r.prediction, r.measured) for r in here if r.quiet])
+        everything[ranks] = _factors(r for r in here if r.quiet)
     return everything
+
+
+def _factors(rows: Iterable[Row]) -> dict[str, float]:
+    used = list(rows)
+    return fit.corrected([r.prediction for r in used], [r.measured for r in used])
 
 
 def errors(rows: Iterable[Row], predicted: str) -> list[float]:
@@ -232,7 +239,7 @@ def memory_table(rows: Sequence[Row]) -> Table:
     for row in rows:
         measured = f"{row.measured_bytes / 1e6:.1f} MB" if row.measured_bytes else row.failed[:60] or "failed"
         error = _error(row.memory_error, 0.03) if row.measured_bytes else ""
-        predicted = f"{row.prediction.peak_bytes / 1e6:.1f} MB"
+        predicted = f"{row.predicted_bytes / 1e6:.1f} MB"
         shown.add_row(row.model, str(row.ranks), row.label, predicted, measured, error)
     return shown
 

@@ -15,6 +15,8 @@ from meshwright.runtime.communicator import Communicator
 SAMPLE_SECONDS = 1e-3  # the shortest time that is worth reading off a clock
 MOST_CALLS = 2000  # in a sample
 LEAST_SAMPLES = 3
+CALLS_BETWEEN = 8  # of a collective among calls that compute: whoever comes early to one waits, and so on
+LEAST_SHARE = 0.02  # of a sample, for what is the difference of two: noise must not make it nothing
 
 Call = Callable[[], object]
 
@@ -55,6 +57,11 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    @property
+    def crowded(self) -> bool:
+        """Whether ranks take turns on the cores: then no short time says what a long one takes."""
+        return self.device.type == "cpu" and self.ranks > self.cores
+
     def sample(self, call: Call, calls: int) -> float:
         """Seconds of one call, from so many in a row."""
         self.finish()
@@ -65,13 +72,14 @@ class Bench:
         return (time.perf_counter() - began) / calls
 
     def seconds(self, call: Call, budget: float) -> float:
-        """Seconds of a call that needs no other rank: the slowest rank's median while all of them make it."""
+        """Seconds of a call that needs no other rank: the slowest rank's median while all of them make it. The mean
+        where ranks take turns on the cores: a short call then runs all at once or waits for a whole turn."""
         calls = _calls(min(self.sample(call, 1), self.sample(call, 2)))
         self.meet()
         end, found = time.perf_counter() + budget, []
         while len(found) < LEAST_SAMPLES or time.perf_counter() < end:
             found.append(self.sample(call, calls))
-        return self.slowest(statistics.median(found))
+        return self.slowest(statistics.fmean(found) if self.crowded else statistics.median(found))
 
     def joint_seconds(self, call: Call, budget: float) -> float:
         """Seconds of a collective: every rank makes equally many calls; the median over samples of the slowest rank."""
@@ -85,6 +93,28 @@ class Bench:
             found.append(self.sample(call, calls))
         mine = torch.tensor(found, dtype=torch.float64, device=self.device)
         return statistics.median(self.comm.all_reduce(mine, self.axes, "max").tolist())
+
+    def waited_seconds(self, computes: Call, collective: Call, budget: float) -> float:
+        """Seconds that a collective adds to a program that computes before and after it: what is sent, what comes late
+        on some rank, caches that it finds and leaves cold. The median over pairs of samples, with it and without."""
+
+        def both() -> None:
+            computes()
+            collective()
+
+        self.sample(both, 2)
+        once = self.slowest(self.sample(both, 2) + self.sample(computes, 2))
+        calls = CALLS_BETWEEN
+        samples = max(LEAST_SAMPLES, min(50, int(budget / (calls * once))))
+        found: list[tuple[float, float]] = []
+        for _ in range(samples):
+            self.meet()
+            without = self.sample(computes, calls)
+            self.meet()
+            found.append((without, self.sample(both, calls)))
+        mine = torch.tensor(found, dtype=torch.float64, device=self.device)
+        slowest = self.comm.all_reduce(mine, self.axes, "max").tolist()
+        return statistics.median(max(b - a, LEAST_SHARE * b) for a, b in slowest)
 
 
 def _calls(once: float) -> int:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
 
 from meshwright.calibrate.plan import Point
-from meshwright.cost.machine import seconds, update_seconds
-from meshwright.cost.operators import Work
-from meshwright.cost.parts import Curve, Device, Measured
+from meshwright.calibrate.whole import Prediction
+from meshwright.cost.parts import Curve
 from meshwright.redistribute.prices import rounds
 
 GROWTHS = ("ring", "tree")
+ROUNDS = 4  # of a fit whose shares change with its factors
 LEAST_SHARE = 0.1  # of a time that is left when launches are taken off: below, the launch is all there is
 
 
@@ -82,17 +81,6 @@ def curve(points: Iterable[Point], launch_seconds: float, launches: float = 1.0)
     return tuple(sorted(found.items()))
 
 
-def predicted(about: Mapping[str, Any], device: Device, measured: Measured) -> dict[str, float]:
-    """Seconds of a step by class of operators, from what `steps.works` told."""
-    found: dict[str, float] = {}
-    for kind, dtype, *amounts in about["works"]:
-        if kind != "free":
-            spent: Sequence[Any] = seconds(Work(kind, dtype, *amounts), device, measured)
-            found[kind] = found.get(kind, 0.0) + float(spent[0]) + float(spent[1])
-    found["update"] = sum(float(update_seconds(float(n), 2, device, measured)) for n in about["trained"])
-    return found
-
-
 def corrections(
     predicted: Sequence[Mapping[str, float]], measured: Sequence[float], doubt: float = 0.7
 ) -> dict[str, float]:
@@ -112,6 +100,18 @@ def corrections(
 
     found = least_squares(miss, np.zeros(len(names)), bounds=(-math.log(4), math.log(4))).x
     return {name: _short(float(np.exp(log))) for name, log in zip(names, found, strict=True)}
+
+
+def corrected(steps: Sequence[Prediction], measured: Sequence[float]) -> dict[str, float]:
+    """A factor for each class from whole steps, whose classes hide behind each other: `corrections` on the shares that
+    show, which change with the factors, so a few times over."""
+    factors: dict[str, float] = {}
+    for _ in range(ROUNDS):
+        rows = [
+            {c: share / factors.get(c, 1.0) for c, share in step.shares(factors).items()} for step in steps
+        ]
+        factors = corrections(rows, measured)
+    return factors
 
 
 def _short(value: float) -> float:

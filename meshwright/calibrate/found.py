@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from meshwright.calibrate import fit
 from meshwright.calibrate.operators import TABLE
-from meshwright.calibrate.plan import KINDS, Found, Point
+from meshwright.calibrate.plan import KINDS, LEVEL, WAITED, Found, Point
 from meshwright.calibrate.quiet import LIMIT
+from meshwright.calibrate.whole import priced
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.local import LINK_BYTES_PER_S, LINK_LATENCY_SECONDS
 from meshwright.cost.parts import Curve, Device, Level, Measured
-
-LEVEL = "rank"  # all ranks of one machine are neighbours: one level
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Calibration:
     cluster: Cluster
     lines: tuple[tuple[str, str, str, str], ...]
     note: str
+    fit: str = ""  # how far the whole steps are from what the cluster says of them
 
     @property
     def void(self) -> tuple[str, ...]:
@@ -39,12 +40,14 @@ def calibration(machine: Mapping[str, Any], rows: Sequence[Found]) -> Calibratio
     growth, links = (
         fit.links({k: points[k] for k in KINDS if k in points}) if KINDS[0] in points else ("ring", {})
     )
+    waited = {
+        name: fit.link(name.partition(" ")[0], points[name], growth) for name in WAITED if name in points
+    }
     slow = points.get("slowdown", ())
     measured = Measured(
         rates=curves,
-        collectives={LEVEL: {k: (_short(v.latency_seconds), _short(v.bytes_per_s)) for k, v in links.items()}}
-        if links
-        else {},
+        collectives=_level(links),
+        waited=_level(waited),
         slowdown={name: _short(p.seconds) for name, p in zip(("compute", "collective"), slow, strict=False)},
         void=tuple(row.name for row in rows if row.unrest > LIMIT),
     )
@@ -77,8 +80,17 @@ def calibration(machine: Mapping[str, Any], rows: Sequence[Found]) -> Calibratio
         growth=growth,
     )
     cluster, misses = _corrected(cluster, rows)
-    lines = tuple((row.name, *_line(row, curves, links, misses), _quiet(row)) for row in rows)
-    return Calibration(cluster, lines, _note(machine))
+    lines = tuple((row.name, *_line(row, curves, {**links, **waited}, misses), _quiet(row)) for row in rows)
+    return Calibration(cluster, lines, _note(machine), _fit(rows, misses, cluster.measured.corrections))
+
+
+def _level(links: Mapping[str, fit.Link]) -> dict[str, dict[str, tuple[float, float]]]:
+    """Latencies and rates by kind, on the one level there is."""
+    rows = {
+        name.partition(" ")[0]: (_short(v.latency_seconds), _short(v.bytes_per_s))
+        for name, v in links.items()
+    }
+    return {LEVEL: rows} if rows else {}
 
 
 def _is_curve(name: str) -> bool:
@@ -92,19 +104,29 @@ def _curve(name: str, points: Sequence[Point], launch: float) -> Curve:
 def _corrected(cluster: Cluster, rows: Sequence[Found]) -> tuple[Cluster, dict[str, tuple[float, float]]]:
     """The cluster with a factor for each class, from the whole steps (the quiet ones, if any was), and for each step
     the predicted seconds before and after."""
-    whole = [row for row in rows if "works" in row.about]
+    whole = [row for row in rows if "tasks" in row.about]
     if not whole:
         return cluster, {}
-    parts = {row.name: fit.predicted(row.about, cluster.device, cluster.measured) for row in whole}
+    steps = {row.name: priced(row.about, cluster) for row in whole}
     quiet = [row for row in whole if row.unrest <= LIMIT] or whole
-    factors = fit.corrections([parts[row.name] for row in quiet], [row.points[0].seconds for row in quiet])
-    after = {
-        name: sum(s * factors.get(kind, 1.0) for kind, s in part.items()) for name, part in parts.items()
-    }
-    measured = replace(cluster.measured, corrections=factors)
-    return replace(cluster, measured=measured), {
-        name: (sum(parts[name].values()), after[name]) for name in parts
-    }
+    factors = fit.corrected([steps[row.name] for row in quiet], [row.points[0].seconds for row in quiet])
+    made = replace(cluster, measured=replace(cluster.measured, corrections=factors))
+    return made, {row.name: (steps[row.name].seconds(), priced(row.about, made).seconds()) for row in whole}
+
+
+def _fit(
+    rows: Sequence[Found], steps_seconds: Mapping[str, tuple[float, float]], factors: Mapping[str, float]
+) -> str:
+    """The mean error of the quiet whole steps before and after the corrections, and these."""
+    whole = [row for row in rows if row.name in steps_seconds]
+    quiet = [row for row in whole if row.unrest <= LIMIT] or whole
+    if not quiet:
+        return ""
+    before, after = (
+        fmean(abs(steps_seconds[row.name][n] / row.points[0].seconds - 1) for row in quiet) for n in (0, 1)
+    )
+    said = ", ".join(f"{name} × {factor:.2f}" for name, factor in sorted(factors.items()))
+    return f"{count(len(quiet), 'whole step')}: mean error {before:.1%} without corrections, {after:.1%} with {said}"
 
 
 def _line(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
 from meshwright.calibrate.bench import Bench, Call
 from meshwright.calibrate.plan import Pace, Point
@@ -27,6 +29,9 @@ SIZES = (
     1 << 24,
 )  # bytes of the larger tensor of a rank
 LARGE = (1 << 26, 1 << 28)  # on an accelerator
+WAITED_SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
+LAYERS = 16
+PRODUCT = {"cpu": 448, "cuda": 4096}  # rows of a layer's matrices: a millisecond or two
 TOO_LONG = 0.3  # seconds of one call after which no larger size is tried
 ROWS = (
     64  # of the matrix that is sent, where it is large enough: so many stretches of memory, as in activations
@@ -51,6 +56,33 @@ def measure(bench: Bench, kind: str, pace: Pace) -> Iterator[Point]:
             yield Point(4.0 * sent, seconds, ranks)
             if seconds > TOO_LONG:
                 break
+
+
+def measure_waited(bench: Bench, kind: str, pace: Pace) -> Iterator[Point]:
+    """Points of a kind that the program waits for: the same, between what a layer of a model computes."""
+    mesh, computes = bench.comm.mesh, layer(bench)
+    for axes in groups(mesh):
+        for size in pace.chosen(WAITED_SIZES):
+            call, sent = operation(bench, kind, axes, size // 4)
+            seconds = bench.waited_seconds(computes, call, pace.waited_seconds)
+            yield Point(4.0 * sent, seconds, mesh.count(axes))
+
+
+def layer(bench: Bench) -> Call:
+    """A product and a pointwise operator on other tensors at each call, as the layers of a model have, with results
+    that stay for a while."""
+    size = PRODUCT.get(bench.device.type, PRODUCT["cpu"])
+    pairs = [[torch.randn(size, size, device=bench.device) for _ in range(2)] for _ in range(LAYERS)]
+    kept: list[torch.Tensor] = []
+    turn = itertools.cycle(pairs)
+
+    def call() -> None:
+        x, w = next(turn)
+        kept.append(F.gelu(x @ w))
+        if len(kept) > LAYERS:
+            del kept[0]
+
+    return call
 
 
 def operation(bench: Bench, kind: str, axes: Sequence[str], count: int) -> tuple[Call, float]:

@@ -81,18 +81,24 @@ def _classes(*shape: int) -> tuple[dict[str, torch.Tensor], Callable[[Any, Any],
     return {"x": torch.randn(*shape), "y": torch.randint(0, 10, shape[:1])}, loss
 
 
-# Sizes for a core of a processor: a step takes 5 to 100 ms. An accelerator takes the second of each pair.
-MODELS: dict[str, tuple[Callable[[], Built], Callable[[], Built]]] = {
-    "step perceptron": (lambda: perceptron(512, 4, 128), lambda: perceptron(8192, 4, 8192)),
-    "step wide": (lambda: perceptron(1024, 3, 16), lambda: perceptron(12288, 3, 256)),
+# Batches are per rank. Sizes for a core of a processor: a step takes 5 to 100 ms. An accelerator takes the second of
+# each pair.
+MODELS: dict[str, tuple[Callable[[int], Built], Callable[[int], Built]]] = {
+    "step perceptron": (lambda ranks: perceptron(512, 4, 64 * ranks), lambda ranks: perceptron(8192, 4, 4096 * ranks)),
+    "step wide": (lambda ranks: perceptron(1024, 3, 8 * ranks), lambda ranks: perceptron(12288, 3, 128 * ranks)),
     "step gpt": (
-        lambda: transformer(192, 4, 2, 4, 128, gated=False), lambda: transformer(2048, 16, 4, 4, 1024, gated=False),
+        lambda ranks: transformer(192, 4, 2, 2 * ranks, 128, gated=False),
+        lambda ranks: transformer(2048, 16, 4, 2 * ranks, 1024, gated=False),
     ),
     "step llama": (
-        lambda: transformer(256, 8, 2, 2, 128, gated=True), lambda: transformer(2048, 16, 4, 4, 1024, gated=True),
+        lambda ranks: transformer(256, 8, 2, ranks, 128, gated=True),
+        lambda ranks: transformer(2048, 16, 4, 2 * ranks, 1024, gated=True),
     ),
     "step long": (
-        lambda: transformer(64, 2, 2, 1, 512, gated=False), lambda: transformer(512, 8, 4, 2, 4096, gated=False),
+        lambda ranks: transformer(64, 2, 2, ranks, 512, gated=False),
+        lambda ranks: transformer(512, 8, 4, ranks, 4096, gated=False),
     ),
-    "step convolution": (lambda: convolutions(24, 4, 32), lambda: convolutions(128, 64, 64)),
+    "step convolution": (
+        lambda ranks: convolutions(24, 2 * ranks, 32), lambda ranks: convolutions(128, 32 * ranks, 64),
+    ),
 }  # fmt: skip

@@ -7,17 +7,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send")
-DTYPES = ("f32", "bf16")
+WAITED = tuple(
+    f"{kind} waited for" for kind in KINDS if kind != "send"
+)  # rows of the same, within what is computed
+LEVEL = "rank"  # all ranks of one machine are neighbours: one level
 QUICK, FULL = "quick", "full"
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How thoroughly. `few`: two sizes of each row, a small one and one that is not the largest. A row may be measured
-    `attempts` times; none begins when `limit_seconds` have passed since the command was given."""
+    """How thoroughly: seconds for a point of each kind of row. `few`: two sizes of each row, a small one and one that
+    is not the largest. A row may be measured `attempts` times; none begins when `limit_seconds` have passed since the
+    command was given."""
 
     point_seconds: float
     link_seconds: float
+    waited_seconds: float
     few: bool
     attempts: int
     limit_seconds: float
@@ -29,8 +34,8 @@ class Pace:
 
 
 PACES = {
-    FULL: Pace(0.12, 0.15, False, 4, 70.0, 0.5),
-    QUICK: Pace(0.01, 0.01, True, 1, 60.0, 0.0),
+    FULL: Pace(0.12, 0.15, 0.3, False, 4, 70.0, 0.5),
+    QUICK: Pace(0.01, 0.01, 0.02, True, 1, 60.0, 0.0),
 }
 
 

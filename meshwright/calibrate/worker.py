@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from meshwright.calibrate import links, operators, overlap, steps
 from meshwright.calibrate.bench import Bench
-from meshwright.calibrate.plan import KINDS, PACES, Found, Pace, Point
+from meshwright.calibrate.plan import KINDS, PACES, WAITED, Found, Pace, Point
 from meshwright.calibrate.quiet import LIMIT, unrest
 from meshwright.cost import local
 from meshwright.mesh import Mesh
@@ -96,10 +96,13 @@ def all_rows(bench: Bench, pace: Pace) -> Iterable[tuple[str, Measure]]:
     if bench.ranks > 1:
         for kind in KINDS:
             yield kind, lambda kind=kind: (links.measure(bench, kind, pace), {})
+        for name in WAITED:
+            kind = name.partition(" ")[0]
+            yield name, lambda kind=kind: (links.measure_waited(bench, kind, pace), {})
         yield "slowdown", lambda: (overlap.measure(bench, pace), {})
     if pace.step_seconds:
-        for name in steps.MODELS:
-            yield name, lambda name=name: steps.measure(bench, name, pace)
+        for name, row in steps.rows(bench.ranks).items():
+            yield name, lambda row=row: steps.measure(bench, row, pace)
 
 
 def measured(bench: Bench, name: str, measure: Measure) -> Found:

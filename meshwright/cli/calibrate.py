@@ -151,6 +151,8 @@ def _write(events: list[dict[str, Any]], output: Path, quick: bool) -> None:
     for line in found.lines:
         table.add_row(*line)
     Console(width=None if sys.stdout.isatty() else 110).print(table)
+    if found.fit:
+        print(found.fit)
     found.cluster.save(output, note)
     print(f"{output} written after {events[-1]['seconds']:.0f} s")
     if left_out := events[-1]["left_out"]:

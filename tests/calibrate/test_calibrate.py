@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.calibrate.plan import KINDS
+from meshwright.calibrate.plan import KINDS, WAITED
 from meshwright.cost.cluster import Cluster
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
@@ -48,9 +48,12 @@ def test_two_ranks_measure_this_machine(tmp_path: Path) -> None:
     links = cluster.measured.collectives["rank"]
     assert set(links) == set(KINDS)
     assert all(latency > 0 and 1e4 < rate < 1e12 for latency, rate in links.values())
+    waited = cluster.measured.waited["rank"]
+    assert set(waited) == set(KINDS) - {"send"}
+    assert all(latency > 0 and 1e4 < rate < 1e12 for latency, rate in waited.values())
     assert set(cluster.measured.slowdown) == {"compute", "collective"}
     assert all(factor >= 1 for factor in cluster.measured.slowdown.values())
-    for name in (*rates, *KINDS):
+    for name in (*rates, *KINDS, *WAITED):
         assert name in done.stdout
     assert "here.yaml written after" in done.stdout
     assert "not for planning" in (tmp_path / "here.yaml").read_text()

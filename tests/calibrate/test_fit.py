@@ -10,7 +10,8 @@ import pytest
 
 from meshwright.calibrate import fit, worker
 from meshwright.calibrate.found import calibration, si
-from meshwright.calibrate.plan import FULL, KINDS, PACES, Found, Point
+from meshwright.calibrate.plan import FULL, KINDS, PACES, WAITED, Found, Point
+from meshwright.calibrate.whole import priced
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.machine import arithmetic_rate, seconds, update_seconds
 from meshwright.cost.operators import Work
@@ -133,21 +134,53 @@ def test_rows_become_the_cluster_that_they_describe() -> None:
     assert cluster.prices.seconds("all_reduce", mesh, ["dp"], 1e6) == pytest.approx(200e-6 + 1e-3, rel=1e-3)
 
 
-def test_whole_steps_correct_each_class_and_void_ones_do_not_count() -> None:
-    def step(name: str, flops: float, slower: float, unrest: float = 1.0) -> Found:
-        row = ["matmul", "f32", flops, 0.0, 1.0, 0.0, 1.0, 0.0]
-        return Found(
-            name,
-            (Point(1.0, slower * (flops / 50e9 + LAUNCH)),),
-            unrest,
-            about={"works": [row], "trained": []},
-        )
+def whole(name: str, flops: float, waited: float, hidden: float, slower: dict[str, float]) -> Found:
+    """A step that computes, sends what it waits for and what it hides, on a machine where each class takes so many
+    times as long as the other rows say."""
+    tasks = [
+        {"name": "a", "phase": "forward", "after": [], "work": ["matmul", "f32", flops, 1.0, 1.0]},
+        {"name": "b", "phase": "forward", "after": [], "send": ["all_reduce", ["rank"], waited, True]},
+        {"name": "c", "phase": "reduce", "after": [1], "send": ["all_reduce", ["rank"], hidden, False]},
+        {"name": "d", "phase": "backward", "after": [], "work": ["matmul", "f32", 2 * flops, 1.0, 2.0]},
+        {"name": "update", "phase": "update", "after": [2], "update": [[1000, 4], [2000, 4]]},
+    ]
+    about = {"mesh": [["rank", 2, "rank"]], "tasks": tasks}
+    plain = calibration(MACHINE, [r for r in rows() if r.name != "slowdown"]).cluster
+    return Found(name, (Point(1.0, priced(about, plain).seconds(slower)),), about=about)
 
-    steps = [step("step a", 1e9, 1.2), step("step b", 4e9, 1.2), step("step c", 1e9, 9.0, unrest=3.0)]
-    found = calibration(MACHINE, [*rows(), *steps])
-    assert found.cluster.measured.corrections["matmul"] == pytest.approx(1.2, rel=0.03)
-    assert found.lines[-1][2] == "-87%"  # 1.2 of 9, and a reader sees it
-    assert found.void == ("slowdown", "step c")
+
+def test_whole_steps_correct_each_class_and_void_ones_do_not_count() -> None:
+    truth = {"matmul": 1.2, "waited": 2.5, "hidden": 0.8}
+    amounts = [(1e8, 1e5, 1e7), (1e9, 1e6, 1e5), (2e8, 4e6, 1e6), (4e8, 1e5, 4e7), (1e7, 2e7, 1e4)]
+    quiet = [whole(f"step {n}", *amount, truth) for n, amount in enumerate(amounts)]
+    loud = replace(whole("step x", 1e9, 1e6, 1e6, {"matmul": 9.0}), unrest=3.0)
+    found = calibration(MACHINE, [*(r for r in rows() if r.name != "slowdown"), *quiet, loud])
+    known = found.cluster.measured.corrections
+    assert {name: known[name] for name in truth} == pytest.approx(truth, rel=0.15)
+    # What the corrected cluster says of the steps is what they took; of the void one it is far off, as a reader sees.
+    for row in quiet:
+        assert priced(row.about, found.cluster).seconds() == pytest.approx(row.points[0].seconds, rel=0.03)
+    assert found.lines[-1][2].startswith("-8")
+    assert found.void == ("step x",)
+    assert found.fit.startswith("5 whole steps: mean error") and "waited × 2" in found.fit
+    assert Cluster.from_yaml(found.cluster.to_yaml()) == found.cluster
+
+
+def test_collectives_that_are_waited_for_have_rows_of_their_own() -> None:
+    kinds = [name.partition(" ")[0] for name in WAITED]
+    waited = [
+        Found(n, tuple(times(k, 250e-6, 5e8, "ring", (2,)))) for n, k in zip(WAITED, kinds, strict=True)
+    ]
+    cluster = calibration(MACHINE, [*rows(), *waited]).cluster
+    for kind in kinds:
+        assert cluster.measured.waited["rank"][kind] == pytest.approx((250e-6, 5e8), rel=1e-3)
+        assert cluster.measured.collectives["rank"][kind] == pytest.approx((100e-6, 1e9), rel=1e-3)
+    assert cluster.prices.seconds("all_gather", cluster.mesh, ["rank"], 1e6) == pytest.approx(
+        2.25e-3, rel=1e-3
+    )
+    hidden = cluster.hidden_prices.seconds("all_gather", cluster.mesh, ["rank"], 1e6)
+    assert hidden == pytest.approx(1.1e-3, rel=1e-3)
+    assert Cluster.from_yaml(cluster.to_yaml()) == cluster
 
 
 def test_one_rank_has_no_links() -> None:

@@ -1,0 +1,155 @@
+"""A whole training step as plain data: its tasks with the work behind each, priced by any cluster, class by class.
+
+`told` writes down what a program does, which does not depend on a machine; `priced` makes seconds of it. So a rank can
+time a step and tell what was in it, and who knows the rates of all rows prices that afterwards.
+
+Multiplying all tasks of one class by a factor and playing again says what that factor does to the step; since a step
+is made of sums and maxima of its tasks' seconds, it is the sum over classes of its own derivatives (Euler), and that
+linear picture is what factors are fitted with. Predictions play anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.machine import launch_seconds, seconds, update_seconds
+from meshwright.cost.operators import Work, work
+from meshwright.cost.timeline import COMPUTE, Task, play
+from meshwright.graph import DTYPES
+from meshwright.mesh import Mesh
+from meshwright.partition import Partition
+from meshwright.partition.price import letter_sizes, on_cluster
+from meshwright.partition.tasks import step_tasks
+from meshwright.redistribute.steps import origin
+
+WAITED, HIDDEN = (
+    "waited",
+    "hidden",
+)  # collectives that the program waits for, and those beside what it computes
+LAUNCH = "launch"  # of operators: the interpreter, autograd's own
+UPDATE = "update"
+STATES = 2  # moments of a parameter: steps are taken with AdamW
+NUDGE = 1e-3  # of a factor, for a derivative
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The tasks of a step; of each its class, and those of its seconds that start operators."""
+
+    tasks: tuple[Task, ...]
+    kinds: tuple[str, ...]
+    starting: tuple[float, ...]
+    slowdown: Mapping[str, float]
+
+    def seconds(self, factors: Mapping[str, float] | None = None) -> float:
+        """The step, with factors for classes."""
+        known = factors or {}
+        common = known.get(LAUNCH, 1.0)
+        changed = [
+            replace(t, seconds=(t.seconds - s) * known.get(kind, 1.0) + s * common)
+            for t, kind, s in zip(self.tasks, self.kinds, self.starting, strict=True)
+        ]
+        return play(changed, self.slowdown).step_seconds
+
+    def shares(self, factors: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Seconds of the step by class, with factors: what a class hides behind another does not count."""
+        known = factors or {}
+        whole = self.seconds(known)
+        nudged = {
+            c: {**known, c: known.get(c, 1.0) * (1 + NUDGE)} for c in dict.fromkeys([*self.kinds, LAUNCH])
+        }
+        return {c: (self.seconds(more) - whole) / NUDGE for c, more in nudged.items()}
+
+
+def told(parts: Partition, cluster: Cluster) -> dict[str, Any]:
+    """What the rank at the origin does in a step, for JSON: the mesh, and tasks in the order of the host. Of each task
+    what it waits for and either its work (class, dtype, FLOPs, bytes, launches), or the parameters that it updates
+    (elements and bytes of each), or what it sends (kind, axes, bytes, whether that is waited for).
+
+    The cluster says on which level each axis of the mesh lies; its rates do not matter."""
+    mesh = on_cluster(parts.plan.mesh, cluster)
+    done = works(parts)
+    entry: dict[str, Any]
+    tasks: list[dict[str, Any]] = []
+    for task in step_tasks(parts, cluster, STATES):
+        if task.kind == "update":
+            entry = {"update": _updated(parts)}
+        elif not task.computes:
+            names = str(task.about["axes"]).split(",")
+            axes = [a for name in names for a in mesh.resolve(name)]
+            sent = [task.about["collective"], axes, task.about["sent_bytes"], COMPUTE in task.streams]
+            entry = {"send": sent}
+        else:
+            entry = {"work": _half(done[task.name], task.kind)}
+        tasks.append({"name": task.name, "phase": task.kind, "after": list(task.after), **entry})
+    return {"mesh": [[a.name, a.size, a.link] for a in mesh.axes], "tasks": tasks}
+
+
+def works(parts: Partition) -> dict[str, Work]:
+    """The work of every operator on the rank at the origin."""
+    mesh, graph = parts.plan.mesh, parts.resharded.graph
+    found: dict[str, Work] = {}
+    for name, site in parts.factors.sites.items():
+        sizes = letter_sizes(site, parts.resharded.ports[name], mesh, origin(mesh))
+        wanted = [u in graph.needs_grad for u in site.node.uses]
+        found[name] = work(site.node, site.rule, sizes, graph.types, wanted)
+    return found
+
+
+def _half(done: Work, phase: str) -> list[Any]:
+    if phase == "forward":
+        amounts = done.flops_forward, done.bytes_forward, done.launches_forward
+    else:
+        amounts = done.flops_backward, done.bytes_backward, done.launches_backward
+    return [done.kind, done.dtype, *map(float, amounts)]
+
+
+def _updated(parts: Partition) -> list[list[int]]:
+    at = origin(parts.plan.mesh)
+    layouts = parts.resharded.layouts
+    return [
+        [math.prod(layouts[e.name].local_shape(parts.plan.mesh, at)), DTYPES[e.type.dtype]]
+        for e in parts.resharded.graph.input_of("parameter")
+        if e.needs_grad
+    ]
+
+
+def priced(about: Mapping[str, Any], cluster: Cluster) -> Prediction:
+    """What a cluster makes of what was told of a step."""
+    axes = about["mesh"]
+    mesh = Mesh.of({name: size for name, size, _ in axes}).linked({name: link for name, _, link in axes})
+    found = [_priced(task, mesh, cluster) for task in about["tasks"]]
+    return Prediction(
+        tuple(task for task, _, _ in found),
+        tuple(kind for _, kind, _ in found),
+        tuple(starting for _, _, starting in found),
+        cluster.measured.slowdown,
+    )
+
+
+def _priced(told: Mapping[str, Any], mesh: Mesh, cluster: Cluster) -> tuple[Task, str, float]:
+    """A task, its class, and its seconds that start operators."""
+    streams, spent, starting = (COMPUTE,), 0.0, 0.0
+    launch = launch_seconds(cluster.device, cluster.measured)
+    if "send" in told:
+        collective, axes, sent, waited = told["send"]
+        kind, prices = (WAITED, cluster.prices) if waited else (HIDDEN, cluster.hidden_prices)
+        spent = prices.seconds(collective, mesh, axes, sent)
+        streams = (COMPUTE, mesh.show(axes)) if waited else (mesh.show(axes),)
+    elif "update" in told:
+        kind = UPDATE
+        for elements, itemsize in told["update"]:
+            spent += float(
+                update_seconds(float(elements), STATES, cluster.device, cluster.measured, itemsize)
+            )
+            starting += launch
+    else:
+        kind, dtype, flops, moved, launches = told["work"]
+        one = Work(kind, dtype, flops, 0.0, moved, 0.0, launches, 0.0)
+        spent = float(seconds(one, cluster.device, cluster.measured)[0])
+        starting = launches * launch
+    return Task(told["name"], streams, spent, tuple(told["after"]), told["phase"]), kind, min(starting, spent)
