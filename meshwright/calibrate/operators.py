@@ -5,6 +5,7 @@ Work is counted as `meshwright.cost.operators` does, so that a rate found here i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -37,17 +38,18 @@ def matmul(bench: Bench, dtype: str, size: int) -> Made:
     return Made(2.0 * size**3, lambda: (F.linear(x, w), g @ w, g.t() @ x), 3)
 
 
-def attention(bench: Bench, dtype: str, size: int) -> Made:
-    """Causal fused attention over `size` places in 8 heads of width 64, laid out as a model's projections leave them:
-    two products forward, five backward, of half the pairs."""
+def attention(bench: Bench, dtype: str, size: int, causal: bool = False) -> Made:
+    """Fused attention over `size` places in 8 heads of width 64, laid out as a model's projections leave them: two
+    products forward, five backward. With a causal mask half of the pairs count; a processor goes through all of a
+    block of 512 keys all the same, so it is a row of its own."""
     shape, kind = (2, size, 4, 64), TORCH_DTYPES[dtype]
     q, k, v, g = (torch.randn(shape, device=bench.device).to(kind).transpose(1, 2) for _ in range(4))
     wanted = [t.requires_grad_() for t in (q, k, v)]
 
     def call() -> object:
-        return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), wanted, g)
+        return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=causal), wanted, g)
 
-    return Made(0.5 * 4 * 8 * size**2 * 64, call, 3.5)
+    return Made((0.5 if causal else 1.0) * 4 * 8 * size**2 * 64, call, 3.5)
 
 
 def convolution(bench: Bench, dtype: str, size: int) -> Made:
@@ -107,6 +109,12 @@ TABLE: dict[str, tuple[Callable[[Bench, str, int], Made], float, Sequence[int], 
     "launch": (launch, 0, (1,), ()),
     "matmul": (matmul, 1, (32, 64, 128, 256, 384, 512, 768, 1024), (2048, 4096, 8192)),
     "attention": (attention, 2 / 3.5, (32, 64, 128, 256, 512), (1024, 2048, 4096)),
+    "causal": (
+        functools.partial(attention, causal=True),
+        2 / 3.5,
+        (32, 128, 256, 512, 1024),
+        (2048, 4096),
+    ),
     "conv": (convolution, 2 / 3, (8, 32, 64, 128), (256, 512)),
     "memory": (memory, 1, (4 * KIB, 32 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB), (256 * MIB,)),
     "elements": (elements, 4, (64 * KIB, 256 * KIB), (16 * MIB, 64 * MIB)),
@@ -122,12 +130,13 @@ def names(bench: Bench) -> list[str]:
         "matmul f32",
         "matmul bf16",
         "attention f32",
+        "causal f32",
         "conv f32",
         "memory",
         "elements",
         "update",
     ]
-    return [*rows, "attention bf16", "host"] if bench.device.type == "cuda" else rows
+    return [*rows, "attention bf16", "causal bf16", "host"] if bench.device.type == "cuda" else rows
 
 
 def measure(bench: Bench, name: str, pace: Pace) -> Iterator[Point]:

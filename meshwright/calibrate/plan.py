@@ -34,7 +34,7 @@ class Pace:
 
 
 PACES = {
-    FULL: Pace(0.12, 0.15, 0.3, False, 4, 70.0, 0.5),
+    FULL: Pace(0.1, 0.1, 0.2, False, 4, 75.0, 0.4),
     QUICK: Pace(0.01, 0.01, 0.02, True, 1, 60.0, 0.0),
 }
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.machine import launch_seconds, seconds, update_seconds
+from meshwright.cost.machine import ALIKE, launch_seconds, seconds, update_seconds
 from meshwright.cost.operators import Work, work
 from meshwright.cost.timeline import COMPUTE, Task, play
 from meshwright.graph import DTYPES
@@ -148,8 +148,9 @@ def _priced(told: Mapping[str, Any], mesh: Mesh, cluster: Cluster) -> tuple[Task
             )
             starting += launch
     else:
-        kind, dtype, flops, moved, launches = told["work"]
-        one = Work(kind, dtype, flops, 0.0, moved, 0.0, launches, 0.0)
+        name, dtype, flops, moved, launches = told["work"]
+        kind = ALIKE.get(name, name)
+        one = Work(name, dtype, flops, 0.0, moved, 0.0, launches, 0.0)
         spent = float(seconds(one, cluster.device, cluster.measured)[0])
         starting = launches * launch
     return Task(told["name"], streams, spent, tuple(told["after"]), told["phase"]), kind, min(starting, spent)

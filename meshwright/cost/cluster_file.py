@@ -25,7 +25,7 @@ MOST_RANKS = 1 << 20
 MOST_BYTES = 4 << 20  # of a cluster file: a calibrated one has some 10 kB
 
 DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8e4m3", "f8e5m2", "i8")
-CLASSES = ("matmul", "attention", "conv", "memory", "elements", "update")
+CLASSES = ("matmul", "attention", "causal", "conv", "memory", "elements", "update")
 KINDS = (*COLLECTIVES, "send")
 GROWTHS = ("ring", "tree")
 STREAMS = ("compute", "collective")

@@ -33,10 +33,12 @@ class Share:
 SHARES: dict[str, Share] = {
     "matmul": Share(0.70, 5e-6),
     "attention": Share(0.50, 10e-6),
+    "causal": Share(0.50, 10e-6),
     "conv": Share(0.50, 10e-6),
     "memory": Share(0.80, 1e-6),
 }
-ARITHMETIC = ("matmul", "attention", "conv")
+ARITHMETIC = ("matmul", "attention", "causal", "conv")
+ALIKE = {"causal": "attention"}  # has its corrections, and its rates where there are none of its own
 NARROW = {"f16": "bf16", "bf16": "f16", "f8e4m3": "bf16", "f8e5m2": "bf16"}  # where a peak is not given
 
 
@@ -45,7 +47,8 @@ def seconds(work: Work, device: Device, measured: Measured | None = None) -> tup
     known = measured or Measured()
     if work.kind == "free":
         return (0.0, 0.0)
-    factor, starting = known.corrections.get(work.kind, 1.0), launch_seconds(device, known)
+    factor = known.corrections.get(ALIKE.get(work.kind, work.kind), 1.0)
+    starting = launch_seconds(device, known)
     halves: list[Amount] = []
     for flops, moved, launches in (
         (work.flops_forward, work.bytes_forward, work.launches_forward),
@@ -88,9 +91,9 @@ def memory_rate(moved: Amount, device: Device, measured: Measured) -> Amount:
 
 def arithmetic_rate(kind: str, dtype: str, flops: Amount, device: Device, measured: Measured) -> Amount:
     """FLOP/s that an operator of a kind reaches with so many FLOPs."""
-    curve = measured.rates.get(f"{kind} {dtype}")
-    if curve:
-        return at(curve, flops)
+    for name in (kind, ALIKE.get(kind, kind)):
+        if curve := measured.rates.get(f"{name} {dtype}"):
+            return at(curve, flops)
     near = measured.rates.get(f"matmul {dtype}")
     if near:  # as far below the measured products as the default shares are
         return at(near, flops) * (SHARES[kind].large / SHARES["matmul"].large)
@@ -137,6 +140,7 @@ def _plain(amount: Amount) -> Amount:
 
 
 __all__ = [
+    "ALIKE",
     "arithmetic_rate",
     "at",
     "element_rate",

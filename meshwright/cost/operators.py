@@ -28,9 +28,10 @@ Pair = tuple[Amount, Amount]  # forward, backward
 
 @dataclass(frozen=True)
 class Work:
-    """One call of an operator on one rank. `kind`: ``matmul``, ``attention``, ``conv``, ``memory`` or ``free`` (a view,
-    nothing runs). Amounts are floats, or float64 arrays over strategies. Bytes count what crosses the device's memory
-    once for each read and write. The FLOPs of ``memory`` are those of `ELEMENT_FLOPS`."""
+    """One call of an operator on one rank. `kind`: ``matmul``, ``attention``, ``causal`` (attention with that mask, in
+    one kernel), ``conv``, ``memory`` or ``free`` (a view, nothing runs). Amounts are floats, or float64 arrays over
+    strategies. Bytes count what crosses the device's memory once for each read and write. The FLOPs of ``memory`` are
+    those of `ELEMENT_FLOPS`."""
 
     kind: str
     dtype: str
@@ -249,8 +250,8 @@ class _Sizes:
         pairs = self._elements(self._letters(q, k[:-1]))  # (query, key, width) of all heads
         values = self._elements(self._letters(q[:-1], v))
         fused = node.op in ATTENTION and fused_attention(node, self.types, self.wanted)
-        share: Amount = 1.0
-        if fused and node.arg(5, "is_causal", False) and q[-2]:
+        causal, share = fused and bool(node.arg(5, "is_causal", False)), 1.0
+        if causal and q[-2]:
             queries = q[-2][0]
             share = np.where(np.asarray(self.local[queries]) == rule.sizes[queries], 0.5, 1.0)
             share = float(share) if share.ndim == 0 else share
@@ -270,7 +271,7 @@ class _Sizes:
             moved, back = ends + (2 + steps) * scores, 2 * ends + (6 + 2 * dropped) * scores
             launches = (4 + steps // 2, 8 + dropped)
         return self._made(
-            "attention",
+            "causal" if causal else "attention",
             (forward, backward if wanted else 0.0),
             (moved, back if wanted else 0.0),
             (launches[0], launches[1] if wanted else 0),

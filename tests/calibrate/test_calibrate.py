@@ -35,6 +35,7 @@ def test_two_ranks_measure_this_machine(tmp_path: Path) -> None:
         "matmul f32",
         "matmul bf16",
         "attention f32",
+        "causal f32",
         "conv f32",
         "memory",
         "elements",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -65,6 +66,16 @@ def test_corrections_scale_their_class() -> None:
     started = seconds(one("conv", 1e12, 1e6, launches=2), GPU, known)
     assert np.allclose(started, np.multiply(plain, 1.5) + 2 * 3.0 * GPU.launch_seconds)
     assert seconds(one("matmul", 1e12, 1e6), GPU, known) == seconds(one("matmul", 1e12, 1e6), GPU)
+
+
+def test_causal_attention_has_rates_of_its_own_and_else_those_of_attention() -> None:
+    work = one("causal", 1e10, 1e6)
+    both = {"attention f32": ((1e6, 8e12),), "causal f32": ((1e6, 4e12),)}
+    known, less = Measured(rates=both), Measured(rates={"attention f32": both["attention f32"]})
+    assert seconds(work, GPU, known)[0] == pytest.approx(1e10 / 4e12)
+    assert seconds(work, GPU, less)[0] == pytest.approx(1e10 / 8e12)
+    slower = replace(less, corrections={"attention": 1.5})
+    assert seconds(work, GPU, slower)[0] == pytest.approx(1.5e10 / 8e12)
 
 
 def test_arrays_are_priced_place_by_place() -> None:

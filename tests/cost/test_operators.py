@@ -86,7 +86,8 @@ def test_attention_does_two_products_forward_and_five_backward(causal: bool) -> 
                   None, 0.0, causal)  # fmt: skip
     product = 2 * 2 * 4 * 16 * 16 * 8 / (2 if causal else 1)
     found = priced(case)
-    assert (found.kind, found.flops_forward, found.flops_backward) == ("attention", 2 * product, 5 * product)
+    assert found.kind == ("causal" if causal else "attention")
+    assert (found.flops_forward, found.flops_backward) == (2 * product, 5 * product)
     if causal:  # a rank with some of the queries has an explicit mask, which spares nothing
         assert priced(case, q=8).flops_forward == priced(case).flops_forward
 
