@@ -8,7 +8,6 @@ from typing import TypeVar
 import numpy as np
 
 from meshwright.mesh import Mesh
-from meshwright.redistribute.buckets import fused_bytes
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import wire_elements
 
@@ -20,15 +19,15 @@ def reduction_seconds(
     axes: Sequence[str],
     mesh: Mesh,
     prices: Prices,
-    bucket_bytes: int | None = None,
+    bucket_bytes: int,
     kind: str = "all_reduce",
 ) -> Amount:
     """Seconds to all-reduce gradients of `size_bytes` (one number, or an array) over some axes; or, by `kind`, to
     reduce-scatter that many or to all-gather weights that are as many together.
 
     A gradient pays its share of a full bucket, latency included: ``bytes / rate + latency · bytes / bucket``, since
-    small gradients wait for each other and start together. `bucket_bytes` are by default those that suit the link; with
-    0 each gradient pays a latency of its own. Axes of size 1 cost nothing.
+    small gradients wait for each other and start together; without buckets (0) each has a latency of its own. Axes of
+    size 1 cost nothing.
     """
     axes = tuple(a for a in axes if mesh.sizes[a] > 1)
     if not axes:
@@ -40,8 +39,7 @@ def reduction_seconds(
         "reduce_scatter": (0.0, 1 / members),
     }
     share = wire_elements(kind, members, *halves[kind])
-    full = fused_bytes(kind, mesh, axes, prices) if bucket_bytes is None else bucket_bytes
-    if not full:
+    if not bucket_bytes:
         latency, per_byte = prices.law(kind, mesh, axes)
         return latency + size_bytes * (share * per_byte)
-    return size_bytes * (prices.seconds(kind, mesh, axes, share * full) / full)
+    return size_bytes * (prices.seconds(kind, mesh, axes, share * bucket_bytes) / bucket_bytes)

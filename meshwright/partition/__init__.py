@@ -1,4 +1,5 @@
-"""From a graph and a plan to the program each rank runs, in two passes: insert reshards, localize."""
+"""From a graph and a plan to the program each rank runs, in three passes: insert reshards, localize, let what is sent
+overlap with what is computed."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from meshwright.ops.factors import Factors
 from meshwright.partition.again import Keeps
 from meshwright.partition.keeps import with_keeps
 from meshwright.partition.localize import localize_graph
+from meshwright.partition.overlap import Flight, flights, overlapped
 from meshwright.partition.reshards import RESHARD, Resharded, insert_reshards
 from meshwright.plan import Plan
 from meshwright.redistribute import TWO_CORE_GLOO, Prices
@@ -25,6 +27,11 @@ class Partition:
     resharded: Resharded
 
     @functools.cached_property
+    def flights(self) -> tuple[Flight, ...]:
+        """Reshards that start early, and together: the same on all ranks."""
+        return flights(self.resharded, self.plan)
+
+    @functools.cached_property
     def _latest(self) -> dict[int, Graph]:
         return {}
 
@@ -32,7 +39,7 @@ class Partition:
         """The local graph of a rank. The latest one is remembered: who explains a plan asks for it several times."""
         found = self._latest.get(rank)
         if found is None:
-            found = localize_graph(self.resharded, self.factors, self.plan, rank)
+            found = overlapped(localize_graph(self.resharded, self.factors, self.plan, rank), self.flights)
             self._latest.clear()
             self._latest[rank] = found
         return found

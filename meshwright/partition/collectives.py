@@ -6,9 +6,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from meshwright.graph import DTYPES, Graph
+from meshwright.graph import DTYPES, START, WAIT, Graph, Node
 from meshwright.mesh import Mesh
 from meshwright.ops.talk import kernel_talk
+from meshwright.partition.overlap import members_of
 from meshwright.partition.reshards import RESHARD, Resharded
 from meshwright.redistribute import Step
 from meshwright.redistribute.positions import exchange
@@ -46,9 +47,35 @@ def program_collectives(resharded: Resharded, local: Graph, mesh: Mesh, rank: in
                     if step.kind in COLLECTIVES:
                         size = itemsize * payload_elements(step, mesh, rank)
                         found.append(Collective(phase, step.kind, step.axes, size, node.name))
-        else:
+        elif node.op == START:
+            found += _flight(resharded, local, node, mesh, rank)
+        elif node.op != WAIT:
             talks = kernel_talk(node, local.types)
             found += [Collective(t.phase, t.kind, t.axes, t.payload_bytes, node.name) for t in talks]
+    return found
+
+
+def _flight(resharded: Resharded, local: Graph, start: Node, mesh: Mesh, rank: int) -> list[Collective]:
+    """The collectives of a flight: the first ones of its members are one."""
+    members = members_of(local, start)
+    itemsize = DTYPES[members[0].outputs[0].dtype]
+    again = tuple(members[index] for index in start.kwarg("again", ()))
+    pairs = resharded.pairs
+    halves = [("forward", members, [pairs[m.name].forward for m in members])]
+    if any(start.needs_grad):
+        halves.append(("backward", members, [pairs[m.name].backward for m in members]))
+    halves.append(("backward", again, [pairs[m.name].forward for m in again]))
+    found: list[Collective] = []
+    for phase, nodes, ways in halves:
+        sent = [[s for s in steps if s.kind in COLLECTIVES] for steps in ways]
+        first = [steps[0] for steps in sent if steps]
+        if first:
+            size = itemsize * sum(payload_elements(s, mesh, rank) for s in first)
+            found.append(Collective(phase, first[0].kind, first[0].axes, size, nodes[0].name))
+        for node, steps in zip(nodes, sent, strict=True):
+            for s in steps[1:]:
+                size = itemsize * payload_elements(s, mesh, rank)
+                found.append(Collective(phase, s.kind, s.axes, size, node.name))
     return found
 
 

@@ -8,18 +8,20 @@ start) until the update. Nothing is run: sizes are those of the local graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.cost.operators import PIECES, REPEATS, VIEWS
 from meshwright.cost.saved import saved
 from meshwright.cost.strides import copying_views
-from meshwright.graph import DTYPES, RESHARD, Graph, Node
+from meshwright.graph import DTYPES, RESHARD, START, WAIT, Graph, Node
 from meshwright.partition import Partition
+from meshwright.partition.crossing import Crossing
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.heap import Heap, Storage
 from meshwright.partition.moves import moved
+from meshwright.partition.overlap import members_of
 from meshwright.partition.update_memory import UpdateMemory
 from meshwright.partition.workspace import gradients_of, workspace
 from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES, BucketBytes, fill
@@ -96,6 +98,17 @@ class _Note:
     source: Storage
     notes: int = 0
     made: Storage | None = None
+    once: _Once | None = None  # where it is one of a flight
+
+
+@dataclass(eq=False)
+class _Once:
+    """The notes of a flight that backward makes again together, and the flight before it."""
+
+    notes: list[_Note]
+    before: _Once | None
+    crossing: Crossing | None = None
+    opened: bool = False
 
 
 class _Walk:
@@ -118,6 +131,9 @@ class _Walk:
         self.kept: dict[str, _Kept] = {}
         self.gradients: dict[str, Storage] = {}
         self.again: dict[int, _Note] = {}  # id of a storage → how it is made again
+        self.under_way: dict[str, Crossing] = {}  # start → its flight in the direction of now
+        self.once: dict[str, _Once] = {}
+        self.latest: _Once | None = None
         self.trained = {i.name for i in self.graph.inputs if i.role == "parameter" and i.needs_grad}
         # How often a parameter's gradient is still to arrive: once from each use.
         self.missing = {n: len(self.graph.consumers[n]) for n in self.trained}
@@ -185,6 +201,12 @@ class _Walk:
         if node.op == RESHARD:
             self._reshard(node)
             return
+        if node.op == START:
+            self._start(node)
+            return
+        if node.op == WAIT:
+            self._wait(node)
+            return
         extra: list[Storage] = []
         if not self._shares(node):
             wanted = [u in self.graph.needs_grad for u in node.uses]
@@ -231,6 +253,38 @@ class _Walk:
         if node.kwarg("again") and made is not source and any(node.needs_grad):
             self.again[id(made)] = _Note(node, self.heap.save(source))
 
+    def _crossing(self, members: Sequence[Node], *, back: bool = False) -> Crossing:
+        pairs = [self.parts.resharded.pairs[m.name] for m in members]
+        ways = [p.backward if back else p.forward for p in pairs]
+        mesh, size = self.parts.plan.mesh, self._itemsize(members[0])
+        return Crossing(self.heap, ways, mesh, self.rank, size, self.staged)
+
+    def _start(self, node: Node) -> None:
+        """A flight starts. What backward is to bring again of it is noted."""
+        crossing = self.under_way[node.name] = self._crossing(members_of(self.graph, node))
+        for index, name in enumerate(node.uses):
+            crossing.give(index, self.values[name])
+        crossing.launch()
+        self.values[node.name] = self.heap.new(0)
+        if node.kwarg("again"):
+            self.latest = self.once[node.name] = _Once([], self.latest)
+
+    def _wait(self, node: Node) -> None:
+        (start,), index = node.uses, node.args[1]
+        made = self.values[node.name] = self.under_way[start].take(index)
+        if node.kwarg("again"):
+            source = self.values[self.graph.producers[start].uses[index]]
+            note = self.again[id(made)] = _Note(node, self.heap.save(source), once=self.once[start])
+            self.once[start].notes.append(note)
+
+    def _bring(self, once: _Once) -> None:
+        """The notes of a flight that are still read are made again."""
+        if once.crossing is None:
+            once.crossing = self._crossing([n.node for n in once.notes])
+            for index, note in enumerate(once.notes):
+                once.crossing.give(index, note.source)
+            once.crossing.launch()
+
     def _itemsize(self, node: Node) -> int:
         return DTYPES[node.outputs[0].dtype]
 
@@ -262,7 +316,9 @@ class _Walk:
     def _open(self, node: Node) -> None:
         """Make again what was not kept."""
         for note in self.kept[node.name].notes if node.name in self.kept else ():
-            if note.made is None:
+            if note.once is not None:
+                self._open_flight(note, note.once)
+            elif note.made is None:
                 steps = self.parts.resharded.pairs[note.node.name].forward
                 note.made = moved(
                     self.heap,
@@ -273,6 +329,16 @@ class _Walk:
                     self._itemsize(note.node),
                     self.staged,
                 )
+
+    def _open_flight(self, note: _Note, once: _Once) -> None:
+        if note.made is None:
+            self._bring(once)
+            assert once.crossing is not None
+            note.made = once.crossing.take(once.notes.index(note))
+        before = once.before
+        if not once.opened and before is not None and any(n.notes for n in before.notes):
+            self._bring(before)
+        once.opened = True
 
     def _forget(self, node: Node) -> None:
         kept = self.kept.pop(node.name, None)
@@ -293,6 +359,11 @@ class _Walk:
             steps = self.parts.resharded.pairs[node.name].backward
             mesh, size = self.parts.plan.mesh, self._itemsize(node)
             return [(node.uses[0], moved(self.heap, arrived[0], steps, mesh, self.rank, size, self.staged))]
+        if node.op == WAIT:
+            return [(node.uses[0], self._give_back(node, arrived[0]))]
+        if node.op == START:
+            back = self.under_way.pop(node.name)
+            return [(name, back.take(index)) for index, name in enumerate(node.uses)]
         wanted = [u in self.graph.needs_grad for u in node.uses]
         found: list[tuple[str, Storage]] = []
         plan = gradients_of(node, self.types, wanted)
@@ -303,6 +374,17 @@ class _Walk:
         self.heap.passing(plan.beside)
         self.heap.drop(scratch)
         return found
+
+    def _give_back(self, wait: Node, gradient: Storage) -> Storage:
+        """A gradient goes into its flight, which starts when all are there; the gradient of the token."""
+        (start,), index = wait.uses, wait.args[1]
+        members = members_of(self.graph, self.graph.producers[start])
+        if index == len(members) - 1:
+            self.under_way[start] = self._crossing(members, back=True)
+        self.under_way[start].give(index, gradient)
+        if not index:
+            self.under_way[start].launch()
+        return self.heap.new(0)
 
     def _add(self, name: str, gradient: Storage) -> None:
         """A gradient arrives at a value: added in place where nobody else holds what is there."""

@@ -53,20 +53,20 @@ def _moved(heap: Heap, x: Storage, plan: Exchange, itemsize: int, staged: bool) 
             padded = heap.new(0 if plan.even else plan.padded * itemsize)
             rows = heap.new(plan.padded * len(plan.group) * itemsize)
             heap.drop(heap.new(rows.size_bytes if staged else 0))
-            result = _assembled(heap, plan, after)
+            result = assembled(heap, plan, after)
             heap.drop(rows)
             heap.drop(padded)
             return result
         case "all_to_all":
             flat, received = heap.new(before), heap.new(after)
-            result = _assembled(heap, plan, after)
+            result = assembled(heap, plan, after)
             heap.drop(received)
             heap.drop(flat)
             return result
     raise AssertionError(plan.kind)
 
 
-def _assembled(heap: Heap, plan: Exchange, size_bytes: int) -> Storage:
+def assembled(heap: Heap, plan: Exchange, size_bytes: int) -> Storage:
     """Pieces put together, and put into order where they are not."""
     join = plan.received
     if join is None or join.order is None:

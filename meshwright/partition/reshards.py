@@ -5,7 +5,7 @@ gives a value a *hub*, the value is brought to that layout once, and each consum
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from meshwright.graph import DTYPES, RESHARD, Graph, Node, Ref, TensorType
@@ -150,11 +150,6 @@ class _Insertion:
 def step_texts(steps: tuple[Step, ...]) -> tuple[StepText, ...]:
     """Steps as literals of a graph."""
     return tuple((s.kind, ".".join(s.axes), str(s.before), str(s.after)) for s in steps)
-
-
-def reshard_nodes(graph: Graph) -> Iterator[Node]:
-    """The reshard nodes of a graph."""
-    return (n for n in graph.nodes if n.op == RESHARD)
 
 
 def local_type(kind: TensorType, layout: TensorLayout, mesh: Mesh, rank: int) -> TensorType:

@@ -3,6 +3,7 @@
 The order is the runtime's: the local program from top to bottom with its reshards blocking, backward from bottom to top
 as autograd goes, a bucket of gradients started when the last of its gradients is there (and those before it have
 started), at the end a wait for the buckets, then the update. The sum of a loss that nothing reads is only started.
+Flights (`partition/overlap.py`) start where the program says so and are waited for at their first use.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.saved import saved
 from meshwright.cost.timeline import COMPUTE, Task, Timeline, play
-from meshwright.graph import DTYPES, Graph, Node
+from meshwright.graph import DTYPES, START, WAIT, Graph, Node
 from meshwright.mesh import Mesh
 from meshwright.ops.talk import kernel_talk
 from meshwright.partition import RESHARD, Partition
@@ -22,6 +23,7 @@ from meshwright.partition.again import VIEWS
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.localize import late_values
+from meshwright.partition.overlap import members_of
 from meshwright.partition.price import made_again, node_prices, on_cluster, parameter_prices
 from meshwright.partition.updates import gathers
 from meshwright.redistribute import Step
@@ -66,6 +68,10 @@ class _Step:
         self.tasks: list[Task] = []
         self.late = late_values(local)
         self._last = -1  # the last task that the host waited for
+        self._under_way: dict[tuple[str, str], int] = {}  # (start, direction) → the task of its collective
+        self._repeated: set[str] = set()  # starts that backward has launched again, and
+        self._brought: set[str] = set()  # those of which it has read something
+        self._repeats = [n for n in local.nodes if n.op == START and n.kwarg("again")]
         self._reductions: list[int] = []
         self._scattered: int | None = None  # the bucket under way of which every rank gets its part
 
@@ -122,6 +128,12 @@ class _Step:
                 late = node.name in self.late and [s.kind for s in steps] == ["all_reduce"]
                 self._steps(node, steps, "forward", wait=not late)
                 continue
+            if node.op == START:
+                self._launch(node, members_of(self.local, node), "onward", "forward")
+                continue
+            if node.op == WAIT:
+                self._land(node, "onward", "forward")
+                continue
             self._talk(node, "forward")
             if node.name in self.nodes:
                 self._compute(
@@ -133,13 +145,21 @@ class _Step:
         started = _Started(groups)
         arrives = _arrivals(self.local, [g.name for group in groups for g in group.members])
         again = self._made_again()
+        kept = {hub.name for hubs in again.values() for hub in hubs}
         for node in reversed(self.local.nodes):
             if not any(node.needs_grad):
                 continue
             for hub in again.pop(node.name, ()):
-                self._steps(hub, self.parts.resharded.pairs[hub.name].forward, "backward")
+                self._bring_again(hub, kept)
             if node.op == RESHARD:
                 self._steps(node, self.parts.resharded.pairs[node.name].backward, "backward")
+            elif node.op == WAIT:
+                if not node.args[1]:  # the first of its flight: the last whose gradient comes
+                    start = self.local.producers[node.uses[0]]
+                    self._launch(start, members_of(self.local, start), "back", "backward")
+            elif node.op == START:
+                for member in members_of(self.local, node):
+                    self._land(member, "back", "backward")
             else:
                 self._talk(node, "backward")
                 if node.name in self.nodes:
@@ -147,6 +167,50 @@ class _Step:
                     self._compute(node.name, price.backward_seconds, "backward", node.module, node.op)
             self._reduce(started.arrived(arrives.get(node.name, ())))
         self._reduce(started.rest())
+
+    # -------------------------------------------------- flights
+
+    def _launch(self, start: Node, members: Sequence[Node], way: str, phase: str) -> None:
+        """The first collective of a flight, which goes on beside what is computed."""
+        first = [(m, s[0]) for m in members if (s := self._sent(m, way))]
+        if first:
+            node, step = first[0]
+            sizes = (wire_bytes(s, self.mesh, DTYPES[m.outputs[0].dtype]) for m, s in first)
+            place = self._send(node.name, step.kind, step.axes, sum(sizes), phase, node.module, wait=False)
+            self._under_way[start.name, way] = place
+
+    def _land(self, member: Node, way: str, phase: str) -> None:
+        """The wait for a flight, and what a member does after its first collective."""
+        place = self._under_way.pop((member.uses[0], way), None)
+        if place is not None:
+            self._last = len(self.tasks)
+            self.tasks.append(Task(member.name, (COMPUTE,), 0.0, (place,), "wait"))
+        self._steps(member, self._sent(member, way)[1:], phase)
+
+    def _sent(self, member: Node, way: str) -> list[Step]:
+        pair = self.parts.resharded.pairs[member.name]
+        return [s for s in (pair.backward if way == "back" else pair.forward) if s.kind in COLLECTIVES]
+
+    def _bring_again(self, hub: Node, kept: Collection[str]) -> None:
+        """A hub is made again, with the rest of its flight; the flight before it starts after that."""
+        wait = self.local.producers[hub.name]
+        if wait.op != WAIT:
+            self._steps(hub, self.parts.resharded.pairs[hub.name].forward, "backward")
+            return
+        start = self.local.producers[wait.uses[0]]
+        self._repeat(start, kept)
+        self._land(wait, "again", "backward")
+        before = self._repeats.index(start) - 1
+        if start.name not in self._brought and before >= 0:
+            self._repeat(self._repeats[before], kept)
+        self._brought.add(start.name)
+
+    def _repeat(self, start: Node, kept: Collection[str]) -> None:
+        members = members_of(self.local, start)
+        again = [members[index] for index in start.kwarg("again")]
+        if start.name not in self._repeated and any(m.name in kept for m in again):
+            self._repeated.add(start.name)
+            self._launch(start, again, "again", "backward")
 
     def _made_again(self) -> dict[str, list[Node]]:
         """Consumer → the hubs that backward makes again when it comes to it: the last one, in forward order, for which

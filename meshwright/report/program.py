@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.graph import DTYPES, Graph, Node
+from meshwright.graph import DTYPES, START, WAIT, Graph, Node
 from meshwright.partition import RESHARD, Partition
 from meshwright.redistribute import Step, describe
 from meshwright.redistribute.buckets import Group
@@ -26,8 +26,10 @@ class ProgramText:
         lines = [f"program {self.graph.name} on {self.parts.plan.mesh} {{"]
         lines += [f"  {entry}  {self.parts.resharded.layouts[entry.name]}" for entry in self.graph.inputs]
         for node in self.graph.nodes:
-            if node.op == RESHARD:
+            if node.op in (RESHARD, WAIT):
                 lines.append(f"  {self._reshard(node)}")
+            elif node.op == START:
+                lines.append(f"  %{node.name} = start({', '.join(f'%{u}' for u in node.uses)})")
             else:
                 layout = self.parts.resharded.layouts.get(node.values[0])
                 head = str(node).partition("  {")[0]
@@ -59,7 +61,8 @@ class ProgramText:
         halves = f"forward {show(pair.forward)}"
         halves += f" | backward {show(pair.backward)}" if any(node.needs_grad) else ""
         halves += f" | again in backward {show(pair.forward)}" if node.kwarg("again") else ""
-        return f"%{node.name}: {node.outputs[0]} = reshard(%{node.uses[0]})  {halves}"
+        what = "wait" if node.op == WAIT else "reshard"
+        return f"%{node.name}: {node.outputs[0]} = {what}(%{node.uses[0]})  {halves}"
 
 
 def _members(group: Group) -> str:

@@ -14,11 +14,12 @@ import torch
 from torch import fx
 
 from meshwright.errors import RuleError
-from meshwright.graph import PIN, RESHARD, Device, Dtype, Graph, Node, Ref
+from meshwright.graph import PIN, RESHARD, START, WAIT, Device, Dtype, Graph, Node, Ref
 from meshwright.runtime.again import Again
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.kernels import KERNELS
 from meshwright.runtime.kernels.random import drawn_mask, masked
+from meshwright.runtime.overlap import Prefetch, Start, Wait
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Pair
 
@@ -67,14 +68,18 @@ def build_module(
     late: Collection[str] = (),
     again: Again | None = None,
     keeps: Mapping[str, str] = NO_KEEPS,
+    starts: dict[str, Start] | None = None,
 ) -> fx.GraphModule:
     """The module that runs a local graph (or a segment of one). Its arguments are the graph's inputs, in order; it
     returns a tuple with its outputs and then its mutations. Reshards that make a value of `late` may end after
     backward; those marked ``again=True`` report to `again`, and are kept where there is none, and so are the nodes that
-    `keeps` calls ``again``. Raises RuleError for an operator that cannot be found."""
+    `keeps` calls ``again``. `starts` has the flights of earlier segments, and takes those of this one. Raises RuleError
+    for an operator that cannot be found."""
     root = torch.nn.Module()
     made = fx.Graph()
     values: dict[str, fx.Node] = {}
+    starts = {} if starts is None else starts
+    prefetch = Prefetch()
     for entry in graph.inputs:
         values[entry.name] = made.placeholder(_identifier(entry.name))
     for node in graph.nodes:
@@ -88,6 +93,13 @@ def build_module(
             watch = again if node.kwarg("again") else None
             pair = Pair(node, rank.comm.mesh, handle, late=node.name in late, again=watch)
             root.add_module(name, pair)
+            result = made.call_module(name, (args[0],))
+        elif node.op == START:
+            starts[node.name] = Start(node, rank.comm.mesh, handle, again, prefetch)
+            root.add_module(name, starts[node.name])
+            result = made.call_module(name, args[0])
+        elif node.op == WAIT:
+            root.add_module(name, Wait(starts[node.uses[0]], node.args[1]))
             result = made.call_module(name, (args[0],))
         elif again is not None and keeps.get(node.name) == "again":
             if node.op == "meshwright.dropout":

@@ -16,8 +16,10 @@ from meshwright.runtime import collectives
 from meshwright.runtime.again import Again
 from meshwright.runtime.collectives import Handle
 
+StepTexts = Sequence[Sequence[str]]  # per step: kind, axes joined by ".", layout before, layout after
 
-def parse_steps(texts: Sequence[Sequence[str]]) -> tuple[Step, ...]:
+
+def parse_steps(texts: StepTexts) -> tuple[Step, ...]:
     """Steps from the literals of a local graph."""
     return tuple(
         Step(kind, tuple(axes.split(".")), parse_layout(before), parse_layout(after))

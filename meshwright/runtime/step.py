@@ -17,7 +17,6 @@ from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.keeps import keeps_of
 from meshwright.partition.localize import late_values
-from meshwright.partition.reshards import reshard_nodes
 from meshwright.partition.segments import split_segments
 from meshwright.partition.updates import gathers, update_layout, updates
 from meshwright.redistribute.positions import exchange
@@ -26,6 +25,7 @@ from meshwright.runtime.again import Again
 from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.executor import Action, Executor, plain_actions
+from meshwright.runtime.overlap import Start
 from meshwright.runtime.program import TORCH_DTYPES, build_module
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Mover
@@ -86,9 +86,11 @@ class LocalStep:
         segments = split_segments(self.graph, cuts)
         late = late_values(self.graph)
         keeps = keeps_of(self.graph, parts.resharded.keeps)
-        again = Again() if keeps or any(n.kwarg("again") for n in reshard_nodes(self.graph)) else None
+        again = Again() if keeps or any(n.kwarg("again") for n in self.graph.nodes) else None
+        starts: dict[str, Start] = {}
         modules = [
-            build_module(s.graph, rank, self.handle, late=late, again=again, keeps=keeps) for s in segments
+            build_module(s.graph, rank, self.handle, late=late, again=again, keeps=keeps, starts=starts)
+            for s in segments
         ]
         self.modules = modules
         described = pending_gradients(parts)

@@ -159,7 +159,9 @@ def test_a_simulated_step_lies_between_its_compute_and_its_sum(name: str, mesh: 
     # Each bucket pays its own latency; in the additive price a gradient pays its share of a full one.
     reduced = sum(t.seconds for t in found.tasks if t.kind == "reduce")
     assert reduced >= price.reduction * (1 - 1e-9)
-    assert sending - reduced == pytest.approx(price.forward_communication + price.backward_communication)
+    # What goes together pays one latency; the additive price has one for each.
+    talk = price.forward_communication + price.backward_communication
+    assert sending - reduced == pytest.approx(talk) or (parts.flights and sending - reduced < talk)
 
 
 def test_a_slower_link_makes_no_step_faster() -> None:

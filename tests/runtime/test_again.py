@@ -16,6 +16,7 @@ from bench.memory import peak_bytes
 from meshwright.capture.batch import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
 from meshwright.examples import llama, mlp
+from meshwright.graph import START
 from meshwright.layout import SubDim, TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import analyze
@@ -76,10 +77,10 @@ def test_gathered_again_is_not_kept() -> None:
         step, _, batch = alone(zero(planned(wide(), DP), again), wide())
         peaks[again] = peak_bytes(lambda step=step, batch=batch: lambda: step.gradients(batch), steps=1)
     weight = 4 * 256 * 256 * 4
-    # Kept, the sixteen gathered weights are there together when backward begins; made again, one at a time, beside
-    # the gradients, of which a rank keeps a quarter.
+    # Kept, the sixteen gathered weights are there together when backward begins; made again, those of a layer and of
+    # the one before it (two each), beside the gradients, of which a rank keeps a quarter.
     assert peaks[False] > 16 * weight
-    assert peaks[True] < (16 / 4 + 3) * weight
+    assert peaks[True] < (16 / 4 + 4) * weight
 
 
 def sequence_parallel(again: bool) -> Plan:
@@ -121,7 +122,8 @@ def test_backward_makes_again_what_the_program_says(plan: Any) -> None:
     assert Multiset(counter.calls) == Multiset([(c.kind, c.axes, c.payload_bytes) for c in expected] + sums)
     text = str(ProgramText(step.graph, parts, ()))
     made_again = text.count("again in backward all_gather(")
-    assert made_again == sum(bool(n.kwarg("again")) for n in step.graph.nodes) >= len(parts.plan.again) - 1
+    marked = sum(bool(n.kwarg("again")) for n in step.graph.nodes if n.op != START)
+    assert made_again == marked >= len(parts.plan.again) - 1
 
 
 def test_nothing_is_watched_where_nothing_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from meshwright.cost.machine import update_seconds
 from meshwright.cost.reduction import reduction_seconds
 from meshwright.layout import Dim, TensorLayout
 from meshwright.mesh import Mesh
+from meshwright.redistribute.buckets import fused_bytes
 from meshwright.redistribute.matrix import WHOLE, Table, Value
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import wire_elements
@@ -192,8 +193,13 @@ def _priced(
             both = _collective("all_reduce", axes, mesh, cluster, before, before, value.itemsize)
             blocking[rows] += np.minimum(scatter, both)
         if (pending & ~cut).any():
+            axes = tuple(names[pending & ~cut])
             reduction[rows] += reduction_seconds(
-                elements[rows] * value.itemsize, tuple(names[pending & ~cut]), mesh, cluster.hidden_prices
+                elements[rows] * value.itemsize,
+                axes,
+                mesh,
+                cluster.hidden_prices,
+                fused_bytes("all_reduce", mesh, axes, cluster.prices),
             )
     update = (
         update_seconds(elements, states, cluster.device, cluster.measured, value.itemsize)
