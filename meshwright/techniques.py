@@ -95,6 +95,13 @@ class Techniques:
 NONE = Techniques()
 
 
+def wire_dtype(techniques: Techniques, dtype: str) -> str:
+    """The dtype in which gradients of a dtype are added up, where that is another one; else an empty text."""
+    asked = techniques.reduce_dtype
+    floats = ("f64", "f32", "bf16", "f16")
+    return asked if asked != dtype and dtype in floats else ""
+
+
 def matches(pattern: str, parameter: str) -> bool:
     """Whether a pattern names a parameter, its module or a module around it."""
     parts = parameter.split(".")

@@ -41,7 +41,7 @@ from meshwright.redistribute import redistribute
 from meshwright.redistribute.positions import exchange
 from meshwright.report.program import ProgramText
 from meshwright.runtime.communicator import ProcessGroups
-from meshwright.runtime.connect import Meeting, check_world
+from meshwright.runtime.connect import Meeting, check_world, launched_world
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Mover
 from meshwright.runtime.step import LocalStep, OptimizerFactory
@@ -143,6 +143,7 @@ def train_step(
     bucket_bytes: int | None = None,
     seed: int = 0,
     exact_random: bool = False,
+    broadcast: bool | int = False,
     cache: str | Path | None = None,
     **techniques: Unpack[Options],
 ) -> TrainStep:
@@ -151,10 +152,11 @@ def train_step(
     `optimizer` makes a `torch.optim.Optimizer` from parameters. `batch` is an example of shapes. Without
     `plan` (or the path of a plan file), one is made with `mesh`, `mode`, `pins`, `cluster`, `memory` and `techniques`
     as `mw.plan` does.
-    `clip_norm` clips gradients by their global norm. `exact_random` gives dropout the very masks of one
-    device (slower). Rank 0 captures and plans, the others receive graph and plan. Parameters that the plan
-    keeps whole stay the model's own tensors; for those it cuts, the step keeps this rank's part. Raises a
-    subclass of MeshwrightError before a process group is made.
+    `clip_norm` clips gradients by their global norm. `exact_random` gives dropout the very masks of one device
+    (slower). `broadcast`: the rank whose parameters and buffers all take at the start (``True``: rank 0); without it
+    every rank is trusted to have built the same. Rank 0 captures and plans, the others receive graph and plan.
+    Parameters that the plan keeps whole stay the model's own tensors; for those it cuts, the step keeps this rank's
+    part. Raises a subclass of MeshwrightError before a process group is made.
     """
     asked = asked_beside(plan, techniques)
     plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
@@ -176,6 +178,7 @@ def train_step(
             hint="mw.manual_step(model, optimizer, loss=…, mesh=…), with collectives from mw.world(mesh)",
         )
     request = request_for(cluster, memory)
+    source = _source(broadcast)
     meeting = Meeting()
 
     def compute() -> bytes:
@@ -198,17 +201,36 @@ def train_step(
     comm = meeting.connect(chosen.mesh, device)
     parts = lower(captured, chosen)
     rank = Rank(comm, device, seed=seed, exact=exact_random)
+    if isinstance(comm, ProcessGroups):
+        comm.prepare(axis_sets(parts, parts.local(comm.rank)))
+    values = values_of(model, captured, device)
+    if source is not None:
+        for entry in graph.inputs:
+            if entry.role in ("parameter", "buffer"):
+                comm.broadcast(values[entry.name].detach(), source)
     local = LocalStep(
         parts,
         rank,
-        values_of(model, captured, device),
+        values,
         optimizer,
         clip_norm=clip_norm,
         bucket_bytes=bucket_bytes,
     )
-    if isinstance(comm, ProcessGroups):
-        comm.prepare(axis_sets(parts, local.graph))
     return TrainStep(local, parts)
+
+
+def _source(broadcast: bool | int) -> int | None:
+    """The rank whose values all take, if any. Raises RunError for a rank that was not launched."""
+    world = launched_world()
+    if isinstance(broadcast, bool):
+        return 0 if broadcast else None
+    if not isinstance(broadcast, int) or not 0 <= broadcast < world:
+        raise RunError(
+            f"broadcast={broadcast!r} is no rank",
+            why=f"{world} {'was' if world == 1 else 'were'} launched, numbered from 0",
+            hint="broadcast=True takes the values of rank 0",
+        )
+    return broadcast
 
 
 def axis_sets(parts: Partition, local: Graph) -> list[frozenset[str]]:

@@ -10,7 +10,7 @@ from meshwright.graph import DTYPES, START, WAIT, Graph, Node
 from meshwright.mesh import Mesh
 from meshwright.ops.talk import kernel_talk
 from meshwright.partition.overlap import members_of
-from meshwright.partition.reshards import RESHARD, Resharded
+from meshwright.partition.reshards import RESHARD, Resharded, backward_itemsize
 from meshwright.redistribute import Step
 from meshwright.redistribute.positions import exchange
 from meshwright.redistribute.steps import COLLECTIVES
@@ -36,16 +36,15 @@ def program_collectives(resharded: Resharded, local: Graph, mesh: Mesh, rank: in
     for node in local.nodes:
         if node.op == RESHARD:
             pair, itemsize = resharded.pairs[node.name], DTYPES[node.outputs[0].dtype]
-            halves = [
-                ("forward", pair.forward),
-                *([("backward", pair.backward)] if any(node.needs_grad) else []),
-            ]
+            halves = [("forward", pair.forward, itemsize)]
+            if any(node.needs_grad):
+                halves.append(("backward", pair.backward, backward_itemsize(node)))
             if node.kwarg("again"):
-                halves.append(("backward", pair.forward))
-            for phase, steps in halves:
+                halves.append(("backward", pair.forward, itemsize))
+            for phase, steps, width in halves:
                 for step in steps:
                     if step.kind in COLLECTIVES:
-                        size = itemsize * payload_elements(step, mesh, rank)
+                        size = width * payload_elements(step, mesh, rank)
                         found.append(Collective(phase, step.kind, step.axes, size, node.name))
         elif node.op == START:
             found += _flight(resharded, local, node, mesh, rank)
@@ -58,23 +57,23 @@ def program_collectives(resharded: Resharded, local: Graph, mesh: Mesh, rank: in
 def _flight(resharded: Resharded, local: Graph, start: Node, mesh: Mesh, rank: int) -> list[Collective]:
     """The collectives of a flight: the first ones of its members are one."""
     members = members_of(local, start)
-    itemsize = DTYPES[members[0].outputs[0].dtype]
+    itemsize, back = DTYPES[members[0].outputs[0].dtype], backward_itemsize(members[0])
     again = tuple(members[index] for index in start.kwarg("again", ()))
     pairs = resharded.pairs
-    halves = [("forward", members, [pairs[m.name].forward for m in members])]
+    halves = [("forward", members, [pairs[m.name].forward for m in members], itemsize)]
     if any(start.needs_grad):
-        halves.append(("backward", members, [pairs[m.name].backward for m in members]))
-    halves.append(("backward", again, [pairs[m.name].forward for m in again]))
+        halves.append(("backward", members, [pairs[m.name].backward for m in members], back))
+    halves.append(("backward", again, [pairs[m.name].forward for m in again], itemsize))
     found: list[Collective] = []
-    for phase, nodes, ways in halves:
+    for phase, nodes, ways, width in halves:
         sent = [[s for s in steps if s.kind in COLLECTIVES] for steps in ways]
         first = [steps[0] for steps in sent if steps]
         if first:
-            size = itemsize * sum(payload_elements(s, mesh, rank) for s in first)
+            size = width * sum(payload_elements(s, mesh, rank) for s in first)
             found.append(Collective(phase, first[0].kind, first[0].axes, size, nodes[0].name))
         for node, steps in zip(nodes, sent, strict=True):
             for s in steps[1:]:
-                size = itemsize * payload_elements(s, mesh, rank)
+                size = width * payload_elements(s, mesh, rank)
                 found.append(Collective(phase, s.kind, s.axes, size, node.name))
     return found
 

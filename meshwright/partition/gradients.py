@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import math
 
-from meshwright.graph import DTYPES
+from meshwright.graph import DTYPES, RESHARD
+from meshwright.layout import dim_axes, only_axes
 from meshwright.partition import Partition
 from meshwright.redistribute.buckets import Gradient
 from meshwright.redistribute.steps import origin
+from meshwright.techniques import wire_dtype
 
 # Operators that make the gradient of a parameter anew, so that no other branch of backward can see it.
 MAKES_GRADIENT = frozenset(
     f"aten.{name}.default"
     for name in ("linear", "addmm", "mm", "embedding", "convolution", "conv2d", "conv1d")
 )
+
+
+def loss_scale(parts: Partition) -> float:
+    """What the loss is multiplied by before its gradients are taken: 1, or, where gradients are asked for as a sum, the
+    number of ranks that share the batch."""
+    if parts.plan.techniques.gradients == "mean":
+        return 1.0
+    graph, mesh = parts.resharded.graph, parts.plan.mesh
+    axes: set[str] = set()
+    for entry in graph.input_of("batch"):
+        todo = [entry.name]
+        while todo:
+            name = todo.pop()
+            axes |= set(dim_axes(parts.resharded.layouts[name].dims[0])) if entry.type.shape else set()
+            todo += [v for node, _ in graph.consumers[name] if node.op == RESHARD for v in node.values]
+    return float(mesh.count(a for a in axes if a in mesh.sizes))
 
 
 def pending_gradients(parts: Partition) -> tuple[Gradient, ...]:
@@ -31,11 +49,17 @@ def pending_gradients(parts: Partition) -> tuple[Gradient, ...]:
         layout, users = parts.resharded.layouts[entry.name], graph.consumers[entry.name]
         axes = mesh.sort(a for a in layout.grad if mesh.sizes[a] > 1)
         if entry.role == "parameter" and entry.needs_grad and axes and users:
-            size = math.prod(layout.local_shape(mesh, at)) * DTYPES[entry.type.dtype]
-            fresh = all(node.op in MAKES_GRADIENT for node, _ in users)
-            group = parts.plan.techniques.fusion_group(entry.target, *entry.ties)
             more = parted[entry.name].split_axes if entry.name in parted else ()
             cut = tuple(a for a in axes if a in more)
-            made = Gradient(entry.name, axes, entry.type.dtype, size, fresh, group, entry.name in parted, cut)
+            added = layout  # what is added up: of a parameter that is updated in parts, the part not cut by the sum
+            if entry.name in parted:
+                added = only_axes(parted[entry.name], [a for a in more if a not in cut])
+            size = math.prod(added.local_shape(mesh, at)) * DTYPES[entry.type.dtype]
+            wire = wire_dtype(parts.plan.techniques, entry.type.dtype)
+            fresh = not wire and all(node.op in MAKES_GRADIENT for node, _ in users)
+            group = parts.plan.techniques.fusion_group(entry.target, *entry.ties)
+            made = Gradient(
+                entry.name, axes, entry.type.dtype, size, fresh, group, entry.name in parted, cut, wire
+            )
             found.append((min(order[node.name] for node, _ in users), made))
     return tuple(gradient for _, gradient in sorted(found, key=lambda f: f[0]))

@@ -22,6 +22,7 @@ from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.heap import Heap, Storage
 from meshwright.partition.moves import moved
 from meshwright.partition.overlap import members_of
+from meshwright.partition.reshards import backward_itemsize
 from meshwright.partition.update_memory import UpdateMemory
 from meshwright.partition.workspace import gradients_of, workspace
 from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES, BucketBytes, fill
@@ -171,7 +172,7 @@ class _Walk:
         for group in self.groups:
             if not group.alone and not group.parted:
                 self.placed.update(g.name for g in group.members)
-                self.heap.new(sum(self.types[g.name].size_bytes for g in group.members), "buckets")
+                self.heap.new(sum(g.on_wire(self.types[g.name].size_bytes) for g in group.members), "buckets")
 
     def _updated_bytes(self, name: str) -> int:
         """Bytes of what the rank updates of a parameter."""
@@ -256,7 +257,8 @@ class _Walk:
     def _crossing(self, members: Sequence[Node], *, back: bool = False) -> Crossing:
         pairs = [self.parts.resharded.pairs[m.name] for m in members]
         ways = [p.backward if back else p.forward for p in pairs]
-        mesh, size = self.parts.plan.mesh, self._itemsize(members[0])
+        mesh = self.parts.plan.mesh
+        size = backward_itemsize(members[0]) if back else self._itemsize(members[0])
         return Crossing(self.heap, ways, mesh, self.rank, size, self.staged)
 
     def _start(self, node: Node) -> None:
@@ -357,7 +359,7 @@ class _Walk:
         """The gradients that an operator makes, by the value they belong to."""
         if node.op == RESHARD:
             steps = self.parts.resharded.pairs[node.name].backward
-            mesh, size = self.parts.plan.mesh, self._itemsize(node)
+            mesh, size = self.parts.plan.mesh, backward_itemsize(node)
             return [(node.uses[0], moved(self.heap, arrived[0], steps, mesh, self.rank, size, self.staged))]
         if node.op == WAIT:
             return [(node.uses[0], self._give_back(node, arrived[0]))]

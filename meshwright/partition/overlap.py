@@ -72,8 +72,9 @@ def _start(flight: Flight, members: Sequence[Node]) -> Node:
     sources = tuple(Ref(n.uses[0]) for n in members)
     halves = (tuple(n.args[1] for n in members), tuple(n.args[2] for n in members))
     again = tuple(index for index, n in enumerate(members) if n.kwarg("again"))
-    kwargs = (("again", again),) if again else ()
     graded, first = any(flag for n in members for flag in n.needs_grad), members[0]
+    wire = first.kwarg("wire")  # the dtype in which their gradients are added up: one, or they were apart
+    kwargs = ((("again", again),) if again else ()) + ((("wire", wire),) if wire else ())
     return Node(
         flight.name, START, (sources, *halves), kwargs, (TOKEN,), (graded,), first.module, first.source
     )
@@ -192,7 +193,7 @@ class _Schedule:
         if not flat or not halves[0] or not self._enough(node):
             return node.name
         sent = tuple((s.kind, s.axes) for half in halves for s in half)
-        return (sent, node.outputs[0].dtype, node.needs_grad)
+        return (sent, node.outputs[0].dtype, node.needs_grad, node.kwarg("wire"))
 
     def _enough(self, node: Node) -> int:
         step = next(s for half in self._pair(node) for s in _sent(half))

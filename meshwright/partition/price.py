@@ -30,6 +30,7 @@ from meshwright.ops.talk import Talk, kernel_talk
 from meshwright.partition import RESHARD, Partition
 from meshwright.partition.fusion import sizes
 from meshwright.partition.gradients import pending_gradients
+from meshwright.partition.reshards import backward_itemsize
 from meshwright.partition.updates import gathers, update_layout
 from meshwright.redistribute.prices import Prices, total_seconds
 from meshwright.redistribute.steps import largest_size, origin, wire_elements
@@ -182,7 +183,11 @@ def reshard_prices(parts: Partition, mesh: Mesh, prices: Prices) -> dict[str, tu
             continue
         pair, itemsize = parts.resharded.pairs[node.name], DTYPES[node.outputs[0].dtype]
         forward = total_seconds(pair.forward, mesh, itemsize, prices)
-        backward = total_seconds(pair.backward, mesh, itemsize, prices) if any(node.needs_grad) else 0.0
+        backward = (
+            total_seconds(pair.backward, mesh, backward_itemsize(node), prices)
+            if any(node.needs_grad)
+            else 0.0
+        )
         found[node.name] = (forward, backward + (forward if made_again(node) else 0.0))
     return found
 
@@ -206,12 +211,12 @@ def parameter_prices(
 
     sent: dict[str, float] = {}
     for g in pending_gradients(parts):
-        size, rest = float(g.size_bytes), g.axes
+        size, rest = float(g.wire_bytes), g.axes
         sent[g.name] = 0.0
         if g.parted:
             rest = tuple(a for a in g.axes if a not in g.cut)
             sent[g.name] = sent_in("reduce_scatter", size, g.cut)
-            size = float(largest_size(parts.plan.states[g.name], mesh) * DTYPES[g.dtype])
+            size = float(largest_size(parts.plan.states[g.name], mesh) * DTYPES[g.wire or g.dtype])
         sent[g.name] += sent_in("all_reduce", size, rest)
     for group in gathers(parts):
         for m in group.members:

@@ -16,6 +16,7 @@ from meshwright.ops.strategy import Ports, layouts
 from meshwright.partition.again import Keeps, can_be_made_again
 from meshwright.plan import Plan
 from meshwright.redistribute import Prices, Reshard, Step, reshard
+from meshwright.techniques import wire_dtype
 
 StepText = tuple[str, str, str, str]  # kind, axes joined by ".", layout before, layout after
 
@@ -81,6 +82,7 @@ class _Insertion:
             for value, layout in zip(node.values, self.ports[node.name].outputs, strict=True):
                 self.have[value] = self._laid(value, layout)
         self.pairs: dict[str, Reshard] = {}
+        self._parameters = {i.name for i in graph.input_of("parameter")}
         self._shared: dict[tuple[str, TensorLayout], str] = {}
         self._hubs: dict[str, str] = {}
         self._taken = {*graph.types}
@@ -113,7 +115,9 @@ class _Insertion:
             if hub in self.pairs
             and can_be_made_again(graph, hub, self.have, self.ports, self.pairs, mesh, keeps)
         }
-        marked = (replace(n, kwargs=(("again", True),)) if n.name in again else n for n in graph.nodes)
+        marked = (
+            replace(n, kwargs=(("again", True), *n.kwargs)) if n.name in again else n for n in graph.nodes
+        )
         return replace(graph, nodes=tuple(marked)) if again else graph
 
     def _reshard(self, value: str, start: str, have: TensorLayout, want: TensorLayout, suffix: str) -> str:
@@ -129,8 +133,11 @@ class _Insertion:
         texts = (step_texts(pair.forward), step_texts(pair.backward))
         source = graph.producers.get(value)
         module, line = (source.module, source.source) if source else ("", "")
+        wire = wire_dtype(self.plan.techniques, kind.dtype) if value in self._parameters else ""
+        adds = any(s.kind in ("all_reduce", "reduce_scatter") for s in pair.backward)
+        kwargs = (("wire", wire),) if wire and adds else ()
         self._fresh.append(
-            Node(name, RESHARD, (Ref(start), *texts), (), (kind,), (needs_grad,), module, line)
+            Node(name, RESHARD, (Ref(start), *texts), kwargs, (kind,), (needs_grad,), module, line)
         )
         self.pairs[name], self.have[name] = pair, want
         return name
@@ -145,6 +152,11 @@ class _Insertion:
             name = f"{stem}{number}"
         self._taken.add(name)
         return name
+
+
+def backward_itemsize(node: Node) -> int:
+    """Bytes of an element of the gradient as a reshard moves it."""
+    return DTYPES[str(node.kwarg("wire") or node.outputs[0].dtype)]
 
 
 def step_texts(steps: tuple[Step, ...]) -> tuple[StepText, ...]:

@@ -25,6 +25,7 @@ from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.localize import late_values
 from meshwright.partition.overlap import members_of
 from meshwright.partition.price import made_again, node_prices, on_cluster, parameter_prices
+from meshwright.partition.reshards import backward_itemsize
 from meshwright.partition.updates import gathers
 from meshwright.redistribute import Step
 from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES, BucketBytes, Group, fill
@@ -106,10 +107,12 @@ class _Step:
             self.tasks.append(Task(name, (shown,), seconds, after, phase, about))
         return here
 
-    def _steps(self, node: Node, steps: Iterable[Step], phase: str, *, wait: bool = True) -> None:
+    def _steps(
+        self, node: Node, steps: Iterable[Step], phase: str, *, wait: bool = True, itemsize: int = 0
+    ) -> None:
         for step in steps:
             if step.kind in COLLECTIVES:
-                sent = wire_bytes(step, self.mesh, DTYPES[node.outputs[0].dtype])
+                sent = wire_bytes(step, self.mesh, itemsize or DTYPES[node.outputs[0].dtype])
                 self._send(node.name, step.kind, step.axes, sent, phase, node.module, wait=wait)
 
     def _talk(self, node: Node, phase: str) -> None:
@@ -152,7 +155,8 @@ class _Step:
             for hub in again.pop(node.name, ()):
                 self._bring_again(hub, kept)
             if node.op == RESHARD:
-                self._steps(node, self.parts.resharded.pairs[node.name].backward, "backward")
+                steps, width = self.parts.resharded.pairs[node.name].backward, backward_itemsize(node)
+                self._steps(node, steps, "backward", itemsize=width)
             elif node.op == WAIT:
                 if not node.args[1]:  # the first of its flight: the last whose gradient comes
                     start = self.local.producers[node.uses[0]]
@@ -175,7 +179,8 @@ class _Step:
         first = [(m, s[0]) for m in members if (s := self._sent(m, way))]
         if first:
             node, step = first[0]
-            sizes = (wire_bytes(s, self.mesh, DTYPES[m.outputs[0].dtype]) for m, s in first)
+            width = backward_itemsize(node) if way == "back" else DTYPES[node.outputs[0].dtype]
+            sizes = (wire_bytes(s, self.mesh, width) for _, s in first)
             place = self._send(node.name, step.kind, step.axes, sum(sizes), phase, node.module, wait=False)
             self._under_way[start.name, way] = place
 
@@ -185,7 +190,8 @@ class _Step:
         if place is not None:
             self._last = len(self.tasks)
             self.tasks.append(Task(member.name, (COMPUTE,), 0.0, (place,), "wait"))
-        self._steps(member, self._sent(member, way)[1:], phase)
+        width = backward_itemsize(member) if way == "back" else 0
+        self._steps(member, self._sent(member, way)[1:], phase, itemsize=width)
 
     def _sent(self, member: Node, way: str) -> list[Step]:
         pair = self.parts.resharded.pairs[member.name]
@@ -231,7 +237,7 @@ class _Step:
             if group.parted:
                 self._scatter(name, group)
                 continue
-            sent = wire_elements("all_reduce", self.mesh.count(group.axes), group.size_bytes, 0)
+            sent = wire_elements("all_reduce", self.mesh.count(group.axes), group.wire_bytes, 0)
             place = self._send(name, "all_reduce", group.axes, sent, "reduce", "", wait=False)
             self._reductions.append(place)
 
@@ -240,8 +246,8 @@ class _Step:
         if self._scattered is not None:
             self._last = len(self.tasks)
             self.tasks.append(Task(f"{name}, room", (COMPUTE,), 0.0, (self._scattered,), "reduce"))
-        part = group.size_bytes / self.mesh.count(group.cut)
-        sent = wire_elements("reduce_scatter", self.mesh.count(group.cut), group.size_bytes, part)
+        part = group.wire_bytes / self.mesh.count(group.cut)
+        sent = wire_elements("reduce_scatter", self.mesh.count(group.cut), group.wire_bytes, part)
         if group.cut:
             self._scattered = self._send(name, "reduce_scatter", group.cut, sent, "reduce", "", wait=False)
             self._reductions.append(self._scattered)

@@ -42,6 +42,7 @@ class UpdateMemory:
         self.sizes = {i.name: DTYPES[i.type.dtype] for i in parts.resharded.graph.inputs}
         self.scatters = [_Scatter(g, {m.name for m in g.members}) for g in groups if g.parted]
         self.of = {m.name: s for s in self.scatters for m in s.group.members}
+        self.wires = {m.name: DTYPES[m.wire or m.dtype] for g in groups for m in g.members}
         self.gathers = gathers(parts, bucket_bytes)
         self._next = 0
 
@@ -74,11 +75,11 @@ class UpdateMemory:
 
     def _row_bytes(self, name: str) -> int:
         """Bytes of a parameter in the rows of all ranks."""
-        update = self.updates[name]
+        update, size = self.updates[name], self.wires[name]
         if update.scatter is None:
-            return self.part_bytes(name) or 0
+            return size * math.prod(self._plan(update.part).shape_after)
         plan = self._plan(update.scatter)
-        return self.sizes[name] * plan.padded * len(plan.group)
+        return size * plan.padded * len(plan.group)
 
     def _start(self, heap: Heap) -> None:
         while self._next < len(self.scatters) and not self.scatters[self._next].missing:

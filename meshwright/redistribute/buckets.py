@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from meshwright.graph import DTYPES
 from meshwright.mesh import Mesh
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import wire_elements
@@ -40,7 +41,8 @@ def fused_bytes(kind: str, mesh: Mesh, axes: Sequence[str], prices: Prices) -> i
 class Gradient:
     """A gradient to be added up over `axes`. `fresh`: nobody else holds the tensor, so it may be reduced in place.
     `group`: the number of the bucket that the user put it into, -1 where there is none. `parted`: every rank gets its
-    own part of the sum alone, over the axes of `cut` by a reduce-scatter."""
+    own part of the sum alone, over the axes of `cut` by a reduce-scatter. `wire`: the dtype it is added up in, where
+    that is not its own."""
 
     name: str
     axes: tuple[str, ...]
@@ -50,6 +52,16 @@ class Gradient:
     group: int = -1
     parted: bool = False
     cut: tuple[str, ...] = ()
+    wire: str = ""
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of what is added up."""
+        return self.on_wire(self.size_bytes)
+
+    def on_wire(self, size_bytes: int) -> int:
+        """As many elements in the dtype in which they are added up."""
+        return size_bytes * DTYPES[self.wire] // DTYPES[self.dtype] if self.wire else size_bytes
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -79,6 +91,16 @@ class Group:
     def summed(self) -> tuple[str, ...]:
         """The axes over which a rank's part still has to be added up, after it was scattered."""
         return tuple(a for a in self.axes if a not in self.cut)
+
+    @property
+    def wire(self) -> str:
+        """The dtype in which its gradients are added up, where that is not their own."""
+        return self.members[0].wire
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of what is added up on the rank at the origin."""
+        return sum(g.wire_bytes for g in self.members)
 
     @property
     def size_bytes(self) -> int:

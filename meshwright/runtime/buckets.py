@@ -17,6 +17,7 @@ import torch
 
 from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES, BucketBytes, Gradient, Group, fill
 from meshwright.runtime.communicator import Communicator, Work
+from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.sharded_update import ScatterBucket, Shard
 
 Pending = tuple[torch.nn.Parameter, tuple[str, ...]]  # a parameter and the axes of its gradient
@@ -55,7 +56,7 @@ class Bucket:
         else:
             view = self.views[index]
             view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
-            parameter.grad = view
+            parameter.grad = view if view.dtype == parameter.dtype else None
 
     def start(self, comm: Communicator) -> None:
         """Start the reduction."""
@@ -71,6 +72,9 @@ class Bucket:
         assert self.work is not None
         self.work.wait()
         self.work = None
+        for parameter, view in zip(self.parameters, self.views, strict=False):
+            if view.dtype != parameter.dtype:  # added up in another dtype
+                parameter.grad = view.to(parameter.dtype)
 
 
 class GradientBuckets:
@@ -169,7 +173,8 @@ def _bucket(group: Group, parameters: list[torch.nn.Parameter]) -> Bucket:
     if group.alone:
         return Bucket(group.axes, parameters)
     first = parameters[0]
-    buffer = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+    dtype = TORCH_DTYPES[group.wire] if group.wire else first.dtype
+    buffer = torch.empty(sum(p.numel() for p in parameters), dtype=dtype, device=first.device)
     views = buffer.split([p.numel() for p in parameters])
     shaped = [v.view(p.shape) for v, p in zip(views, parameters, strict=True)]
     return Bucket(group.axes, parameters, buffer, shaped)

@@ -75,6 +75,10 @@ class Communicator(Protocol):
         from each."""
         ...
 
+    def broadcast(self, x: torch.Tensor, source: int) -> None:
+        """Overwrite a tensor, on all ranks of the mesh, by that of one of them."""
+        ...
+
     def all_gather_start(self, x_n: torch.Tensor, axes: Sequence[str]) -> Work:
         """Start an `all_gather`. Until it is waited for nobody writes to `x_n`; so with the two below. All members
         start their collectives in one order, and wait in any."""
@@ -198,6 +202,11 @@ class SimulatedRank:
         """See `Communicator`."""
         return self._start(x.detach().clone(), axes, lambda values, _: x.copy_(_reduced(values)))
 
+    def broadcast(self, x: torch.Tensor, source: int) -> None:
+        """See `Communicator`."""
+        axes = [a.name for a in self.mesh.axes]
+        x.copy_(self._start(x.detach().clone(), axes, lambda values, _: values[source]).wait())
+
     def all_gather(self, x_n: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
         """See `Communicator`."""
         return self.all_gather_start(x_n, axes).wait()
@@ -277,6 +286,9 @@ class Alone:
         """The value itself."""
         return Done(x)
 
+    def broadcast(self, x: torch.Tensor, source: int) -> None:
+        """Nothing: it is the source."""
+
     def all_gather(self, x_n: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
         """One row."""
         return x_n.clone()[None]
@@ -333,6 +345,10 @@ class Counter:
         """See `Communicator`."""
         self._count("all_reduce", axes, x.numel() * x.element_size())
         return Done(x)
+
+    def broadcast(self, x: torch.Tensor, source: int) -> None:
+        """See `Communicator`."""
+        self._count("broadcast", [a.name for a in self.mesh.axes], x.numel() * x.element_size())
 
     def all_gather(self, x_n: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
         """See `Communicator`."""
@@ -444,6 +460,13 @@ class ProcessGroups:
     def all_reduce_start(self, x: torch.Tensor, axes: Sequence[str]) -> Work:
         """See `Communicator`."""
         return _Pending(dist.all_reduce(x, group=self._group(axes), async_op=True), x)
+
+    def broadcast(self, x: torch.Tensor, source: int) -> None:
+        """See `Communicator`."""
+        plain = x.detach().contiguous()
+        dist.broadcast(plain, src=source)
+        if plain.data_ptr() != x.data_ptr():
+            x.copy_(plain)
 
     def all_gather(self, x_n: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
         """See `Communicator`."""

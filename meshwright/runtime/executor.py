@@ -55,10 +55,12 @@ class Executor:
         buckets: GradientBuckets,
         update: Callable[[], None],
         saving: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        scale: float = 1.0,
     ) -> None:
-        """`saving` makes the context of each forward pass, in which it is decided what is kept for backward."""
+        """`scale`: gradients are those of the loss times this. `saving` makes the context of each forward pass, in
+        which it is decided what is kept for backward."""
         self.segments, self.modules, self.leaves = segments, modules, leaves
-        self.buckets, self.update, self.saving = buckets, update, saving
+        self.buckets, self.update, self.saving, self.scale = buckets, update, saving, scale
         self._env: dict[str, torch.Tensor] = {}  # values by name: as made, with their autograd history
         self._borders: dict[
             tuple[int, str], torch.Tensor
@@ -107,7 +109,7 @@ class Executor:
             if not value.requires_grad:
                 continue
             if action.segment == len(self.segments) - 1:
-                gradient = torch.ones_like(value) if value.dim() == 0 else None
+                gradient = torch.full_like(value, self.scale) if value.dim() == 0 else None
             else:
                 gradient = self._border_gradient(action.segment, name)
             if gradient is not None:

@@ -25,6 +25,7 @@ from meshwright.redistribute.steps import COLLECTIVES
 from meshwright.runtime.again import Again
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.communicator import Communicator, Work
+from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.reshard import Mover, StepTexts, parse_steps
 
 
@@ -141,6 +142,7 @@ class Flight:
         self.back = Crossing(start.back, start.handle.comm)
         self.awaited = 0  # gradients that waits will put in
         self.leaves: list[bool] = []
+        self.dtype: torch.dtype | None = None
 
 
 class Once:
@@ -205,6 +207,8 @@ class Start(torch.nn.Module):
         self.handle, self.again, self.prefetch = handle, again, prefetch
         self.onward = [Way(texts, mesh, handle) for texts in node.args[1]]
         self.back = [Way(texts, mesh, handle) for texts in node.args[2]]
+        wire = node.kwarg("wire")
+        self.wire = TORCH_DTYPES[str(wire)] if wire else None  # in which gradients are added up
         self.repeats: tuple[int, ...] = node.kwarg("again", ())  # members that backward brings again
         self.flight: Flight | None = None
         self.once: Once | None = None
@@ -243,7 +247,7 @@ class Wait(torch.nn.Module):
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, flight: Flight, *xs: torch.Tensor) -> torch.Tensor:
-        ctx.flight, flight.leaves = flight, [x.is_leaf for x in xs]
+        ctx.flight, flight.leaves, flight.dtype = flight, [x.is_leaf for x in xs], xs[0].dtype
         for index, x in enumerate(xs):
             flight.onward.give(index, x)
         flight.onward.launch()
@@ -260,6 +264,8 @@ class _Start(torch.autograd.Function):
 
 def _gradient(flight: Flight, index: int) -> torch.Tensor:
     mine = flight.back.take(index)
+    if flight.start.wire is not None:
+        mine = mine.to(flight.dtype)
     # A leaf keeps its gradient into the next step, and a view would keep the whole of it.
     lone = flight.leaves[index] and flight.back.ways[index].only_slices
     return mine.clone(memory_format=torch.contiguous_format) if lone else mine
@@ -275,7 +281,8 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
         flight = ctx.flight
-        flight.back.give(ctx.index, gradient)
+        wire = flight.start.wire
+        flight.back.give(ctx.index, gradient if wire is None else gradient.to(wire))
         flight.awaited -= 1
         if not flight.awaited:
             flight.back.launch()

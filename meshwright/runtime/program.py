@@ -17,6 +17,7 @@ from meshwright.errors import RuleError
 from meshwright.graph import PIN, RESHARD, START, WAIT, Device, Dtype, Graph, Node, Ref
 from meshwright.runtime.again import Again
 from meshwright.runtime.collectives import Handle
+from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.kernels import KERNELS
 from meshwright.runtime.kernels.random import drawn_mask, masked
 from meshwright.runtime.overlap import Prefetch, Start, Wait
@@ -24,13 +25,6 @@ from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Pair
 
 NO_KEEPS: Mapping[str, str] = {}
-
-TORCH_DTYPES = {
-    "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
-    "f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2, "i64": torch.int64, "i32": torch.int32,
-    "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "b8": torch.bool,
-    "c64": torch.complex64, "c128": torch.complex128,
-}  # fmt: skip
 
 
 class Kernel(torch.nn.Module):

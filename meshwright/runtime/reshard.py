@@ -15,6 +15,7 @@ from meshwright.redistribute.steps import Step
 from meshwright.runtime import collectives
 from meshwright.runtime.again import Again
 from meshwright.runtime.collectives import Handle
+from meshwright.runtime.dtypes import TORCH_DTYPES
 
 StepTexts = Sequence[Sequence[str]]  # per step: kind, axes joined by ".", layout before, layout after
 
@@ -175,6 +176,8 @@ class Pair(torch.nn.Module):
         self.comm, self.again = comm, again
         self.onward = [Mover(exchange(s, mesh, comm.comm.rank)) for s in parse_steps(node.args[1])]
         self.back = [Mover(exchange(s, mesh, comm.comm.rank)) for s in parse_steps(node.args[2])]
+        wire = node.kwarg("wire")
+        self.wire = TORCH_DTYPES[str(wire)] if wire else None
         self.late = late and [m.kind for m in self.onward] == ["all_reduce"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -202,7 +205,9 @@ class _Reshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
         pair = ctx.pair
-        mine = _run(gradient, pair.back, pair.comm)
+        mine = _run(gradient if pair.wire is None else gradient.to(pair.wire), pair.back, pair.comm)
+        if pair.wire is not None:
+            mine = mine.to(gradient.dtype)
         # A leaf keeps its gradient into the next step, and a view would keep the whole of it.
         lone = ctx.leaf and [step.kind for step in pair.back] == ["slice"]
         return _copied(mine) if lone else mine, None

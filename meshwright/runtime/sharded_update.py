@@ -19,6 +19,7 @@ from meshwright.partition.updates import Update
 from meshwright.redistribute.buckets import Group
 from meshwright.redistribute.positions import exchange
 from meshwright.runtime.communicator import Communicator, Done, Work
+from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.reshard import Mover
 
 
@@ -69,6 +70,7 @@ class ScatterBucket:
         self.shards = list(shards)
         self.parameters = [s.weight for s in shards]
         self.missing: dict[int, int] = {}
+        self.dtype = TORCH_DTYPES[group.wire] if group.wire else self.parameters[0].dtype
         self.widths = [s.scatter.plan.padded if s.scatter else s.leaf.numel() for s in shards]
         self.members = len(shards[0].scatter.send) if shards[0].scatter else 1
         self.even = all(s.scatter is None or s.scatter.plan.even for s in shards)
@@ -98,7 +100,7 @@ class ScatterBucket:
         if self._rows is None:
             first = self.parameters[0]
             make = first.new_empty if self.even else first.new_zeros
-            self._rows = make((self.members, sum(self.widths)), dtype=first.dtype)
+            self._rows = make((self.members, sum(self.widths)), dtype=self.dtype)
         gradient = shard.weight.grad
         if gradient is None:
             self._rows.narrow(1, start, self.widths[index]).zero_()
@@ -131,7 +133,7 @@ class ScatterBucket:
         self._sum = None
         for shard, piece in zip(self.shards, mine.split(self.widths), strict=True):
             leaf = shard.leaf
-            leaf.grad = piece.narrow(0, 0, leaf.numel()).view(leaf.shape)
+            leaf.grad = piece.narrow(0, 0, leaf.numel()).view(leaf.shape).to(leaf.dtype)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from meshwright.layout import TensorLayout, dim_axes
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.fusion import gradient_bytes
-from meshwright.partition.gradients import pending_gradients
+from meshwright.partition.gradients import loss_scale, pending_gradients
 from meshwright.partition.keeps import keeps_of
 from meshwright.partition.localize import late_values
 from meshwright.partition.segments import split_segments
@@ -24,9 +24,10 @@ from meshwright.redistribute.steps import Step as Move
 from meshwright.runtime.again import Again
 from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.collectives import Handle
+from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.executor import Action, Executor, plain_actions
 from meshwright.runtime.overlap import Start
-from meshwright.runtime.program import TORCH_DTYPES, build_module
+from meshwright.runtime.program import build_module
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Mover
 from meshwright.runtime.sharded_update import ShardedUpdate
@@ -109,7 +110,8 @@ class LocalStep:
             )
         self.actions = plain_actions(len(segments))
         saving = contextlib.nullcontext if again is None else again.saving
-        self.executor = Executor(segments, modules, self.leaves, self.buckets, self._update, saving)
+        scale = loss_scale(parts)
+        self.executor = Executor(segments, modules, self.leaves, self.buckets, self._update, saving, scale)
         self.executor.kinds["reduce_wait"] = lambda _: self._reduced()
 
     def _make_leaf(self, entry: Input, value: torch.Tensor) -> None:

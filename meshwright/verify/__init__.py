@@ -29,6 +29,7 @@ from meshwright.compile import (
 from meshwright.errors import RunError
 from meshwright.graph import Graph
 from meshwright.partition import Partition
+from meshwright.partition.gradients import loss_scale
 from meshwright.plan import Plan, fingerprint
 from meshwright.techniques import Options, asked_beside
 from meshwright.verify.locate import first_difference
@@ -65,7 +66,10 @@ def verify(
     if wide:
         graph = widen(captured.graph)
         captured = replace(captured, graph=graph)
-        chosen = replace(chosen, fingerprint=fingerprint(graph))
+        # The dtype in which gradients are reduced is a cast like any other, and widened with them.
+        chosen = replace(
+            chosen, fingerprint=fingerprint(graph), techniques=replace(chosen.techniques, reduce_dtype="")
+        )
     return verify_partition(model, batch, loss, captured, lower(captured, chosen), dtype)
 
 
@@ -98,7 +102,7 @@ def _prove(
     names = _names(captured.graph)
     for label, factory in OPTIMIZERS.items():
         with widened_eager() if dtype == torch.float64 else contextlib.nullcontext():
-            expected = reference(model, batch, loss, cast, factory)
+            expected = reference(model, batch, loss, cast, factory, loss_scale(parts))
         ranks = simulate(parts, batch, start, factory)
         compare = _Comparison(parts, ranks, differences)
         if label == "SGD":

@@ -54,8 +54,10 @@ def reference(
     loss: Loss,
     cast: Callable[[torch.Tensor], torch.Tensor],
     factory: OptimizerFactory,
+    scale: float = 1.0,
 ) -> Run:
-    """Plain eager PyTorch on a copy of the model. Dropout masks are the exact ones, number by number."""
+    """Plain eager PyTorch on a copy of the model. Dropout masks are the exact ones, number by number. Gradients are of
+    the loss times `scale`."""
     twin = _copy_cast(model, cast)
     parameters = [p for p in twin.parameters() if p.requires_grad]
     optimizer = factory(parameters) if parameters else None
@@ -66,7 +68,7 @@ def reference(
         with reference_dropout(seed=0, step=step):
             value = loss(twin, batch)
         if value.requires_grad:
-            value.backward()
+            (value if scale == 1.0 else value * scale).backward()
         run.losses.append(value.detach())
         if step == 0:
             run.gradients = {n: p.grad.clone() for n, p in twin.named_parameters() if p.grad is not None}

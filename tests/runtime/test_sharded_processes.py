@@ -30,3 +30,23 @@ def test_a_level_trains_as_one_device(tmp_path: Path, ranks: int, mesh: dict, te
     if mesh == {"dp": 3}:
         body = body.replace("gpt.build()", "gpt.build(batch=6)")
     assert "loss" in succeed(tmp_path, ranks, settings + body)
+
+
+def test_ranks_that_built_other_weights_take_those_of_one(tmp_path: Path) -> None:
+    succeed(
+        tmp_path,
+        2,
+        """
+        import os
+        torch.manual_seed(int(os.environ["RANK"]))
+        model, batch, loss = gpt.build()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(float(os.environ["RANK"]))
+        theirs = {n: p.detach() - float(os.environ["RANK"]) + 1.0 for n, p in model.named_parameters()}
+        step = mw.train_step(model, adamw, batch, loss=loss, mesh=2, optimizer_parallel=2, broadcast=1)
+        for name, value in step.full_state().items():
+            torch.testing.assert_close(value, theirs[name])
+        mw.shutdown()
+        """,
+    )
