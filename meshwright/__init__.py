@@ -20,6 +20,7 @@ _PUBLIC = {
     "Plan": "meshwright.plan",
     "ManualStep": "meshwright.manual",
     "TrainStep": "meshwright.train",
+    "on_host": "meshwright.annotate",
     "plan": "meshwright.compile",
     "reshard": "meshwright.annotate",
     "shard": "meshwright.annotate",

@@ -1,4 +1,5 @@
-"""Annotations in a model's own code: `mw.shard`, `mw.reshard`, `mw.Layout`. On one device they do nothing.
+"""Annotations in a model's own code: `mw.shard`, `mw.reshard`, `mw.on_host`, `mw.Layout`. On one device they do
+nothing.
 
 While the model is captured they leave marks at their inputs and outputs; the planner turns the marks into cuts.
 """
@@ -179,6 +180,42 @@ def shard(
             where=_caller(),
             hint="write all of them as tuples, or all with one mw.Layout",
         )
+    return _marked(target, name, ins, outs)
+
+
+def reshard(x: torch.Tensor, layout: Cut) -> torch.Tensor:
+    """The same tensor, to be held in this layout from here on. On one device: the tensor itself."""
+    (cut,) = _check_strategies((layout,), "layout of mw.reshard")
+    return _mark(x, cut, next(_sites), "in", "mw.reshard") if _marking() else x
+
+
+def on_host(target: F) -> F:
+    """Run a module or a function on the host's processor: ``table = mw.on_host(nn.Embedding(n, d))``.
+
+    Parameters that only it reads live in the host's memory, their gradients and their optimizer's states too; values
+    cross over the link to the host, forward and backward, as transfers of the program. A module is returned itself,
+    with its hooks; a function as a wrapper. Works in every mode; nothing happens without a plan.
+    """
+    name = f"mw.on_host of {getattr(target, '__name__', type(target).__name__)}"
+    return _marked(target, name, mark="host")
+
+
+def _marked(
+    target: Any,
+    name: str,
+    ins: Sequence[Cut | None] = (),
+    outs: Sequence[Cut | None] = (),
+    mark: str = "",
+) -> Any:
+    """A module with hooks, or a wrapper of a function, that mark the tensors of a call at its inputs and results:
+    with cuts, or with a word that capture gives to the operators between them (`capture/marks.py`)."""
+
+    def entered(given: Any, site: int) -> Any:
+        return _mark_all(given, ins, site, "in", name, mark)
+
+    def left(result: Any, site: int) -> Any:
+        return _mark_all(result, outs, site, "out", name, mark)
+
     if isinstance(target, torch.nn.Module):
         sites: list[int] = []
 
@@ -186,10 +223,10 @@ def shard(
             if not _marking():
                 return None
             sites.append(next(_sites))
-            return _mark_all((args, kwargs), ins, sites[-1], "in", name)
+            return entered((args, kwargs), sites[-1])
 
         def after(module: torch.nn.Module, args: tuple[Any, ...], result: Any) -> Any:
-            return _mark_all(result, outs, sites.pop(), "out", name) if sites and _marking() else None
+            return left(result, sites.pop()) if sites and _marking() else None
 
         target.register_forward_pre_hook(before, with_kwargs=True)
         target.register_forward_hook(after)
@@ -200,30 +237,24 @@ def shard(
         if not _marking():
             return target(*args, **kwargs)
         site = next(_sites)
-        args, kwargs = _mark_all((args, kwargs), ins, site, "in", name)
-        return _mark_all(target(*args, **kwargs), outs, site, "out", name)
+        args, kwargs = entered((args, kwargs), site)
+        return left(target(*args, **kwargs), site)
 
     return wrapper
-
-
-def reshard(x: torch.Tensor, layout: Cut) -> torch.Tensor:
-    """The same tensor, to be held in this layout from here on. On one device: the tensor itself."""
-    (cut,) = _check_strategies((layout,), "layout of mw.reshard")
-    return _mark(x, cut, next(_sites), "in", "mw.reshard") if _marking() else x
 
 
 def _marking() -> bool:
     return torch.compiler.is_exporting()
 
 
-def _mark_all(tree: Any, cuts: Sequence[Cut | None], site: int, role: str, name: str) -> Any:
+def _mark_all(tree: Any, cuts: Sequence[Cut | None], site: int, role: str, name: str, mark: str = "") -> Any:
     """Marks every tensor of a nest of tuples, lists and dicts, in order; cuts beyond the given ones are no wish."""
     numbers = itertools.count()
 
     def walk(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             number = next(numbers)
-            return _mark(value, cuts[number] if number < len(cuts) else None, site, role, name)
+            return _mark(value, cuts[number] if number < len(cuts) else None, site, role, name, mark)
         if isinstance(value, dict):
             return {k: walk(v) for k, v in value.items()}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -244,8 +275,10 @@ def _mark_all(tree: Any, cuts: Sequence[Cut | None], site: int, role: str, name:
     return marked
 
 
-def _mark(x: torch.Tensor, cut: Cut | None, site: int, role: str, name: str) -> torch.Tensor:
+def _mark(x: torch.Tensor, cut: Cut | None, site: int, role: str, name: str, mark: str = "") -> torch.Tensor:
     data: dict[str, Any] = {"site": site, "role": role, "name": name, "where": _caller()}
+    if mark:
+        data["mark"] = mark
     if isinstance(cut, TensorLayoutSpec):
         data["layout"] = cut.data()
     elif cut is not None:

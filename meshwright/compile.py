@@ -115,8 +115,8 @@ def request_for(
             hint="2 for Adam, 1 for momentum, 0 for plain SGD",
         )
 
-    def judge(folds: Folded, mesh: Mesh) -> Judge:
-        return Judge(folds, mesh, cluster, optimizer_states)
+    def judge(folds: Folded, mesh: Mesh, hosts: frozenset[str]) -> Judge:
+        return Judge(folds, mesh, cluster, optimizer_states, hosts)
 
     return Request(cluster, limit, optimizer_states, space, inner, progress or _silent, judge)
 

@@ -35,6 +35,9 @@ PIN = "meshwright.pin.default"  # the mark an annotation leaves: an identity
 RESHARD = "meshwright.reshard"  # a change of layout: an identity in global shapes
 START = "meshwright.start"  # one or several reshards under way, in a rank's program; its result is a token
 WAIT = "meshwright.wait"  # the end of one of them: the value in its new layout
+TO_HOST, TO_DEVICE = "meshwright.to_host", "meshwright.to_device"  # copies over the link to the host
+TRANSFERS = (TO_HOST, TO_DEVICE)
+MOVES = (RESHARD, *TRANSFERS)  # what the partition puts between operators
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,8 @@ class Input:
 
 @dataclass(frozen=True)
 class Node:
-    """One operator. `op` is an overload name such as ``aten.linear.default``; `outputs` has a type per result."""
+    """One operator. `op` is an overload name such as ``aten.linear.default``; `outputs` has a type per result. `marks`:
+    what the user asked of it beside cuts, ``host`` for one inside `mw.on_host`."""
 
     name: str
     op: str
@@ -128,6 +132,7 @@ class Node:
     needs_grad: tuple[bool, ...] = ()
     module: str = ""
     source: str = ""
+    marks: tuple[str, ...] = ()
 
     @functools.cached_property
     def values(self) -> tuple[str, ...]:
@@ -175,6 +180,8 @@ class Node:
         notes: dict[str, Any] = {}
         if any(self.needs_grad):
             notes["grad"] = list(self.needs_grad)
+        if self.marks:
+            notes["marks"] = list(self.marks)
         if module:
             notes["module"] = module
         if source:
@@ -436,4 +443,5 @@ def _parse_line(line: str) -> Input | Node:
         grads,
         notes.get("module", ""),
         notes.get("source", ""),
+        tuple(notes.get("marks", ())),
     )

@@ -63,6 +63,8 @@ class Plan:
     `keeps`: value → how an operator's result is kept for backward, where it is not as autograd does: ``again`` (not at
     all: the operator is computed again, with what it saves of its own).
 
+    `hosts`: the nodes that the host runs; what only they read lives in its memory (`meshwright.places`).
+
     `prices` are those of collectives by which the plan was made, so that what was priced is what runs. `claims` is what
     the search says of the plan: seconds, bytes, bound, gaps. `nexts`: node → its next best strategy and what that adds.
 
@@ -90,6 +92,7 @@ class Plan:
     again: frozenset[str] = frozenset()
     keeps: Mapping[str, str] = field(default_factory=dict)
     states: Mapping[str, TensorLayout] = field(default_factory=dict)
+    hosts: frozenset[str] = frozenset()
     prices: Prices | None = None
     claims: Mapping[str, Any] = field(default_factory=dict)
     nexts: Mapping[str, str] = field(default_factory=dict)
@@ -189,6 +192,7 @@ class Plan:
             states=filled(self.states, inputs),
             again=frozenset(v for v, here in values.items() if v in self.again or here in self.again),
             keeps=filled(self.keeps, values),
+            hosts=frozenset(n for n, here in nodes.items() if n in self.hosts or here in self.hosts),
             times={},
             stand_ins=stand,
         )
@@ -196,7 +200,7 @@ class Plan:
     def _left_out(self) -> frozenset[str]:
         """Names that a file need not say; none where a later copy lacks what the second has."""
         names = self.stand_ins.items()
-        said = (self.hubs, self.states, self.again, self.keeps, self.reasons, self.nexts)
+        said = (self.hubs, self.states, self.again, self.keeps, self.hosts, self.reasons, self.nexts)
         if any(here in entries and name not in entries for name, here in names for entries in said):
             return frozenset()
         told = (self.strategies, self.inputs, self.reasons, self.nexts, self.hubs, self.states, self.keeps)
@@ -205,6 +209,7 @@ class Plan:
             for name, here in names
             if all(entries.get(name) == entries.get(here) for entries in told)
             and (name in self.again) == (here in self.again)
+            and (name in self.hosts) == (here in self.hosts)
         )
 
     def check(self, graph: Graph) -> Plan:
@@ -246,6 +251,10 @@ class Plan:
         self._check_hubs(factors)
         self._check_keeps(factors)
         self._check_states()
+        for name in sorted(self.hosts - set(factors.sites)):
+            raise PlanError(
+                f"the plan runs %{name} on the host", why="the model has no such node", hint=AGAIN
+            )
         for name, layout in self.inputs.items():
             shape = tuple(map(dim_size, factors.dims[name]))
             if layout.shape != shape or layout.pending:

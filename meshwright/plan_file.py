@@ -71,6 +71,9 @@ def write(plan: Mapping[str, Any], left_out: Collection[str] = ()) -> str:
     if plan["keeps"]:
         kept = {k: v for k, v in plan["keeps"].items() if k not in left_out}
         parts.append(_block("keeps", (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in kept.items())))
+    if plan["hosts"]:
+        hosts = (json.dumps(name) for name in sorted(plan["hosts"]) if name not in left_out)
+        parts.append(_block("hosts", hosts, "[]"))
     parts.append(_block("nodes", (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in nodes.items())))
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
@@ -106,7 +109,7 @@ def _strategy_data(
 
 KEYS = (
     "meshwright plan", "mode", "graph", "mesh", "notes", "pins", "prices", "claims", "techniques", "folds", "times",
-    "inputs", "hubs", "states", "again", "keeps", "nodes",
+    "inputs", "hubs", "states", "again", "keeps", "hosts", "nodes",
 )  # fmt: skip
 
 
@@ -138,6 +141,7 @@ def read(text: str, source: str) -> dict[str, Any]:
         "states": file.entries("states", laid) if "states" in data else {},
         "again": file.entry("again", lambda d: _again(d["again"], hubs), data),
         "keeps": file.entry("keeps", lambda d: {str(k): str(v) for k, v in d.items()}, data.get("keeps", {})),
+        "hosts": file.entry("hosts", lambda d: _hosts(d, nodes), data.get("hosts", [])),
         "folds": file.entry("folds", _folds, data.get("folds", [])),
         "times": file.entry("times", lambda d: {str(k): int(v) for k, v in d.items()}, data.get("times", {})),
         "prices": file.entry("prices", _prices, data.get("prices")),
@@ -232,6 +236,15 @@ def _again(data: Any, hubs: Collection[str]) -> frozenset[str]:
     for name in data:
         if name not in hubs:
             raise ValueError(f"%{name} has no hub that could be made again")
+    return frozenset(data)
+
+
+def _hosts(data: Any, nodes: Collection[str]) -> frozenset[str]:
+    if not isinstance(data, list):
+        raise ValueError("a list of names is expected")
+    for name in data:
+        if name not in nodes:
+            raise ValueError(f"%{name} is no node of the plan")
     return frozenset(data)
 
 

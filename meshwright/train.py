@@ -198,7 +198,7 @@ def train_step(
     captured = Captured(graph, constants, fold(graph), ())
     chosen = with_origin(chosen, captured)
     device = _device(model)
-    comm = meeting.connect(chosen.mesh, device)
+    comm = meeting.connect(chosen.mesh, device, host=bool(chosen.hosts))
     parts = lower(captured, chosen)
     rank = Rank(comm, device, seed=seed, exact=exact_random)
     if isinstance(comm, ProcessGroups):
@@ -271,8 +271,9 @@ def _axis_literals(value: Any, mesh: Mesh) -> list[str]:
 
 
 def _device(model: torch.nn.Module) -> torch.device:
-    first = next(iter(model.parameters()), None)
-    device = first.device if first is not None else torch.device("cpu")
+    found = [p.device for p in model.parameters()]
+    # A table may have been made in the host's memory: what is not there says where the model lives.
+    device = next((d for d in found if d.type != "cpu"), found[0] if found else torch.device("cpu"))
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return device

@@ -18,6 +18,7 @@ from meshwright.capture.finish import hoist_constants, name_nodes, number_seeds,
 from meshwright.capture.fold import fold
 from meshwright.capture.gradients import mark_gradients, settle_parameters
 from meshwright.capture.indices import indices_to_views
+from meshwright.capture.marks import settle_marks
 from meshwright.capture.normalize import normalize
 from meshwright.capture.trace import trace
 from meshwright.graph import Graph, prune, verify
@@ -63,5 +64,5 @@ def simplify(graph: Graph, constants: Mapping[str, torch.Tensor]) -> Graph:
     graph = share_constants(graph)
     graph = prune(raise_attention(graph))
     graph = mark_gradients(graph)
-    graph = name_batch_dims(settle_parameters(graph))
+    graph = settle_marks(name_batch_dims(settle_parameters(graph)))
     return verify(name_nodes(number_seeds(hoist_constants(share_constants(graph)))))

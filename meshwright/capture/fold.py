@@ -80,7 +80,7 @@ def _signature(node: Node) -> Any:
     """All of a node but its wiring, name, place in the source, and the number of its random draw."""
     args = node.args[:2] if node.op == "meshwright.dropout" else node.args
     kwargs = tuple([(k, _plain(v)) for k, v in node.kwargs if k != "seed"]) if node.kwargs else ()
-    return node.op, _plain(args), kwargs, node.outputs, node.needs_grad
+    return node.op, _plain(args), kwargs, node.outputs, node.needs_grad, node.marks
 
 
 def _plain(value: Any) -> Any:
@@ -96,9 +96,8 @@ def _plain(value: Any) -> Any:
 def _text(node: Node) -> str:
     args = node.args[:2] if node.op == "meshwright.dropout" else node.args
     kwargs = tuple((k, v) for k, v in node.kwargs if k != "seed")
-    return (
-        f"{node.op} {_literal(args)} {_literal(kwargs)} {' '.join(map(str, node.outputs))} {node.needs_grad}"
-    )
+    results = " ".join(map(str, node.outputs))
+    return f"{node.op} {_literal(args)} {_literal(kwargs)} {results} {node.needs_grad} {node.marks}"
 
 
 def _literal(value: Any) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.cost.saved import EXTRA, fused_attention, saved
-from meshwright.graph import DTYPES, PIN, RESHARD, START, WAIT, Node, TensorType
+from meshwright.graph import DTYPES, MOVES, PIN, START, WAIT, Node, TensorType
 from meshwright.ops.rule import Port, Rule
 
 Amount = Any  # float, or a float64 array with a place for each strategy
@@ -57,7 +57,7 @@ ATTENTION = frozenset({"aten.scaled_dot_product_attention.default", "meshwright.
 # Nothing runs forward. Backward of the first group is a view too; of the second a sum, of the third a write of the
 # whole input's gradient, since the pieces are put where they came from.
 VIEWS = _named("view reshape permute transpose.int t alias detach conj contiguous lift_fresh_copy") | {
-    PIN, RESHARD, START, WAIT, "aten.view_as_real.default", "aten.view_as_complex.default"}  # fmt: skip
+    PIN, *MOVES, START, WAIT, "aten.view_as_real.default", "aten.view_as_complex.default"}  # fmt: skip
 REPEATS = _named("expand")
 PIECES = _named("slice.Tensor split_with_sizes unbind.int real imag")
 

@@ -94,6 +94,8 @@ KEEPS: dict[str, str | Callable[[Node, Types, Sequence[bool]], Saved]] = {
     "meshwright.dropout_mask": "",
     "meshwright.pin.default": "",
     "meshwright.reshard": "",
+    "meshwright.to_host": "",
+    "meshwright.to_device": "",
     "meshwright.all_reduce": "",
     "meshwright.nothing": "",
     # ---- views, pieces, creations

@@ -6,14 +6,14 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from meshwright.graph import Graph
+from meshwright.graph import RESHARD, TO_DEVICE, TO_HOST, Graph, Node
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.factors import Factors
 from meshwright.partition.again import Keeps
 from meshwright.partition.keeps import with_keeps
 from meshwright.partition.localize import localize_graph
 from meshwright.partition.overlap import Flight, flights, overlapped
-from meshwright.partition.reshards import RESHARD, Resharded, insert_reshards
+from meshwright.partition.reshards import Resharded, insert_reshards
 from meshwright.plan import Plan
 from meshwright.redistribute import TWO_CORE_GLOO, Prices
 
@@ -43,6 +43,15 @@ class Partition:
             self._latest.clear()
             self._latest[rank] = found
         return found
+
+    def on_host(self, node: Node) -> bool:
+        """Whether the host runs a node of a local program. A transfer runs on neither side."""
+        if node.op in (TO_HOST, TO_DEVICE):
+            return False
+        if node.values[0] in self.resharded.hosted:
+            return True
+        stands = node.name if node.name in self.factors.sites else node.name.rpartition("_k")[0]
+        return stands in self.plan.hosts
 
 
 def partition(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from meshwright.graph import PIN, RESHARD, Graph, Node, TensorType
+from meshwright.graph import PIN, RESHARD, TRANSFERS, Graph, Node, TensorType
 from meshwright.layout import TensorLayout, leaves
 from meshwright.mesh import Mesh
 from meshwright.ops.strategy import Ports
@@ -62,6 +62,8 @@ def can_be_made_again(
         for node, port in graph.consumers[todo.pop()]:
             if node.op == RESHARD:
                 same, mine = _in_place(pairs[node.name]), (layouts[node.name],)
+            elif node.op in TRANSFERS:  # no copy where the device is the host's processor
+                same, mine = True, (layouts[node.name],)
             else:
                 same, mine = node.op in VIEWS, (*ports[node.name].inputs, *ports[node.name].outputs)
                 grads = [use in graph.needs_grad for use in node.uses]

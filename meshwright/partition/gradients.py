@@ -59,7 +59,16 @@ def pending_gradients(parts: Partition) -> tuple[Gradient, ...]:
             fresh = not wire and all(node.op in MAKES_GRADIENT for node, _ in users)
             group = parts.plan.techniques.fusion_group(entry.target, *entry.ties)
             made = Gradient(
-                entry.name, axes, entry.type.dtype, size, fresh, group, entry.name in parted, cut, wire
+                entry.name,
+                axes,
+                entry.type.dtype,
+                size,
+                fresh,
+                group,
+                entry.name in parted,
+                cut,
+                wire,
+                entry.name in parts.resharded.hosted,
             )
             found.append((min(order[node.name] for node, _ in users), made))
     return tuple(gradient for _, gradient in sorted(found, key=lambda f: f[0]))

@@ -15,6 +15,7 @@ class Storage:
     category: str = "temporary"
     uses: int = 1
     saves: int = 0
+    host: bool = False
 
     @property
     def counted_as(self) -> str:
@@ -24,7 +25,10 @@ class Storage:
 
 @dataclass
 class Heap:
-    """Live bytes by category; `at` names the instant, `timeline` has the most bytes that were alive within each."""
+    """Live bytes by category; `at` names the instant, `timeline` has the most bytes that were alive within each.
+
+    While `on_host`, new memory is the host's, which counts apart: `host_total` and its `host_peak`.
+    """
 
     live: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
     timeline: list[tuple[str, int]] = field(default_factory=list)
@@ -32,6 +36,9 @@ class Heap:
     peak: int = 0
     instant: str = ""
     at_peak: dict[str, int] = field(default_factory=dict)
+    on_host: bool = False
+    host_total: int = 0
+    host_peak: int = 0
 
     def at(self, instant: str) -> None:
         """From here on bytes belong to another instant."""
@@ -40,8 +47,8 @@ class Heap:
 
     def new(self, size_bytes: float, category: str = "temporary") -> Storage:
         """Memory, held once."""
-        made = Storage(round(size_bytes), category)
-        self._count(made.counted_as, made.size_bytes)
+        made = Storage(round(size_bytes), category, host=self.on_host)
+        self._count(made, made.counted_as, made.size_bytes)
         return made
 
     def hold(self, storage: Storage) -> Storage:
@@ -84,14 +91,18 @@ class Heap:
 
     def _freed(self, storage: Storage, counted_as: str) -> None:
         if not storage.uses and not storage.saves:
-            self._count(counted_as, -storage.size_bytes)
+            self._count(storage, counted_as, -storage.size_bytes)
 
     def _move(self, storage: Storage, before: str) -> None:
-        if before != storage.counted_as:
+        if before != storage.counted_as and not storage.host:
             self.live[before] -= storage.size_bytes
             self.live[storage.counted_as] += storage.size_bytes
 
-    def _count(self, category: str, size_bytes: int) -> None:
+    def _count(self, storage: Storage, category: str, size_bytes: int) -> None:
+        if storage.host:
+            self.host_total += size_bytes
+            self.host_peak = max(self.host_peak, self.host_total)
+            return
         self.live[category] += size_bytes
         self.total += size_bytes
         self._note()

@@ -29,12 +29,14 @@ from meshwright.search.space.build import Choice
 
 @dataclass(frozen=True)
 class Judge:
-    """Judges choices for the graph of `folds` on a cluster. `optimizer_states`: moments per parameter."""
+    """Judges choices for the graph of `folds` on a cluster. `optimizer_states`: moments per parameter; `hosts`: the
+    nodes of the folded graph that the host runs."""
 
     folds: Folded
     mesh: Mesh
     cluster: Cluster
     optimizer_states: int = 2
+    hosts: frozenset[str] = frozenset()
 
     def in_full(self, choice: Choice) -> Verdict:
         """The same from the whole program: what three layers cannot tell is where buckets of gradients end."""
@@ -112,6 +114,7 @@ class Judge:
             {i.name: choice.inputs[folds.inputs[i.name]] for i in graph.inputs},
             hubs=hubs,
             again=frozenset(again),
+            hosts=frozenset(n.name for n in graph.nodes if folds.nodes[n.name] in self.hosts),
             prices=self.cluster.prices,
         )
         return partition(graph, plan, keeps=saved)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from meshwright.graph import RESHARD, Graph, Node
+from meshwright.graph import MOVES, RESHARD, Graph, Node
 from meshwright.ops.factors import Factors
 from meshwright.ops.talk import site_talk
 from meshwright.partition.again import alike
@@ -50,7 +50,7 @@ def keeps_of(local: Graph, keeps: Mapping[str, str]) -> dict[str, str]:
     found = dict(keeps)
     for node in local.nodes:
         stands = node.name.rpartition("_k")[0]
-        if node.name not in keeps and keeps.get(stands) == AGAIN and node.op != RESHARD:
+        if node.name not in keeps and keeps.get(stands) == AGAIN and node.op not in MOVES:
             found[node.name] = AGAIN
     return found
 
@@ -60,11 +60,11 @@ def _even(resharded: Resharded, again: set[str], plan: Plan) -> bool:
     graph = resharded.graph
     near = {c.name for n in graph.nodes if n.name in again for v in n.values for c, _ in graph.consumers[v]}
     for name in again | near:
-        if name in resharded.pairs:
-            layouts = (resharded.layouts[name],)
-        else:
+        if name in resharded.ports:
             ports = resharded.ports[name]
             layouts = (*ports.inputs, *ports.outputs)
+        else:
+            layouts = (resharded.layouts[name],)
         if not all(alike(layout, plan.mesh) for layout in layouts):
             return False
     return True
@@ -93,7 +93,7 @@ def _talks(node: Node, resharded: Resharded) -> bool:
 def _root(node: Node, graph: Graph) -> str:
     """The value of the model that a reshard brings."""
     value = node.uses[0]
-    while value in graph.producers and graph.producers[value].op == RESHARD:
+    while value in graph.producers and graph.producers[value].op in MOVES:
         value = graph.producers[value].uses[0]
     return value
 
@@ -102,5 +102,5 @@ def _readers(node: Node, graph: Graph) -> set[str]:
     """The operators that read what a reshard brings."""
     found: set[str] = set()
     for reader, _ in graph.consumers[node.name]:
-        found |= _readers(reader, graph) if reader.op == RESHARD else {reader.name}
+        found |= _readers(reader, graph) if reader.op in MOVES else {reader.name}
     return found

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from meshwright.graph import Graph, Input, Node, verify
+from meshwright.graph import MOVES, Graph, Input, Node, verify
 from meshwright.ops.factors import Factors
 from meshwright.ops.local import localize
-from meshwright.partition.reshards import RESHARD, Resharded, local_type
+from meshwright.partition.reshards import Resharded, local_type
 from meshwright.plan import Plan
 
 SUM_OF_COUNTS = "meshwright.all_reduce"
@@ -24,7 +24,7 @@ def localize_graph(resharded: Resharded, factors: Factors, plan: Plan, rank: int
     )
     nodes: list[Node] = []
     for node in graph.nodes:
-        if node.op == RESHARD:
+        if node.op in MOVES:
             kind = local_type(node.outputs[0], resharded.layouts[node.name], mesh, rank)
             nodes.append(replace(node, outputs=(kind,)))
         else:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from meshwright.cost.operators import PIECES, REPEATS, VIEWS
 from meshwright.cost.saved import saved
 from meshwright.cost.strides import copying_views
-from meshwright.graph import DTYPES, RESHARD, START, WAIT, Graph, Node
+from meshwright.graph import DTYPES, RESHARD, START, TO_HOST, TRANSFERS, WAIT, Graph, Node
 from meshwright.partition import Partition
 from meshwright.partition.crossing import Crossing
 from meshwright.partition.fusion import gradient_bytes
@@ -25,7 +25,7 @@ from meshwright.partition.overlap import members_of
 from meshwright.partition.reshards import backward_itemsize
 from meshwright.partition.update_memory import UpdateMemory
 from meshwright.partition.workspace import gradients_of, workspace
-from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES, BucketBytes, fill
+from meshwright.redistribute.buckets import BucketBytes, fill
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,14 @@ def optimizer_on(device: str, states: int) -> Optimizer:
 @dataclass(frozen=True)
 class Peak:
     """`bytes` at `instant` (a node and its phase), made up of `categories`; `timeline` has the most bytes that lived
-    within each instant of the step."""
+    within each instant of the step. All of that is the device's memory; `host_bytes` are the most that lived in the
+    host's, 0 where they are one."""
 
     bytes: int
     instant: str
     categories: Mapping[str, int]
     timeline: tuple[tuple[str, int], ...]
+    host_bytes: int = 0
 
     def __str__(self) -> str:
         parts = (f"{name} {size / 2**20:.1f}" for name, size in self.categories.items() if size)
@@ -141,8 +143,11 @@ class _Walk:
         self.placed: set[str] = set()  # parameters whose gradient goes into a bucket's buffer
         described = pending_gradients(parts)
         size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
-        self.groups = fill(described, size, ALONE_BYTES.get(device, BUCKET_BYTES))
+        self.groups = fill(described, device, size)
         self.update_parts = UpdateMemory(parts, rank, self.groups, bucket_bytes, staged)
+        self.apart = device != "cpu"  # the device's memory is not the host's
+        self.hosted = parts.resharded.hosted if self.apart else frozenset()
+        self.on_host = {n.name for n in self.graph.nodes if self.apart and parts.on_host(n)}
 
     def run(self) -> Peak:
         self.start()
@@ -150,7 +155,7 @@ class _Walk:
         self.backward()
         self.update()
         heap = self.heap
-        return Peak(heap.peak, heap.instant, heap.at_peak, tuple(heap.timeline))
+        return Peak(heap.peak, heap.instant, heap.at_peak, tuple(heap.timeline), heap.host_peak)
 
     # ------------------------------------------------------------ start
 
@@ -159,6 +164,7 @@ class _Walk:
         self.heap.at("start")
         graph = self.parts.resharded.graph
         for entry, whole in zip(self.graph.inputs, graph.inputs, strict=True):
+            self.heap.on_host = entry.name in self.hosted
             match entry.role:
                 case "parameter":
                     self.values[entry.name] = self.heap.new(entry.type.size_bytes, "parameters")
@@ -166,10 +172,13 @@ class _Walk:
                     self.values[entry.name] = self.heap.new(whole.type.size_bytes, "batch")
                 case _:
                     self.values[entry.name] = self.heap.new(entry.type.size_bytes, "buffers")
-        trained = sum(self._updated_bytes(n) for n in self.trained)
-        self.heap.new(trained * self.optimizer.states, "optimizer")
+        for self.heap.on_host in (True, False):
+            mine = (n for n in self.trained if (n in self.hosted) == self.heap.on_host)
+            trained = sum(self._updated_bytes(n) for n in mine)
+            self.heap.new(trained * self.optimizer.states, "optimizer")
         self.heap.new(self.update_parts.copied_bytes(), "optimizer")
         for group in self.groups:
+            self.heap.on_host = group.members[0].name in self.hosted
             if not group.alone and not group.parted:
                 self.placed.update(g.name for g in group.members)
                 self.heap.new(sum(g.on_wire(self.types[g.name].size_bytes) for g in group.members), "buckets")
@@ -199,6 +208,10 @@ class _Walk:
 
     def _run(self, node: Node) -> None:
         heap = self.heap
+        if node.op in TRANSFERS:
+            self.values[node.name] = self._crossed(node, self.values[node.uses[0]], node.op == TO_HOST)
+            return
+        heap.on_host = node.name in self.on_host
         if node.op == RESHARD:
             self._reshard(node)
             return
@@ -227,6 +240,11 @@ class _Walk:
             self._keep(node, [self.values[n] for n in names], extra)
         for storage in extra:
             heap.drop(storage)
+
+    def _crossed(self, node: Node, source: Storage, host: bool) -> Storage:
+        """A copy on the other side of the link; the memory itself where there is none."""
+        self.heap.on_host = host and self.apart
+        return self.heap.new(self.types[node.name].size_bytes) if self.apart else self.heap.hold(source)
 
     def _shares(self, node: Node) -> bool:
         """Whether the results lie in the memory of the first input."""
@@ -294,6 +312,7 @@ class _Walk:
 
     def backward(self) -> None:
         heap, graph = self.heap, self.graph
+        heap.on_host = False
         heap.at("loss, backward")
         for _, value in graph.outputs:
             if value in graph.needs_grad:
@@ -357,6 +376,9 @@ class _Walk:
 
     def _gradients(self, node: Node, arrived: list[Storage]) -> list[tuple[str, Storage]]:
         """The gradients that an operator makes, by the value they belong to."""
+        if node.op in TRANSFERS:
+            return [(node.uses[0], self._crossed(node, arrived[0], node.op != TO_HOST))]
+        self.heap.on_host = node.name in self.on_host
         if node.op == RESHARD:
             steps = self.parts.resharded.pairs[node.name].backward
             mesh, size = self.parts.plan.mesh, backward_itemsize(node)
@@ -390,6 +412,7 @@ class _Walk:
 
     def _add(self, name: str, gradient: Storage) -> None:
         """A gradient arrives at a value: added in place where nobody else holds what is there."""
+        self.heap.on_host = name in self.hosted
         held = self.gradients.get(name)
         if held is None:
             self.gradients[name] = gradient
@@ -407,6 +430,7 @@ class _Walk:
     def _place(self, name: str) -> None:
         """A parameter's gradient is complete: it stays, or is copied into its bucket."""
         gradient = self.gradients.pop(name)
+        self.heap.on_host = name in self.hosted
         if self.update_parts.takes(name):
             self.update_parts.place(self.heap, name, gradient)
         elif name in self.placed:
@@ -421,7 +445,8 @@ class _Walk:
 
     def update(self) -> None:
         self.heap.at("update")
-        sizes = [self._updated_bytes(n) for n in self.trained]
+        self.heap.on_host = False
+        sizes = [self._updated_bytes(n) for n in self.trained if n not in self.hosted]
         if sizes:
             copied = sum(sizes) if self.optimizer.at_once else max(sizes)
             self.heap.passing(copied * self.optimizer.temporaries)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.graph import PIN, RESHARD, START, WAIT, Graph, Node, Ref, TensorType, verify
+from meshwright.graph import MOVES, PIN, RESHARD, START, WAIT, Graph, Node, Ref, TensorType, verify
 from meshwright.partition.again import VIEWS
 from meshwright.partition.fusion import sizes
 from meshwright.partition.reshards import Resharded, local_type
@@ -88,7 +88,7 @@ class _Schedule:
         self.enough = sizes(plan)
         self.place = {n.name: number for number, n in enumerate(self.graph.nodes)}
         self.stored = {i.name: i for i in self.graph.inputs if i.role in ("parameter", "buffer")}
-        self.computes = [n.op not in VIEWS and n.op not in (RESHARD, PIN) for n in self.graph.nodes]
+        self.computes = [n.op not in VIEWS and n.op not in (*MOVES, PIN) for n in self.graph.nodes]
 
     # ------------------------------------------------------------ parameters
 
@@ -193,7 +193,8 @@ class _Schedule:
         if not flat or not halves[0] or not self._enough(node):
             return node.name
         sent = tuple((s.kind, s.axes) for half in halves for s in half)
-        return (sent, node.outputs[0].dtype, node.needs_grad, node.kwarg("wire"))
+        host = node.name in self.resharded.hosted
+        return (sent, node.outputs[0].dtype, node.needs_grad, node.kwarg("wire"), host)
 
     def _enough(self, node: Node) -> int:
         step = next(s for half in self._pair(node) for s in _sent(half))

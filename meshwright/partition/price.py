@@ -7,6 +7,7 @@ the rank at the origin, which holds the largest blocks, in these conventions:
   nodes it became there (a kernel in its place, helpers ``_k0`` for counts, masks and divisions) have no price of
   their own, but what they send has;
 - a reshard costs its steps, forward and backward; one whose value is made again in backward costs forward twice;
+- a transfer to or from the host costs what it copies there and, of the gradient, back;
 - gradients of parameters cost their share of full buckets (`cost/reduction.py`);
 - the update is priced parameter by parameter. Marks are free, inputs are there.
 """
@@ -18,16 +19,17 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.host import place, transfer_seconds
 from meshwright.cost.machine import seconds, update_seconds
 from meshwright.cost.operators import Amount, work
 from meshwright.cost.reduction import reduction_seconds
-from meshwright.graph import DTYPES, Graph, Node, map_refs
+from meshwright.graph import DTYPES, MOVES, TRANSFERS, Graph, Node, map_refs
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Site
 from meshwright.ops.local.cut import Cut
 from meshwright.ops.strategy import Ports
 from meshwright.ops.talk import Talk, kernel_talk
-from meshwright.partition import RESHARD, Partition
+from meshwright.partition import Partition
 from meshwright.partition.fusion import sizes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.reshards import backward_itemsize
@@ -60,8 +62,8 @@ class NodePrice:
 class Price:
     """Seconds of a training step if nothing overlaps, apart by what they are spent on; `total` is their sum.
 
-    `by_node`: operator → its price. `by_reshard`: reshard → seconds (forward, backward). `by_parameter`: parameter →
-    seconds (reduction of its gradient and gathering of what was updated in parts, update).
+    `by_node`: operator → its price. `by_reshard`: reshard or transfer → seconds (forward, backward). `by_parameter`:
+    parameter → seconds (reduction of its gradient and gathering of what was updated in parts, update).
     """
 
     compute: float
@@ -90,7 +92,7 @@ def program_price(parts: Partition, cluster: Cluster, optimizer_states: int = 2)
     mesh = on_cluster(parts.plan.mesh, cluster)
     local = parts.local(mesh.rank(origin(mesh)))
     by_node = node_prices(parts, local, mesh, cluster)
-    by_reshard = reshard_prices(parts, mesh, cluster.prices)
+    by_reshard = reshard_prices(parts, mesh, cluster)
     by_parameter = parameter_prices(parts, mesh, cluster, optimizer_states)
     nodes, reshards, parameters = by_node.values(), by_reshard.values(), by_parameter.values()
     return Price(
@@ -132,10 +134,11 @@ def node_prices(parts: Partition, local: Graph, mesh: Mesh, cluster: Cluster) ->
     for name, site in sites.items():
         ports = parts.resharded.ports[name]
         wanted = [u in graph.needs_grad for u in site.node.uses]
-        kind = (_kind_of(site.node, graph), site.signature, id(ports), tuple(wanted))
+        host = name in parts.plan.hosts
+        kind = (_kind_of(site.node, graph), site.signature, id(ports), tuple(wanted), host)
         if kind not in known:
             done = work(site.node, site.rule, letter_sizes(site, ports, mesh, at), graph.types, wanted)
-            known[kind] = seconds(done, cluster.device, cluster.measured)
+            known[kind] = seconds(done, *place(cluster, host))
         forward, backward = known[kind]
         talk = sent.get(name, ())
         found[name] = NodePrice(
@@ -175,11 +178,17 @@ def talk_seconds(talk: Iterable[Talk], mesh: Mesh, prices: Prices) -> float:
 # ---------------------------------------------------------------- reshards and parameters
 
 
-def reshard_prices(parts: Partition, mesh: Mesh, prices: Prices) -> dict[str, tuple[float, float]]:
-    """Seconds of every reshard, forward and backward."""
+def reshard_prices(parts: Partition, mesh: Mesh, cluster: Cluster) -> dict[str, tuple[float, float]]:
+    """Seconds of every reshard and of every transfer, forward and backward."""
     found: dict[str, tuple[float, float]] = {}
+    prices, at = cluster.prices, origin(mesh)
     for node in parts.resharded.graph.nodes:
-        if node.op != RESHARD:
+        if node.op not in MOVES:
+            continue
+        if node.op in TRANSFERS:
+            elements = math.prod(parts.resharded.layouts[node.name].local_shape(mesh, at))
+            once = float(transfer_seconds(elements * DTYPES[node.outputs[0].dtype], cluster))
+            found[node.name] = (once, once if any(node.needs_grad) else 0.0)
             continue
         pair, itemsize = parts.resharded.pairs[node.name], DTYPES[node.outputs[0].dtype]
         forward = total_seconds(pair.forward, mesh, itemsize, prices)
@@ -225,8 +234,7 @@ def parameter_prices(
     for entry in parts.resharded.graph.input_of("parameter"):
         if entry.needs_grad:
             elements = math.prod(update_layout(parts, entry).local_shape(mesh, at))
-            update = update_seconds(
-                float(elements), optimizer_states, cluster.device, cluster.measured, DTYPES[entry.type.dtype]
-            )
+            there = place(cluster, entry.name in parts.resharded.hosted)
+            update = update_seconds(float(elements), optimizer_states, *there, DTYPES[entry.type.dtype])
             found[entry.name] = (sent.get(entry.name, 0.0), float(update))
     return found

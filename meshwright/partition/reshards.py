@@ -1,6 +1,10 @@
 """First pass: say where layouts differ. A reshard is a pair (value forward, gradient backward) and belongs
 to a tensor and the *set* of its consumers that want the same pair: q, k and v of one norm share one. Where the plan
 gives a value a *hub*, the value is brought to that layout once, and each consumer takes it from there.
+
+Where the plan runs operators on the host, transfers are put in with them. Values are brought into another layout where
+they live; what leaves the host is copied before that, once for all its readers, and what the host reads is
+copied after that, for each reader.
 """
 
 from __future__ import annotations
@@ -8,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
-from meshwright.graph import DTYPES, RESHARD, Graph, Node, Ref, TensorType
+from meshwright.graph import DTYPES, PIN, RESHARD, TO_DEVICE, TO_HOST, Graph, Node, Ref, TensorType
 from meshwright.layout import TensorLayout, normalize
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Ports, layouts
 from meshwright.partition.again import Keeps, can_be_made_again
+from meshwright.places import hosted_values, leaving_values
 from meshwright.plan import Plan
 from meshwright.redistribute import Prices, Reshard, Step, reshard
 from meshwright.techniques import wire_dtype
@@ -23,14 +28,16 @@ StepText = tuple[str, str, str, str]  # kind, axes joined by ".", layout before,
 
 @dataclass(frozen=True)
 class Resharded:
-    """The graph with reshard nodes (still in global shapes), the layout of every value, and the pair of
-    every reshard. `keeps`: node → how its results are kept for backward, where autograd's own way is not taken."""
+    """The graph with reshard nodes (still in global shapes), the layout of every value, the pair of every reshard, and
+    the values that live in the host's memory. `keeps`: node → how its results are kept for backward, where autograd's
+    own way is not taken."""
 
     graph: Graph
     layouts: Mapping[str, TensorLayout]
     ports: Mapping[str, Ports]
     pairs: Mapping[str, Reshard]
     keeps: Mapping[str, str] = field(default_factory=dict)
+    hosted: frozenset[str] = frozenset()
 
 
 def insert_reshards(
@@ -45,17 +52,19 @@ def insert_reshards(
     nodes: list[Node] = []
     for node in graph.nodes:
         wants = work.ports[node.name].inputs
-        names = [work.bring(value, want) for value, want in zip(node.uses, wants, strict=True)]
+        there = node.name in plan.hosts if node.op != PIN else node.uses[0] in work.hosted
+        names = [work.bring(value, want, there) for value, want in zip(node.uses, wants, strict=True)]
         nodes += [*work.fresh_nodes(), node.with_uses(names)]
     outputs = tuple((label, work.bring(v, TensorLayout(factors.dims[v]))) for label, v in graph.outputs)
     by_target = {i.target: i.name for i in graph.inputs}
     mutations = tuple(
-        (target, work.bring(v, plan.inputs[by_target[target]])) for target, v in graph.mutations
+        (target, work.bring(v, plan.inputs[by_target[target]], by_target[target] in work.hosted))
+        for target, v in graph.mutations
     )
     nodes += work.fresh_nodes()
     result = replace(graph, nodes=tuple(nodes), outputs=outputs, mutations=mutations)
     result = work.marked_again(result, keeps)
-    return Resharded(result, work.have, work.ports, work.pairs)
+    return Resharded(result, work.have, work.ports, work.pairs, hosted=frozenset(work.hosted))
 
 
 def _ports(graph: Graph, factors: Factors, plan: Plan) -> dict[str, Ports]:
@@ -83,22 +92,36 @@ class _Insertion:
                 self.have[value] = self._laid(value, layout)
         self.pairs: dict[str, Reshard] = {}
         self._parameters = {i.name for i in graph.input_of("parameter")}
-        self._shared: dict[tuple[str, TensorLayout], str] = {}
+        self.hosted: set[str] = set(hosted_values(graph, plan.hosts))
+        self.leaving = leaving_values(graph, plan.hosts, self.hosted)
+        self._shared: dict[tuple[str, TensorLayout], str] = {}  # by the name it starts from
         self._hubs: dict[str, str] = {}
+        self._copies: dict[str, str] = {}
         self._taken = {*graph.types}
         self._fresh: list[Node] = []
 
-    def bring(self, value: str, want: TensorLayout) -> str:
-        """The name under which a value has the wanted layout, with a reshard where it needs one."""
+    def bring(self, value: str, want: TensorLayout, host: bool = False) -> str:
+        """The name under which a value has the wanted layout, and is on the host or the device, with what it takes."""
+        start, lives = value, value in self.hosted
+        # The hub of what leaves the host is on the device, for all.
+        if lives and (not host or (value in self.leaving and value in self.plan.hubs)):
+            if value not in self._copies:
+                self._copies[value] = self._transfer(value, value, TO_DEVICE)
+            start, lives = self._copies[value], False
+        name = self._laid_out(value, start, want)
+        return self._transfer(value, name, TO_HOST) if host and not lives else name
+
+    def _laid_out(self, value: str, start: str, want: TensorLayout) -> str:
+        """A value in the wanted layout, from `start`: itself, or its copy on the device."""
         want = self._laid(value, want)
         if value in self.plan.hubs:
             hub = self._laid(value, self.plan.hubs[value])
-            if value not in self._hubs:
-                self._hubs[value] = self._reshard(value, value, self.have[value], hub, "hub")
-            return self._reshard(value, self._hubs[value], hub, want, "to")
-        key = (value, normalize(want, self.plan.mesh))
+            if start not in self._hubs:
+                self._hubs[start] = self._reshard(value, start, self.have[value], hub, "hub")
+            return self._reshard(value, self._hubs[start], hub, want, "to")
+        key = (start, normalize(want, self.plan.mesh))
         if key not in self._shared:
-            self._shared[key] = self._reshard(value, value, self.have[value], want, "to")
+            self._shared[key] = self._reshard(value, start, self.have[value], want, "to")
         return self._shared[key]
 
     def fresh_nodes(self) -> list[Node]:
@@ -111,7 +134,8 @@ class _Insertion:
         mesh = self.plan.mesh
         again = {
             hub
-            for hub in (self._hubs.get(value) for value in self.plan.again)
+            for value in self.plan.again
+            for hub in (self._hubs.get(value), self._hubs.get(self._copies.get(value, "")))
             if hub in self.pairs
             and can_be_made_again(graph, hub, self.have, self.ports, self.pairs, mesh, keeps)
         }
@@ -140,6 +164,21 @@ class _Insertion:
             Node(name, RESHARD, (Ref(start), *texts), kwargs, (kind,), (needs_grad,), module, line)
         )
         self.pairs[name], self.have[name] = pair, want
+        if start in self.hosted:
+            self.hosted.add(name)
+        return name
+
+    def _transfer(self, value: str, start: str, op: str) -> str:
+        """A copy of `start`, under which `value` is there, on the other side of the link."""
+        kind, needs_grad = self.graph.types[value], value in self.graph.needs_grad
+        side = "host" if op == TO_HOST else "device"
+        name = self._name(f"{value.replace('.', '_')}_{side}")
+        source = self.graph.producers.get(value)
+        module, line = (source.module, source.source) if source else ("", "")
+        self._fresh.append(Node(name, op, (Ref(start),), (), (kind,), (needs_grad,), module, line))
+        self.have[name] = self.have[start]
+        if op == TO_HOST:
+            self.hosted.add(name)
         return name
 
     def _laid(self, value: str, layout: TensorLayout) -> TensorLayout:

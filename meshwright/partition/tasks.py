@@ -15,7 +15,7 @@ from dataclasses import replace
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.saved import saved
 from meshwright.cost.timeline import COMPUTE, Task, Timeline, play
-from meshwright.graph import DTYPES, START, WAIT, Graph, Node
+from meshwright.graph import DTYPES, START, TRANSFERS, WAIT, Graph, Node
 from meshwright.mesh import Mesh
 from meshwright.ops.talk import kernel_talk
 from meshwright.partition import RESHARD, Partition
@@ -24,13 +24,24 @@ from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.localize import late_values
 from meshwright.partition.overlap import members_of
-from meshwright.partition.price import made_again, node_prices, on_cluster, parameter_prices
+from meshwright.partition.price import (
+    made_again,
+    node_prices,
+    on_cluster,
+    parameter_prices,
+    reshard_prices,
+)
 from meshwright.partition.reshards import backward_itemsize
 from meshwright.partition.updates import gathers
 from meshwright.redistribute import Step
-from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES, BucketBytes, Group, fill
+from meshwright.redistribute.buckets import BucketBytes, Group, fill
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import COLLECTIVES, origin, wire_bytes, wire_elements
+
+HOST, LINK = (
+    "host",
+    "host link",
+)  # streams: what the host runs, and the copies to and from it; the device waits
 
 
 def simulate(
@@ -47,9 +58,8 @@ def step_tasks(
     """The tasks of one training step in the order in which the host issues them."""
     mesh = on_cluster(parts.plan.mesh, cluster)
     local = parts.local(mesh.rank(origin(mesh)))
-    alone = ALONE_BYTES.get(cluster.device_type, BUCKET_BYTES)
     size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
-    groups = fill(pending_gradients(parts), size, alone)
+    groups = fill(pending_gradients(parts), cluster.device_type, size)
     step = _Step(parts, local, mesh, cluster)
     step.forward()
     step.backward(groups)
@@ -66,6 +76,7 @@ class _Step:
         self.waited: Prices = cluster.prices
         self.hidden: Prices = cluster.hidden_prices
         self.nodes = node_prices(parts, local, mesh, cluster)
+        self.moves = reshard_prices(parts, mesh, cluster)
         self.tasks: list[Task] = []
         self.late = late_values(local)
         self._last = -1  # the last task that the host waited for
@@ -78,10 +89,19 @@ class _Step:
 
     # -------------------------------------------------- one task
 
-    def _compute(self, name: str, seconds: float, kind: str, module: str, op: str) -> None:
+    def _compute(self, node: Node, seconds: float, kind: str) -> None:
         if seconds > 0.0:
             self._last = len(self.tasks)
-            self.tasks.append(Task(name, (COMPUTE,), seconds, (), kind, {"module": module, "operator": op}))
+            about = {"module": node.module, "operator": node.op}
+            streams = (COMPUTE, HOST) if self.parts.on_host(node) else (COMPUTE,)
+            self.tasks.append(Task(node.name, streams, seconds, (), kind, about))
+
+    def _copy(self, node: Node, seconds: float, phase: str) -> None:
+        """A transfer over the link to the host; the host waits for it."""
+        if seconds > 0.0:
+            self._last = len(self.tasks)
+            about = {"module": node.module, "operator": node.op, "bytes": node.outputs[0].size_bytes}
+            self.tasks.append(Task(node.name, (COMPUTE, LINK), seconds, (), phase, about))
 
     def _send(
         self,
@@ -137,11 +157,12 @@ class _Step:
             if node.op == WAIT:
                 self._land(node, "onward", "forward")
                 continue
+            if node.op in TRANSFERS:
+                self._copy(node, self.moves[node.name][0], "forward")
+                continue
             self._talk(node, "forward")
             if node.name in self.nodes:
-                self._compute(
-                    node.name, self.nodes[node.name].forward_seconds, "forward", node.module, node.op
-                )
+                self._compute(node, self.nodes[node.name].forward_seconds, "forward")
 
     def backward(self, groups: Sequence[Group]) -> None:
         """The local program from bottom to top; gradients of parameters are reduced beside it."""
@@ -164,11 +185,12 @@ class _Step:
             elif node.op == START:
                 for member in members_of(self.local, node):
                     self._land(member, "back", "backward")
+            elif node.op in TRANSFERS:
+                self._copy(node, self.moves[node.name][1], "backward")
             else:
                 self._talk(node, "backward")
                 if node.name in self.nodes:
-                    price = self.nodes[node.name]
-                    self._compute(node.name, price.backward_seconds, "backward", node.module, node.op)
+                    self._compute(node, self.nodes[node.name].backward_seconds, "backward")
             self._reduce(started.arrived(arrives.get(node.name, ())))
         self._reduce(started.rest())
 
@@ -315,7 +337,9 @@ def _keepers(parts: Partition, hub: Node) -> set[str]:
     found: set[str] = set()
     while todo:
         for node, port in graph.consumers[todo.pop()]:
-            if node.op == RESHARD:
+            if node.op in TRANSFERS:
+                view = True
+            elif node.op == RESHARD:
                 view = {s.kind for s in parts.resharded.pairs[node.name].forward} <= {"slice"}
             else:
                 view = node.op in VIEWS

@@ -91,5 +91,6 @@ def gathers(parts: Partition, bucket_bytes: BucketBytes | None = None) -> tuple[
             more = mesh.sort(set(parts.plan.states[entry.name].split_axes) - set(use.split_axes))
             whole = largest_size(use, mesh) * DTYPES[entry.type.dtype]
             group = parts.plan.techniques.fusion_group(entry.target, *entry.ties)
-            found.append(Gradient(entry.name, more, entry.type.dtype, whole, group=group))
-    return fill(tuple(reversed(found)), size)
+            host = entry.name in parts.resharded.hosted
+            found.append(Gradient(entry.name, more, entry.type.dtype, whole, group=group, host=host))
+    return fill(tuple(reversed(found)), "cpu", size)

@@ -42,7 +42,7 @@ class Gradient:
     """A gradient to be added up over `axes`. `fresh`: nobody else holds the tensor, so it may be reduced in place.
     `group`: the number of the bucket that the user put it into, -1 where there is none. `parted`: every rank gets its
     own part of the sum alone, over the axes of `cut` by a reduce-scatter. `wire`: the dtype it is added up in, where
-    that is not its own."""
+    that is not its own. `host`: it lives in the host's memory."""
 
     name: str
     axes: tuple[str, ...]
@@ -53,6 +53,7 @@ class Gradient:
     parted: bool = False
     cut: tuple[str, ...] = ()
     wire: str = ""
+    host: bool = False
 
     @property
     def wire_bytes(self) -> int:
@@ -66,7 +67,7 @@ class Gradient:
     @property
     def key(self) -> tuple[object, ...]:
         """What gradients of one group have in common."""
-        return (self.axes, self.dtype, self.group, self.parted, self.cut)
+        return (self.axes, self.dtype, self.group, self.parted, self.cut, self.host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,21 +109,27 @@ class Group:
         return sum(g.size_bytes for g in self.members)
 
 
+def alone_bytes(device: str) -> int:
+    """The size from which a fresh gradient is a group of its own on a type of device."""
+    return ALONE_BYTES.get(device, BUCKET_BYTES)
+
+
 def fill(
-    pending: Sequence[Gradient], bucket_bytes: BucketBytes = BUCKET_BYTES, alone_bytes: int = BUCKET_BYTES
+    pending: Sequence[Gradient], device: str, bucket_bytes: BucketBytes = BUCKET_BYTES
 ) -> tuple[Group, ...]:
     """Groups in the order in which backward is expected to fill them: the reverse of the parameters'.
 
-    A fresh gradient of `alone_bytes` or more is a group of its own, unless the user has put it into one.
+    A fresh gradient that is large for its type of device is a group of its own, unless the user has put it into one.
     """
-    return tuple(_fill(pending, bucket_bytes, alone_bytes))
+    return tuple(_fill(pending, device, bucket_bytes))
 
 
-def _fill(pending: Sequence[Gradient], bucket_bytes: BucketBytes, alone_bytes: int) -> Iterator[Group]:
+def _fill(pending: Sequence[Gradient], device: str, bucket_bytes: BucketBytes) -> Iterator[Group]:
     groups: dict[tuple[object, ...], list[Gradient]] = {}
     made = 0
     for gradient in reversed(pending):
-        if gradient.group < 0 and gradient.fresh and gradient.size_bytes >= alone_bytes:
+        alone = alone_bytes("cpu" if gradient.host else device)
+        if gradient.group < 0 and gradient.fresh and gradient.size_bytes >= alone:
             made += 1
             yield Group(gradient.axes, (gradient,), alone=True)
             continue

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshwright.errors import PlanError, did_you_mean
-from meshwright.graph import DTYPES, PIN, RESHARD, Node
+from meshwright.graph import DTYPES, MOVES, PIN, TRANSFERS, Node
 from meshwright.layout import TensorLayout, normalize
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
@@ -197,7 +197,7 @@ def _source(parts: Partition, use: str) -> tuple[str, list[Node]]:
     """The value behind reshards, and these."""
     way: list[Node] = []
     node = parts.resharded.graph.producers.get(use)
-    while node is not None and node.op == RESHARD:
+    while node is not None and node.op in MOVES:
         way.insert(0, node)
         use = node.uses[0]
         node = parts.resharded.graph.producers.get(use)
@@ -209,7 +209,7 @@ def _consumers(
 ) -> Iterable[tuple[Node, int, list[Node]]]:
     """The operators that read a value, through reshards."""
     for node, port in parts.resharded.graph.consumers[value]:
-        if node.op == RESHARD:
+        if node.op in MOVES:
             yield from _consumers(parts, node.name, (*way, node))
         elif node.op != PIN:
             yield node, port, list(way)
@@ -227,6 +227,9 @@ def _edge(
     mesh = parts.plan.mesh
     halves: tuple[list[str], list[str]] = ([], [])
     for node in way:
+        if node.op in TRANSFERS:
+            halves[0].append(node.op.removeprefix("meshwright."))
+            continue
         pair, itemsize = parts.resharded.pairs[node.name], DTYPES[node.outputs[0].dtype]
         backward = pair.backward if any(node.needs_grad) else ()
         for steps, half in zip((pair.forward, backward), halves, strict=True):

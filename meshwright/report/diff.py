@@ -75,7 +75,7 @@ def difference(a: Plan, b: Plan) -> Difference:
         claims=tuple(_claims(a.claims, b.claims)),
         nodes=tuple(_nodes(a, b)),
         inputs=tuple(_layouts(a, b, a.inputs, b.inputs)),
-        hubs=(*_layouts(a, b, a.hubs, b.hubs), *_again(a, b)),
+        hubs=(*_layouts(a, b, a.hubs, b.hubs), *_again(a, b), *_hosts(a, b)),
         states=tuple(_layouts(a, b, a.states, b.states)),
     )
 
@@ -192,6 +192,16 @@ def _again(a: Plan, b: Plan) -> Iterable[Change]:
         before, after = (words[1], words[0]) if first else words
         count = sum(_times(a, b, name) for name in names)
         yield Change(pattern if len(names) > 1 else names[0], before, after, count)
+
+
+def _hosts(a: Plan, b: Plan) -> Iterable[Change]:
+    found: dict[tuple[str, bool], list[str]] = {}
+    for name in sorted(a.hosts ^ b.hosts):
+        module = (a if name in a.about else b).about.get(name, ("", ""))[1]
+        found.setdefault((LAYER.sub("*", module or f"%{name}"), name in a.hosts), []).append(name)
+    for (what, first), names in found.items():
+        before, after = ("on the host", "on the device") if first else ("on the device", "on the host")
+        yield Change(what, before, after, sum(_times(a, b, name) for name in names))
 
 
 # ---------------------------------------------------------------- picture

@@ -21,7 +21,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.graph import DTYPES, PIN, RESHARD, Node
+from meshwright.graph import DTYPES, MOVES, PIN, TO_HOST, TRANSFERS, Node
 from meshwright.layout import TensorLayout, dim_axes, normalize
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
@@ -74,7 +74,7 @@ def rows(parts: Partition, *, every: bool = False) -> list[Row]:
     entries = {i.name: i for i in graph.inputs}
     moved: dict[str, list[Node]] = {}
     for node in graph.nodes:
-        if node.op == RESHARD:
+        if node.op in MOVES:
             moved.setdefault(next(iter(_sources(parts, node))), []).append(node)
     found: list[Row] = []
     for entry in graph.inputs:
@@ -84,7 +84,7 @@ def rows(parts: Partition, *, every: bool = False) -> list[Row]:
             found.append(Row(entry.target, 1, entry.role, "", own, forward, backward))
     inside = _inside(parts)
     for node in graph.nodes:
-        if node.op in (RESHARD, PIN):
+        if node.op in MOVES or node.op == PIN:
             continue
         own = [entries[u] for u in _sources(parts, node) if u in entries and entries[u].role == "parameter"]
         forward, backward = _moves(parts, [m for v in node.values for m in moved.get(v, ())])
@@ -162,6 +162,12 @@ def parameter_bytes(parts: Partition) -> tuple[int, int]:
     return sum(i.type.size_bytes for i in entries), mine
 
 
+def hosted_bytes(parts: Partition) -> int:
+    """Bytes of parameters in the host's memory, for the rank that holds most."""
+    there = (i for i in parts.resharded.graph.input_of("parameter") if i.name in parts.resharded.hosted)
+    return sum(held(parts.resharded.layouts[i.name], parts.plan.mesh) * DTYPES[i.type.dtype] for i in there)
+
+
 def cut_text(parts: Partition, node: Node) -> str:
     """``batch=dp n=tp``: the letters of an operator that are split, by the user's names of the axes."""
     mesh, strategy = parts.plan.mesh, parts.plan.strategies[node.name]
@@ -173,23 +179,30 @@ def cut_text(parts: Partition, node: Node) -> str:
             words.append(f"{'batch' if any(marks) else letter}={mesh.show(axes)}")
     waiting = [a for a, _ in strategy.through if mesh.sizes[a] > 1]
     words += [f"pending {mesh.show(waiting)}"] if waiting else []
-    return " ".join(words) or "whole"
+    words = words or ["whole"]
+    return " ".join([*words, "on the host"] if node.name in parts.plan.hosts else words)
 
 
 def _sources(parts: Partition, node: Node) -> Iterable[str]:
     """What a node reads, reshards and marks left out."""
     for use in node.uses:
         source = parts.resharded.graph.producers.get(use)
-        while source is not None and source.op in (RESHARD, PIN):
+        while source is not None and (source.op in MOVES or source.op == PIN):
             use = source.uses[0]
             source = parts.resharded.graph.producers.get(use)
         yield use
 
 
 def _moves(parts: Partition, reshards: Sequence[Node]) -> tuple[str, str]:
-    """What the reshards of one value do, forward and backward, as text."""
+    """What the reshards and transfers of one value do, forward and backward, as text."""
     halves: tuple[list[str], list[str]] = ([], [])
     for node in reshards:
+        if node.op in TRANSFERS:
+            size = held(parts.resharded.layouts[node.name], parts.plan.mesh) * DTYPES[node.outputs[0].dtype]
+            words = ("to_host", "to_device") if node.op == TO_HOST else ("to_device", "to_host")
+            halves[0].append(f"{words[0]} {show_bytes(size)}")
+            halves[1].extend([f"{words[1]} {show_bytes(size)}"] if any(node.needs_grad) else [])
+            continue
         pair, itemsize = parts.resharded.pairs[node.name], DTYPES[node.outputs[0].dtype]
         backward = pair.backward if any(node.needs_grad) else ()
         for steps, half in zip((pair.forward, backward), halves, strict=True):
@@ -265,13 +278,15 @@ def long_prefix(modules: Iterable[str]) -> str:
 def summary(parts: Partition, *, every: bool = False) -> list[str]:
     """What the table leaves out, as sentences: operators that follow, parameters of a rank, bytes it sends."""
     shown = sum(r.count for r in rows(parts, every=every))
-    others = sum(n.op != RESHARD for n in parts.resharded.graph.nodes) - shown
+    others = sum(n.op not in MOVES for n in parts.resharded.graph.nodes) - shown
     whole, mine = parameter_bytes(parts)
     prefix = long_prefix(r.module for r in rows(parts, every=every))
     lines = [f"… is {prefix}"] if prefix else []
     lines += [f"{others} more operators follow these without talking to anybody"] if others > 0 else []
+    there = hosted_bytes(parts)
+    aside = f", {show_bytes(there)} of that in its host's memory" if there else ""
     lines.append(
-        f"parameters: {show_bytes(whole)}, of which a rank holds {show_bytes(mine)}{_updated(parts)}"
+        f"parameters: {show_bytes(whole)}, of which a rank holds {show_bytes(mine)}{aside}{_updated(parts)}"
     )
     sent = (f"{show_bytes(t.size_bytes)} {t.kind} over {t.axes}" for t in traffic(parts))
     return [*lines, "a rank sends in a step: " + (", ".join(sent) or "nothing")]

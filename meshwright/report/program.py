@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.graph import DTYPES, START, WAIT, Graph, Node
+from meshwright.graph import DTYPES, START, TO_HOST, TRANSFERS, WAIT, Graph, Node
 from meshwright.partition import RESHARD, Partition
 from meshwright.redistribute import Step, describe
 from meshwright.redistribute.buckets import Group
@@ -30,9 +30,12 @@ class ProgramText:
                 lines.append(f"  {self._reshard(node)}")
             elif node.op == START:
                 lines.append(f"  %{node.name} = start({', '.join(f'%{u}' for u in node.uses)})")
+            elif node.op in TRANSFERS:
+                lines.append(f"  {_transfer(node)}")
             else:
                 layout = self.parts.resharded.layouts.get(node.values[0])
                 head = str(node).partition("  {")[0]
+                head += "  on the host" if self.parts.on_host(node) else ""
                 lines.append(f"  {head}" + (f"  {layout}" if layout is not None else ""))
         for number, group in enumerate(self.buckets):
             lines.append(f"  reduce gradients, bucket {number}: {_members(group)}, {self._reduced(group)}")
@@ -68,3 +71,11 @@ class ProgramText:
 def _members(group: Group) -> str:
     count = len(group.members)
     return f"{count} parameter{'s' if count > 1 else ''}"
+
+
+def _transfer(node: Node) -> str:
+    """A copy to the host or back, and of the gradient the other way."""
+    size = show_bytes(node.outputs[0].size_bytes)
+    there, back = ("to_host", "to_device") if node.op == TO_HOST else ("to_device", "to_host")
+    backward = f" | backward {back} {size}" if any(node.needs_grad) else ""
+    return f"%{node.name}: {node.outputs[0]} = {there}(%{node.uses[0]})  forward {there} {size}{backward}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES, BucketBytes, Gradient, Group, fill
+from meshwright.redistribute.buckets import BUCKET_BYTES, BucketBytes, Gradient, Group, fill
 from meshwright.runtime.communicator import Communicator, Work
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.sharded_update import ScatterBucket, Shard
@@ -160,8 +160,8 @@ def _buckets(
             for n, (p, axes) in enumerate(pending)
         ]
     of = {g.name: p for g, (p, _) in zip(described, pending, strict=True)}
-    alone = ALONE_BYTES.get(pending[0][0].device.type, BUCKET_BYTES)
-    for group in fill(described, bucket_bytes, alone):
+    device = next((p.device.type for p, _ in pending if p.device.type != "cpu"), "cpu")
+    for group in fill(described, device, bucket_bytes):
         parameters = [of[g.name] for g in group.members]
         if group.parted:
             yield group, ScatterBucket(group, [shards[id(p)] for p in parameters])

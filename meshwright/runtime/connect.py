@@ -123,13 +123,15 @@ class Meeting:
         if found:
             raise RunError(found, hint=hint)
 
-    def connect(self, mesh: Mesh, device: torch.device) -> Communicator:
-        """The communicator of a mesh, with the default process group made if there is none."""
+    def connect(self, mesh: Mesh, device: torch.device, *, host: bool = False) -> Communicator:
+        """The communicator of a mesh, with the default process group made if there is none. `host`: tensors in the
+        host's memory are communicated too."""
         if self.channel is None:
             return Alone(mesh)
         if not dist.is_initialized():
             assert isinstance(self.channel, _StoreChannel)
             backend = "nccl" if device.type == "cuda" else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if host and device.type == "cuda" else backend
             store = dist.PrefixStore("meshwright/group", self.channel.store)
             rank, world = self.channel.rank, self.channel.world
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=self.timeout)

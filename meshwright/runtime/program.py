@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from meshwright.errors import RuleError
-from meshwright.graph import PIN, RESHARD, START, WAIT, Device, Dtype, Graph, Node, Ref
+from meshwright.graph import PIN, RESHARD, START, TO_DEVICE, TO_HOST, WAIT, Device, Dtype, Graph, Node, Ref
 from meshwright.runtime.again import Again
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.dtypes import TORCH_DTYPES
@@ -27,16 +27,43 @@ from meshwright.runtime.reshard import Pair
 NO_KEEPS: Mapping[str, str] = {}
 
 
+HOST = torch.device("cpu")
+
+
 class Kernel(torch.nn.Module):
     """One call of one of our kernels, with its literal arguments, on its rank."""
 
-    def __init__(self, function: Callable[..., Any], rank: Rank) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.function, self.rank = function, rank
+        self.function = function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the kernel."""
-        return self.function(self.rank, *args, **kwargs)
+        return self.function(*args, **kwargs)
+
+
+def _on_rank(function: Callable[..., Any], rank: Rank, device: torch.device) -> Callable[..., Any]:
+    """A kernel of a rank, which makes what it makes on this device: the rank's own, or the host."""
+    if device == rank.device:
+        return functools.partial(function, rank)
+
+    def there(*args: Any, **kwargs: Any) -> Any:
+        with rank.at_place(device):
+            return function(rank, *args, **kwargs)
+
+    return there
+
+
+class Transfer(torch.nn.Module):
+    """A copy to a device and, backward, of the gradient to where the value came from; nothing where it is there."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The value there."""
+        return x.to(self.device)
 
 
 class Recomputed(torch.nn.Module):
@@ -63,12 +90,13 @@ def build_module(
     again: Again | None = None,
     keeps: Mapping[str, str] = NO_KEEPS,
     starts: dict[str, Start] | None = None,
+    hosts: Collection[str] = (),
 ) -> fx.GraphModule:
     """The module that runs a local graph (or a segment of one). Its arguments are the graph's inputs, in order; it
     returns a tuple with its outputs and then its mutations. Reshards that make a value of `late` may end after
     backward; those marked ``again=True`` report to `again`, and are kept where there is none, and so are the nodes that
-    `keeps` calls ``again``. `starts` has the flights of earlier segments, and takes those of this one. Raises RuleError
-    for an operator that cannot be found."""
+    `keeps` calls ``again``. `starts` has the flights of earlier segments, and takes those of this one. `hosts`: the
+    nodes that run on the host. Raises RuleError for an operator that cannot be found."""
     root = torch.nn.Module()
     made = fx.Graph()
     values: dict[str, fx.Node] = {}
@@ -77,8 +105,9 @@ def build_module(
     for entry in graph.inputs:
         values[entry.name] = made.placeholder(_identifier(entry.name))
     for node in graph.nodes:
-        args = _arguments(node.args, values, rank.device)
-        kwargs = {k: _arguments(v, values, rank.device) for k, v in node.kwargs}
+        device = HOST if node.name in hosts else rank.device
+        args = _arguments(node.args, values, device)
+        kwargs = {k: _arguments(v, values, device) for k, v in node.kwargs}
         name = _identifier(node.name)
         if node.op == PIN:
             values[node.name] = args[0]
@@ -95,20 +124,24 @@ def build_module(
         elif node.op == WAIT:
             root.add_module(name, Wait(starts[node.uses[0]], node.args[1]))
             result = made.call_module(name, (args[0],))
+        elif node.op in (TO_HOST, TO_DEVICE):
+            root.add_module(name, Transfer(HOST if node.op == TO_HOST else rank.device))
+            result = made.call_module(name, (args[0],))
         elif again is not None and keeps.get(node.name) == "again":
             if node.op == "meshwright.dropout":
                 x, *key = args
-                root.add_module(f"{name}_mask", Recomputed(functools.partial(drawn_mask, rank), again, rank))
+                mask = Recomputed(_on_rank(drawn_mask, rank, device), again, rank)
+                root.add_module(f"{name}_mask", mask)
                 args = (x, made.call_module(f"{name}_mask", tuple(key)), key[0])
-                root.add_module(name, Recomputed(functools.partial(masked, rank), again))
+                root.add_module(name, Recomputed(_on_rank(masked, rank, device), again))
             elif node.op in KERNELS:
-                function = functools.partial(KERNELS[node.op], rank)
+                function = _on_rank(KERNELS[node.op], rank, device)
                 root.add_module(name, Recomputed(function, again, rank))
             else:
                 root.add_module(name, Recomputed(torch_operator(node), again))
             result = made.call_module(name, args, kwargs)
         elif node.op in KERNELS:
-            root.add_module(name, Kernel(KERNELS[node.op], rank))
+            root.add_module(name, Kernel(_on_rank(KERNELS[node.op], rank, device)))
             result = made.call_module(name, args, kwargs)
         else:
             result = made.create_node("call_function", torch_operator(node), args, kwargs, name=name)

@@ -44,3 +44,12 @@ class Rank:
                 self.step, self.micro_batch = later
 
         return back
+
+    @contextlib.contextmanager
+    def at_place(self, device: torch.device) -> Iterator[None]:
+        """While a kernel runs elsewhere than on the rank's device: what it makes is made there."""
+        before, self.device = self.device, device
+        try:
+            yield
+        finally:
+            self.device = before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from meshwright.runtime.collectives import Handle
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.executor import Action, Executor, plain_actions
 from meshwright.runtime.overlap import Start
-from meshwright.runtime.program import build_module
+from meshwright.runtime.program import HOST, build_module
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Mover
 from meshwright.runtime.sharded_update import ShardedUpdate
@@ -78,9 +79,9 @@ class LocalStep:
         self._named = {(i.role, i.target): i.name for i in self.inputs.values()}
         for name, entry in self.inputs.items():
             if entry.role != "batch":
-                self._make_leaf(entry, values[name])
+                self._make_leaf(entry, values[name].to(self._place(name, values[name].device)))
         self._batch = [
-            (i, slicer(self.layouts[i.name], self.mesh, rank.comm.rank))
+            (i, slicer(self.layouts[i.name], self.mesh, rank.comm.rank), self._place(i.name, rank.device))
             for i in self.inputs.values()
             if i.role == "batch"
         ]
@@ -88,11 +89,12 @@ class LocalStep:
         late = late_values(self.graph)
         keeps = keeps_of(self.graph, parts.resharded.keeps)
         again = Again() if keeps or any(n.kwarg("again") for n in self.graph.nodes) else None
+        hosts = frozenset(n.name for n in self.graph.nodes if parts.on_host(n)) if parts.plan.hosts else ()
         starts: dict[str, Start] = {}
-        modules = [
-            build_module(s.graph, rank, self.handle, late=late, again=again, keeps=keeps, starts=starts)
-            for s in segments
-        ]
+        build = functools.partial(
+            build_module, late=late, again=again, keeps=keeps, hosts=hosts, starts=starts
+        )
+        modules = [build(s.graph, rank, self.handle) for s in segments]
         self.modules = modules
         described = pending_gradients(parts)
         pending = [(self.weights[g.name], g.axes) for g in described]
@@ -103,6 +105,8 @@ class LocalStep:
         )
         trained = list(self.parameters.values())
         self.optimizer = optimizer(trained) if optimizer is not None and trained else None
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            apart_by_device(self.optimizer)
         if optimizer is not None and trained and not isinstance(self.optimizer, torch.optim.Optimizer):
             raise RunError(
                 f"optimizer(parameters) gave a {type(self.optimizer).__name__}, not a torch.optim.Optimizer",
@@ -113,6 +117,10 @@ class LocalStep:
         scale = loss_scale(parts)
         self.executor = Executor(segments, modules, self.leaves, self.buckets, self._update, saving, scale)
         self.executor.kinds["reduce_wait"] = lambda _: self._reduced()
+
+    def _place(self, name: str, device: torch.device) -> torch.device:
+        """Where an input lives: in the host's memory, or on the given device."""
+        return HOST if name in self.parts.resharded.hosted else device
 
     def _make_leaf(self, entry: Input, value: torch.Tensor) -> None:
         local = slicer(self.layouts[entry.name], self.mesh, self.rank.comm.rank)(value.detach())
@@ -147,8 +155,8 @@ class LocalStep:
 
     def local_batch(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """This rank's part of a whole batch. Raises BatchError for tensors that differ from the example."""
-        check_batch([e for e, _ in self._batch], batch)
-        return {e.name: take(batch[e.target].to(self.rank.device)) for e, take in self._batch}
+        check_batch([e for e, _, _ in self._batch], batch)
+        return {e.name: take(batch[e.target].to(place)) for e, take, place in self._batch}
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Forward, backward and update on the whole batch; the global loss."""
@@ -196,6 +204,17 @@ class LocalStep:
         return update_layout(self.parts, self.inputs[self._named["parameter", parameter]])
 
 
+def apart_by_device(optimizer: torch.optim.Optimizer) -> None:
+    """Split groups whose parameters lie on several devices, one group for each: torch updates many tensors in one
+    kernel only where all of a group are on one device."""
+    for group in list(optimizer.param_groups):
+        devices = list(dict.fromkeys(p.device for p in group["params"]))
+        for device in devices[1:]:
+            there = [p for p in group["params"] if p.device == device]
+            group["params"] = [p for p in group["params"] if p.device != device]
+            optimizer.add_param_group({**group, "params": there})
+
+
 def clip_by_global_norm(step: LocalStep, limit: float) -> torch.Tensor:
     """Scale gradients so that their global 2-norm is at most `limit`, as `torch.nn.utils.clip_grad_norm_`
     does on one device.
@@ -212,7 +231,8 @@ def clip_by_global_norm(step: LocalStep, limit: float) -> torch.Tensor:
             by_axes.setdefault(axes, []).append(parameter.grad)
     total: torch.Tensor | None = None
     for axes, gradients in by_axes.items():
-        part = torch.stack([torch.linalg.vector_norm(g) ** 2 for g in gradients]).sum()
+        squares = [torch.linalg.vector_norm(g).to(step.rank.device) ** 2 for g in gradients]
+        part = torch.stack(squares).sum()
         part = step.rank.comm.all_reduce(part, axes) if axes else part
         total = part if total is None else total + part
     if total is None:

@@ -68,17 +68,18 @@ def _make_plan(
     graph = folds.graph
     scene = Scene(graph, factors_of(graph), mesh)
     specs = pin_specs(graph) if mode in ANNOTATED else []
+    full = folds.full
+    hosts = frozenset(n.name for n in graph.nodes if "host" in n.marks)
     found: Found | None = None
     if mode in SEARCHES and request is not None:
-        found = search(Planner(scene, folds, _seeds(scene, specs, wishes), request), mode)
+        found = search(Planner(scene, folds, _seeds(scene, specs, wishes), request, hosts), mode)
         assignment, reasons = dict(found.choice.strategies), {}
     else:
         assignment, reasons = _assign(scene, mode, specs, wishes)
         pass_gradients_back(scene, assignment)
         if request is not None:
-            found = priced(Planner(scene, folds, {}, request), assignment)
+            found = priced(Planner(scene, folds, {}, request, hosts), assignment)
     notes = check_annotated(scene, specs, assignment) + _unused(graph, mode)
-    full = folds.full
     plan = Plan(
         mesh,
         mode,
@@ -89,6 +90,7 @@ def _make_plan(
         about={n.name: (n.op, n.module) for n in full.nodes},
         pins=plain_pins(pins),
         prices=request.cluster.prices if request else None,
+        hosts=frozenset(name for name, here in folds.nodes.items() if here in hosts),
     )
     if found is not None:
         plan = _with_choice(plan, folds, found)

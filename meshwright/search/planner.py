@@ -57,7 +57,7 @@ class Judge(Protocol):
 class Request:
     """What a search is asked for. `optimizer_states`: moments per parameter element (2 for Adam); `space` and `inner`
     choose what is searched and how, where a mode has a choice. `judge` makes the simulation that has the last word on
-    time and memory from a folded graph and a mesh; without it sums decide."""
+    time and memory from a folded graph, a mesh and the nodes that the host runs; without it sums decide."""
 
     cluster: Cluster
     memory_bytes: float | None = None
@@ -65,7 +65,7 @@ class Request:
     space: str = ""
     inner: str = "exact"
     progress: Progress = lambda stage, price, bound: None
-    judge: Callable[[Folded, Mesh], Judge] | None = None
+    judge: Callable[[Folded, Mesh, frozenset[str]], Judge] | None = None
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,18 @@ class Found:
 class Planner:
     """Makes spaces of one scene, sharing what they have in common."""
 
-    def __init__(self, scene: Scene, folds: Folded, seeds: Seeds, request: Request) -> None:
-        self.scene, self.seeds, self.request = scene, seeds, request
+    def __init__(
+        self,
+        scene: Scene,
+        folds: Folded,
+        seeds: Seeds,
+        request: Request,
+        hosts: frozenset[str] = frozenset(),
+    ) -> None:
+        """`hosts`: the nodes of the scene's graph that the host runs."""
+        self.scene, self.seeds, self.request, self.hosts = scene, seeds, request, hosts
         self.ties = Ties(folds.same, folds.weight)
-        self.judge = request.judge(folds, scene.mesh) if request.judge else None
+        self.judge = request.judge(folds, scene.mesh, hosts) if request.judge else None
         self.nodes = len(folds.full.nodes)
         self.table = Table(scene.mesh, request.cluster.prices)
         self.values = values_of(scene.graph, scene.factors)
@@ -93,7 +101,8 @@ class Planner:
         if seeds:
             wished = {name: wished_options(seeds, codes) for name, codes in self.codes.items()}
             self.codes = all_codes(scene.graph, scene.factors, self.values, self.ties, wished)
-        self.kept = Kept(scene.graph, self.values, self.codes)
+        priced = hosts if request.cluster.host_bytes_per_s else ()
+        self.kept = Kept(scene.graph, self.values, self.codes, priced)
 
     def space(self, family: Family, storage: Storage | None = None) -> Space:
         """The space of a family, the user's cuts honoured."""
@@ -108,6 +117,7 @@ class Planner:
             codes=self.codes,
             table=self.table,
             kept=self.kept,
+            hosts=self.hosts,
         )
 
     def storage(self, allowed: bool = True) -> Storage:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from meshwright.capture.batch import leaves
-from meshwright.graph import Graph
+from meshwright.graph import MOVES, Graph
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
-from meshwright.partition import RESHARD, Partition, partition
+from meshwright.partition import Partition, partition
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld
 from meshwright.runtime.program import build_module
@@ -81,7 +81,7 @@ def _first_at(parts: Partition, batch: Any, start: Mapping[str, torch.Tensor], t
 
 def _origin(graph: Graph, value: str, known: Mapping[str, torch.Tensor]) -> str:
     """The name on one device of what a value is: reshards, hubs among them, have no other."""
-    while value not in known and (node := graph.producers.get(value)) is not None and node.op == RESHARD:
+    while value not in known and (node := graph.producers.get(value)) is not None and node.op in MOVES:
         value = node.uses[0]
     return value
 
@@ -92,12 +92,12 @@ def _single(parts: Partition) -> Partition:
 
 
 def replace_reshards(parts: Partition) -> Graph:
-    """The graph of a partition without its reshards: what one device runs."""
+    """The graph of a partition without its reshards and transfers: what one device runs."""
     graph = parts.resharded.graph
     alias: dict[str, str] = {}
     nodes = []
     for node in graph.nodes:
-        if node.op == RESHARD:
+        if node.op in MOVES:
             alias[node.name] = alias.get(node.uses[0], node.uses[0])
         else:
             nodes.append(node.with_uses(alias.get(u, u) for u in node.uses))

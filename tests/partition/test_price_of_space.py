@@ -42,8 +42,10 @@ def test_any_choice_costs_what_its_program_costs(model: str, space: str) -> None
     mesh = cluster.place(Mesh.of(sizes))
     axes = len(mesh.axes)
     stored = Storage(tuple((axis,) for axis in range(axes)), smallest_bytes=0)
-    choices = Space(graph, factors, mesh, cluster, family(axes), stored)
     draw = random.Random(f"{model} {space}")
+    names = [n.name for n in graph.nodes]
+    hosts = frozenset(draw.sample(names, len(names) // 3) if draw.random() < 0.5 else ())
+    choices = Space(graph, factors, mesh, cluster, family(axes), stored, hosts=hosts)
     for _ in range(4):
         states = [draw.randrange(parts.shape[1]) for parts in choices.unary]
         choice, wanted = choices.choice(states), choices.price(states)
@@ -55,6 +57,7 @@ def test_any_choice_costs_what_its_program_costs(model: str, space: str) -> None
             choice.inputs,
             hubs=choice.hubs,
             again=choice.again,
+            hosts=hosts,
             prices=cluster.prices,
         )
         found = program_price(partition(graph, plan, keeps=saved), cluster)

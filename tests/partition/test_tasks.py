@@ -15,7 +15,7 @@ from meshwright.partition import Partition
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.price import program_price
 from meshwright.partition.tasks import simulate, step_tasks
-from meshwright.redistribute.buckets import Gradient, fill
+from meshwright.redistribute.buckets import ALONE_BYTES, Gradient, fill
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
@@ -78,7 +78,7 @@ def test_buckets_are_filled_as_the_runtime_fills_them_on_every_rank(
     name: str, mesh: MeshKey, mode: str
 ) -> None:
     parts, values, _ = prepared(name, mesh, mode)
-    groups = fill(pending_gradients(parts), SMALL, 2 << 20)
+    groups = fill(pending_gradients(parts), "cpu", SMALL)
     target = {i.name: i.target for i in parts.resharded.graph.inputs}
     expected = [(g.axes, [target[m.name] for m in g.members]) for g in groups]
     for rank in range(parts.plan.mesh.size):
@@ -119,7 +119,9 @@ def test_uneven_cuts_fill_buckets_alike_on_all_ranks() -> None:
     assert found == [found[0]] * 4 and len(found[0]) == 2
 
 
-def test_the_rule_of_the_buckets() -> None:
+def test_the_rule_of_the_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALONE_BYTES, "cpu", 9)
+
     def g(name: str, size: int, axes: str = "dp", dtype: str = "f32", fresh: bool = False) -> Gradient:
         return Gradient(name, (axes,), dtype, size, fresh)
 
@@ -131,7 +133,7 @@ def test_the_rule_of_the_buckets() -> None:
         g("big", 9, fresh=True),
         g("c", 8),
     ]
-    groups = fill(pending, bucket_bytes=8, alone_bytes=9)
+    groups = fill(pending, "cpu", bucket_bytes=8)
     assert [[m.name for m in group.members] for group in groups] == [
         ["c"],
         ["big"],

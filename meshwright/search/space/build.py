@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.host import transfer_seconds
 from meshwright.cost.operators import VIEWS
 from meshwright.cost.saved import saved
-from meshwright.graph import Graph
+from meshwright.graph import PIN, Graph, Node
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Strategy
+from meshwright.places import hosted_values, leaving_values
 from meshwright.redistribute.matrix import Table, Value
 from meshwright.search.solve.problem import Builder, Problem
 from meshwright.search.space.codes import NodeCodes, Option, node_codes, values_of
@@ -96,8 +98,10 @@ class Space:
         codes: Mapping[str, NodeCodes] | None = None,
         table: Table | None = None,
         kept: Kept | None = None,
+        hosts: Collection[str] = (),
     ) -> None:
-        """`codes` and what is `kept` are those of an earlier space of the same graph, mesh and cluster."""
+        """`codes` and what is `kept` are those of an earlier space of the same graph, mesh, cluster and `hosts`, the
+        nodes that the host runs."""
         self.graph, self.factors, self.mesh, self.cluster, self.ties = (
             graph,
             factors,
@@ -109,9 +113,12 @@ class Space:
         self.values = kept.values if kept else values_of(graph, factors)
         self.prices = Prices(self.table)
         self.codes = dict(codes or all_codes(graph, factors, self.values, self.ties))
-        self.kept = kept or Kept(graph, self.values, self.codes)
+        self.hosts = frozenset(hosts) if cluster.host_bytes_per_s else frozenset()
+        self.hosted = hosted_values(graph, self.hosts)
+        self.leaving = leaving_values(graph, self.hosts, self.hosted)
+        self.kept = kept or Kept(graph, self.values, self.codes, self.hosts)
         self.nodes: dict[str, NodeStates] = {
-            name: node_states(found, family, graph, mesh, cluster, self.kept.states)
+            name: node_states(found, family, graph, mesh, cluster, self.kept.states, host=name in self.hosts)
             for name, found in self.codes.items()
         }
         self.hubs: dict[str, Port] = {}
@@ -160,10 +167,11 @@ class Space:
 
         def make() -> ParameterStates:
             return parameter_states(
-                value, ports, trained, whole, self.mesh, self.cluster, self.table, storage
+                value, ports, trained, whole, self.mesh, self.cluster, self.table, storage, host
             )
 
-        return self.kept.parameter(ports, (value, trained, whole, storage), make)
+        host = name in self.hosted
+        return self.kept.parameter(ports, (value, trained, whole, storage, host), make)
 
     def _number(self) -> None:
         def add(kind: str, name: str, parts: np.ndarray) -> None:
@@ -177,6 +185,8 @@ class Space:
         for name, states in self.nodes.items():
             zero = np.zeros(len(states.rows))
             add("node", name, times[name] * np.stack([states.compute, states.talk, zero]))
+        for node in self.graph.nodes if self.hosts else ():
+            self.unary[self.variable["node", self.ties.first(node.name)]][1] += self._crossing(node)
         for value, port in self.hubs.items():
             add("hub", value, np.zeros((3, len(port.forward))))
         for name, found in self.parameters.items():
@@ -186,6 +196,24 @@ class Space:
     def owners(self, name: str) -> int:
         """How many parameters of the model a parameter of the graph stands for."""
         return self.kept.once("owners", lambda: owners_of(self.graph, self.ties.first, self.ties.times))[name]
+
+    def _crossing(self, node: Node) -> np.ndarray | float:
+        """Seconds of what a node takes to the host, or of what it makes there and others read on the device."""
+        graph, seconds = self.graph, 0.0
+        states, first = self.nodes[self.ties.first(node.name)], self.ties.first
+        there = node.name in self.hosts or (node.op == PIN and node.uses[0] in self.hosted)
+        ends = zip(node.uses, states.inputs(), strict=True) if there else ()
+        # The hub of what leaves the host is on the device, for all.
+        back = {u for u in node.uses if u in self.leaving and first(u) in self.hubs}
+        crossed = [(u, p) for u, p in ends if u not in self.hosted or u in back]
+        crossed += [(v, p) for v, p in zip(node.values, states.outputs(), strict=True) if v in self.leaving]
+        for value, port in crossed:
+            found = self.values[self.ties.first(value)]
+            once = transfer_seconds(
+                found.itemsize * self.table.local_elements(found, port.forward), self.cluster
+            )
+            seconds = seconds + self.ties.times(node.name) * once * (2 if value in graph.needs_grad else 1)
+        return seconds
 
     # ------------------------------------------------------------------------------------------------ prices
 

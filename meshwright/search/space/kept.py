@@ -7,7 +7,7 @@ Their states are found once for each set of rows; parameters of one type whose r
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,11 +25,19 @@ T = TypeVar("T")
 class Kept:
     """Found once for a graph, a mesh and a cluster; what has been priced is added as spaces are made."""
 
-    def __init__(self, graph: Graph, values: Mapping[str, Value], codes: Mapping[str, NodeCodes]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        values: Mapping[str, Value],
+        codes: Mapping[str, NodeCodes],
+        hosts: Collection[str] = (),
+    ) -> None:
+        """`hosts`: the nodes that the host runs."""
         self.values, self.codes = values, codes
         known: dict[Hashable, int] = {}
         self._kinds = {
-            name: known.setdefault(kind_of(found, graph), len(known)) for name, found in codes.items()
+            name: known.setdefault((kind_of(found, graph), name in hosts), len(known))
+            for name, found in codes.items()
         }
         self._states: dict[Hashable, NodeStates] = {}
         self._parameters: dict[Hashable, ParameterStates] = {}

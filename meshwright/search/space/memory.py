@@ -15,7 +15,7 @@ import numpy as np
 from meshwright.cost.operators import PIECES, PRODUCTS, REPEATS, VIEWS
 from meshwright.cost.saved import saved
 from meshwright.graph import DTYPES, Graph
-from meshwright.redistribute.buckets import ALONE_BYTES, BUCKET_BYTES
+from meshwright.redistribute.buckets import alone_bytes
 from meshwright.redistribute.matrix import WHOLE
 from meshwright.search.solve import Memory
 from meshwright.search.space.build import Space, is_kept
@@ -32,12 +32,14 @@ def memory_of(space: Space, optimizer_states: int) -> Memory:
         first, times = space.ties.first(node.name), space.ties.times(node.name)
         states = space.nodes[first]
         rows = amounts[space.variable["node", first]]
-        for port, name, share in keepers.get(node.name, ()):
+        for port, name, share in keepers.get(node.name, ()) if node.name not in space.hosts else ():
             value = space.values[space.ties.first(name)]
             codes = states.ports[port].forward
             kept = share * times * value.itemsize * space.table.local_elements(value, codes)
             rows[:, 0] += kept
             rows[:, 2] += 0 if node.name in late else kept
+        if node.name in space.hosts:
+            continue
         wanted = [u in space.graph.needs_grad for u in node.uses]
         extra = saved(node, space.graph.types, wanted).extra_bytes
         if extra and node.uses:
@@ -54,13 +56,15 @@ def memory_of(space: Space, optimizer_states: int) -> Memory:
             if node.name == head and wanted[0]:
                 rows[:, 2] += read
     for name, found in space.parameters.items():
+        if name in space.hosted:
+            continue
         rows = amounts[space.variable["parameter", name]]
         kind = space.graph.types[name]
         item, count = DTYPES[kind.dtype], space.owners(name)
         trained = name in space.graph.needs_grad
         state = item * optimizer_states if trained else 0  # torch keeps moments in the parameter's dtype
         waits = (found.use.grad & ~found.stored).any(axis=1)
-        alone = ALONE_BYTES.get(space.cluster.device_type, BUCKET_BYTES)
+        alone = alone_bytes(space.cluster.device_type)
         buffered = waits & (found.elements * item < alone) & trained
         rows[:, 0] += count * (
             found.elements * (item + state + item * buffered)
@@ -77,7 +81,7 @@ def _gathered(space: Space, late: frozenset[str]) -> dict[tuple[int, int], np.nd
     """Weights that a reader gathers for itself and autograd keeps: float64[3, states, states] for each pair."""
     found: dict[tuple[int, int], np.ndarray] = {}
     for (source, _, target, port, name), times in space.edges().items():
-        if source[0] != "parameter" or name not in space.graph.needs_grad:
+        if source[0] != "parameter" or name not in space.graph.needs_grad or name in space.hosted:
             continue
         node = space.graph.producers[space.nodes[target[1]].codes.node.values[0]]
         wanted = [u in space.graph.needs_grad for u in node.uses]
@@ -99,7 +103,8 @@ def _gathered(space: Space, late: frozenset[str]) -> dict[tuple[int, int], np.nd
 
 def fixed_bytes(space: Space) -> float:
     """Bytes of what no choice changes: the batch, buffers and constants."""
-    return float(sum(i.type.size_bytes for i in space.graph.inputs if i.role != "parameter"))
+    given = (i for i in space.graph.inputs if i.role != "parameter" and i.name not in space.hosted)
+    return float(sum(i.type.size_bytes for i in given))
 
 
 def _end(graph: Graph) -> tuple[str, str, frozenset[str]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.host import place
 from meshwright.cost.machine import seconds
 from meshwright.cost.operators import work
 from meshwright.graph import Graph
@@ -43,20 +44,28 @@ Known = Callable[[NodeCodes, Rows, Callable[[], "NodeStates"]], "NodeStates"]
 
 
 def node_states(
-    codes: NodeCodes, family: Family, graph: Graph, mesh: Mesh, cluster: Cluster, known: Known | None = None
+    codes: NodeCodes,
+    family: Family,
+    graph: Graph,
+    mesh: Mesh,
+    cluster: Cluster,
+    known: Known | None = None,
+    *,
+    host: bool = False,
 ) -> NodeStates:
-    """The states of a node in a family, with their seconds; `known` returns those of nodes like it, or makes them."""
+    """The states of a node in a family, with their seconds; `known` returns those of nodes like it, or makes them.
+    `host`: it runs there."""
     sizes = np.array([a.size for a in mesh.axes], dtype=np.float64)
     rows = family(codes, sizes)
 
     def make() -> NodeStates:
-        return _made(codes, rows, sizes, graph, mesh, cluster)
+        return _made(codes, rows, sizes, graph, mesh, cluster, host)
 
     return known(codes, rows, make) if known else make()
 
 
 def _made(
-    codes: NodeCodes, rows: Rows, sizes: np.ndarray, graph: Graph, mesh: Mesh, cluster: Cluster
+    codes: NodeCodes, rows: Rows, sizes: np.ndarray, graph: Graph, mesh: Mesh, cluster: Cluster, host: bool
 ) -> NodeStates:
     ports = tuple(
         Port(forward[rows], grad[rows]) for forward, grad in zip(codes.forward, codes.grad, strict=True)
@@ -65,7 +74,7 @@ def _made(
     node = codes.node
     wanted = [u in graph.needs_grad for u in node.uses]
     done = work(node, codes.site.rule, local, graph.types, wanted)
-    forward, backward = seconds(done, cluster.device, cluster.measured)
+    forward, backward = seconds(done, *place(cluster, host))
     compute = np.broadcast_to(np.asarray(forward + backward, dtype=np.float64), (len(rows),)).copy()
     return NodeStates(codes, rows, ports, compute, _talk(codes, rows, graph, mesh, cluster))
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.host import place as place_of
 from meshwright.cost.machine import update_seconds
 from meshwright.cost.reduction import reduction_seconds
 from meshwright.layout import Dim, TensorLayout
@@ -73,9 +74,10 @@ def parameter_states(
     cluster: Cluster,
     table: Table,
     how: Storage,
+    host: bool = False,
 ) -> ParameterStates:
     """Every use that some consumer asks for, with every storage of it. `kept`: autograd keeps what is gathered, so it
-    may be gathered again instead."""
+    may be gathered again instead. `host`: it lives there, and is updated there."""
     uses = union(wants)
     sizes = np.array([a.size for a in mesh.axes])
     leaf_sizes = np.array([s for item in value.sizes for part in item for s in part])
@@ -102,7 +104,7 @@ def parameter_states(
     use = uses.take(rows)
     place = np.array([f[2] for f in found])
     again = np.array([f[3] for f in found])
-    priced = _priced(value, use, stored, place, again, needs_grad, mesh, cluster, table, how.states)
+    priced = _priced(value, use, stored, place, again, needs_grad, mesh, cluster, table, how.states, host)
     return priced.take(_undominated(rows, priced, how.again))
 
 
@@ -166,6 +168,7 @@ def _priced(
     cluster: Cluster,
     table: Table,
     states: int,
+    host: bool,
 ) -> ParameterStates:
     names = np.array([a.name for a in mesh.axes])
     used = table.local_elements(value, use.forward)
@@ -202,7 +205,7 @@ def _priced(
                 fused_bytes("all_reduce", mesh, axes, cluster.prices),
             )
     update = (
-        update_seconds(elements, states, cluster.device, cluster.measured, value.itemsize)
+        update_seconds(elements, states, *place_of(cluster, host), value.itemsize)
         if needs_grad
         else np.zeros(len(elements))
     )

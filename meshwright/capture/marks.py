@@ -1,0 +1,77 @@
+"""Words that annotations give to operators (`mw.on_host`): from marks at the tensors of a call to the nodes inside it.
+
+The marks themselves go: they would stand between an operator and its readers, and between equal layers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshwright.graph import PIN, Graph, Node
+
+
+def settle_marks(graph: Graph) -> Graph:
+    """The graph whose nodes carry the words of the calls they are in: those between a call's marked tensors and its
+    marked results, and what is made for them alone of parameters and constants (the cast of a table, a mask)."""
+    sites: dict[tuple[int, str], tuple[set[str], set[str]]] = {}
+    marks: set[str] = set()
+    for node, site, word, role in _marks(graph):
+        sites.setdefault((site, word), (set(), set()))[role == "out"].add(node.name)
+        marks.add(node.name)
+    if not sites:
+        return graph
+    words: dict[str, set[str]] = {}
+    given = _below(graph, {i.name for i in graph.input_of("batch")})
+    for (_, word), (starts, ends) in sites.items():
+        inside = (_below(graph, starts) & _above(graph, ends)) - starts
+        for node in reversed(graph.nodes):
+            users = [c.name for v in node.values for c, _ in graph.consumers[v]]
+            if users and inside.issuperset(users) and node.name not in given and node.op != PIN:
+                inside.add(node.name)
+        for name in inside:
+            words.setdefault(name, set()).add(word)
+    became: dict[str, str] = {}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if node.name in marks:
+            became[node.name] = became.get(node.uses[0], node.uses[0])
+            continue
+        node = node.with_uses(became.get(u, u) for u in node.uses)
+        said = words.get(node.name, ()) if node.op != PIN else ()
+        nodes.append(replace(node, marks=tuple(sorted(said))))
+    return replace(
+        graph,
+        nodes=tuple(nodes),
+        outputs=tuple((label, became.get(v, v)) for label, v in graph.outputs),
+        mutations=tuple((target, became.get(v, v)) for target, v in graph.mutations),
+    )
+
+
+def _marks(graph: Graph) -> Iterator[tuple[Node, int, str, str]]:
+    for node in graph.nodes:
+        if node.op == PIN and "mark" in (data := json.loads(node.args[1])):
+            yield node, data["site"], data["mark"], data["role"]
+
+
+def _below(graph: Graph, start: set[str]) -> set[str]:
+    """Names of nodes that follow from these nodes or inputs, themselves among them."""
+    found, values = set(start), set(start)
+    for node in graph.nodes:
+        if node.name in found or values.intersection(node.uses):
+            found.add(node.name)
+            values.update(node.values)
+    return found
+
+
+def _above(graph: Graph, start: set[str]) -> set[str]:
+    """Names of nodes that these follow from, themselves among them."""
+    found = set(start)
+    for node in reversed(graph.nodes):
+        if node.name in found:
+            found.update(graph.producers[u].name for u in node.uses if u in graph.producers)
+    return found
+
+
+__all__ = ["settle_marks"]
