@@ -24,12 +24,11 @@ from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.price import letter_sizes, on_cluster
 from meshwright.partition.tasks import step_tasks
+from meshwright.partition.updates import update_layout
 from meshwright.redistribute.steps import origin
 
-WAITED, HIDDEN = (
-    "waited",
-    "hidden",
-)  # collectives that the program waits for, and those beside what it computes
+MEETING, WAITED = "meeting", "waited"  # latency and bytes of the collectives that the program waits for
+HIDDEN = "hidden"  # collectives beside what it computes
 LAUNCH = "launch"  # of operators: the interpreter, autograd's own
 UPDATE = "update"
 STATES = 2  # moments of a parameter: steps are taken with AdamW
@@ -38,20 +37,18 @@ NUDGE = 1e-3  # of a factor, for a derivative
 
 @dataclass(frozen=True)
 class Prediction:
-    """The tasks of a step; of each its class, and those of its seconds that start operators."""
+    """The tasks of a step; of each its seconds by class."""
 
     tasks: tuple[Task, ...]
-    kinds: tuple[str, ...]
-    starting: tuple[float, ...]
+    classes: tuple[Mapping[str, float], ...]
     slowdown: Mapping[str, float]
 
     def seconds(self, factors: Mapping[str, float] | None = None) -> float:
         """The step, with factors for classes."""
         known = factors or {}
-        common = known.get(LAUNCH, 1.0)
         changed = [
-            replace(t, seconds=(t.seconds - s) * known.get(kind, 1.0) + s * common)
-            for t, kind, s in zip(self.tasks, self.kinds, self.starting, strict=True)
+            replace(task, seconds=sum(s * known.get(name, 1.0) for name, s in by_class.items()))
+            for task, by_class in zip(self.tasks, self.classes, strict=True)
         ]
         return play(changed, self.slowdown).step_seconds
 
@@ -59,9 +56,8 @@ class Prediction:
         """Seconds of the step by class, with factors: what a class hides behind another does not count."""
         known = factors or {}
         whole = self.seconds(known)
-        nudged = {
-            c: {**known, c: known.get(c, 1.0) * (1 + NUDGE)} for c in dict.fromkeys([*self.kinds, LAUNCH])
-        }
+        names = dict.fromkeys(name for by_class in self.classes for name in by_class)
+        nudged = {c: {**known, c: known.get(c, 1.0) * (1 + NUDGE)} for c in names}
         return {c: (self.seconds(more) - whole) / NUDGE for c, more in nudged.items()}
 
 
@@ -76,13 +72,15 @@ def told(parts: Partition, cluster: Cluster) -> dict[str, Any]:
     entry: dict[str, Any]
     tasks: list[dict[str, Any]] = []
     for task in step_tasks(parts, cluster, STATES):
-        if task.kind == "update":
-            entry = {"update": _updated(parts)}
-        elif not task.computes:
+        if not task.computes:
             names = str(task.about["axes"]).split(",")
             axes = [a for name in names for a in mesh.resolve(name)]
             sent = [task.about["collective"], axes, task.about["sent_bytes"], COMPUTE in task.streams]
             entry = {"send": sent}
+        elif task.kind == "update":
+            entry = {"update": _updated(parts)}
+        elif task.seconds == 0.0:  # a wait for another stream
+            entry = {}
         else:
             entry = {"work": _half(done[task.name], task.kind)}
         tasks.append({"name": task.name, "phase": task.kind, "after": list(task.after), **entry})
@@ -110,9 +108,8 @@ def _half(done: Work, phase: str) -> list[Any]:
 
 def _updated(parts: Partition) -> list[list[int]]:
     at = origin(parts.plan.mesh)
-    layouts = parts.resharded.layouts
     return [
-        [math.prod(layouts[e.name].local_shape(parts.plan.mesh, at)), DTYPES[e.type.dtype]]
+        [math.prod(update_layout(parts, e).local_shape(parts.plan.mesh, at)), DTYPES[e.type.dtype]]
         for e in parts.resharded.graph.input_of("parameter")
         if e.needs_grad
     ]
@@ -123,34 +120,29 @@ def priced(about: Mapping[str, Any], cluster: Cluster) -> Prediction:
     axes = about["mesh"]
     mesh = Mesh.of({name: size for name, size, _ in axes}).linked({name: link for name, _, link in axes})
     found = [_priced(task, mesh, cluster) for task in about["tasks"]]
-    return Prediction(
-        tuple(task for task, _, _ in found),
-        tuple(kind for _, kind, _ in found),
-        tuple(starting for _, _, starting in found),
-        cluster.measured.slowdown,
-    )
+    return Prediction(tuple(t for t, _ in found), tuple(c for _, c in found), cluster.measured.slowdown)
 
 
-def _priced(told: Mapping[str, Any], mesh: Mesh, cluster: Cluster) -> tuple[Task, str, float]:
-    """A task, its class, and its seconds that start operators."""
-    streams, spent, starting = (COMPUTE,), 0.0, 0.0
+def _priced(told: Mapping[str, Any], mesh: Mesh, cluster: Cluster) -> tuple[Task, dict[str, float]]:
+    """A task, and its seconds by class."""
+    streams, spent = (COMPUTE,), dict[str, float]()
     launch = launch_seconds(cluster.device, cluster.measured)
     if "send" in told:
         collective, axes, sent, waited = told["send"]
-        kind, prices = (WAITED, cluster.prices) if waited else (HIDDEN, cluster.hidden_prices)
-        spent = prices.seconds(collective, mesh, axes, sent)
-        streams = (COMPUTE, mesh.show(axes)) if waited else (mesh.show(axes),)
+        latency, per_byte = (cluster.prices if waited else cluster.hidden_prices).law(collective, mesh, axes)
+        if waited:
+            streams, spent = (COMPUTE, mesh.show(axes)), {MEETING: latency, WAITED: sent * per_byte}
+        else:
+            streams, spent = (mesh.show(axes),), {HIDDEN: latency + sent * per_byte}
     elif "update" in told:
-        kind = UPDATE
+        spent = {UPDATE: 0.0, LAUNCH: 0.0}
         for elements, itemsize in told["update"]:
-            spent += float(
-                update_seconds(float(elements), STATES, cluster.device, cluster.measured, itemsize)
-            )
-            starting += launch
-    else:
+            whole = update_seconds(float(elements), STATES, cluster.device, cluster.measured, itemsize)
+            spent[UPDATE] += float(whole) - launch
+            spent[LAUNCH] += launch
+    elif "work" in told:
         name, dtype, flops, moved, launches = told["work"]
-        kind = ALIKE.get(name, name)
         one = Work(name, dtype, flops, 0.0, moved, 0.0, launches, 0.0)
-        spent = float(seconds(one, cluster.device, cluster.measured)[0])
-        starting = launches * launch
-    return Task(told["name"], streams, spent, tuple(told["after"]), told["phase"]), kind, min(starting, spent)
+        whole = float(seconds(one, cluster.device, cluster.measured)[0])
+        spent = {ALIKE.get(name, name): whole - launches * launch, LAUNCH: launches * launch}
+    return Task(told["name"], streams, math.fsum(spent.values()), tuple(told["after"]), told["phase"]), spent

@@ -77,22 +77,24 @@ class Cluster(Description):
     def prices(self) -> Prices:
         """Seconds of collectives that the program waits for, as all reshards are: as measured between what ranks
         compute, else as measured at all, else the same ring formulas for every kind on each level's link."""
-        return self._prices(self.measured.waited, "waited")
+        return self._prices(self.measured.waited, "meeting", "waited")
 
     @functools.cached_property
     def hidden_prices(self) -> Prices:
         """Seconds of collectives that are started and run beside what is computed, as sums of gradients do. What they
         slow down, and what slows them, is `Measured.slowdown`."""
-        return self._prices({}, "hidden")
+        return self._prices({}, "hidden", "hidden")
 
-    def _prices(self, first: Mapping[str, Mapping[str, tuple[float, float]]], name: str) -> Prices:
-        factor = self.measured.corrections.get(name, 1.0)
+    def _prices(
+        self, first: Mapping[str, Mapping[str, tuple[float, float]]], latencies: str, rates: str
+    ) -> Prices:
+        before, each = (self.measured.corrections.get(name, 1.0) for name in (latencies, rates))
         rows: dict[str, dict[str, tuple[float, float]]] = {kind: {} for kind in COLLECTIVES}
         for level in self.levels:
             known = {**self.measured.collectives.get(level.name, {}), **first.get(level.name, {})}
             for kind in COLLECTIVES:
                 latency, rate = known.get(kind, (level.latency_seconds, level.bytes_per_s))
-                rows[kind][level.name] = (factor * latency, rate / factor)
+                rows[kind][level.name] = (before * latency, rate / each)
         return Prices.of(rows, self.growth)
 
     def place(self, mesh: Mesh) -> Mesh:

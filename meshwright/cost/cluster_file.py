@@ -29,7 +29,12 @@ CLASSES = ("matmul", "attention", "causal", "conv", "memory", "elements", "updat
 KINDS = (*COLLECTIVES, "send")
 GROWTHS = ("ring", "tree")
 STREAMS = ("compute", "collective")
-BESIDE_CLASSES = ("launch", "waited", "hidden")  # that corrections are for, beside classes of operators
+BESIDE_CLASSES = (
+    "launch",
+    "meeting",
+    "waited",
+    "hidden",
+)  # that corrections are for, beside classes of operators
 
 HINT = "meshwright calibrate -o cluster.yaml writes such a file, Cluster.preset(name).to_yaml() another"
 

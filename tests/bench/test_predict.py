@@ -23,7 +23,13 @@ def prediction(products: float, sent: float, starting: float = 0.0) -> Predictio
         Task("b", (COMPUTE,), products, (), "backward"),
         Task("update", (COMPUTE,), 0.010, (1,), "update"),
     )
-    return Prediction(tasks, ("matmul", HIDDEN, "matmul", "update"), (starting, 0.0, 0.0, 0.0), {})
+    classes = (
+        {"matmul": products, LAUNCH: starting},
+        {HIDDEN: sent},
+        {"matmul": products},
+        {"update": 0.010},
+    )
+    return Prediction(tasks, classes, {})
 
 
 def row(model: str, plan: str, made: Prediction, seconds: float, ranks: int = 2, unrest: float = 1.0) -> Row:

@@ -150,8 +150,8 @@ def whole(name: str, flops: float, waited: float, hidden: float, slower: dict[st
 
 
 def test_whole_steps_correct_each_class_and_void_ones_do_not_count() -> None:
-    truth = {"matmul": 1.2, "waited": 2.5, "hidden": 0.8}
-    amounts = [(1e8, 1e5, 1e7), (1e9, 1e6, 1e5), (2e8, 4e6, 1e6), (4e8, 1e5, 4e7), (1e7, 2e7, 1e4)]
+    truth = {"matmul": 1.2, "meeting": 3.0, "waited": 1.5, "hidden": 0.8}
+    amounts = [(1e6, 1e3, 1e3), (1e9, 1e6, 1e5), (1e7, 1e4, 1e3), (4e8, 1e5, 4e7), (1e7, 2e7, 1e4)]
     quiet = [whole(f"step {n}", *amount, truth) for n, amount in enumerate(amounts)]
     loud = replace(whole("step x", 1e9, 1e6, 1e6, {"matmul": 9.0}), unrest=3.0)
     found = calibration(MACHINE, [*(r for r in rows() if r.name != "slowdown"), *quiet, loud])
@@ -162,7 +162,7 @@ def test_whole_steps_correct_each_class_and_void_ones_do_not_count() -> None:
         assert priced(row.about, found.cluster).seconds() == pytest.approx(row.points[0].seconds, rel=0.03)
     assert found.lines[-1][2].startswith("-8")
     assert found.void == ("step x",)
-    assert found.fit.startswith("5 whole steps: mean error") and "waited × 2" in found.fit
+    assert found.fit.startswith("5 whole steps: mean error") and "meeting × " in found.fit
     assert Cluster.from_yaml(found.cluster.to_yaml()) == found.cluster
 
 

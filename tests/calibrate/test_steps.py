@@ -37,9 +37,10 @@ def test_what_is_told_of_a_step_is_priced_as_the_planner_simulates_it(name: str)
     assert made.seconds() == pytest.approx(simulate(parts, cluster).step_seconds, rel=1e-9)
     shares = made.shares()
     assert math.fsum(shares.values()) == pytest.approx(made.seconds(), rel=1e-3)
-    talks = {"step llama, stored in parts": ["waited"], "step gpt, cut": ["waited", "hidden"]}.get(
-        name, ["hidden"]
-    )
+    talks = {
+        "step llama, stored in parts": ["meeting", "waited"],
+        "step gpt, cut": ["meeting", "hidden"],
+    }.get(name, ["hidden"])
     assert {"memory", "update", "launch", *talks} <= set(shares)
 
 

@@ -39,7 +39,7 @@ measured:
     gpu:
       all_reduce: {latency_seconds: 3e-6, bytes_per_s: 230e9}
   slowdown: {compute: 1.1, collective: 1.4}
-  corrections: {matmul: 1.05, waited: 2.0, hidden: 0.5}
+  corrections: {matmul: 1.05, meeting: 3.0, waited: 2.0, hidden: 0.5}
   void: [memory]
   waited: {gpu: {"all_reduce": {latency_seconds: 10e-6, bytes_per_s: 115e9}}}
 """
@@ -57,7 +57,7 @@ def test_a_file_says_what_it_says() -> None:
             {"matmul f32": ((1e6, 1e12), (1e9, 15e12)), "memory": ((1e6, 1e12),)},
             {"gpu": {"all_reduce": (3e-6, 230e9)}},
             {"compute": 1.1, "collective": 1.4},
-            {"matmul": 1.05, "waited": 2.0, "hidden": 0.5},
+            {"matmul": 1.05, "meeting": 3.0, "waited": 2.0, "hidden": 0.5},
             ("memory",),
             {"gpu": {"all_reduce": (10e-6, 115e9)}},
         ),
@@ -72,8 +72,8 @@ def test_a_file_says_what_it_says() -> None:
     hidden, waited = cluster.hidden_prices, cluster.prices
     assert hidden.seconds("all_reduce", cluster.mesh, inner, 230e6) == pytest.approx((18e-6 + 1e-3) / 2)
     assert hidden.seconds("all_gather", cluster.mesh, inner, 300e6) == pytest.approx((6e-6 + 1e-3) / 2)
-    assert waited.seconds("all_reduce", cluster.mesh, inner, 230e6) == pytest.approx((60e-6 + 2e-3) * 2)
-    assert waited.seconds("all_gather", cluster.mesh, inner, 300e6) == pytest.approx((6e-6 + 1e-3) * 2)
+    assert waited.seconds("all_reduce", cluster.mesh, inner, 230e6) == pytest.approx(60e-6 * 3 + 2e-3 * 2)
+    assert waited.seconds("all_gather", cluster.mesh, inner, 300e6) == pytest.approx(6e-6 * 3 + 1e-3 * 2)
 
 
 def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:

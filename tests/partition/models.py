@@ -17,7 +17,7 @@ from meshwright.partition import Partition
 from meshwright.plan import Plan
 
 # As calibrated machines have it: what a program waits for has another price than what runs beside compute.
-UNEVEN = Measured(corrections={"waited": 1.5, "hidden": 0.8, "launch": 1.2, "matmul": 0.9})
+UNEVEN = Measured(corrections={"meeting": 2.0, "waited": 1.5, "hidden": 0.8, "launch": 1.2, "matmul": 0.9})
 MeshKey = tuple[tuple[str, int], ...]
 
 MODELS: dict[str, Any] = {
