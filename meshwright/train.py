@@ -42,6 +42,7 @@ from meshwright.redistribute.positions import exchange
 from meshwright.report.program import ProgramText
 from meshwright.runtime.communicator import ProcessGroups
 from meshwright.runtime.connect import Meeting, check_world, launched_world
+from meshwright.runtime.elementwise import check_optimizer
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Mover
 from meshwright.runtime.step import LocalStep, OptimizerFactory
@@ -197,6 +198,7 @@ def train_step(
     )
     captured = Captured(graph, constants, fold(graph), ())
     chosen = with_origin(chosen, captured)
+    check_optimizer(optimizer, _cut_parameter(graph, chosen))
     device = _device(model)
     comm = meeting.connect(chosen.mesh, device, host=bool(chosen.hosts))
     parts = lower(captured, chosen)
@@ -217,6 +219,14 @@ def train_step(
         bucket_bytes=bucket_bytes,
     )
     return TrainStep(local, parts)
+
+
+def _cut_parameter(graph: Graph, plan: Plan) -> str:
+    """A trained parameter of which a rank updates a part alone, empty where there is none."""
+    for entry in graph.input_of("parameter"):
+        if entry.needs_grad and plan.states.get(entry.name, plan.inputs[entry.name]).split_axes:
+            return entry.target
+    return ""
 
 
 def _source(broadcast: bool | int) -> int | None:

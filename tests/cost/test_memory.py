@@ -186,7 +186,7 @@ LEVELS = {
     for name, build, mesh, level in (
         ("gpt", small_gpt(), {"dp": 4}, 1),
         ("gpt", small_gpt(), {"dp": 4}, 2),
-        ("gpt", small_gpt(batch=4), {"dp": 4}, 3),
+        ("gpt", small_gpt(), {"dp": 4}, 3),
         ("mlp", functools.partial(mlp.build, depth=4, batch=9), {"dp": 3}, 2),
     )
 }

@@ -45,8 +45,9 @@ def test_ranks_that_built_other_weights_take_those_of_one(tmp_path: Path) -> Non
                 p.add_(float(os.environ["RANK"]))
         theirs = {n: p.detach() - float(os.environ["RANK"]) + 1.0 for n, p in model.named_parameters()}
         step = mw.train_step(model, adamw, batch, loss=loss, mesh=2, optimizer_parallel=2, broadcast=1)
-        for name, value in step.full_state().items():
-            torch.testing.assert_close(value, theirs[name])
+        state = step.full_state()
+        for name, value in theirs.items():
+            torch.testing.assert_close(state[name], value)
         mw.shutdown()
         """,
     )
