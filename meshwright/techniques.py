@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 from meshwright.errors import PlanError, did_you_mean
 
 RECOMPUTE = ("full", "selective")
-OFFLOAD = ("optimizer", "activations", "parameters")
+OFFLOAD = ("optimizer", "activations")
 
 
 class Options(TypedDict, total=False):

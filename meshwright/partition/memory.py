@@ -141,6 +141,7 @@ class _Walk:
         # How often a parameter's gradient is still to arrive: once from each use.
         self.missing = {n: len(self.graph.consumers[n]) for n in self.trained}
         self.placed: set[str] = set()  # parameters whose gradient goes into a bucket's buffer
+        self.offloaded = "optimizer" in parts.plan.techniques.offload
         described = pending_gradients(parts)
         size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
         self.groups = fill(described, device, size)
@@ -173,15 +174,23 @@ class _Walk:
                 case _:
                     self.values[entry.name] = self.heap.new(entry.type.size_bytes, "buffers")
         for self.heap.on_host in (True, False):
-            mine = (n for n in self.trained if (n in self.hosted) == self.heap.on_host)
+            mine = (n for n in self.trained if self._updated_on_host(n) == self.heap.on_host)
             trained = sum(self._updated_bytes(n) for n in mine)
             self.heap.new(trained * self.optimizer.states, "optimizer")
+        self.heap.on_host = self.apart
+        if self.offloaded:  # a copy of what is updated lies beside the states
+            self.heap.new(sum(self._updated_bytes(n) for n in self.trained), "optimizer")
+        self.heap.on_host = False
         self.heap.new(self.update_parts.copied_bytes(), "optimizer")
         for group in self.groups:
             self.heap.on_host = group.members[0].name in self.hosted
             if not group.alone and not group.parted:
                 self.placed.update(g.name for g in group.members)
                 self.heap.new(sum(g.on_wire(self.types[g.name].size_bytes) for g in group.members), "buckets")
+
+    def _updated_on_host(self, name: str) -> bool:
+        """Whether a parameter's states, and what its update needs, are in another memory than the device's."""
+        return name in self.hosted or (self.offloaded and self.apart)
 
     def _updated_bytes(self, name: str) -> int:
         """Bytes of what the rank updates of a parameter."""
@@ -446,7 +455,7 @@ class _Walk:
     def update(self) -> None:
         self.heap.at("update")
         self.heap.on_host = False
-        sizes = [self._updated_bytes(n) for n in self.trained if n not in self.hosted]
+        sizes = [self._updated_bytes(n) for n in self.trained if not self._updated_on_host(n)]
         if sizes:
             copied = sum(sizes) if self.optimizer.at_once else max(sizes)
             self.heap.passing(copied * self.optimizer.temporaries)

@@ -234,7 +234,10 @@ def parameter_prices(
     for entry in parts.resharded.graph.input_of("parameter"):
         if entry.needs_grad:
             elements = math.prod(update_layout(parts, entry).local_shape(mesh, at))
-            there = place(cluster, entry.name in parts.resharded.hosted)
+            offloaded = "optimizer" in parts.plan.techniques.offload
+            there = place(cluster, offloaded or entry.name in parts.resharded.hosted)
             update = update_seconds(float(elements), optimizer_states, *there, DTYPES[entry.type.dtype])
+            if offloaded and cluster.host_bytes_per_s:  # the gradient goes to the host, the weight comes back
+                update += 2 * elements * DTYPES[entry.type.dtype] / cluster.host_bytes_per_s
             found[entry.name] = (sent.get(entry.name, 0.0), float(update))
     return found

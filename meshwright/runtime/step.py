@@ -27,6 +27,7 @@ from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.executor import Action, Executor, plain_actions
+from meshwright.runtime.host_update import HostUpdate
 from meshwright.runtime.overlap import Start
 from meshwright.runtime.program import HOST, build_module
 from meshwright.runtime.rank import Rank
@@ -103,6 +104,10 @@ class LocalStep:
         self.buckets = GradientBuckets(
             rank.comm, pending, self._uses(segments), size, described, self.sharded.of
         )
+        self.hosted: HostUpdate | None = None
+        if "optimizer" in parts.plan.techniques.offload:
+            self.hosted = HostUpdate(self.parameters)
+            self.parameters = dict(self.hosted.masters)
         trained = list(self.parameters.values())
         self.optimizer = optimizer(trained) if optimizer is not None and trained else None
         if isinstance(self.optimizer, torch.optim.Optimizer):
@@ -187,12 +192,16 @@ class LocalStep:
     def _reduced(self) -> None:
         self.buckets.finish()
         self.sharded.take_gradients()
+        if self.hosted is not None:
+            self.hosted.take_gradients()
 
     def _update(self) -> None:
         if self.clip_norm is not None:
             clip_by_global_norm(self, self.clip_norm)
         if self.optimizer is not None:
             self.optimizer.step()
+            if self.hosted is not None:
+                self.hosted.give_back()
             self.sharded.gather()
 
     def bucket_summary(self) -> list[tuple[tuple[str, ...], int, int]]:

@@ -40,13 +40,15 @@ class Run:
     pins: Mapping[str, Mapping[str, str]] | None = None
     gathered: str = ""
     level: int = 0
+    offload: tuple[str, ...] = ()
 
     def lowered(self) -> tuple[Any, Any, Partition]:
         """Captured program, batch, and what the ranks run."""
         model, batch, loss = self.build()
         captured = stages.captured_of(model, batch, loss)
         mode = "semi_auto" if self.pins else "data_parallel"
-        asked = {"optimizer_parallel": self.level, "threshold_kb": 0} if self.level else {}
+        asked: dict[str, Any] = {"optimizer_parallel": self.level, "threshold_kb": 0} if self.level else {}
+        asked["offload"] = self.offload
         plan = stages.plan_captured(
             captured, Mesh.of(self.mesh or {}), mode, self.pins, techniques=techniques_from(asked)
         )
@@ -190,6 +192,9 @@ LEVELS = {
         ("mlp", functools.partial(mlp.build, depth=4, batch=9), {"dp": 3}, 2),
     )
 }
+
+
+LEVELS["gpt, states on the host"] = Run(small_gpt(), {"dp": 2}, offload=("optimizer",))
 
 
 @pytest.mark.parametrize("name", LEVELS)

@@ -166,3 +166,28 @@ def test_whole_gradients_are_freed_before_backward_ends() -> None:
 
     for largest, alive in SimulatedWorld(plan.mesh).run(body):
         assert len(alive) > 3 and max(alive) <= 2 * largest
+
+
+@pytest.mark.parametrize("level", (0, 1, 2, 3))
+def test_an_optimizer_on_the_host_trains_as_one_device(level: int) -> None:
+    model, batch, loss = built("gpt")
+    mesh = {"dp": 2, "tp": 2}
+    asked = {"optimizer_parallel": level, "threshold_kb": 0} if level else {}
+    captured = captured_of(model, batch, loss)
+    techniques = techniques_from({**asked, "offload": "optimizer"})
+    plan = plan_captured(captured, mesh, "semi_auto", PINS["gpt"], techniques=techniques)
+    mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
+    parts = lower(captured, plan)
+
+    def body(comm: SimulatedRank) -> None:
+        values = {k: v.detach().clone() for k, v in values_of(model, captured).items()}
+        step = LocalStep(parts, simulated_rank(comm), values, adamw, clip_norm=0.05)
+        step(dict(leaves(batch)))
+        assert step.optimizer is not None and step.optimizer.state
+        on_device = {w.untyped_storage().data_ptr() for w in step.weights.values()}
+        for name, master in step.parameters.items():
+            assert master.device.type == "cpu" and master in step.optimizer.state, name
+            assert master.untyped_storage().data_ptr() not in on_device
+            assert all(w.grad is None for w in step.weights.values()) or level == 1
+
+    SimulatedWorld(plan.mesh).run(body)
