@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import meshwright as mw
+from meshwright.compile import captured_of
 from meshwright.errors import StrategyError
 from meshwright.layout import dim_axes
+from meshwright.mesh import Mesh
+from meshwright.ops.analysis import factors_of
+from meshwright.ops.strategy import Strategy
 from meshwright.plan import Plan
+from meshwright.search.space.build import Ties, all_codes
+from meshwright.search.space.codes import values_of
+from meshwright.search.space.families import named
+from meshwright.search.space.given import honouring, option_on
 from tests.search.planned import MESHES, SEARCHES, built, cluster, free, made, tight
 
 
@@ -153,3 +162,16 @@ def test_progress_gets_better_and_ends_at_what_was_found() -> None:
     prices = [price for _, price, _ in never.told if price is not None]
     assert prices and bounds
     assert min(prices) == pytest.approx(plan.claims["step_seconds"], rel=1e-9)
+
+
+def test_a_wish_that_is_no_option_of_a_search_is_refused() -> None:
+    graph = captured_of(*built("mlp")).graph
+    factors, mesh = factors_of(graph), Mesh.of({"dp": 2, "tp": 2})
+    values = values_of(graph, factors)
+    codes = all_codes(graph, factors, values, Ties())
+    name = next(n.name for n in graph.nodes if n.op == "aten.linear.default")
+    wish = Strategy(through=(("tp", (0,)),))  # a linear layer with a bias is no sum of what comes in
+    assert option_on(codes[name], wish, "tp") not in codes[name].options
+    family = honouring(named([[0], [1]]), {"tp": {name: wish}}, mesh)
+    with pytest.raises(StrategyError, match="cannot be planned with"):
+        family(codes[name], np.array([2.0, 2.0]))

@@ -119,7 +119,11 @@ def legal(codes: NodeCodes, rows: Rows, sizes: np.ndarray) -> Rows:
         alive &= ~full
         rows[:, axis] = option
         counts[codes.cuts[option]] *= size
-    rows = rows[alive]
+    return distinct(rows[alive])
+
+
+def distinct(rows: Rows) -> Rows:
+    """The rows without repeats, in their order."""
     _, first = np.unique(key_of(rows), return_index=True)
     return rows[np.sort(first)]
 

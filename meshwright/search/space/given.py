@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from meshwright.errors import StrategyError
 from meshwright.layout import dim_axes, leaves
 from meshwright.mesh import Mesh
 from meshwright.ops.strategy import WHOLE, Strategy, unit_leaves, units
 from meshwright.search.space.codes import NodeCodes, Option
-from meshwright.search.space.families import Family, Rows
+from meshwright.search.space.families import Family, Rows, distinct
 
 
 def option_on(codes: NodeCodes, strategy: Strategy, axis: str) -> Option | None:
@@ -59,7 +60,8 @@ def exactly(rows: Mapping[str, np.ndarray]) -> Family:
 
 
 def honouring(family: Family, seeds: Mapping[str, Mapping[str, Strategy]], mesh: Mesh) -> Family:
-    """A family in which nodes keep the user's cuts. `seeds`: axis → node → single-axis strategy."""
+    """A family in which nodes keep the user's cuts. `seeds`: axis → node → single-axis strategy. The family raises
+    StrategyError for a cut that is none of a node's options."""
     if not seeds:
         return family
 
@@ -71,15 +73,21 @@ def honouring(family: Family, seeds: Mapping[str, Mapping[str, Strategy]], mesh:
         columns = {a.name: n for n, a in enumerate(mesh.axes)}
         for axis, wish in wishes.items():
             option = option_on(codes, wish, axis)
-            number = codes.options.index(option) if option in codes.options else -1
+            if option not in codes.options:
+                raise StrategyError(
+                    f"%{codes.node.name} ({codes.node.op}) cannot be planned with {wish} on {axis}",
+                    why="no option of the search is this cut",
+                    where=codes.node.where,
+                    hint='another cut, or mode="sharding_propagation", which takes annotations as they are',
+                )
+            number = codes.options.index(option)
             kept = found[:, columns[axis]] == number
             if kept.any():
                 found = found[kept]
             else:  # no strategy of the family has it: the family's first choice with this axis set by force
                 found = found.copy()
                 found[:, columns[axis]] = number
-        _, first = np.unique(found, axis=0, return_index=True)
-        return found[np.sort(first)]
+        return distinct(found)
 
     return rows
 
