@@ -33,7 +33,7 @@ from meshwright.compile import lower, values_of
 from meshwright.cost.local import cores
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan
-from meshwright.runtime.communicator import Communicator, ProcessGroups
+from meshwright.runtime.communicator import Communicator, ProcessGroups, Work
 from meshwright.runtime.connect import Meeting
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
@@ -75,24 +75,39 @@ class Patient(ProcessGroups):
 
     def all_reduce(self, *given: Any, **named: Any) -> torch.Tensor:
         """As usual, and a pause."""
-        return _after_a_pause(super().all_reduce(*given, **named))
+        result = super().all_reduce(*given, **named)
+        time.sleep(PAUSE_SECONDS)
+        return result
 
-    def all_gather(self, *given: Any, **named: Any) -> torch.Tensor:
-        """As usual, and a pause."""
-        return _after_a_pause(super().all_gather(*given, **named))
+    def all_reduce_start(self, *given: Any, **named: Any) -> Work:
+        """As usual, and a pause after the wait."""
+        return PausedWork(super().all_reduce_start(*given, **named))
 
-    def reduce_scatter(self, *given: Any, **named: Any) -> torch.Tensor:
-        """As usual, and a pause."""
-        return _after_a_pause(super().reduce_scatter(*given, **named))
+    def all_gather_start(self, *given: Any, **named: Any) -> Work:
+        """As usual, and a pause after the wait."""
+        return PausedWork(super().all_gather_start(*given, **named))
 
-    def all_to_all(self, *given: Any, **named: Any) -> torch.Tensor:
-        """As usual, and a pause."""
-        return _after_a_pause(super().all_to_all(*given, **named))
+    def reduce_scatter_start(self, *given: Any, **named: Any) -> Work:
+        """As usual, and a pause after the wait."""
+        return PausedWork(super().reduce_scatter_start(*given, **named))
+
+    def all_to_all_start(self, *given: Any, **named: Any) -> Work:
+        """As usual, and a pause after the wait."""
+        return PausedWork(super().all_to_all_start(*given, **named))
 
 
-def _after_a_pause(result: torch.Tensor) -> torch.Tensor:
-    time.sleep(PAUSE_SECONDS)
-    return result
+class PausedWork:
+    """A collective under way, with a pause after the wait for it."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
+    def wait(self) -> torch.Tensor:
+        """The result, a little later."""
+        result = self.work.wait()
+        del self.work  # with what it holds
+        time.sleep(PAUSE_SECONDS)
+        return result
 
 
 class Ranks:
