@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from meshwright.errors import MeshError, did_you_mean
 from meshwright.hashed import hashed_once
 
+IN_TIME = "in time"  # the link of an axis along which the same ranks do one thing after the other
+TIME = "time"  # the name of that axis
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:
@@ -102,6 +105,28 @@ class Mesh:
         of = {axis: link for name, link in links.items() for axis in self.resolve(name)}
         axes = tuple(Axis(a.name, a.size, of.get(a.name, a.link)) for a in self.axes)
         return Mesh(axes, self.names, self.order)
+
+    def in_time(self, micro_batches: int) -> Mesh:
+        """The mesh with one more axis, the slowest, that counts micro-batches: what rank r of this mesh does in
+        micro-batch m is done by "rank" ``m · size + r``. Raises MeshError where an axis has its name already."""
+        if micro_batches == 1:
+            return self
+        timed = Mesh.of({TIME: micro_batches})
+        clash = sorted({TIME, *timed.sizes} & {*self._runs})
+        if clash:
+            raise MeshError(
+                f"the mesh has an axis {clash[0]!r}",
+                why="with micro-batches that is the name of the axis that counts them",
+                hint="give the axis another name",
+            )
+        axes = tuple(Axis(a.name, a.size, IN_TIME) for a in timed.axes)
+        order = tuple(m * self.size + r for m in range(micro_batches) for r in self.order)
+        return Mesh((*axes, *self.axes), (*timed.names, *self.names), order)
+
+    @functools.cached_property
+    def time(self) -> tuple[str, ...]:
+        """The axes in time; a plan's own mesh has none."""
+        return tuple(a.name for a in self.axes if a.link == IN_TIME)
 
     @functools.cached_property
     def size(self) -> int:

@@ -59,7 +59,7 @@ class TrainStep:
 
     def __init__(self, local: LocalStep, parts: Partition) -> None:
         # The model is not kept: the whole weights of parameters that are cut can be freed with it.
-        self.local, self.plan = local, parts.plan
+        self.local, self.plan = local, parts.asked
         self.parts = parts
 
     @property
@@ -75,7 +75,8 @@ class TrainStep:
     @property
     def program(self) -> ProgramText:
         """What this rank runs, with every collective of forward and backward, its axis and its bytes."""
-        return ProgramText(self.local.graph, self.parts, self.local.buckets.groups, self.local.sharded.groups)
+        local = self.local
+        return ProgramText(local.graph, self.parts, local.buckets.groups, local.sharded.groups, self.rank)
 
     @property
     def module(self) -> torch.fx.GraphModule:
@@ -267,6 +268,7 @@ def axis_sets(parts: Partition, local: Graph) -> list[frozenset[str]]:
         found |= {
             frozenset(axes.split(".")) for axes in _axis_literals(tuple(v for _, v in node.kwargs), mesh)
         }
+    found = {s.difference(mesh.time) for s in found}
     return [s for s in found if s and mesh.count(s) > 1]
 
 

@@ -105,6 +105,16 @@ def splittable(site: Site) -> Iterator[str]:
             yield letter
 
 
+def through_ports(site: Site) -> Iterator[tuple[int, ...]]:
+    """The ways in which a pending sum may pass through a node: one pending port for each term of its rule."""
+    if not site.rule.terms or len(site.rule.outputs) != 1:
+        return
+    choices: list[tuple[int, ...]] = [()]
+    for term in site.rule.terms:
+        choices = [(*c, p) for c in choices for p in term]
+    yield from (tuple(sorted(c)) for c in choices)
+
+
 @dataclass(frozen=True)
 class Ports:
     """The layouts a strategy asks of each input port and gives to each output port."""

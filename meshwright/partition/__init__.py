@@ -1,5 +1,6 @@
 """From a graph and a plan to the program each rank runs, in three passes: insert reshards, localize, let what is sent
-overlap with what is computed."""
+overlap with what is computed. Where the plan has micro-batches, it first gets an axis in time (`time.py`), and each
+micro-batch has a program (`micro_batches.py`)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import functools
 from dataclasses import dataclass
 
 from meshwright.graph import RESHARD, TO_DEVICE, TO_HOST, Graph, Node
+from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.factors import Factors
 from meshwright.partition.again import Keeps
@@ -14,17 +16,37 @@ from meshwright.partition.keeps import with_keeps
 from meshwright.partition.localize import localize_graph
 from meshwright.partition.overlap import Flight, flights, overlapped
 from meshwright.partition.reshards import Resharded, insert_reshards
+from meshwright.partition.time import check_in_time, in_time
 from meshwright.plan import Plan
 from meshwright.redistribute import TWO_CORE_GLOO, Prices
 
 
 @dataclass(frozen=True)
 class Partition:
-    """What all ranks share (`resharded`), from which `local(rank)` makes the program of one."""
+    """What all ranks share (`resharded`), from which `local(rank)` makes the program of one.
+
+    `asked` is the plan as it was given. `plan` is the same, but that with micro-batches its mesh has an axis in time,
+    on which strategies and layouts are cut too; a "rank" of that mesh is a rank in a micro-batch.
+    """
 
     plan: Plan
     factors: Factors
     resharded: Resharded
+    asked: Plan
+
+    @property
+    def ranks(self) -> Mesh:
+        """The mesh of the ranks that run it."""
+        return self.asked.mesh
+
+    @property
+    def micro_batches(self) -> int:
+        """How many there are; 1 for a whole batch."""
+        return self.plan.mesh.size // self.ranks.size
+
+    def of_rank(self, rank: int) -> tuple[int, ...]:
+        """The "ranks" of the plan's mesh that a rank is in the micro-batches."""
+        return tuple(micro_batch * self.ranks.size + rank for micro_batch in range(self.micro_batches))
 
     @functools.cached_property
     def flights(self) -> tuple[Flight, ...]:
@@ -36,7 +58,8 @@ class Partition:
         return {}
 
     def local(self, rank: int) -> Graph:
-        """The local graph of a rank. The latest one is remembered: who explains a plan asks for it several times."""
+        """The local graph of a rank (in a micro-batch, before it is cut into what runs when). The latest one is
+        remembered: who explains a plan asks for it several times."""
         found = self._latest.get(rank)
         if found is None:
             found = overlapped(localize_graph(self.resharded, self.factors, self.plan, rank), self.flights)
@@ -60,13 +83,16 @@ def partition(
     """Cut a graph as a plan says, moving values as is cheapest by `prices` (by default those the plan was made with).
 
     `keeps` says what autograd keeps of a node: only that can be made again in backward.
-    Raises PlanError when the plan belongs to another graph.
+    Raises PlanError when the plan belongs to another graph, or asks for micro-batches that cannot be.
     """
     plan = plan.check(graph)
     factors = factors_of(graph)
     plan.check_cuts(factors)
-    resharded = insert_reshards(graph, factors, plan, prices or plan.prices or TWO_CORE_GLOO, keeps)
-    return Partition(plan, factors, with_keeps(resharded, factors, plan))
+    timed = in_time(graph, factors, plan)
+    resharded = insert_reshards(graph, factors, timed, prices or plan.prices or TWO_CORE_GLOO, keeps)
+    if timed is not plan:
+        check_in_time(graph, resharded, timed)
+    return Partition(timed, factors, with_keeps(resharded, factors, timed), plan)
 
 
 __all__ = ["RESHARD", "Partition", "Resharded", "partition"]

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from meshwright.graph import DTYPES, START, WAIT, Graph, Node
 from meshwright.mesh import Mesh
 from meshwright.ops.talk import kernel_talk
+from meshwright.partition import Partition
+from meshwright.partition.micro_batches import first_micro_batch
 from meshwright.partition.overlap import members_of
-from meshwright.partition.reshards import RESHARD, Resharded, backward_itemsize
+from meshwright.partition.reshards import RESHARD, backward_itemsize, parse_steps
 from meshwright.redistribute import Step
 from meshwright.redistribute.positions import exchange
 from meshwright.redistribute.steps import COLLECTIVES
@@ -29,41 +31,54 @@ class Collective:
     node: str
 
 
-def program_collectives(resharded: Resharded, local: Graph, mesh: Mesh, rank: int) -> list[Collective]:
+def program_collectives(local: Graph, mesh: Mesh, rank: int) -> list[Collective]:
     """The collectives of a rank's program, in no particular order. Gradient buckets are the runtime's and
     not among them. What backward is to make again is counted, whether or not autograd asks for it."""
     found: list[Collective] = []
     for node in local.nodes:
         if node.op == RESHARD:
-            pair, itemsize = resharded.pairs[node.name], DTYPES[node.outputs[0].dtype]
-            halves = [("forward", pair.forward, itemsize)]
+            onward, back = parse_steps(node.args[1]), parse_steps(node.args[2])
+            itemsize = DTYPES[node.outputs[0].dtype]
+            halves = [("forward", onward, itemsize)]
             if any(node.needs_grad):
-                halves.append(("backward", pair.backward, backward_itemsize(node)))
+                halves.append(("backward", back, backward_itemsize(node)))
             if node.kwarg("again"):
-                halves.append(("backward", pair.forward, itemsize))
+                halves.append(("backward", onward, itemsize))
             for phase, steps, width in halves:
                 for step in steps:
                     if step.kind in COLLECTIVES:
                         size = width * payload_elements(step, mesh, rank)
                         found.append(Collective(phase, step.kind, step.axes, size, node.name))
         elif node.op == START:
-            found += _flight(resharded, local, node, mesh, rank)
+            found += _flight(local, node, mesh, rank)
         elif node.op != WAIT:
             talks = kernel_talk(node, local.types)
             found += [Collective(t.phase, t.kind, t.axes, t.payload_bytes, node.name) for t in talks]
     return found
 
 
-def _flight(resharded: Resharded, local: Graph, start: Node, mesh: Mesh, rank: int) -> list[Collective]:
+def step_collectives(parts: Partition, rank: int) -> list[Collective]:
+    """Those of a whole step of a rank (number on the plan's mesh, in the first micro-batch): of all micro-batches, and
+    the sums over them."""
+    mesh = parts.plan.mesh
+    if parts.micro_batches == 1:
+        return program_collectives(parts.local(rank), mesh, rank)
+    programs = first_micro_batch(parts, rank)
+    once = [c for r in programs.rounds for c in program_collectives(r.sums, mesh, rank)]
+    once += program_collectives(programs.late, mesh, rank)
+    return [*once, *program_collectives(programs.programs[0], mesh, rank) * parts.micro_batches]
+
+
+def _flight(local: Graph, start: Node, mesh: Mesh, rank: int) -> list[Collective]:
     """The collectives of a flight: the first ones of its members are one."""
     members = members_of(local, start)
     itemsize, back = DTYPES[members[0].outputs[0].dtype], backward_itemsize(members[0])
     again = tuple(members[index] for index in start.kwarg("again", ()))
-    pairs = resharded.pairs
-    halves = [("forward", members, [pairs[m.name].forward for m in members], itemsize)]
+    there, home = ([parse_steps(texts) for texts in half] for half in start.args[1:3])
+    halves = [("forward", members, there, itemsize)]
     if any(start.needs_grad):
-        halves.append(("backward", members, [pairs[m.name].backward for m in members], back))
-    halves.append(("backward", again, [pairs[m.name].forward for m in again], itemsize))
+        halves.append(("backward", members, home, back))
+    halves.append(("backward", again, [there[index] for index in start.kwarg("again", ())], itemsize))
     found: list[Collective] = []
     for phase, nodes, ways, width in halves:
         sent = [[s for s in steps if s.kind in COLLECTIVES] for steps in ways]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from meshwright.mesh import Mesh
+from meshwright.mesh import IN_TIME, Mesh
 from meshwright.plan import Plan
 from meshwright.redistribute.buckets import BUCKET_BYTES, BucketBytes, fused_bytes
 
@@ -28,7 +28,7 @@ def gradient_bytes(plan: Plan) -> BucketBytes:
 
 def _known(mesh: Mesh, rows: Sequence[tuple[str, str, float, float]]) -> bool:
     links = {link for _, link, _, _ in rows}
-    return "*" in links or all(axis.link in links for axis in mesh.axes)
+    return "*" in links or all(axis.link in links or axis.link == IN_TIME for axis in mesh.axes)
 
 
 __all__ = ["gradient_bytes", "sizes"]

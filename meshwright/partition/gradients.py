@@ -31,7 +31,7 @@ def loss_scale(parts: Partition) -> float:
             name = todo.pop()
             axes |= set(dim_axes(parts.resharded.layouts[name].dims[0])) if entry.type.shape else set()
             todo += [v for node, _ in graph.consumers[name] if node.op == RESHARD for v in node.values]
-    return float(mesh.count(a for a in axes if a in mesh.sizes))
+    return float(mesh.count(a for a in axes if a in mesh.sizes and a not in mesh.time))
 
 
 def pending_gradients(parts: Partition) -> tuple[Gradient, ...]:
@@ -47,7 +47,7 @@ def pending_gradients(parts: Partition) -> tuple[Gradient, ...]:
     found: list[tuple[int, Gradient]] = []
     for entry in graph.inputs:
         layout, users = parts.resharded.layouts[entry.name], graph.consumers[entry.name]
-        axes = mesh.sort(a for a in layout.grad if mesh.sizes[a] > 1)
+        axes = mesh.sort(a for a in layout.grad if mesh.sizes[a] > 1 and a not in mesh.time)
         if entry.role == "parameter" and entry.needs_grad and axes and users:
             more = parted[entry.name].split_axes if entry.name in parted else ()
             cut = tuple(a for a in axes if a in more)

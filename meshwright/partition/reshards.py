@@ -9,11 +9,11 @@ copied after that, for each reader.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from meshwright.graph import DTYPES, PIN, RESHARD, TO_DEVICE, TO_HOST, Graph, Node, Ref, TensorType
-from meshwright.layout import TensorLayout, normalize
+from meshwright.layout import TensorLayout, normalize, parse_layout
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Ports, layouts
@@ -55,10 +55,10 @@ def insert_reshards(
         there = node.name in plan.hosts if node.op != PIN else node.uses[0] in work.hosted
         names = [work.bring(value, want, there) for value, want in zip(node.uses, wants, strict=True)]
         nodes += [*work.fresh_nodes(), node.with_uses(names)]
-    outputs = tuple((label, work.bring(v, TensorLayout(factors.dims[v]))) for label, v in graph.outputs)
+    outputs = tuple((label, work.final(v, TensorLayout(factors.dims[v]))) for label, v in graph.outputs)
     by_target = {i.target: i.name for i in graph.inputs}
     mutations = tuple(
-        (target, work.bring(v, plan.inputs[by_target[target]], by_target[target] in work.hosted))
+        (target, work.final(v, plan.inputs[by_target[target]], by_target[target] in work.hosted))
         for target, v in graph.mutations
     )
     nodes += work.fresh_nodes()
@@ -123,6 +123,13 @@ class _Insertion:
         if key not in self._shared:
             self._shared[key] = self._reshard(value, start, self.have[value], want, "to")
         return self._shared[key]
+
+    def final(self, value: str, want: TensorLayout, host: bool = False) -> str:
+        """The name of a result of the step. One that is pending in time stays so: its terms are added up when the last
+        micro-batch is done."""
+        have = self.plan.hubs.get(value, self.have[value])
+        late = not set(self.plan.mesh.time).isdisjoint(have.pending)
+        return self.bring(value, have if late else want, host)
 
     def fresh_nodes(self) -> list[Node]:
         """The reshards made since the last call, in order."""
@@ -201,6 +208,14 @@ def backward_itemsize(node: Node) -> int:
 def step_texts(steps: tuple[Step, ...]) -> tuple[StepText, ...]:
     """Steps as literals of a graph."""
     return tuple((s.kind, ".".join(s.axes), str(s.before), str(s.after)) for s in steps)
+
+
+def parse_steps(texts: Iterable[StepText]) -> tuple[Step, ...]:
+    """Steps from the literals of a graph."""
+    return tuple(
+        Step(kind, tuple(axes.split(".")), parse_layout(before), parse_layout(after))
+        for kind, axes, before, after in texts
+    )
 
 
 def local_type(kind: TensorType, layout: TensorLayout, mesh: Mesh, rank: int) -> TensorType:

@@ -117,4 +117,4 @@ def _price(
     sites = {n.name: parts.factors.sites[n.name] for n in around.nodes}
     factors = replace(parts.factors, sites=sites)
     resharded = insert_reshards(around, factors, changed, prices, saved)
-    return program_price(Partition(changed, factors, resharded), cluster, optimizer_states).total
+    return program_price(Partition(changed, factors, resharded, changed), cluster, optimizer_states).total

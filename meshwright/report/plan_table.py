@@ -22,10 +22,10 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.graph import DTYPES, MOVES, PIN, TO_HOST, TRANSFERS, Node
-from meshwright.layout import TensorLayout, dim_axes, normalize
+from meshwright.layout import TensorLayout, dim_axes, normalize, without_axes
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
-from meshwright.partition.collectives import Collective, program_collectives, sent_bytes
+from meshwright.partition.collectives import Collective, sent_bytes, step_collectives
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.updates import update_layout, updates
 from meshwright.redistribute import describe
@@ -132,7 +132,7 @@ def traffic(parts: Partition) -> list[Traffic]:
 def _collectives(parts: Partition) -> list[Collective]:
     """Those of the rank at the origin, which holds the largest blocks."""
     rank = parts.plan.mesh.rank(origin(parts.plan.mesh))
-    return program_collectives(parts.resharded, parts.local(rank), parts.plan.mesh, rank)
+    return step_collectives(parts, rank)
 
 
 def _inside(parts: Partition) -> dict[str, str]:
@@ -173,11 +173,11 @@ def cut_text(parts: Partition, node: Node) -> str:
     mesh, strategy = parts.plan.mesh, parts.plan.strategies[node.name]
     words = []
     for letter, dim in strategy.cuts:
-        axes = [a for a in dim_axes(dim) if mesh.sizes[a] > 1]
+        axes = [a for a in dim_axes(dim) if mesh.sizes[a] > 1 and a not in mesh.time]
         if axes:
             marks = parts.factors.batch.get((node.name, letter), ())
             words.append(f"{'batch' if any(marks) else letter}={mesh.show(axes)}")
-    waiting = [a for a, _ in strategy.through if mesh.sizes[a] > 1]
+    waiting = [a for a, _ in strategy.through if mesh.sizes[a] > 1 and a not in mesh.time]
     words += [f"pending {mesh.show(waiting)}"] if waiting else []
     words = words or ["whole"]
     return " ".join([*words, "on the host"] if node.name in parts.plan.hosts else words)
@@ -212,7 +212,7 @@ def _moves(parts: Partition, reshards: Sequence[Node]) -> tuple[str, str]:
 
 def _layout_text(layout: TensorLayout, mesh: Mesh) -> str:
     """The dims of a layout with the user's names: ``[(3 256/tp), 256]``."""
-    shown = normalize(TensorLayout(layout.dims), mesh)
+    shown = normalize(TensorLayout(tuple(without_axes(d, mesh.time) for d in layout.dims)), mesh)
     named = re.compile(r"/([\w.]+)")
     return named.sub(lambda m: f"/{mesh.show(m[1].split('.'))}", str(shown)) if shown.split_axes else "whole"
 
@@ -240,7 +240,7 @@ COLOURS = ("cyan", "magenta", "yellow", "green", "blue")
 
 def plan_table(parts: Partition, *, every: bool = False) -> Table:
     """The plan as a rich table; every axis of the mesh has a colour."""
-    axes = [name for name, _ in parts.plan.mesh.names]
+    axes = [name for name, _ in parts.ranks.names]
     colours = {name: COLOURS[n % len(COLOURS)] for n, name in enumerate(axes)}
 
     def painted(text: str) -> Text:
@@ -283,6 +283,10 @@ def summary(parts: Partition, *, every: bool = False) -> list[str]:
     prefix = long_prefix(r.module for r in rows(parts, every=every))
     lines = [f"… is {prefix}"] if prefix else []
     lines += [f"{others} more operators follow these without talking to anybody"] if others > 0 else []
+    if parts.micro_batches > 1:
+        lines.append(
+            f"the batch runs in {parts.micro_batches} micro-batches; gradients are reduced in the last one"
+        )
     there = hosted_bytes(parts)
     aside = f", {show_bytes(there)} of that in its host's memory" if there else ""
     lines.append(

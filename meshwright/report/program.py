@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from meshwright.graph import DTYPES, START, TO_HOST, TRANSFERS, WAIT, Graph, Node
 from meshwright.partition import RESHARD, Partition
+from meshwright.partition.micro_batches import first_micro_batch
+from meshwright.partition.reshards import parse_steps
 from meshwright.redistribute import Step, describe
 from meshwright.redistribute.buckets import Group
 from meshwright.redistribute.steps import show_bytes
@@ -14,29 +16,22 @@ from meshwright.redistribute.steps import show_bytes
 
 @dataclass(frozen=True)
 class ProgramText:
-    """Prints a local program. `buckets`: what gradients are reduced together, `gathers` what weights that were updated
-    in parts are gathered together."""
+    """Prints the local program of a rank. `buckets`: what gradients are reduced together, `gathers` what weights that
+    were updated in parts are gathered together."""
 
     graph: Graph
     parts: Partition
     buckets: Sequence[Group]
     gathers: Sequence[Group] = ()
+    rank: int = 0
 
     def __str__(self) -> str:
         lines = [f"program {self.graph.name} on {self.parts.plan.mesh} {{"]
-        lines += [f"  {entry}  {self.parts.resharded.layouts[entry.name]}" for entry in self.graph.inputs]
-        for node in self.graph.nodes:
-            if node.op in (RESHARD, WAIT):
-                lines.append(f"  {self._reshard(node)}")
-            elif node.op == START:
-                lines.append(f"  %{node.name} = start({', '.join(f'%{u}' for u in node.uses)})")
-            elif node.op in TRANSFERS:
-                lines.append(f"  {_transfer(node)}")
-            else:
-                layout = self.parts.resharded.layouts.get(node.values[0])
-                head = str(node).partition("  {")[0]
-                head += "  on the host" if self.parts.on_host(node) else ""
-                lines.append(f"  {head}" + (f"  {layout}" if layout is not None else ""))
+        layouts = self.parts.resharded.layouts
+        lines += [f"  {entry}  {layouts.get(entry.name, '')}".rstrip() for entry in self.graph.inputs]
+        lines += self._nodes(self.graph)
+        if self.parts.micro_batches > 1:
+            lines += self._around()
         for number, group in enumerate(self.buckets):
             lines.append(f"  reduce gradients, bucket {number}: {_members(group)}, {self._reduced(group)}")
         for number, group in enumerate(self.gathers):
@@ -54,18 +49,54 @@ class ProgramText:
             [*steps, *([f"all_reduce({mesh.show(group.summed)}) {part}"] if group.summed else [])]
         )
 
-    def _reshard(self, node: Node) -> str:
-        pair = self.parts.resharded.pairs[node.name]
+    def _nodes(self, graph: Graph) -> list[str]:
+        lines: list[str] = []
+        for node in graph.nodes:
+            if node.op in (RESHARD, WAIT):
+                lines.append(f"  {self._reshard(node, graph)}")
+            elif node.op == START:
+                lines.append(f"  %{node.name} = start({', '.join(f'%{u}' for u in node.uses)})")
+            elif node.op in TRANSFERS:
+                lines.append(f"  {_transfer(node)}")
+            else:
+                layout = self.parts.resharded.layouts.get(node.values[0])
+                head = str(node).partition("  {")[0]
+                head += "  on the host" if self.parts.on_host(node) else ""
+                lines.append(f"  {head}" + (f"  {layout}" if layout is not None else ""))
+        return lines
+
+    def _around(self) -> list[str]:
+        """What runs before and after the micro-batches."""
+        programs = first_micro_batch(self.parts, self.rank)
+        lines = [f"  this {self.parts.micro_batches} times; the first is shown"]
+        for found in programs.rounds:
+            lines += [
+                "  before, added up over all of them:",
+                *(f"  {x}" for x in self._nodes(found.terms[0])),
+            ]
+            lines += ["  before, once:", *(f"  {x}" for x in self._nodes(found.sums))]
+        added = ", ".join(f"%{i.name}" for i in programs.late.inputs)
+        return [
+            *lines,
+            f"  after the last, from the sums of {added}:",
+            *(f"  {x}" for x in self._nodes(programs.late)),
+        ]
+
+    def _reshard(self, node: Node, graph: Graph) -> str:
+        halves = node.args[1:3]
+        if node.op == WAIT:
+            halves = [half[node.args[1]] for half in graph.producers[node.uses[0]].args[1:3]]
+        onward, back = map(parse_steps, halves)
         itemsize = DTYPES[node.outputs[0].dtype]
 
         def show(steps: Sequence[Step]) -> str:
             return " → ".join(describe(s, self.parts.plan.mesh, itemsize) for s in steps) or "identity"
 
-        halves = f"forward {show(pair.forward)}"
-        halves += f" | backward {show(pair.backward)}" if any(node.needs_grad) else ""
-        halves += f" | again in backward {show(pair.forward)}" if node.kwarg("again") else ""
+        text = f"forward {show(onward)}"
+        text += f" | backward {show(back)}" if any(node.needs_grad) else ""
+        text += f" | again in backward {show(onward)}" if node.kwarg("again") else ""
         what = "wait" if node.op == WAIT else "reshard"
-        return f"%{node.name}: {node.outputs[0]} = {what}(%{node.uses[0]})  {halves}"
+        return f"%{node.name}: {node.outputs[0]} = {what}(%{node.uses[0]})  {text}"
 
 
 def _members(group: Group) -> str:

@@ -56,12 +56,15 @@ class Executor:
         update: Callable[[], None],
         saving: Callable[[], AbstractContextManager[Any]] = nullcontext,
         scale: float = 1.0,
+        further: Sequence[tuple[Sequence[Segment], Sequence[Callable[..., Any]]]] = (),
     ) -> None:
         """`scale`: gradients are those of the loss times this. `saving` makes the context of each forward pass, in
-        which it is decided what is kept for backward."""
-        self.segments, self.modules, self.leaves = segments, modules, leaves
+        which it is decided what is kept for backward. `further`: segments and modules of the micro-batches after the
+        first."""
+        self.programs = [(segments, modules), *further]
+        self.leaves = leaves
         self.buckets, self.update, self.saving, self.scale = buckets, update, saving, scale
-        self._env: dict[str, torch.Tensor] = {}  # values by name: as made, with their autograd history
+        self.values: dict[str, torch.Tensor] = {}  # by name: as made, with their autograd history
         self._borders: dict[
             tuple[int, str], torch.Tensor
         ] = {}  # (segment, value): the detached leaf it was read as
@@ -77,38 +80,45 @@ class Executor:
         self, actions: Sequence[Action], batch: Mapping[str, torch.Tensor], results: Sequence[str]
     ) -> dict[str, torch.Tensor]:
         """Run a list of actions on the local batch; returns the named results, detached."""
-        self._env = dict(batch)
+        self.values = dict(batch)
         try:
             for action in actions:
                 self.kinds[action.kind](action)
-            return {name: self._value(name).detach() for name in results}
+            return {name: self.value(name).detach() for name in results}
         finally:
-            self._env, self._borders = {}, {}
+            self.forget()
 
-    def _value(self, name: str) -> torch.Tensor:
-        return self._env[name] if name in self._env else self.leaves[name]
+    def value(self, name: str) -> torch.Tensor:
+        """A value that is there now, or a leaf."""
+        return self.values[name] if name in self.values else self.leaves[name]
+
+    def forget(self) -> None:
+        """Let go of what was made."""
+        self.values, self._borders = {}, {}
 
     def _forward(self, action: Action) -> None:
-        segment = self.segments[action.segment]
+        segments, modules = self.programs[action.micro_batch]
+        segment = segments[action.segment]
         arguments = []
         for entry in segment.graph.inputs:
-            value = self._value(entry.name)
+            value = self.value(entry.name)
             if entry.role == "boundary" and entry.needs_grad and torch.is_grad_enabled():
                 value = value.detach().requires_grad_()
                 self._borders[action.segment, entry.name] = value
             arguments.append(value)
         with self.saving():
-            results = self.modules[action.segment](*arguments)
-        self._env.update(zip(segment.results, results, strict=True))
+            results = modules[action.segment](*arguments)
+        self.values.update(zip(segment.results, results, strict=True))
 
     def _backward(self, action: Action) -> None:
-        segment = self.segments[action.segment]
+        segments, _ = self.programs[action.micro_batch]
+        segment = segments[action.segment]
         roots, gradients = [], []
         for name in segment.results:
-            value = self._env[name]
+            value = self.value(name)
             if not value.requires_grad:
                 continue
-            if action.segment == len(self.segments) - 1:
+            if action.segment == len(segments) - 1:
                 gradient = torch.full_like(value, self.scale) if value.dim() == 0 else None
             else:
                 gradient = self._border_gradient(action.segment, name)

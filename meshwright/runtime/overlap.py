@@ -20,20 +20,21 @@ import torch
 
 from meshwright.graph import Node
 from meshwright.mesh import Mesh
+from meshwright.partition.reshards import parse_steps
 from meshwright.redistribute.positions import exchange
 from meshwright.redistribute.steps import COLLECTIVES
 from meshwright.runtime.again import Again
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.communicator import Communicator, Work
 from meshwright.runtime.dtypes import TORCH_DTYPES
-from meshwright.runtime.reshard import Mover, StepTexts, parse_steps
+from meshwright.runtime.reshard import Mover, StepTexts
 
 
 class Way:
     """The steps of one tensor in one direction: those before its first collective, that one, and those after."""
 
-    def __init__(self, texts: StepTexts, mesh: Mesh, handle: Handle) -> None:
-        movers = [Mover(exchange(s, mesh, handle.comm.rank)) for s in parse_steps(texts)]
+    def __init__(self, texts: StepTexts, mesh: Mesh, number: int, handle: Handle) -> None:
+        movers = [Mover(exchange(s, mesh, number)) for s in parse_steps(texts)]
         first = next((n for n, m in enumerate(movers) if m.kind in COLLECTIVES), len(movers))
         self.handle = handle
         self.early, self.late = movers[:first], movers[first + 1 :]
@@ -199,14 +200,15 @@ class Start(torch.nn.Module):
         self,
         node: Node,
         mesh: Mesh,
+        number: int,
         handle: Handle,
         again: Again | None = None,
         prefetch: Prefetch | None = None,
     ) -> None:
         super().__init__()
         self.handle, self.again, self.prefetch = handle, again, prefetch
-        self.onward = [Way(texts, mesh, handle) for texts in node.args[1]]
-        self.back = [Way(texts, mesh, handle) for texts in node.args[2]]
+        self.onward = [Way(texts, mesh, number, handle) for texts in node.args[1]]
+        self.back = [Way(texts, mesh, number, handle) for texts in node.args[2]]
         wire = node.kwarg("wire")
         self.wire = TORCH_DTYPES[str(wire)] if wire else None  # in which gradients are added up
         self.repeats: tuple[int, ...] = node.kwarg("again", ())  # members that backward brings again

@@ -114,11 +114,11 @@ def build_module(
             continue
         if node.op == RESHARD:
             watch = again if node.kwarg("again") else None
-            pair = Pair(node, rank.comm.mesh, handle, late=node.name in late, again=watch)
+            pair = Pair(node, rank.mesh, rank.number, handle, late=node.name in late, again=watch)
             root.add_module(name, pair)
             result = made.call_module(name, (args[0],))
         elif node.op == START:
-            starts[node.name] = Start(node, rank.comm.mesh, handle, again, prefetch)
+            starts[node.name] = Start(node, rank.mesh, rank.number, handle, again, prefetch)
             root.add_module(name, starts[node.name])
             result = made.call_module(name, args[0])
         elif node.op == WAIT:

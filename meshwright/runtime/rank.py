@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from meshwright.mesh import Mesh
 from meshwright.runtime.communicator import Communicator
 
 
@@ -17,6 +18,8 @@ class Rank:
     """Passed to every kernel. `exact` makes random masks equal to one device's (slower; for proofs).
 
     `step` and `micro_batch` number what runs, so that random operators differ between steps and repeat on recompute.
+    `mesh` is the program's: it has an axis in time where there are micro-batches, and `at` is the coordinate in the
+    micro-batch that runs now. Who replays another one sets `micro_batch` for as long.
     """
 
     comm: Communicator
@@ -25,10 +28,27 @@ class Rank:
     exact: bool = False
     step: int = 0
     micro_batch: int = 0
-    at: dict[str, int] = field(init=False)
+    mesh: Mesh = field(init=False)
+    _ats: list[dict[str, int]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.at = self.comm.mesh.coordinate(self.comm.rank)
+        self.runs_on(self.comm.mesh)
+
+    def runs_on(self, mesh: Mesh) -> None:
+        """Take the mesh of a program: that of the ranks, or that with an axis in time."""
+        self.mesh = mesh
+        ranks = self.comm.mesh.size
+        self._ats = [mesh.coordinate(m * ranks + self.comm.rank) for m in range(mesh.size // ranks)]
+
+    @property
+    def at(self) -> dict[str, int]:
+        """The coordinate on the program's mesh."""
+        return self._ats[self.micro_batch]
+
+    @property
+    def number(self) -> int:
+        """The number on the program's mesh."""
+        return self.micro_batch * self.comm.mesh.size + self.comm.rank
 
     def moment(self) -> Callable[[], AbstractContextManager[None]]:
         """What brings the rank back to the step and micro-batch of now, for a while: random operators repeat there."""

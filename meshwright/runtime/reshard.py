@@ -8,24 +8,15 @@ from collections.abc import Sequence
 import torch
 
 from meshwright.graph import Node
-from meshwright.layout import parse_layout
 from meshwright.mesh import Mesh
+from meshwright.partition.reshards import parse_steps
 from meshwright.redistribute.positions import Exchange, Selection, exchange, joined
-from meshwright.redistribute.steps import Step
 from meshwright.runtime import collectives
 from meshwright.runtime.again import Again
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.dtypes import TORCH_DTYPES
 
 StepTexts = Sequence[Sequence[str]]  # per step: kind, axes joined by ".", layout before, layout after
-
-
-def parse_steps(texts: StepTexts) -> tuple[Step, ...]:
-    """Steps from the literals of a local graph."""
-    return tuple(
-        Step(kind, tuple(axes.split(".")), parse_layout(before), parse_layout(after))
-        for kind, axes, before, after in texts
-    )
 
 
 class Mover:
@@ -166,16 +157,23 @@ def _unpadded(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 class Pair(torch.nn.Module):
-    """The two halves of a reshard on one rank. `late`: no operator reads the result, so backward need not wait.
-    `again`: where to say that backward makes the result again."""
+    """The two halves of a reshard on one rank (its `number` on the mesh). `late`: no operator reads the result, so
+    backward need not wait. `again`: where to say that backward makes the result again."""
 
     def __init__(
-        self, node: Node, mesh: Mesh, comm: Handle, *, late: bool = False, again: Again | None = None
+        self,
+        node: Node,
+        mesh: Mesh,
+        number: int,
+        comm: Handle,
+        *,
+        late: bool = False,
+        again: Again | None = None,
     ) -> None:
         super().__init__()
         self.comm, self.again = comm, again
-        self.onward = [Mover(exchange(s, mesh, comm.comm.rank)) for s in parse_steps(node.args[1])]
-        self.back = [Mover(exchange(s, mesh, comm.comm.rank)) for s in parse_steps(node.args[2])]
+        self.onward = [Mover(exchange(s, mesh, number)) for s in parse_steps(node.args[1])]
+        self.back = [Mover(exchange(s, mesh, number)) for s in parse_steps(node.args[2])]
         wire = node.kwarg("wire")
         self.wire = TORCH_DTYPES[str(wire)] if wire else None
         self.late = late and [m.kind for m in self.onward] == ["all_reduce"]

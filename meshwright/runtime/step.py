@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -18,7 +17,8 @@ from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import loss_scale, pending_gradients
 from meshwright.partition.keeps import keeps_of
 from meshwright.partition.localize import late_values
-from meshwright.partition.segments import split_segments
+from meshwright.partition.micro_batches import micro_batches_of
+from meshwright.partition.segments import Segment
 from meshwright.partition.updates import gathers, update_layout, updates
 from meshwright.redistribute.positions import exchange
 from meshwright.redistribute.steps import Step as Move
@@ -28,7 +28,7 @@ from meshwright.runtime.collectives import Handle
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.executor import Action, Executor, plain_actions
 from meshwright.runtime.host_update import HostUpdate
-from meshwright.runtime.overlap import Start
+from meshwright.runtime.micro_batches import InTime, actions_in_time, programs_in_time
 from meshwright.runtime.program import HOST, build_module
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Mover
@@ -70,7 +70,9 @@ class LocalStep:
         self.parts, self.rank = parts, rank
         self.mesh = rank.comm.mesh
         self.handle = Handle(rank.comm)
-        self.graph: Graph = parts.local(rank.comm.rank)
+        rank.runs_on(parts.plan.mesh)
+        in_time = micro_batches_of(parts, rank.comm.rank) if parts.micro_batches > 1 else None
+        self.graph: Graph = in_time.programs[0] if in_time is not None else parts.local(rank.comm.rank)
         self.layouts = parts.resharded.layouts
         self.clip_norm = clip_norm
         self.leaves: dict[str, torch.Tensor] = {}
@@ -82,27 +84,36 @@ class LocalStep:
             if entry.role != "batch":
                 self._make_leaf(entry, values[name].to(self._place(name, values[name].device)))
         self._batch = [
-            (i, slicer(self.layouts[i.name], self.mesh, rank.comm.rank), self._place(i.name, rank.device))
-            for i in self.inputs.values()
-            if i.role == "batch"
+            [
+                (i, slicer(self.layouts[i.name], parts.plan.mesh, number), self._place(i.name, rank.device))
+                for i in self.inputs.values()
+                if i.role == "batch"
+            ]
+            for number in parts.of_rank(rank.comm.rank)
         ]
-        segments = split_segments(self.graph, cuts)
-        late = late_values(self.graph)
+        late = late_values(self.graph if in_time is None else in_time.late)
         keeps = keeps_of(self.graph, parts.resharded.keeps)
         again = Again() if keeps or any(n.kwarg("again") for n in self.graph.nodes) else None
         hosts = frozenset(n.name for n in self.graph.nodes if parts.on_host(n)) if parts.plan.hosts else ()
-        starts: dict[str, Start] = {}
         build = functools.partial(
-            build_module, late=late, again=again, keeps=keeps, hosts=hosts, starts=starts
+            build_module, rank=rank, handle=self.handle, late=late, again=again, keeps=keeps, hosts=hosts
         )
-        modules = [build(s.graph, rank, self.handle) for s in segments]
+        programs = programs_in_time(
+            [self.graph] if in_time is None else in_time.programs, parts.plan.mesh, self._enter, build, cuts
+        )
+        segments, modules = programs[0]
         self.modules = modules
         described = pending_gradients(parts)
         pending = [(self.weights[g.name], g.axes) for g in described]
         self.sharded = self._split_updates(bucket_bytes)
         size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
         self.buckets = GradientBuckets(
-            rank.comm, pending, self._uses(segments), size, described, self.sharded.of
+            rank.comm,
+            pending,
+            self._uses(s for segments, _ in programs for s in segments),
+            size,
+            described,
+            self.sharded.of,
         )
         self.hosted: HostUpdate | None = None
         if "optimizer" in parts.plan.techniques.offload:
@@ -117,11 +128,17 @@ class LocalStep:
                 f"optimizer(parameters) gave a {type(self.optimizer).__name__}, not a torch.optim.Optimizer",
                 hint="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)",
             )
-        self.actions = plain_actions(len(segments))
         saving = contextlib.nullcontext if again is None else again.saving
         scale = loss_scale(parts)
-        self.executor = Executor(segments, modules, self.leaves, self.buckets, self._update, saving, scale)
+        self.executor = Executor(
+            segments, modules, self.leaves, self.buckets, self._update, saving, scale, programs[1:]
+        )
         self.executor.kinds["reduce_wait"] = lambda _: self._reduced()
+        self.actions, self.in_time = plain_actions(len(segments)), None
+        if in_time is not None:
+            takers = [functools.partial(self._taken, number) for number in range(parts.micro_batches)]
+            self.in_time = InTime(in_time, self.executor, self._enter, build, takers)
+            self.actions = actions_in_time(len(in_time.rounds), parts.micro_batches, len(segments))
 
     def _place(self, name: str, device: torch.device) -> torch.device:
         """Where an input lives: in the host's memory, or on the given device."""
@@ -149,7 +166,10 @@ class LocalStep:
             self.parameters[self.inputs[name].target] = shard.leaf
         return made
 
-    def _uses(self, segments: Sequence[Any]) -> dict[int, int]:
+    def _enter(self, micro_batch: int) -> None:
+        self.rank.micro_batch = micro_batch
+
+    def _uses(self, segments: Iterable[Segment]) -> dict[int, int]:
         counts: dict[int, int] = {}
         for segment in segments:
             for entry in segment.graph.inputs:
@@ -159,9 +179,13 @@ class LocalStep:
         return counts
 
     def local_batch(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """This rank's part of a whole batch. Raises BatchError for tensors that differ from the example."""
-        check_batch([e for e, _, _ in self._batch], batch)
-        return {e.name: take(batch[e.target].to(place)) for e, take, place in self._batch}
+        """This rank's part of a whole batch (of its first micro-batch). Raises BatchError for tensors that differ from
+        the example."""
+        check_batch([e for e, _, _ in self._batch[0]], batch)
+        return self._taken(0, batch)
+
+    def _taken(self, micro_batch: int, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {e.name: take(batch[e.target].to(place)) for e, take, place in self._batch[micro_batch]}
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Forward, backward and update on the whole batch; the global loss."""
@@ -186,8 +210,15 @@ class LocalStep:
     def _run(
         self, actions: Sequence[Action], batch: Mapping[str, torch.Tensor], wanted: Sequence[str]
     ) -> dict[str, torch.Tensor]:
+        local = self.local_batch(batch)
         with self.handle.deferring():
-            return self.executor.run(actions, self.local_batch(batch), wanted)
+            if self.in_time is None:
+                return self.executor.run(actions, local, wanted)
+            self.in_time.begin(batch)
+            try:
+                return self.executor.run(actions, {}, wanted)
+            finally:
+                self.in_time.end()
 
     def _reduced(self) -> None:
         self.buckets.finish()

@@ -16,7 +16,7 @@ from meshwright.layout import Dim, dim_axes, normalize_dim
 from meshwright.mesh import Axis, Mesh
 from meshwright.ops.factors import Site
 from meshwright.ops.rule import dim_letters
-from meshwright.ops.strategy import WHOLE, Strategy, at_path, cut, merge, splittable, units
+from meshwright.ops.strategy import WHOLE, Strategy, at_path, cut, merge, splittable, through_ports, units
 
 WHOLE_CODE, PENDING, GRAD, CUT = 0, 1, 2, 3
 HERE = "here"  # the one axis of the tables
@@ -40,16 +40,6 @@ class PortCodes:
 
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
-
-
-def through_ports(site: Site) -> Iterator[tuple[int, ...]]:
-    """Choices of one pending port per term."""
-    if not site.rule.terms or len(site.rule.outputs) != 1:
-        return
-    choices: list[tuple[int, ...]] = [()]
-    for term in site.rule.terms:
-        choices = [(*c, p) for c in choices for p in term]
-    yield from (tuple(sorted(c)) for c in choices)
 
 
 def entries_of(site: Site) -> Iterator[Entry]:

@@ -14,9 +14,18 @@ from meshwright.graph import Graph, Node
 from meshwright.layout import TensorLayout, normalize, only_axes
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors, Site
-from meshwright.ops.strategy import WHOLE, Ports, Strategy, cut, fits, layouts, splittable, units
+from meshwright.ops.strategy import (
+    WHOLE,
+    Ports,
+    Strategy,
+    cut,
+    fits,
+    layouts,
+    splittable,
+    through_ports,
+    units,
+)
 from meshwright.search.board import Board
-from meshwright.search.menus import through_ports
 
 Assignment = dict[str, Strategy]
 

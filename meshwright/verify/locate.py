@@ -13,6 +13,7 @@ from meshwright.graph import MOVES, Graph
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition, partition
+from meshwright.plan import fingerprint
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld
 from meshwright.runtime.program import build_module
@@ -29,6 +30,8 @@ def first_difference(
 
     Looks at the first step, and, where all agrees there (a bias may start at zero), at parameters moved at random.
     """
+    if parts.micro_batches > 1:
+        return _in_time(parts, batch, start, tolerance)
     generator = torch.Generator().manual_seed(0)
     moved = {
         k: v + 0.1 * torch.randn(v.shape, generator=generator, dtype=v.dtype) if v.is_floating_point() else v
@@ -40,6 +43,15 @@ def first_difference(
         or "every node agrees forward and backward; "
         "the difference is in the reduction of a leaf's gradient or in the update"
     )
+
+
+def _in_time(parts: Partition, batch: Any, start: Mapping[str, torch.Tensor], tolerance: float) -> str:
+    """The same of the plan without micro-batches: a cut that is wrong is wrong there too."""
+    graph = replace_reshards(parts)
+    once = replace(parts.asked.techniques, micro_batches=1)
+    plan = replace(parts.asked, techniques=once, fingerprint=fingerprint(graph))
+    found = first_difference(partition(graph, plan), batch, start, tolerance)
+    return f"in micro-batches only, if this is all that the whole batch says: {found}"
 
 
 def _first_at(parts: Partition, batch: Any, start: Mapping[str, torch.Tensor], tolerance: float) -> str:
@@ -129,7 +141,7 @@ def _record(
         forward = {n: v.detach() for n, v in zip(names, values, strict=True)}
         return forward, {n: g for (n, _), g in zip(graded, gradients, strict=False) if g is not None}
 
-    return SimulatedWorld(parts.plan.mesh).run(body)
+    return SimulatedWorld(parts.ranks).run(body)
 
 
 def _assembled_error(

@@ -28,13 +28,18 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """What a verification found. `ok` is true when every difference is within the tolerance."""
+    """What a verification found. `ok` is true when every difference is within the tolerance.
+
+    `inexact`: operators that by design look at a micro-batch only. Then all is compared with one device that runs the
+    same micro-batches, not with the whole batch.
+    """
 
     plan: Plan
     dtype: torch.dtype
     tolerance: float
     differences: tuple[Difference, ...]
     first: str = ""
+    inexact: tuple[str, ...] = ()
 
     @property
     def worst(self) -> Difference:
@@ -61,13 +66,20 @@ class Report:
 
     def __str__(self) -> str:
         verdict = "equal to one device" if self.ok else "DIFFERENT from one device"
+        verdict += " in the same micro-batches" if self.inexact else ""
+        asked = f", {self.plan.techniques}" if str(self.plan.techniques) else ""
         kinds: dict[str, list[Difference]] = {}
         for d in self.differences:
             kinds.setdefault(d.what.split(" of ")[0].split(" after ")[0], []).append(d)
         lines = [
-            f"{verdict} ({self.plan.mode} on {self.plan.mesh}, "
+            f"{verdict} ({self.plan.mode} on {self.plan.mesh}{asked}, "
             f"{str(self.dtype).removeprefix('torch.')}, tolerance {self.tolerance:g})"
         ]
+        if self.inexact:
+            more = f" and {len(self.inexact) - 4} more" if len(self.inexact) > 4 else ""
+            lines.append(
+                f"  inexact by design, statistics of a micro-batch: {', '.join(self.inexact[:4])}{more}"
+            )
         for kind, found in kinds.items():
             worst = max(found, key=lambda d: d.error)
             lines.append(

@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from meshwright.capture import Captured
 from meshwright.capture.batch import leaves
 from meshwright.compile import Loss
-from meshwright.partition import Partition
+from meshwright.graph import Graph, Node
+from meshwright.mesh import Mesh
+from meshwright.ops.batch import by_micro_batch
+from meshwright.partition import Partition, partition
 from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld
 from meshwright.runtime.kernels import reference_dropout
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
+from meshwright.search.modes import make_plan
 
 STEPS = 3
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
@@ -79,6 +84,26 @@ def reference(
     return run
 
 
+def inexact_nodes(graph: Graph, parts: Partition) -> list[Node]:
+    """The operators of a partition whose micro-batches give something else than the whole batch does."""
+    return by_micro_batch(graph, parts.factors) if parts.micro_batches > 1 else []
+
+
+def reference_in_time(
+    captured: Captured,
+    parts: Partition,
+    batch: Any,
+    start: Mapping[str, torch.Tensor],
+    factory: OptimizerFactory,
+) -> Run:
+    """One device that runs the same micro-batches."""
+    alone = make_plan(captured.graph, Mesh.of(ranks=1), "stand_alone")
+    alone = replace(alone, techniques=replace(alone.techniques, micro_batches=parts.micro_batches))
+    (run,) = simulate(partition(captured.graph, alone), batch, start, factory)
+    names = {i.name: (i.target, *i.ties) for i in captured.graph.inputs}
+    return replace(run, state={target: value for name, value in run.state.items() for target in names[name]})
+
+
 def _copy_cast(model: torch.nn.Module, cast: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Module:
     twin = copy.deepcopy(model)
     for tensor in (*twin.parameters(), *twin.buffers()):
@@ -113,4 +138,4 @@ def simulate(
         run.state = {name: leaf.detach().clone() for name, leaf in step.leaves.items()}
         return run
 
-    return SimulatedWorld(parts.plan.mesh).run(body)
+    return SimulatedWorld(parts.ranks).run(body)

@@ -21,12 +21,14 @@ MESH = Mesh.of(a=2, b=3)
 
 
 def dropped(layout_text, exact, step=0, micro_batch=0, slot=0):
-    """What every rank of the mesh makes of ones."""
-    layout = parse_layout(layout_text)
-    pieces = scatter(torch.ones(layout.shape, dtype=torch.float64), layout, MESH, 0)
+    """What every rank of the mesh makes of ones, in one of two micro-batches."""
+    layout, timed = parse_layout(layout_text), MESH.in_time(2)
+    pieces = scatter(torch.ones(layout.shape, dtype=torch.float64), layout, timed, 0)
+    pieces = pieces[micro_batch * MESH.size :]
 
     def body(simulated):
         rank = Rank(simulated, CPU, seed=5, exact=exact, step=step, micro_batch=micro_batch)
+        rank.runs_on(timed)
         return KERNELS["meshwright.dropout"](rank, pieces[rank.comm.rank], 0.5, slot, layout_text)
 
     return SimulatedWorld(MESH).run(body)
@@ -50,11 +52,19 @@ def test_a_fast_mask_agrees_where_the_value_is_whole_and_differs_where_it_is_spl
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_masks_differ_by_step_micro_batch_and_slot_and_repeat_on_recompute(exact):
-    masks = [dropped("[12, 10]", exact, **kw)[0] for kw in ({}, {"step": 1}, {"micro_batch": 1}, {"slot": 1})]
-    assert torch.equal(masks[0], dropped("[12, 10]", exact)[0])
+    text = "[12/time, 10]"
+    masks = [dropped(text, exact, **kw)[0] for kw in ({}, {"step": 1}, {"micro_batch": 1}, {"slot": 1})]
+    assert torch.equal(masks[0], dropped(text, exact)[0])
     for i in range(4):
         for j in range(i):
             assert not torch.equal(masks[i], masks[j])
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_is_whole_in_time_is_drawn_alike_in_every_micro_batch(exact):
+    """A mask on a parameter is one mask, whichever micro-batch asks for it."""
+    first, second = (dropped("[12/a, 10]", exact, micro_batch=m) for m in (0, 1))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_the_hash_is_uniform():

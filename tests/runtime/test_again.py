@@ -117,7 +117,7 @@ def test_backward_makes_again_what_the_program_says(plan: Any) -> None:
     step, counter, batch = alone(plan(), small_llama())
     step.gradients(batch)
     parts = step.parts
-    expected = program_collectives(parts.resharded, step.graph, parts.plan.mesh, 1)
+    expected = program_collectives(step.graph, parts.plan.mesh, 1)
     sums = [("all_reduce", axes, size) for axes, _, size in step.bucket_summary()]
     assert Multiset(counter.calls) == Multiset([(c.kind, c.axes, c.payload_bytes) for c in expected] + sums)
     text = str(ProgramText(step.graph, parts, ()))

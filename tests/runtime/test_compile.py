@@ -20,7 +20,7 @@ def test_a_program_with_collectives_compiles_whole() -> None:
     parts = lower(captured, plan_captured(captured, {"tp": 2}, "sharding_propagation", {"0": {"n": "tp"}}))
     counter = Counter(parts.plan.mesh, 0)
     step = LocalStep(parts, Rank(counter, torch.device("cpu")), values_of(model, captured), None)
-    arguments = [step.leaves.get(i.name, x) for i in step.executor.segments[0].graph.inputs]
+    arguments = [step.leaves.get(i.name, x) for i in step.executor.programs[0][0][0].graph.inputs]
 
     def run(module):
         counter.calls.clear()

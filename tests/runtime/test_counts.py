@@ -43,7 +43,7 @@ def run(name: str, mesh: dict[str, int], mode: str, rank: int):
         lambda p: torch.optim.SGD(p, lr=0.0),
     )
     step(dict(leaves(batch)))
-    program = program_collectives(parts.resharded, step.graph, plan.mesh, rank)
+    program = program_collectives(step.graph, plan.mesh, rank)
     expected = [(c.kind, c.axes, c.payload_bytes) for c in program]
     expected += [("all_reduce", axes, size) for axes, _, size in step.bucket_summary()]
     return counter.calls, expected, step
@@ -84,7 +84,7 @@ def test_the_program_prints_every_collective() -> None:
         text.count(f"{kind}(") for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
     )
     kernels = sum(1 for n in local.nodes if n.op.startswith("meshwright.") and n.op != "meshwright.reshard")
-    program = program_collectives(parts.resharded, local, parts.plan.mesh, 0)
+    program = program_collectives(local, parts.plan.mesh, 0)
     in_reshards = [c for c in program if c.node in parts.resharded.pairs]
     assert shown >= len(in_reshards) + 1 >= 10
     assert "| backward all_reduce(tp)" in text

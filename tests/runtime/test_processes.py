@@ -221,3 +221,31 @@ def test_parameters_stored_in_parts_and_gathered_again(tmp_path: Path) -> None:
     """Buckets, gathers forward, gathers again in backward and clipping meet in one order on real ranks."""
     lines = {x for x in succeed(tmp_path, 4, ZERO).splitlines() if "made again" in x}
     assert len(lines) >= 1 and all(int(x.split(" hubs")[0].split()[-1]) > 8 for x in lines), lines
+
+
+def test_micro_batches_on_real_ranks(tmp_path: Path) -> None:
+    """Four ranks as 2 × 2, three micro-batches of unequal length, labels that count unevenly."""
+    out = succeed(
+        tmp_path,
+        4,
+        """
+        model, batch, loss = gpt.build(gpt.GPTConfig(48, 24, 1, 4, 8), batch=14)
+        batch["targets"][0] = -100
+        batch["targets"][1, 3:] = -100
+        model = model.double()
+        losses, expected = reference(model, batch, loss)
+        pins = {"*.qkv": {"n": "tp"}, "head": {"n": "tp"}}
+        step = mw.train_step(
+            model, adamw, batch, loss=loss, mesh={"dp": 2, "tp": 2}, mode="semi_auto", pins=pins, micro_batches=3
+        )
+        found = [step(batch).item() for _ in range(3)]
+        state = step.full_state()
+        worst = max(abs(a - b) / abs(b) for a, b in zip(found, losses))
+        worst = max([worst, *((state[n] - p).abs().max().item() for n, p in expected.items())])
+        print("worst", worst, flush=True)
+        assert worst < 1e-12
+        print(step.program)
+        mw.shutdown()
+        """,
+    )
+    assert "after the last, from the sums of" in out

@@ -41,7 +41,7 @@ def talk(parts: Partition) -> Counter[tuple[str, str, str, str]]:
     modules = {n.name: n.module or " ".join(n.uses[:1]) for n in parts.resharded.graph.nodes}
     return Counter(
         (modules.get(c.node, c.node), c.phase, c.kind, mesh.show(c.axes))
-        for c in program_collectives(parts.resharded, parts.local(0), mesh, 0)
+        for c in program_collectives(parts.local(0), mesh, 0)
     )
 
 
@@ -103,7 +103,7 @@ def test_a_vocabulary_that_does_not_divide_is_cut_in_embedding_head_and_loss(tie
     rows = 4 * 8 * 4  # batch × sequence × bytes
     losses = [
         c
-        for c in program_collectives(parts.resharded, parts.local(0), parts.plan.mesh, 0)
+        for c in program_collectives(parts.local(0), parts.plan.mesh, 0)
         if c.node.startswith("cross_entropy")
     ]
     assert [c.payload_bytes for c in losses] == [rows, 2 * rows]

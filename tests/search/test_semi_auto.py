@@ -63,7 +63,7 @@ def shapes(parts: Partition, op: str) -> list[tuple[tuple[int, ...], ...]]:
 def kinds(parts: Partition) -> list[tuple[str, str, str]]:
     return [
         (c.phase, c.kind, parts.plan.mesh.show(c.axes))
-        for c in program_collectives(parts.resharded, parts.local(0), parts.plan.mesh, 0)
+        for c in program_collectives(parts.local(0), parts.plan.mesh, 0)
     ]
 
 

@@ -51,7 +51,7 @@ def check(edit: Callable[[Graph, int], Graph], where: str = "", **options) -> No
     verify_partition(model, batch, loss, captured, parts).raise_if_different()
     changed = [parts.local(r) != edit(parts.local(r), r) for r in range(parts.plan.mesh.size)]
     assert any(changed), "the fault was not planted"
-    faulty = Faulty(parts.plan, parts.factors, parts.resharded, edit)
+    faulty = Faulty(parts.plan, parts.factors, parts.resharded, parts.asked, edit)
     report = verify_partition(model, batch, loss, captured, faulty)
     assert not report.ok
     with pytest.raises(VerificationError, match="does not compute what one device computes"):
@@ -207,7 +207,11 @@ def test_a_wrong_mask_offset() -> None:
     if parts.local(1) == first_rows(parts.local(1), 1):
         pytest.fail("queries were not split, so there is no offset to get wrong")
     report = verify_partition(
-        model, batch, loss, captured, Faulty(parts.plan, parts.factors, parts.resharded, first_rows)
+        model,
+        batch,
+        loss,
+        captured,
+        Faulty(parts.plan, parts.factors, parts.resharded, parts.asked, first_rows),
     )
     assert not report.ok
     assert "attention" in report.first
@@ -221,7 +225,7 @@ def test_a_fused_qkv_cut_contiguously() -> None:
         if entry.target.endswith("qkv.weight"):
             assert "(3 4/tp 12)" in str(layouts[entry.name])
             layouts[entry.name] = replace(parse_layout("[144/tp, 48]"), grad=layouts[entry.name].grad)
-    faulty = Partition(parts.plan, parts.factors, replace(parts.resharded, layouts=layouts))
+    faulty = Partition(parts.plan, parts.factors, replace(parts.resharded, layouts=layouts), parts.asked)
     report = verify_partition(model, batch, loss, captured, faulty)
     assert not report.ok
     assert "qkv" in report.first
@@ -271,7 +275,7 @@ def test_a_trained_frozen_branch() -> None:
     inputs = tuple(replace(i, needs_grad=i.role == "parameter") for i in parts.resharded.graph.inputs)
     resharded = replace(parts.resharded, graph=replace(parts.resharded.graph, inputs=inputs))
     report = verify_partition(
-        model, batch, loss, captured, Faulty(parts.plan, parts.factors, resharded, thaw)
+        model, batch, loss, captured, Faulty(parts.plan, parts.factors, resharded, parts.asked, thaw)
     )
     assert not report.ok
     assert any("gradient of target" in d.what and d.error > 1e-12 for d in report.differences)

@@ -84,7 +84,7 @@ def test_every_byte_of_a_step_is_foreseen(level: int, techniques: dict[str, Any]
     step(dict(leaves(batch)))
     expected = [
         (c.kind, frozenset(c.axes), c.payload_bytes)
-        for c in program_collectives(parts.resharded, step.graph, parts.plan.mesh, 1)
+        for c in program_collectives(step.graph, parts.plan.mesh, 1)
     ]
     for group in step.buckets.groups:
         part = group.wire_bytes // parts.plan.mesh.count(group.cut)

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from meshwright.graph import Node, Ref, TensorType
-from meshwright.layout import dim_size
+from meshwright.layout import dim_axes, dim_size, local_size, without_axes
 from meshwright.ops.local.cut import Cut, ref, text, with_arg
 from meshwright.ops.rule import dim_letters
 from meshwright.ops.special.loss import MEAN, NONE, SUM, reduction_at, reduction_of
@@ -129,8 +129,9 @@ def _count(
 
 
 def batch_norm(cut: Cut) -> tuple[Node, ...]:
-    """Statistics of the whole batch: sums over the axes that split it."""
-    node, axes = cut.node, cut.axes(sorted(cut.site.rule.inside))
+    """Statistics of the whole batch, or of the micro-batch: sums over the ranks that split it."""
+    node, inside = cut.node, sorted(cut.site.rule.inside)
+    axes = tuple(a for a in cut.axes(inside) if a not in cut.mesh.time)
     if not cut.size("c"):
         return (cut.nothing(),)
     if not is_training(node):
@@ -144,9 +145,15 @@ def batch_norm(cut: Cut) -> tuple[Node, ...]:
     x, weight, bias = node.args[:3]
     mean_, var = (None, None) if no_stats else node.args[3:5]
     momentum, eps = _momentum_eps(node)
-    count = math.prod(cut.site.rule.sizes[x] for x in cut.site.rule.inside)
+    count = math.prod(_size_now(cut, x) for x in inside)
     args = (x, weight, bias, mean_, var, momentum, eps, count, len(node.outputs), axes)
     return (cut.last("meshwright.batch_norm_sync", args, {}),)
+
+
+def _size_now(cut: Cut, letter: str) -> int:
+    """How many elements of a letter all ranks together hold at one time."""
+    dim, ranks = cut.letters[letter], (a for a in dim_axes(cut.letters[letter]) if a not in cut.mesh.time)
+    return local_size(without_axes(dim, ranks), cut.mesh, cut.at)
 
 
 def _momentum_eps(node: Node) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Randomness that ranks agree on: by seed slot, step, micro-batch and place, never by a shared generator.
+"""Randomness that ranks agree on: by seed slot, step and place (in time too), never by a shared generator.
 
 Not exact (the fast way): a generator seeded by all of these and by the coordinates on the axes that *split* the
 value, so whole values agree across ranks, split ones differ, and recompute replays. Exact: a counter hash (splitmix64,
@@ -58,7 +58,7 @@ def layout_of(text: str) -> TensorLayout:
 def element_indices(layout: TensorLayout, rank: Rank) -> torch.Tensor:
     """Row-major global index of every element that a rank holds."""
     result = torch.zeros((), dtype=torch.int64)
-    for places, size in zip(layout.indices(rank.comm.mesh, rank.at), layout.shape, strict=True):
+    for places, size in zip(layout.indices(rank.mesh, rank.at), layout.shape, strict=True):
         result = result.unsqueeze(-1) * size + torch.from_numpy(places)
     return result.to(rank.device)
 
@@ -69,12 +69,12 @@ def uniform(
     """Uniform numbers for what a rank holds of a value."""
     layout = layout_of(layout_text)
     if rank.exact:
-        return uniform_at(element_indices(layout, rank), mix(rank.seed, slot, rank.step, rank.micro_batch))
-    mesh = rank.comm.mesh
+        return uniform_at(element_indices(layout, rank), mix(rank.seed, slot, rank.step))
+    mesh = rank.mesh
     place = [rank.at[a] + 1 if a in layout.split_axes else 0 for a in mesh.sizes]
     device = device or rank.device
     generator = torch.Generator(device=device)
-    generator.manual_seed(_signed(mix(rank.seed, slot, rank.step, rank.micro_batch, *place)))
+    generator.manual_seed(_signed(mix(rank.seed, slot, rank.step, *place)))
     shape = layout.local_shape(mesh, rank.at)
     return torch.rand(shape, generator=generator, device=device, dtype=dtype)
 
@@ -90,13 +90,12 @@ def exact_dropout_mask(
     seed: int,
     slot: int,
     step: int = 0,
-    micro_batch: int = 0,
     indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The mask of exact mode for a whole tensor, or for the elements with these row-major indices."""
     if indices is None:
         indices = torch.arange(math.prod(shape), dtype=torch.int64).reshape(tuple(shape))
-    return uniform_at(indices, mix(seed, slot, step, micro_batch)) >= p
+    return uniform_at(indices, mix(seed, slot, step)) >= p
 
 
 class Dropout(torch.autograd.Function):

@@ -23,9 +23,9 @@ class reference_dropout(TorchFunctionMode):
     inside `F.multi_head_attention_forward`.
     """
 
-    def __init__(self, seed: int = 0, step: int = 0, micro_batch: int = 0) -> None:
+    def __init__(self, seed: int = 0, step: int = 0) -> None:
         super().__init__()
-        self.seed, self.step, self.micro_batch = seed, step, micro_batch
+        self.seed, self.step = seed, step
         self.slot = 0
 
     def __enter__(self) -> reference_dropout:
@@ -58,7 +58,7 @@ class reference_dropout(TorchFunctionMode):
         return function(*args, **given)
 
     def _mask(self, shape: torch.Size, p: float, device: torch.device) -> torch.Tensor:
-        mask = exact_dropout_mask(shape, p, self.seed, self.slot, self.step, self.micro_batch)
+        mask = exact_dropout_mask(shape, p, self.seed, self.slot, self.step)
         self.slot += 1
         return mask.to(device)
 

@@ -50,13 +50,13 @@ def take_iota(
     rank: Rank, layout_text: str, dim: int, start: int | float, step: int | float, *, dtype: torch.dtype
 ) -> torch.Tensor:
     """``start + step · i`` for the global indices i that this rank holds along a dim."""
-    places = layout_of(layout_text).indices(rank.comm.mesh, rank.at)[dim]
+    places = layout_of(layout_text).indices(rank.mesh, rank.at)[dim]
     return (start + step * torch.from_numpy(places).to(rank.device)).to(dtype)
 
 
 def local_places(rank: Rank, ids: torch.Tensor, layout_text: str, dim: int) -> torch.Tensor:
     """The local index of each global one along a dim, -1 where another rank holds it."""
-    places = torch.from_numpy(layout_of(layout_text).indices(rank.comm.mesh, rank.at)[dim]).to(ids.device)
+    places = torch.from_numpy(layout_of(layout_text).indices(rank.mesh, rank.at)[dim]).to(ids.device)
     if places.numel() == 0:
         return torch.full_like(ids, -1)
     ordered, order = torch.sort(places)

@@ -8,13 +8,14 @@ from dataclasses import replace
 from meshwright.graph import Graph
 from meshwright.plan import Plan
 from meshwright.search.techniques.fusion import fusion
+from meshwright.search.techniques.micro_batches import micro_batches
 from meshwright.search.techniques.optimizer_parallel import optimizer_parallel
 from meshwright.search.techniques.recompute import recompute
 from meshwright.techniques import Techniques
 
 # Each takes the graph and a plan that has its `techniques`, and gives the plan with what follows from them.
 Pass = Callable[[Graph, Plan], Plan]
-PASSES: tuple[Pass, ...] = (optimizer_parallel, fusion, recompute)
+PASSES: tuple[Pass, ...] = (optimizer_parallel, fusion, recompute, micro_batches)
 
 
 def apply(graph: Graph, plan: Plan, techniques: Techniques) -> Plan:

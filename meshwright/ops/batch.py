@@ -1,0 +1,36 @@
+"""Which factors of an operator count examples, and which operators look at all examples together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.graph import Graph, Node
+from meshwright.ops.factors import Factors, Site
+from meshwright.ops.special.norm import is_training
+from meshwright.ops.strategy import splittable, units
+
+Unit = tuple[tuple[int, ...], ...]
+
+
+def by_micro_batch(graph: Graph, factors: Factors) -> list[Node]:
+    """The operators that look at a micro-batch where one device looks at the batch: those that reduce examples inside
+    (batch norm in training). What follows from them is inexact."""
+    return [node for node in graph.nodes if node.name in factors.sites and _reduces(node, factors)]
+
+
+def _reduces(node: Node, factors: Factors) -> bool:
+    site = factors.sites[node.name]
+    if not any(letter in site.rule.inside for letter, _ in batch_units(site, factors)):
+        return False
+    return "batch_norm" not in node.op or is_training(node)
+
+
+def batch_units(site: Site, factors: Factors) -> Iterator[tuple[str, Unit]]:
+    """The letters of a node with the units that count examples, those first that its result has."""
+    found: list[tuple[bool, str, Unit]] = []
+    for letter in splittable(site):
+        marks, known = factors.batch[site.node.name, letter], units(site.trees[letter])
+        if len(marks) == len(known):
+            lost = not any(letter in given for given in site.rule.gives)
+            found += [(lost, letter, unit) for unit, mark in zip(known, marks, strict=True) if mark]
+    yield from ((letter, unit) for _, letter, unit in sorted(found, key=lambda f: f[0]))

@@ -1,0 +1,203 @@
+"""What a rank runs of a batch in micro-batches, and when: its local programs in time, cut by what must wait for what.
+
+- A `Round` before the first forward: terms that follow from the batch alone (how many labels count), run for every
+  micro-batch, added up, and then added up over the ranks, once. Sums of sums take a further round.
+- `programs`: forward of each micro-batch, which reads those sums. Each backward so has the true denominators, and
+  gradients are those of the whole batch (a mean of means is not).
+- `late`: results that are sums over micro-batches (the loss), made from the added terms after the last one.
+
+`carried` are the buffers that a micro-batch hands on to the next (running statistics).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from meshwright.graph import DTYPES, RESHARD, Graph, Input, Node, Ref, prune, verify
+from meshwright.layout import TensorLayout
+from meshwright.ops.batch import by_micro_batch
+from meshwright.partition import Partition
+from meshwright.partition.localize import SUM_OF_COUNTS
+from meshwright.partition.reshards import local_type, step_texts
+from meshwright.partition.time import early_values
+from meshwright.redistribute import TWO_CORE_GLOO, redistribute
+from meshwright.redistribute.steps import COLLECTIVES
+
+SUM = "boundary"  # the role of an input that another of these programs has made
+
+
+@dataclass(frozen=True)
+class Round:
+    """Sums over the whole batch: `terms` is a program of each micro-batch, whose results are added up; `sums` makes
+    of them what later programs read."""
+
+    terms: tuple[Graph, ...]
+    sums: Graph
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """The programs of one rank."""
+
+    rounds: tuple[Round, ...]
+    programs: tuple[Graph, ...]
+    late: Graph
+    carried: tuple[tuple[str, str], ...]  # input → the value that replaces it
+
+
+def micro_batches_of(parts: Partition, rank: int) -> MicroBatches:
+    """The programs of a rank under a plan with micro-batches."""
+    cut = [_Cut(parts, number, parts.local(number)) for number in parts.of_rank(rank)]
+    first = cut[0]
+    rounds = tuple(
+        Round(tuple(c.terms(number) for c in cut), first.sums(number)) for number in range(first.rounds)
+    )
+    return MicroBatches(rounds, tuple(c.program() for c in cut), first.late(), _carried(parts))
+
+
+def first_micro_batch(parts: Partition, rank: int) -> MicroBatches:
+    """The same with the programs of the first micro-batch alone, the largest: what prices and tables look at."""
+    cut = _Cut(parts, rank, parts.local(rank))
+    rounds = tuple(Round((cut.terms(number),), cut.sums(number)) for number in range(cut.rounds))
+    return MicroBatches(rounds, (cut.program(),), cut.late(), _carried(parts))
+
+
+class _Cut:
+    """One micro-batch's local program while it is taken apart."""
+
+    def __init__(self, parts: Partition, number: int, graph: Graph) -> None:
+        self.parts, self.number, self.graph = parts, number, graph
+        self.time = frozenset(parts.plan.mesh.time)
+        early = early_values(graph, graph.nodes)
+        self.added = [n for n in graph.nodes if early.issuperset(n.values) and self._adds_up(n)]
+        self.early = [n for n in graph.nodes if early.issuperset(n.values)]
+        self._sums = {n.name for n in self.added}
+        self.level = self._levels()
+        self.rounds = max((self.level[n.name] for n in self.added), default=0)
+
+    def _adds_up(self, node: Node) -> bool:
+        if node.op == SUM_OF_COUNTS:
+            return not self.time.isdisjoint(node.args[1])
+        steps = self.parts.resharded.pairs[node.name].forward if node.op == RESHARD else ()
+        return any(s.kind in COLLECTIVES and self.time.intersection(s.axes) for s in steps)
+
+    def _levels(self) -> dict[str, int]:
+        """Value → how many rounds must be over before it can be made."""
+        level = {i.name: 0 for i in self.graph.inputs}
+        for node in self.early:
+            found = max((level.get(u, 0) for u in node.uses), default=0) + (node.name in self._sums)
+            level.update(dict.fromkeys(node.values, found))
+        return level
+
+    def _of_round(self, number: int) -> list[Node]:
+        return [n for n in self.added if self.level[n.name] == number + 1]
+
+    def terms(self, number: int) -> Graph:
+        """The program of one micro-batch in a round."""
+        wanted = dict.fromkeys(n.uses[0] for n in self._of_round(number))
+        nodes = tuple(n for n in self.early if n.name not in self._sums and self.level[n.name] <= number)
+        before = [n.name for n in self.added if self.level[n.name] <= number]
+        return self._program(nodes, before, tuple((v, v) for v in wanted))
+
+    def sums(self, number: int) -> Graph:
+        """From the terms of all micro-batches to the sums over all ranks."""
+        nodes, outputs = [], []
+        for node in self._of_round(number):
+            made = self._over_ranks(node)
+            nodes += [made] if made is not None else []
+            outputs.append((node.name, node.name if made is not None else node.uses[0]))
+        wanted = dict.fromkeys(n.uses[0] for n in self._of_round(number))
+        inputs = tuple(self._boundary(name) for name in wanted)
+        return _checked(
+            replace(self.graph, inputs=inputs, nodes=tuple(nodes), outputs=tuple(outputs), mutations=())
+        )
+
+    def program(self) -> Graph:
+        """Forward of this micro-batch."""
+        nodes = tuple(n for n in self.graph.nodes if n.name not in self._sums)
+        return self._program(nodes, [n.name for n in self.added], self.graph.outputs, self.graph.mutations)
+
+    def late(self) -> Graph:
+        """From the added terms of results to what they are on one device."""
+        layouts, entries = self.parts.resharded.layouts, {i.target: i.name for i in self.graph.inputs}
+        wants = {value: TensorLayout.whole(layouts[value].shape) for _, value in self.graph.outputs}
+        wants |= {value: self.parts.plan.inputs[entries[target]] for target, value in self.graph.mutations}
+        nodes: list[Node] = []
+        outputs: list[tuple[str, str]] = []
+        for value, want in wants.items():
+            if self.time.isdisjoint(layouts[value].pending):
+                continue
+            name = f"{value.replace('.', '_')}_all"
+            made = self._moved(value, self._over_time(layouts[value]), want, name)
+            nodes += [made] if made is not None else []
+            outputs.append((value, made.name if made is not None else value))
+        inputs = tuple(self._boundary(value) for value, _ in outputs)
+        return _checked(
+            replace(self.graph, inputs=inputs, nodes=tuple(nodes), outputs=tuple(outputs), mutations=())
+        )
+
+    # -------------------------------------------------- pieces
+
+    def _program(
+        self,
+        nodes: tuple[Node, ...],
+        made_before: Iterable[str],
+        outputs: tuple[tuple[str, str], ...],
+        mutations: tuple[tuple[str, str], ...] = (),
+    ) -> Graph:
+        """A program of some nodes: inputs that it does not read are left out, and so are nodes that nothing reads."""
+        before = tuple(self._boundary(name) for name in made_before)
+        graph = prune(replace(self.graph, nodes=nodes, outputs=outputs, mutations=mutations))
+        read = {u for n in graph.nodes for u in n.uses} | {v for _, v in (*outputs, *mutations)}
+        inputs = tuple(i for i in (*graph.inputs, *before) if i.name in read)
+        return _checked(replace(graph, inputs=inputs))
+
+    def _boundary(self, name: str) -> Input:
+        return Input(name, SUM, name, self.graph.types[name])
+
+    def _over_ranks(self, node: Node) -> Node | None:
+        """A sum over time and ranks, without the time; None where no rank is left to ask."""
+        if node.op == SUM_OF_COUNTS:
+            axes = tuple(a for a in node.args[1] if a not in self.time)
+            return replace(node, args=(node.args[0], axes)) if axes else None
+        layouts = self.parts.resharded.layouts
+        return self._moved(
+            node.uses[0], self._over_time(layouts[node.uses[0]]), layouts[node.name], node.name
+        )
+
+    def _over_time(self, layout: TensorLayout) -> TensorLayout:
+        pending = tuple(a for a in layout.pending if a not in self.time)
+        return TensorLayout(layout.dims, pending)
+
+    def _moved(self, value: str, have: TensorLayout, want: TensorLayout, name: str) -> Node | None:
+        """A reshard without gradient; None where it does nothing."""
+        parts, kind = self.parts, self.graph.types[value]
+        prices = parts.plan.prices or TWO_CORE_GLOO
+        steps = redistribute(have, want, parts.plan.mesh, DTYPES[kind.dtype], prices)
+        if not steps:
+            return None
+        made = local_type(replace(kind, shape=want.shape), want, parts.plan.mesh, self.number)
+        return Node(name, RESHARD, (Ref(value), step_texts(steps), ()), (), (made,), (False,))
+
+
+def _checked(graph: Graph) -> Graph:
+    """The graph, whose inputs may be results of another one. Raises GraphError where it breaks a law."""
+    verify(replace(graph, inputs=tuple(replace(i, role="batch") for i in graph.inputs)))
+    return graph
+
+
+def _carried(parts: Partition) -> tuple[tuple[str, str], ...]:
+    """The buffers whose new values follow from what one micro-batch alone has seen, and are no sums over them."""
+    graph, layouts = parts.resharded.graph, parts.resharded.layouts
+    sources = {node.name for node in by_micro_batch(graph, parts.factors)}
+    own: set[str] = set()
+    for node in graph.nodes:
+        if node.name in sources or own.intersection(node.uses):
+            own.update(node.values)
+    entries, time = {i.target: i.name for i in graph.inputs}, set(parts.plan.mesh.time)
+    return tuple(
+        (entries[target], value)
+        for target, value in graph.mutations
+        if value in own and time.isdisjoint(layouts[value].pending)
+    )

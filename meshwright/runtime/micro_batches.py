@@ -1,0 +1,152 @@
+"""A step in micro-batches: what runs before, between and after their forward and backward passes.
+
+Gradients add up in the leaves, as autograd does it, and are reduced in the backward of the last micro-batch. The sums
+that every micro-batch divides by are there before the first forward; the loss is added up from its terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from meshwright.graph import RESHARD, START, Graph
+from meshwright.mesh import Mesh
+from meshwright.partition.micro_batches import MicroBatches
+from meshwright.partition.segments import Segment, split_segments
+from meshwright.runtime.executor import Action, Executor
+from meshwright.runtime.overlap import Start
+
+Batch = Mapping[str, torch.Tensor]
+# From a graph (and the flights that its earlier segments have started) to what runs it where the rank is now.
+Build = Callable[..., Callable[..., Any]]
+Program = tuple[tuple[Segment, ...], list[Callable[..., Any]]]
+
+
+def actions_in_time(rounds: int, micro_batches: int, segments: int) -> tuple[Action, ...]:
+    """The sums first; then forward and backward of one micro-batch after the other, results, reduction and update."""
+    found = [Action("begin")]
+    for number in range(rounds):
+        found += [Action("terms", number, m) for m in range(micro_batches)]
+        found.append(Action("sums", number))
+    for m in range(micro_batches):
+        found.append(Action("enter", 0, m))
+        found += [Action("forward", s, m) for s in range(segments)]
+        found += [Action("backward", s, m) for s in reversed(range(segments))]
+        found.append(Action("leave", 0, m))
+    return (*found, Action("late"), Action("reduce_wait"), Action("update"))
+
+
+def programs_in_time(
+    graphs: Sequence[Graph], mesh: Mesh, enter: Callable[[int], None], build: Build, cuts: Sequence[int]
+) -> list[Program]:
+    """Segments and modules of each micro-batch, built once for all that run the same. `enter` puts the rank into a
+    micro-batch."""
+    found: list[Program] = []
+    for number, graph in enumerate(graphs):
+        same = next((n for n in range(number) if graphs[n] == graph and not _knows_time(graph, mesh)), None)
+        if same is not None:
+            found.append(found[same])
+            continue
+        enter(number)
+        segments, starts = split_segments(graph, cuts), dict[str, Start]()
+        found.append((segments, [build(s.graph, starts=starts) for s in segments]))
+    enter(0)
+    return found
+
+
+def _knows_time(graph: Graph, mesh: Mesh) -> bool:
+    """Whether a reshard does something else in each micro-batch: takes its slice, or masks a term."""
+    found = [half for n in graph.nodes if n.op == RESHARD for half in n.args[1:3]]
+    found += [one for n in graph.nodes if n.op == START for half in n.args[1:3] for one in half]
+    return any(not set(mesh.time).isdisjoint(axes.split(".")) for half in found for _, axes, _, _ in half)
+
+
+class InTime:
+    """The state of a step between its micro-batches. It adds its kinds of actions to an executor."""
+
+    def __init__(
+        self,
+        parts: MicroBatches,
+        executor: Executor,
+        enter: Callable[[int], None],
+        build: Build,
+        inputs: Sequence[Callable[[Mapping[str, torch.Tensor]], Batch]],
+    ) -> None:
+        """`inputs`: for each micro-batch, from the whole batch (path → tensor) to what its program reads."""
+        self.parts, self.executor, self.put, self.inputs = parts, executor, enter, inputs
+        self.terms = [self._each(r.terms, build) for r in parts.rounds]
+        self.sums = [build(r.sums) for r in parts.rounds]
+        self.late = build(parts.late)
+        self.batch: Mapping[str, torch.Tensor] = {}
+        self._shared: dict[str, torch.Tensor] = {}  # what all micro-batches read: sums, and buffers handed on
+        self._added: dict[str, torch.Tensor] = {}  # terms so far
+        executor.kinds |= {
+            "terms": self._terms,
+            "sums": self._sums,
+            "enter": self._enter,
+            "leave": self._leave,
+            "late": self._late,
+        }
+
+    def _each(self, graphs: Sequence[Graph], build: Build) -> list[Callable[..., Any]]:
+        found = []
+        for number, graph in enumerate(graphs):
+            self.put(number)
+            found.append(build(graph))
+        self.put(0)
+        return found
+
+    def begin(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Take the whole batch of a step."""
+        self.batch, self._shared, self._added = batch, {}, {}
+
+    def end(self) -> None:
+        """Let go of the batch and of all values."""
+        self.begin({})
+        self.put(0)
+
+    def _arguments(self, graph: Graph, values: Batch) -> list[torch.Tensor]:
+        leaves = self.executor.leaves
+        return [values[i.name] if i.name in values else leaves[i.name] for i in graph.inputs]
+
+    def _add(self, name: str, term: torch.Tensor) -> None:
+        before = self._added.get(name)
+        self._added[name] = term.detach() if before is None else before + term.detach()
+
+    def _terms(self, action: Action) -> None:
+        number, m = action.segment, action.micro_batch
+        self.put(m)
+        graph = self.parts.rounds[number].terms[m]
+        values = {**self._shared, **self.inputs[m](self.batch)}
+        with torch.no_grad():
+            found = self.terms[number][m](*self._arguments(graph, values))
+        for (name, _), term in zip(graph.outputs, found, strict=True):
+            self._add(name, term)
+
+    def _sums(self, action: Action) -> None:
+        graph = self.parts.rounds[action.segment].sums
+        with torch.no_grad():
+            found = self.sums[action.segment](*self._arguments(graph, self._added))
+        self._shared |= {name: value for (name, _), value in zip(graph.outputs, found, strict=True)}
+
+    def _enter(self, action: Action) -> None:
+        self.put(action.micro_batch)
+        self.executor.values = {**self._shared, **self.inputs[action.micro_batch](self.batch)}
+
+    def _leave(self, action: Action) -> None:
+        values = self.executor.values
+        for entry in self.parts.late.inputs:
+            self._add(entry.name, self.executor.value(entry.name))
+        for name, value in self.parts.carried:
+            self._shared[name] = self.executor.value(value).detach()
+        self.executor.forget()
+        if action.micro_batch + 1 == len(self.parts.programs):
+            self.executor.values = {k: v.detach() for k, v in values.items()}
+
+    def _late(self, action: Action) -> None:
+        graph = self.parts.late
+        with torch.no_grad():
+            found = self.late(*self._arguments(graph, self._added))
+        self.executor.values |= {name: value for (name, _), value in zip(graph.outputs, found, strict=True)}

@@ -1,0 +1,100 @@
+"""What a step in micro-batches sends: gradients and counts once, activations in each; what is predicted is what is
+sent. Programs that are equal are built once; buffers and gradients are left as a whole batch leaves them."""
+
+from __future__ import annotations
+
+from collections import Counter as Multiset
+
+import pytest
+import torch
+
+from meshwright.capture.batch import leaves
+from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.examples import gpt
+from meshwright.partition.collectives import step_collectives
+from meshwright.partition.micro_batches import micro_batches_of
+from meshwright.runtime.communicator import Counter
+from meshwright.runtime.rank import Rank
+from meshwright.runtime.step import LocalStep
+from meshwright.techniques import techniques_from
+
+PINS = {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}, "head": {"n": "tp"}}
+
+
+def run(count: int, mode: str = "sharding_propagation", batch: int = 16):
+    """One step of rank 1 of 2 × 2, with what it sent."""
+    model, example, loss = gpt.build(gpt.GPTConfig(48, 24, 1, 4, 8), batch=batch)
+    captured = captured_of(model, example, loss)
+    pins = PINS if mode != "data_parallel" else None
+    asked = techniques_from({"micro_batches": count})
+    parts = lower(captured, plan_captured(captured, {"dp": 2, "tp": 2}, mode, pins, None, asked))
+    counter = Counter(parts.ranks, 1)
+    step = LocalStep(
+        parts,
+        Rank(counter, torch.device("cpu")),
+        values_of(model, captured),
+        lambda p: torch.optim.SGD(p, lr=0.0),
+    )
+    step(dict(leaves(example)))
+    return counter.calls, step, parts
+
+
+def in_order(calls):
+    return Multiset((kind, frozenset(axes), size) for kind, axes, size in calls)
+
+
+@pytest.mark.parametrize("mode", ("data_parallel", "semi_auto", "sharding_propagation"))
+def test_a_step_sends_what_is_predicted(mode: str) -> None:
+    calls, step, parts = run(4, mode)
+    expected = [(c.kind, c.axes, c.payload_bytes) for c in step_collectives(parts, 1)]
+    expected += [("all_reduce", axes, size) for axes, _, size in step.bucket_summary()]
+    assert in_order(calls) == in_order(expected)
+
+
+def test_gradients_are_reduced_once_whatever_the_number_of_micro_batches() -> None:
+    """Everything over dp alone is a gradient, the count of labels or the loss: the same calls for 1, 2 and 4."""
+    found = [in_order(c for c in run(count)[0] if set(c[1]) == {"dp"}) for count in (1, 2, 4)]
+    assert found[0] == found[1] == found[2]
+    assert sum(found[0].values()) >= 3
+
+
+def test_activations_are_sent_in_every_micro_batch() -> None:
+    once, four = (Multiset(c[0] for c in run(count)[0] if set(c[1]) == {"tp"}) for count in (1, 4))
+    assert four == Multiset({kind: 4 * number for kind, number in once.items()})
+    assert four
+
+
+def test_equal_programs_are_built_once() -> None:
+    _, step, _ = run(4)
+    assert len(step.executor.programs) == 4
+    assert len({id(modules) for _, modules in step.executor.programs}) == 1
+
+
+def test_uneven_micro_batches_have_programs_of_their_own() -> None:
+    """10 rows in 4 micro-batches: 3, 2, 3 and 2; over two ranks 2 + 1 and 1 + 1."""
+    _, step, parts = run(4, batch=10)
+    rows = [p.input_of("batch")[0].type.shape[0] for p in micro_batches_of(parts, 0).programs]
+    assert rows == [2, 1, 2, 1]
+    assert len({id(modules) for _, modules in step.executor.programs}) == 2
+
+
+def test_gradients_alone_leave_everything_else() -> None:
+    """`gradients` twice gives the same, and is not added to what was there."""
+    _, step, _ = run(2)
+    _model, example, _ = gpt.build(gpt.GPTConfig(48, 24, 1, 4, 8), batch=16)
+    batch = dict(leaves(example))
+    first = step.gradients(batch)
+    kept = {n: p.grad.clone() for n, p in step.parameters.items()}
+    assert torch.equal(step.gradients(batch), first)
+    assert all(torch.equal(p.grad, kept[n]) for n, p in step.parameters.items())
+    assert not step.executor.values
+
+
+def test_the_list_of_actions_says_what_runs_when() -> None:
+    _, step, _ = run(2)
+    kinds = [a.kind for a in step.actions]
+    assert kinds == [
+        "begin", "terms", "terms", "sums",
+        "enter", "forward", "backward", "leave", "enter", "forward", "backward", "leave",
+        "late", "reduce_wait", "update",
+    ]  # fmt: skip
