@@ -238,6 +238,8 @@ def _layers(row: Row, captured: Any, cluster: Any, mesh: Any, clock: Clock) -> d
             captured.graph, mesh, "recursive_programming", None, captured.folding, Request(cluster)
         ),
     )
+    runs = [(b.start, b.length, b.repeats) for b in captured.folding.blocks]
+    plan = clock("names", lambda: plan.folded(captured.graph, runs))  # as `mw.plan` does
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "plan.json")
         clock("save", lambda: plan.save(file))

@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,14 @@ from numpy.typing import ArrayLike, NDArray
 from meshwright.hashed import hashed_once
 from meshwright.layout import Cat, Item, SubDim, TensorLayout
 from meshwright.mesh import Mesh
-from meshwright.redistribute.pairs import Ends, Floats, Masks, Pairs, Spread
+from meshwright.redistribute.pairs import Ends, Floats, Listed, Masks, Pairs, Spread
 from meshwright.redistribute.plan import redistribute
 from meshwright.redistribute.prices import Prices, rounds, total_seconds
 from meshwright.redistribute.steps import COLLECTIVES, wire_elements
 
 WHOLE, PENDING = 0, 1  # codes; 2 + k is place k
+FEW = 24  # layouts of a value up to which its pairs are listed beside those of others
+BATCH = 100_000  # pairs in one call
 
 
 @hashed_once
@@ -63,6 +65,29 @@ class Value:
             if len(items) != 1 or len({of[k] for k in place}) != len(self.sizes[items.pop()]):
                 return False
         return True
+
+    @functools.cached_property
+    def apart(self) -> tuple[float, tuple[tuple[tuple[int, int], ...], ...]] | None:
+        """Elements as a product over places: those that nothing cuts, and for each place (factor, leaf) of each part
+        of its item, to be added up. None where two places cut one item, or the value is not plain."""
+        place_of = {leaf: k for k, leaves in enumerate(self.places) for leaf in leaves}
+        numbers = iter(range(len(self.leaves)))
+        whole = 1
+        found: list[tuple[tuple[int, int], ...]] = [()] * len(self.places)
+        for item in self.sizes:
+            numbered = [[(n, place_of.get(next(numbers), -1)) for n in part] for part in item]
+            cut = {k for part in numbered for _, k in part} - {-1}
+            if not cut:
+                whole *= sum(map(math.prod, item))
+            elif len(cut) > 1 or not self.is_plain:
+                return None
+            else:
+                terms = [
+                    (math.prod(n for n, k in part if k < 0), next(n for n, k in part if k >= 0))
+                    for part in numbered
+                ]
+                found[cut.pop()] = tuple(terms)
+        return float(whole), tuple(found)
 
     def layout(self, codes: ArrayLike, mesh: Mesh) -> TensorLayout:
         """The layout that one row of codes stands for, all items written as one dim."""
@@ -121,6 +146,10 @@ class Table:
         """Per row the set of axes that have this code."""
         return (codes == code) @ self.bits
 
+    def names(self, axes: int) -> list[str]:
+        """The names of a set of axes, in mesh order."""
+        return [a.name for a, bit in zip(self.mesh.axes, self.bits.tolist(), strict=True) if bit & axes]
+
     def local_elements(self, value: Value, codes: NDArray[np.int8]) -> Floats:
         """Per row the elements on the rank that holds most."""
         at = [self.sets(codes, 2 + place) for place in range(len(value.places))]
@@ -174,6 +203,75 @@ class Table:
             reduced = ends.pending[:, None] & ~ends.pending_goal
             return cost("all_reduce", reduced, self.local_elements(value, src)[:, None])
         return Pairs(ends, elements, cost).seconds()
+
+    def among(self, asked: Sequence[tuple[Value, NDArray[np.int8]]]) -> list[Floats]:
+        """For each value and its rows [N, A] the prices [N, N] from each row to each: `seconds`, many in one call."""
+        found: dict[int, Floats] = {}
+        batch: list[int] = []
+        pairs = 0
+        for number, (value, rows) in enumerate(asked):
+            if len(rows) > FEW or value.apart is None:
+                found[number] = self.seconds(value, rows, rows)
+                continue
+            batch.append(number)
+            pairs += len(rows) ** 2
+            if pairs > BATCH:
+                found.update(zip(batch, self._among([asked[n] for n in batch]), strict=True))
+                batch, pairs = [], 0
+        if batch:
+            found.update(zip(batch, self._among([asked[n] for n in batch]), strict=True))
+        return [found[number] for number in range(len(asked))]
+
+    def _among(self, asked: Sequence[tuple[Value, NDArray[np.int8]]]) -> Iterator[Floats]:
+        """`among` for values whose places are apart, one pair after the other."""
+        counts = [len(rows) for _, rows in asked]
+        rows = np.concatenate([rows for _, rows in asked])
+        firsts = itertools.accumulate(counts, initial=0)
+        source, target = (
+            np.concatenate(numbers)
+            for numbers in zip(
+                *(
+                    (f + np.repeat(np.arange(n), n), f + np.tile(np.arange(n), n))
+                    for f, n in zip(firsts, counts, strict=False)
+                ),
+                strict=True,
+            )
+        )
+        parts = [value.apart for value, _ in asked if value.apart]
+        places = max(len(value.places) for value, _ in asked)
+        deep = max((len(terms) for _, here in parts for terms in here), default=1)
+        # A place that a value has not is one element, never cut; a part that an item has not adds nothing.
+        terms = np.zeros((2, places, deep, len(asked)))
+        terms[0, :, 0], terms[1, :, 0], terms[1, :, 1:] = 1.0, 1.0, 1 << 62
+        for number, (_, here) in enumerate(parts):
+            for place, term in enumerate(here):
+                terms[:, place, : len(term), number] = np.transpose(term)
+        owner = np.repeat(np.arange(len(asked)), np.square(counts))
+        factors, leaves = terms[..., owner, None]
+        whole = np.array([value.itemsize * parts[n][0] for n, (value, _) in enumerate(asked)])[owner, None]
+
+        def size_bytes(sets: Masks | list[Masks], spread: Spread) -> Floats:
+            total = whole
+            for place in range(places):
+                members = self.members.take(sets[place])
+                held = [
+                    factor * np.where(members <= leaf, np.ceil(leaf / members), np.inf)
+                    for factor, leaf in zip(factors[place], leaves[place], strict=True)
+                ]
+                total = total * functools.reduce(np.add, held)
+            return total
+
+        def cost(kind: str, axes: Masks, held: Floats) -> Floats:
+            latency, per_byte = self._held_laws[kind]
+            return per_byte.take(axes) * held + latency.take(axes)
+
+        at = np.array([self.sets(rows, 2 + k) for k in range(places)], np.int64).reshape(-1, len(rows))
+        pending = self.sets(rows, PENDING)
+        ends = Ends(int(self.bits.sum()), at[:, source], at[:, target], pending[source], pending[target])
+        seconds = Listed(ends, size_bytes, cost).seconds().ravel()
+        ends_at = itertools.accumulate(n * n for n in counts)
+        for count, end in zip(counts, ends_at, strict=True):
+            yield seconds[end - count * count : end].reshape(count, count)
 
     def _terms(self, value: Value) -> list[list[list[tuple[int, Any]]]]:
         """Items, parts, leaves as pairs: a place and the elements for each set of axes there, infinite for more blocks

@@ -40,12 +40,9 @@ class Pairs:
 
     def __init__(self, ends: Ends, elements: Elements, cost: Cost) -> None:
         self.ends, self.elements, self.cost = ends, elements, cost
-        self.few_start, self.row = _distinct(ends.start, ends.axes)
-        self.few_goal, self.column = _distinct(ends.goal, ends.axes)
-        self.split = np.bitwise_or.reduce(ends.start, axis=0, initial=0)
-        self.split_goal = np.bitwise_or.reduce(ends.goal, axis=0, initial=0)
-        self.whole = ends.axes & ~(ends.pending | self.split)
-        self.nothing = np.zeros((len(ends.pending), len(ends.pending_goal)), np.int64)
+        self._sides()
+        self.whole = ends.axes & ~(self.pending | self.split)
+        self.nothing = np.zeros(np.broadcast_shapes(self.split.shape, self.split_goal.shape), np.int64)
         self.summing = np.flatnonzero(ends.pending)  # the rows that have something to reduce
         self._arrivals()
         self._departures()
@@ -61,6 +58,18 @@ class Pairs:
 
     # ------------------------------------------------------------------------------------------------- the sets
 
+    def _sides(self) -> None:
+        """What depends on one end alone, shaped to meet the other: [N, 1] and [1, M], the sets at places [P, N, 1] and
+        [P, 1, V] or [P, U, 1] and [P, 1, M]."""
+        ends = self.ends
+        few_start, self.row = _distinct(ends.start, ends.axes)
+        few_goal, self.column = _distinct(ends.goal, ends.axes)
+        self.start, self.few_goal = ends.start[:, :, None], few_goal[:, None, :]
+        self.few_start, self.goal = few_start[:, :, None], ends.goal[:, None, :]
+        self.pending, self.pending_goal = ends.pending[:, None], ends.pending_goal[None, :]
+        self.split = np.bitwise_or.reduce(ends.start, axis=0, initial=0)[:, None]
+        self.split_goal = np.bitwise_or.reduce(ends.goal, axis=0, initial=0)[None, :]
+
     def _arrivals(self) -> None:
         """[P, N, V], the axes at a place once it got some.
 
@@ -71,8 +80,7 @@ class Pairs:
         `apart_filled`: beyond the part in which the place agrees before and after the all-to-all, of all and of what is
         filled; of the latter, `only_goes` where after it nothing new is at the place.
         """
-        start, goal = self.ends.start[:, :, None], self.few_goal[:, None, :]
-        whole, pending = self.whole[:, None], self.ends.pending[:, None]
+        start, goal, whole, pending = self.start, self.few_goal, self.whole, self.pending
         arrive, common = goal & ~start, start & goal & below(start ^ goal)
         sliced, summed = whole & arrive, pending & arrive
         open_ = _all_if(start == common)  # nothing there that has to go, or to make room below it
@@ -88,7 +96,7 @@ class Pairs:
         self.above = start & ~common
         grown = (first | second & _all_if(first == sliced)) & open_
         self.apart = (start | goal) & ~(common | grown)
-        self.here = goal & (self.split[:, None] | self.filled)
+        self.here = goal & (self.split | self.filled)
         self.early = (self.here & ~below(goal & ~self.here)) != 0
         common = self.filled & self.here & below(self.filled ^ self.here)
         self.apart_filled = (self.filled | self.here) & ~common
@@ -102,9 +110,9 @@ class Pairs:
         `lighter`, with none of them `bare` is left. `rest`, `late` and `shrunk_bare` are what is then still to leave,
         to be gathered, and in order.
         """
-        start, goal = self.few_start[:, :, None], self.ends.goal[:, None, :]
-        self.padded = start & self.ends.pending_goal
-        self.gathered = start & ~self.ends.pending_goal & ~self.split_goal
+        start, goal = self.few_start, self.goal
+        self.padded = start & self.pending_goal
+        self.gathered = start & ~self.pending_goal & ~self.split_goal
         self.ready = goal | self.padded | self.gathered
         nothing_comes = _all_if(goal == start & goal & below(start ^ goal))
         self.shrunk = _in_order(start & ~goal, self.padded, self.gathered) & nothing_comes
@@ -129,7 +137,7 @@ class Pairs:
         seconds = self.cost("all_to_all", moved, held)
         seconds += self.cost("all_gather", gathered, self.elements(self.ready, self._down))
         if len(rows := self.summing):
-            arriving, sums = self.ends.pending[rows, None] & self.split_goal, self._sums()
+            arriving, sums = self.pending[rows] & self._of_rows(self.split_goal), self._sums()
             at_once = self.cost("reduce_scatter", arriving, held[rows])
             at_once += self.cost("all_reduce", sums & ~arriving, held[rows])
             whole = self.cost("all_reduce", sums, self._elements_of_rows(self.sliced))
@@ -174,12 +182,12 @@ class Pairs:
     def _in_the_way(self, p: int) -> Masks:
         """`route._in_the_way`: all above what stays, but for what is padded right there."""
         above = self._across(p, self.above[p])
-        padded = above & self.ends.pending_goal
+        padded = above & self.pending_goal
         return above & ~(padded & below(above ^ padded))
 
     def _sums(self) -> Masks:
         """The pending sums that must be taken, for the rows that have some."""
-        return self.ends.pending[self.summing, None] & ~self.ends.pending_goal
+        return self.pending[self.summing] & ~self._of_rows(self.pending_goal)
 
     # ----------------------------------------------------------------------------------------- from few to many
 
@@ -196,8 +204,37 @@ class Pairs:
     def _union(self, sets: Iterable[NDArray]) -> Masks:
         return functools.reduce(np.bitwise_or, sets, self.nothing)
 
+    def _of_rows(self, of_goal: Masks) -> Masks:
+        """What depends on the goal, for the rows that have something to reduce."""
+        return of_goal
+
     def _elements_of_rows(self, sets: Masks) -> Floats:
         return self.elements(sets[:, self.summing], self._across)
+
+
+class Listed(Pairs):
+    """Pairs one after the other, [L, 1]: layout number i of the start with number i of the goal, each pair of a tensor
+    of its own. Where tensors are many and their layouts few this is a fraction of a call for each tensor."""
+
+    def _sides(self) -> None:
+        ends = self.ends
+        self.start = self.few_start = ends.start[:, :, None]
+        self.goal = self.few_goal = ends.goal[:, :, None]
+        self.pending, self.pending_goal = ends.pending[:, None], ends.pending_goal[:, None]
+        self.split = np.bitwise_or.reduce(self.start, axis=0, initial=0)
+        self.split_goal = np.bitwise_or.reduce(self.goal, axis=0, initial=0)
+
+    def _across(self, place: int, table: NDArray) -> NDArray:
+        return table
+
+    def _down(self, place: int, table: NDArray) -> NDArray:
+        return table
+
+    def _of_rows(self, of_goal: Masks) -> Masks:
+        return of_goal[self.summing]
+
+    def _elements_of_rows(self, sets: Masks) -> Floats:
+        return self.elements(sets, self._across)[self.summing]
 
 
 def below(axes: Masks) -> Masks:

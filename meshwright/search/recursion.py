@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.search.solve import Problem, eliminate, solve
+from meshwright.search.solve import Problem, completed, eliminate, solve
 from meshwright.search.space.build import Space
 from meshwright.search.space.codes import NodeCodes
 from meshwright.search.space.families import Family, one_axis, one_change
@@ -58,6 +58,16 @@ def recursive_programming(
             rows[name] = found.rows[states[space.variable["node", name]]]
         return Recursed(space, tuple(states), price, sweep)
 
+    def as_before(space: Space, asked: Problem) -> tuple[int, ...] | None:
+        """What was found so far, in a space that has it."""
+        known: dict[int, int] = {}
+        for name, found in space.nodes.items():
+            same = np.flatnonzero((found.rows == rows[name]).all(axis=1))
+            if not len(same):
+                return None
+            known[space.variable["node", name]] = int(same[0])
+        return completed(asked, known)
+
     best: Recursed | None = None
     for axis in range(axes):
         space = make(one_axis(axis, fixed))
@@ -71,7 +81,7 @@ def recursive_programming(
         for family in [one_change(axes, fixed)] if joint else [one_axis(a, fixed) for a in range(axes)]:
             space = make(family)
             asked = objective(space)
-            states = (solve if joint else eliminate)(asked).states
+            states = solve(asked, first=as_before(space, asked)).states if joint else eliminate(asked).states
             if (price := asked.price(states)) < best.price * (1 - 1e-12):
                 best = take(space, states, price, sweep)
         if best.price >= before * (1 - 1e-9):

@@ -136,3 +136,14 @@ def test_forty_thousand_pairs_are_priced_in_one_call():
     seconds = table.seconds(value, codes, codes)
     assert len(codes) == 185
     assert (np.diag(seconds) == 0).all()
+
+
+@given(st.data(), st.sampled_from(TABLES))
+@settings(max_examples=150, deadline=None)
+def test_prices_of_many_values_in_one_call_are_those_of_each(data, prices):
+    mesh = data.draw(meshes())
+    kinds = data.draw(st.lists(values(), min_size=1, max_size=5))
+    asked = [(value, data.draw(codes(value, mesh))) for value in (*kinds, Value((((1,),),), (), 4))]
+    table = Table(mesh, prices)
+    for (value, rows), seconds in zip(asked, table.among(asked), strict=True):
+        assert np.array_equal(seconds, table.seconds(value, rows, rows)), value

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from meshwright.search.solve import Builder, NoStates, Problem, Solution, eliminate, solve
+from meshwright.search.solve import Builder, NoStates, Problem, Solution, completed, eliminate, solve
 from meshwright.search.solve.sweeps import Sweeps, consistent
 from tests.search.drawn import draw
 from tests.search.oracle import brute_force, integer_program
@@ -44,6 +44,19 @@ def test_exact_on_small_problems(start, thorough):
         problem = draw(seed, most=6, states=4)
         found = check(problem, brute_force(problem.unary, problem.pairs))
         assert found is None or found.exact, seed
+
+
+@pytest.mark.parametrize("start", range(280, 340, 12))
+def test_states_known_before_change_no_optimum(start, thorough):
+    for seed in range(start, start + 12):
+        problem = draw(seed, most=6, states=4)
+        truth = brute_force(problem.unary, problem.pairs)
+        if math.isfinite(truth):
+            best = eliminate(problem).states
+            for first in (tuple(0 for _ in best), completed(problem, {0: best[0]}), best):
+                check(problem, truth, first=first)
+            assert completed(problem, dict(enumerate(best[:-1])))[:-1] == best[:-1]
+            assert problem.price(completed(problem, dict(enumerate(best[:-1])))) == pytest.approx(truth)
 
 
 @pytest.mark.parametrize("start", range(210, 280, 7))

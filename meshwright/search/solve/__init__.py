@@ -1,6 +1,6 @@
 """The optimisation engine below the searches: it knows variables, states and prices, not graphs and layouts."""
 
-from meshwright.search.solve.bounds import Solution, solve
+from meshwright.search.solve.bounds import Solution, completed, solve
 from meshwright.search.solve.eliminate import Eliminated, Estimate, eliminate, estimate
 from meshwright.search.solve.limits import LimitedSolution, solve_limited
 from meshwright.search.solve.problem import Builder, Memory, NoStates, Problem
@@ -8,6 +8,7 @@ from meshwright.search.solve.problem import Builder, Memory, NoStates, Problem
 __all__ = [
     "solve",
     "Solution",
+    "completed",
     "solve_limited",
     "LimitedSolution",
     "Problem",

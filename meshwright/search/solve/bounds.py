@@ -8,8 +8,8 @@ What is left is eliminated exactly.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -24,6 +24,8 @@ MOST_ROUNDS = 60
 TABLE_BYTES = 400e6
 MODEST_WORK = 3e7  # about 0.05 s: not worth trying a part of it first
 BISECTIONS = 8
+CALLS = 1e5  # sums that take as long as the calls for one variable in a round
+SELDOM = 3  # rounds from one try of a part to the next
 SLOW = 0.05  # a round that closes less of the gap than this is the last
 NOT_ALLOWED = 1e30
 TOLERANCE = 1e-10  # of the price: what a bound may lack by rounding
@@ -53,12 +55,17 @@ def solve(
     limit_work: float = 4e9,
     progress: Progress | None = None,
     start: Messages | None = None,
+    first: Sequence[int] | None = None,
 ) -> Solution:
     """The cheapest states of a problem, exactly if no elimination of more than `limit_work` sums is needed.
+
+    `first` are states that are known to be good: what cannot be better is left out from the beginning.
 
     Raises NoStates when no choice has a finite price. An interrupt returns the best so far where there is one.
     """
     search = _Search(problem, limit_work, progress)
+    if first is not None and math.isfinite(price := problem.price(first)):
+        search.states, search.price = tuple(first), price
     try:
         search.run(start)
         stopped = False
@@ -124,7 +131,7 @@ class _Search:
 
     def _easy(self, part: Problem, rounds: int) -> float:
         """Work that takes no longer than some rounds; each variable costs a few calls whatever its states."""
-        return rounds * round_cost(part) + 1e4 * len(self.kept)
+        return rounds * round_cost(part) + CALLS * len(self.kept)
 
     def _shrink(self, sweeps: Sweeps, plan: Estimate) -> tuple[Problem, Estimate]:
         """What is left to eliminate after sweeps, and after eliminating parts of what is left."""
@@ -150,7 +157,8 @@ class _Search:
             self._tell("bound", done + 1, MOST_ROUNDS)
             if self.closed:
                 break
-            slim = self._near(sweeps, plan, sweeps.cost) if done else self._pruned(sweeps)
+            near = done % SELDOM == SELDOM - 1
+            slim = self._near(sweeps, plan, sweeps.cost) if near else self._pruned(sweeps)
             if self.closed:
                 break
             if slim is not sweeps:
@@ -205,17 +213,18 @@ class _Search:
         if math.isinf(high):
             high = max(float(least.max()) for least in sweeps.least)
         level = high
+        every = np.concatenate(sweeps.least)
+        starts = np.cumsum([0, *map(len, sweeps.least[:-1])])
         for _ in range(BISECTIONS):
-            places = sweeps.within(level)
-            plan = whole.resized([len(p) for p in places])
+            plan = whole.resized(np.add.reduceat(every <= level, starts, dtype=np.int64).tolist())
             if plan.work <= budget and plan.size_bytes <= TABLE_BYTES:
-                best, low = _Few(level, places, plan), level
+                best, low = _Few(level, [], plan), level
                 if level == high:
                     break
             else:
                 high = level
             level = (low + high) / 2
-        return best
+        return replace(best, places=sweeps.within(best.level)) if best.plan else best
 
     def _finish(self, part: Problem, plan: Estimate, kept: Sequence[np.ndarray]) -> None:
         found = eliminate(part, plan, tick=lambda done, total: self._tell("eliminate", done, total))
@@ -231,6 +240,17 @@ class _Search:
     def _tell(self, stage: str, done: int, total: int) -> None:
         if self.progress:
             self.progress(stage, done, total, self.price, self.bound)
+
+
+def completed(problem: Problem, known: Mapping[int, int]) -> tuple[int, ...]:
+    """States of some variables, and for each other one the best beside these alone."""
+    total: list[np.ndarray] = list(problem.unary)
+    for (u, v), matrix in problem.pairs.items():
+        if u in known:
+            total[v] = total[v] + matrix[known[u]]
+        elif v in known:
+            total[u] = total[u] + matrix[:, known[v]]
+    return tuple(known[v] if v in known else int(row.argmin()) for v, row in enumerate(total))
 
 
 def settle(problem: Problem, states: Sequence[int]) -> tuple[int, ...]:

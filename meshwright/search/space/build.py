@@ -111,12 +111,12 @@ class Space:
         )
         self.table = table or Table(mesh, cluster.prices)
         self.values = kept.values if kept else values_of(graph, factors)
-        self.prices = Prices(self.table)
         self.codes = dict(codes or all_codes(graph, factors, self.values, self.ties))
         self.hosts = frozenset(hosts) if cluster.host_bytes_per_s else frozenset()
         self.hosted = hosted_values(graph, self.hosts)
         self.leaving = leaving_values(graph, self.hosts, self.hosted)
         self.kept = kept or Kept(graph, self.values, self.codes, self.hosts)
+        self.prices = Prices(self.table, self.kept.prices)
         self.nodes: dict[str, NodeStates] = {
             name: node_states(found, family, graph, mesh, cluster, self.kept.states, host=name in self.hosts)
             for name, found in self.codes.items()

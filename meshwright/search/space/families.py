@@ -104,12 +104,31 @@ def one_change(axes: int, fixed: Callable[[NodeCodes], np.ndarray]) -> Family:
 def legal(codes: NodeCodes, rows: Rows, sizes: np.ndarray) -> Rows:
     """The rows whose cuts have elements for every block, axes without room moved on to the letter's next sub-dim."""
     rows = rows.astype(np.int8, copy=True)
+    rows[:, sizes == 1] = 0
+    roomy = (block_counts(codes, rows, sizes) <= codes.leaf_sizes).all(axis=1)
+    if not roomy.all():
+        moved, alive = _moved_on(codes, rows[~roomy], sizes)
+        rows[~roomy] = moved
+        rows = np.delete(rows, np.flatnonzero(~roomy)[~alive], axis=0)
+    return distinct(rows)
+
+
+def block_counts(codes: NodeCodes, rows: Rows, sizes: np.ndarray) -> np.ndarray:
+    """Into how many blocks each row cuts each leaf: float64[states, leaves]."""
+    counts = np.ones((len(rows), len(codes.leaf_sizes)))
+    for axis in np.flatnonzero(rows.any(axis=0)):
+        counts *= np.where(codes.cuts[rows[:, axis]], sizes[axis], 1.0)
+    return counts
+
+
+def _moved_on(codes: NodeCodes, rows: Rows, sizes: np.ndarray) -> tuple[Rows, np.ndarray]:
+    """The rows with axes that have no room at the next sub-dim, and which of them have room then."""
+    rows = rows.copy()
     counts = np.ones((len(rows), len(codes.leaf_sizes)))
     alive = np.ones(len(rows), dtype=bool)
     spill = np.array(codes.spill, dtype=np.int8)
     for axis, size in enumerate(sizes):
         if size == 1:
-            rows[:, axis] = 0
             continue
         option = rows[:, axis]
         full = (codes.cuts[option] & (counts * size > codes.leaf_sizes)).any(axis=1)
@@ -119,7 +138,7 @@ def legal(codes: NodeCodes, rows: Rows, sizes: np.ndarray) -> Rows:
         alive &= ~full
         rows[:, axis] = option
         counts[codes.cuts[option]] *= size
-    return distinct(rows[alive])
+    return rows, alive
 
 
 def distinct(rows: Rows) -> Rows:
@@ -130,10 +149,7 @@ def distinct(rows: Rows) -> Rows:
 
 def letter_sizes(codes: NodeCodes, rows: Rows, sizes: np.ndarray) -> dict[str, np.ndarray]:
     """What the rank that holds most has of each letter, and of each part of a concatenation: float64[states]."""
-    counts = np.ones((len(rows), len(codes.leaf_sizes)))
-    for axis, size in enumerate(sizes):
-        counts[codes.cuts[rows[:, axis]]] *= size
-    held = np.ceil(codes.leaf_sizes / counts)
+    held = np.ceil(codes.leaf_sizes / block_counts(codes, rows, sizes))
     found: dict[str, np.ndarray] = {}
     start = 0
     for letter in codes.letters:

@@ -41,6 +41,7 @@ class Kept:
         }
         self._states: dict[Hashable, NodeStates] = {}
         self._parameters: dict[Hashable, ParameterStates] = {}
+        self.prices: dict[tuple[Value, bytes], np.ndarray] = {}  # of layouts met, see `layouts.Prices`
         self._of_graph: dict[str, Any] = {}
 
     def states(self, codes: NodeCodes, rows: np.ndarray, make: Callable[[], NodeStates]) -> NodeStates:

@@ -12,6 +12,9 @@ import numpy as np
 from meshwright.redistribute.matrix import PENDING, WHOLE, Table, Value
 from meshwright.search.space.codes import Codes
 
+Known = tuple[Value, bytes]
+SMALL = 1 << 15  # entries of a matrix that is worth remembering for the next space
+
 
 @dataclass(frozen=True)
 class Port:
@@ -56,6 +59,9 @@ class Prices:
     """Seconds between layouts, computed once for each kind of value."""
 
     table: Table
+    known: dict[Known, np.ndarray] = field(
+        default_factory=dict
+    )  # what other spaces found of the same layouts
     _seen: dict[Value, list[Codes]] = field(default_factory=dict)
     _keys: dict[Value, np.ndarray] = field(default_factory=dict)
     _seconds: dict[Value, np.ndarray] = field(default_factory=dict)
@@ -99,8 +105,24 @@ class Prices:
 
     def _matrix(self, value: Value) -> np.ndarray:
         if value not in self._seconds:
-            rows = np.concatenate(self._seen[value])
-            keys, first = np.unique(key_of(rows), return_index=True)
-            self._keys[value] = keys
-            self._seconds[value] = self.table.seconds(value, rows[first], rows[first])
+            self._price_all()
         return self._seconds[value]
+
+    def _price_all(self) -> None:
+        """The prices of all values that were met, in as few calls as can be."""
+        asked: dict[Value, tuple[Known, Codes]] = {}
+        for value, met in self._seen.items():
+            if value in self._seconds:
+                continue
+            rows = np.concatenate(met)
+            self._keys[value], first = np.unique(key_of(rows), return_index=True)
+            key = (value, self._keys[value].tobytes())
+            if key in self.known:
+                self._seconds[value] = self.known[key]
+            else:
+                asked[value] = (key, rows[first])
+        found = self.table.among([(value, rows) for value, (_, rows) in asked.items()])
+        for (value, (key, _)), seconds in zip(asked.items(), found, strict=True):
+            self._seconds[value] = seconds
+            if seconds.size <= SMALL:
+                self.known[key] = seconds

@@ -170,40 +170,32 @@ def _priced(
     states: int,
     host: bool,
 ) -> ParameterStates:
-    names = np.array([a.name for a in mesh.axes])
     used = table.local_elements(value, use.forward)
     storage = np.where(stored, 2 + place[:, None], use.forward).astype(np.int8)
     elements = table.local_elements(value, storage)
-    blocking, reduction = np.zeros(len(use.forward)), np.zeros(len(use.forward))
-    masks = np.concatenate([stored, use.grad], axis=1)
-    for mask in np.unique(masks, axis=0):
-        rows = np.flatnonzero((masks == mask).all(axis=1))
-        cut, pending = mask[: len(names)], mask[len(names) :]
-        if cut.any():
-            gather = _collective(
-                "all_gather", names[cut], mesh, cluster, elements[rows], used[rows], value.itemsize
-            )
-            blocking[rows] += gather * np.where(again[rows], 2.0, 1.0)
-        if not needs_grad:
-            continue
-        if (cut & pending).any():
-            axes = names[cut & pending]
-            sliced = np.where(stored[rows] & ~pending, storage[rows], use.forward[rows]).astype(np.int8)
-            before = table.local_elements(value, sliced)
-            scatter = _collective(
-                "reduce_scatter", axes, mesh, cluster, before, elements[rows], value.itemsize
-            )
-            both = _collective("all_reduce", axes, mesh, cluster, before, before, value.itemsize)
-            blocking[rows] += np.minimum(scatter, both)
-        if (pending & ~cut).any():
-            axes = tuple(names[pending & ~cut])
-            reduction[rows] += reduction_seconds(
-                elements[rows] * value.itemsize,
-                axes,
-                mesh,
-                cluster.hidden_prices,
-                fused_bytes("all_reduce", mesh, axes, cluster.prices),
-            )
+    cut, pending = stored @ table.bits, use.grad @ table.bits  # sets of axes
+
+    def seconds(kind: str, axes: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+        sent = wire_elements(kind, table.members[axes], before, after)  # type: ignore[arg-type]
+        return table.collective(kind, axes, np.asarray(value.itemsize * sent))
+
+    blocking, reduction = np.zeros(len(cut)), np.zeros(len(cut))
+    if cut.any():
+        blocking += np.where(cut, seconds("all_gather", cut, elements, used) * (1.0 + again), 0.0)
+    if needs_grad and (both := cut & pending).any():
+        sliced = np.where(stored & ~use.grad, storage, use.forward).astype(np.int8)
+        before = table.local_elements(value, sliced)
+        scatter = seconds("reduce_scatter", both, before, elements)
+        blocking += np.where(both, np.minimum(scatter, seconds("all_reduce", both, before, before)), 0.0)
+    if needs_grad:
+        left = pending & ~cut
+        for axes in np.unique(left):
+            if axes:
+                at, per_byte = _reduction_law(
+                    tuple(table.names(int(axes))), mesh, cluster.prices, cluster.hidden_prices
+                )
+                rows = left == axes
+                reduction[rows] = at + elements[rows] * value.itemsize * per_byte
     update = (
         update_seconds(elements, states, *place_of(cluster, host), value.itemsize)
         if needs_grad
@@ -213,25 +205,12 @@ def _priced(
     return ParameterStates(use, stored, place, again, blocking, reduction, update, elements, kept)
 
 
-def _collective(
-    kind: str,
-    axes: np.ndarray,
-    mesh: Mesh,
-    cluster: Cluster,
-    before: np.ndarray,
-    after: np.ndarray,
-    itemsize: int,
-) -> np.ndarray:
-    names: tuple[str, ...] = tuple(axes.tolist())
-    sent = itemsize * wire_elements(kind, mesh.count(names), before, after)  # type: ignore[arg-type]
-    latency, per_byte = _law(kind, names, mesh, cluster.prices)
-    return np.asarray(latency + sent * per_byte)
-
-
 @functools.lru_cache(maxsize=4096)
-def _law(kind: str, axes: tuple[str, ...], mesh: Mesh, prices: Prices) -> tuple[float, float]:
-    """`Prices.law`, remembered: a search asks for the same few over and over."""
-    return prices.law(kind, mesh, axes)
+def _reduction_law(axes: tuple[str, ...], mesh: Mesh, prices: Prices, hidden: Prices) -> tuple[float, float]:
+    """Seconds to add up gradients of no bytes, and for each byte: `hidden` prices, in buckets as `prices` ask."""
+    full = fused_bytes("all_reduce", mesh, axes, prices)
+    at = reduction_seconds(0.0, axes, mesh, hidden, full)
+    return at, reduction_seconds(1.0, axes, mesh, hidden, full) - at
 
 
 def storage_layout(
