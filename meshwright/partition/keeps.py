@@ -27,8 +27,7 @@ def with_keeps(resharded: Resharded, factors: Factors, plan: Plan) -> Resharded:
     if not plan.keeps:
         return resharded
     graph = resharded.graph
-    named = {n.name: plan.keeps[v] for n in graph.nodes for v in n.values if v in plan.keeps}
-    again = {name for name, how in named.items() if how == AGAIN}
+    again = {n.name for n in graph.nodes if any(plan.keeps.get(v) == AGAIN for v in n.values)}
     even = _even(resharded, again, plan)
     if not (even and plan.techniques.recompute_communication):
         types = graph.types
@@ -41,17 +40,19 @@ def with_keeps(resharded: Resharded, factors: Factors, plan: Plan) -> Resharded:
             )
         }
     nodes = tuple(_marked(node, resharded, again, even, plan) for node in graph.nodes)
-    keeps = {name: how for name, how in named.items() if how != AGAIN or name in again}
+    made_by = graph.producers
+    keeps = {v: how for v, how in plan.keeps.items() if how != AGAIN or made_by[v].name in again}
     return replace(resharded, graph=replace(graph, nodes=nodes), keeps=keeps)
 
 
 def keeps_of(local: Graph, keeps: Mapping[str, str]) -> dict[str, str]:
-    """The same for the nodes of a rank's program: the helpers of an operator that is computed again are, too."""
+    """The same for the values of a rank's program: helpers of an operator that is computed again are so, too."""
+    again = {v.partition(".")[0] for v, how in keeps.items() if how == AGAIN}
     found = dict(keeps)
     for node in local.nodes:
-        stands = node.name.rpartition("_k")[0]
-        if node.name not in keeps and keeps.get(stands) == AGAIN and node.op not in MOVES:
-            found[node.name] = AGAIN
+        stands, helper, _ = node.name.rpartition("_k")
+        if helper and node.name not in again and stands in again and node.op not in MOVES:
+            found.update(dict.fromkeys(node.values, AGAIN))
     return found
 
 

@@ -9,7 +9,7 @@ start) until the update. Nothing is run: sizes are those of the local graph.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshwright.cost.operators import PIECES, REPEATS, VIEWS
 from meshwright.cost.saved import saved
@@ -20,12 +20,17 @@ from meshwright.partition.crossing import Crossing
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.heap import Heap, Storage
+from meshwright.partition.keeps import AGAIN, keeps_of
 from meshwright.partition.moves import moved
+from meshwright.partition.notes import Held, Notes
 from meshwright.partition.overlap import members_of
 from meshwright.partition.reshards import backward_itemsize
 from meshwright.partition.update_memory import UpdateMemory
 from meshwright.partition.workspace import gradients_of, workspace
 from meshwright.redistribute.buckets import BucketBytes, fill
+
+DROPOUT = "meshwright.dropout"
+TINY_BYTES = 256  # what an operator saves of its own and is no larger is kept (`runtime.again`)
 
 
 @dataclass(frozen=True)
@@ -90,26 +95,15 @@ class _Kept:
     """What autograd keeps of one node."""
 
     storages: list[Storage]
-    notes: list[_Note]
-
-
-@dataclass(eq=False)
-class _Note:
-    """A result that backward makes again: the reshard that makes it, and what it is made from."""
-
-    node: Node
-    source: Storage
-    notes: int = 0
-    made: Storage | None = None
-    once: _Once | None = None  # where it is one of a flight
+    notes: list[Held]
 
 
 @dataclass(eq=False)
 class _Once:
-    """The notes of a flight that backward makes again together, and the flight before it."""
+    """What of a flight backward brings again: its waits with their sources, and the flight before it."""
 
-    notes: list[_Note]
     before: _Once | None
+    waits: list[tuple[Node, Storage, Held]] = field(default_factory=list)
     crossing: Crossing | None = None
     opened: bool = False
 
@@ -133,7 +127,9 @@ class _Walk:
         self.values: dict[str, Storage] = {}
         self.kept: dict[str, _Kept] = {}
         self.gradients: dict[str, Storage] = {}
-        self.again: dict[int, _Note] = {}  # id of a storage → how it is made again
+        self.notes = Notes(self.heap)
+        keeps = keeps_of(self.graph, parts.resharded.keeps)
+        self.again = {v for v, how in keeps.items() if how == AGAIN}
         self.under_way: dict[str, Crossing] = {}  # start → its flight in the direction of now
         self.once: dict[str, _Once] = {}
         self.latest: _Once | None = None
@@ -214,6 +210,7 @@ class _Walk:
             for value in ends.get(number, ()):
                 if value in self.graph.producers:
                     self.heap.drop(self.values[value])
+                    self.notes.dropped(self.values[value])
 
     def _run(self, node: Node) -> None:
         heap = self.heap
@@ -232,23 +229,63 @@ class _Walk:
             return
         extra: list[Storage] = []
         if not self._shares(node):
-            wanted = [u in self.graph.needs_grad for u in node.uses]
-            kept = saved(node, self.types, wanted)
-            before, beside = workspace(node, self.types, wanted)
-            scratch = heap.new(before)
-            made = [heap.new(t.size_bytes) for t in node.outputs]
-            extra = [heap.new(kept.extra_bytes)] if kept.extra_bytes else []
-            heap.passing(beside)
-            heap.drop(scratch)
+            kept = saved(node, self.types, [u in self.graph.needs_grad for u in node.uses])
+            made, extra = self._computed(node, kept.extra_bytes)
         else:
             kept = None
             made = [heap.hold(self.values[node.uses[0]]) for _ in node.outputs]
         self.values.update(zip(node.values, made, strict=True))
+        if kept is not None and not self.again.isdisjoint(node.values):
+            self._watch(node, made, extra, kept.outputs)
         if kept is not None and any(node.needs_grad):
             names = [node.uses[p] for p in kept.inputs] + [node.values[o] for o in kept.outputs]
             self._keep(node, [self.values[n] for n in names], extra)
         for storage in extra:
             heap.drop(storage)
+            self.notes.dropped(storage)
+
+    def _computed(self, node: Node, extra_bytes: int) -> tuple[list[Storage], list[Storage]]:
+        """The memory of an operator's results, and of what autograd keeps beside them, each held once."""
+        heap = self.heap
+        before, beside = workspace(node, self.types, [u in self.graph.needs_grad for u in node.uses])
+        scratch = heap.new(before)
+        made = [heap.new(t.size_bytes) for t in node.outputs]
+        extra = [heap.new(extra_bytes)] if extra_bytes else []
+        heap.passing(beside)
+        heap.drop(scratch)
+        return made, extra
+
+    def _watch(self, node: Node, made: list[Storage], extra: list[Storage], own: tuple[int, ...]) -> None:
+        """The results of an operator that backward computes again, and what autograd keeps of it: its `own` results and
+        something `extra`."""
+        read = [self.values[u] for u in node.uses]
+        if node.op == DROPOUT and extra:  # its mask is drawn apart
+            (mask,) = extra
+            self.notes.watch(extra, (), lambda: [self._drawn(node, mask.size_bytes)])
+            self.notes.watch(made, [*read, mask], lambda: self._computed(node, 0)[0])
+            return
+        large = [s for s in extra if s.size_bytes > TINY_BYTES]
+        mine = [
+            k
+            for k, (v, s) in enumerate(zip(node.values, made, strict=True))
+            if v in self.again or (k in own and s.size_bytes > TINY_BYTES)
+        ]
+
+        def run() -> list[Storage]:
+            results, beside = self._computed(node, sum(s.size_bytes for s in large))
+            for k, storage in enumerate(results):
+                if k not in mine:
+                    self.heap.drop(storage)
+            return [*(results[k] for k in mine), *beside]
+
+        self.notes.watch([*(made[k] for k in mine), *large], read, run)
+
+    def _drawn(self, node: Node, size_bytes: int) -> Storage:
+        """A mask, by uniform numbers in f32."""
+        numbers = self.heap.new(DTYPES["f32"] * size_bytes)
+        mask = self.heap.new(size_bytes)
+        self.heap.drop(numbers)
+        return mask
 
     def _crossed(self, node: Node, source: Storage, host: bool) -> Storage:
         """A copy on the other side of the link; the memory itself where there is none."""
@@ -262,24 +299,26 @@ class _Walk:
 
     def _keep(self, node: Node, shared: list[Storage], extra: list[Storage]) -> None:
         storages: list[Storage] = []
-        notes: list[_Note] = []
+        notes: list[Held] = []
         for storage in {id(s): s for s in (*shared, *extra)}.values():
-            note = self.again.get(id(storage))
+            note = self.notes.of(storage)
             if note is None:
                 storages.append(self.heap.save(storage))
             else:
-                note.notes += 1
+                self.notes.hold(note)
                 notes.append(note)
         self.kept[node.name] = _Kept(storages, notes)
 
     def _reshard(self, node: Node) -> None:
         source, steps = self.values[node.uses[0]], self.parts.resharded.pairs[node.name].forward
-        made = moved(
-            self.heap, source, steps, self.parts.plan.mesh, self.rank, self._itemsize(node), self.staged
-        )
-        self.values[node.name] = made
+
+        def run() -> Storage:
+            size = self._itemsize(node)
+            return moved(self.heap, source, steps, self.parts.plan.mesh, self.rank, size, self.staged)
+
+        made = self.values[node.name] = run()
         if node.kwarg("again") and made is not source and any(node.needs_grad):
-            self.again[id(made)] = _Note(node, self.heap.save(source))
+            self.notes.watch([made], [source], lambda: [run()])
 
     def _crossing(self, members: Sequence[Node], *, back: bool = False) -> Crossing:
         pairs = [self.parts.resharded.pairs[m.name] for m in members]
@@ -296,22 +335,35 @@ class _Walk:
         crossing.launch()
         self.values[node.name] = self.heap.new(0)
         if node.kwarg("again"):
-            self.latest = self.once[node.name] = _Once([], self.latest)
+            self.latest = self.once[node.name] = _Once(self.latest)
 
     def _wait(self, node: Node) -> None:
         (start,), index = node.uses, node.args[1]
         made = self.values[node.name] = self.under_way[start].take(index)
         if node.kwarg("again"):
             source = self.values[self.graph.producers[start].uses[index]]
-            note = self.again[id(made)] = _Note(node, self.heap.save(source), once=self.once[start])
-            self.once[start].notes.append(note)
+            once, place = self.once[start], len(self.once[start].waits)
+            # A flight holds what it brings, also where that would be made again.
+            held = self.notes.watch([made], (), lambda: [self._taken(once, place)], held=[source])
+            once.waits.append((node, source, (held, 0)))
+
+    def _taken(self, once: _Once, place: int) -> Storage:
+        """What a wait takes out of a flight that is brought again; the flight before it, needed next, starts."""
+        self._bring(once)
+        assert once.crossing is not None
+        made = once.crossing.take(place)
+        before = once.before
+        if not once.opened and before is not None and any(any(c.uses) for _, _, (c, _) in before.waits):
+            self._bring(before)
+        once.opened = True
+        return made
 
     def _bring(self, once: _Once) -> None:
-        """The notes of a flight that are still read are made again."""
+        """The waits of a flight that are still read are made again."""
         if once.crossing is None:
-            once.crossing = self._crossing([n.node for n in once.notes])
-            for index, note in enumerate(once.notes):
-                once.crossing.give(index, note.source)
+            once.crossing = self._crossing([node for node, _, _ in once.waits])
+            for index, (_, source, _) in enumerate(once.waits):
+                once.crossing.give(index, source)
             once.crossing.launch()
 
     def _itemsize(self, node: Node) -> int:
@@ -346,29 +398,7 @@ class _Walk:
     def _open(self, node: Node) -> None:
         """Make again what was not kept."""
         for note in self.kept[node.name].notes if node.name in self.kept else ():
-            if note.once is not None:
-                self._open_flight(note, note.once)
-            elif note.made is None:
-                steps = self.parts.resharded.pairs[note.node.name].forward
-                note.made = moved(
-                    self.heap,
-                    note.source,
-                    steps,
-                    self.parts.plan.mesh,
-                    self.rank,
-                    self._itemsize(note.node),
-                    self.staged,
-                )
-
-    def _open_flight(self, note: _Note, once: _Once) -> None:
-        if note.made is None:
-            self._bring(once)
-            assert once.crossing is not None
-            note.made = once.crossing.take(once.notes.index(note))
-        before = once.before
-        if not once.opened and before is not None and any(n.notes for n in before.notes):
-            self._bring(before)
-        once.opened = True
+            self.notes.open(note)
 
     def _forget(self, node: Node) -> None:
         kept = self.kept.pop(node.name, None)
@@ -377,11 +407,7 @@ class _Walk:
         for storage in kept.storages:
             self.heap.release(storage)
         for note in kept.notes:
-            note.notes -= 1
-            if not note.notes:
-                self.heap.release(note.source)
-                if note.made is not None:
-                    self.heap.drop(note.made)
+            self.notes.release(note)
 
     def _gradients(self, node: Node, arrived: list[Storage]) -> list[tuple[str, Storage]]:
         """The gradients that an operator makes, by the value they belong to."""

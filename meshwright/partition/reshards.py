@@ -29,8 +29,8 @@ StepText = tuple[str, str, str, str]  # kind, axes joined by ".", layout before,
 @dataclass(frozen=True)
 class Resharded:
     """The graph with reshard nodes (still in global shapes), the layout of every value, the pair of every reshard, and
-    the values that live in the host's memory. `keeps`: node → how its results are kept for backward, where autograd's
-    own way is not taken."""
+    the values that live in the host's memory. `keeps`: value → how it is kept for backward, where autograd's own way
+    is not taken."""
 
     graph: Graph
     layouts: Mapping[str, TensorLayout]

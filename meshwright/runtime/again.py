@@ -15,7 +15,7 @@ Hooks belong to the thread that runs forward, as do simulated ranks; backward ma
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,88 +30,107 @@ TINY_BYTES = 256  # what an operator saves of its own and is no larger than a no
 
 
 class Result:
-    """The results of one call of an operator: its function, and its arguments as they are kept."""
+    """One call of an operator: its function, and its arguments as they are kept until it runs again."""
 
-    __slots__ = ("__weakref__", "args", "function", "kwargs", "made", "moment", "own", "saved")
+    __slots__ = ("__weakref__", "args", "done", "function", "kwargs", "moment", "outputs", "own")
 
     def __init__(self, function: Callable[..., Any], moment: Moment) -> None:
         self.function, self.moment = function, moment
         self.args: Any = ()
         self.kwargs: Any = {}
-        self.own: set[int] = set()  # numbers of what the operator saved that is to be recorded
-        self.made: list[torch.Tensor] | None = None
-        self.saved: dict[int, torch.Tensor] = {}
+        self.done = False
+        # Number → what stands for an output, and for what the operator saved of its own, while somebody holds it.
+        self.outputs: dict[int, weakref.ref[Place]] = {}
+        self.own: dict[int, weakref.ref[Place]] = {}
 
-    def made_again(self) -> Result:
-        """The same with its results made, and before them all that they are made from."""
+    def output(self, number: int) -> Place | None:
+        """What stands for an output; None when the operator has run again and nobody held it then."""
+        place = self.outputs[number]() if number in self.outputs else None
+        if place is None and not self.done:
+            place = Place(self)
+            self.outputs[number] = weakref.ref(place)
+        return place
+
+    def run(self) -> None:
+        """Run again, and before it all that its arguments are made from."""
         todo = [self]  # no recursion: a chain may be as long as the model is deep
         while todo:
-            result = todo[-1]
-            missing = result.missing() if result.made is None else []
+            missing = [] if todo[-1].done else todo[-1]._missing()
             if missing:
                 todo += reversed(missing)
                 continue
-            if result.made is None:
-                result._make()
-            todo.pop()
-        return self
+            result = todo.pop()
+            if not result.done:
+                result._run()
 
-    def missing(self) -> list[Result]:
-        """What has to be made first."""
+    def _missing(self) -> list[Result]:
         notes = (x.kept for x in _items((self.args, self.kwargs)) if isinstance(x, _Argument))
-        return [n.result for n in notes if isinstance(n, Note) and n.result.made is None]
+        found = (n.place.result for n in notes if isinstance(n, Note))
+        return [result for result in found if result is not None]
 
-    def _make(self) -> None:
+    def _run(self) -> None:
         args, kwargs = _mapped(_opened, self.args), _mapped(_opened, self.kwargs)
         self.args, self.kwargs = (), {}  # what only led here can go
         with self.moment():
-            if self.own:
+            if any(place() is not None for place in self.own.values()):
                 with torch.enable_grad(), self._recording():
                     found = self.function(*args, **kwargs)
             else:
                 with torch.no_grad():
                     found = self.function(*args, **kwargs)
-        self.made = [x.detach() if x.requires_grad else x for x in tensors_of(found)]
+        self.done = True
+        made = tensors_of(found)
+        for number, reference in self.outputs.items():
+            place = reference()
+            if place is not None:
+                place.fill(made[number])
 
     def _recording(self) -> torch.autograd.graph.saved_tensors_hooks:
         """The context in which what the operator saves is numbered as it was in forward."""
         numbers = iter(range(1 << 30))
 
         def pack(x: torch.Tensor) -> None:
-            number = next(numbers)
-            if number in self.own:
-                self.saved[number] = x.detach()
+            place = self.own[number]() if (number := next(numbers)) in self.own else None
+            if place is not None:
+                place.fill(x)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda _: None)
 
 
+class Place:
+    """Stands for a tensor that an operator makes, and holds it once it is made again, until its last reader goes."""
+
+    __slots__ = ("__weakref__", "result", "tensor")
+
+    def __init__(self, result: Result) -> None:
+        self.result: Result | None = result
+        self.tensor: torch.Tensor | None = None
+
+    def fill(self, x: torch.Tensor) -> None:
+        """It is made."""
+        self.tensor = x.detach() if x.requires_grad else x
+        self.result = None  # the other results may go before it
+
+    def opened(self) -> torch.Tensor:
+        """The tensor."""
+        if self.result is not None:
+            self.result.run()
+        assert self.tensor is not None, "an operator saved fewer things when it ran again"
+        return self.tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What is kept of a tensor: the result in whose memory it lay, and where in there. Notes own the result."""
+    """What is kept of a tensor: the output in whose memory it lay, and where in there."""
 
-    result: Result
-    output: int
+    place: Place
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
     def opened(self) -> torch.Tensor:
         """The tensor."""
-        made = self.result.made_again().made
-        assert made is not None
-        return made[self.output].as_strided(self.size, self.stride, self.offset)
-
-
-@dataclass(frozen=True, slots=True)
-class OwnNote:
-    """What is kept of something that an operator saves of its own: which operator, and the how manieth it was."""
-
-    result: Result
-    number: int
-
-    def opened(self) -> torch.Tensor:
-        """The tensor."""
-        return self.result.made_again().saved[self.number]
+        return self.place.opened().as_strided(self.size, self.stride, self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +158,15 @@ class Again:
         made.args = (self._kept(source),)
         self._know([result], made, [source.untyped_storage()])
 
-    def call(self, function: Callable[..., Any], args: Any, kwargs: Any, moment: Moment = nullcontext) -> Any:
-        """``function(*args, **kwargs)``, of which backward finds nothing: neither results nor what it saves."""
+    def call(
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        moment: Moment = nullcontext,
+        outputs: Collection[int] = (0,),
+    ) -> Any:
+        """``function(*args, **kwargs)``, of which backward finds nothing: neither `outputs` nor what it saves."""
         result = Result(function, moment)
         tensors = [x for x in _items((args, kwargs)) if isinstance(x, torch.Tensor)]
         before = self._running, self._memories, self._count
@@ -151,7 +177,7 @@ class Again:
         finally:
             self._running, self._memories, self._count = before
         result.args, result.kwargs = _mapped(self._kept, args), _mapped(self._kept, kwargs)
-        self._know(tensors_of(found), result, memories)
+        self._know(tensors_of(found), result, memories, outputs)
         return found
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
@@ -159,9 +185,14 @@ class Again:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def _know(
-        self, found: Sequence[torch.Tensor], result: Result, memories: Sequence[torch.UntypedStorage]
+        self,
+        found: Sequence[torch.Tensor],
+        result: Result,
+        memories: Sequence[torch.UntypedStorage],
+        outputs: Collection[int] = (0,),
     ) -> None:
-        for number, x in enumerate(found):
+        for number in outputs:
+            x = found[number]
             memory = x.untyped_storage()
             # What is only a view of an argument costs no memory of its own.
             if not any(memory is other for other in memories):
@@ -179,23 +210,25 @@ class Again:
         known = self._known.get(x.untyped_storage())
         if known is None or x.dtype != known[2] or x.is_conj() or x.is_neg():
             return None
-        return Note(known[0], known[1], x.size(), x.stride(), x.storage_offset())
+        place = known[0].output(known[1])
+        return Note(place, x.size(), x.stride(), x.storage_offset()) if place is not None else None
 
-    def _pack(self, saved: torch.Tensor) -> torch.Tensor | Note | OwnNote:
+    def _pack(self, saved: torch.Tensor) -> torch.Tensor | Note | Place:
         number, self._count = self._count, self._count + 1
-        note = self._note(saved)
-        if note is not None:
-            return note
+        found = self._note(saved)
+        if found is not None:
+            return found
         if self._running is not None and saved.layout == torch.strided:
             memory = saved.untyped_storage()
             if memory.nbytes() > TINY_BYTES and not any(memory is other for other in self._memories):
-                self._running.own.add(number)
-                return OwnNote(self._running, number)
+                place = Place(self._running)
+                self._running.own[number] = weakref.ref(place)
+                return place
         # Detached: an operator's own result, kept as it is, would hold the operator and so itself.
         return saved.detach()
 
 
-def _unpack(kept: torch.Tensor | Note | OwnNote) -> torch.Tensor:
+def _unpack(kept: torch.Tensor | Note | Place) -> torch.Tensor:
     return kept if isinstance(kept, torch.Tensor) else kept.opened()
 
 

@@ -67,18 +67,25 @@ class Transfer(torch.nn.Module):
 
 
 class Recomputed(torch.nn.Module):
-    """One call of an operator of which nothing is kept for backward. `rank`: whose random numbers it draws, if any."""
+    """One call of an operator of which nothing is kept for backward: neither these `outputs` nor what it saves of its
+    own. `rank`: whose random numbers it draws, if any."""
 
-    def __init__(self, function: Callable[..., Any], again: Again, rank: Rank | None = None) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        again: Again,
+        rank: Rank | None = None,
+        outputs: Collection[int] = (0,),
+    ) -> None:
         super().__init__()
-        self.function, self.again, self.rank = function, again, rank
+        self.function, self.again, self.rank, self.outputs = function, again, rank, outputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operator; backward runs it again when it needs to."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.function(*args, **kwargs)
         moment = nullcontext if self.rank is None else self.rank.moment()
-        return self.again.call(self.function, args, kwargs, moment)
+        return self.again.call(self.function, args, kwargs, moment, self.outputs)
 
 
 def build_module(
@@ -94,7 +101,7 @@ def build_module(
 ) -> fx.GraphModule:
     """The module that runs a local graph (or a segment of one). Its arguments are the graph's inputs, in order; it
     returns a tuple with its outputs and then its mutations. Reshards that make a value of `late` may end after
-    backward; those marked ``again=True`` report to `again`, and are kept where there is none, and so are the nodes that
+    backward; those marked ``again=True`` report to `again`, and are kept where there is none, and so are values that
     `keeps` calls ``again``. `starts` has the flights of earlier segments, and takes those of this one. `hosts`: the
     nodes that run on the host. Raises RuleError for an operator that cannot be found."""
     root = torch.nn.Module()
@@ -127,7 +134,8 @@ def build_module(
         elif node.op in (TO_HOST, TO_DEVICE):
             root.add_module(name, Transfer(HOST if node.op == TO_HOST else rank.device))
             result = made.call_module(name, (args[0],))
-        elif again is not None and keeps.get(node.name) == "again":
+        elif again is not None and any(keeps.get(v) == "again" for v in node.values):
+            outputs = tuple(k for k, v in enumerate(node.values) if keeps.get(v) == "again")
             if node.op == "meshwright.dropout":
                 x, *key = args
                 mask = Recomputed(_on_rank(drawn_mask, rank, device), again, rank)
@@ -136,9 +144,9 @@ def build_module(
                 root.add_module(name, Recomputed(_on_rank(masked, rank, device), again))
             elif node.op in KERNELS:
                 function = _on_rank(KERNELS[node.op], rank, device)
-                root.add_module(name, Recomputed(function, again, rank))
+                root.add_module(name, Recomputed(function, again, rank, outputs))
             else:
-                root.add_module(name, Recomputed(torch_operator(node), again))
+                root.add_module(name, Recomputed(torch_operator(node), again, outputs=outputs))
             result = made.call_module(name, args, kwargs)
         elif node.op in KERNELS:
             root.add_module(name, Kernel(_on_rank(KERNELS[node.op], rank, device)))

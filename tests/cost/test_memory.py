@@ -33,7 +33,7 @@ Build = Callable[[], Any]
 @dataclass(frozen=True)
 class Run:
     """A model on a mesh. `gathered`: parameters stored in parts, ``keep`` or ``again`` in backward; `level` of
-    optimizer parallel."""
+    optimizer parallel; `recompute` by a policy."""
 
     build: Build
     mesh: Mapping[str, int] | None = None
@@ -41,6 +41,7 @@ class Run:
     gathered: str = ""
     level: int = 0
     offload: tuple[str, ...] = ()
+    recompute: str = ""
 
     def lowered(self) -> tuple[Any, Any, Partition]:
         """Captured program, batch, and what the ranks run."""
@@ -48,7 +49,7 @@ class Run:
         captured = stages.captured_of(model, batch, loss)
         mode = "semi_auto" if self.pins else "data_parallel"
         asked: dict[str, Any] = {"optimizer_parallel": self.level, "threshold_kb": 0} if self.level else {}
-        asked["offload"] = self.offload
+        asked |= {"offload": self.offload, "recompute": self.recompute}
         plan = stages.plan_captured(
             captured, Mesh.of(self.mesh or {}), mode, self.pins, techniques=techniques_from(asked)
         )
@@ -116,6 +117,8 @@ RUNS = {
     "bert with dropout": Run(hugging("bert", sequence=128, batch=8, dropout=0.1)),
     "resnet": Run(hugging("resnet", batch=16)),
     "gpt, four ranks": Run(small_gpt(), {"dp": 2, "tp": 2}, CUT),
+    "gpt with dropout, layers again": Run(small_gpt(dropout=0.1, layers=4), recompute="full"),
+    "resnet, what is cheap again": Run(hugging("resnet", batch=16), recompute="selective"),
 }
 MORE = {
     "gpt": Run(small_gpt()),
@@ -137,6 +140,14 @@ MORE = {
     "gpt, kept, 12 layers": Run(small_gpt(layers=12), {"dp": 4}, gathered="keep"),
     "gpt, again, 12 layers": Run(small_gpt(layers=12), {"dp": 4}, gathered="again"),
     "gpt with dropout, four ranks": Run(small_gpt(dropout=0.1), {"dp": 2, "tp": 2}, CUT),
+    "gpt2, layers again": Run(hugging("gpt2", dropout=0.1, layers=6), recompute="full"),
+    "gpt2, what is cheap again": Run(hugging("gpt2", dropout=0.1, layers=6), recompute="selective"),
+    "llama, layers again": Run(hugging("llama", layers=6), recompute="full"),
+    "llama, what is cheap again": Run(hugging("llama", layers=6), recompute="selective"),
+    "vit, layers again": Run(hugging("vit", batch=16, dropout=0.1), recompute="full"),
+    "gpt, gathered and layers again": Run(
+        small_gpt(layers=6, batch=4), {"dp": 4}, gathered="again", recompute="full"
+    ),
     "resnet, data parallel": Run(hugging("resnet", batch=16), {"dp": 2}),
 }
 
