@@ -1,7 +1,7 @@
 """Run the benchmarks and print their tables.
 
 python -m bench                       all of them
-python -m bench dp tp one             steps against the same scheme by hand
+python -m bench dp tp zero1 zero3 one steps against the same scheme by hand
 python -m bench collectives           gloo on this machine
 python -m bench search [--markdown]   how long planning takes, and how good recursion is
 python -m bench techniques            what each technique costs and saves, and what was predicted

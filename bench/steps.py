@@ -2,6 +2,8 @@
 
     dp    data parallel     against DistributedDataParallel
     tp    tensor parallel   against DTensor's parallelize_module (column-wise, then row-wise)
+    zero1 optimizer level 1 against DistributedDataParallel with ZeroRedundancyOptimizer
+    zero3 optimizer level 3 against fully_shard (FSDP2), block by block
     one   one rank          against plain eager PyTorch
 
 Each round runs both, in alternating order, after a barrier; the slowest rank counts. The ratio is taken within a round,
@@ -20,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -68,6 +72,8 @@ class Case:
 CASES: dict[str, tuple[Case, ...]] = {
     "dp": (Case("GPT", 512, 4, 128, 4), Case("Llama", 512, 4, 128, 4), Case("Llama", 1024, 2, 128, 4)),
     "tp": (Case("Llama", 512, 4, 128, 4), Case("Llama", 1024, 2, 128, 4), Case("Llama", 1024, 2, 256, 4)),
+    "zero1": (Case("GPT", 512, 4, 128, 4), Case("Llama", 1024, 2, 128, 4)),
+    "zero3": (Case("GPT", 512, 4, 128, 4), Case("Llama", 1024, 2, 128, 4)),
     "one": (
         Case("GPT", 512, 4, 128, 4),
         Case("Llama", 512, 4, 128, 4),
@@ -78,9 +84,12 @@ CASES: dict[str, tuple[Case, ...]] = {
 TITLES = {
     "dp": "data parallel on 2 ranks, against DistributedDataParallel",
     "tp": "tensor parallel on 2 ranks, against DTensor parallelize_module",
+    "zero1": "optimizer parallel, level 1, on 2 ranks, against DDP with ZeroRedundancyOptimizer",
+    "zero3": "optimizer parallel, level 3, on 2 ranks, against FSDP2 (fully_shard)",
     "one": "one rank, against plain eager PyTorch",
 }
-RANKS = {"dp": 2, "tp": 2, "one": 1}
+RANKS = {"dp": 2, "tp": 2, "zero1": 2, "zero3": 2, "one": 1}
+LOCAL_LOSS = ("dp", "zero1", "zero3")  # schemes whose peers give the loss of a rank's own examples
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -97,6 +106,8 @@ def ours(scheme: str, case: Case) -> Step:
     how: dict[str, Any] = {
         "dp": {"mesh": {"dp": 2}, "mode": "data_parallel"},
         "tp": {"mesh": {"tp": 2}, "mode": "sharding_propagation", "pins": {"blocks.*.mlp.up": {"n": "tp"}}},
+        "zero1": {"mesh": {"dp": 2}, "mode": "data_parallel", "optimizer_parallel": 1},
+        "zero3": {"mesh": {"dp": 2}, "mode": "data_parallel", "optimizer_parallel": 3},
         "one": {"mesh": 1, "mode": "stand_alone"},
     }[scheme]
     if scheme == "tp":
@@ -109,12 +120,23 @@ def ours(scheme: str, case: Case) -> Step:
 def theirs(scheme: str, case: Case) -> Step:
     """The same scheme by hand."""
     model, batches, loss = case.build()
+    if scheme in LOCAL_LOSS:
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        batches = [{k: v.chunk(ranks)[rank].clone() for k, v in b.items()} for b in batches]
     match scheme:
-        case "dp":
-            ranks, rank = dist.get_world_size(), dist.get_rank()
-            batches = [{k: v.chunk(ranks)[rank].clone() for k, v in b.items()} for b in batches]
+        case "dp" | "zero1":
             # At its best: no copy of the gradients, no broadcast of tables that never change.
             model = DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
+            optimizer = (
+                adamw(model.parameters())
+                if scheme == "dp"
+                else ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
+            )
+        case "zero3":
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+            for block in model.blocks:  # pyright: ignore[reportGeneralTypeIssues]
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
             optimizer = adamw(model.parameters())
         case "tp":
             mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -215,7 +237,7 @@ def _measure(scheme: str, case: Case, rounds: int) -> dict[str, Any]:
 
 def _mean(scheme: str, loss: torch.Tensor) -> torch.Tensor:
     """DDP's losses are those of each rank's examples; ours is the global one."""
-    if scheme == "dp":
+    if scheme in LOCAL_LOSS:
         loss = loss / dist.get_world_size()
         dist.all_reduce(loss)
     return loss

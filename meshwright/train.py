@@ -181,6 +181,7 @@ def train_step(
         )
     request = request_for(cluster, memory)
     source = _source(broadcast)
+    _check_real(model)
     meeting = Meeting()
 
     def compute() -> bytes:
@@ -228,6 +229,18 @@ def _cut_parameter(graph: Graph, plan: Plan) -> str:
         if entry.needs_grad and plan.states.get(entry.name, plan.inputs[entry.name]).split_axes:
             return entry.target
     return ""
+
+
+def _check_real(model: torch.nn.Module) -> None:
+    """Raise RunError for a model without values."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    first = next((name for name, t in named if t.device.type == "meta"), None)
+    if first is not None:
+        raise RunError(
+            f"{first} is on the meta device, which holds no values to train",
+            why="a step starts from the numbers that the model has",
+            hint="build the model on a real device for train_step; mw.plan takes it on meta",
+        )
 
 
 def _source(broadcast: bool | int) -> int | None:

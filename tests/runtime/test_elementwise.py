@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import meshwright as mw
 from meshwright.errors import RunError
 from meshwright.runtime.elementwise import check_optimizer
 
@@ -53,3 +54,12 @@ def test_what_looks_at_whole_tensors_may_where_they_are_whole(name: str) -> None
 def test_what_calls_the_model_again_is_refused() -> None:
     with pytest.raises(RunError, match="LBFGS calls the model again"):
         check_optimizer(lambda p: torch.optim.LBFGS(p), "")
+
+
+def test_a_model_without_values_is_refused_before_any_rank_is_asked() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Linear(4, 2)
+    with pytest.raises(RunError, match="weight is on the meta device"):
+        mw.train_step(
+            model, OF_ELEMENTS["AdamW"], {"x": torch.zeros(2, 4)}, loss=lambda m, b: m(b["x"]).sum(), mesh=1
+        )
