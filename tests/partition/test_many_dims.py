@@ -98,7 +98,7 @@ def planned(model: TwoProducts, x: torch.Tensor, mesh: dict[str, int]) -> Plan:
 def sent_elements(model: TwoProducts, plan: Plan, x: torch.Tensor, rank: int = 0) -> float:
     """What a rank sends forward for the two products, in elements."""
     parts = lower(captured_of(model, x, loss), plan)
-    found = program_collectives(parts.resharded, parts.local(rank), plan.mesh, rank)
+    found = program_collectives(parts.local(rank), plan.mesh, rank)
     own = [c for c in found if c.phase == "forward" and c.node.startswith(("batch_", "matmul", "w"))]
     return sum(sent_bytes(c, plan.mesh) for c in own) / 4
 
