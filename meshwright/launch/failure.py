@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import signal
 from collections.abc import Sequence
@@ -52,6 +53,8 @@ def first(ends: Sequence[RankEnd]) -> RankEnd:
     The agent looks at the ranks every now and then, so several may have failed when it does, most of them because
     one did. Blame, in this order: who was killed or failed by itself; who only lost a peer; who was stopped by the
     launcher. Among equals, who wrote last to its log the longest ago: a traceback is written before peers notice.
+    A rank that raised may still be on its way out (threads to join, sockets to close) when its peers have noticed
+    and the launcher stops it: its error is what counts, and the exit code is the one that it was about to return.
     """
 
     def blame(end: RankEnd) -> tuple[int, int, int]:
@@ -60,7 +63,10 @@ def first(ends: Sequence[RankEnd]) -> RankEnd:
         written = end.log.stat().st_mtime_ns if end.log.exists() else 0
         return (2 if stopped_by_us else 1 if lost_a_peer(text) else 0, written, end.rank)
 
-    return min(ends, key=blame)
+    end = min(ends, key=blame)
+    # somebody must have ended otherwise for the launcher to stop it; else the signal came from elsewhere
+    raised = final_error(tail(end.log)) and any(e.exit_code != -signal.SIGTERM for e in ends)
+    return dataclasses.replace(end, exit_code=1) if end.exit_code == -signal.SIGTERM and raised else end
 
 
 def lost_a_peer(text: str) -> bool:

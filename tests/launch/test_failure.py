@@ -41,6 +41,21 @@ def test_first(end, ends, named):
     assert first([end(*e) for e in ends]).rank == named
 
 
+def test_a_rank_that_raised_and_was_stopped_on_its_way_out_failed_with_its_error(end):
+    ends = [end(0, 1, PEER, 2), end(1, -signal.SIGTERM, OWN, 1)]
+    named = first(ends)
+    assert (named.rank, named.status) == (1, 1)
+    assert str(explain(named, ends, 2)).startswith(
+        "rank 1 of 2 failed with exit code 1: ValueError: bad batch\n"
+    )
+
+
+def test_a_rank_that_somebody_else_stopped_was_ended_by_the_signal(end):
+    # all were ended alike: the launcher acted on none of them, so the old traceback in the log is not the reason
+    named = first([end(0, -signal.SIGTERM, OWN, 1), end(1, -signal.SIGTERM, "", 2)])
+    assert named.status == 128 + signal.SIGTERM
+
+
 def test_tail_is_what_a_person_would_see(end):
     log = "\x1b[31mred\x1b[0m\nstep  1%\rstep 50%\rstep 99%\n\nlast\n"
     assert tail(end(0, 1, log).log) == "red\nstep 99%\nlast"

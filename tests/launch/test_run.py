@@ -105,6 +105,24 @@ def test_the_first_failure_is_named_and_its_exit_code_passed_on(launches):
     launches.wait_until_gone()
 
 
+def test_a_rank_that_is_slow_to_leave_after_its_error_is_named_with_it(launches):
+    # Rank 1 has raised and is on its way out; rank 0 notices, ends first, and the launcher stops rank 1.
+    script = launches.script("""
+        import atexit, os, pathlib, time
+
+        if os.environ["RANK"] == "1":
+            atexit.register(time.sleep, 600)
+            atexit.register(pathlib.Path("raised").touch)
+            raise ValueError("bad batch")
+        while not pathlib.Path("raised").exists():
+            time.sleep(0.01)
+        raise RuntimeError("Connection closed by peer")
+    """)
+    done = launches.run("--nproc", 2, "--log-dir", "logs", script)
+    assert done.returncode == 1
+    assert done.stderr.startswith("LaunchError: rank 1 of 2 failed with exit code 1: ValueError: bad batch\n")
+
+
 def test_an_exit_code_is_passed_on(launches):
     script = launches.script("import os, sys; sys.exit(7 if os.environ['RANK'] == '1' else 0)")
     done = launches.run("--nproc", 2, script)
