@@ -137,7 +137,7 @@ def plan_captured(
         mode = "auto" if request is not None else "data_parallel"
     made = make_plan(captured.graph, chosen, mode, pins, captured.folding, request)
     made = apply(captured.graph, made, techniques)
-    if request is None and techniques.micro_batches > 1:
+    if request is None and techniques.pieces > 1:
         partition(captured.graph, made, keeps=saved)  # what cannot be cut in time is refused here already
     if request is not None and (techniques.asked() or not made.claims):
         # A search's claims are of its own plan, without what was asked for beside it.

@@ -80,6 +80,11 @@ class Techniques:
             given["recompute"] = dict(self.recompute)
         return given
 
+    @property
+    def pieces(self) -> int:
+        """Parts of the batch, one after the other in time: micro-batches, and copies of each."""
+        return self.micro_batches * self.interleave
+
     def fusion_group(self, *names: str) -> int:
         """The number of the fusion group of a parameter, by its name in the model and those it is tied to; -1 where
         there is none."""

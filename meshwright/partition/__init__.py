@@ -44,6 +44,11 @@ class Partition:
         """How many there are; 1 for a whole batch."""
         return self.plan.mesh.size // self.ranks.size
 
+    @property
+    def copies(self) -> int:
+        """How many of these run as one program that takes turns."""
+        return self.asked.techniques.interleave
+
     def of_rank(self, rank: int) -> tuple[int, ...]:
         """The "ranks" of the plan's mesh that a rank is in the micro-batches."""
         return tuple(micro_batch * self.ranks.size + rank for micro_batch in range(self.micro_batches))

@@ -11,13 +11,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from meshwright.graph import DTYPES, RESHARD, Graph, Input, Node, Ref, prune, verify
 from meshwright.layout import TensorLayout
 from meshwright.ops.batch import by_micro_batch
 from meshwright.partition import Partition
+from meshwright.partition.interleave import Interleaved, interleaved
 from meshwright.partition.localize import SUM_OF_COUNTS
 from meshwright.partition.reshards import local_type, step_texts
 from meshwright.partition.time import early_values
@@ -44,6 +45,9 @@ class MicroBatches:
     programs: tuple[Graph, ...]
     late: Graph
     carried: tuple[tuple[str, str], ...]  # input → the value that replaces it
+    copy_of: Mapping[str, int] = field(
+        default_factory=dict
+    )  # node or input → its copy, where programs have several
 
 
 def micro_batches_of(parts: Partition, rank: int) -> MicroBatches:
@@ -53,7 +57,27 @@ def micro_batches_of(parts: Partition, rank: int) -> MicroBatches:
     rounds = tuple(
         Round(tuple(c.terms(number) for c in cut), first.sums(number)) for number in range(first.rounds)
     )
-    return MicroBatches(rounds, tuple(c.program() for c in cut), first.late(), _carried(parts))
+    late, carried = first.late(), _carried(parts)
+    programs = tuple(c.program() for c in cut)
+    if parts.copies == 1:
+        return MicroBatches(rounds, programs, late, carried)
+    groups = (programs[n : n + parts.copies] for n in range(0, len(programs), parts.copies))
+    merged = [_merged(parts, copies, late) for copies in groups]
+    return MicroBatches(rounds, tuple(m.graph for m in merged), late, carried, merged[0].copy_of)
+
+
+def first_program(parts: Partition, rank: int) -> Interleaved:
+    """The program of the first copies that take turns: what a timeline looks at. `rank` is one of the plan's mesh in
+    the first micro-batch."""
+    cut = [_Cut(parts, number, parts.local(number)) for number in parts.of_rank(rank)[: parts.copies]]
+    return _merged(parts, [c.program() for c in cut], cut[0].late())
+
+
+def _merged(parts: Partition, copies: Sequence[Graph], late: Graph) -> Interleaved:
+    added = [entry.name for entry in late.inputs]
+    found = interleaved(copies, added, dict(_carried(parts)), parts.plan.mesh.time)
+    _checked(found.graph)
+    return found
 
 
 def first_micro_batch(parts: Partition, rank: int) -> MicroBatches:

@@ -22,7 +22,9 @@ from meshwright.partition import RESHARD, Partition
 from meshwright.partition.again import VIEWS
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import pending_gradients
+from meshwright.partition.interleave import Interleaved, named, original
 from meshwright.partition.localize import late_values
+from meshwright.partition.micro_batches import first_program
 from meshwright.partition.overlap import members_of
 from meshwright.partition.price import (
     made_again,
@@ -33,7 +35,7 @@ from meshwright.partition.price import (
 )
 from meshwright.partition.reshards import backward_itemsize
 from meshwright.partition.updates import gathers
-from meshwright.redistribute import Step
+from meshwright.redistribute import Reshard, Step
 from meshwright.redistribute.buckets import BucketBytes, Group, fill
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import COLLECTIVES, origin, wire_bytes, wire_elements
@@ -61,6 +63,8 @@ def step_tasks(
     size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
     groups = fill(pending_gradients(parts), cluster.device_type, size)
     step = _Step(parts, local, mesh, cluster)
+    if parts.copies > 1:
+        step.take_turns(first_program(parts, mesh.rank(origin(mesh))))
     step.forward()
     step.backward(groups)
     step.update(math.fsum(u for _, u in parameter_prices(parts, mesh, cluster, optimizer_states).values()))
@@ -79,6 +83,7 @@ class _Step:
         self.moves = reshard_prices(parts, mesh, cluster)
         self.tasks: list[Task] = []
         self.late = late_values(local)
+        self.stands: dict[str, str] = {}  # node of a copy → what it is in the program of one
         self._last = -1  # the last task that the host waited for
         self._under_way: dict[tuple[str, str], int] = {}  # (start, direction) → the task of its collective
         self._repeated: set[str] = set()  # starts that backward has launched again, and
@@ -86,6 +91,14 @@ class _Step:
         self._repeats = [n for n in local.nodes if n.op == START and n.kwarg("again")]
         self._reductions: list[int] = []
         self._scattered: int | None = None  # the bucket under way of which every rank gets its part
+
+    def take_turns(self, program: Interleaved) -> None:
+        """Walk the program of all copies; what an operator takes is what it takes in the first of them."""
+        self.local, self.late = program.graph, frozenset()
+        self.stands = {name: original(name, copy) for name, copy in program.copy_of.items()}
+
+    def _steps_of(self, node: Node) -> Reshard:
+        return self.parts.resharded.pairs[self.stands.get(node.name, node.name)]
 
     # -------------------------------------------------- one task
 
@@ -147,7 +160,7 @@ class _Step:
         """The local program from top to bottom."""
         for node in self.local.nodes:
             if node.op == RESHARD:
-                steps = self.parts.resharded.pairs[node.name].forward
+                steps = self._steps_of(node).forward
                 late = node.name in self.late and [s.kind for s in steps] == ["all_reduce"]
                 self._steps(node, steps, "forward", wait=not late)
                 continue
@@ -161,8 +174,9 @@ class _Step:
                 self._copy(node, self.moves[node.name][0], "forward")
                 continue
             self._talk(node, "forward")
-            if node.name in self.nodes:
-                self._compute(node, self.nodes[node.name].forward_seconds, "forward")
+            price = self.nodes.get(self.stands.get(node.name, node.name))
+            if price is not None:
+                self._compute(node, price.forward_seconds, "forward")
 
     def backward(self, groups: Sequence[Group]) -> None:
         """The local program from bottom to top; gradients of parameters are reduced beside it."""
@@ -176,7 +190,7 @@ class _Step:
             for hub in again.pop(node.name, ()):
                 self._bring_again(hub, kept)
             if node.op == RESHARD:
-                steps, width = self.parts.resharded.pairs[node.name].backward, backward_itemsize(node)
+                steps, width = self._steps_of(node).backward, backward_itemsize(node)
                 self._steps(node, steps, "backward", itemsize=width)
             elif node.op == WAIT:
                 if not node.args[1]:  # the first of its flight: the last whose gradient comes
@@ -189,8 +203,9 @@ class _Step:
                 self._copy(node, self.moves[node.name][1], "backward")
             else:
                 self._talk(node, "backward")
-                if node.name in self.nodes:
-                    self._compute(node, self.nodes[node.name].backward_seconds, "backward")
+                price = self.nodes.get(self.stands.get(node.name, node.name))
+                if price is not None:
+                    self._compute(node, price.backward_seconds, "backward")
             self._reduce(started.arrived(arrives.get(node.name, ())))
         self._reduce(started.rest())
 
@@ -216,14 +231,14 @@ class _Step:
         self._steps(member, self._sent(member, way)[1:], phase, itemsize=width)
 
     def _sent(self, member: Node, way: str) -> list[Step]:
-        pair = self.parts.resharded.pairs[member.name]
+        pair = self._steps_of(member)
         return [s for s in (pair.backward if way == "back" else pair.forward) if s.kind in COLLECTIVES]
 
     def _bring_again(self, hub: Node, kept: Collection[str]) -> None:
         """A hub is made again, with the rest of its flight; the flight before it starts after that."""
         wait = self.local.producers[hub.name]
         if wait.op != WAIT:
-            self._steps(hub, self.parts.resharded.pairs[hub.name].forward, "backward")
+            self._steps(hub, self._steps_of(hub).forward, "backward")
             return
         start = self.local.producers[wait.uses[0]]
         self._repeat(start, kept)
@@ -250,7 +265,9 @@ class _Step:
             if node.op == RESHARD and made_again(node):
                 keepers = _keepers(self.parts, node)
                 if keepers:
-                    found.setdefault(max(keepers, key=order.__getitem__), []).append(node)
+                    last = max(keepers, key=order.__getitem__)  # of the last copy, where there are several
+                    copies = self.parts.copies
+                    found.setdefault(last if copies == 1 else named(last, copies - 1), []).append(node)
         return found
 
     def _reduce(self, groups: Iterable[tuple[int, Group]]) -> None:

@@ -28,7 +28,7 @@ from meshwright.redistribute.steps import COLLECTIVES
 def in_time(graph: Graph, factors: Factors, plan: Plan) -> Plan:
     """The plan on its mesh with an axis in time, for the micro-batches that its techniques ask for; the plan itself
     where there is one. Raises PlanError for more micro-batches than there are examples."""
-    count = plan.techniques.micro_batches
+    count = plan.techniques.pieces
     if count == 1:
         return plan
     mesh = plan.mesh.in_time(count)
@@ -227,7 +227,7 @@ def _adds_up(made: Mapping[str, TensorLayout], node: Node, time: set[str]) -> bo
 
 def _refusal(graph: Graph, reshard: Node, plan: Plan) -> PlanError:
     consumers = [node for node, _ in graph.consumers[reshard.name] if node.op != RESHARD]
-    count = plan.techniques.micro_batches
+    count = plan.techniques.pieces
     source = graph.producers.get(reshard.uses[0])
     if not consumers:
         return PlanError(

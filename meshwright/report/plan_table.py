@@ -283,9 +283,12 @@ def summary(parts: Partition, *, every: bool = False) -> list[str]:
     prefix = long_prefix(r.module for r in rows(parts, every=every))
     lines = [f"… is {prefix}"] if prefix else []
     lines += [f"{others} more operators follow these without talking to anybody"] if others > 0 else []
-    if parts.micro_batches > 1:
+    if parts.micro_batches > parts.copies:
+        count = parts.micro_batches // parts.copies
+        lines.append(f"the batch runs in {count} micro-batches; gradients are reduced in the last one")
+    if parts.copies > 1:
         lines.append(
-            f"the batch runs in {parts.micro_batches} micro-batches; gradients are reduced in the last one"
+            f"{parts.copies} copies take turns: each computes while what the others wait for is sent"
         )
     there = hosted_bytes(parts)
     aside = f", {show_bytes(there)} of that in its host's memory" if there else ""

@@ -13,6 +13,7 @@ import torch
 
 from meshwright.graph import RESHARD, START, Graph
 from meshwright.mesh import Mesh
+from meshwright.partition.interleave import named
 from meshwright.partition.micro_batches import MicroBatches
 from meshwright.partition.segments import Segment, split_segments
 from meshwright.runtime.executor import Action, Executor
@@ -24,13 +25,14 @@ Build = Callable[..., Callable[..., Any]]
 Program = tuple[tuple[Segment, ...], list[Callable[..., Any]]]
 
 
-def actions_in_time(rounds: int, micro_batches: int, segments: int) -> tuple[Action, ...]:
-    """The sums first; then forward and backward of one micro-batch after the other, results, reduction and update."""
+def actions_in_time(rounds: int, micro_batches: int, segments: int, copies: int = 1) -> tuple[Action, ...]:
+    """The sums first; then forward and backward of one program after the other, results, reduction and update.
+    `micro_batches` counts all of them, `copies` those that run as one program."""
     found = [Action("begin")]
     for number in range(rounds):
         found += [Action("terms", number, m) for m in range(micro_batches)]
         found.append(Action("sums", number))
-    for m in range(micro_batches):
+    for m in range(micro_batches // copies):
         found.append(Action("enter", 0, m))
         found += [Action("forward", s, m) for s in range(segments)]
         found += [Action("backward", s, m) for s in reversed(range(segments))]
@@ -39,7 +41,12 @@ def actions_in_time(rounds: int, micro_batches: int, segments: int) -> tuple[Act
 
 
 def programs_in_time(
-    graphs: Sequence[Graph], mesh: Mesh, enter: Callable[[int], None], build: Build, cuts: Sequence[int]
+    graphs: Sequence[Graph],
+    mesh: Mesh,
+    enter: Callable[[int], None],
+    build: Build,
+    cuts: Sequence[int],
+    copies: int = 1,
 ) -> list[Program]:
     """Segments and modules of each micro-batch, built once for all that run the same. `enter` puts the rank into a
     micro-batch."""
@@ -49,7 +56,7 @@ def programs_in_time(
         if same is not None:
             found.append(found[same])
             continue
-        enter(number)
+        enter(number * copies)
         segments, starts = split_segments(graph, cuts), dict[str, Start]()
         found.append((segments, [build(s.graph, starts=starts) for s in segments]))
     enter(0)
@@ -76,6 +83,7 @@ class InTime:
     ) -> None:
         """`inputs`: for each micro-batch, from the whole batch (path → tensor) to what its program reads."""
         self.parts, self.executor, self.put, self.inputs = parts, executor, enter, inputs
+        self.copies = len(inputs) // len(parts.programs)
         self.terms = [self._each(r.terms, build) for r in parts.rounds]
         self.sums = [build(r.sums) for r in parts.rounds]
         self.late = build(parts.late)
@@ -132,8 +140,12 @@ class InTime:
         self._shared |= {name: value for (name, _), value in zip(graph.outputs, found, strict=True)}
 
     def _enter(self, action: Action) -> None:
-        self.put(action.micro_batch)
-        self.executor.values = {**self._shared, **self.inputs[action.micro_batch](self.batch)}
+        first = action.micro_batch * self.copies
+        self.put(first)
+        self.executor.values = dict(self._shared)
+        for copy in range(self.copies):
+            mine = self.inputs[first + copy](self.batch)
+            self.executor.values |= mine if self.copies == 1 else {named(k, copy): v for k, v in mine.items()}
 
     def _leave(self, action: Action) -> None:
         values = self.executor.values

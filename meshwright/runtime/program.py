@@ -25,6 +25,7 @@ from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Pair
 
 NO_KEEPS: Mapping[str, str] = {}
+NO_COPIES: Mapping[str, int] = {}
 
 
 HOST = torch.device("cpu")
@@ -88,6 +89,26 @@ class Recomputed(torch.nn.Module):
         return self.again.call(self.function, args, kwargs, moment, self.outputs)
 
 
+class InCopy(torch.nn.Module):
+    """Something that runs in a later copy of the micro-batch that the rank is in."""
+
+    def __init__(self, inner: torch.nn.Module, rank: Rank, copy: int) -> None:
+        super().__init__()
+        self.inner, self.rank, self.copy = inner, rank, copy
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it there."""
+        self.rank.micro_batch += self.copy
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            self.rank.micro_batch -= self.copy
+
+
+def _in_copy(module: torch.nn.Module, rank: Rank, copy: int) -> torch.nn.Module:
+    return InCopy(module, rank, copy) if copy else module
+
+
 def build_module(
     graph: Graph,
     rank: Rank,
@@ -98,12 +119,14 @@ def build_module(
     keeps: Mapping[str, str] = NO_KEEPS,
     starts: dict[str, Start] | None = None,
     hosts: Collection[str] = (),
+    copy_of: Mapping[str, int] = NO_COPIES,
 ) -> fx.GraphModule:
     """The module that runs a local graph (or a segment of one). Its arguments are the graph's inputs, in order; it
     returns a tuple with its outputs and then its mutations. Reshards that make a value of `late` may end after
     backward; those marked ``again=True`` report to `again`, and are kept where there is none, and so are values that
     `keeps` calls ``again``. `starts` has the flights of earlier segments, and takes those of this one. `hosts`: the
-    nodes that run on the host. Raises RuleError for an operator that cannot be found."""
+    nodes that run on the host. `copy_of`: the copy of a micro-batch that a node is of, counted from the one that the
+    rank is in. Raises RuleError for an operator that cannot be found."""
     root = torch.nn.Module()
     made = fx.Graph()
     values: dict[str, fx.Node] = {}
@@ -111,8 +134,11 @@ def build_module(
     prefetch = Prefetch()
     for entry in graph.inputs:
         values[entry.name] = made.placeholder(_identifier(entry.name))
+    entered = rank.micro_batch
     for node in graph.nodes:
         device = HOST if node.name in hosts else rank.device
+        copy = copy_of.get(node.name, 0)
+        rank.micro_batch = entered + copy  # what a reshard takes depends on it
         args = _arguments(node.args, values, device)
         kwargs = {k: _arguments(v, values, device) for k, v in node.kwargs}
         name = _identifier(node.name)
@@ -139,17 +165,20 @@ def build_module(
             if node.op == "meshwright.dropout":
                 x, *key = args
                 mask = Recomputed(_on_rank(drawn_mask, rank, device), again, rank)
-                root.add_module(f"{name}_mask", mask)
+                root.add_module(f"{name}_mask", _in_copy(mask, rank, copy))
                 args = (x, made.call_module(f"{name}_mask", tuple(key)), key[0])
-                root.add_module(name, Recomputed(_on_rank(masked, rank, device), again))
+                kept = Recomputed(_on_rank(masked, rank, device), again)
+                root.add_module(name, _in_copy(kept, rank, copy))
             elif node.op in KERNELS:
                 function = _on_rank(KERNELS[node.op], rank, device)
-                root.add_module(name, Recomputed(function, again, rank, outputs))
+                remade = Recomputed(function, again, rank, outputs)
+                root.add_module(name, _in_copy(remade, rank, copy))
             else:
                 root.add_module(name, Recomputed(torch_operator(node), again, outputs=outputs))
             result = made.call_module(name, args, kwargs)
         elif node.op in KERNELS:
-            root.add_module(name, Kernel(_on_rank(KERNELS[node.op], rank, device)))
+            kernel = Kernel(_on_rank(KERNELS[node.op], rank, device))
+            root.add_module(name, _in_copy(kernel, rank, copy))
             result = made.call_module(name, args, kwargs)
         else:
             result = made.create_node("call_function", torch_operator(node), args, kwargs, name=name)
@@ -158,6 +187,7 @@ def build_module(
         else:
             for index, value in enumerate(node.values):
                 values[value] = made.call_function(operator.getitem, (result, index))
+    rank.micro_batch = entered
     made.output(tuple(values[v] for _, v in (*graph.outputs, *graph.mutations)))
     module = fx.GraphModule(root, made, class_name="LocalProgram")
     module.graph.lint()

@@ -15,6 +15,7 @@ from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import loss_scale, pending_gradients
+from meshwright.partition.interleave import in_copies, of_one
 from meshwright.partition.keeps import keeps_of
 from meshwright.partition.localize import late_values
 from meshwright.partition.micro_batches import micro_batches_of
@@ -92,14 +93,29 @@ class LocalStep:
             for number in parts.of_rank(rank.comm.rank)
         ]
         late = late_values(self.graph if in_time is None else in_time.late)
-        keeps = keeps_of(self.graph, parts.resharded.keeps)
+        copy_of = in_time.copy_of if in_time is not None else {}
+        keeps = keeps_of(self.graph, in_copies(parts.resharded.keeps, parts.copies))
         again = Again() if keeps or any(n.kwarg("again") for n in self.graph.nodes) else None
-        hosts = frozenset(n.name for n in self.graph.nodes if parts.on_host(n)) if parts.plan.hosts else ()
+        hosts = frozenset(
+            n.name for n in self.graph.nodes if parts.plan.hosts and parts.on_host(of_one(n, copy_of))
+        )
         build = functools.partial(
-            build_module, rank=rank, handle=self.handle, late=late, again=again, keeps=keeps, hosts=hosts
+            build_module,
+            rank=rank,
+            handle=self.handle,
+            late=late,
+            again=again,
+            keeps=keeps,
+            hosts=hosts,
+            copy_of=copy_of,
         )
         programs = programs_in_time(
-            [self.graph] if in_time is None else in_time.programs, parts.plan.mesh, self._enter, build, cuts
+            [self.graph] if in_time is None else in_time.programs,
+            parts.plan.mesh,
+            self._enter,
+            build,
+            cuts,
+            parts.copies,
         )
         segments, modules = programs[0]
         self.modules = modules
@@ -138,7 +154,9 @@ class LocalStep:
         if in_time is not None:
             takers = [functools.partial(self._taken, number) for number in range(parts.micro_batches)]
             self.in_time = InTime(in_time, self.executor, self._enter, build, takers)
-            self.actions = actions_in_time(len(in_time.rounds), parts.micro_batches, len(segments))
+            self.actions = actions_in_time(
+                len(in_time.rounds), parts.micro_batches, len(segments), parts.copies
+            )
 
     def _place(self, name: str, device: torch.device) -> torch.device:
         """Where an input lives: in the host's memory, or on the given device."""

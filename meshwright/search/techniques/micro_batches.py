@@ -11,7 +11,7 @@ from meshwright.plan import Plan
 
 def micro_batches(graph: Graph, plan: Plan) -> Plan:
     """The plan with a note that names what is inexact."""
-    count = plan.techniques.micro_batches
+    count = plan.techniques.pieces
     found = by_micro_batch(graph, factors_of(graph)) if count > 1 else []
     if not found:
         return plan

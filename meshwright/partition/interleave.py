@@ -1,0 +1,225 @@
+"""Copies of a (micro-)batch in one program, whose computation and communication overlap (`interleave=n`).
+
+Each copy is a local program of its own, of its part of the batch. `interleaved` makes one program of them, in which
+they take turns: a copy computes until it has started a reshard, then another does. So each waits while the others
+compute; autograd goes the same way back, since a start and its wait are each other's backward and all copies hang on
+one root. Parameters, and what is gathered of them, are read by all copies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.graph import PIN, RESHARD, START, WAIT, Graph, Input, Node, Ref
+from meshwright.partition.again import VIEWS
+from meshwright.partition.overlap import TOKEN
+from meshwright.redistribute.steps import COLLECTIVES
+
+# Operators that multiply matrices → what each element of the result is a sum over.
+PRODUCTS = {
+    **dict.fromkeys(("linear", "mm", "bmm", "matmul"), "row"),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), "window"),
+    "scaled_dot_product_attention": "keys",
+}
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """The program, and of each of its nodes (but those that all copies share) and batch inputs the copy it is of."""
+
+    graph: Graph
+    copy_of: Mapping[str, int]
+
+
+def interleaved(
+    copies: Sequence[Graph], added: Collection[str], carried: Mapping[str, str], time: Collection[str]
+) -> Interleaved:
+    """One program of the copies. `added`: results that are sums over the copies. `carried`: input → the value that
+    replaces it, which a copy hands on to the next. `time`: the axes on which copies differ."""
+    work = _Merge(copies, added, carried, set(time))
+    return Interleaved(work.graph(), work.copy_of)
+
+
+def named(name: str, copy: int) -> str:
+    """The name of a value of a copy."""
+    return f"copy{copy}_{name}"
+
+
+def original(name: str, copy: int) -> str:
+    """The name of a value of a copy in the program of one."""
+    return name.removeprefix(f"copy{copy}_")
+
+
+def of_one(node: Node, copy_of: Mapping[str, int]) -> Node:
+    """The node of a copy as it is called in the program of one."""
+    copy = copy_of.get(node.name)
+    return node if copy is None else replace(node, name=original(node.name, copy))
+
+
+def in_copies(said: Mapping[str, str], copies: int) -> Mapping[str, str]:
+    """What is said of values, said of those of all copies."""
+    return said if copies == 1 else {named(k, c): v for k, v in said.items() for c in range(copies)}
+
+
+class _Merge:
+    def __init__(
+        self, copies: Sequence[Graph], added: Collection[str], carried: Mapping[str, str], time: set[str]
+    ) -> None:
+        self.copies, self.added, self.carried = copies, added, carried
+        self.copy_of: dict[str, int] = {}
+        first = copies[0]
+        self.shared = {i.name for i in first.inputs if i.role != "batch"}
+        for node in first.nodes:
+            # What follows from parameters alone is done once.
+            moves = node.op in (RESHARD, START, WAIT) and self.shared.issuperset(node.uses)
+            if moves and time.isdisjoint(_axes(node)) and carried.keys().isdisjoint(node.uses):
+                self.shared.update(node.values)
+
+    def graph(self) -> Graph:
+        """The program."""
+        first = self.copies[0]
+        inputs = [i for i in first.inputs if i.role != "batch"]
+        for copy, graph in enumerate(self.copies):
+            for entry in graph.inputs:
+                if entry.role == "batch":
+                    inputs.append(self._input(entry, copy))
+        nodes = list(self._in_turns())
+        wanted = dict.fromkeys(v for _, v in (*first.outputs, *first.mutations))
+        for value in wanted:
+            if value not in self.shared:
+                nodes += self._together(value)
+        return replace(first, inputs=tuple(inputs), nodes=tuple(nodes))
+
+    def _input(self, entry: Input, copy: int) -> Input:
+        self.copy_of[named(entry.name, copy)] = copy
+        return replace(entry, name=named(entry.name, copy))
+
+    def _name(self, value: str, copy: int) -> str:
+        """The name under which a copy reads a value."""
+        if value in self.carried and copy:
+            return named(self.carried[value], copy - 1)
+        return value if value in self.shared else named(value, copy)
+
+    # ------------------------------------------------------------ turns
+
+    def _in_turns(self) -> Iterator[Node]:
+        """The nodes of all copies in the order in which they run: one turn of each, the copies a turn apart."""
+        turns = [_turns(list(self._program(graph, copy))) for copy, graph in enumerate(self.copies)]
+        there, done = {*self.copy_of, *self.shared}, [0] * len(turns)
+        made = {v for turn in turns[0] for n in turn for v in n.values}
+        there -= made  # what all copies share and one of them makes
+        while any(done[copy] < len(turns[copy]) for copy in range(len(turns))):
+            moved = False
+            for copy, mine in enumerate(turns):
+                # A turn behind the copy before it: what is short in one stands beside what is long in the other.
+                waits = copy and done[copy] + 1 >= done[copy - 1] < len(turns[copy - 1])
+                if waits or done[copy] == len(mine):
+                    continue
+                for node in mine[done[copy]]:
+                    assert there.issuperset(node.uses), f"%{node.name} runs before what it reads"
+                    there.update(node.values)
+                    yield node
+                done[copy], moved = done[copy] + 1, True
+            assert moved, "copies wait for each other"
+
+    def _program(self, graph: Graph, copy: int) -> Iterator[tuple[Node, float, bool]]:
+        """A copy's nodes with what each computes, and whether the copy then waits for something it has started."""
+        for node in graph.nodes:
+            mine = self._renamed(node, copy)
+            if mine is None:
+                continue
+            if node.op == RESHARD and _sends(node) and graph.consumers[node.name]:
+                start = f"{mine.name}_start"
+                half = ((Ref(mine.uses[0]),), (node.args[1],), (node.args[2],))
+                flag = (any(node.needs_grad),)
+                self.copy_of[start] = copy
+                yield Node(start, START, half, (), (TOKEN,), flag, node.module, node.source), 0.0, True
+                yield replace(mine, op=WAIT, args=(Ref(start), 0)), 0.0, False
+            else:
+                yield mine, _work(node, graph), False
+
+    def _renamed(self, node: Node, copy: int) -> Node | None:
+        """A node as a copy has it; None for what another copy has done for it."""
+        if self.shared.issuperset(node.values):
+            return node if copy == 0 else None
+        mine = replace(node, name=named(node.name, copy))
+        self.copy_of[mine.name] = copy
+        return mine.with_uses(self._name(use, copy) for use in node.uses)
+
+    # ------------------------------------------------------------ results
+
+    def _together(self, value: str) -> Iterator[Node]:
+        """A result of all copies under its name: their sum, or what the last one says."""
+        kind = self.copies[0].types[value]
+        flag = value in self.copies[0].needs_grad
+        last = len(self.copies) - 1
+        if value not in self.added:
+            yield Node(value, PIN, (Ref(named(value, last)),), (), (kind,), (flag,))
+            return
+        total = named(value, 0)
+        for copy in range(1, len(self.copies)):
+            name = value if copy == last else f"{value}_sum{copy}"
+            terms = (Ref(total), Ref(named(value, copy)))
+            yield Node(name, "aten.add.Tensor", terms, (), (kind,), (flag,))
+            total = name
+
+
+def _turns(program: Sequence[tuple[Node, float, bool]]) -> list[list[Node]]:
+    """A copy's program in turns: each ends where the copy waits for something that it has started; what computes more
+    than it does on average between two such places is two turns."""
+    stretches: list[list[tuple[Node, float]]] = [[]]
+    for node, work, starts in program:
+        stretches[-1].append((node, work))
+        if starts:
+            stretches.append([])
+    average = sum(work for _, work, _ in program) / len(stretches)
+    found: list[list[Node]] = []
+    for stretch in stretches:
+        total, so_far, turn = sum(work for _, work in stretch), 0.0, list[Node]()
+        for node, work in stretch:
+            if so_far and total > average and so_far + work / 2 >= total / 2:
+                found.append(turn)
+                turn, total = [], 0.0
+            turn.append(node)
+            so_far += work
+        found.append(turn)
+    return [turn for turn in found if turn]
+
+
+def _work(node: Node, graph: Graph) -> float:
+    """Roughly what an operator computes: multiplications of a product, elements of anything else."""
+    if node.op in VIEWS or node.op in (PIN, RESHARD, START, WAIT):
+        return 0.0
+    made = sum(math.prod(t.shape) for t in node.outputs)
+    name = node.op.split(".")[1]
+    if name in PRODUCTS and len(node.uses) > 1:
+        first, second = (graph.types[use].shape for use in node.uses[:2])
+        match PRODUCTS[name]:
+            case "row":
+                return made * first[-1]
+            case "keys":
+                return 2.0 * math.prod(first) * second[-2]
+            case "window":
+                return made * math.prod(second[1:])
+    return 4.0 * made
+
+
+def _sends(reshard: Node) -> bool:
+    """Whether a reshard has a collective that it can start; what backward makes again it makes where it is read."""
+    kinds = {kind for half in reshard.args[1:3] for kind, *_ in half}
+    return not kinds.isdisjoint(COLLECTIVES) and not reshard.kwarg("again")
+
+
+def _axes(node: Node) -> set[str]:
+    """The axes over which a reshard or a flight talks or cuts; a wait does what its start says."""
+    if node.op == WAIT:
+        return set()
+    halves = list(node.args[1:3])
+    if node.op == START:
+        halves = [one for half in halves for one in half]
+    return {axis for half in halves for _, axes, _, _ in half for axis in axes.split(".")}
+
+
+__all__ = ["Interleaved", "in_copies", "interleaved", "named", "original"]
