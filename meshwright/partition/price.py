@@ -6,6 +6,7 @@ the rank at the origin, which holds the largest blocks, in these conventions:
 - an operator of the model is priced once, as what it is on one device, with the sizes of its letters on the rank. The
   nodes it became there (a kernel in its place, helpers ``_k0`` for counts, masks and divisions) have no price of
   their own, but what they send has;
+- an operator that backward computes again costs its forward there once more;
 - a reshard costs its steps, forward and backward; one whose value is made again in backward costs forward twice;
 - a transfer to or from the host costs what it copies there and, of the gradient, back;
 - gradients of parameters cost their share of full buckets (`cost/reduction.py`);
@@ -32,6 +33,7 @@ from meshwright.ops.talk import Talk, kernel_talk
 from meshwright.partition import Partition
 from meshwright.partition.fusion import sizes
 from meshwright.partition.gradients import pending_gradients
+from meshwright.partition.remade import computed_again
 from meshwright.partition.reshards import backward_itemsize
 from meshwright.partition.updates import gathers, update_layout
 from meshwright.redistribute.prices import Prices, total_seconds
@@ -128,6 +130,7 @@ def node_prices(parts: Partition, local: Graph, mesh: Mesh, cluster: Cluster) ->
         if talk := kernel_talk(node, local.types):
             sent.setdefault(stands_for(node, sites), []).extend(talk)
     found: dict[str, NodePrice] = {}
+    again = computed_again(parts.resharded)
     known: dict[
         Hashable, tuple[Amount, Amount]
     ] = {}  # copies of a layer share their layouts and their seconds
@@ -141,12 +144,13 @@ def node_prices(parts: Partition, local: Graph, mesh: Mesh, cluster: Cluster) ->
             known[kind] = seconds(done, *place(cluster, host))
         forward, backward = known[kind]
         talk = sent.get(name, ())
-        found[name] = NodePrice(
-            float(forward),
-            float(backward),
-            talk_seconds((t for t in talk if t.phase == "forward"), mesh, cluster.prices),
-            talk_seconds((t for t in talk if t.phase == "backward"), mesh, cluster.prices),
+        sends, back = (
+            talk_seconds((t for t in talk if t.phase == phase), mesh, cluster.prices)
+            for phase in ("forward", "backward")
         )
+        if name in again:
+            backward, back = backward + forward, back + sends
+        found[name] = NodePrice(float(forward), float(backward), sends, back)
     return found
 
 

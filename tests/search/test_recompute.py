@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from meshwright.compile import captured_of
+from meshwright.compile import captured_of, lower
 from meshwright.errors import PlanError
 from meshwright.examples import gpt, llama, recommender, zoo
 from meshwright.graph import Graph
+from meshwright.partition.price import program_price
 from meshwright.search.techniques.layers import layers_of
 
 BUILDS = {
@@ -99,3 +100,29 @@ def test_a_typo_in_a_pattern_is_told() -> None:
     with pytest.raises(PlanError, match="no module of the model matches 'block") as caught:
         planned("gpt", recompute={"block.*": "full"})
     assert "blocks" in str(caught.value)
+
+
+def test_what_cannot_be_done_is_refused() -> None:
+    for options in ({"recompute": 1e6}, {"slice_activation": True}, {"offload": ("activations",)}):
+        with pytest.raises(PlanError):
+            planned("gpt", **options)
+
+
+def test_the_second_forward_is_priced_where_backward_asks_for_it() -> None:
+    """All of a layer but its last product, which only a mask and a sum read."""
+    model, batch, loss = built("gpt")
+    cluster = mw.Cluster.preset("h100", nodes=1, ranks_per_node=1)
+    prices = {}
+    for policy in ("", "full"):
+        plan, graph = planned("gpt", recompute=policy)
+        parts = lower(captured_of(model, batch, loss), plan)
+        prices[policy] = program_price(parts, cluster).by_node
+    more = {n for n in prices[""] if prices["full"][n].backward_seconds > prices[""][n].backward_seconds}
+    products = [
+        n.name for n in graph.nodes if n.op == "aten.linear.default" and n.module.startswith("blocks")
+    ]
+    down = {n.name for n in graph.nodes if n.module.endswith(".down")}
+    assert more & set(products) == set(products) - down
+    for name in more:
+        one, two = prices[""][name], prices["full"][name]
+        assert two.backward_seconds == pytest.approx(one.backward_seconds + one.forward_seconds)

@@ -23,8 +23,19 @@ DEAR = PRODUCTS | CONVOLUTIONS | {"transformers.grouped_mm_fallback.default"}
 
 
 def recompute(graph: Graph, plan: Plan) -> Plan:
-    """The plan with what ``recompute`` asks for. Raises PlanError for a pattern that names no module."""
+    """The plan with what ``recompute`` asks for. Raises PlanError for a pattern that names no module, and for what
+    cannot be done: a budget in bytes, activations kept in slices or in the host's memory."""
     asked = plan.techniques.recompute
+    if plan.techniques.slice_activation:
+        raise PlanError(
+            "slice_activation=True: activations are kept as they are, or computed again",
+            hint='recompute="full" keeps what enters each layer and no more',
+        )
+    if "activations" in plan.techniques.offload:
+        raise PlanError(
+            'offload="activations": activations are not kept in the host\'s memory',
+            hint='recompute="full" frees more, at the price of a second forward pass',
+        )
     again: set[str] = set()
     match asked:
         case "full":
@@ -33,6 +44,11 @@ def recompute(graph: Graph, plan: Plan) -> Plan:
             again = selective(graph, layers_of(graph))
         case tuple():
             again = by_pattern(graph, asked)
+        case int() | float():
+            raise PlanError(
+                f"recompute={asked!r}: no planner solves a budget of kept bytes yet",
+                hint='recompute="full", "selective", or a policy for each pattern of modules',
+            )
     if not again:
         return plan
     return replace(plan, keeps={**plan.keeps, **dict.fromkeys(sorted(again), "again")})
