@@ -14,6 +14,7 @@ from meshwright.capture.attention import raise_attention
 from meshwright.capture.batch_dim import name_batch_dims
 from meshwright.capture.cache import key_of, load, save
 from meshwright.capture.convert import convert, literal_constants
+from meshwright.capture.dtypes import check_dtypes
 from meshwright.capture.finish import hoist_constants, name_nodes, number_seeds, share_constants
 from meshwright.capture.fold import fold
 from meshwright.capture.gradients import mark_gradients, settle_parameters
@@ -48,7 +49,7 @@ def capture(
         return Captured(*known)
     traced = trace(model, batch, loss)
     graph, constants = convert(traced, model)
-    graph = simplify(graph, constants)
+    graph = check_dtypes(simplify(graph, constants))
     kept = {i.target: constants[i.target] for i in graph.input_of("constant")}
     captured = Captured(graph, kept, fold(graph), traced.notes)
     if folder is not None:

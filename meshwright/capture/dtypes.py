@@ -1,0 +1,46 @@
+"""Refuse a program that mixes dtypes where torch would not.
+
+On fake tensors some operators give a result for inputs of two dtypes and raise on real ones, so the export of such a
+model says nothing. The two rules here are what torch 2.13 does on a processor; whatever promotes (`add`, `where`) may
+mix, and operators that check on fake tensors too need no rule.
+"""
+
+from __future__ import annotations
+
+from meshwright.errors import CaptureError
+from meshwright.graph import Graph, Node
+
+PRODUCTS = frozenset(
+    "linear matmul mm bmm mv dot addmm addmv baddbmm convolution conv1d conv2d conv3d "
+    "conv_transpose1d conv_transpose2d conv_transpose3d".split()
+)
+NORMS = frozenset(
+    "layer_norm native_layer_norm group_norm native_group_norm instance_norm batch_norm native_batch_norm "
+    "_native_batch_norm_legit _native_batch_norm_legit_functional".split()
+)
+HALVES = ("bf16", "f16")  # a norm takes f32 parameters for an input of these
+
+
+def check_dtypes(graph: Graph) -> Graph:
+    """The graph itself. Raises CaptureError at the first operator whose tensors torch would not take together."""
+    for node in graph.nodes:
+        namespace, _, name = node.op.partition(".")
+        name = name.partition(".")[0]
+        if namespace == "aten" and (name in PRODUCTS or name in NORMS):
+            _check(graph, node, norm=name in NORMS)
+    return graph
+
+
+def _check(graph: Graph, node: Node, *, norm: bool) -> None:
+    first, *others = node.uses
+    dtype = graph.types[first].dtype
+    allowed = {dtype, "f32"} if norm and dtype in HALVES else {dtype}
+    other = next((u for u in others if graph.types[u].dtype not in allowed), None)
+    if other is not None:
+        raise CaptureError(
+            f"{node.op} is given {dtype} and {graph.types[other].dtype}",
+            why=f"%{first} is {graph.types[first]}, %{other} is {graph.types[other]}; torch refuses to compute with both",
+            where=node.where,
+            hint="bring model and batch to one dtype, as with batch.to(dtype) or model.to(dtype), "
+            "or compute under torch.autocast",
+        )
