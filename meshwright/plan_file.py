@@ -19,6 +19,15 @@ from meshwright.redistribute.prices import Prices
 from meshwright.techniques import techniques_from
 
 VERSION = 2
+MODES = (
+    "stand_alone",
+    "data_parallel",
+    "semi_auto",
+    "sharding_propagation",
+    "recursive_programming",
+    "dynamic_programming",
+    "auto",
+)  # by which a plan can be made
 AGAIN = "make it again with mw.plan(model, batch, …).save(path)"
 
 
@@ -125,6 +134,13 @@ def read(text: str, source: str) -> dict[str, Any]:
     nodes = file.entries("nodes", lambda entry: _strategy(entry, mesh))
     inputs, hubs = file.entries("inputs", laid), file.entries("hubs", laid)
     mode, graph = file.entry("mode", lambda d: (str(d["mode"]), str(d["graph"])), data)
+    if mode not in MODES:
+        raise PlanError(
+            f"{source} has the mode {mode!r}, by which no plan is made",
+            why="modes: " + ", ".join(MODES),
+            where=file.place("mode"),
+            hint=did_you_mean(mode, MODES),
+        )
     notes, pins = file.entry("notes", lambda d: (tuple(d["notes"]), plain_pins(d["pins"])), data)
     raw = data["nodes"]
     found = {
@@ -191,11 +207,10 @@ class _File:
             why = f"no {error} there" if isinstance(error, KeyError) else str(error)
             if isinstance(error, MeshwrightError):
                 why = f"{error.what}: {error.why}" if error.why else error.what
-            line = self._line(name, self._line(section) if section else 0)
             raise PlanError(
                 f"{self.source} is damaged: {name!r} does not parse",
                 why=why,
-                where=f"{self.source}:{line}" if line else self.source,
+                where=self.place(name, section),
                 hint=AGAIN,
             ) from None
 
@@ -203,6 +218,11 @@ class _File:
         """A section of named entries, each converted."""
         found = self.entry(section, lambda d: dict(d[section].items()), self.data)
         return {name: self.entry(name, convert, entry, section) for name, entry in found.items()}
+
+    def place(self, name: str, section: str = "") -> str:
+        """``plan.json:12``, where an entry begins; the file alone where it is nowhere."""
+        line = self._line(name, self._line(section) if section else 0)
+        return f"{self.source}:{line}" if line else self.source
 
     def _line(self, name: str, after: int = 0) -> int:
         """The number of the line at which an entry begins, 0 if it is nowhere."""

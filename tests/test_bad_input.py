@@ -446,6 +446,15 @@ def test_a_wrong_plan_file_is_told_with_its_line(name: str, tmp_path: Any) -> No
     assert "mw.plan" in error.hint
 
 
+def test_a_mode_by_which_no_plan_is_made_is_told_with_its_line_and_what_was_meant() -> None:
+    text = replaced('"mode": "sharding_propagation"', '"mode": "sharding_propagatoin"')(
+        perceptron().to_json()
+    )
+    with pytest.raises(PlanError, match=r"the mode 'sharding_propagatoin', by which no plan") as caught:
+        mw.Plan.from_json(text, "plan.json")
+    assert caught.value.where == "plan.json:3" and "did you mean 'sharding_propagation'" in caught.value.hint
+
+
 EDITS = {
     "a cut of another size": (replaced('"n": "96/tp"', '"n": "95/tp"'), "n=95/tp of %linear_1", "n=96"),
     "a letter the operator does not have": (replaced('"n": "96/tp"', '"q": "96/tp"'), "q=96/tp", "n=96"),

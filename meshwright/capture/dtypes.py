@@ -39,7 +39,7 @@ def _check(graph: Graph, node: Node, *, norm: bool) -> None:
     if other is not None:
         raise CaptureError(
             f"{node.op} is given {dtype} and {graph.types[other].dtype}",
-            why=f"%{first} is {graph.types[first]}, %{other} is {graph.types[other]}; torch refuses to compute with both",
+            why=f"%{first} is {graph.types[first]}, %{other} is {graph.types[other]}; torch refuses such a pair",
             where=node.where,
             hint="bring model and batch to one dtype, as with batch.to(dtype) or model.to(dtype), "
             "or compute under torch.autocast",

@@ -14,6 +14,7 @@ from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of, keep_factors
 from meshwright.ops.strategy import WHOLE, Strategy
 from meshwright.plan import Plan, fingerprint, plain_pins
+from meshwright.plan_file import MODES
 from meshwright.redistribute.steps import show_bytes
 from meshwright.search.alternatives import next_best
 from meshwright.search.data_parallel import assign_batch, check_batch
@@ -28,7 +29,6 @@ from meshwright.search.planner import Found, Planner, Request
 from meshwright.search.propagation import propagate
 from meshwright.search.searched import SEARCHES, priced, search
 
-MODES = ("stand_alone", "data_parallel", "semi_auto", "sharding_propagation", *SEARCHES)
 ANNOTATED = ("semi_auto", "sharding_propagation", *SEARCHES)  # modes that look at pins and annotations
 Pins = Mapping[str, Mapping[str, Any]]
 
