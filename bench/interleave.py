@@ -1,0 +1,98 @@
+"""A step on a slow link, with and without copies that take turns: one rank of two, whose partner's answers are its own
+and come late.
+
+    python -m bench.interleave [--seconds SECONDS] [--rounds N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+
+import meshwright as mw
+from meshwright.capture.batch import leaves
+from meshwright.compile import captured_of, lower, values_of
+from meshwright.examples import gpt
+from meshwright.runtime.communicator import Counter, Work
+from meshwright.runtime.rank import Rank
+from meshwright.runtime.step import LocalStep
+
+CONFIG, BATCH = gpt.GPTConfig(256, 128, 4, 8, 64), 8
+PINS = {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}}
+
+
+class Slow(Counter):
+    """Sums are there only after a while, one after the other, as over one link."""
+
+    seconds_per_element = 0.0
+    free = 0.0
+
+    def all_reduce(self, x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> torch.Tensor:
+        """See `Communicator`."""
+        return self.all_reduce_start(x.clone(), axes).wait()
+
+    def all_reduce_start(self, x: torch.Tensor, axes: Sequence[str]) -> Work:
+        """See `Communicator`."""
+        self.free = max(self.free, time.perf_counter()) + x.numel() * self.seconds_per_element
+        return _Late(x, self.free)
+
+
+class _Late:
+    def __init__(self, result: torch.Tensor, due: float) -> None:
+        self.result, self.due = result, due
+
+    def wait(self) -> torch.Tensor:
+        """The result, when it is due."""
+        time.sleep(max(0.0, self.due - time.perf_counter()))
+        return self.result
+
+
+def step(copies: int, seconds: float) -> LocalStep:
+    """A GPT under tensor parallel, cut over two ranks, of which this is the first."""
+    model, batch, loss = gpt.build(CONFIG, batch=BATCH)
+    plan = mw.plan(
+        model,
+        batch,
+        loss=loss,
+        mesh={"tp": 2},
+        mode="sharding_propagation",
+        pins=PINS,
+        interleave=copies,
+    )
+    captured = captured_of(model, batch, loss)
+    parts = lower(captured, plan)
+    comm = Slow(parts.ranks, 0)
+    comm.seconds_per_element = seconds / (BATCH * CONFIG.sequence * CONFIG.width)
+    return LocalStep(parts, Rank(comm, torch.device("cpu")), values_of(model, captured), None)
+
+
+def main() -> None:
+    """Print the medians of steps in turn."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.004, help="of a sum of the whole batch's activations"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    _, batch, _ = gpt.build(CONFIG, batch=BATCH)
+    given = dict(leaves(batch))
+    cases = {(copies, link): step(copies, link) for copies in (1, 2) for link in (options.seconds, 0.0)}
+    seconds: dict[tuple[int, float], list[float]] = {case: [] for case in cases}
+    for _ in range(options.rounds + 1):
+        for case, local in cases.items():
+            before = time.perf_counter()
+            local.gradients(given)
+            seconds[case].append(time.perf_counter() - before)
+    for (copies, link), found in seconds.items():
+        middle = 1000 * statistics.median(found[1:])
+        print(f"copies {copies}, a sum takes {1000 * link:.0f} ms: {middle:.0f} ms a step")
+
+
+if __name__ == "__main__":
+    main()
