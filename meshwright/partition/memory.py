@@ -135,7 +135,9 @@ class _Walk:
         self.latest: _Once | None = None
         self.trained = {i.name for i in self.graph.inputs if i.role == "parameter" and i.needs_grad}
         # How often a parameter's gradient is still to arrive: once from each use.
-        self.missing = {n: len(self.graph.consumers[n]) for n in self.trained}
+        self.missing: dict[str, int] = {}
+        self.is_last = True  # whether the micro-batch is the last one, after which gradients are reduced
+        self.held: dict[str, Storage] = {}  # gradients of the micro-batches before
         self.placed: set[str] = set()  # parameters whose gradient goes into a bucket's buffer
         self.offloaded = "optimizer" in parts.plan.techniques.offload
         described = pending_gradients(parts)
@@ -148,8 +150,12 @@ class _Walk:
 
     def run(self) -> Peak:
         self.start()
-        self.forward()
-        self.backward()
+        # Of micro-batches the first, and one that finds the gradients of others, tell what all of them need.
+        for is_last in (False, True) if self.parts.micro_batches > 1 else (True,):
+            self.is_last = is_last
+            self.missing = {n: len(self.graph.consumers[n]) for n in self.trained}
+            self.forward()
+            self.backward()
         self.update()
         heap = self.heap
         return Peak(heap.peak, heap.instant, heap.at_peak, tuple(heap.timeline), heap.host_peak)
@@ -466,15 +472,26 @@ class _Walk:
         """A parameter's gradient is complete: it stays, or is copied into its bucket."""
         gradient = self.gradients.pop(name)
         self.heap.on_host = name in self.hosted
-        if self.update_parts.takes(name):
+        if name in self.held:  # added in place
+            self.heap.drop(gradient)
+            gradient = self.held.pop(name)
+        if not self.is_last:
+            self.held[name] = self._of_its_own(name, gradient)
+        elif self.update_parts.takes(name):
             self.update_parts.place(self.heap, name, gradient)
         elif name in self.placed:
             self.heap.drop(gradient)
-        elif gradient.uses == 1:
-            self.heap.rename(gradient, "gradients")
         else:
-            self.heap.new(self.types[name].size_bytes, "gradients")
-            self.heap.drop(gradient)
+            self._of_its_own(name, gradient)
+
+    def _of_its_own(self, name: str, gradient: Storage) -> Storage:
+        """A gradient that stays, in memory that nobody else holds."""
+        if gradient.uses == 1:
+            self.heap.rename(gradient, "gradients")
+            return gradient
+        made = self.heap.new(self.types[name].size_bytes, "gradients")
+        self.heap.drop(gradient)
+        return made
 
     # ------------------------------------------------------------ update
 

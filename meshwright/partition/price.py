@@ -9,6 +9,7 @@ the rank at the origin, which holds the largest blocks, in these conventions:
 - an operator that backward computes again costs its forward there once more;
 - a reshard costs its steps, forward and backward; one whose value is made again in backward costs forward twice;
 - a transfer to or from the host costs what it copies there and, of the gradient, back;
+- of micro-batches each costs what the first does, which is the largest; sums over them are sent once;
 - gradients of parameters cost their share of full buckets (`cost/reduction.py`);
 - the update is priced parameter by parameter. Marks are free, inputs are there.
 """
@@ -24,8 +25,8 @@ from meshwright.cost.host import place, transfer_seconds
 from meshwright.cost.machine import seconds, update_seconds
 from meshwright.cost.operators import Amount, work
 from meshwright.cost.reduction import reduction_seconds
-from meshwright.graph import DTYPES, MOVES, TRANSFERS, Graph, Node, map_refs
-from meshwright.mesh import Mesh
+from meshwright.graph import DTYPES, MOVES, RESHARD, TRANSFERS, Graph, Node, map_refs
+from meshwright.mesh import IN_TIME, Mesh
 from meshwright.ops.factors import Site
 from meshwright.ops.local.cut import Cut
 from meshwright.ops.strategy import Ports
@@ -33,11 +34,12 @@ from meshwright.ops.talk import Talk, kernel_talk
 from meshwright.partition import Partition
 from meshwright.partition.fusion import sizes
 from meshwright.partition.gradients import pending_gradients
+from meshwright.partition.micro_batches import MicroBatches, first_micro_batch
 from meshwright.partition.remade import computed_again
-from meshwright.partition.reshards import backward_itemsize
+from meshwright.partition.reshards import backward_itemsize, parse_steps
 from meshwright.partition.updates import gathers, update_layout
 from meshwright.redistribute.prices import Prices, total_seconds
-from meshwright.redistribute.steps import largest_size, origin, wire_elements
+from meshwright.redistribute.steps import COLLECTIVES, largest_size, origin, wire_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,13 @@ class NodePrice:
     backward_seconds: float
     forward_talk_seconds: float = 0.0
     backward_talk_seconds: float = 0.0
+
+    def times(self, count: int) -> NodePrice:
+        """That of so many micro-batches."""
+        halves = (self.forward_seconds, self.backward_seconds)
+        return NodePrice(
+            *(count * s for s in (*halves, self.forward_talk_seconds, self.backward_talk_seconds))
+        )
 
     @property
     def total(self) -> float:
@@ -92,9 +101,15 @@ class Price:
 def program_price(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Price:
     """The price of what the rank at the origin runs. `optimizer_states`: moments per parameter (2 for Adam)."""
     mesh = on_cluster(parts.plan.mesh, cluster)
-    local = parts.local(mesh.rank(origin(mesh)))
+    rank, times = mesh.rank(origin(mesh)), parts.micro_batches
+    programs = first_micro_batch(parts, rank) if times > 1 else None
+    local = parts.local(rank) if programs is None else programs.programs[0]
     by_node = node_prices(parts, local, mesh, cluster)
     by_reshard = reshard_prices(parts, mesh, cluster)
+    if programs is not None:
+        by_node = {name: price.times(times) for name, price in by_node.items()}
+        by_reshard = {name: (times * f, times * b) for name, (f, b) in by_reshard.items()}
+        by_reshard |= once_prices(programs, mesh, cluster)
     by_parameter = parameter_prices(parts, mesh, cluster, optimizer_states)
     nodes, reshards, parameters = by_node.values(), by_reshard.values(), by_parameter.values()
     return Price(
@@ -115,8 +130,15 @@ def program_price(parts: Partition, cluster: Cluster, optimizer_states: int = 2)
 
 def on_cluster(mesh: Mesh, cluster: Cluster) -> Mesh:
     """The mesh with links of the cluster; one that has them already stays as it is."""
-    levels = {level.name for level in cluster.levels}
-    return mesh if all(a.link in levels for a in mesh.axes) else cluster.place(mesh)
+    levels = {level.name for level in cluster.levels} | {IN_TIME}
+    if all(a.link in levels for a in mesh.axes):
+        return mesh
+    if not mesh.time:
+        return cluster.place(mesh)
+    ranks = tuple(a for a in mesh.axes if a.name not in mesh.time)
+    names = tuple((name, run) for name, run in mesh.names if not set(run) & set(mesh.time))
+    count = mesh.count(mesh.time)
+    return cluster.place(Mesh(ranks, names, mesh.order[: mesh.size // count])).in_time(count)
 
 
 # ---------------------------------------------------------------- operators
@@ -195,6 +217,8 @@ def reshard_prices(parts: Partition, mesh: Mesh, cluster: Cluster) -> dict[str, 
             found[node.name] = (once, once if any(node.needs_grad) else 0.0)
             continue
         pair, itemsize = parts.resharded.pairs[node.name], DTYPES[node.outputs[0].dtype]
+        if any(s.kind in COLLECTIVES and not set(mesh.time).isdisjoint(s.axes) for s in pair.forward):
+            continue  # a sum over micro-batches: `once_prices`
         forward = total_seconds(pair.forward, mesh, itemsize, prices)
         backward = (
             total_seconds(pair.backward, mesh, backward_itemsize(node), prices)
@@ -202,6 +226,20 @@ def reshard_prices(parts: Partition, mesh: Mesh, cluster: Cluster) -> dict[str, 
             else 0.0
         )
         found[node.name] = (forward, backward + (forward if made_again(node) else 0.0))
+    return found
+
+
+def once_prices(programs: MicroBatches, mesh: Mesh, cluster: Cluster) -> dict[str, tuple[float, float]]:
+    """Seconds of the sums over all micro-batches, which are sent once in a step."""
+    found: dict[str, tuple[float, float]] = {}
+    for graph in (*(r.sums for r in programs.rounds), programs.late):
+        for node in graph.nodes:
+            if node.op == RESHARD:
+                steps, itemsize = parse_steps(node.args[1]), DTYPES[node.outputs[0].dtype]
+                found[node.name] = (total_seconds(steps, mesh, itemsize, cluster.prices), 0.0)
+            else:
+                talk = kernel_talk(node, graph.types)
+                found[node.name] = (talk_seconds(talk, mesh, cluster.prices), 0.0)
     return found
 
 

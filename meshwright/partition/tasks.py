@@ -24,7 +24,7 @@ from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.interleave import Interleaved, named, original
 from meshwright.partition.localize import late_values
-from meshwright.partition.micro_batches import first_program
+from meshwright.partition.micro_batches import first_micro_batch, first_program
 from meshwright.partition.overlap import members_of
 from meshwright.partition.price import (
     made_again,
@@ -33,7 +33,7 @@ from meshwright.partition.price import (
     parameter_prices,
     reshard_prices,
 )
-from meshwright.partition.reshards import backward_itemsize
+from meshwright.partition.reshards import backward_itemsize, parse_steps
 from meshwright.partition.updates import gathers
 from meshwright.redistribute import Reshard, Step
 from meshwright.redistribute.buckets import BucketBytes, Group, fill
@@ -59,14 +59,22 @@ def step_tasks(
 ) -> tuple[Task, ...]:
     """The tasks of one training step in the order in which the host issues them."""
     mesh = on_cluster(parts.plan.mesh, cluster)
-    local = parts.local(mesh.rank(origin(mesh)))
+    rank = mesh.rank(origin(mesh))
+    programs = first_micro_batch(parts, rank) if parts.micro_batches > 1 else None
+    local = parts.local(rank) if programs is None else programs.programs[0]
     size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
     groups = fill(pending_gradients(parts), cluster.device_type, size)
     step = _Step(parts, local, mesh, cluster)
     if parts.copies > 1:
-        step.take_turns(first_program(parts, mesh.rank(origin(mesh))))
-    step.forward()
-    step.backward(groups)
+        step.take_turns(first_program(parts, rank))
+    for found in programs.rounds if programs is not None else ():
+        step.once(found.sums)
+    for left in reversed(range(parts.micro_batches // parts.copies)):
+        step.begin()
+        step.forward()
+        step.backward(() if left else groups)
+    if programs is not None:
+        step.once(programs.late)
     step.update(math.fsum(u for _, u in parameter_prices(parts, mesh, cluster, optimizer_states).values()))
     step.gather(gathers(parts, bucket_bytes))
     return tuple(step.tasks)
@@ -155,6 +163,20 @@ class _Step:
                 self._send(node.name, talk.kind, talk.axes, sent, phase, node.module)
 
     # -------------------------------------------------- the phases
+
+    def begin(self) -> None:
+        """Before a micro-batch: nothing of it is under way."""
+        self._under_way, self._repeated, self._brought = {}, set(), set()
+
+    def once(self, graph: Graph) -> None:
+        """Sums over all micro-batches."""
+        for node in graph.nodes:
+            if node.op == RESHARD:
+                self._steps(node, parse_steps(node.args[1]), "forward")
+            else:
+                for talk in kernel_talk(node, graph.types):
+                    sent = wire_elements(talk.kind, self.mesh.count(talk.axes), talk.payload_bytes, 0)
+                    self._send(node.name, talk.kind, talk.axes, sent, talk.phase, node.module)
 
     def forward(self) -> None:
         """The local program from top to bottom."""
