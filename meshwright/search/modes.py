@@ -22,7 +22,7 @@ from meshwright.search.finish import input_layouts, pass_gradients_back
 from meshwright.search.folded import Folded, folded, unfold_factors, whole
 from meshwright.search.honoured import check_annotated
 from meshwright.search.marks import PinSpec, given_values, mark_seeds, pin_specs, region
-from meshwright.search.notes import repeated, unknown
+from meshwright.search.notes import repeated, uneven, unknown
 from meshwright.search.options import Assignment, Scene
 from meshwright.search.pins import Seeds, module_seeds, pinned_kinds
 from meshwright.search.planner import Found, Planner, Request
@@ -102,7 +102,8 @@ def _make_plan(
         if folds.is_whole
         else Scene(full, keep_factors(full, unfold_factors(folds, scene.factors)), mesh)
     )
-    return plan.with_notes(*notes, *unknown(seen, plan), *repeated(seen, plan.strategies))
+    notes += [*unknown(seen, plan), *repeated(seen, plan.strategies), *uneven(seen, plan.strategies)]
+    return plan.with_notes(*notes)
 
 
 def _with_choice(plan: Plan, folds: Folded, found: Found) -> Plan:

@@ -6,13 +6,15 @@ import math
 from collections.abc import Mapping
 
 from meshwright.graph import Node
-from meshwright.layout import TensorLayout
+from meshwright.layout import Dim, SubDim, TensorLayout, dim_axes, dim_size, local_size
+from meshwright.mesh import Mesh
 from meshwright.ops.strategy import Strategy, cut_axes
 from meshwright.ops.table import has_rule
 from meshwright.plan import Plan
-from meshwright.redistribute.steps import show_bytes
+from meshwright.redistribute.steps import origin, show_bytes
 from meshwright.search.options import Scene
 
+UNEVEN = 1.05  # times the mean: a largest block above that is worth a remark
 HEAVY = (
     "aten.linear.default",
     "aten.addmm.default",
@@ -73,9 +75,58 @@ def repeated(scene: Scene, assignment: Mapping[str, Strategy]) -> list[str]:
     notes = []
     for axes, nodes in found.items():
         names = list(dict.fromkeys(n.module or n.name for n in nodes))
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         times = math.prod(scene.mesh.sizes[a] for a in axes)
         notes.append(
-            f"{times} ranks ({scene.mesh.show(axes)}) compute the same in {shown}: no factor is cut there"
+            f"{times} ranks ({scene.mesh.show(axes)}) compute the same in {_listed(names)}: no factor is cut there"
         )
     return notes
+
+
+def uneven(scene: Scene, assignment: Mapping[str, Strategy]) -> list[str]:
+    """Cuts of heavy operators whose largest block is well above the mean, one note for each: the step takes as long as
+    the rank that has it."""
+    mesh = scene.mesh
+    found: dict[Dim, list[Node]] = {}
+    known: dict[Dim, bool] = {}
+    for node in scene.graph.nodes:
+        for _, dim in assignment[node.name].cuts if node.op in HEAVY else ():
+            if dim not in known:
+                known[dim] = local_size(dim, mesh, origin(mesh)) > UNEVEN * _mean(scene, dim)
+            if known[dim]:
+                found.setdefault(dim, []).append(node)
+    notes = []
+    for dim, nodes in found.items():
+        axes = dim_axes(dim)
+        most, mean, ranks = local_size(dim, mesh, origin(mesh)), _mean(scene, dim), mesh.count(axes)
+        empty = ranks - _holders(dim, mesh)
+        idle = f", and {empty} {'has' if empty == 1 else 'have'} none" if empty else ""
+        names = list(dict.fromkeys(n.module or n.name for n in nodes))
+        notes.append(
+            f"{ranks} ranks ({mesh.show(axes)}) share {dim_size(dim)} unevenly in {_listed(names)}: the largest block "
+            f"is {most}, {most / mean:.2f} times the mean of {mean:.2f}{idle}; a size that {ranks} divides is even"
+        )
+    return notes
+
+
+def _holders(dim: Dim, mesh: Mesh) -> int:
+    """How many blocks of a dim have elements: all where the ranks have some of every part of a concatenation."""
+    items = [item for item in dim if isinstance(item, SubDim)]
+    if len(items) < len(dim):
+        return mesh.count(dim_axes(dim))
+
+    def filled(size: int, counts: list[int]) -> int:
+        if not counts or not size:
+            return min(size, 1)
+        block = -(-size // counts[0])
+        full, rest = divmod(size, block)
+        return full * filled(block, counts[1:]) + filled(rest, counts[1:])
+
+    return math.prod(filled(item.size, [mesh.sizes[a] for a in item.axes]) for item in items)
+
+
+def _mean(scene: Scene, dim: Dim) -> float:
+    return dim_size(dim) / scene.mesh.count(dim_axes(dim))
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
