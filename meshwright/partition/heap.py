@@ -53,6 +53,7 @@ class Heap:
 
     def hold(self, storage: Storage) -> Storage:
         """One more tensor lies there."""
+        assert storage.uses or storage.saves, "a tensor was read after it was freed"
         storage.uses += 1
         return storage
 
@@ -64,6 +65,7 @@ class Heap:
 
     def save(self, storage: Storage) -> Storage:
         """Autograd keeps it."""
+        assert storage.uses or storage.saves, "a tensor was kept after it was freed"
         before = storage.counted_as
         storage.saves += 1
         self._move(storage, before)

@@ -267,8 +267,8 @@ class _Walk:
         read = [self.values[u] for u in node.uses]
         if node.op == DROPOUT and extra:  # its mask is drawn apart
             (mask,) = extra
-            self.notes.watch(extra, (), lambda: [self._drawn(node, mask.size_bytes)])
-            self.notes.watch(made, [*read, mask], lambda: self._computed(node, 0)[0])
+            self.notes.watch(extra, (), lambda _: [self._drawn(node, mask.size_bytes)])
+            self.notes.watch(made, [*read, mask], lambda _: self._computed(node, 0)[0])
             return
         large = [s for s in extra if s.size_bytes > TINY_BYTES]
         mine = [
@@ -277,7 +277,7 @@ class _Walk:
             if v in self.again or (k in own and s.size_bytes > TINY_BYTES)
         ]
 
-        def run() -> list[Storage]:
+        def run(_: list[Storage]) -> list[Storage]:
             results, beside = self._computed(node, sum(s.size_bytes for s in large))
             for k, storage in enumerate(results):
                 if k not in mine:
@@ -318,13 +318,13 @@ class _Walk:
     def _reshard(self, node: Node) -> None:
         source, steps = self.values[node.uses[0]], self.parts.resharded.pairs[node.name].forward
 
-        def run() -> Storage:
+        def run(source: Storage) -> Storage:
             size = self._itemsize(node)
             return moved(self.heap, source, steps, self.parts.plan.mesh, self.rank, size, self.staged)
 
-        made = self.values[node.name] = run()
+        made = self.values[node.name] = run(source)
         if node.kwarg("again") and made is not source and any(node.needs_grad):
-            self.notes.watch([made], [source], lambda: [run()])
+            self.notes.watch([made], [source], lambda read: [run(*read)])
 
     def _crossing(self, members: Sequence[Node], *, back: bool = False) -> Crossing:
         pairs = [self.parts.resharded.pairs[m.name] for m in members]
@@ -350,7 +350,7 @@ class _Walk:
             source = self.values[self.graph.producers[start].uses[index]]
             once, place = self.once[start], len(self.once[start].waits)
             # A flight holds what it brings, also where that would be made again.
-            held = self.notes.watch([made], (), lambda: [self._taken(once, place)], held=[source])
+            held = self.notes.watch([made], (), lambda _: [self._taken(once, place)], held=[source])
             once.waits.append((node, source, (held, 0)))
 
     def _taken(self, once: _Once, place: int) -> Storage:

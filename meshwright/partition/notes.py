@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from meshwright.partition.heap import Heap, Storage
 
 Held = tuple["Call", int]  # one of the results of an operator
+Make = Callable[[list[Storage]], list[Storage]]  # where arguments lie now → results, held once
 
 
 @dataclass(eq=False, slots=True)
@@ -21,8 +22,9 @@ class Call:
     backward. `uses`: how many refer to each, savers and arguments of others."""
 
     lies: tuple[Storage, ...]
-    make: Callable[[], list[Storage]]
+    make: Make
     uses: list[int]
+    read: list[Storage | Held] = field(default_factory=list)
     kept: list[Storage] = field(default_factory=list)
     needs: list[Held] = field(default_factory=list)
     made: list[Storage] | None = None
@@ -44,13 +46,15 @@ class Notes:
         self,
         lies: Iterable[Storage],
         read: Iterable[Storage],
-        make: Callable[[], list[Storage]],
+        make: Make,
         held: Iterable[Storage] = (),
     ) -> Call:
         """Memory that is not kept; `make` gives all of it again, held once, while what it is made from is there: what
-        was `read`, kept or by a note, and what is `held` in any case."""
+        was `read`, kept or by a note (it is told where that lies now), and what is `held` in any case."""
         lies = tuple(lies)
         call = Call(lies, make, [0] * len(lies), [self.heap.save(s) for s in held])
+        read = list(read)
+        call.read = [self.of(s) or s for s in read]
         for storage in {id(s): s for s in read}.values():
             source = self.of(storage)
             if source is None:
@@ -95,7 +99,7 @@ class Notes:
             if missing:
                 continue
             if call.made is None:
-                call.made = call.make()
+                call.made = call.make([s if isinstance(s, Storage) else _made(s) for s in call.read])
                 for storage, uses in zip(call.made, call.uses, strict=True):
                     if not uses:
                         self.heap.drop(storage)
@@ -105,8 +109,15 @@ class Notes:
     def _let_go(self, call: Call) -> None:
         """What the results are made from."""
         kept, call.kept = call.kept, []
-        needs, call.needs = call.needs, []
+        needs, call.needs, call.read = call.needs, [], []
         for storage in kept:
             self.heap.release(storage)
         for source in needs:
             self.release(source)
+
+
+def _made(held: Held) -> Storage:
+    """Where a result lies that was made again."""
+    call, number = held
+    assert call.made is not None
+    return call.made[number]

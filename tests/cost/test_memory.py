@@ -118,6 +118,9 @@ RUNS = {
     "resnet": Run(hugging("resnet", batch=16)),
     "gpt, four ranks": Run(small_gpt(), {"dp": 2, "tp": 2}, CUT),
     "gpt with dropout, layers again": Run(small_gpt(dropout=0.1, layers=4), recompute="full"),
+    "gpt with dropout, four ranks, layers again": Run(
+        small_gpt(dropout=0.1), {"dp": 2, "tp": 2}, CUT, recompute="full"
+    ),
     "resnet, what is cheap again": Run(hugging("resnet", batch=16), recompute="selective"),
 }
 MORE = {
