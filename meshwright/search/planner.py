@@ -153,8 +153,8 @@ class Planner:
             "cluster": self.request.cluster.name,
             "price_seconds": parts.total,
             "compute_seconds": parts.compute,
-            "communication_seconds": parts.blocking,
-            "reduction_seconds": parts.hideable,
+            "communication_seconds": parts.communication,
+            "reduction_seconds": parts.reduction,
             **(_judged(verdict) if verdict else {}),
             **claims,
         }

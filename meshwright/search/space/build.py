@@ -39,6 +39,7 @@ from meshwright.search.space.parameters import (
     storage_layout,
 )
 from meshwright.search.space.roles import roles
+from meshwright.search.space.waited import waited_edges
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of a choice by what can hide: the sum is the price."""
+    """Seconds of a choice: computing, what is sent on its way, sums of gradients. They add up to the price."""
 
     compute: float
-    blocking: float
-    hideable: float
+    communication: float
+    reduction: float
 
     @property
     def total(self) -> float:
         """Everything, one after the other."""
-        return self.compute + self.blocking + self.hideable
+        return self.compute + self.communication + self.reduction
 
 
 class Space:
@@ -126,8 +127,9 @@ class Space:
         self.fixed = _whole_readers(graph)
         self._variables: list[tuple[str, str]] = []  # (kind, name)
         self.variable: dict[tuple[str, str], int] = {}
-        self.unary: list[np.ndarray] = []  # float64[3, states]: compute, blocking, hideable
+        self.unary: list[np.ndarray] = []  # float64[4, states]: compute, blocking, what may hide, reductions
         self._pairs: dict[tuple[int, int], np.ndarray] = {}
+        self._blocking: dict[tuple[int, int], np.ndarray] = {}  # the share of pairs that nothing can hide
         self._find_hubs()
         self._find_parameters(storage)
         self._number()
@@ -184,14 +186,15 @@ class Space:
             times[self.ties.first(node.name)] += self.ties.times(node.name)
         for name, states in self.nodes.items():
             zero = np.zeros(len(states.rows))
-            add("node", name, times[name] * np.stack([states.compute, states.talk, zero]))
+            add("node", name, times[name] * np.stack([states.compute, states.talk, zero, zero]))
         for node in self.graph.nodes if self.hosts else ():
-            self.unary[self.variable["node", self.ties.first(node.name)]][1] += self._crossing(node)
+            self.unary[self.variable["node", self.ties.first(node.name)]][2] += self._crossing(node)
         for value, port in self.hubs.items():
-            add("hub", value, np.zeros((3, len(port.forward))))
+            add("hub", value, np.zeros((4, len(port.forward))))
         for name, found in self.parameters.items():
             count = self.owners(name)
-            add("parameter", name, count * np.stack([found.update, found.blocking, found.reduction]))
+            zero = np.zeros_like(found.update)
+            add("parameter", name, count * np.stack([found.update, zero, found.blocking, found.reduction]))
 
     def owners(self, name: str) -> int:
         """How many parameters of the model a parameter of the graph stands for."""
@@ -273,6 +276,7 @@ class Space:
             needs_grad = value in self.graph.needs_grad
             self.prices.meet(self.values[value], self.port(source, out, gives=True), needs_grad)
             self.prices.meet(self.values[value], self.port(target, at, gives=False), needs_grad)
+        waited = self.kept.once("waited", lambda: waited_edges(self.graph, self.ties.first, self.hubs))
         for (source, out, target, at, value), times in edges.items():
             have, want = self.port(source, out, gives=True), self.port(target, at, gives=False)
             matrix = times * self.prices.between(
@@ -284,36 +288,46 @@ class Space:
                 other = key_of(have.forward)[:, None] != key_of(want.forward)[None, :]
                 matrix = np.where(again[:, None] & other, np.inf, matrix)
             if target[0] == "whole":
-                self.unary[u][1] += matrix[:, 0]
+                self.unary[u][2] += matrix[:, 0]
                 continue
             v = self.variable[target]
             if u == v:
-                self.unary[u][1] += np.diag(matrix)
+                self.unary[u][2] += np.diag(matrix)
                 continue
             key, matrix = ((u, v), matrix) if u < v else ((v, u), matrix.T)
             self._pairs[key] = self._pairs[key] + matrix if key in self._pairs else matrix
+            if (source, target, value) in waited:
+                known = self._blocking.get(key)
+                self._blocking[key] = matrix if known is None else known + matrix
 
     # ------------------------------------------------------------------------------------------------ the problem
 
     def problem(self, alpha: float | None = None) -> Problem:
         """What is minimised: the sum of all seconds; with `alpha`, ``α·compute + blocking + (1 − α)·hideable``.
 
-        With α = 1 no timeline of the same choice can undercut it: computing and blocking collectives hold one stream.
-        (With less it can, where a reduction runs beside a blocking collective over other axes.)
+        With α = 1 no timeline of the same choice can undercut it: computing and what nothing can hide hold one stream.
+        (With less it can, where two collectives run beside each other over different axes.)
         """
         compute, hideable = (1.0, 1.0) if alpha is None else (alpha, 1.0 - alpha)
         builder = Builder()
         for parts in self.unary:
-            builder.add_variable(compute * parts[0] + parts[1] + hideable * parts[2])
+            builder.add_variable(compute * parts[0] + parts[1] + hideable * (parts[2] + parts[3]))
         for (u, v), matrix in self._pairs.items():
-            builder.add_pair(u, v, matrix)
+            builder.add_pair(u, v, matrix if hideable == 1.0 else self._weighed((u, v), matrix, hideable))
         return builder.problem()
+
+    def _weighed(self, key: tuple[int, int], matrix: np.ndarray, hideable: float) -> np.ndarray:
+        """A pair's seconds where those that may hide count in part. What cannot be stays so."""
+        sure = self._blocking.get(key, 0.0)
+        with np.errstate(invalid="ignore"):
+            weighed = sure + hideable * (matrix - sure)
+        return np.where(np.isinf(matrix), np.inf, weighed)
 
     def price(self, states: Sequence[int]) -> Parts:
         """The seconds of a choice."""
         sums = np.sum([parts[:, s] for parts, s in zip(self.unary, states, strict=True)], axis=0)
         pairs = sum(float(m[states[u], states[v]]) for (u, v), m in self._pairs.items())
-        return Parts(float(sums[0]), float(sums[1]) + pairs, float(sums[2]))
+        return Parts(float(sums[0]), float(sums[1] + sums[2]) + pairs, float(sums[3]))
 
     @functools.cached_property
     def size(self) -> int:
