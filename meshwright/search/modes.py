@@ -24,7 +24,7 @@ from meshwright.search.honoured import check_annotated
 from meshwright.search.marks import PinSpec, given_values, mark_seeds, pin_specs, region
 from meshwright.search.notes import repeated, uneven, unknown
 from meshwright.search.options import Assignment, Scene
-from meshwright.search.pins import Seeds, module_seeds, pinned_kinds
+from meshwright.search.pins import Seeds, module_seeds, overlaps, pinned_kinds
 from meshwright.search.planner import Found, Planner, Request
 from meshwright.search.propagation import propagate
 from meshwright.search.searched import SEARCHES, priced, search
@@ -69,6 +69,7 @@ def _make_plan(
     scene = Scene(graph, factors_of(graph), mesh)
     specs = pin_specs(graph) if mode in ANNOTATED else []
     full = folds.full
+    twice = overlaps(scene, wishes)
     hosts = frozenset(n.name for n in graph.nodes if "host" in n.marks)
     found: Found | None = None
     if mode in SEARCHES and request is not None:
@@ -79,7 +80,7 @@ def _make_plan(
         pass_gradients_back(scene, assignment)
         if request is not None:
             found = priced(Planner(scene, folds, {}, request, hosts), assignment)
-    notes = check_annotated(scene, specs, assignment) + _unused(graph, mode)
+    notes = twice + check_annotated(scene, specs, assignment) + _unused(graph, mode)
     plan = Plan(
         mesh,
         mode,

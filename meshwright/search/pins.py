@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import StrategyError, did_you_mean
@@ -17,12 +18,62 @@ from meshwright.search.options import Scene
 Seeds = dict[str, dict[str, Strategy]]  # axis → node → single-axis strategy
 
 
+@dataclass(frozen=True)
+class Pin:
+    """One wish of a pattern: a letter of these operators is cut over a run of prime axes."""
+
+    pattern: str
+    letter: str
+    axes: tuple[str, ...]
+    nodes: tuple[Node, ...]
+
+
 def module_seeds(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Seeds:
     """Seeds from ``{"blocks.*.mlp.up": {"n": "tp"}}``: every operator in a matching module that reads a parameter.
 
     Raises StrategyError for a pattern that matches nothing, an unknown letter, or a cut the operator cannot take.
     """
     seeds: Seeds = {}
+    for pin in _resolved(scene, pins):
+        for node in pin.nodes:
+            cut_letter(scene, seeds, node, pin.letter, pin.axes)
+    return seeds
+
+
+def overlaps(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A note for every two patterns that pin different factors of one operator: it takes both.
+
+    Raises StrategyError where they pin the same factor differently, and as `module_seeds` does.
+    """
+    said: dict[str, list[Pin]] = {}
+    found: dict[tuple[str, str], tuple[Node, Pin, Pin]] = {}
+    for pin in _resolved(scene, pins):
+        for node in pin.nodes:
+            for other in said.setdefault(node.name, []):
+                if other.pattern == pin.pattern:
+                    continue
+                if other.letter != pin.letter:
+                    found.setdefault((other.pattern, pin.pattern), (node, other, pin))
+                elif other.axes != pin.axes:
+                    both = (
+                        f"{p.pattern!r} cuts {p.letter} over {scene.mesh.show(p.axes)}" for p in (other, pin)
+                    )
+                    raise StrategyError(
+                        f"two pins cut {pin.letter} of {node.op} in {node.module or f'%{node.name}'} differently",
+                        why=", ".join(both),
+                        where=node.where,
+                        hint="patterns that do not overlap, or one pin with all the axes of the factor",
+                    )
+            said[node.name].append(pin)
+    return [
+        f"the pins of {one.pattern!r} and {two.pattern!r} both hold for {node.module or f'%{node.name}'}: "
+        f"{one.letter} over {scene.mesh.show(one.axes)} and {two.letter} over {scene.mesh.show(two.axes)}"
+        for node, one, two in found.values()
+    ]
+
+
+def _resolved(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Iterator[Pin]:
+    """Each wish with the operators that it is for. Raises StrategyError."""
     _check_pins(pins)
     modules = sorted({n.module for n in scene.graph.nodes if n.module})
     parameters = {i.name for i in scene.graph.inputs if i.role == "parameter"}
@@ -38,7 +89,7 @@ def module_seeds(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Seeds:
             )
         chosen = [n for n in matched if parameters.intersection(n.uses)] or matched
         for letter, axes in cuts.items():
-            takers = [n for n in chosen if letter in scene.site(n.name).trees]
+            takers = tuple(n for n in chosen if letter in scene.site(n.name).trees)
             if not takers:
                 site = scene.site(chosen[0].name)
                 raise StrategyError(
@@ -48,7 +99,7 @@ def module_seeds(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Seeds:
                     hint=did_you_mean(letter, set(splittable(site))),
                 )
             names = (axes,) if isinstance(axes, str) else tuple(axes)
-            run = [a for name in names for a in scene.mesh.resolve(name)]
+            run = tuple(a for name in names for a in scene.mesh.resolve(name))
             if len(set(run)) != len(run):
                 raise StrategyError(
                     f"the pin of {pattern!r} uses an axis twice for {letter}",
@@ -56,9 +107,7 @@ def module_seeds(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Seeds:
                     where=takers[0].where,
                     hint="name each axis once",
                 )
-            for node in takers:
-                cut_letter(scene, seeds, node, letter, run)
-    return seeds
+            yield Pin(pattern, letter, run, takers)
 
 
 def pinned_kinds(graph: Graph, pins: Mapping[str, object]) -> dict[str, tuple[str, ...]]:

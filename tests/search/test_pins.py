@@ -1,0 +1,60 @@
+"""Pins of several patterns that meet on one operator."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+import meshwright as mw
+from meshwright.errors import StrategyError
+from meshwright.examples import mlp
+
+
+@functools.cache
+def built():
+    return mlp.build(depth=3)
+
+
+def planned(pins, mode="sharding_propagation"):
+    model, batch, loss = built()
+    return mw.plan(model, batch, loss=loss, mesh={"dp": 2, "tp": 2}, mode=mode, pins=pins)
+
+
+def overlaps(plan):
+    return [n for n in plan.notes if "both hold" in n]
+
+
+@pytest.mark.parametrize("mode", ["sharding_propagation", "semi_auto"])
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"up.*": {"n": "tp"}, "up.1": {"n": "dp"}},
+        {"up.*": {"n": ("dp", "tp")}, "*.1": {"n": "tp"}},
+        {"up.*": {"n": "tp"}, "%linear_3": {"n": "dp"}},
+    ],
+)
+def test_two_pins_that_cut_one_factor_differently_are_refused(pins, mode):
+    with pytest.raises(
+        StrategyError, match=r"two pins cut n of aten.linear.default in up.1 differently"
+    ) as caught:
+        planned(pins, mode)
+    one, two = pins
+    assert f"{one!r} cuts n over" in caught.value.why and f"{two!r} cuts n over" in caught.value.why
+    assert "in up.1" in caught.value.where and caught.value.hint
+
+
+def test_pins_that_say_the_same_are_as_one():
+    twice, once = planned({"up.*": {"n": "tp"}, "up.1": {"n": "tp"}}), planned({"up.*": {"n": "tp"}})
+    assert twice.strategies == once.strategies
+    assert not overlaps(twice)
+
+
+def test_pins_of_different_factors_add_up_and_that_is_noted():
+    plan = planned({"up.*": {"n": "tp"}, "up.1": {"d0": "dp"}})
+    assert overlaps(plan) == ["the pins of 'up.*' and 'up.1' both hold for up.1: n over tp and d0 over dp"]
+    assert str(plan.strategies["linear_3"]).split() == ["d0=12/dp", "n=96/tp"]
+
+
+def test_two_factors_of_one_pattern_need_no_note():
+    assert not overlaps(planned({"up.*": {"n": "tp", "d0": "dp"}}))
