@@ -223,7 +223,8 @@ def test_batches_that_do_not_divide(batch: int, ranks: int) -> None:
         lambda p, x: p[1](torch.relu(p[0](x))), nn.Linear(6, 8), nn.Linear(8, 3), x=torch.randn(batch, 6)
     )
     parts = parts_of(built, ranks, None, "data_parallel")
-    assert "6" in layout(parts, "x") and not parts.plan.notes
+    assert "6" in layout(parts, "x")
+    assert all("unevenly" in n for n in parts.plan.notes) and len(parts.plan.notes) == 1
 
 
 def test_groups_of_a_convolution_may_be_uneven() -> None:
