@@ -15,6 +15,7 @@ from meshwright.mesh import Mesh
 from meshwright.report.alternatives import Alternative
 from meshwright.report.choice import Choice, Neighbour, folded
 from meshwright.report.diff import LEADING, cut_words
+from meshwright.report.fitted import FittedTable
 from meshwright.report.quantities import show_seconds
 
 MOST = 6  # alternatives of one operator that are worth reading
@@ -34,12 +35,9 @@ def choices_table(found: Sequence[Choice], *, every: bool = True) -> Group:
     priced = any(c.seconds is not None for _, _, c in shown)
     notes = any(c.next for _, _, c in shown)
     why = any(c.why for _, _, c in shown)
-    table = _plain("module", "operator", "cut")
-    if priced:
-        for heading in ("forward", "backward", "sent"):
-            table.add_column(heading, justify="right", no_wrap=True)
-    for heading in (*(["why"] if why else []), *(["next best"] if notes else [])):
-        table.add_column(heading, overflow="fold")
+    seconds = ("forward", "backward", "sent") if priced else ()
+    more = (*(["why"] if why else []), *(["next best"] if notes else []))
+    table = FittedTable(("module", "operator", "cut", *seconds, *more), frozenset(range(3, 3 + len(seconds))))
     for module, count, c in shown:
         cells: list[Any] = [Text(module).append(f" ×{count}" if count > 1 else "", style="dim"), c.operator]
         cells.append(Text(c.cut, style="dim" if c.cut == "whole" else ""))
@@ -53,8 +51,8 @@ def choices_table(found: Sequence[Choice], *, every: bool = True) -> Group:
     rest = sum(r[1] for r in rows) - sum(r[1] for r in shown)
     parts: list[Any] = [table]
     if rest:
-        more = "operator follows" if rest == 1 else "operators follow"
-        parts += [Text(""), Text(f"{rest} more {more} these (--all shows them)", style="dim")]
+        others = "operator follows" if rest == 1 else "operators follow"
+        parts += [Text(""), Text(f"{rest} more {others} these (--all shows them)", style="dim")]
     return Group(*parts)
 
 
@@ -100,12 +98,10 @@ def _facts(c: Choice) -> Table:
     return table
 
 
-def _edges(title: str, edges: Sequence[Neighbour]) -> Table:
+def _edges(title: str, edges: Sequence[Neighbour]) -> FittedTable:
     priced = any(e.seconds is not None for e in edges)
-    table = _plain(title, "", "has" if edges[0].incoming else "as", "wants", "sends  → forward  ← backward")
-    table.columns[-1].no_wrap = True
-    if priced:
-        table.add_column("", justify="right", no_wrap=True)
+    headings = (title, "", "has" if edges[0].incoming else "as", "wants", "sends  → forward  ← backward")
+    table = FittedTable((*headings, *([""] if priced else [])), frozenset({len(headings)}))
     for e in edges:
         arrows = (("→", e.moves[0]), ("←", e.moves[1]))
         sends = "\n".join(f"{arrow} {move}" for arrow, text in arrows for move in text.split(", ") if move)

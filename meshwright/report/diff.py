@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from meshwright.layout import TensorLayout, dim_axes
 from meshwright.mesh import Mesh
 from meshwright.ops.strategy import Strategy
 from meshwright.plan import Plan
+from meshwright.report.fitted import FittedTable
 from meshwright.report.plan_table import SHORT
 from meshwright.report.quantities import show_bytes, show_change, show_seconds
 
@@ -229,18 +228,11 @@ def diff_view(found: Difference, names: tuple[str, str], *, every: bool = False)
     return Group(*parts)
 
 
-def _table(title: str, changes: Iterable[Change], names: tuple[str, str]) -> Table:
+def _table(title: str, changes: Iterable[Change], names: tuple[str, str]) -> FittedTable:
     changes = list(changes)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
-    table.add_column(title, overflow="fold")
     operators = any(c.operator for c in changes)
     notes = any(c.note for c in changes)
-    if operators:
-        table.add_column("")
-    for name in names:
-        table.add_column(name, overflow="fold")
-    if notes:
-        table.add_column("")
+    table = FittedTable((title, *([""] if operators else []), *names, *([""] if notes else [])))
     for c in changes:
         what = Text(c.what).append(f" ×{c.count}" if c.count > 1 else "", style="dim")
         cells: list[Text | str] = [what, *([c.operator] if operators else [])]

@@ -16,9 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from io import StringIO
 
-from rich import box
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
 from meshwright.graph import DTYPES, MOVES, PIN, TO_HOST, TRANSFERS, Node
@@ -30,6 +28,7 @@ from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.updates import update_layout, updates
 from meshwright.redistribute import describe
 from meshwright.redistribute.steps import LOCAL, origin, show_bytes, wire_bytes, wire_elements
+from meshwright.report.fitted import FittedTable
 
 HEAVY = ("scaled_dot_product_attention", "matmul", "bmm", "einsum", "cross_entropy_loss")
 SHORT = {
@@ -238,7 +237,7 @@ def _folded(found: Sequence[Row]) -> list[Row]:
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue")
 
 
-def plan_table(parts: Partition, *, every: bool = False) -> Table:
+def plan_table(parts: Partition, *, every: bool = False) -> FittedTable:
     """The plan as a rich table; every axis of the mesh has a colour."""
     axes = [name for name, _ in parts.ranks.names]
     colours = {name: COLOURS[n % len(COLOURS)] for n, name in enumerate(axes)}
@@ -249,10 +248,7 @@ def plan_table(parts: Partition, *, every: bool = False) -> Table:
             shown.stylize(colours.get(match[0], ""), *match.span())
         return shown
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
-    for heading in ("module", "operator", "cut", "parameter", "sends  → forward  ← backward"):
-        table.add_column(heading, overflow="fold")
-    table.columns[-1].no_wrap = True
+    table = FittedTable(("module", "operator", "cut", "parameter", "sends  → forward  ← backward"))
     found = rows(parts, every=every)
     prefix = long_prefix(r.module for r in found)
     for row in found:
