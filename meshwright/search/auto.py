@@ -1,9 +1,9 @@
 """`auto`: optima for several weights of what can hide, known recipes beside them, ranked by the simulated step.
 
 The sum of all seconds is not the step: some communication hides behind computing. With a weight α of computing, and
-1 - α of what can hide, the optimum of a weighted sum is a plan worth simulating. That of computing and blocking
-communication alone (α = 1), which hold one stream, bounds every plan's step, and the best simulated one is compared
-with it.
+1 - α of what can hide, the optimum of a weighted sum is a plan worth simulating. That of computing and what
+nothing can hide (α = 1), which hold one stream, bounds every plan's step, and the best simulated one is compared with
+it.
 """
 
 from __future__ import annotations
