@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from meshwright.mesh import Mesh
 from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
 from meshwright.partition.judged import Judge, claims_of
+from meshwright.partition.weighed import weighed
 from meshwright.plan import Plan
 from meshwright.report.plan_table import plan_text
 from meshwright.search.folded import Folded
@@ -136,7 +138,8 @@ def plan_captured(
     if mode is None:
         mode = "auto" if request is not None else "data_parallel"
     made = make_plan(captured.graph, chosen, mode, pins, captured.folding, request)
-    made = apply(captured.graph, made, techniques)
+    cluster = request.cluster if request is not None else None
+    made = apply(captured.graph, made, techniques, functools.partial(weighed, cluster=cluster))
     if request is None and techniques.pieces > 1:
         partition(captured.graph, made, keeps=saved)  # what cannot be cut in time is refused here already
     if request is not None and (techniques.asked() or not made.claims):

@@ -90,6 +90,26 @@ def peak(
     ).run()
 
 
+def kept_bytes(parts: Partition, rank: int = 0) -> Mapping[str, int]:
+    """Node of a rank's program → bytes of what it makes that are kept when forward has ended, its results and what
+    autograd keeps beside them. What is a parameter, or of the batch, or in the host's memory is not counted."""
+    walk = _Walk(parts, rank, ADAMW, "cpu", None, True)
+    walk.start()
+    walk.forward()
+    owner: dict[int, tuple[Storage, str]] = {}
+    for value, storage in walk.values.items():
+        if value in walk.graph.producers:
+            owner.setdefault(id(storage), (storage, walk.graph.producers[value].name))
+    for name, kept in walk.kept.items():
+        for storage in kept.storages:
+            owner.setdefault(id(storage), (storage, name))
+    found: dict[str, int] = {}
+    for storage, name in owner.values():
+        if storage.saves and storage.category == "temporary" and not storage.host:
+            found[name] = found.get(name, 0) + storage.size_bytes
+    return found
+
+
 @dataclass
 class _Kept:
     """What autograd keeps of one node."""
@@ -506,4 +526,4 @@ class _Walk:
         self.update_parts.gather(self.heap)
 
 
-__all__ = ["ADAMW", "ADAMW_FOREACH", "ADAMW_FUSED", "Optimizer", "Peak", "peak"]
+__all__ = ["ADAMW", "ADAMW_FOREACH", "ADAMW_FUSED", "Optimizer", "Peak", "kept_bytes", "peak"]

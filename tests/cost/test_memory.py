@@ -41,7 +41,7 @@ class Run:
     gathered: str = ""
     level: int = 0
     offload: tuple[str, ...] = ()
-    recompute: str = ""
+    recompute: str | float = ""
 
     def lowered(self) -> tuple[Any, Any, Partition]:
         """Captured program, batch, and what the ranks run."""
@@ -121,6 +121,7 @@ RUNS = {
     "gpt with dropout, four ranks, layers again": Run(
         small_gpt(dropout=0.1), {"dp": 2, "tp": 2}, CUT, recompute="full"
     ),
+    "gpt, half of it again": Run(small_gpt(layers=4), recompute=2.5e6),
     "resnet, what is cheap again": Run(hugging("resnet", batch=16), recompute="selective"),
 }
 MORE = {

@@ -4,12 +4,12 @@
 (norms, activations, the core of attention, masks of dropout, casts, anything pointwise) where all that it is made from
 is kept anyway, so that memory falls by what is computed again; products are kept (Korthikanti et al., *Reducing
 Activation Recomputation in Large Transformer Models*, 2022, section 5, for the core of attention). Patterns give
-modules a policy each; the first that matches counts.
+modules a policy each; the first that matches counts. A number is a budget of kept bytes (`budget.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from meshwright.cost.operators import CONVOLUTIONS, PRODUCTS
@@ -17,14 +17,15 @@ from meshwright.cost.saved import has_line, saved
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.graph import Graph, Node
 from meshwright.plan import Plan
+from meshwright.search.techniques.budget import Weight, solve
 from meshwright.search.techniques.layers import Layer, layers_of, matched_layers, root_of
 
 DEAR = PRODUCTS | CONVOLUTIONS | {"transformers.grouped_mm_fallback.default"}
 
 
-def recompute(graph: Graph, plan: Plan) -> Plan:
-    """The plan with what ``recompute`` asks for. Raises PlanError for a pattern that names no module, and for what
-    cannot be done: a budget in bytes, activations kept in slices or in the host's memory."""
+def recompute(graph: Graph, plan: Plan, weigh: Callable[[Graph, Plan], Weight]) -> Plan:
+    """The plan with what ``recompute`` asks for. Raises PlanError for a pattern that names no module, for a budget that
+    cannot be kept, and for what cannot be done: activations kept in slices or in the host's memory."""
     asked = plan.techniques.recompute
     if plan.techniques.slice_activation:
         raise PlanError(
@@ -45,13 +46,26 @@ def recompute(graph: Graph, plan: Plan) -> Plan:
         case tuple():
             again = by_pattern(graph, asked)
         case int() | float():
-            raise PlanError(
-                f"recompute={asked!r}: no planner solves a budget of kept bytes yet",
-                hint='recompute="full", "selective", or a policy for each pattern of modules',
-            )
-    if not again:
-        return plan
-    return replace(plan, keeps={**plan.keeps, **dict.fromkeys(sorted(again), "again")})
+            return within(float(asked), graph, plan, weigh)
+    return _with(plan, again)
+
+
+def within(budget: float, graph: Graph, plan: Plan, weigh: Callable[[Graph, Plan], Weight]) -> Plan:
+    """The plan whose layers have the cheapest policies that keep no more than a budget."""
+    layers = layers_of(graph)
+
+    def again(chosen: Sequence[str]) -> set[str]:
+        mine = {
+            policy: [x for x, p in zip(layers, chosen, strict=True) if p == policy] for policy in set(chosen)
+        }
+        return full(mine.get("full", ())) | selective(graph, mine.get("selective", ()))
+
+    solved = solve(budget, layers, lambda chosen: weigh(graph, _with(plan, again(chosen))))
+    return _with(plan, again(solved.chosen)).with_notes(solved.told(budget))
+
+
+def _with(plan: Plan, again: set[str]) -> Plan:
+    return replace(plan, keeps={**plan.keeps, **dict.fromkeys(sorted(again), "again")}) if again else plan
 
 
 def full(layers: Iterable[Layer]) -> set[str]:

@@ -1,0 +1,63 @@
+"""What a plan keeps for backward on a rank and what it costs, operator by operator of the model: read off the program,
+so that a budget speaks of what will run."""
+
+from __future__ import annotations
+
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.operators import work
+from meshwright.cost.saved import saved
+from meshwright.graph import MOVES, Graph
+from meshwright.mesh import Mesh
+from meshwright.partition import Partition, partition
+from meshwright.partition.memory import kept_bytes
+from meshwright.partition.price import letter_sizes, program_price
+from meshwright.partition.remade import computed_again
+from meshwright.plan import Plan
+from meshwright.redistribute.steps import origin
+from meshwright.search.techniques.budget import Weight
+
+
+def weighed(graph: Graph, plan: Plan, cluster: Cluster | None) -> Weight:
+    """Of the rank that holds most. What it computes is in seconds of a cluster; without one what it computes again is
+    in FLOPs."""
+    parts = partition(graph, plan, keeps=saved)
+    mesh = parts.plan.mesh
+    kept: dict[str, int] = {}
+    for name, size in kept_bytes(parts, mesh.rank(origin(mesh))).items():
+        owner = _owner(parts, name)
+        kept[owner] = kept.get(owner, 0) + size
+    return Weight(
+        kept, *(_flops(parts, mesh), "FLOPs") if cluster is None else (_seconds(parts, cluster), "s")
+    )
+
+
+def _owner(parts: Partition, name: str) -> str:
+    """The operator of the model that a node of a local program stands for, or whose result a reshard brings."""
+    made_by, sites = parts.resharded.graph.producers, parts.factors.sites
+    while name in made_by and made_by[name].op in MOVES:
+        value = made_by[name].uses[0]
+        name = made_by[value].name if value in made_by else ""
+    return name if name in sites else name.rpartition("_k")[0]
+
+
+def _seconds(parts: Partition, cluster: Cluster) -> dict[str, float]:
+    price = program_price(parts, cluster)
+    found = {name: node.total for name, node in price.by_node.items()}
+    for name, halves in price.by_reshard.items():
+        owner = _owner(parts, name)
+        found[owner] = found.get(owner, 0.0) + sum(halves)
+    return found
+
+
+def _flops(parts: Partition, mesh: Mesh) -> dict[str, float]:
+    graph, found = parts.resharded.graph, dict[str, float]()
+    for name in computed_again(parts.resharded):
+        if name in parts.factors.sites:
+            site = parts.factors.sites[name]
+            sizes = letter_sizes(site, parts.resharded.ports[name], mesh, origin(mesh))
+            wanted = [u in graph.needs_grad for u in site.node.uses]
+            found[name] = float(work(site.node, site.rule, sizes, graph.types, wanted).flops_forward)
+    return found
+
+
+__all__ = ["weighed"]
