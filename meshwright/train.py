@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from meshwright.capture import Captured
-from meshwright.capture.batch import leaves
+from meshwright.capture.batch import leaves, map_leaves
 from meshwright.capture.fold import fold
+from meshwright.capture.initial import Init, Initial, check_init
 from meshwright.compile import (
     Loss,
     MeshLike,
@@ -45,7 +46,7 @@ from meshwright.runtime.connect import Meeting, check_world, launched_world
 from meshwright.runtime.elementwise import check_optimizer
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Mover
-from meshwright.runtime.step import LocalStep, OptimizerFactory
+from meshwright.runtime.step import LocalStep, OptimizerFactory, taker
 from meshwright.techniques import Options, asked_beside
 
 
@@ -146,6 +147,8 @@ def train_step(
     seed: int = 0,
     exact_random: bool = False,
     broadcast: bool | int = False,
+    init: Init | None = None,
+    device: torch.device | str | None = None,
     cache: str | Path | None = None,
     **techniques: Unpack[Options],
 ) -> TrainStep:
@@ -158,7 +161,13 @@ def train_step(
     (slower). `broadcast`: the rank whose parameters and buffers all take at the start (``True``: rank 0); without it
     every rank is trusted to have built the same. Rank 0 captures and plans, the others receive graph and plan.
     Parameters that the plan keeps whole stay the model's own tensors; for those it cuts, the step keeps this rank's
-    part. Raises a subclass of MeshwrightError before a process group is made.
+    part.
+
+    A `model` on the meta device has no values: `init`, the function that builds it (``lambda: MyModel(config)``), is
+    followed without memory, and each rank makes its parts, one parameter after the other, on `device` (the CPU), bit
+    for bit as ``init()`` would on rank 0's CPU from the state of its random generator.
+
+    Raises a subclass of MeshwrightError before a process group is made.
     """
     asked = asked_beside(plan, techniques)
     plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
@@ -181,16 +190,25 @@ def train_step(
         )
     request = request_for(cluster, memory)
     source = _source(broadcast)
-    _check_real(model)
+    check_init(model, init, source is not None)
+    place = _device(model) if init is None else _own_device(torch.device(device or "cpu"))
+    if device is not None and init is None:
+        raise RunError(
+            f"device={str(device)!r} without init=",
+            why=f"the step runs where the model is, on {place}",
+            hint="model.to(device)",
+        )
     meeting = Meeting()
 
     def compute() -> bytes:
-        captured = captured_of(model, batch, loss, cache)
+        state = torch.get_rng_state()
+        example = batch if init is None else map_leaves(batch, lambda t: t.to("meta"))
+        captured = captured_of(model, example, loss, cache)
         chosen = plan if plan is not None else plan_captured(captured, mesh, mode, pins, request, asked)
         check_world(chosen.mesh)
-        return _pack(captured, chosen.check(captured.graph), model)
+        return _pack(captured, chosen.check(captured.graph), model, state)
 
-    graph, constants, chosen, signature = _unpack(meeting.agree(compute))
+    graph, constants, chosen, signature, state = _unpack(meeting.agree(compute))
     differs = signature != _signature(model)
     meeting.confirm(
         f"rank {meeting.rank} has another model than rank 0: names, shapes or dtypes of parameters differ"
@@ -198,16 +216,22 @@ def train_step(
         else "",
         hint="build the model in the same way on every rank",
     )
+    initial = None
+    if init is not None:
+        initial = Initial(init, graph.inputs, state)
+        meeting.confirm(
+            initial.problem(model), hint="init is what built the model, with the same configuration"
+        )
     captured = Captured(graph, constants, fold(graph), ())
     chosen = with_origin(chosen, captured)
     check_optimizer(optimizer, _cut_parameter(graph, chosen))
-    device = _device(model)
-    comm = meeting.connect(chosen.mesh, device, host=bool(chosen.hosts))
+    comm = meeting.connect(chosen.mesh, place, host=bool(chosen.hosts))
     parts = lower(captured, chosen)
-    rank = Rank(comm, device, seed=seed, exact=exact_random)
+    rank = Rank(comm, place, seed=seed, exact=exact_random)
     if isinstance(comm, ProcessGroups):
         comm.prepare(axis_sets(parts, parts.local(comm.rank)))
-    values = values_of(model, captured, device)
+    made = {} if initial is None else initial.parts(lambda entry: taker(entry.name, parts, rank))
+    values = {**values_of(model, captured, place), **made}
     if source is not None:
         for entry in graph.inputs:
             if entry.role in ("parameter", "buffer"):
@@ -219,6 +243,7 @@ def train_step(
         optimizer,
         clip_norm=clip_norm,
         bucket_bytes=bucket_bytes,
+        held=made,
     )
     return TrainStep(local, parts)
 
@@ -229,18 +254,6 @@ def _cut_parameter(graph: Graph, plan: Plan) -> str:
         if entry.needs_grad and plan.states.get(entry.name, plan.inputs[entry.name]).split_axes:
             return entry.target
     return ""
-
-
-def _check_real(model: torch.nn.Module) -> None:
-    """Raise RunError for a model without values."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    first = next((name for name, t in named if t.device.type == "meta"), None)
-    if first is not None:
-        raise RunError(
-            f"{first} is on the meta device, which holds no values to train",
-            why="a step starts from the numbers that the model has",
-            hint="build the model on a real device for train_step; mw.plan takes it on meta",
-        )
 
 
 def _source(broadcast: bool | int) -> int | None:
@@ -299,6 +312,11 @@ def _device(model: torch.nn.Module) -> torch.device:
     found = [p.device for p in model.parameters()]
     # A table may have been made in the host's memory: what is not there says where the model lives.
     device = next((d for d in found if d.type != "cpu"), found[0] if found else torch.device("cpu"))
+    return _own_device(device)
+
+
+def _own_device(device: torch.device) -> torch.device:
+    """A device of this rank: the GPU of its own where none is named."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return device
@@ -309,16 +327,18 @@ def _signature(model: torch.nn.Module) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _pack(captured: Captured, plan: Plan, model: torch.nn.Module) -> bytes:
-    """Graph, plan and constants as bytes, without pickle: a JSON head, then safetensors."""
+def _pack(captured: Captured, plan: Plan, model: torch.nn.Module, state: torch.Tensor) -> bytes:
+    """Graph, plan, constants and the state of the random generator as bytes, without pickle: a JSON head, then
+    safetensors."""
+    rng = state.numpy().tobytes().hex()
     head = json.dumps(
-        {"graph": str(captured.graph), "plan": plan.to_json(), "model": _signature(model)}
+        {"rng": rng, "graph": str(captured.graph), "plan": plan.to_json(), "model": _signature(model)}
     ).encode()
     body = safetensors.torch.save({k: v.contiguous().cpu() for k, v in captured.constants.items()})
     return len(head).to_bytes(8, "little") + head + body
 
 
-def _unpack(data: bytes) -> tuple[Graph, dict[str, torch.Tensor], Plan, str]:
+def _unpack(data: bytes) -> tuple[Graph, dict[str, torch.Tensor], Plan, str, torch.Tensor]:
     end = 8 + int.from_bytes(data[:8], "little")
     head = json.loads(data[8:end])
     return (
@@ -326,6 +346,7 @@ def _unpack(data: bytes) -> tuple[Graph, dict[str, torch.Tensor], Plan, str]:
         safetensors.torch.load(data[end:]),
         Plan.from_json(head["plan"]),
         head["model"],
+        torch.frombuffer(bytearray.fromhex(head["rng"]), dtype=torch.uint8),
     )
 
 

@@ -143,6 +143,12 @@ def _inputs(
             ties = tuple(rest)
         elif spec.kind == kinds.CONSTANT_TENSOR:
             tensor = program.constants[spec.target or ""]
+            if tensor.device.type == "meta":
+                raise CaptureError(
+                    f"the model reads {target or placeholder}, a tensor on the meta device",
+                    why="it is no parameter or buffer: its values are part of the program, and it has none",
+                    hint="register_buffer(…, persistent=False) makes it a buffer of the model",
+                )
             role, ties, target = "constant", (), hash_of(tensor)
             constants[target] = tensor.detach()
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -47,6 +47,13 @@ def slicer(layout: TensorLayout, mesh: Mesh, rank: int) -> Callable[[torch.Tenso
     return lambda x: mover.send[0].take(x)
 
 
+def taker(name: str, parts: Partition, rank: Rank) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function from the whole tensor of an input to what a rank holds of it, where that lives."""
+    take = slicer(parts.resharded.layouts[name], rank.comm.mesh, rank.comm.rank)
+    place = HOST if name in parts.resharded.hosted else rank.device
+    return lambda x: take(x).to(place)
+
+
 class LocalStep:
     """What a rank runs each step. `__call__` takes the whole batch as path → tensor and returns the global loss.
 
@@ -65,9 +72,11 @@ class LocalStep:
         clip_norm: float | None = None,
         bucket_bytes: int | None = None,
         cuts: Sequence[int] = (),
+        held: Collection[str] = (),
     ) -> None:
-        """`values`: input name → whole tensor of every parameter, buffer and constant. `bucket_bytes`: of
-        gradients that are reduced together, instead of what the plan's ``fusion`` says."""
+        """`values`: input name → whole tensor of every parameter, buffer and constant, or this rank's part already for
+        the names in `held`. `bucket_bytes`: of gradients that are reduced together, instead of what the plan's
+        ``fusion`` says."""
         self.parts, self.rank = parts, rank
         self.mesh = rank.comm.mesh
         self.handle = Handle(rank.comm)
@@ -83,7 +92,8 @@ class LocalStep:
         self._named = {(i.role, i.target): i.name for i in self.inputs.values()}
         for name, entry in self.inputs.items():
             if entry.role != "batch":
-                self._make_leaf(entry, values[name].to(self._place(name, values[name].device)))
+                value = values[name].to(self._place(name, values[name].device))
+                self._make_leaf(entry, value, name in held)
         self._batch = [
             [
                 (i, slicer(self.layouts[i.name], parts.plan.mesh, number), self._place(i.name, rank.device))
@@ -162,13 +172,17 @@ class LocalStep:
         """Where an input lives: in the host's memory, or on the given device."""
         return HOST if name in self.parts.resharded.hosted else device
 
-    def _make_leaf(self, entry: Input, value: torch.Tensor) -> None:
-        local = slicer(self.layouts[entry.name], self.mesh, self.rank.comm.rank)(value.detach())
+    def _make_leaf(self, entry: Input, value: torch.Tensor, held: bool) -> None:
+        local = value.detach()
+        if not held:
+            local = slicer(self.layouts[entry.name], self.mesh, self.rank.comm.rank)(local)
         if entry.role == "parameter" and entry.needs_grad:
             # A whole parameter stays the user's own tensor; a cut one gets memory of its own, so the rest can be freed.
             whole = local.shape == value.shape
             if whole and isinstance(value, torch.nn.Parameter):
                 leaf = value
+            elif held:
+                leaf = torch.nn.Parameter(local)
             else:
                 leaf = torch.nn.Parameter(local.clone(memory_format=torch.contiguous_format))
             self.parameters[entry.target] = self.weights[entry.name] = self.leaves[entry.name] = leaf

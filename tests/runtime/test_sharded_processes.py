@@ -51,3 +51,29 @@ def test_ranks_that_built_other_weights_take_those_of_one(tmp_path: Path) -> Non
         mw.shutdown()
         """,
     )
+
+
+def test_a_model_on_meta_starts_with_the_values_of_one_device(tmp_path: Path) -> None:
+    succeed(
+        tmp_path,
+        3,
+        """
+        import os
+        _, batch, loss = gpt.build(batch=6)
+        make = lambda: gpt.GPT(gpt.GPTConfig(vocabulary=96, width=48, layers=2, heads=4, sequence=24))
+        torch.manual_seed(7)
+        expected = make()
+        losses, trained = reference(expected, batch, loss)
+        with torch.device("meta"):
+            model = make()
+        torch.manual_seed(7 + int(os.environ["RANK"]))  # all go on from rank 0's
+        step = mw.train_step(
+            model, adamw, batch, loss=loss, mesh=3, init=make, optimizer_parallel=3, threshold_kb=0
+        )
+        for name, value in expected.named_parameters():
+            assert torch.equal(step.full_state()[name], value), name
+        found = [step(batch).item() for _ in range(3)]
+        assert max(abs(a - b) / abs(b) for a, b in zip(found, losses)) < 1e-5
+        mw.shutdown()
+        """,
+    )
