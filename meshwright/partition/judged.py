@@ -42,19 +42,20 @@ class Judge:
         """The same from the whole program: what three layers cannot tell is where buckets of gradients end."""
         if self.folds.is_whole:
             return self(choice)
-        seconds, memory = self._judged(self.folds.full, choice)
+        seconds, memory, host = self._judged(self.folds.full, choice)
         where = max(memory, key=lambda instant: memory[instant])
-        return Verdict(seconds, float(memory[where]), where)
+        return Verdict(seconds, float(memory[where]), where, float(host))
 
     def __call__(self, choice: Choice) -> Verdict:
         """Seconds of the simulated step, and the most bytes on the rank that holds most, with when that is."""
         repeats = self.folds.repeats
-        seconds, memory = self._run(choice, [2] * len(repeats))
-        step, at, ends = seconds, dict(memory), dict(memory)
+        seconds, memory, host = self._run(choice, [2] * len(repeats))
+        step, at, ends, hosted = seconds, dict(memory), dict(memory), host
         for number, count in enumerate(repeats):
             longer = [3 if n == number else 2 for n in range(len(repeats))]
-            more_seconds, more = self._run(choice, longer)
+            more_seconds, more, more_host = self._run(choice, longer)
             step += (count - 2) * (more_seconds - seconds)
+            hosted += (count - 2) * (more_host - host)
             for instant, size in memory.items():
                 if instant in more:
                     at[instant] += (count - 2) * (more[instant] - size)
@@ -64,7 +65,7 @@ class Judge:
                 ends[instant] += (count - 2) * (last.get(instant, more.get(instant, size)) - size)
         at = {instant: max(size, ends[instant]) for instant, size in at.items()}
         where = max(at, key=lambda instant: at[instant])
-        return Verdict(step, float(at[where]), where)
+        return Verdict(step, float(at[where]), where, float(hosted))
 
     def _stands(self, instant: str) -> str:
         """The instant of the second copy that equals one of the third: by the value that it is named after."""
@@ -82,18 +83,20 @@ class Judge:
     def _short(self) -> dict[tuple[int, ...], Graph]:
         return {}
 
-    def _run(self, choice: Choice, copies: list[int]) -> tuple[float, dict[str, int]]:
+    def _run(self, choice: Choice, copies: list[int]) -> tuple[float, dict[str, int], int]:
         graph = self._short.get(tuple(copies))
         if graph is None:  # one object for all choices: what is found of a graph is remembered with it
             graph = self._short[tuple(copies)] = shortened(self.folds, copies) if copies else self.folds.graph
         return self._judged(graph, choice)
 
-    def _judged(self, graph: Graph, choice: Choice) -> tuple[float, dict[str, int]]:
+    def _judged(self, graph: Graph, choice: Choice) -> tuple[float, dict[str, int], int]:
+        """Seconds, the most bytes at each instant, and the most in the host's memory."""
         parts = self._lowered(graph, choice)
         most: dict[str, int] = {}
-        for instant, size in peak_on(parts, self.cluster, self.optimizer_states).timeline:
+        top = peak_on(parts, self.cluster, self.optimizer_states)
+        for instant, size in top.timeline:
             most[instant] = max(size, most.get(instant, 0))
-        return simulate(parts, self.cluster, self.optimizer_states).step_seconds, most
+        return simulate(parts, self.cluster, self.optimizer_states).step_seconds, most, top.host_bytes
 
     def _lowered(self, graph: Graph, choice: Choice) -> Partition:
         folds = self.folds

@@ -28,6 +28,7 @@ from meshwright.search.pins import Seeds, module_seeds, overlaps, pinned_kinds
 from meshwright.search.planner import Found, Planner, Request
 from meshwright.search.propagation import propagate
 from meshwright.search.searched import SEARCHES, priced, search
+from meshwright.search.tables import with_tables
 
 ANNOTATED = ("semi_auto", "sharding_propagation", *SEARCHES)  # modes that look at pins and annotations
 Pins = Mapping[str, Mapping[str, Any]]
@@ -69,18 +70,27 @@ def _make_plan(
     scene = Scene(graph, factors_of(graph), mesh)
     specs = pin_specs(graph) if mode in ANNOTATED else []
     full = folds.full
-    twice = overlaps(scene, wishes)
+    remarks = overlaps(scene, wishes)
     hosts = frozenset(n.name for n in graph.nodes if "host" in n.marks)
     found: Found | None = None
     if mode in SEARCHES and request is not None:
-        found = search(Planner(scene, folds, _seeds(scene, specs, wishes), request, hosts), mode)
+        seeds = _seeds(scene, specs, wishes)
+
+        def searched(hosts: frozenset[str]) -> Found:
+            return search(Planner(scene, folds, seeds, request, hosts), mode)
+
+        if mode == "auto":
+            found, hosts, moved = with_tables(graph, hosts, request, searched)
+        else:
+            found, moved = searched(hosts), []
+        remarks += moved
         assignment, reasons = dict(found.choice.strategies), {}
     else:
         assignment, reasons = _assign(scene, mode, specs, wishes)
         pass_gradients_back(scene, assignment)
         if request is not None:
             found = priced(Planner(scene, folds, {}, request, hosts), assignment)
-    notes = twice + check_annotated(scene, specs, assignment) + _unused(graph, mode)
+    notes = remarks + check_annotated(scene, specs, assignment) + _unused(graph, mode)
     plan = Plan(
         mesh,
         mode,

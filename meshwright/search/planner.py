@@ -34,11 +34,13 @@ Progress = Callable[[str, float | None, float | None], None]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a simulation says of a choice: seconds of the step, the most bytes on a rank, and at which instant."""
+    """What a simulation says of a choice: seconds of the step, the most bytes on a rank, and at which instant; the most
+    bytes of a rank in its host's memory."""
 
     step_seconds: float
     peak_bytes: float
     instant: str
+    host_bytes: float = 0.0
 
 
 class Judge(Protocol):

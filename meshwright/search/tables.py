@@ -1,0 +1,86 @@
+"""Embedding tables in the host's memory, where nothing fits into a device's without that.
+
+A table is the largest thing of a recommender and the one that a step touches least of. The search tries all on the
+device first, then as few on the host as make it fit, the largest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from meshwright.errors import PlanError
+from meshwright.graph import Graph
+from meshwright.places import readers
+from meshwright.redistribute.steps import show_bytes
+from meshwright.search.planner import Found, Request
+
+EMBEDDINGS = ("aten.embedding.default", "aten.embedding_bag.default")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A parameter that only embeddings read, and these."""
+
+    target: str
+    size_bytes: int
+    nodes: frozenset[str]
+
+
+def tables_of(graph: Graph) -> list[Table]:
+    """The tables that a host could keep, the largest first."""
+    found: list[Table] = []
+    for entry in graph.input_of("parameter"):
+        reading = [(node, port) for node, port in readers(graph, entry.name)]
+        if reading and all(node.op in EMBEDDINGS and port == 0 for node, port in reading):
+            nodes = frozenset(node.name for node, _ in reading)
+            found.append(Table(entry.target, entry.type.size_bytes, nodes))
+    return sorted(found, key=lambda table: (-table.size_bytes, table.target))
+
+
+def with_tables(
+    graph: Graph, hosts: frozenset[str], request: Request, run: Callable[[frozenset[str]], Found]
+) -> tuple[Found, frozenset[str], list[str]]:
+    """What `run` finds with these nodes on the host, or with as few tables more as let it find something; the nodes on
+    the host, and a note on the tables.
+
+    Raises the PlanError of `run` where no tables help, or where the host's memory is too small for those that do.
+    """
+    try:
+        return run(hosts), hosts, []
+    except PlanError as error:
+        tables = [t for t in tables_of(graph) if not t.nodes <= hosts]
+        if not tables or not request.cluster.host_bytes_per_s:
+            raise
+        refused = error
+
+    def tried(count: int) -> Found | None:
+        try:
+            return run(hosts.union(*(t.nodes for t in tables[:count])))
+        except PlanError:
+            return None
+
+    best, few, many = tried(len(tables)), 0, len(tables)
+    while best is not None and many - few > 1:  # a larger prefix leaves less on the device
+        middle = (few + many) // 2
+        found = tried(middle)
+        best, few, many = (found, few, middle) if found is not None else (best, middle, many)
+    if best is None:
+        raise refused
+    moved = tables[:many]
+    names = ", ".join(t.target for t in moved[:4]) + (f" and {many - 4} more" if many > 4 else "")
+    held, room = best.verdict.host_bytes if best.verdict else 0.0, request.cluster.host_memory_bytes
+    limit = show_bytes(request.memory_bytes or 0.0)
+    if room and held > room:  # 0 where the cluster's file does not say
+        raise PlanError(
+            f"{refused.what}, and the host has no room for the tables",
+            why=f"{refused.why}; with {names} on the host a rank needs {show_bytes(held)} there, "
+            f"of {show_bytes(room)}",
+            hint=refused.hint,
+        ) from None
+    note = (
+        f"tables on the host: {names}, since nothing fits into {limit} per rank otherwise; "
+        f"with their optimizer's states they take {show_bytes(held)} of a rank's host memory"
+        + (f", which is {show_bytes(room)}" if room else "")
+    )
+    return best, hosts.union(*(t.nodes for t in moved)), [note]

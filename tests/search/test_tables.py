@@ -1,0 +1,73 @@
+"""Tables that `auto` puts on the host: only where nothing fits otherwise, no more than it takes, within its memory."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+import meshwright as mw
+from meshwright.compile import captured_of
+from meshwright.errors import PlanError
+from meshwright.examples import gpt, recommender
+from meshwright.search.tables import tables_of
+
+H100 = mw.Cluster.preset("h100", ranks_per_node=2)
+LARGEST, NEXT = "deep_tables.2.weight", "deep_tables.0.weight"
+
+
+@functools.cache
+def built():
+    return recommender.build(rows=(2000, 40, 3000, 50))
+
+
+def planned(memory, cluster=H100, mode="auto"):
+    model, batch, loss = built()
+    return mw.plan(model, batch, loss=loss, cluster=cluster, mode=mode, memory=memory)
+
+
+def hosted(plan):
+    """The tables that embeddings on the host read."""
+    model, batch, loss = built()
+    tables = tables_of(captured_of(model, batch, loss).graph)
+    assert plan.hosts == frozenset().union(*(t.nodes for t in tables if t.nodes <= plan.hosts))
+    return [t.target for t in tables if t.nodes <= plan.hosts]
+
+
+def test_tables_are_the_parameters_that_only_embeddings_read_the_largest_first():
+    model, batch, loss = built()
+    found = tables_of(captured_of(model, batch, loss).graph)
+    assert [t.target for t in found[:2]] == [LARGEST, NEXT] and len(found) == 8
+    assert found[0].size_bytes == 3000 * 8 * 4
+    model, batch, loss = gpt.build()
+    assert [t.target for t in tables_of(captured_of(model, batch, loss).graph)] == ["positions.weight"]
+
+
+@pytest.mark.parametrize(("memory", "tables"), [(10e6, []), (420e3, [LARGEST]), (200e3, [LARGEST, NEXT])])
+def test_as_few_tables_as_make_it_fit_are_on_the_host_and_the_numbers_stay(memory, tables):
+    plan = planned(memory)
+    assert hosted(plan) == tables
+    assert plan.claims["peak_bytes"] <= memory
+    said = [n for n in plan.notes if n.startswith("tables on the host")]
+    assert len(said) == bool(tables) and all(t in said[0] for t in tables)
+    model, batch, loss = built()
+    mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
+
+
+def test_a_host_without_room_for_the_tables_is_told_with_its_numbers():
+    with pytest.raises(PlanError, match=r"no plan fits into 200 kB .* the host has no room") as caught:
+        planned(200e3, replace(H100, host_memory_bytes=1000))
+    assert LARGEST in caught.value.why and "of 1.0 kB" in caught.value.why
+
+
+def test_where_no_table_helps_nothing_is_moved():
+    with pytest.raises(PlanError, match=r"no plan fits into 10\.0 kB per rank\n"):
+        planned(10e3)
+
+
+def test_other_modes_and_clusters_without_a_host_of_their_own_refuse():
+    with pytest.raises(PlanError, match="no plan fits"):
+        planned(200e3, mode="dynamic_programming")
+    with pytest.raises(PlanError, match="no plan fits"):
+        planned(200e3, replace(H100, host_bytes_per_s=0))
