@@ -10,7 +10,7 @@ from meshwright.graph import DTYPES, START, WAIT, Graph, Node
 from meshwright.mesh import Mesh
 from meshwright.ops.talk import kernel_talk
 from meshwright.partition import Partition
-from meshwright.partition.micro_batches import first_micro_batch
+from meshwright.partition.micro_batches import first_micro_batch, how_often
 from meshwright.partition.overlap import members_of
 from meshwright.partition.reshards import RESHARD, backward_itemsize, parse_steps
 from meshwright.redistribute import Step
@@ -66,7 +66,10 @@ def step_collectives(parts: Partition, rank: int) -> list[Collective]:
     programs = first_micro_batch(parts, rank)
     once = [c for r in programs.rounds for c in program_collectives(r.sums, mesh, rank)]
     once += program_collectives(programs.late, mesh, rank)
-    return [*once, *program_collectives(programs.programs[0], mesh, rank) * parts.micro_batches]
+    count = how_often(parts, programs)
+    return once + [
+        c for c in program_collectives(programs.programs[0], mesh, rank) for _ in range(count(c.node))
+    ]
 
 
 def _flight(local: Graph, start: Node, mesh: Mesh, rank: int) -> list[Collective]:

@@ -38,7 +38,7 @@ def interleaved(
 ) -> Interleaved:
     """One program of the copies. `added`: results that are sums over the copies. `carried`: input → the value that
     replaces it, which a copy hands on to the next. `time`: the axes on which copies differ."""
-    work = _Merge(copies, added, carried, set(time))
+    work = _Merge(copies, added, carried, time)
     return Interleaved(work.graph(), work.copy_of)
 
 
@@ -63,19 +63,27 @@ def in_copies(said: Mapping[str, str], copies: int) -> Mapping[str, str]:
     return said if copies == 1 else {named(k, c): v for k, v in said.items() for c in range(copies)}
 
 
+def shared(copy: Graph, carried: Collection[str], time: Collection[str]) -> set[str]:
+    """The values of a copy that all copies read: parameters, and what is gathered of them, which is done once."""
+    found = {i.name for i in copy.inputs if i.role != "batch"}
+    for node in copy.nodes:
+        moves = node.op in (RESHARD, START, WAIT) and found.issuperset(node.uses)
+        if moves and _axes(node).isdisjoint(time) and not any(use in carried for use in node.uses):
+            found.update(node.values)
+    return found
+
+
 class _Merge:
     def __init__(
-        self, copies: Sequence[Graph], added: Collection[str], carried: Mapping[str, str], time: set[str]
+        self,
+        copies: Sequence[Graph],
+        added: Collection[str],
+        carried: Mapping[str, str],
+        time: Collection[str],
     ) -> None:
         self.copies, self.added, self.carried = copies, added, carried
         self.copy_of: dict[str, int] = {}
-        first = copies[0]
-        self.shared = {i.name for i in first.inputs if i.role != "batch"}
-        for node in first.nodes:
-            # What follows from parameters alone is done once.
-            moves = node.op in (RESHARD, START, WAIT) and self.shared.issuperset(node.uses)
-            if moves and time.isdisjoint(_axes(node)) and carried.keys().isdisjoint(node.uses):
-                self.shared.update(node.values)
+        self.shared = shared(copies[0], carried, time)
 
     def graph(self) -> Graph:
         """The program."""
@@ -222,4 +230,4 @@ def _axes(node: Node) -> set[str]:
     return {axis for half in halves for _, axes, _, _ in half for axis in axes.split(".")}
 
 
-__all__ = ["Interleaved", "in_copies", "interleaved", "named", "original"]
+__all__ = ["Interleaved", "in_copies", "interleaved", "named", "original", "shared"]

@@ -20,13 +20,16 @@ from meshwright.partition.crossing import Crossing
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.heap import Heap, Storage
+from meshwright.partition.interleave import in_copies, of_one, original
 from meshwright.partition.keeps import AGAIN, keeps_of
+from meshwright.partition.micro_batches import first_program
 from meshwright.partition.moves import moved
 from meshwright.partition.notes import Held, Notes
 from meshwright.partition.overlap import members_of
 from meshwright.partition.reshards import backward_itemsize
 from meshwright.partition.update_memory import UpdateMemory
 from meshwright.partition.workspace import gradients_of, workspace
+from meshwright.redistribute import Step
 from meshwright.redistribute.buckets import BucketBytes, fill
 
 DROPOUT = "meshwright.dropout"
@@ -140,7 +143,9 @@ class _Walk:
     ) -> None:
         self.staged = staged
         self.parts, self.rank, self.optimizer = parts, rank, optimizer
-        self.graph: Graph = parts.local(rank)
+        together = first_program(parts, rank) if parts.copies > 1 else None  # all of them live at once
+        self.graph: Graph = parts.local(rank) if together is None else together.graph
+        self.copy_of = {} if together is None else together.copy_of
         self.types = self.graph.types
         self.copying = copying_views(self.graph)
         self.heap = Heap()
@@ -148,7 +153,7 @@ class _Walk:
         self.kept: dict[str, _Kept] = {}
         self.gradients: dict[str, Storage] = {}
         self.notes = Notes(self.heap)
-        keeps = keeps_of(self.graph, parts.resharded.keeps)
+        keeps = keeps_of(self.graph, in_copies(parts.resharded.keeps, parts.copies))
         self.again = {v for v, how in keeps.items() if how == AGAIN}
         self.under_way: dict[str, Crossing] = {}  # start → its flight in the direction of now
         self.once: dict[str, _Once] = {}
@@ -166,12 +171,14 @@ class _Walk:
         self.update_parts = UpdateMemory(parts, rank, self.groups, bucket_bytes, staged)
         self.apart = device != "cpu"  # the device's memory is not the host's
         self.hosted = parts.resharded.hosted if self.apart else frozenset()
-        self.on_host = {n.name for n in self.graph.nodes if self.apart and parts.on_host(n)}
+        self.on_host = {
+            n.name for n in self.graph.nodes if self.apart and parts.on_host(of_one(n, self.copy_of))
+        }
 
     def run(self) -> Peak:
         self.start()
         # Of micro-batches the first, and one that finds the gradients of others, tell what all of them need.
-        for is_last in (False, True) if self.parts.micro_batches > 1 else (True,):
+        for is_last in (False, True) if self.parts.micro_batches > self.parts.copies else (True,):
             self.is_last = is_last
             self.missing = {n: len(self.graph.consumers[n]) for n in self.trained}
             self.forward()
@@ -185,14 +192,17 @@ class _Walk:
     def start(self) -> None:
         """What lives all the time."""
         self.heap.at("start")
-        graph = self.parts.resharded.graph
-        for entry, whole in zip(self.graph.inputs, graph.inputs, strict=True):
+        batch = {}
+        for whole in self.parts.resharded.graph.input_of("batch"):
+            self.heap.on_host = whole.name in self.hosted
+            batch[whole.name] = self.heap.new(whole.type.size_bytes, "batch")
+        for entry in self.graph.inputs:
             self.heap.on_host = entry.name in self.hosted
             match entry.role:
                 case "parameter":
                     self.values[entry.name] = self.heap.new(entry.type.size_bytes, "parameters")
                 case "batch":  # every rank is given the whole batch and looks at its part
-                    self.values[entry.name] = self.heap.new(whole.type.size_bytes, "batch")
+                    self.values[entry.name] = batch[self._of_one(entry.name)]
                 case _:
                     self.values[entry.name] = self.heap.new(entry.type.size_bytes, "buffers")
         for self.heap.on_host in (True, False):
@@ -209,6 +219,14 @@ class _Walk:
             if not group.alone and not group.parted:
                 self.placed.update(g.name for g in group.members)
                 self.heap.new(sum(g.on_wire(self.types[g.name].size_bytes) for g in group.members), "buckets")
+
+    def _of_one(self, name: str) -> str:
+        """What a value of a copy is called in the program of one."""
+        return original(name, self.copy_of[name]) if name in self.copy_of else name
+
+    def _steps(self, reshard: Node, *, back: bool = False) -> tuple[Step, ...]:
+        pair = self.parts.resharded.pairs[self._of_one(reshard.name)]
+        return pair.backward if back else pair.forward
 
     def _updated_on_host(self, name: str) -> bool:
         """Whether a parameter's states, and what its update needs, are in another memory than the device's."""
@@ -336,7 +354,7 @@ class _Walk:
         self.kept[node.name] = _Kept(storages, notes)
 
     def _reshard(self, node: Node) -> None:
-        source, steps = self.values[node.uses[0]], self.parts.resharded.pairs[node.name].forward
+        source, steps = self.values[node.uses[0]], self._steps(node)
 
         def run(source: Storage) -> Storage:
             size = self._itemsize(node)
@@ -347,8 +365,7 @@ class _Walk:
             self.notes.watch([made], [source], lambda read: [run(*read)])
 
     def _crossing(self, members: Sequence[Node], *, back: bool = False) -> Crossing:
-        pairs = [self.parts.resharded.pairs[m.name] for m in members]
-        ways = [p.backward if back else p.forward for p in pairs]
+        ways = [self._steps(m, back=back) for m in members]
         mesh = self.parts.plan.mesh
         size = backward_itemsize(members[0]) if back else self._itemsize(members[0])
         return Crossing(self.heap, ways, mesh, self.rank, size, self.staged)
@@ -441,7 +458,7 @@ class _Walk:
             return [(node.uses[0], self._crossed(node, arrived[0], node.op != TO_HOST))]
         self.heap.on_host = node.name in self.on_host
         if node.op == RESHARD:
-            steps = self.parts.resharded.pairs[node.name].backward
+            steps = self._steps(node, back=True)
             mesh, size = self.parts.plan.mesh, backward_itemsize(node)
             return [(node.uses[0], moved(self.heap, arrived[0], steps, mesh, self.rank, size, self.staged))]
         if node.op == WAIT:

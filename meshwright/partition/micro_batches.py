@@ -11,14 +11,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.graph import DTYPES, RESHARD, Graph, Input, Node, Ref, prune, verify
 from meshwright.layout import TensorLayout
 from meshwright.ops.batch import by_micro_batch
 from meshwright.partition import Partition
-from meshwright.partition.interleave import Interleaved, interleaved
+from meshwright.partition.interleave import Interleaved, interleaved, shared
 from meshwright.partition.localize import SUM_OF_COUNTS
 from meshwright.partition.reshards import local_type, step_texts
 from meshwright.partition.time import early_values
@@ -85,6 +85,13 @@ def first_micro_batch(parts: Partition, rank: int) -> MicroBatches:
     cut = _Cut(parts, rank, parts.local(rank))
     rounds = tuple(Round((cut.terms(number),), cut.sums(number)) for number in range(cut.rounds))
     return MicroBatches(rounds, (cut.program(),), cut.late(), _carried(parts))
+
+
+def how_often(parts: Partition, programs: MicroBatches) -> Callable[[str], int]:
+    """Node of the first micro-batch's program → how often a step runs it: what copies share, once for all of them."""
+    time = parts.plan.mesh.time
+    once = shared(programs.programs[0], dict(programs.carried), time) if parts.copies > 1 else ()
+    return lambda name: parts.micro_batches // (parts.copies if name in once else 1)
 
 
 class _Cut:

@@ -9,7 +9,8 @@ the rank at the origin, which holds the largest blocks, in these conventions:
 - an operator that backward computes again costs its forward there once more;
 - a reshard costs its steps, forward and backward; one whose value is made again in backward costs forward twice;
 - a transfer to or from the host costs what it copies there and, of the gradient, back;
-- of micro-batches each costs what the first does, which is the largest; sums over them are sent once;
+- of micro-batches, and of copies that take turns, each costs what the first does, which is the largest; sums over
+  them are sent once, and what copies share is brought once for all of them;
 - gradients of parameters cost their share of full buckets (`cost/reduction.py`);
 - the update is priced parameter by parameter. Marks are free, inputs are there.
 """
@@ -34,7 +35,7 @@ from meshwright.ops.talk import Talk, kernel_talk
 from meshwright.partition import Partition
 from meshwright.partition.fusion import sizes
 from meshwright.partition.gradients import pending_gradients
-from meshwright.partition.micro_batches import MicroBatches, first_micro_batch
+from meshwright.partition.micro_batches import MicroBatches, first_micro_batch, how_often
 from meshwright.partition.remade import computed_again
 from meshwright.partition.reshards import backward_itemsize, parse_steps
 from meshwright.partition.updates import gathers, update_layout
@@ -108,7 +109,8 @@ def program_price(parts: Partition, cluster: Cluster, optimizer_states: int = 2)
     by_reshard = reshard_prices(parts, mesh, cluster)
     if programs is not None:
         by_node = {name: price.times(times) for name, price in by_node.items()}
-        by_reshard = {name: (times * f, times * b) for name, (f, b) in by_reshard.items()}
+        count = how_often(parts, programs)
+        by_reshard = {name: (count(name) * f, count(name) * b) for name, (f, b) in by_reshard.items()}
         by_reshard |= once_prices(programs, mesh, cluster)
     by_parameter = parameter_prices(parts, mesh, cluster, optimizer_states)
     nodes, reshards, parameters = by_node.values(), by_reshard.values(), by_parameter.values()

@@ -33,7 +33,7 @@ Build = Callable[[], Any]
 @dataclass(frozen=True)
 class Run:
     """A model on a mesh. `gathered`: parameters stored in parts, ``keep`` or ``again`` in backward; `level` of
-    optimizer parallel; `recompute` by a policy."""
+    optimizer parallel; `recompute` by a policy; `micro_batches`, each in `copies` that take turns."""
 
     build: Build
     mesh: Mapping[str, int] | None = None
@@ -42,6 +42,8 @@ class Run:
     level: int = 0
     offload: tuple[str, ...] = ()
     recompute: str | float = ""
+    micro_batches: int = 1
+    copies: int = 1
 
     def lowered(self) -> tuple[Any, Any, Partition]:
         """Captured program, batch, and what the ranks run."""
@@ -50,6 +52,7 @@ class Run:
         mode = "semi_auto" if self.pins else "data_parallel"
         asked: dict[str, Any] = {"optimizer_parallel": self.level, "threshold_kb": 0} if self.level else {}
         asked |= {"offload": self.offload, "recompute": self.recompute}
+        asked |= {"micro_batches": self.micro_batches, "interleave": self.copies}
         plan = stages.plan_captured(
             captured, Mesh.of(self.mesh or {}), mode, self.pins, techniques=techniques_from(asked)
         )
@@ -66,7 +69,7 @@ class Run:
 
         def make() -> Callable[[], torch.Tensor]:
             values, batch, parts = self.lowered()
-            mesh = parts.plan.mesh
+            mesh = parts.ranks
             comm = Counter(mesh) if mesh.size > 1 else Alone(mesh)
             # Detached, so that the step keeps parts of its own and the whole model can go.
             plain = {k: v.detach() for k, v in values.items()} if mesh.size > 1 else values
@@ -123,9 +126,19 @@ RUNS = {
     ),
     "gpt, half of it again": Run(small_gpt(layers=4), recompute=2.5e6),
     "resnet, what is cheap again": Run(hugging("resnet", batch=16), recompute="selective"),
+    "gpt in copies": Run(small_gpt(), {"tp": 2}, CUT, copies=2),
+    "gpt in micro-batches of copies": Run(
+        small_gpt(batch=16), {"dp": 2, "tp": 2}, CUT, micro_batches=2, copies=2
+    ),
 }
 MORE = {
     "gpt": Run(small_gpt()),
+    "gpt in three copies": Run(small_gpt(batch=12), {"tp": 2}, CUT, copies=3),
+    "gpt in copies, layers again": Run(
+        small_gpt(layers=4, dropout=0.1), {"dp": 2}, recompute="full", copies=2
+    ),
+    "gpt in copies, level 3": Run(small_gpt(), {"dp": 2}, level=3, copies=2),
+    "gpt in micro-batches": Run(small_gpt(), {"dp": 2, "tp": 2}, CUT, micro_batches=2),
     "gpt, gathered again": Run(small_gpt(batch=4), {"dp": 4}, gathered="again"),
     "llama, large vocabulary": Run(hugging("llama", vocabulary=8000)),
     "mlp": Run(functools.partial(mlp.build, batch=4096)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Multiset
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from meshwright.partition.tasks import step_tasks
 PINS = {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}, "head": {"n": "tp"}}
 
 
-def parts_of(count: int, mode: str = "sharding_propagation") -> Partition:
+def parts_of(count: int, mode: str = "sharding_propagation", **techniques: Any) -> Partition:
     model, batch, loss = gpt.build(gpt.GPTConfig(48, 24, 2, 4, 32), batch=32)
     plan = mw.plan(
         model,
@@ -29,6 +30,7 @@ def parts_of(count: int, mode: str = "sharding_propagation") -> Partition:
         mode=mode,
         pins=PINS if mode != "data_parallel" else None,
         micro_batches=count,
+        **techniques,
     )
     return lower(captured_of(model, batch, loss), plan)
 
@@ -42,13 +44,35 @@ def test_computing_takes_no_less_and_reductions_and_the_update_are_paid_once() -
     assert four.backward_communication > once.backward_communication  # latencies
 
 
-@pytest.mark.parametrize("mode", ("data_parallel", "sharding_propagation"))
-def test_the_timeline_sends_what_the_step_sends(mode: str) -> None:
-    parts = parts_of(4, mode)
+PARTED = {"optimizer_parallel": 3, "threshold_kb": 0}  # every use of a weight is a gather
+
+
+@pytest.mark.parametrize(
+    ("mode", "techniques"),
+    [
+        ("data_parallel", {}),
+        ("sharding_propagation", {}),
+        ("sharding_propagation", {"interleave": 2}),
+        ("data_parallel", {"interleave": 2, **PARTED}),
+    ],
+)
+def test_the_timeline_sends_what_the_step_sends(mode: str, techniques: dict[str, Any]) -> None:
+    parts = parts_of(4, mode, **techniques)
     tasks = [t for t in step_tasks(parts, Cluster.local(4)) if "collective" in t.about]
     found = Multiset(str(t.about["collective"]) for t in tasks if t.kind != "reduce")
     assert found == Multiset(c.kind for c in step_collectives(parts, 0))
-    assert any(t.kind == "reduce" for t in tasks)
+    assert any(t.kind == "reduce" for t in tasks) or techniques.items() >= PARTED.items()
+
+
+def test_copies_share_what_is_gathered() -> None:
+    cluster = Cluster.local(4)
+    two, four, together = (
+        program_price(parts_of(count, "data_parallel", **techniques, **PARTED), cluster)
+        for count, techniques in ((2, {}), (4, {}), (2, {"interleave": 2}))
+    )
+    assert together.forward_communication == pytest.approx(two.forward_communication)
+    assert together.backward_communication == pytest.approx(two.backward_communication)
+    assert together.compute == pytest.approx(four.compute)
 
 
 def test_gradients_are_reduced_after_the_last_micro_batch_has_begun() -> None:
