@@ -22,6 +22,7 @@ _PUBLIC = {
     "TrainStep": "meshwright.train",
     "on_host": "meshwright.annotate",
     "plan": "meshwright.compile",
+    "recompute": "meshwright.annotate",
     "reshard": "meshwright.annotate",
     "shard": "meshwright.annotate",
     "shutdown": "meshwright.train",

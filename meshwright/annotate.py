@@ -1,5 +1,5 @@
-"""Annotations in a model's own code: `mw.shard`, `mw.reshard`, `mw.on_host`, `mw.Layout`. On one device they do
-nothing.
+"""Annotations in a model's own code: `mw.shard`, `mw.reshard`, `mw.on_host`, `mw.recompute`, `mw.Layout`. On one
+device they do nothing.
 
 While the model is captured they leave marks at their inputs and outputs; the planner turns the marks into cuts.
 """
@@ -17,7 +17,9 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from meshwright.errors import StrategyError, did_you_mean
+from meshwright.errors import PlanError, StrategyError, did_you_mean
+from meshwright.graph import AGAIN_MARK
+from meshwright.techniques import RECOMPUTE
 
 Blocks = tuple[int, ...]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -198,6 +200,30 @@ def on_host(target: F) -> F:
     """
     name = f"mw.on_host of {getattr(target, '__name__', type(target).__name__)}"
     return _marked(target, name, mark="host")
+
+
+def recompute(target: F, enabled: bool = True, *, policy: str = "full") -> F:
+    """Compute a module or a function again in backward instead of keeping what it makes: ``mw.recompute(block)``.
+
+    What enters a call and what it returns is kept as ever. `policy`: ``"full"`` computes all between them again,
+    ``"selective"`` only what is cheap. ``mw.recompute(module, False)`` keeps what it makes though the module around it,
+    or the plan, says otherwise: the innermost annotation counts, and any before ``recompute=`` of the plan. A module is
+    returned itself, with its hooks; a function as a wrapper. Works in every mode; nothing happens without a plan.
+    Raises PlanError for a policy that there is not.
+    """
+    name = f"mw.recompute of {getattr(target, '__name__', type(target).__name__)}"
+    if not isinstance(enabled, bool):
+        raise PlanError(
+            f"{name} is given {enabled!r}", why="it is a switch", where=_caller(), hint='policy="selective"'
+        )
+    if policy not in RECOMPUTE:
+        raise PlanError(
+            f"{name} has the policy {policy!r}",
+            why="policies: " + ", ".join(map(repr, RECOMPUTE)),
+            where=_caller(),
+            hint=did_you_mean(str(policy), RECOMPUTE),
+        )
+    return _marked(target, name, mark=f"{AGAIN_MARK}{policy if enabled else ''}")
 
 
 def _marked(

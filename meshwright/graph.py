@@ -38,6 +38,9 @@ WAIT = "meshwright.wait"  # the end of one of them: the value in its new layout
 TO_HOST, TO_DEVICE = "meshwright.to_host", "meshwright.to_device"  # copies over the link to the host
 TRANSFERS = (TO_HOST, TO_DEVICE)
 MOVES = (RESHARD, *TRANSFERS)  # what the partition puts between operators
+AGAIN_MARK = (
+    "recompute:"  # a word for operators in a call of `mw.recompute`; a policy follows, or "end" for results
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +125,7 @@ class Input:
 @dataclass(frozen=True)
 class Node:
     """One operator. `op` is an overload name such as ``aten.linear.default``; `outputs` has a type per result. `marks`:
-    what the user asked of it beside cuts, ``host`` for one inside `mw.on_host`."""
+    what the user asked of it beside cuts, ``host`` for one inside `mw.on_host`, ``recompute:full`` and the like."""
 
     name: str
     op: str

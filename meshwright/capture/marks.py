@@ -1,4 +1,5 @@
-"""Words that annotations give to operators (`mw.on_host`): from marks at the tensors of a call to the nodes inside it.
+"""Words that annotations give to operators (`mw.on_host`, `mw.recompute`): from marks at the tensors of a call to the
+nodes inside it.
 
 The marks themselves go: they would stand between an operator and its readers, and between equal layers.
 """
@@ -9,12 +10,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 
-from meshwright.graph import PIN, Graph, Node
+from meshwright.graph import AGAIN_MARK, PIN, Graph, Node
 
 
 def settle_marks(graph: Graph) -> Graph:
     """The graph whose nodes carry the words of the calls they are in: those between a call's marked tensors and its
-    marked results, and what is made for them alone of parameters and constants (the cast of a table, a mask)."""
+    marked results, and what is made for them alone of parameters and constants (the cast of a table, a mask). Of
+    policies of recompute a node has that of the innermost call, and what makes a call's results is marked, too."""
     sites: dict[tuple[int, str], tuple[set[str], set[str]]] = {}
     marks: set[str] = set()
     for node, site, word, role in _marks(graph):
@@ -23,15 +25,24 @@ def settle_marks(graph: Graph) -> Graph:
     if not sites:
         return graph
     words: dict[str, set[str]] = {}
+    innermost: dict[str, tuple[int, int, str]] = {}  # node → size and number of a call, its policy
     given = _below(graph, {i.name for i in graph.input_of("batch")})
-    for (_, word), (starts, ends) in sites.items():
+    for (site, word), (starts, ends) in sites.items():
         inside = (_below(graph, starts) & _above(graph, ends)) - starts
         for node in reversed(graph.nodes):
             users = [c.name for v in node.values for c, _ in graph.consumers[v]]
             if users and inside.issuperset(users) and node.name not in given and node.op != PIN:
                 inside.add(node.name)
+        if word.startswith(AGAIN_MARK):
+            mine = (len(inside), -site, word)
+            innermost.update({n: min(mine, innermost.get(n, mine)) for n in inside})
+            for name in _makers(graph, ends) & inside:
+                words.setdefault(name, set()).add(f"{AGAIN_MARK}end")
+            continue
         for name in inside:
             words.setdefault(name, set()).add(word)
+    for name, (_, _, word) in innermost.items():
+        words.setdefault(name, set()).add(word)
     became: dict[str, str] = {}
     nodes: list[Node] = []
     for node in graph.nodes:
@@ -53,6 +64,17 @@ def _marks(graph: Graph) -> Iterator[tuple[Node, int, str, str]]:
     for node in graph.nodes:
         if node.op == PIN and "mark" in (data := json.loads(node.args[1])):
             yield node, data["site"], data["mark"], data["role"]
+
+
+def _makers(graph: Graph, marks: set[str]) -> set[str]:
+    """The operators that make what some marks stand at, other marks left out."""
+    found: set[str] = set()
+    for node in reversed(graph.nodes):
+        if node.name in marks and node.uses[0] in graph.producers:
+            maker = graph.producers[node.uses[0]]
+            marks = marks | {maker.name} if maker.op == PIN else marks
+            found.add(maker.name)
+    return found
 
 
 def _below(graph: Graph, start: set[str]) -> set[str]:

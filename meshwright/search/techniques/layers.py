@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from meshwright.cost.operators import PIECES, REPEATS, VIEWS
 from meshwright.cost.saved import saved
-from meshwright.graph import Graph, Node
+from meshwright.graph import AGAIN_MARK, PIN, Graph, Node
 from meshwright.techniques import matches
 
+END = f"{AGAIN_MARK}end"
 LEAST = 3  # operators in a layer that is worth its name
 
 
@@ -42,6 +43,25 @@ def layers_of(graph: Graph) -> tuple[Layer, ...]:
 def matched_layers(graph: Graph, pattern: str) -> tuple[Layer, ...]:
     """A layer for each module that a pattern names."""
     return grouped(graph, lambda n: _matched(n.module, pattern), least=1)
+
+
+def marked_layers(graph: Graph) -> Mapping[str, Layer]:
+    """Policy of `mw.recompute` in the model → its operators, as one layer that gives what its calls return."""
+    found: dict[str, Layer] = {}
+    for word in sorted({m for n in graph.nodes for m in n.marks if m.startswith(AGAIN_MARK) and m != END}):
+        nodes = tuple(n for n in graph.nodes if word in n.marks)
+        results = {v for n in nodes if END in n.marks for v in n.values}
+        ends = _ends(graph, nodes) | results | {root_of(graph, v) for v in results}
+        found[word.removeprefix(AGAIN_MARK)] = Layer(word, nodes, ends)
+    return found
+
+
+def without(graph: Graph, layer: Layer, taken: set[str]) -> Layer:
+    """A layer without operators that have a policy already; what these read of it, it gives them."""
+    nodes = tuple(n for n in layer.nodes if n.name not in taken)
+    read = {u for n in layer.nodes if n.name in taken for u in n.uses}
+    roots = {root_of(graph, u) for u in read}
+    return replace(layer, nodes=nodes, ends=layer.ends | read | roots)
 
 
 def grouped(graph: Graph, name_of: Callable[[Node], str], least: int = LEAST) -> tuple[Layer, ...]:
@@ -89,12 +109,21 @@ def _ends(graph: Graph, nodes: Sequence[Node]) -> frozenset[str]:
     found: set[str] = set()
     for node in nodes:
         for value in node.values:
-            if value in given or any(c.name not in inside for c, _ in graph.consumers[value]):
+            if value in given or any(c.name not in inside for c in _readers(graph, value)):
                 found.add(value)
                 while value in graph.producers and graph.producers[value].op in SHARING:
                     value = graph.producers[value].uses[0]
                     found.add(value)
     return frozenset(found)
+
+
+def _readers(graph: Graph, value: str) -> Iterator[Node]:
+    """The operators that read a value, also through the marks of annotations."""
+    for node, _ in graph.consumers[value]:
+        if node.op == PIN:
+            yield from _readers(graph, node.name)
+        else:
+            yield node
 
 
 def _listed(module: str, level: int) -> str:

@@ -4,7 +4,8 @@
 (norms, activations, the core of attention, masks of dropout, casts, anything pointwise) where all that it is made from
 is kept anyway, so that memory falls by what is computed again; products are kept (Korthikanti et al., *Reducing
 Activation Recomputation in Large Transformer Models*, 2022, section 5, for the core of attention). Patterns give
-modules a policy each; the first that matches counts. A number is a budget of kept bytes (`budget.py`).
+modules a policy each; the first that matches counts. What the model says of itself (`mw.recompute`) counts before. A
+number is a budget of kept bytes (`budget.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from meshwright.errors import PlanError, did_you_mean
 from meshwright.graph import Graph, Node
 from meshwright.plan import Plan
 from meshwright.search.techniques.budget import Weight, solve
-from meshwright.search.techniques.layers import Layer, layers_of, matched_layers, root_of
+from meshwright.search.techniques.layers import (
+    Layer,
+    layers_of,
+    marked_layers,
+    matched_layers,
+    root_of,
+    without,
+)
 
 DEAR = PRODUCTS | CONVOLUTIONS | {"transformers.grouped_mm_fallback.default"}
 
@@ -37,22 +45,35 @@ def recompute(graph: Graph, plan: Plan, weigh: Callable[[Graph, Plan], Weight]) 
             'offload="activations": activations are not kept in the host\'s memory',
             hint='recompute="full" frees more, at the price of a second forward pass',
         )
-    again: set[str] = set()
+    marked = marked_layers(graph)
+    taken = {n.name for layer in marked.values() for n in layer.nodes}
+    again = full([marked["full"]]) if "full" in marked else set()
+    again |= selective(graph, [marked["selective"]]) if "selective" in marked else set()
     match asked:
-        case "full":
-            again = full(layers_of(graph))
-        case "selective":
-            again = selective(graph, layers_of(graph))
+        case "":
+            pass
         case tuple():
-            again = by_pattern(graph, asked)
-        case int() | float():
-            return within(float(asked), graph, plan, weigh)
+            again |= by_pattern(graph, asked, taken)
+        case _:
+            layers = [without(graph, layer, taken) for layer in layers_of(graph)]
+            match asked:
+                case "full":
+                    again |= full(layers)
+                case "selective":
+                    again |= selective(graph, layers)
+                case _:
+                    return within(float(asked), graph, _with(plan, again), layers, weigh)
     return _with(plan, again)
 
 
-def within(budget: float, graph: Graph, plan: Plan, weigh: Callable[[Graph, Plan], Weight]) -> Plan:
+def within(
+    budget: float,
+    graph: Graph,
+    plan: Plan,
+    layers: Sequence[Layer],
+    weigh: Callable[[Graph, Plan], Weight],
+) -> Plan:
     """The plan whose layers have the cheapest policies that keep no more than a budget."""
-    layers = layers_of(graph)
 
     def again(chosen: Sequence[str]) -> set[str]:
         mine = {
@@ -95,9 +116,10 @@ def selective(graph: Graph, layers: Sequence[Layer]) -> set[str]:
     return again
 
 
-def by_pattern(graph: Graph, asked: Iterable[tuple[str, str]]) -> set[str]:
-    """The values that policies of module patterns name; the first pattern that matches an operator counts."""
-    taken: set[str] = set()
+def by_pattern(graph: Graph, asked: Iterable[tuple[str, str]], taken: set[str]) -> set[str]:
+    """The values that policies of module patterns name; the first pattern that matches an operator counts, and none for
+    those that are `taken`."""
+    taken = set(taken)
     again: set[str] = set()
     modules = sorted({p for n in graph.nodes for p in _around(n)})
     for pattern, policy in asked:
@@ -108,7 +130,7 @@ def by_pattern(graph: Graph, asked: Iterable[tuple[str, str]]) -> set[str]:
                 why=f"{len(modules)} modules have operators",
                 hint=did_you_mean(pattern, modules),
             )
-        free = [_without(graph, layer, taken) for layer in layers]
+        free = [without(graph, layer, taken) for layer in layers]
         taken.update(n.name for layer in layers for n in layer.nodes)
         if policy:
             again |= full(free) if policy == "full" else selective(graph, free)
@@ -119,11 +141,3 @@ def _around(node: Node) -> Iterable[str]:
     """A node's module and those around it."""
     parts = node.module.split(".") if node.module else []
     return (".".join(parts[: k + 1]) for k in range(len(parts)))
-
-
-def _without(graph: Graph, layer: Layer, taken: set[str]) -> Layer:
-    """A layer without the operators that an earlier pattern has; what these read of it, it gives them."""
-    nodes = tuple(n for n in layer.nodes if n.name not in taken)
-    read = {u for n in layer.nodes if n.name in taken for u in n.uses}
-    roots = {root_of(graph, u) for u in read}
-    return replace(layer, nodes=nodes, ends=layer.ends | read | roots)
