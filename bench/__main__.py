@@ -5,6 +5,7 @@ python -m bench dp tp zero1 zero3 one steps against the same scheme by hand
 python -m bench collectives           gloo on this machine
 python -m bench search [--markdown]   how long planning takes, and how good recursion is
 python -m bench techniques            what each technique costs and saves, and what was predicted
+python -m bench interleave            copies that take turns on a slow link; has options of its own: --help
 python -m bench predict               predicted against measured steps; has options of its own: --help
 """
 
@@ -37,6 +38,11 @@ def main() -> None:
         from bench.predict import main as predict
 
         predict(sys.argv[2:])
+        return
+    if sys.argv[1:2] == ["interleave"]:
+        from bench.interleave import main as interleave
+
+        interleave(sys.argv[2:])
         return
     if sys.argv[1:2] == ["techniques"]:
         techniques.main(sys.argv[2:])

@@ -1,7 +1,7 @@
 """A step on a slow link, with and without copies that take turns: one rank of two, whose partner's answers are its own
 and come late.
 
-    python -m bench.interleave [--seconds SECONDS] [--rounds N]
+    python -m bench interleave [--seconds SECONDS] [--rounds N]
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def step(copies: int, seconds: float) -> LocalStep:
     return LocalStep(parts, Rank(comm, torch.device("cpu")), values_of(model, captured), None)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print the medians of steps in turn."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -79,7 +79,7 @@ def main() -> None:
         "--seconds", type=float, default=0.004, help="of a sum of the whole batch's activations"
     )
     parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     _, batch, _ = gpt.build(CONFIG, batch=BATCH)
     given = dict(leaves(batch))
     cases = {(copies, link): step(copies, link) for copies in (1, 2) for link in (options.seconds, 0.0)}

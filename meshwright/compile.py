@@ -22,6 +22,7 @@ from meshwright.mesh import Mesh
 from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
 from meshwright.partition.judged import Judge, claims_of
+from meshwright.partition.micro_batches import nothing_to_hide
 from meshwright.partition.weighed import weighed
 from meshwright.plan import Plan
 from meshwright.report.plan_table import plan_text
@@ -140,8 +141,11 @@ def plan_captured(
     made = make_plan(captured.graph, chosen, mode, pins, captured.folding, request)
     cluster = request.cluster if request is not None else None
     made = apply(captured.graph, made, techniques, functools.partial(weighed, cluster=cluster))
-    if request is None and techniques.pieces > 1:
-        partition(captured.graph, made, keeps=saved)  # what cannot be cut in time is refused here already
+    if techniques.pieces > 1:
+        parts = partition(
+            captured.graph, made, keeps=saved
+        )  # what cannot be cut in time is refused here already
+        made = made.with_notes(*nothing_to_hide(parts))
     if request is not None and (techniques.asked() or not made.claims):
         # A search's claims are of its own plan, without what was asked for beside it.
         parts = partition(captured.graph, made, keeps=saved)

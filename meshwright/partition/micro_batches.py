@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwright.graph import DTYPES, RESHARD, Graph, Input, Node, Ref, prune, verify
+from meshwright.graph import DTYPES, RESHARD, START, Graph, Input, Node, Ref, prune, verify
 from meshwright.layout import TensorLayout
 from meshwright.ops.batch import by_micro_batch
 from meshwright.partition import Partition
@@ -23,7 +23,7 @@ from meshwright.partition.localize import SUM_OF_COUNTS
 from meshwright.partition.reshards import local_type, step_texts
 from meshwright.partition.time import early_values
 from meshwright.redistribute import TWO_CORE_GLOO, redistribute
-from meshwright.redistribute.steps import COLLECTIVES
+from meshwright.redistribute.steps import COLLECTIVES, origin
 
 SUM = "boundary"  # the role of an input that another of these programs has made
 
@@ -71,6 +71,19 @@ def first_program(parts: Partition, rank: int) -> Interleaved:
     the first micro-batch."""
     cut = [_Cut(parts, number, parts.local(number)) for number in parts.of_rank(rank)[: parts.copies]]
     return _merged(parts, [c.program() for c in cut], cut[0].late())
+
+
+def nothing_to_hide(parts: Partition) -> tuple[str, ...]:
+    """A note where copies take turns and none of them sends anything that the others' computing could hide."""
+    if parts.copies == 1:
+        return ()
+    program = first_program(parts, parts.plan.mesh.rank(origin(parts.plan.mesh)))
+    if any(node.op == START and node.name in program.copy_of for node in program.graph.nodes):
+        return ()
+    return (
+        f"interleave={parts.copies} has nothing to hide: no operator sends activations under this plan, so the copies "
+        "only make operators smaller",
+    )
 
 
 def _merged(parts: Partition, copies: Sequence[Graph], late: Graph) -> Interleaved:

@@ -171,3 +171,11 @@ def test_the_timeline_hides_what_is_sent_between_operators() -> None:
     assert alone.hidden_seconds == 0.0 < alone.exposed_seconds
     assert together.exposed_seconds < 0.4 * alone.exposed_seconds
     assert together.step_seconds < alone.step_seconds
+
+
+@pytest.mark.parametrize(("mode", "said"), [("data_parallel", True), ("sharding_propagation", False)])
+def test_a_plan_in_which_no_operator_sends_says_that_nothing_is_hidden(mode: str, said: bool) -> None:
+    model, batch, loss = built("gpt")
+    pins = PINS["gpt"] if mode == "sharding_propagation" else None
+    plan = mw.plan(model, batch, loss=loss, mesh={"tp": 2}, mode=mode, pins=pins, interleave=2)
+    assert any("interleave=2 has nothing to hide" in note for note in plan.notes) == said
