@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from dataclasses import asdict, dataclass, replace
@@ -11,6 +12,7 @@ import typer
 
 from meshwright.cli.options import BatchOption, JsonOption, PlanArgument, SequenceOption
 from meshwright.errors import ClusterError, MeshwrightError, PlanError, did_you_mean
+from meshwright.techniques import techniques_from
 
 if TYPE_CHECKING:
     from meshwright.capture import Captured
@@ -23,10 +25,18 @@ if TYPE_CHECKING:
 KEYS = {
     "batch": "rows of the batch",
     "seq": "tokens of a row",
-    "recompute": "full or none",
-    "optimizer_parallel": "0 to 3",
     "ranks": "plan again, in the same mode, for so many ranks",
+    "optimizer_parallel": "0 to 3",
+    "shard_size": "ranks among which it splits",
+    "threshold_kb": "KiB below which a parameter stays whole",
+    "micro_batches": "pieces of the batch",
+    "interleave": "copies of the batch that take turns",
+    "recompute": "full, selective, none, or bytes of kept activations",
+    "fusion": "auto, bytes of a bucket, or 0",
+    "offload": "optimizer, or none",
+    "reduce_dtype": "in which gradients are added up: f32, bf16, f16, f64",
 }
+SHAPES = ("batch", "seq", "ranks")
 Changes = dict[str, str]
 
 
@@ -41,8 +51,8 @@ def estimate(
         typer.Option(
             "--what-if",
             metavar="CHANGES",
-            help="batch=…, seq=…, recompute=full, optimizer_parallel=0…3, ranks=…; those of one option together. "
-            "May be repeated.",
+            help="batch=…, seq=…, ranks=…, or a technique as mw.plan takes it: optimizer_parallel=0…3, "
+            "micro_batches=…, recompute=full, fusion=…; those of one option together. May be repeated.",
         ),
     ] = None,
     batch: BatchOption = None,
@@ -98,13 +108,27 @@ def parsed(text: str) -> Changes:
                 why="; ".join(f"{k}: {v}" for k, v in KEYS.items()),
                 hint=did_you_mean(key, KEYS) if key not in KEYS else f"{key}=…",
             )
-        if key == "recompute":
-            if value not in ("full", "none"):
-                raise PlanError(f"recompute={value!r} is not known", hint="recompute=full or recompute=none")
-        elif not value.isdigit() or (int(value) < 1 and key != "optimizer_parallel"):
+        if key in SHAPES and (not value.isdigit() or int(value) < 1):
             raise PlanError(f"{key}={value!r} is not a number that {key} can be", hint=f"{key}: {KEYS[key]}")
         found[key] = value
+    techniques_from(options(found))
     return found
+
+
+def options(changes: Changes) -> dict[str, Any]:
+    """The techniques among changes, as `mw.plan` takes them."""
+    return {key: _option(key, value) for key, value in changes.items() if key not in SHAPES}
+
+
+def _option(key: str, value: str) -> Any:
+    if key in ("recompute", "offload") and value == "none":
+        return "" if key == "recompute" else ()
+    if value.isdigit():
+        return int(value)
+    try:
+        return float(value)
+    except ValueError:
+        return value
 
 
 # ---------------------------------------------------------------- answers
@@ -126,9 +150,9 @@ class Base:
 def answer(base: Base, changes: Changes) -> tuple[Estimate, str, float]:
     """The estimate under some changes, a remark, and the seconds that went into capturing. Raises PlanError."""
     from meshwright.cli.opened import cut
+    from meshwright.partition.weighed import weighed
     from meshwright.report.estimate import estimate as estimated
-    from meshwright.report.estimate import recomputed
-    from meshwright.report.whatif import stored
+    from meshwright.report.whatif import changed
 
     plan, opened, captured, cluster = base.plan, base.opened, base.captured, base.cluster
     remarks, capturing = [], 0.0
@@ -142,14 +166,12 @@ def answer(base: Base, changes: Changes) -> tuple[Estimate, str, float]:
         cluster = resized(cluster, int(changes["ranks"]))
         plan = _planned_again(base, opened, cluster)
         remarks.append(f"planned again by {plan.mode}")
-    if "optimizer_parallel" in changes:
-        plan, remark = stored(plan, captured.graph, _factors(captured), int(changes["optimizer_parallel"]))
+    asked = options(changes)
+    if asked:
+        weigh = functools.partial(weighed, cluster=cluster)
+        plan, remark = changed(plan, captured.graph, _factors(captured), asked, weigh)
         remarks += [remark] if remark else []
-    parts = cut(captured, plan, cluster)
-    found = estimated(parts, cluster, base.optimizer_states)
-    if changes.get("recompute") == "full":
-        found = recomputed(found, parts, captured.folding, cluster)
-        remarks.append("recompute is estimated from what layers keep")
+    found = estimated(cut(captured, plan, cluster), cluster, base.optimizer_states)
     return found, "; ".join(remarks), capturing
 
 
@@ -210,6 +232,7 @@ def _planned_again(base: Base, opened: Opened, cluster: Cluster) -> Plan:
         pins=dict(base.plan.pins) or None,
         cluster=cluster,
         optimizer_states=base.optimizer_states,
+        **base.plan.techniques.asked(),
     )
 
 

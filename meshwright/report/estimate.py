@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.blocks import Folding
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.operators import VIEWS
-from meshwright.cost.saved import saved
-from meshwright.errors import PlanError
-from meshwright.graph import Graph
 from meshwright.partition import Partition
 from meshwright.partition.judged import peak_on
 from meshwright.partition.price import program_price
 from meshwright.partition.tasks import simulate
-from meshwright.redistribute.steps import origin
 from meshwright.report.diff import short
 from meshwright.report.quantities import show_bytes, show_change, show_seconds
 
@@ -77,78 +70,6 @@ def instant_words(parts: Partition, instant: str) -> str:
     op, module = parts.plan.about.get(name, ("", ""))
     where = module or (short(op) if op else node)
     return f"{where}{comma}{phase}"
-
-
-def recomputed(now: Estimate, parts: Partition, folding: Folding, cluster: Cluster) -> Estimate:
-    """About what full recomputation of every layer would give: each layer keeps its inputs, and runs forward again in
-    backward (Chen et al. 2016, "Training deep nets with sublinear memory cost"). Raises PlanError without layers."""
-    blocks = [b for b in folding.blocks if b.repeats > 1]
-    if not blocks:
-        raise PlanError("recompute=full has no layers to work on", why="no block of the model repeats")
-    names = [list(parts.factors.sites)[b.start : b.stop] for b in blocks]
-    price = program_price(parts, cluster)
-    again = math.fsum(
-        price.by_node[n].forward_seconds + price.by_node[n].forward_talk_seconds for ns in names for n in ns
-    )
-    sent = math.fsum(seconds[0] for n, seconds in price.by_reshard.items() if _inside(parts, n, names))
-    mesh = parts.plan.mesh
-    local = parts.local(mesh.rank(origin(mesh)))
-    kept = kept_bytes(local)
-    total = sum(kept.values())
-    inner = 0.0
-    for block, ns in zip(blocks, names, strict=True):
-        mine = sum(kept.get(n, 0) for n in ns)
-        inner += mine - mine / block.repeats - block.repeats * entering_bytes(local, ns[: block.length])
-    saved_now = now.memory.get("saved", 0.0)
-    less = max(0.0, min(saved_now, saved_now * inner / total if total else 0.0))
-    return replace(
-        now,
-        step_seconds=now.step_seconds + again + sent,
-        parts={
-            **now.parts,
-            "compute": now.parts["compute"] + again,
-            "sent forward": now.parts["sent forward"] + sent,
-        },
-        peak_bytes=now.peak_bytes - less,
-        memory={**now.memory, "saved": saved_now - less},
-    )
-
-
-def _inside(parts: Partition, reshard: str, blocks: Sequence[Sequence[str]]) -> bool:
-    consumers = parts.resharded.graph.consumers[reshard]
-    return any(c.name in set(names) for names in blocks for c, _ in consumers)
-
-
-def kept_bytes(local: Graph) -> dict[str, int]:
-    """Bytes that autograd keeps until backward, by the operator that first keeps them; a view is its base."""
-    base: dict[str, str] = {}
-    seen = {i.name for i in local.inputs}
-    found: dict[str, int] = {}
-    for node in local.nodes:
-        if node.op in VIEWS and node.uses:
-            base.update(dict.fromkeys(node.values, base.get(node.uses[0], node.uses[0])))
-        kept = saved(node, local.types, [u in local.needs_grad for u in node.uses])
-        size = kept.extra_bytes
-        for value in (*(node.uses[p] for p in kept.inputs), *(node.values[o] for o in kept.outputs)):
-            root = base.get(value, value)
-            if root not in seen:
-                seen.add(root)
-                size += local.types[root].size_bytes
-        if size:
-            found[node.name] = size
-    return found
-
-
-def entering_bytes(local: Graph, names: Sequence[str]) -> int:
-    """Bytes of the activations that a stretch of the program takes from before it."""
-    numbers = {n.name: number for number, n in enumerate(local.nodes)}
-    places = [numbers[n] for n in names if n in numbers]
-    first, last = min(places), max(places)
-    before = {v for n in local.nodes[:first] for v in n.values}
-    taken = {
-        u for n in local.nodes[first : last + 1] for u in n.uses if u in before and u in local.needs_grad
-    }
-    return sum(local.types[u].size_bytes for u in taken)
 
 
 # ---------------------------------------------------------------- picture

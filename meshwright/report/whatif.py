@@ -1,12 +1,13 @@
-"""One thing changed in a plan: another shape, another storage of parameters.
+"""One thing changed in a plan: another shape, other techniques.
 
 Each returns a plan that is priced as any other; what cannot be changed raises PlanError that says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.graph import Graph
@@ -26,14 +27,8 @@ from meshwright.ops.strategy import Strategy
 from meshwright.plan import Plan, fingerprint
 from meshwright.search.finish import input_layouts
 from meshwright.search.options import Scene
-
-LEVELS = {
-    0: "every rank keeps all optimizer states of its parameters",
-    1: "optimizer states are split over the ranks that hold the same parameter",
-    2: "their gradients too",
-    3: "the parameters too, gathered again in backward",
-}
-
+from meshwright.search.techniques import Weigh, apply
+from meshwright.techniques import techniques_from
 
 # ---------------------------------------------------------------- another shape
 
@@ -110,60 +105,40 @@ def _dim(new: Dim, old: Dim, mesh: Mesh, where: str) -> Dim:
     return map_leaves(new, put)
 
 
-# ---------------------------------------------------------------- another storage
+# ---------------------------------------------------------------- other techniques
+
+STORAGE = frozenset(("optimizer_parallel", "shard_size", "threshold_kb", "keep_whole"))
 
 
-def stored(plan: Plan, graph: Graph, factors: Factors, level: int) -> tuple[Plan, str]:
-    """The plan with parameters stored by a level of optimizer parallel (0 to 3), and a remark.
+def changed(
+    plan: Plan, graph: Graph, factors: Factors, changes: Mapping[str, Any], weigh: Weigh
+) -> tuple[Plan, str]:
+    """The plan with options of its techniques changed, as `mw.plan` takes them, and what their passes remark.
 
-    Split storage takes the axes on which a parameter's gradient is a sum (they hold the same parameter), as the minor
-    axes of the first of its sub-dims that divides, else of the first that has room; a parameter without room stays.
+    What a changed technique had put into the plan is taken out first: a storage that a search has cut too. Raises
+    PlanError for what cannot be.
     """
-    if level not in LEVELS:
-        raise PlanError(
-            f"optimizer_parallel={level} is no level", hint="; ".join(f"{k}: {v}" for k, v in LEVELS.items())
-        )
-    plan = plan.unfolded(graph)
+    asked = techniques_from({**plan.techniques.asked(), **changes})
+    before = replace(plan.unfolded(graph), claims={}, nexts={}, notes=())
+    if STORAGE & set(changes):
+        before = stored_as_used(before, graph, factors)
+    if "recompute" in changes:
+        before = replace(before, keeps={})
+    found = apply(graph, before, asked, weigh)
+    return replace(found, notes=plan.notes), "; ".join(found.notes)
+
+
+def stored_as_used(plan: Plan, graph: Graph, factors: Factors) -> Plan:
+    """The plan with every trained parameter stored and updated in the layout in which it is used."""
     inputs, hubs = dict(plan.inputs), dict(plan.hubs)
     again = set(plan.again)
     used = input_layouts(Scene(graph, factors, plan.mesh), plan.strategies)
-    full = 0
-    trained = [i for i in graph.input_of("parameter") if i.needs_grad]
-    for entry in trained:
-        use = hubs.pop(entry.name, used[entry.name])
-        again.discard(entry.name)
-        inputs[entry.name] = use
-        axes = plan.mesh.sort(a for a in use.grad if plan.mesh.sizes[a] > 1)
-        cut = _stored(use, axes, plan.mesh) if level and axes else None
-        if cut is not None:
-            inputs[entry.name], hubs[entry.name] = cut, use
-            if level == 3:
-                again.add(entry.name)
-        full += cut is None
-    remark = ""
-    if level == 1:
-        remark = "as 2: a gradient is reduced straight to the part that is stored"
-    elif level and full:
-        remark = f"{full} of {len(trained)} parameters have no dim to split and stay"
-    return replace(plan, inputs=inputs, hubs=hubs, again=frozenset(again), claims={}, nexts={}), remark
+    for entry in graph.input_of("parameter"):
+        hub = hubs.get(entry.name)
+        if entry.needs_grad and (hub is None or not hub.pending):
+            inputs[entry.name] = hubs.pop(entry.name, used[entry.name])
+            again.discard(entry.name)
+    return replace(plan, inputs=inputs, hubs=hubs, again=frozenset(again), states={})
 
 
-def _stored(use: TensorLayout, axes: Iterable[str], mesh: Mesh) -> TensorLayout | None:
-    """A layout with more axes as the minor ones of one sub-dim, its gradient reduced on them."""
-    axes = tuple(axes)
-    rooms: list[tuple[bool, int, int]] = []  # (leaves a rest, dim, leaf)
-    for d, dim in enumerate(use.dims):
-        for number, leaf in enumerate(leaves(dim)):
-            ranks = mesh.count((*leaf.axes, *axes))
-            if leaf.size >= ranks:
-                rooms.append((leaf.size % ranks != 0, d, number))
-    if not rooms:
-        return None
-    _, at, place = min(rooms)
-    count = iter(range(1 << 30))
-
-    def put(leaf: SubDim) -> SubDim:
-        return SubDim(leaf.size, (*leaf.axes, *axes)) if next(count) == place else leaf
-
-    dims = tuple(map_leaves(dim, put) if d == at else dim for d, dim in enumerate(use.dims))
-    return TensorLayout(dims, use.pending, tuple(a for a in use.grad if a not in axes))
+__all__ = ["changed", "stored_as_used", "transferred"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from meshwright.compile import captured_of, plan
 from meshwright.examples import gpt
 from meshwright.ops.analysis import factors_of
+from meshwright.partition.weighed import weighed
 from meshwright.plan import Plan
-from meshwright.report.whatif import stored, transferred
+from meshwright.report.whatif import changed, transferred
 
 CONFIG = gpt.GPTConfig(vocabulary=96, width=48, layers=4, heads=4, sequence=24)
 
@@ -32,7 +33,8 @@ def test_a_file_of_folded_layers_takes_another_storage():
     made = plan(model, batch, loss=loss, mesh={"dp": 2}, mode="data_parallel")
     graph = captured_of(model, batch, loss).graph
     loaded = Plan.from_json(made.to_json())
-    cut, _ = stored(loaded, graph, factors_of(graph), 3)
+    asked = {"optimizer_parallel": 3, "threshold_kb": 0}
+    cut, _ = changed(loaded, graph, factors_of(graph), asked, weighed)
     named = [i for i in graph.input_of("parameter") if i.target.endswith("up.weight")]
     assert len(named) == 4
     assert all(i.name in cut.again and str(cut.inputs[i.name]) == "[192/dp, 48]" for i in named)

@@ -33,4 +33,4 @@ def apply(graph: Graph, plan: Plan, techniques: Techniques, weigh: Weigh) -> Pla
     return plan
 
 
-__all__ = ["apply", "passes"]
+__all__ = ["Weigh", "apply", "passes"]
