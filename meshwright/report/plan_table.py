@@ -19,7 +19,7 @@ from io import StringIO
 from rich.console import Console, Group
 from rich.text import Text
 
-from meshwright.graph import DTYPES, MOVES, PIN, TO_HOST, TRANSFERS, Node
+from meshwright.graph import DTYPES, MOVES, PIN, RESHARD, ROLES, TO_HOST, TRANSFERS, Node
 from meshwright.layout import TensorLayout, dim_axes, normalize, without_axes
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
@@ -38,6 +38,7 @@ SHORT = {
 }
 TRAFFIC = ("forward", "backward", "gradients", "updated weights")
 LONG = 30  # characters of a module's name that a table of 100 columns has room for
+_SIZE = re.compile(r" [\d.]+ \w?B\b")
 LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")  # the number of a layer in a module's path
 
 
@@ -76,11 +77,16 @@ def rows(parts: Partition, *, every: bool = False) -> list[Row]:
         if node.op in MOVES:
             moved.setdefault(next(iter(_sources(parts, node))), []).append(node)
     found: list[Row] = []
+    gathered: dict[tuple[str, str], list[Node]] = {}  # what is sent, without its bytes → the reshards
     for entry in graph.inputs:
-        forward, backward = _moves(parts, moved.get(entry.name, ()))
-        if forward or backward:
+        reshards = moved.get(entry.name, ())
+        forward, backward = _moves(parts, reshards)
+        if entry.role == "parameter" and len(reshards) == 1 and not every and reshards[0].op == RESHARD:
+            gathered.setdefault((_SIZE.sub("", forward), _SIZE.sub("", backward)), []).extend(reshards)
+        elif forward or backward:
             own = _layout_text(parts.resharded.layouts[entry.name], mesh)
             found.append(Row(entry.target, 1, entry.role, "", own, forward, backward))
+    found += [_gathered(parts, reshards) for (forward, _), reshards in gathered.items() if forward]
     inside = _inside(parts)
     for node in graph.nodes:
         if node.op in MOVES or node.op == PIN:
@@ -209,6 +215,22 @@ def _moves(parts: Partition, reshards: Sequence[Node]) -> tuple[str, str]:
     return ", ".join(halves[0]), ", ".join(halves[1])
 
 
+def _gathered(parts: Partition, reshards: Sequence[Node]) -> Row:
+    """The line of parameters that are brought to their use in one way: their operators' lines say how they are cut."""
+    mesh, sums = parts.plan.mesh, ({}, {})
+    for node in reshards:
+        pair, itemsize = parts.resharded.pairs[node.name], DTYPES[node.outputs[0].dtype]
+        for steps, total in zip(
+            (pair.forward, pair.backward if any(node.needs_grad) else ()), sums, strict=True
+        ):
+            for step in steps:
+                if step.kind not in LOCAL:
+                    what = _SIZE.sub("", describe(step, mesh, itemsize))
+                    total[what] = total.get(what, 0.0) + wire_bytes(step, mesh, itemsize)
+    texts = (", ".join(f"{what} {show_bytes(size)}" for what, size in total.items()) for total in sums)
+    return Row("(weights stored in parts)", len(reshards), "parameter", "", "", *texts)
+
+
 def _layout_text(layout: TensorLayout, mesh: Mesh) -> str:
     """The dims of a layout with the user's names: ``[(3 256/tp), 256]``."""
     shown = normalize(TensorLayout(tuple(without_axes(d, mesh.time) for d in layout.dims)), mesh)
@@ -273,7 +295,7 @@ def long_prefix(modules: Iterable[str]) -> str:
 
 def summary(parts: Partition, *, every: bool = False) -> list[str]:
     """What the table leaves out, as sentences: operators that follow, parameters of a rank, bytes it sends."""
-    shown = sum(r.count for r in rows(parts, every=every))
+    shown = sum(r.count for r in rows(parts, every=every) if r.operator not in ROLES)
     others = sum(n.op not in MOVES for n in parts.resharded.graph.nodes) - shown
     whole, mine = parameter_bytes(parts)
     prefix = long_prefix(r.module for r in rows(parts, every=every))

@@ -102,9 +102,8 @@ class Log(Counter):
     def all_gather_start(self, x_n: torch.Tensor, axes: Any) -> Work:
         return self._logged("gather", super().all_gather_start(x_n, axes))
 
-    def all_reduce_start(self, x: torch.Tensor, axes: Any) -> Work:
-        work = super().all_reduce_start(x, axes)
-        return self._logged("sum", work) if x.numel() > 1 else work  # one element is the loss
+    def reduce_scatter_start(self, x_mn: torch.Tensor, axes: Any) -> Work:
+        return self._logged("sum", super().reduce_scatter_start(x_mn, axes))
 
 
 class _Logged:
