@@ -6,6 +6,7 @@ python -m bench collectives           gloo on this machine
 python -m bench search [--markdown]   how long planning takes, and how good recursion is
 python -m bench techniques            what each technique costs and saves, and what was predicted
 python -m bench interleave            copies that take turns on a slow link; has options of its own: --help
+python -m bench recompute             layers computed again, against torch.utils.checkpoint
 python -m bench predict               predicted against measured steps; has options of its own: --help
 """
 
@@ -24,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bench import search, techniques
+from bench import recompute, search, techniques
 from bench.steps import RANKS, TITLES, Measured, measure
 
 console = Console(width=max(118, Console().width), highlight=False)
@@ -43,6 +44,9 @@ def main() -> None:
         from bench.interleave import main as interleave
 
         interleave(sys.argv[2:])
+        return
+    if sys.argv[1:2] == ["recompute"]:
+        recompute.main(sys.argv[2:])
         return
     if sys.argv[1:2] == ["techniques"]:
         techniques.main(sys.argv[2:])

@@ -45,6 +45,17 @@ def with_keeps(resharded: Resharded, factors: Factors, plan: Plan) -> Resharded:
     return replace(resharded, graph=replace(graph, nodes=nodes), keeps=keeps)
 
 
+def without_keeps(resharded: Resharded, plan: Plan) -> Resharded:
+    """The program that keeps all as autograd does, but for what the plan gathers twice."""
+    graph = resharded.graph
+
+    def kept(node: Node) -> Node:
+        mine = node.op == RESHARD and node.kwarg("again") and _root(node, graph) not in plan.again
+        return replace(node, kwargs=tuple(k for k in node.kwargs if k[0] != "again")) if mine else node
+
+    return replace(resharded, graph=replace(graph, nodes=tuple(map(kept, graph.nodes))), keeps={})
+
+
 def keeps_of(local: Graph, keeps: Mapping[str, str]) -> dict[str, str]:
     """The same for the values of a rank's program: helpers of an operator that is computed again are so, too."""
     again = {v.partition(".")[0] for v, how in keeps.items() if how == AGAIN}

@@ -29,6 +29,7 @@ from meshwright.partition.updates import update_layout, updates
 from meshwright.redistribute import describe
 from meshwright.redistribute.steps import LOCAL, origin, show_bytes, wire_bytes, wire_elements
 from meshwright.report.fitted import FittedTable
+from meshwright.report.recomputed import recomputed
 
 HEAVY = ("scaled_dot_product_attention", "matmul", "bmm", "einsum", "cross_entropy_loss")
 SHORT = {
@@ -308,6 +309,7 @@ def summary(parts: Partition, *, every: bool = False) -> list[str]:
         lines.append(
             f"{parts.copies} copies take turns: each computes while what the others wait for is sent"
         )
+    lines += recomputed(parts)
     there = hosted_bytes(parts)
     aside = f", {show_bytes(there)} of that in its host's memory" if there else ""
     lines.append(

@@ -112,3 +112,13 @@ def test_a_budget_that_cannot_be_kept_names_the_least() -> None:
         planned(recompute=1)
     least = int(str(caught.value).split("at least ")[1].split()[0])
     assert kept(planned(recompute=least)) == least
+
+
+def test_explain_says_what_is_computed_again_and_saved() -> None:
+    plain, plan = planned(), planned(recompute=0.4 * kept(planned()))
+    assert "computed again" not in plain.explain()
+    lines = [line for line in plan.explain().splitlines() if line.startswith("computed again in backward")]
+    assert any("blocks.0" in line for line in lines)
+    whole = planned(recompute="full").explain()
+    (line,) = (line for line in whole.splitlines() if line.startswith("computed again in backward"))
+    assert "each of 6 blocks.* (blocks.0 to blocks.5)" in line

@@ -1,0 +1,66 @@
+"""What is computed again in backward, as sentences: per kind of layer, how many operators, and the bytes it saves."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from meshwright.graph import MOVES
+from meshwright.partition import Partition
+from meshwright.partition.keeps import without_keeps
+from meshwright.partition.memory import kept_bytes
+from meshwright.partition.remade import computed_again
+from meshwright.redistribute.steps import origin, show_bytes
+
+LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")  # a module's path up to the number of its layer
+
+
+@dataclass
+class _Layer:
+    """Operators of a layer, those of them that backward computes again, and bytes kept with and without that."""
+
+    operators: int = 0
+    again: int = 0
+    kept: int = 0
+    plain: int = 0
+
+
+def recomputed(parts: Partition) -> list[str]:
+    """A sentence for each kind of layer in which something is computed again; none where nothing is."""
+    if not parts.resharded.keeps:
+        return []
+    mesh = parts.plan.mesh
+    rank = mesh.rank(origin(mesh))
+    plain = replace(parts, resharded=without_keeps(parts.resharded, parts.plan))
+    again, layers = computed_again(parts.resharded), dict[str, _Layer]()
+    for node in parts.resharded.graph.nodes:
+        if node.op not in MOVES:
+            layer = layers.setdefault(_layer_of(node.module), _Layer())
+            layer.operators += 1
+            layer.again += node.name in again
+    for these, name in ((parts, "kept"), (plain, "plain")):
+        modules = {n.name: n.module for n in these.local(rank).nodes}
+        for node, size in kept_bytes(these, rank).items():
+            layer = layers.setdefault(_layer_of(modules[node]), _Layer())
+            setattr(layer, name, getattr(layer, name) + size)
+    kinds: dict[tuple[str, int, int, int, int], list[str]] = {}
+    for name, layer in layers.items():
+        if layer.again:
+            kind = (re.sub(r"\d+$", "*", name), layer.operators, layer.again, layer.kept, layer.plain)
+            kinds.setdefault(kind, []).append(name)
+    return [
+        f"computed again in backward: {again} of {operators} operators of {_named(stem, names)}, which keeps "
+        f"{show_bytes(kept)} instead of {show_bytes(plain)}"
+        for (stem, operators, again, kept, plain), names in kinds.items()
+    ]
+
+
+def _layer_of(module: str) -> str:
+    found = LAYER.match(module)
+    return found[0] if found else ""
+
+
+def _named(stem: str, names: list[str]) -> str:
+    if not stem:
+        return "what is in no layer"
+    return names[0] if len(names) == 1 else f"each of {len(names)} {stem} ({names[0]} to {names[-1]})"
