@@ -44,8 +44,9 @@ class Techniques:
     3 the weights too; among `shard_size` ranks (0: all of them). Parameters below `threshold_kb` KiB, and those whose
     names match a pattern of `keep_whole`, stay whole.
 
-    `micro_batches`: pieces of the batch whose gradients are added up before the update; with
-    `gradient_accumulation_shard` the sum is kept split as the optimizer's states are.
+    `micro_batches`: pieces of the batch whose gradients are added up before the update: whole, and reduced once, or,
+    with `gradient_accumulation_shard` and parts of gradients (level 2) or of weights (level 3), reduced and scattered
+    each time and added up in parts.
 
     `recompute`: ``"full"`` keeps only what enters each layer and computes the rest again in backward, ``"selective"``
     computes again what is cheap, a number is a budget in bytes of kept activations per rank, a mapping gives module

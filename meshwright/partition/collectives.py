@@ -4,12 +4,14 @@ test counts."""
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from meshwright.graph import DTYPES, START, WAIT, Graph, Node
 from meshwright.mesh import Mesh
 from meshwright.ops.talk import kernel_talk
 from meshwright.partition import Partition
+from meshwright.partition.accumulation import summed_first
 from meshwright.partition.micro_batches import first_micro_batch, how_often
 from meshwright.partition.overlap import members_of
 from meshwright.partition.reshards import RESHARD, backward_itemsize, parse_steps
@@ -31,16 +33,17 @@ class Collective:
     node: str
 
 
-def program_collectives(local: Graph, mesh: Mesh, rank: int) -> list[Collective]:
+def program_collectives(local: Graph, mesh: Mesh, rank: int, held: Collection[str] = ()) -> list[Collective]:
     """The collectives of a rank's program, in no particular order. Gradient buckets are the runtime's and
-    not among them. What backward is to make again is counted, whether or not autograd asks for it."""
+    not among them. What backward is to make again is counted, whether or not autograd asks for it. The gradients of
+    the reshards in `held` are not sent."""
     found: list[Collective] = []
     for node in local.nodes:
         if node.op == RESHARD:
             onward, back = parse_steps(node.args[1]), parse_steps(node.args[2])
             itemsize = DTYPES[node.outputs[0].dtype]
             halves = [("forward", onward, itemsize)]
-            if any(node.needs_grad):
+            if any(node.needs_grad) and node.name not in held:
                 halves.append(("backward", back, backward_itemsize(node)))
             if node.kwarg("again"):
                 halves.append(("backward", onward, itemsize))
@@ -50,7 +53,7 @@ def program_collectives(local: Graph, mesh: Mesh, rank: int) -> list[Collective]
                         size = width * payload_elements(step, mesh, rank)
                         found.append(Collective(phase, step.kind, step.axes, size, node.name))
         elif node.op == START:
-            found += _flight(local, node, mesh, rank)
+            found += _flight(local, node, mesh, rank, held)
         elif node.op != WAIT:
             talks = kernel_talk(node, local.types)
             found += [Collective(t.phase, t.kind, t.axes, t.payload_bytes, node.name) for t in talks]
@@ -66,20 +69,20 @@ def step_collectives(parts: Partition, rank: int) -> list[Collective]:
     programs = first_micro_batch(parts, rank)
     once = [c for r in programs.rounds for c in program_collectives(r.sums, mesh, rank)]
     once += program_collectives(programs.late, mesh, rank)
-    count = how_often(parts, programs)
-    return once + [
-        c for c in program_collectives(programs.programs[0], mesh, rank) for _ in range(count(c.node))
-    ]
+    count, first = how_often(parts, programs), programs.programs[0]
+    held = program_collectives(first, mesh, rank, summed_first(parts))
+    again = [c for c in held for _ in range(count(c.node) - 1)]
+    return [*once, *again, *program_collectives(first, mesh, rank)]
 
 
-def _flight(local: Graph, start: Node, mesh: Mesh, rank: int) -> list[Collective]:
+def _flight(local: Graph, start: Node, mesh: Mesh, rank: int, held: Collection[str]) -> list[Collective]:
     """The collectives of a flight: the first ones of its members are one."""
     members = members_of(local, start)
     itemsize, back = DTYPES[members[0].outputs[0].dtype], backward_itemsize(members[0])
     again = tuple(members[index] for index in start.kwarg("again", ()))
     there, home = ([parse_steps(texts) for texts in half] for half in start.args[1:3])
     halves = [("forward", members, there, itemsize)]
-    if any(start.needs_grad):
+    if any(start.needs_grad) and members[0].name not in held:
         halves.append(("backward", members, home, back))
     halves.append(("backward", again, [there[index] for index in start.kwarg("again", ())], itemsize))
     found: list[Collective] = []

@@ -112,12 +112,12 @@ class Crossing:
             heap.drop(self._received)
             self._received = self._buffer = None
         x = self._inside.pop(index)
-        made = self._moved(x, self.late[index])
+        made = self._moved(x, self.late[index], self.sent[index] is not None)
         heap.drop(x)
         return made
 
-    def _moved(self, x: Storage, steps: Sequence[Step]) -> Storage:
-        return moved(self.heap, x, steps, self.mesh, self.rank, self.itemsize, self.staged)
+    def _moved(self, x: Storage, steps: Sequence[Step], received: bool = False) -> Storage:
+        return moved(self.heap, x, steps, self.mesh, self.rank, self.itemsize, self.staged, received)
 
 
 __all__ = ["Crossing"]

@@ -16,6 +16,7 @@ from meshwright.cost.saved import saved
 from meshwright.cost.strides import copying_views
 from meshwright.graph import DTYPES, RESHARD, START, TO_HOST, TRANSFERS, WAIT, Graph, Node
 from meshwright.partition import Partition
+from meshwright.partition.accumulation import scattered_each_time, summed_first
 from meshwright.partition.crossing import Crossing
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import pending_gradients
@@ -163,6 +164,8 @@ class _Walk:
         self.missing: dict[str, int] = {}
         self.is_last = True  # whether the micro-batch is the last one, after which gradients are reduced
         self.held: dict[str, Storage] = {}  # gradients of the micro-batches before
+        self.summed_first, self.scattered_each_time = summed_first(parts), scattered_each_time(parts)
+        self.held_back: set[str] = set()  # starts whose gradients are not sent now
         self.placed: set[str] = set()  # parameters whose gradient goes into a bucket's buffer
         self.offloaded = "optimizer" in parts.plan.techniques.offload
         described = pending_gradients(parts)
@@ -180,6 +183,7 @@ class _Walk:
         # Of micro-batches the first, and one that finds the gradients of others, tell what all of them need.
         for is_last in (False, True) if self.parts.micro_batches > self.parts.copies else (True,):
             self.is_last = is_last
+            self.update_parts.begin()
             self.missing = {n: len(self.graph.consumers[n]) for n in self.trained}
             self.forward()
             self.backward()
@@ -436,7 +440,9 @@ class _Walk:
                 self._add(name, storage)
         for name in [n for n in self.gradients if n in self.trained]:
             self._place(name)
-        self.update_parts.finish(heap)
+        if self.is_last or self.scattered_each_time:
+            again = self.is_last and self.scattered_each_time
+            self.update_parts.finish(heap, added=again)
 
     def _open(self, node: Node) -> None:
         """Make again what was not kept."""
@@ -458,13 +464,21 @@ class _Walk:
             return [(node.uses[0], self._crossed(node, arrived[0], node.op != TO_HOST))]
         self.heap.on_host = node.name in self.on_host
         if node.op == RESHARD:
+            total = self._summed(node, arrived[0])
+            if total is None:
+                return []
             steps = self._steps(node, back=True)
             mesh, size = self.parts.plan.mesh, backward_itemsize(node)
-            return [(node.uses[0], moved(self.heap, arrived[0], steps, mesh, self.rank, size, self.staged))]
+            made = moved(self.heap, total, steps, mesh, self.rank, size, self.staged)
+            self.heap.drop(total)
+            return [(node.uses[0], made)]
         if node.op == WAIT:
             return [(node.uses[0], self._give_back(node, arrived[0]))]
         if node.op == START:
             back = self.under_way.pop(node.name)
+            if node.name in self.held_back:
+                self.held_back.discard(node.name)
+                return []
             return [(name, back.take(index)) for index, name in enumerate(node.uses)]
         wanted = [u in self.graph.needs_grad for u in node.uses]
         found: list[tuple[str, Storage]] = []
@@ -480,13 +494,29 @@ class _Walk:
     def _give_back(self, wait: Node, gradient: Storage) -> Storage:
         """A gradient goes into its flight, which starts when all are there; the gradient of the token."""
         (start,), index = wait.uses, wait.args[1]
+        total = self._summed(wait, gradient)
+        if total is None:
+            self.held_back.add(start)
+            return self.heap.new(0)
         members = members_of(self.graph, self.graph.producers[start])
         if index == len(members) - 1:
             self.under_way[start] = self._crossing(members, back=True)
-        self.under_way[start].give(index, gradient)
+        self.under_way[start].give(index, total)
+        self.heap.drop(total)
         if not index:
             self.under_way[start].launch()
         return self.heap.new(0)
+
+    def _summed(self, node: Node, gradient: Storage) -> Storage | None:
+        """What a reshard sends back, held once more: its gradient, or the sum with those of the micro-batches before;
+        None where that is kept for the last one."""
+        if node.name not in self.summed_first:
+            return self.heap.hold(gradient)
+        total = self.held.pop(node.name, None) or self.heap.new(self.types[node.name].size_bytes, "gradients")
+        if self.is_last:
+            return total
+        self.held[node.name] = total
+        return None
 
     def _add(self, name: str, gradient: Storage) -> None:
         """A gradient arrives at a value: added in place where nobody else holds what is there."""
@@ -512,12 +542,12 @@ class _Walk:
         if name in self.held:  # added in place
             self.heap.drop(gradient)
             gradient = self.held.pop(name)
-        if not self.is_last:
-            self.held[name] = self._of_its_own(name, gradient)
-        elif self.update_parts.takes(name):
-            self.update_parts.place(self.heap, name, gradient)
-        elif name in self.placed:
+        if name in self.placed:  # copied, or added to what is there
             self.heap.drop(gradient)
+        elif self.update_parts.takes(name) and (self.is_last or self.scattered_each_time):
+            self.update_parts.place(self.heap, name, gradient)
+        elif not self.is_last:
+            self.held[name] = self._of_its_own(name, gradient)
         else:
             self._of_its_own(name, gradient)
 

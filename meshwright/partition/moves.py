@@ -12,16 +12,29 @@ from meshwright.redistribute.positions import Exchange, exchange
 
 
 def moved(
-    heap: Heap, source: Storage, steps: Sequence[Step], mesh: Mesh, rank: int, itemsize: int, staged: bool
+    heap: Heap,
+    source: Storage,
+    steps: Sequence[Step],
+    mesh: Mesh,
+    rank: int,
+    itemsize: int,
+    staged: bool,
+    received: bool = False,
 ) -> Storage:
     """The memory in which a value lies after some steps, held once; `source` itself (held once more) where none of
-    them makes a new tensor. `staged`: the library copies what it gathers and scatters once more, as gloo does."""
+    them makes a new tensor. `staged`: the library copies what it gathers and scatters once more, as gloo does.
+    `received`: the source came from others, and a part of it is copied, so that the rest can go."""
     here = heap.hold(source)
     for number, step in enumerate(steps):
         plan = exchange(step, mesh, rank)
         there = _moved(heap, here, plan, itemsize, staged)
         size = math.prod(plan.shape_after) * itemsize
-        if number and step.kind == "slice" and there.size_bytes >= 2 * size and there.size_bytes > 1024:
+        if (
+            (number or received)
+            and step.kind == "slice"
+            and there.size_bytes >= 2 * size
+            and there.size_bytes > 1024
+        ):
             heap.drop(there)
             there = heap.new(size)  # a part of what an earlier step made is copied
         heap.drop(here)

@@ -10,7 +10,8 @@ the rank at the origin, which holds the largest blocks, in these conventions:
 - a reshard costs its steps, forward and backward; one whose value is made again in backward costs forward twice;
 - a transfer to or from the host costs what it copies there and, of the gradient, back;
 - of micro-batches, and of copies that take turns, each costs what the first does, which is the largest; sums over
-  them are sent once, and what copies share is brought once for all of them;
+  them are sent once, what copies share is brought once for all of them, and gradients that are added up first
+  (`partition/accumulation.py`) are sent once;
 - gradients of parameters cost their share of full buckets (`cost/reduction.py`);
 - the update is priced parameter by parameter. Marks are free, inputs are there.
 """
@@ -18,7 +19,7 @@ the rank at the origin, which holds the largest blocks, in these conventions:
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from meshwright.cost.cluster import Cluster
@@ -33,6 +34,7 @@ from meshwright.ops.local.cut import Cut
 from meshwright.ops.strategy import Ports
 from meshwright.ops.talk import Talk, kernel_talk
 from meshwright.partition import Partition
+from meshwright.partition.accumulation import programs_in_time, scattered_each_time, summed_first
 from meshwright.partition.fusion import sizes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.micro_batches import MicroBatches, first_micro_batch, how_often
@@ -109,8 +111,11 @@ def program_price(parts: Partition, cluster: Cluster, optimizer_states: int = 2)
     by_reshard = reshard_prices(parts, mesh, cluster)
     if programs is not None:
         by_node = {name: price.times(times) for name, price in by_node.items()}
-        count = how_often(parts, programs)
-        by_reshard = {name: (count(name) * f, count(name) * b) for name, (f, b) in by_reshard.items()}
+        count, held = how_often(parts, programs), reshard_prices(parts, mesh, cluster, summed_first(parts))
+        by_reshard = {
+            name: (count(name) * f, b + (count(name) - 1) * held[name][1])
+            for name, (f, b) in by_reshard.items()
+        }
         by_reshard |= once_prices(programs, mesh, cluster)
     by_parameter = parameter_prices(parts, mesh, cluster, optimizer_states)
     nodes, reshards, parameters = by_node.values(), by_reshard.values(), by_parameter.values()
@@ -206,8 +211,10 @@ def talk_seconds(talk: Iterable[Talk], mesh: Mesh, prices: Prices) -> float:
 # ---------------------------------------------------------------- reshards and parameters
 
 
-def reshard_prices(parts: Partition, mesh: Mesh, cluster: Cluster) -> dict[str, tuple[float, float]]:
-    """Seconds of every reshard and of every transfer, forward and backward."""
+def reshard_prices(
+    parts: Partition, mesh: Mesh, cluster: Cluster, held: Collection[str] = ()
+) -> dict[str, tuple[float, float]]:
+    """Seconds of every reshard and of every transfer, forward and backward. The gradients of `held` are not sent."""
     found: dict[str, tuple[float, float]] = {}
     prices, at = cluster.prices, origin(mesh)
     for node in parts.resharded.graph.nodes:
@@ -224,7 +231,7 @@ def reshard_prices(parts: Partition, mesh: Mesh, cluster: Cluster) -> dict[str, 
         forward = total_seconds(pair.forward, mesh, itemsize, prices)
         backward = (
             total_seconds(pair.backward, mesh, backward_itemsize(node), prices)
-            if any(node.needs_grad)
+            if any(node.needs_grad) and node.name not in held
             else 0.0
         )
         found[node.name] = (forward, backward + (forward if made_again(node) else 0.0))
@@ -271,6 +278,9 @@ def parameter_prices(
             sent[g.name] = sent_in("reduce_scatter", size, g.cut)
             size = float(largest_size(parts.plan.states[g.name], mesh) * DTYPES[g.wire or g.dtype])
         sent[g.name] += sent_in("all_reduce", size, rest)
+    if scattered_each_time(parts):
+        parted = [g.name for g in pending_gradients(parts) if g.parted]
+        sent |= {name: sent[name] * programs_in_time(parts) for name in parted}
     for group in gathers(parts):
         for m in group.members:
             sent[m.name] = sent.get(m.name, 0.0) + sent_in("all_gather", float(m.size_bytes), m.axes)

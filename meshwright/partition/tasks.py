@@ -19,6 +19,7 @@ from meshwright.graph import DTYPES, START, TRANSFERS, WAIT, Graph, Node
 from meshwright.mesh import Mesh
 from meshwright.ops.talk import kernel_talk
 from meshwright.partition import RESHARD, Partition
+from meshwright.partition.accumulation import programs_in_time, scattered_each_time, summed_first
 from meshwright.partition.again import VIEWS
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import pending_gradients
@@ -69,10 +70,14 @@ def step_tasks(
         step.take_turns(first_program(parts, rank))
     for found in programs.rounds if programs is not None else ():
         step.once(found.sums)
-    for left in reversed(range(parts.micro_batches // parts.copies)):
+    scattered = [g for g in groups if g.parted and scattered_each_time(parts)]
+    held = summed_first(parts)
+    for left in reversed(range(programs_in_time(parts))):
         step.begin()
         step.forward()
-        step.backward(() if left else groups)
+        step.backward(scattered if left else groups, held if left else ())
+        if left and scattered:
+            step.wait()
     if programs is not None:
         step.once(programs.late)
     step.update(math.fsum(u for _, u in parameter_prices(parts, mesh, cluster, optimizer_states).values()))
@@ -200,8 +205,9 @@ class _Step:
             if price is not None:
                 self._compute(node, price.forward_seconds, "forward")
 
-    def backward(self, groups: Sequence[Group]) -> None:
-        """The local program from bottom to top; gradients of parameters are reduced beside it."""
+    def backward(self, groups: Sequence[Group], held: Collection[str] = ()) -> None:
+        """The local program from bottom to top; gradients of parameters are reduced beside it. Those of the reshards in
+        `held` are added up and not sent."""
         started = _Started(groups)
         arrives = _arrivals(self.local, [g.name for group in groups for g in group.members])
         again = self._made_again()
@@ -211,6 +217,9 @@ class _Step:
                 continue
             for hub in again.pop(node.name, ()):
                 self._bring_again(hub, kept)
+            if node.name in held:
+                self._reduce(started.arrived(arrives.get(node.name, ())))
+                continue
             if node.op == RESHARD:
                 steps, width = self._steps_of(node).backward, backward_itemsize(node)
                 self._steps(node, steps, "backward", itemsize=width)
@@ -220,7 +229,8 @@ class _Step:
                     self._launch(start, members_of(self.local, start), "back", "backward")
             elif node.op == START:
                 for member in members_of(self.local, node):
-                    self._land(member, "back", "backward")
+                    if member.name not in held:
+                        self._land(member, "back", "backward")
             elif node.op in TRANSFERS:
                 self._copy(node, self.moves[node.name][1], "backward")
             else:
@@ -325,6 +335,12 @@ class _Step:
             part = group.size_bytes / self.mesh.count(group.axes)
             sent = wire_elements("all_gather", self.mesh.count(group.axes), part, 0)
             self._send(f"weights {number}", "all_gather", group.axes, sent, "update", "")
+
+    def wait(self) -> None:
+        """The wait for what a backward that is not the last has reduced and scattered."""
+        self._last = len(self.tasks)
+        self.tasks.append(Task("parts of gradients", (COMPUTE,), 0.0, tuple(self._reductions), "wait"))
+        self._reductions, self._scattered = [], None
 
     def update(self, seconds: float) -> None:
         """The wait for the buckets, and the optimizer."""

@@ -45,6 +45,13 @@ class UpdateMemory:
         self.wires = {m.name: DTYPES[m.wire or m.dtype] for g in groups for m in g.members}
         self.gathers = gathers(parts, bucket_bytes)
         self._next = 0
+        self._parts: list[Storage] = []  # those of this backward
+
+    def begin(self) -> None:
+        """Before a backward that reduces and scatters."""
+        self._next, self._parts = 0, []
+        for scatter in self.scatters:
+            scatter.missing = {m.name for m in scatter.group.members}
 
     def _plan(self, step: Step) -> Exchange:
         return exchange(step, self.mesh, self.rank)
@@ -88,7 +95,7 @@ class UpdateMemory:
             here = self.scatters[self._next]
             if here.rows is not None and here.group.cut:
                 members = self.mesh.count(here.group.cut)
-                heap.new(here.rows.size_bytes // members, "gradients")
+                self._parts.append(heap.new(here.rows.size_bytes // members, "gradients"))
                 heap.passing(here.rows.size_bytes if self.staged else 0)
             self._next += 1
 
@@ -97,15 +104,19 @@ class UpdateMemory:
             heap.drop(scatter.rows)
         elif scatter.rows is not None:
             heap.rename(scatter.rows, "gradients")
+            self._parts.append(scatter.rows)
         scatter.rows = None
 
-    def finish(self, heap: Heap) -> None:
-        """Backward is over: what no gradient has reached is reduced as zeros."""
+    def finish(self, heap: Heap, added: bool = False) -> None:
+        """Backward is over: what no gradient has reached is reduced as zeros. `added`: the parts go to those of
+        another backward."""
         for scatter in self.scatters:
             scatter.missing = set()
         self._start(heap)
         for scatter in self.scatters:
             self._settle(heap, scatter)
+        for part in self._parts if added else ():
+            heap.drop(part)
 
     def gather(self, heap: Heap) -> None:
         """Weights are put together again, two buckets under way at a time."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.graph import DTYPES, START, TO_HOST, TRANSFERS, WAIT, Graph, Node
 from meshwright.partition import RESHARD, Partition
+from meshwright.partition.accumulation import summed_first
 from meshwright.partition.micro_batches import first_micro_batch
 from meshwright.partition.reshards import parse_steps
 from meshwright.redistribute import Step, describe
@@ -24,6 +26,10 @@ class ProgramText:
     buckets: Sequence[Group]
     gathers: Sequence[Group] = ()
     rank: int = 0
+
+    @functools.cached_property
+    def _held(self) -> frozenset[str]:
+        return summed_first(self.parts)
 
     def __str__(self) -> str:
         lines = [f"program {self.graph.name} on {self.parts.plan.mesh} {{"]
@@ -93,7 +99,8 @@ class ProgramText:
             return " → ".join(describe(s, self.parts.plan.mesh, itemsize) for s in steps) or "identity"
 
         text = f"forward {show(onward)}"
-        text += f" | backward {show(back)}" if any(node.needs_grad) else ""
+        once = " once, of the sum over micro-batches" if node.name in self._held else ""
+        text += f" | backward {show(back)}{once}" if any(node.needs_grad) else ""
         text += f" | again in backward {show(onward)}" if node.kwarg("again") else ""
         what = "wait" if node.op == WAIT else "reshard"
         return f"%{node.name}: {node.outputs[0]} = {what}(%{node.uses[0]})  {text}"

@@ -2,7 +2,9 @@
 
 A bucket is one flat buffer for gradients that are pending on the same axes and have one dtype. When autograd has put a
 parameter's gradient together, a hook copies it into its place and makes ``.grad`` a view of it; a bucket
-whose places are all filled is reduced at once. A gradient that is large, and that nobody else can hold, is a
+whose places are all filled is reduced at once. Where backward runs several times (micro-batches), the first gradient is
+copied into its place and the others are added to it there, and all is reduced in the last
+backward. A gradient that is large, and that nobody else can hold, is a
 bucket of its own, reduced where it lies: that saves the copy and the buffer. Buckets start in one order on all
 ranks, as collectives must. What goes together is the rule of `redistribute/buckets.py`. Gradients of parameters that
 are updated in parts go into buckets that scatter (`runtime/sharded_update.py`), of which one is under way at a time.
@@ -35,6 +37,7 @@ class Bucket:
     buffer: torch.Tensor | None = None
     views: list[torch.Tensor] = field(default_factory=list)
     missing: dict[int, int] = field(default_factory=dict)
+    filled: set[int] = field(default_factory=set)  # places with a gradient of this step
     work: Work | None = None
 
     @property
@@ -45,17 +48,32 @@ class Bucket:
     def begin(self) -> None:
         """Forget the last step."""
         self.work = None
+        self.filled.clear()
+
+    def add(self, index: int) -> None:
+        """Bring a gradient to where it is reduced. Autograd adds the next one to it there."""
+        parameter = self.parameters[index]
+        gradient = parameter.grad
+        if self.buffer is None or gradient is None:
+            return
+        view = self.views[index]
+        if gradient is view:
+            return
+        view.add_(gradient) if index in self.filled else view.copy_(gradient)
+        self.filled.add(index)
+        parameter.grad = view if view.dtype == parameter.dtype else None
 
     def place(self, index: int) -> None:
-        """Bring a gradient to where it is reduced; zeros where there is none."""
+        """Have a gradient where it is reduced; zeros where there is none."""
         parameter = self.parameters[index]
         if self.buffer is None:
             parameter.grad = (
                 torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
             )
-        else:
-            view = self.views[index]
-            view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+            return
+        self.add(index)
+        if index not in self.filled:
+            view = self.views[index].zero_()
             parameter.grad = view if view.dtype == parameter.dtype else None
 
     def start(self, comm: Communicator) -> None:
@@ -78,39 +96,53 @@ class Bucket:
 
 
 class GradientBuckets:
-    """The buckets of a step. `watch` installs the hooks; `begin`, backward, then `finish`."""
+    """The buckets of a step: `begin`, then for each program in time `enter`, backward and `finish`. There is nothing to
+    enter where a step has one program."""
 
     def __init__(
         self,
         comm: Communicator,
         pending: Sequence[Pending],
-        uses: Mapping[int, int] | None = None,
+        uses: Sequence[Mapping[int, int]] = ({},),
         bucket_bytes: BucketBytes = BUCKET_BYTES,
         described: Sequence[Gradient] | None = None,
         shards: Mapping[int, Shard] | None = None,
+        each_time: bool = False,
     ) -> None:
-        """`pending`: parameters with the axes of their gradients, in forward order. `uses`: id of a parameter → the
-        number of backward passes of a step that reach it (1 unless the program is cut into segments). `described`: one
+        """`pending`: parameters with the axes of their gradients, in forward order. `uses`: for each program in time,
+        id of a parameter → the number of backward passes that reach it (1 unless the program is cut into segments).
+        `each_time`: buckets that scatter do so for every program, not for the last alone. `described`: one
         for each of `pending`, with the sizes by which all ranks fill their buckets; by default this rank's own.
         `shards`: id of a parameter → its part, where that is updated alone."""
-        self.comm, self.uses = comm, uses or {}
+        self.comm, self.uses, self.each_time = comm, uses, each_time
         made = list(_buckets(pending, bucket_bytes, described, shards or {}))
         self.groups = [group for group, _ in made]
         self.buckets = [bucket for _, bucket in made]
         self._place = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.parameters)}
         self._next = 0
+        self._active = self.buckets  # those that this backward reduces, in their order
+        self._reduced_now = {id(b) for b in self.buckets}
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._arrived) for b in self.buckets for p in b.parameters
         ]
 
     def begin(self) -> None:
         """Before the first backward of a step: forget the gradients of the last one."""
-        self._next = 0
         for bucket in self.buckets:
-            bucket.missing = {i: self.uses.get(id(p), 1) for i, p in enumerate(bucket.parameters)}
             bucket.begin()
             for parameter in bucket.parameters:
                 parameter.grad = None
+        self.enter(0)
+
+    def enter(self, program: int) -> None:
+        """Before the backward of a program."""
+        last = program == len(self.uses) - 1
+        uses = self.uses[program]
+        scattered = [b for b in self.buckets if isinstance(b, ScatterBucket) and self.each_time]
+        self._next, self._active = 0, self.buckets if last else scattered
+        self._reduced_now = {id(b) for b in self._active}
+        for bucket in self.buckets:
+            bucket.missing = {i: uses.get(id(p), 1) for i, p in enumerate(bucket.parameters)}
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         bucket, index = self._place[id(parameter)]
@@ -118,25 +150,29 @@ class GradientBuckets:
             return
         bucket.missing[index] -= 1
         if bucket.missing[index] == 0:
-            bucket.place(index)
             del bucket.missing[index]
-            self._start_ready()
+            if id(bucket) in self._reduced_now:
+                bucket.place(index)
+                self._start_ready()
+            else:
+                bucket.add(index)
 
     def _start_ready(self) -> None:
-        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
+        while self._next < len(self._active) and not self._active[self._next].missing:
             if self._next:
-                self.buckets[self._next - 1].settle(self.comm)
-            self.buckets[self._next].start(self.comm)
+                self._active[self._next - 1].settle(self.comm)
+            self._active[self._next].start(self.comm)
             self._next += 1
 
     def finish(self) -> None:
-        """Start what no gradient has reached (as zeros, so that all ranks agree) and wait for everything."""
-        for bucket in self.buckets:
+        """Start what no gradient has reached (as zeros, so that all ranks agree) and wait for everything that this
+        backward reduces."""
+        for bucket in self._active:
             for index in bucket.missing:
                 bucket.place(index)
             bucket.missing = {}
         self._start_ready()
-        for bucket in self.buckets:
+        for bucket in self._active:
             bucket.finish(self.comm)
 
     def close(self) -> None:

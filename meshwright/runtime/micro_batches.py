@@ -1,6 +1,6 @@
 """A step in micro-batches: what runs before, between and after their forward and backward passes.
 
-Gradients add up in the leaves, as autograd does it, and are reduced in the backward of the last micro-batch. The sums
+Gradients add up where they will be reduced, in the backward of the last micro-batch or of each. The sums
 that every micro-batch divides by are there before the first forward; the loss is added up from its terms.
 """
 
@@ -142,6 +142,7 @@ class InTime:
     def _enter(self, action: Action) -> None:
         first = action.micro_batch * self.copies
         self.put(first)
+        self.executor.buckets.enter(action.micro_batch)
         self.executor.values = dict(self._shared)
         for copy in range(self.copies):
             mine = self.inputs[first + copy](self.batch)
@@ -154,7 +155,9 @@ class InTime:
         for name, value in self.parts.carried:
             self._shared[name] = self.executor.value(value).detach()
         self.executor.forget()
-        if action.micro_batch + 1 == len(self.parts.programs):
+        if action.micro_batch + 1 < len(self.parts.programs):
+            self.executor.buckets.finish()
+        else:
             self.executor.values = {k: v.detach() for k, v in values.items()}
 
     def _late(self, action: Action) -> None:

@@ -23,6 +23,7 @@ from meshwright.mesh import Mesh
 from meshwright.partition.reshards import parse_steps
 from meshwright.redistribute.positions import exchange
 from meshwright.redistribute.steps import COLLECTIVES
+from meshwright.runtime.accumulation import Accumulation
 from meshwright.runtime.again import Again
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.communicator import Communicator, Work
@@ -142,6 +143,7 @@ class Flight:
         self.onward = Crossing(start.onward, start.handle.comm)
         self.back = Crossing(start.back, start.handle.comm)
         self.awaited = 0  # gradients that waits will put in
+        self.held_back = False  # whether they are added up with those of other micro-batches first
         self.leaves: list[bool] = []
         self.dtype: torch.dtype | None = None
 
@@ -228,16 +230,19 @@ class Start(torch.nn.Module):
 class Wait(torch.nn.Module):
     """The wait for one tensor of a flight."""
 
-    def __init__(self, start: Start, index: int) -> None:
+    def __init__(self, start: Start, node: Node, sums: Accumulation | None = None) -> None:
+        """`sums`: where its gradients are added up before they are sent."""
         super().__init__()
-        self.index, self.last = index, index == len(start.onward) - 1
+        self.name, self.sums = node.name, sums
+        self.index = int(node.args[1])
+        self.last = self.index == len(start.onward) - 1
         self._start = (start,)  # not a submodule: it is the start's own place in the program
 
     def forward(self, token: torch.Tensor) -> torch.Tensor:
         """The tensor in its new layout."""
         (start,) = self._start
         assert start.flight is not None
-        y = _Wait.apply(token, start.flight, self.index)
+        y = _Wait.apply(token, start.flight, self)
         if start.again is not None and start.once is not None and self.index in start.repeats:
             again = functools.partial(start.once.take, self.index)
             start.again.watch(y, start.sources[self.index], again)
@@ -258,6 +263,8 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def backward(ctx, token: torch.Tensor):
         back = ctx.flight.back
+        if ctx.flight.held_back:
+            return (None,) * (1 + len(ctx.flight.leaves))
         given = [index not in back.missing for index in range(len(ctx.flight.leaves))]
         if not back.launched:
             back.launch()
@@ -275,17 +282,21 @@ def _gradient(flight: Flight, index: int) -> torch.Tensor:
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, token: torch.Tensor, flight: Flight, index: int) -> torch.Tensor:
-        ctx.flight, ctx.index = flight, index
+    def forward(ctx, token: torch.Tensor, flight: Flight, wait: Wait) -> torch.Tensor:
+        ctx.flight, ctx.wait = flight, wait
         flight.awaited += ctx.needs_input_grad[0]
-        return flight.onward.take(index)
+        return flight.onward.take(wait.index)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        flight = ctx.flight
-        wire = flight.start.wire
-        flight.back.give(ctx.index, gradient if wire is None else gradient.to(wire))
+        flight, wait, wire = ctx.flight, ctx.wait, ctx.flight.start.wire
+        token = gradient.new_empty(0)
+        total = gradient if wait.sums is None else wait.sums.added(wait.name, gradient)
         flight.awaited -= 1
+        if total is None:
+            flight.held_back = True
+            return token, None, None
+        flight.back.give(wait.index, total if wire is None else total.to(wire))
         if not flight.awaited:
             flight.back.launch()
-        return gradient.new_empty(0), None, None
+        return token, None, None

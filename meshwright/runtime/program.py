@@ -15,6 +15,7 @@ from torch import fx
 
 from meshwright.errors import RuleError
 from meshwright.graph import PIN, RESHARD, START, TO_DEVICE, TO_HOST, WAIT, Device, Dtype, Graph, Node, Ref
+from meshwright.runtime.accumulation import Accumulation
 from meshwright.runtime.again import Again
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.dtypes import TORCH_DTYPES
@@ -120,13 +121,15 @@ def build_module(
     starts: dict[str, Start] | None = None,
     hosts: Collection[str] = (),
     copy_of: Mapping[str, int] = NO_COPIES,
+    sums: Accumulation | None = None,
 ) -> fx.GraphModule:
     """The module that runs a local graph (or a segment of one). Its arguments are the graph's inputs, in order; it
     returns a tuple with its outputs and then its mutations. Reshards that make a value of `late` may end after
     backward; those marked ``again=True`` report to `again`, and are kept where there is none, and so are values that
     `keeps` calls ``again``. `starts` has the flights of earlier segments, and takes those of this one. `hosts`: the
     nodes that run on the host. `copy_of`: the copy of a micro-batch that a node is of, counted from the one that the
-    rank is in. Raises RuleError for an operator that cannot be found."""
+    rank is in. `sums`: where gradients are added up before some reshards send them.
+    Raises RuleError for an operator that cannot be found."""
     root = torch.nn.Module()
     made = fx.Graph()
     values: dict[str, fx.Node] = {}
@@ -147,7 +150,8 @@ def build_module(
             continue
         if node.op == RESHARD:
             watch = again if node.kwarg("again") else None
-            pair = Pair(node, rank.mesh, rank.number, handle, late=node.name in late, again=watch)
+            held = sums if sums is not None and node.name in sums.names else None
+            pair = Pair(node, rank.mesh, rank.number, handle, late=node.name in late, again=watch, sums=held)
             root.add_module(name, pair)
             result = made.call_module(name, (args[0],))
         elif node.op == START:
@@ -155,7 +159,8 @@ def build_module(
             root.add_module(name, starts[node.name])
             result = made.call_module(name, args[0])
         elif node.op == WAIT:
-            root.add_module(name, Wait(starts[node.uses[0]], node.args[1]))
+            held = sums if sums is not None and node.name in sums.names else None
+            root.add_module(name, Wait(starts[node.uses[0]], node, held))
             result = made.call_module(name, (args[0],))
         elif node.op in (TO_HOST, TO_DEVICE):
             root.add_module(name, Transfer(HOST if node.op == TO_HOST else rank.device))

@@ -12,6 +12,7 @@ from meshwright.mesh import Mesh
 from meshwright.partition.reshards import parse_steps
 from meshwright.redistribute.positions import Exchange, Selection, exchange, joined
 from meshwright.runtime import collectives
+from meshwright.runtime.accumulation import Accumulation
 from meshwright.runtime.again import Again
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.dtypes import TORCH_DTYPES
@@ -158,7 +159,8 @@ def _unpadded(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 class Pair(torch.nn.Module):
     """The two halves of a reshard on one rank (its `number` on the mesh). `late`: no operator reads the result, so
-    backward need not wait. `again`: where to say that backward makes the result again."""
+    backward need not wait. `again`: where to say that backward makes the result again. `sums`: where its gradients are
+    added up before they are sent."""
 
     def __init__(
         self,
@@ -169,9 +171,10 @@ class Pair(torch.nn.Module):
         *,
         late: bool = False,
         again: Again | None = None,
+        sums: Accumulation | None = None,
     ) -> None:
         super().__init__()
-        self.comm, self.again = comm, again
+        self.comm, self.again, self.sums, self.name = comm, again, sums, node.name
         self.onward = [Mover(exchange(s, mesh, number)) for s in parse_steps(node.args[1])]
         self.back = [Mover(exchange(s, mesh, number)) for s in parse_steps(node.args[2])]
         wire = node.kwarg("wire")
@@ -203,6 +206,10 @@ class _Reshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
         pair = ctx.pair
+        if pair.sums is not None:
+            gradient = pair.sums.added(pair.name, gradient)
+            if gradient is None:
+                return None, None
         mine = _run(gradient if pair.wire is None else gradient.to(pair.wire), pair.back, pair.comm)
         if pair.wire is not None:
             mine = mine.to(gradient.dtype)

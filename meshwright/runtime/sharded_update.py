@@ -3,7 +3,8 @@
 The optimizer works on leaves of its own. Where a rank's part is one stretch of the weight's memory the leaf lies there,
 so the update writes into the weight; elsewhere it is a copy. At level 1 a gradient is summed whole and the leaf's
 gradient is a slice of it. At level 2 gradients go into buckets of one row for each rank that are reduced and scattered;
-the whole gradient is freed as soon as it is in its row, and a bucket as soon as the next one starts.
+the whole gradient is freed as soon as it is in its row, and a bucket as soon as the next one starts. In micro-batches
+whole gradients are added up before that, or (`gradient_accumulation_shard`) each rank adds up its parts.
 """
 
 from __future__ import annotations
@@ -94,6 +95,9 @@ class ScatterBucket:
         for shard in self.shards:
             shard.leaf.grad = None
 
+    def add(self, index: int) -> None:
+        """Nothing: a gradient that is not scattered yet stays where autograd adds it up."""
+
     def place(self, index: int) -> None:
         """Copy a gradient into the rows, a rank's part into its row (zeros where there is none), and free it."""
         shard, start = self.shards[index], sum(self.widths[:index])
@@ -126,14 +130,15 @@ class ScatterBucket:
         self._sum = comm.all_reduce_start(mine, self.summed) if self.summed else Done(mine)
 
     def finish(self, comm: Communicator) -> None:
-        """Wait, and hand every leaf its gradient."""
+        """Wait, and hand every leaf its gradient: that of this backward is added to what is there of others."""
         self.settle(comm)
         assert self._sum is not None
-        mine = self._sum.wait()
+        summed = self._sum.wait()
         self._sum = None
-        for shard, piece in zip(self.shards, mine.split(self.widths), strict=True):
+        for shard, piece in zip(self.shards, summed.split(self.widths), strict=True):
             leaf = shard.leaf
-            leaf.grad = piece.narrow(0, 0, leaf.numel()).view(leaf.shape).to(leaf.dtype)
+            mine = piece.narrow(0, 0, leaf.numel()).view(leaf.shape).to(leaf.dtype)
+            leaf.grad = mine if leaf.grad is None else leaf.grad.add_(mine)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from meshwright.graph import Graph, Input
 from meshwright.layout import TensorLayout, dim_axes
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
+from meshwright.partition.accumulation import scattered_each_time, summed_first
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import loss_scale, pending_gradients
 from meshwright.partition.interleave import in_copies, of_one
@@ -23,6 +24,7 @@ from meshwright.partition.segments import Segment
 from meshwright.partition.updates import gathers, update_layout, updates
 from meshwright.redistribute.positions import exchange
 from meshwright.redistribute.steps import Step as Move
+from meshwright.runtime.accumulation import Accumulation
 from meshwright.runtime.again import Again
 from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.collectives import Handle
@@ -102,6 +104,7 @@ class LocalStep:
             ]
             for number in parts.of_rank(rank.comm.rank)
         ]
+        self.sums = Accumulation(summed_first(parts))
         late = late_values(self.graph if in_time is None else in_time.late)
         copy_of = in_time.copy_of if in_time is not None else {}
         keeps = keeps_of(self.graph, in_copies(parts.resharded.keeps, parts.copies))
@@ -118,6 +121,7 @@ class LocalStep:
             keeps=keeps,
             hosts=hosts,
             copy_of=copy_of,
+            sums=self.sums,
         )
         programs = programs_in_time(
             [self.graph] if in_time is None else in_time.programs,
@@ -136,10 +140,11 @@ class LocalStep:
         self.buckets = GradientBuckets(
             rank.comm,
             pending,
-            self._uses(s for segments, _ in programs for s in segments),
+            [self._uses(segments) for segments, _ in programs],
             size,
             described,
             self.sharded.of,
+            scattered_each_time(parts),
         )
         self.hosted: HostUpdate | None = None
         if "optimizer" in parts.plan.techniques.offload:
@@ -200,6 +205,7 @@ class LocalStep:
 
     def _enter(self, micro_batch: int) -> None:
         self.rank.micro_batch = micro_batch
+        self.sums.last = micro_batch + self.parts.copies >= self.parts.micro_batches
 
     def _uses(self, segments: Iterable[Segment]) -> dict[int, int]:
         counts: dict[int, int] = {}
@@ -238,6 +244,7 @@ class LocalStep:
     def _forget_gradients(self) -> None:
         for parameter in (*self.weights.values(), *self.parameters.values()):
             parameter.grad = None
+        self.sums.begin()
 
     def _run(
         self, actions: Sequence[Action], batch: Mapping[str, torch.Tensor], wanted: Sequence[str]

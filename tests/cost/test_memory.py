@@ -33,7 +33,8 @@ Build = Callable[[], Any]
 @dataclass(frozen=True)
 class Run:
     """A model on a mesh. `gathered`: parameters stored in parts, ``keep`` or ``again`` in backward; `level` of
-    optimizer parallel; `recompute` by a policy; `micro_batches`, each in `copies` that take turns."""
+    optimizer parallel; `recompute` by a policy; `micro_batches`, each in `copies` that take turns; `shard`: sums over
+    them are kept in parts."""
 
     build: Build
     mesh: Mapping[str, int] | None = None
@@ -44,6 +45,7 @@ class Run:
     recompute: str | float = ""
     micro_batches: int = 1
     copies: int = 1
+    shard: bool = False
 
     def lowered(self) -> tuple[Any, Any, Partition]:
         """Captured program, batch, and what the ranks run."""
@@ -53,6 +55,7 @@ class Run:
         asked: dict[str, Any] = {"optimizer_parallel": self.level, "threshold_kb": 0} if self.level else {}
         asked |= {"offload": self.offload, "recompute": self.recompute}
         asked |= {"micro_batches": self.micro_batches, "interleave": self.copies}
+        asked |= {"gradient_accumulation_shard": self.shard}
         plan = stages.plan_captured(
             captured, Mesh.of(self.mesh or {}), mode, self.pins, techniques=techniques_from(asked)
         )
@@ -221,7 +224,12 @@ LEVELS = {
     )
 }
 
-
+LEVELS |= {
+    f"gpt, level {level}, 3 micro-batches{', sums in parts' * shard}": Run(
+        small_gpt(batch=24), {"dp": 4}, level=level, micro_batches=3, shard=shard
+    )
+    for level, shard in ((0, False), (2, False), (2, True), (3, False), (3, True))
+}
 LEVELS["gpt, states on the host"] = Run(small_gpt(), {"dp": 2}, offload=("optimizer",))
 
 

@@ -10,9 +10,11 @@ import torch
 
 from meshwright.capture.batch import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.cost.cluster import Cluster
 from meshwright.examples import gpt
 from meshwright.partition.collectives import step_collectives
 from meshwright.partition.micro_batches import micro_batches_of
+from meshwright.partition.tasks import step_tasks
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
@@ -21,12 +23,12 @@ from meshwright.techniques import techniques_from
 PINS = {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}, "head": {"n": "tp"}}
 
 
-def run(count: int, mode: str = "sharding_propagation", batch: int = 16):
+def run(count: int, mode: str = "sharding_propagation", batch: int = 16, **options):
     """One step of rank 1 of 2 × 2, with what it sent."""
     model, example, loss = gpt.build(gpt.GPTConfig(48, 24, 1, 4, 8), batch=batch)
     captured = captured_of(model, example, loss)
     pins = PINS if mode != "data_parallel" else None
-    asked = techniques_from({"micro_batches": count})
+    asked = techniques_from({"micro_batches": count, **options})
     parts = lower(captured, plan_captured(captured, {"dp": 2, "tp": 2}, mode, pins, None, asked))
     counter = Counter(parts.ranks, 1)
     step = LocalStep(
@@ -62,6 +64,47 @@ def test_activations_are_sent_in_every_micro_batch() -> None:
     once, four = (Multiset(c[0] for c in run(count)[0] if set(c[1]) == {"tp"}) for count in (1, 4))
     assert four == Multiset({kind: 4 * number for kind, number in once.items()})
     assert four
+
+
+@pytest.mark.parametrize("level", (2, 3))
+def test_split_sums_are_reduced_each_time_and_whole_ones_once(level: int) -> None:
+    """Kept whole, gradients are sent as without micro-batches; kept in parts, in each of them."""
+
+    def reduced(count: int, shard: bool):
+        asked = {"optimizer_parallel": level, "threshold_kb": 0, "gradient_accumulation_shard": shard}
+        calls, _, parts = run(count, "data_parallel", **asked)
+        if level == 3:  # no buckets: all of it is in the program
+            expected = [(c.kind, c.axes, c.payload_bytes) for c in step_collectives(parts, 1)]
+            assert in_order(calls) == in_order(expected)
+        tasks = step_tasks(parts, Cluster.local(4))
+        said = Multiset(t.about["collective"] for t in tasks if "collective" in t.about)
+        assert said == Multiset(kind for kind, _, _ in calls)
+        # Sums of numbers (counts and the loss) are no gradients.
+        return in_order(c for c in calls if c[0] != "all_gather" and c[2] > 8)
+
+    once, whole, split = reduced(1, False), reduced(4, False), reduced(4, True)
+    assert once
+    assert whole == once
+    assert split == Multiset({call: 4 * number for call, number in once.items()})
+
+
+def test_gradients_add_up_in_their_buckets() -> None:
+    """No rank holds a second copy of them between micro-batches."""
+    _, step, _ = run(4, "data_parallel")
+    places = {v.untyped_storage().data_ptr() for b in step.buckets.buckets for v in b.views}
+    entered: list[int] = []
+    enter = step.executor.kinds["enter"]
+
+    def look(action) -> None:
+        if action.micro_batch:
+            gradients = [p.grad for p in step.weights.values()]
+            entered.append(sum(g is not None and g.untyped_storage().data_ptr() in places for g in gradients))
+        enter(action)
+
+    step.executor.kinds["enter"] = look
+    _model, example, _ = gpt.build(gpt.GPTConfig(48, 24, 1, 4, 8), batch=16)
+    step.gradients(dict(leaves(example)))
+    assert entered == [len(step.weights)] * 3
 
 
 def test_equal_programs_are_built_once() -> None:

@@ -74,6 +74,27 @@ def test_micro_batches_compute_what_the_whole_batch_does(
     assert not report.inexact
 
 
+@pytest.mark.parametrize("shard", (False, True))
+@pytest.mark.parametrize("level", (2, 3))
+def test_sums_kept_whole_and_in_parts_are_those_of_the_whole_batch(level: int, shard: bool) -> None:
+    """16 rows over 2 ranks in 3 micro-batches: they are of unequal length. Three steps, so nothing of one stays in the
+    next."""
+    model, batch, loss = built("gpt")
+    plan = mw.plan(
+        model,
+        batch,
+        loss=loss,
+        mesh=BOTH,
+        mode="semi_auto",
+        pins=PINS["gpt"],
+        micro_batches=3,
+        optimizer_parallel=level,
+        threshold_kb=0,
+        gradient_accumulation_shard=shard,
+    )
+    mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("count", (2, 3, 4))
 @pytest.mark.parametrize("mode", ("data_parallel", "semi_auto", "sharding_propagation"))

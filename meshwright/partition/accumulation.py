@@ -1,0 +1,49 @@
+"""When gradients are sent in a step whose backward runs several times, once for each program in time: after the last of
+them, or (`gradient_accumulation_shard`) after each, so that no rank holds a whole sum.
+
+    False   every rank adds up whole gradients, and sends the sum in the last backward: least communication
+    True    at levels 2 and 3 each backward reduces and scatters, and a rank adds up its parts: least memory
+"""
+
+from __future__ import annotations
+
+from meshwright.graph import RESHARD
+from meshwright.partition import Partition
+from meshwright.redistribute.steps import COLLECTIVES
+
+
+def programs_in_time(parts: Partition) -> int:
+    """How often backward runs in a step: copies that take turns are one program."""
+    return parts.micro_batches // parts.copies
+
+
+def scattered_each_time(parts: Partition) -> bool:
+    """Whether buckets that scatter do so in every backward."""
+    asked = parts.plan.techniques
+    return programs_in_time(parts) > 1 and asked.gradient_accumulation_shard and asked.optimizer_parallel >= 2
+
+
+def summed_first(parts: Partition) -> frozenset[str]:
+    """The reshards of trained parameters whose gradients are added up as the parameter is used, and sent in the last
+    backward alone. Adding up and every step of a redistribution are linear, so their order is free.
+
+    A weight that the host keeps, and a reshard that does something else in each micro-batch, is not among them.
+    """
+    if programs_in_time(parts) == 1 or parts.plan.techniques.gradient_accumulation_shard:
+        return frozenset()
+    trained = {i.name for i in parts.resharded.graph.input_of("parameter") if i.needs_grad}
+    time, found = set(parts.plan.mesh.time), set[str]()
+    for node in parts.resharded.graph.nodes:
+        if node.op != RESHARD or node.uses[0] not in trained:
+            continue
+        pair = parts.resharded.pairs[node.name]
+        sends = any(s.kind in COLLECTIVES for s in pair.backward)
+        if sends and all(time.isdisjoint(s.axes) for s in (*pair.forward, *pair.backward)):
+            found.add(node.name)
+    for flight in parts.flights:  # what is one collective is sent at one time
+        if not found.issuperset(flight.members):
+            found.difference_update(flight.members)
+    return frozenset(found)
+
+
+__all__ = ["programs_in_time", "scattered_each_time", "summed_first"]
