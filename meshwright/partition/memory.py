@@ -165,6 +165,7 @@ class _Walk:
         self.is_last = True  # whether the micro-batch is the last one, after which gradients are reduced
         self.held: dict[str, Storage] = {}  # gradients of the micro-batches before
         self.summed_first, self.scattered_each_time = summed_first(parts), scattered_each_time(parts)
+        self.pieces: set[Storage] = set()  # in which gradients of one flight lie behind one another
         self.held_back: set[str] = set()  # starts whose gradients are not sent now
         self.placed: set[str] = set()  # parameters whose gradient goes into a bucket's buffer
         self.offloaded = "optimizer" in parts.plan.techniques.offload
@@ -479,7 +480,9 @@ class _Walk:
             if node.name in self.held_back:
                 self.held_back.discard(node.name)
                 return []
-            return [(name, back.take(index)) for index, name in enumerate(node.uses)]
+            taken = [back.take(index) for index in range(len(node.uses))]
+            self.pieces.update(s for s in taken if taken.count(s) > 1)
+            return list(zip(node.uses, taken, strict=True))
         wanted = [u in self.graph.needs_grad for u in node.uses]
         found: list[tuple[str, Storage]] = []
         plan = gradients_of(node, self.types, wanted)
@@ -553,7 +556,7 @@ class _Walk:
 
     def _of_its_own(self, name: str, gradient: Storage) -> Storage:
         """A gradient that stays, in memory that nobody else holds."""
-        if gradient.uses == 1:
+        if gradient.uses == 1 or gradient in self.pieces:
             self.heap.rename(gradient, "gradients")
             return gradient
         made = self.heap.new(self.types[name].size_bytes, "gradients")
