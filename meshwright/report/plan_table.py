@@ -78,16 +78,32 @@ def rows(parts: Partition, *, every: bool = False) -> list[Row]:
         if node.op in MOVES:
             moved.setdefault(next(iter(_sources(parts, node))), []).append(node)
     found: list[Row] = []
-    gathered: dict[tuple[str, str], list[Node]] = {}  # what is sent, without its bytes → the reshards
+    gathered: dict[
+        tuple[str, str], list[tuple[Row, Node]]
+    ] = {}  # what is sent, without its bytes → those alike
     for entry in graph.inputs:
         reshards = moved.get(entry.name, ())
         forward, backward = _moves(parts, reshards)
+        if not forward and not backward:
+            continue
+        row = Row(
+            entry.target,
+            1,
+            entry.role,
+            "",
+            _layout_text(parts.resharded.layouts[entry.name], mesh),
+            forward,
+            backward,
+        )
         if entry.role == "parameter" and len(reshards) == 1 and not every and reshards[0].op == RESHARD:
-            gathered.setdefault((_SIZE.sub("", forward), _SIZE.sub("", backward)), []).extend(reshards)
-        elif forward or backward:
-            own = _layout_text(parts.resharded.layouts[entry.name], mesh)
-            found.append(Row(entry.target, 1, entry.role, "", own, forward, backward))
-    found += [_gathered(parts, reshards) for (forward, _), reshards in gathered.items() if forward]
+            gathered.setdefault((_SIZE.sub("", forward), _SIZE.sub("", backward)), []).append(
+                (row, reshards[0])
+            )
+        else:
+            found.append(row)
+    for alike in gathered.values():
+        several = len({LAYER.sub("*", row.module) for row, _ in alike}) > 1
+        found += [_gathered(parts, [node for _, node in alike])] if several else [row for row, _ in alike]
     inside = _inside(parts)
     for node in graph.nodes:
         if node.op in MOVES or node.op == PIN:
@@ -229,7 +245,7 @@ def _gathered(parts: Partition, reshards: Sequence[Node]) -> Row:
                     what = _SIZE.sub("", describe(step, mesh, itemsize))
                     total[what] = total.get(what, 0.0) + wire_bytes(step, mesh, itemsize)
     texts = (", ".join(f"{what} {show_bytes(size)}" for what, size in total.items()) for total in sums)
-    return Row("(weights stored in parts)", len(reshards), "parameter", "", "", *texts)
+    return Row(f"({len(reshards)} weights stored in parts)", 1, "parameter", "", "", *texts)
 
 
 def _layout_text(layout: TensorLayout, mesh: Mesh) -> str:
