@@ -50,6 +50,14 @@ def test_a_plan_has_its_techniques_already():
         mw.verify(model, batch, loss=loss, plan=plan, micro_batches=2)
 
 
+def test_what_is_asked_for_in_vain_is_noted():
+    model, batch, loss = mlp.build()
+    alone = mw.plan(model, batch, loss=loss, mesh=2, gradient_accumulation_shard=True)
+    assert any("changes nothing" in note for note in alone.notes)
+    useful = mw.plan(model, batch, loss=loss, mesh=2, gradient_accumulation_shard=True, micro_batches=2)
+    assert not any("changes nothing" in note for note in useful.notes)
+
+
 GIVEN = {
     "recompute": {"blocks.*": "full", "head": ""},
     "offload": ["optimizer"],

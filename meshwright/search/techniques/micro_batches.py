@@ -10,8 +10,10 @@ from meshwright.plan import Plan
 
 
 def micro_batches(graph: Graph, plan: Plan) -> Plan:
-    """The plan with a note that names what is inexact."""
+    """The plan with a note that names what is inexact, or what was asked for in vain."""
     count = plan.techniques.pieces
+    if count == 1 and plan.techniques.gradient_accumulation_shard:
+        plan = plan.with_notes("gradient_accumulation_shard changes nothing without micro_batches")
     found = by_micro_batch(graph, factors_of(graph)) if count > 1 else []
     if not found:
         return plan
