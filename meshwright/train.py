@@ -223,7 +223,9 @@ def train_step(
             initial.problem(model), hint="init is what built the model, with the same configuration"
         )
     captured = Captured(graph, constants, fold(graph), ())
-    chosen = with_origin(chosen, captured)
+    chosen = with_origin(
+        chosen.check(graph), captured
+    )  # as it came it may say many equal layers by two of them
     check_optimizer(optimizer, _cut_parameter(graph, chosen))
     comm = meeting.connect(chosen.mesh, place, host=bool(chosen.hosts))
     parts = lower(captured, chosen)
