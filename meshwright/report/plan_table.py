@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from io import StringIO
 
@@ -26,7 +26,7 @@ from meshwright.partition import Partition
 from meshwright.partition.collectives import Collective, sent_bytes, step_collectives
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.updates import update_layout, updates
-from meshwright.redistribute import describe
+from meshwright.redistribute import Step
 from meshwright.redistribute.steps import LOCAL, origin, show_bytes, wire_bytes, wire_elements
 from meshwright.report.fitted import FittedTable
 from meshwright.report.recomputed import recomputed
@@ -39,7 +39,6 @@ SHORT = {
 }
 TRAFFIC = ("forward", "backward", "gradients", "updated weights")
 LONG = 30  # characters of a module's name that a table of 100 columns has room for
-_SIZE = re.compile(r" [\d.]+ \w?B\b")
 LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")  # the number of a layer in a module's path
 
 
@@ -78,27 +77,18 @@ def rows(parts: Partition, *, every: bool = False) -> list[Row]:
         if node.op in MOVES:
             moved.setdefault(next(iter(_sources(parts, node))), []).append(node)
     found: list[Row] = []
-    gathered: dict[
-        tuple[str, str], list[tuple[Row, Node]]
-    ] = {}  # what is sent, without its bytes → those alike
+    gathered: dict[Hashable, list[tuple[Row, Node]]] = {}  # what is sent, without its bytes → those alike
     for entry in graph.inputs:
         reshards = moved.get(entry.name, ())
         forward, backward = _moves(parts, reshards)
         if not forward and not backward:
             continue
-        row = Row(
-            entry.target,
-            1,
-            entry.role,
-            "",
-            _layout_text(parts.resharded.layouts[entry.name], mesh),
-            forward,
-            backward,
-        )
+        own = _layout_text(parts.resharded.layouts[entry.name], mesh)
+        row = Row(entry.target, 1, entry.role, "", own, forward, backward)
         if entry.role == "parameter" and len(reshards) == 1 and not every and reshards[0].op == RESHARD:
-            gathered.setdefault((_SIZE.sub("", forward), _SIZE.sub("", backward)), []).append(
-                (row, reshards[0])
-            )
+            halves = _sent(parts, reshards[0])
+            alike = tuple(tuple(what for what, _ in half) for half in halves)
+            gathered.setdefault(alike, []).append((row, reshards[0]))
         else:
             found.append(row)
     for alike in gathered.values():
@@ -215,37 +205,48 @@ def _sources(parts: Partition, node: Node) -> Iterable[str]:
         yield use
 
 
+Sent = tuple[
+    list[tuple[str, float]], list[tuple[str, float]]
+]  # forward and backward: what is done, and its bytes
+
+
+def _sent(parts: Partition, node: Node) -> Sent:
+    """What a reshard or transfer sends, by the rank that sends most."""
+    mesh, itemsize = parts.plan.mesh, DTYPES[node.outputs[0].dtype]
+    backward = any(node.needs_grad)
+    if node.op in TRANSFERS:
+        size = float(held(parts.resharded.layouts[node.name], mesh) * itemsize)
+        there, back = ("to_host", "to_device") if node.op == TO_HOST else ("to_device", "to_host")
+        return [(there, size)], [(back, size)] if backward else []
+    pair = parts.resharded.pairs[node.name]
+
+    def told(steps: Iterable[Step]) -> list[tuple[str, float]]:
+        sending = (s for s in steps if s.kind not in LOCAL)
+        return [(f"{s.kind}({mesh.show(s.axes)})", wire_bytes(s, mesh, itemsize)) for s in sending]
+
+    return told(pair.forward), told(pair.backward if backward else ())
+
+
 def _moves(parts: Partition, reshards: Sequence[Node]) -> tuple[str, str]:
     """What the reshards and transfers of one value do, forward and backward, as text."""
-    halves: tuple[list[str], list[str]] = ([], [])
-    for node in reshards:
-        if node.op in TRANSFERS:
-            size = held(parts.resharded.layouts[node.name], parts.plan.mesh) * DTYPES[node.outputs[0].dtype]
-            words = ("to_host", "to_device") if node.op == TO_HOST else ("to_device", "to_host")
-            halves[0].append(f"{words[0]} {show_bytes(size)}")
-            halves[1].extend([f"{words[1]} {show_bytes(size)}"] if any(node.needs_grad) else [])
-            continue
-        pair, itemsize = parts.resharded.pairs[node.name], DTYPES[node.outputs[0].dtype]
-        backward = pair.backward if any(node.needs_grad) else ()
-        for steps, half in zip((pair.forward, backward), halves, strict=True):
-            half += [describe(s, parts.plan.mesh, itemsize) for s in steps if s.kind not in LOCAL]
-    return ", ".join(halves[0]), ", ".join(halves[1])
+    sent = [_sent(parts, node) for node in reshards]
+    return _text(m for forward, _ in sent for m in forward), _text(
+        m for _, backward in sent for m in backward
+    )
 
 
 def _gathered(parts: Partition, reshards: Sequence[Node]) -> Row:
     """The line of parameters that are brought to their use in one way: their operators' lines say how they are cut."""
-    mesh, sums = parts.plan.mesh, ({}, {})
-    for node in reshards:
-        pair, itemsize = parts.resharded.pairs[node.name], DTYPES[node.outputs[0].dtype]
-        for steps, total in zip(
-            (pair.forward, pair.backward if any(node.needs_grad) else ()), sums, strict=True
-        ):
-            for step in steps:
-                if step.kind not in LOCAL:
-                    what = _SIZE.sub("", describe(step, mesh, itemsize))
-                    total[what] = total.get(what, 0.0) + wire_bytes(step, mesh, itemsize)
-    texts = (", ".join(f"{what} {show_bytes(size)}" for what, size in total.items()) for total in sums)
-    return Row(f"({len(reshards)} weights stored in parts)", 1, "parameter", "", "", *texts)
+    sent = [_sent(parts, node) for node in reshards]
+    forward, backward = (
+        _text((moves[0][0], math.fsum(size for _, size in moves)) for moves in zip(*halves, strict=True))
+        for halves in zip(*sent, strict=True)
+    )
+    return Row(f"({len(reshards)} weights stored in parts)", 1, "parameter", "", "", forward, backward)
+
+
+def _text(moves: Iterable[tuple[str, float]]) -> str:
+    return ", ".join(f"{what} {show_bytes(size)}" for what, size in moves)
 
 
 def _layout_text(layout: TensorLayout, mesh: Mesh) -> str:

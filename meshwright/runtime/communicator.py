@@ -271,8 +271,30 @@ def _reduced(values: Mapping[int, torch.Tensor], op: str = "sum") -> torch.Tenso
 # ---------------------------------------------------------------- one rank, alone
 
 
+class AtOnce:
+    """Starts of a communicator whose collectives are done when they are called."""
+
+    all_gather: Callable[..., torch.Tensor]
+    reduce_scatter: Callable[..., torch.Tensor]
+    all_to_all: Callable[..., torch.Tensor]
+
+    def all_gather_start(self, x_n: torch.Tensor, axes: Sequence[str]) -> Work:
+        """See `Communicator`."""
+        return Done(self.all_gather(x_n, axes))
+
+    def reduce_scatter_start(self, x_mn: torch.Tensor, axes: Sequence[str]) -> Work:
+        """See `Communicator`."""
+        return Done(self.reduce_scatter(x_mn, axes))
+
+    def all_to_all_start(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
+    ) -> Work:
+        """See `Communicator`."""
+        return Done(self.all_to_all(x, send, receive, axes))
+
+
 @dataclass
-class Alone:
+class Alone(AtOnce):
     """A world of one rank: there is nobody to talk to."""
 
     mesh: Mesh
@@ -303,26 +325,12 @@ class Alone:
         """The value itself."""
         return x.clone()
 
-    def all_gather_start(self, x_n: torch.Tensor, axes: Sequence[str]) -> Work:
-        """See `Communicator`."""
-        return Done(self.all_gather(x_n, axes))
-
-    def reduce_scatter_start(self, x_mn: torch.Tensor, axes: Sequence[str]) -> Work:
-        """See `Communicator`."""
-        return Done(self.reduce_scatter(x_mn, axes))
-
-    def all_to_all_start(
-        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
-    ) -> Work:
-        """See `Communicator`."""
-        return Done(self.all_to_all(x, send, receive, axes))
-
 
 # ---------------------------------------------------------------- the counter
 
 
 @dataclass
-class Counter:
+class Counter(AtOnce):
     """Adds up what one rank out of thousands would send, and answers with values of the right shape.
 
     `calls` lists (kind, axes, payload bytes) in the order of execution. The payload is the tensor that enters an
@@ -367,20 +375,6 @@ class Counter:
         """See `Communicator`."""
         self._count("all_to_all", axes, x.numel() * x.element_size())
         return x.new_zeros(sum(receive))
-
-    def all_gather_start(self, x_n: torch.Tensor, axes: Sequence[str]) -> Work:
-        """See `Communicator`."""
-        return Done(self.all_gather(x_n, axes))
-
-    def reduce_scatter_start(self, x_mn: torch.Tensor, axes: Sequence[str]) -> Work:
-        """See `Communicator`."""
-        return Done(self.reduce_scatter(x_mn, axes))
-
-    def all_to_all_start(
-        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
-    ) -> Work:
-        """See `Communicator`."""
-        return Done(self.all_to_all(x, send, receive, axes))
 
 
 # ---------------------------------------------------------------- real process groups

@@ -102,17 +102,15 @@ class _Told(Done):
         return super().wait()
 
 
+def in_turns(model: Any, batch: Any, loss: Any, copies: int) -> mw.Plan:
+    """A GPT cut in its heads and its perceptron over two ranks."""
+    how: dict[str, Any] = {"mesh": {"tp": 2}, "mode": "sharding_propagation", "pins": PINS["gpt"]}
+    return mw.plan(model, batch, loss=loss, interleave=copies, **how)
+
+
 def test_each_copy_computes_while_the_other_waits() -> None:
     model, batch, loss = gpt.build(gpt.GPTConfig(64, 64, 3, 4, 16), batch=4)
-    plan = mw.plan(
-        model,
-        batch,
-        loss=loss,
-        mesh={"tp": 2},
-        mode="sharding_propagation",
-        pins={"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}},
-        interleave=2,
-    )
+    plan = in_turns(model, batch, loss, 2)
     captured = captured_of(model, batch, loss)
     parts = lower(captured, plan)
     comm = Sends(parts.ranks, 0)
@@ -157,15 +155,7 @@ def test_the_timeline_hides_what_is_sent_between_operators() -> None:
     model, batch, loss = gpt.build(gpt.GPTConfig(256, 256, 3, 8, 64), batch=8)
     found = []
     for copies in (1, 2):
-        plan = mw.plan(
-            model,
-            batch,
-            loss=loss,
-            mesh={"tp": 2},
-            mode="sharding_propagation",
-            pins={"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}},
-            interleave=copies,
-        )
+        plan = in_turns(model, batch, loss, copies)
         found.append(simulate(lower(captured_of(model, batch, loss), plan), cluster))
     alone, together = found
     assert alone.hidden_seconds == 0.0 < alone.exposed_seconds
