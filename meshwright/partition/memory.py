@@ -8,8 +8,8 @@ start) until the update. Nothing is run: sizes are those of the local graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from meshwright.cost.operators import PIECES, REPEATS, VIEWS
 from meshwright.cost.saved import saved
@@ -17,8 +17,9 @@ from meshwright.cost.strides import copying_views
 from meshwright.graph import DTYPES, RESHARD, START, TO_HOST, TRANSFERS, WAIT, Graph, Node
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import scattered_each_time, summed_first
-from meshwright.partition.crossing import Crossing
+from meshwright.partition.flight_memory import FlightMemory
 from meshwright.partition.fusion import gradient_bytes
+from meshwright.partition.gradient_memory import GradientMemory
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.heap import Heap, Storage
 from meshwright.partition.interleave import in_copies, of_one, original
@@ -26,54 +27,15 @@ from meshwright.partition.keeps import AGAIN, keeps_of
 from meshwright.partition.micro_batches import first_program
 from meshwright.partition.moves import moved
 from meshwright.partition.notes import Held, Notes
-from meshwright.partition.overlap import members_of
+from meshwright.partition.peaks import ADAMW, ADAMW_FOREACH, ADAMW_FUSED, Optimizer, Peak, optimizer_on
 from meshwright.partition.reshards import backward_itemsize
 from meshwright.partition.update_memory import UpdateMemory
 from meshwright.partition.workspace import gradients_of, workspace
-from meshwright.redistribute import Step
+from meshwright.redistribute import Reshard
 from meshwright.redistribute.buckets import BucketBytes, fill
 
 DROPOUT = "meshwright.dropout"
 TINY_BYTES = 256  # what an operator saves of its own and is no larger is kept (`runtime.again`)
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """What an update keeps and needs. `states`: moments per parameter, in the parameter's dtype as torch keeps them
-    (AdamW: two). `temporaries`: copies that an update holds for a moment: of the largest parameter (`at_once` false:
-    one tensor at a time, torch's default on a CPU) or of all of them (`foreach`, its default on a GPU)."""
-
-    states: int = 2
-    temporaries: int = 2
-    at_once: bool = False
-
-
-ADAMW = Optimizer()
-ADAMW_FOREACH = Optimizer(temporaries=1, at_once=True)
-ADAMW_FUSED = Optimizer(temporaries=0)
-
-
-def optimizer_on(device: str, states: int) -> Optimizer:
-    """An optimizer with so many moments, as torch updates by default on a type of device."""
-    at_once = device != "cpu"
-    return Optimizer(states, min(states, 1 if at_once else 2), at_once)
-
-
-@dataclass(frozen=True)
-class Peak:
-    """`bytes` at `instant` (a node and its phase), made up of `categories`; `timeline` has the most bytes that lived
-    within each instant of the step. All of that is the device's memory; `host_bytes` are the most that lived in the
-    host's, 0 where they are one."""
-
-    bytes: int
-    instant: str
-    categories: Mapping[str, int]
-    timeline: tuple[tuple[str, int], ...]
-    host_bytes: int = 0
-
-    def __str__(self) -> str:
-        parts = (f"{name} {size / 2**20:.1f}" for name, size in self.categories.items() if size)
-        return f"{self.bytes / 2**20:.1f} MiB at {self.instant} ({', '.join(parts)})"
 
 
 def peak(
@@ -122,16 +84,6 @@ class _Kept:
     notes: list[Held]
 
 
-@dataclass(eq=False)
-class _Once:
-    """What of a flight backward brings again: its waits with their sources, and the flight before it."""
-
-    before: _Once | None
-    waits: list[tuple[Node, Storage, Held]] = field(default_factory=list)
-    crossing: Crossing | None = None
-    opened: bool = False
-
-
 class _Walk:
     def __init__(
         self,
@@ -152,22 +104,10 @@ class _Walk:
         self.heap = Heap()
         self.values: dict[str, Storage] = {}
         self.kept: dict[str, _Kept] = {}
-        self.gradients: dict[str, Storage] = {}
         self.notes = Notes(self.heap)
         keeps = keeps_of(self.graph, in_copies(parts.resharded.keeps, parts.copies))
         self.again = {v for v, how in keeps.items() if how == AGAIN}
-        self.under_way: dict[str, Crossing] = {}  # start → its flight in the direction of now
-        self.once: dict[str, _Once] = {}
-        self.latest: _Once | None = None
         self.trained = {i.name for i in self.graph.inputs if i.role == "parameter" and i.needs_grad}
-        # How often a parameter's gradient is still to arrive: once from each use.
-        self.missing: dict[str, int] = {}
-        self.is_last = True  # whether the micro-batch is the last one, after which gradients are reduced
-        self.held: dict[str, Storage] = {}  # gradients of the micro-batches before
-        self.summed_first, self.scattered_each_time = summed_first(parts), scattered_each_time(parts)
-        self.pieces: set[Storage] = set()  # in which gradients of one flight lie behind one another
-        self.held_back: set[str] = set()  # starts whose gradients are not sent now
-        self.placed: set[str] = set()  # parameters whose gradient goes into a bucket's buffer
         self.offloaded = "optimizer" in parts.plan.techniques.offload
         described = pending_gradients(parts)
         size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
@@ -175,6 +115,19 @@ class _Walk:
         self.update_parts = UpdateMemory(parts, rank, self.groups, bucket_bytes, staged)
         self.apart = device != "cpu"  # the device's memory is not the host's
         self.hosted = parts.resharded.hosted if self.apart else frozenset()
+        self.flights = FlightMemory(
+            self.graph, self.heap, self.notes, self._pair, parts.plan.mesh, rank, staged
+        )
+        self.gradients = GradientMemory(
+            self.graph,
+            self.heap,
+            self.update_parts,
+            trained=self.trained,
+            hosted=self.hosted,
+            summed_first=summed_first(parts),
+            scattered_each_time=scattered_each_time(parts),
+            pieces=self.flights.pieces,
+        )
         self.on_host = {
             n.name for n in self.graph.nodes if self.apart and parts.on_host(of_one(n, self.copy_of))
         }
@@ -183,9 +136,7 @@ class _Walk:
         self.start()
         # Of micro-batches the first, and one that finds the gradients of others, tell what all of them need.
         for is_last in (False, True) if self.parts.micro_batches > self.parts.copies else (True,):
-            self.is_last = is_last
-            self.update_parts.begin()
-            self.missing = {n: len(self.graph.consumers[n]) for n in self.trained}
+            self.gradients.begin(is_last)
             self.forward()
             self.backward()
         self.update()
@@ -222,16 +173,15 @@ class _Walk:
         for group in self.groups:
             self.heap.on_host = group.members[0].name in self.hosted
             if not group.alone and not group.parted:
-                self.placed.update(g.name for g in group.members)
+                self.gradients.placed.update(g.name for g in group.members)
                 self.heap.new(sum(g.on_wire(self.types[g.name].size_bytes) for g in group.members), "buckets")
 
     def _of_one(self, name: str) -> str:
         """What a value of a copy is called in the program of one."""
         return original(name, self.copy_of[name]) if name in self.copy_of else name
 
-    def _steps(self, reshard: Node, *, back: bool = False) -> tuple[Step, ...]:
-        pair = self.parts.resharded.pairs[self._of_one(reshard.name)]
-        return pair.backward if back else pair.forward
+    def _pair(self, reshard: Node) -> Reshard:
+        return self.parts.resharded.pairs[self._of_one(reshard.name)]
 
     def _updated_on_host(self, name: str) -> bool:
         """Whether a parameter's states, and what its update needs, are in another memory than the device's."""
@@ -271,10 +221,12 @@ class _Walk:
             self._reshard(node)
             return
         if node.op == START:
-            self._start(node)
+            self.flights.start(node, [self.values[name] for name in node.uses])
+            self.values[node.name] = heap.new(0)
             return
         if node.op == WAIT:
-            self._wait(node)
+            source = self.values[self.graph.producers[node.uses[0]].uses[node.args[1]]]
+            self.values[node.name] = self.flights.wait(node, source)
             return
         extra: list[Storage] = []
         if not self._shares(node):
@@ -359,63 +311,15 @@ class _Walk:
         self.kept[node.name] = _Kept(storages, notes)
 
     def _reshard(self, node: Node) -> None:
-        source, steps = self.values[node.uses[0]], self._steps(node)
+        source, steps = self.values[node.uses[0]], self._pair(node).forward
 
         def run(source: Storage) -> Storage:
-            size = self._itemsize(node)
+            size = DTYPES[node.outputs[0].dtype]
             return moved(self.heap, source, steps, self.parts.plan.mesh, self.rank, size, self.staged)
 
         made = self.values[node.name] = run(source)
         if node.kwarg("again") and made is not source and any(node.needs_grad):
             self.notes.watch([made], [source], lambda read: [run(*read)])
-
-    def _crossing(self, members: Sequence[Node], *, back: bool = False) -> Crossing:
-        ways = [self._steps(m, back=back) for m in members]
-        mesh = self.parts.plan.mesh
-        size = backward_itemsize(members[0]) if back else self._itemsize(members[0])
-        return Crossing(self.heap, ways, mesh, self.rank, size, self.staged)
-
-    def _start(self, node: Node) -> None:
-        """A flight starts. What backward is to bring again of it is noted."""
-        crossing = self.under_way[node.name] = self._crossing(members_of(self.graph, node))
-        for index, name in enumerate(node.uses):
-            crossing.give(index, self.values[name])
-        crossing.launch()
-        self.values[node.name] = self.heap.new(0)
-        if node.kwarg("again"):
-            self.latest = self.once[node.name] = _Once(self.latest)
-
-    def _wait(self, node: Node) -> None:
-        (start,), index = node.uses, node.args[1]
-        made = self.values[node.name] = self.under_way[start].take(index)
-        if node.kwarg("again"):
-            source = self.values[self.graph.producers[start].uses[index]]
-            once, place = self.once[start], len(self.once[start].waits)
-            # A flight holds what it brings, also where that would be made again.
-            held = self.notes.watch([made], (), lambda _: [self._taken(once, place)], held=[source])
-            once.waits.append((node, source, (held, 0)))
-
-    def _taken(self, once: _Once, place: int) -> Storage:
-        """What a wait takes out of a flight that is brought again; the flight before it, needed next, starts."""
-        self._bring(once)
-        assert once.crossing is not None
-        made = once.crossing.take(place)
-        before = once.before
-        if not once.opened and before is not None and any(any(c.uses) for _, _, (c, _) in before.waits):
-            self._bring(before)
-        once.opened = True
-        return made
-
-    def _bring(self, once: _Once) -> None:
-        """The waits of a flight that are still read are made again."""
-        if once.crossing is None:
-            once.crossing = self._crossing([node for node, _, _ in once.waits])
-            for index, (_, source, _) in enumerate(once.waits):
-                once.crossing.give(index, source)
-            once.crossing.launch()
-
-    def _itemsize(self, node: Node) -> int:
-        return DTYPES[node.outputs[0].dtype]
 
     # ------------------------------------------------------------ backward
 
@@ -425,9 +329,9 @@ class _Walk:
         heap.at("loss, backward")
         for _, value in graph.outputs:
             if value in graph.needs_grad:
-                self.gradients[value] = heap.new(self.types[value].size_bytes)
+                self.gradients.add(value, heap.new(self.types[value].size_bytes))
         for node in reversed(graph.nodes):
-            arrived = [self.gradients.pop(v) for v in node.values if v in self.gradients]
+            arrived = self.gradients.take(node)
             if not arrived:
                 self._forget(node)
                 continue
@@ -438,12 +342,8 @@ class _Walk:
                 heap.drop(storage)
             self._forget(node)
             for name, storage in made:
-                self._add(name, storage)
-        for name in [n for n in self.gradients if n in self.trained]:
-            self._place(name)
-        if self.is_last or self.scattered_each_time:
-            again = self.is_last and self.scattered_each_time
-            self.update_parts.finish(heap, added=again)
+                self.gradients.add(name, storage)
+        self.gradients.finish()
 
     def _open(self, node: Node) -> None:
         """Make again what was not kept."""
@@ -465,24 +365,17 @@ class _Walk:
             return [(node.uses[0], self._crossed(node, arrived[0], node.op != TO_HOST))]
         self.heap.on_host = node.name in self.on_host
         if node.op == RESHARD:
-            total = self._summed(node, arrived[0])
+            total = self.gradients.summed(node, arrived[0])
             if total is None:
                 return []
-            steps = self._steps(node, back=True)
-            mesh, size = self.parts.plan.mesh, backward_itemsize(node)
-            made = moved(self.heap, total, steps, mesh, self.rank, size, self.staged)
+            steps, size = self._pair(node).backward, backward_itemsize(node)
+            made = moved(self.heap, total, steps, self.parts.plan.mesh, self.rank, size, self.staged)
             self.heap.drop(total)
             return [(node.uses[0], made)]
         if node.op == WAIT:
-            return [(node.uses[0], self._give_back(node, arrived[0]))]
+            return [(node.uses[0], self.flights.give_back(node, self.gradients.summed(node, arrived[0])))]
         if node.op == START:
-            back = self.under_way.pop(node.name)
-            if node.name in self.held_back:
-                self.held_back.discard(node.name)
-                return []
-            taken = [back.take(index) for index in range(len(node.uses))]
-            self.pieces.update(s for s in taken if taken.count(s) > 1)
-            return list(zip(node.uses, taken, strict=True))
+            return self.flights.land(node)
         wanted = [u in self.graph.needs_grad for u in node.uses]
         found: list[tuple[str, Storage]] = []
         plan = gradients_of(node, self.types, wanted)
@@ -493,75 +386,6 @@ class _Walk:
         self.heap.passing(plan.beside)
         self.heap.drop(scratch)
         return found
-
-    def _give_back(self, wait: Node, gradient: Storage) -> Storage:
-        """A gradient goes into its flight, which starts when all are there; the gradient of the token."""
-        (start,), index = wait.uses, wait.args[1]
-        total = self._summed(wait, gradient)
-        if total is None:
-            self.held_back.add(start)
-            return self.heap.new(0)
-        members = members_of(self.graph, self.graph.producers[start])
-        if index == len(members) - 1:
-            self.under_way[start] = self._crossing(members, back=True)
-        self.under_way[start].give(index, total)
-        self.heap.drop(total)
-        if not index:
-            self.under_way[start].launch()
-        return self.heap.new(0)
-
-    def _summed(self, node: Node, gradient: Storage) -> Storage | None:
-        """What a reshard sends back, held once more: its gradient, or the sum with those of the micro-batches before;
-        None where that is kept for the last one."""
-        if node.name not in self.summed_first:
-            return self.heap.hold(gradient)
-        total = self.held.pop(node.name, None) or self.heap.new(self.types[node.name].size_bytes, "gradients")
-        if self.is_last:
-            return total
-        self.held[node.name] = total
-        return None
-
-    def _add(self, name: str, gradient: Storage) -> None:
-        """A gradient arrives at a value: added in place where nobody else holds what is there."""
-        self.heap.on_host = name in self.hosted
-        held = self.gradients.get(name)
-        if held is None:
-            self.gradients[name] = gradient
-        elif held.uses == 1:
-            self.heap.drop(gradient)
-        else:
-            self.gradients[name] = self.heap.new(self.types[name].size_bytes)
-            self.heap.drop(held)
-            self.heap.drop(gradient)
-        if name in self.trained:
-            self.missing[name] -= 1
-            if not self.missing[name]:
-                self._place(name)
-
-    def _place(self, name: str) -> None:
-        """A parameter's gradient is complete: it stays, or is copied into its bucket."""
-        gradient = self.gradients.pop(name)
-        self.heap.on_host = name in self.hosted
-        if name in self.held:  # added in place
-            self.heap.drop(gradient)
-            gradient = self.held.pop(name)
-        if name in self.placed:  # copied, or added to what is there
-            self.heap.drop(gradient)
-        elif self.update_parts.takes(name) and (self.is_last or self.scattered_each_time):
-            self.update_parts.place(self.heap, name, gradient)
-        elif not self.is_last:
-            self.held[name] = self._of_its_own(name, gradient)
-        else:
-            self._of_its_own(name, gradient)
-
-    def _of_its_own(self, name: str, gradient: Storage) -> Storage:
-        """A gradient that stays, in memory that nobody else holds."""
-        if gradient.uses == 1 or gradient in self.pieces:
-            self.heap.rename(gradient, "gradients")
-            return gradient
-        made = self.heap.new(self.types[name].size_bytes, "gradients")
-        self.heap.drop(gradient)
-        return made
 
     # ------------------------------------------------------------ update
 
@@ -576,4 +400,13 @@ class _Walk:
         self.update_parts.gather(self.heap)
 
 
-__all__ = ["ADAMW", "ADAMW_FOREACH", "ADAMW_FUSED", "Optimizer", "Peak", "kept_bytes", "peak"]
+__all__ = [
+    "ADAMW",
+    "ADAMW_FOREACH",
+    "ADAMW_FUSED",
+    "Optimizer",
+    "Peak",
+    "kept_bytes",
+    "optimizer_on",
+    "peak",
+]

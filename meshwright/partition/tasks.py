@@ -13,14 +13,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.saved import saved
 from meshwright.cost.timeline import COMPUTE, Task, Timeline, play
 from meshwright.graph import DTYPES, START, TRANSFERS, WAIT, Graph, Node
 from meshwright.mesh import Mesh
 from meshwright.ops.talk import kernel_talk
 from meshwright.partition import RESHARD, Partition
 from meshwright.partition.accumulation import programs_in_time, scattered_each_time, summed_first
-from meshwright.partition.again import VIEWS
+from meshwright.partition.arrivals import Started, arrivals, keepers
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.interleave import Interleaved, named, original
@@ -208,8 +207,8 @@ class _Step:
     def backward(self, groups: Sequence[Group], held: Collection[str] = ()) -> None:
         """The local program from bottom to top; gradients of parameters are reduced beside it. Those of the reshards in
         `held` are added up and not sent."""
-        started = _Started(groups)
-        arrives = _arrivals(self.local, [g.name for group in groups for g in group.members])
+        started = Started(groups)
+        arrives = arrivals(self.local, [g.name for group in groups for g in group.members])
         again = self._made_again()
         kept = {hub.name for hubs in again.values() for hub in hubs}
         for node in reversed(self.local.nodes):
@@ -295,9 +294,9 @@ class _Step:
         found: dict[str, list[Node]] = {}
         for node in graph.nodes:
             if node.op == RESHARD and made_again(node):
-                keepers = _keepers(self.parts, node)
-                if keepers:
-                    last = max(keepers, key=order.__getitem__)  # of the last copy, where there are several
+                keeping = keepers(self.parts, node)
+                if keeping:
+                    last = max(keeping, key=order.__getitem__)  # of the last copy, where there are several
                     copies = self.parts.copies
                     found.setdefault(last if copies == 1 else named(last, copies - 1), []).append(node)
         return found
@@ -347,64 +346,6 @@ class _Step:
         if seconds > 0.0 or self._reductions:
             self._last = len(self.tasks)
             self.tasks.append(Task("update", (COMPUTE,), seconds, tuple(self._reductions), "update"))
-
-
-class _Started:
-    """Which buckets start when: in order, each when its last gradient is there."""
-
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self.groups = groups
-        self.missing = [{g.name for g in group.members} for group in groups]
-        self.place = {g.name: number for number, group in enumerate(groups) for g in group.members}
-        self.next = 0
-
-    def arrived(self, names: Collection[str]) -> list[tuple[int, Group]]:
-        """The buckets that start when these gradients are there."""
-        for name in names:
-            self.missing[self.place[name]].discard(name)
-        return self._ready()
-
-    def rest(self) -> list[tuple[int, Group]]:
-        """Those that are left at the end of backward: no gradient has reached some of their parameters."""
-        self.missing = [set() for _ in self.groups]
-        return self._ready()
-
-    def _ready(self) -> list[tuple[int, Group]]:
-        first = self.next
-        while self.next < len(self.groups) and not self.missing[self.next]:
-            self.next += 1
-        return [(n, self.groups[n]) for n in range(first, self.next)]
-
-
-def _arrivals(local: Graph, names: Iterable[str]) -> dict[str, list[str]]:
-    """Node → the parameters whose gradient is complete after its backward: those it is the first to use."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        user = next((node for node, _ in local.consumers[name] if any(node.needs_grad)), None)
-        if user is not None:
-            found.setdefault(user.name, []).append(name)
-    return found
-
-
-def _keepers(parts: Partition, hub: Node) -> set[str]:
-    """The nodes for which autograd keeps a hub, or what lies in its memory."""
-    graph, todo, seen = parts.resharded.graph, [hub.name], set[str]()
-    found: set[str] = set()
-    while todo:
-        for node, port in graph.consumers[todo.pop()]:
-            if node.op in TRANSFERS:
-                view = True
-            elif node.op == RESHARD:
-                view = {s.kind for s in parts.resharded.pairs[node.name].forward} <= {"slice"}
-            else:
-                view = node.op in VIEWS
-                wanted = [use in graph.needs_grad for use in node.uses]
-                if any(node.needs_grad) and port in saved(node, graph.types, wanted).inputs:
-                    found.add(node.name)
-            if view and node.name not in seen:
-                seen.add(node.name)
-                todo += node.values
-    return found
 
 
 __all__ = ["simulate", "step_tasks"]

@@ -1,0 +1,126 @@
+"""The memory of a step's flights: which are under way, what backward brings again of them, what gradients they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.graph import DTYPES, Graph, Node
+from meshwright.mesh import Mesh
+from meshwright.partition.crossing import Crossing
+from meshwright.partition.heap import Heap, Storage
+from meshwright.partition.notes import Held, Notes
+from meshwright.partition.overlap import members_of
+from meshwright.partition.reshards import backward_itemsize
+from meshwright.redistribute import Reshard
+
+
+@dataclass(eq=False)
+class _Once:
+    """What of a flight backward brings again: its waits with their sources, and the flight before it."""
+
+    before: _Once | None
+    waits: list[tuple[Node, Storage, Held]] = field(default_factory=list)
+    crossing: Crossing | None = None
+    opened: bool = False
+
+
+class FlightMemory:
+    """The flights of one rank's program. `pair` gives the steps of a reshard; `staged`: the library of collectives
+    copies what it gathers and scatters."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        heap: Heap,
+        notes: Notes,
+        pair: Callable[[Node], Reshard],
+        mesh: Mesh,
+        rank: int,
+        staged: bool,
+    ) -> None:
+        self.graph, self.heap, self.notes, self.pair = graph, heap, notes, pair
+        self.mesh, self.rank, self.staged = mesh, rank, staged
+        self.pieces: set[Storage] = set()  # in which gradients of one flight lie behind one another
+        self._under_way: dict[str, Crossing] = {}  # start → its flight in the direction of now
+        self._held_back: set[str] = set()  # starts whose gradients are not sent now
+        self._once: dict[str, _Once] = {}
+        self._latest: _Once | None = None
+
+    def _crossing(self, members: Sequence[Node], *, back: bool = False) -> Crossing:
+        pairs = [self.pair(m) for m in members]
+        ways = [p.backward if back else p.forward for p in pairs]
+        size = backward_itemsize(members[0]) if back else DTYPES[members[0].outputs[0].dtype]
+        return Crossing(self.heap, ways, self.mesh, self.rank, size, self.staged)
+
+    # ------------------------------------------------------------ forward
+
+    def start(self, node: Node, sources: Sequence[Storage]) -> None:
+        """A flight starts. What backward is to bring again of it is noted."""
+        crossing = self._under_way[node.name] = self._crossing(members_of(self.graph, node))
+        for index, source in enumerate(sources):
+            crossing.give(index, source)
+        crossing.launch()
+        if node.kwarg("again"):
+            self._latest = self._once[node.name] = _Once(self._latest)
+
+    def wait(self, node: Node, source: Storage) -> Storage:
+        """What a wait takes out of its flight; `source` went into it."""
+        (start,), index = node.uses, node.args[1]
+        made = self._under_way[start].take(index)
+        if node.kwarg("again"):
+            once, place = self._once[start], len(self._once[start].waits)
+            # A flight holds what it brings, also where that would be made again.
+            held = self.notes.watch([made], (), lambda _: [self._taken(once, place)], held=[source])
+            once.waits.append((node, source, (held, 0)))
+        return made
+
+    def _taken(self, once: _Once, place: int) -> Storage:
+        """What a wait takes out of a flight that is brought again; the flight before it, needed next, starts."""
+        self._bring(once)
+        assert once.crossing is not None
+        made = once.crossing.take(place)
+        before = once.before
+        if not once.opened and before is not None and any(any(c.uses) for _, _, (c, _) in before.waits):
+            self._bring(before)
+        once.opened = True
+        return made
+
+    def _bring(self, once: _Once) -> None:
+        """The waits of a flight that are still read are made again."""
+        if once.crossing is None:
+            once.crossing = self._crossing([node for node, _, _ in once.waits])
+            for index, (_, source, _) in enumerate(once.waits):
+                once.crossing.give(index, source)
+            once.crossing.launch()
+
+    # ------------------------------------------------------------ backward
+
+    def give_back(self, wait: Node, gradient: Storage | None) -> Storage:
+        """A gradient goes into its flight, which starts when all are there (None: it is not sent now); the gradient of
+        the token."""
+        (start,), index = wait.uses, wait.args[1]
+        if gradient is None:
+            self._held_back.add(start)
+            return self.heap.new(0)
+        members = members_of(self.graph, self.graph.producers[start])
+        if index == len(members) - 1:
+            self._under_way[start] = self._crossing(members, back=True)
+        self._under_way[start].give(index, gradient)
+        self.heap.drop(gradient)
+        if not index:
+            self._under_way[start].launch()
+        return self.heap.new(0)
+
+    def land(self, start: Node) -> list[tuple[str, Storage]]:
+        """The gradients that come out of a flight, by the value they belong to; none where they were not sent."""
+        back = self._under_way.pop(start.name)
+        if start.name in self._held_back:
+            self._held_back.discard(start.name)
+            return []
+        taken = [back.take(index) for index in range(len(start.uses))]
+        self.pieces.update(s for s in taken if taken.count(s) > 1)
+        return list(zip(start.uses, taken, strict=True))
+
+
+__all__ = ["FlightMemory"]

@@ -1,0 +1,25 @@
+"""Three communicators run one program: real process groups, simulated ranks in one process, and a counter.
+
+All take and return plain tensors and never reduce in place (autograd may hand one gradient to two branches). The group
+of a collective is the ranks that differ from this one along some mesh axes.
+"""
+
+from __future__ import annotations
+
+from meshwright.runtime.communicator.alone import Alone, Counter
+from meshwright.runtime.communicator.processes import ProcessGroups
+from meshwright.runtime.communicator.protocol import Communicator, Done, Later, Work
+from meshwright.runtime.communicator.simulated import Aborted, SimulatedRank, SimulatedWorld
+
+__all__ = [
+    "Aborted",
+    "Alone",
+    "Communicator",
+    "Counter",
+    "Done",
+    "Later",
+    "ProcessGroups",
+    "SimulatedRank",
+    "SimulatedWorld",
+    "Work",
+]

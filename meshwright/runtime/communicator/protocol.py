@@ -1,0 +1,88 @@
+"""What a program needs from the ranks around it, and collectives that are under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from meshwright.mesh import Mesh
+
+
+class Work(Protocol):
+    """A collective under way: `wait()` returns its result."""
+
+    def wait(self) -> torch.Tensor: ...
+
+
+@dataclass
+class Done:
+    """A collective that has already finished."""
+
+    result: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        """The result."""
+        return self.result
+
+
+@dataclass
+class Later:
+    """A collective under way whose result is put together when it is waited for, which is done once."""
+
+    finish: Callable[[], torch.Tensor]
+
+    def wait(self) -> torch.Tensor:
+        """The result."""
+        return self.finish()
+
+
+class Communicator(Protocol):
+    """What a program needs from the ranks around it. `axes` are prime axes, the slowest given first."""
+
+    mesh: Mesh
+    rank: int
+
+    def all_reduce(self, x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> torch.Tensor:
+        """The sum (or "max", "min") over the group, as a new tensor."""
+        ...
+
+    def all_reduce_start(self, x: torch.Tensor, axes: Sequence[str]) -> Work:
+        """Start a sum over the group *in place* of a buffer that the caller owns."""
+        ...
+
+    def all_gather(self, x_n: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+        """The members' flat tensors (n,), stacked in group order: (members, n)."""
+        ...
+
+    def reduce_scatter(self, x_mn: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+        """The sum over the group of everybody's row for this member: (members, n) → (n,)."""
+        ...
+
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
+    ) -> torch.Tensor:
+        """Send consecutive stretches of a flat tensor, `send[m]` elements to member m; receive `receive[m]`
+        from each."""
+        ...
+
+    def broadcast(self, x: torch.Tensor, source: int) -> None:
+        """Overwrite a tensor, on all ranks of the mesh, by that of one of them."""
+        ...
+
+    def all_gather_start(self, x_n: torch.Tensor, axes: Sequence[str]) -> Work:
+        """Start an `all_gather`. Until it is waited for nobody writes to `x_n`; so with the two below. All members
+        start their collectives in one order, and wait in any."""
+        ...
+
+    def reduce_scatter_start(self, x_mn: torch.Tensor, axes: Sequence[str]) -> Work:
+        """Start a `reduce_scatter`."""
+        ...
+
+    def all_to_all_start(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
+    ) -> Work:
+        """Start an `all_to_all`."""
+        ...

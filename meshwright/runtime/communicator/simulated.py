@@ -1,0 +1,184 @@
+"""Ranks simulated as threads of one process: what tests and `verify` run on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from meshwright.errors import RunError
+from meshwright.mesh import Mesh
+from meshwright.runtime.communicator.protocol import Later, Work
+
+
+class Aborted(RuntimeError):
+    """Raised in the other simulated ranks when one has failed."""
+
+
+class SimulatedWorld:
+    """Ranks as threads of one process. `run` calls a function once per rank and returns the results in rank order."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._lock = threading.Condition()
+        self._slots: dict[Any, dict[int, Any]] = {}
+        self._read: dict[Any, int] = {}
+        self._failed: BaseException | None = None
+
+    def run(self, function: Callable[[SimulatedRank], Any]) -> list[Any]:
+        """Run all ranks to the end. The first failure aborts the others and is raised here."""
+        results: list[Any] = [None] * self.mesh.size
+        # A thread's grad mode is its own; carry the caller's.
+        grad = torch.is_grad_enabled()
+
+        def body(rank: int) -> None:
+            try:
+                with torch.set_grad_enabled(grad):
+                    results[rank] = function(SimulatedRank(self, rank))
+            except Aborted:
+                pass
+            except BaseException as error:
+                with self._lock:
+                    self._failed = self._failed or error
+                    self._lock.notify_all()
+
+        threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(self.mesh.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._failed is not None:
+            raise self._failed
+        return results
+
+    def bring(self, key: Any, rank: int, value: Any) -> None:
+        """Lay down a rank's value for the members of its group, without waiting for theirs."""
+        with self._lock:
+            self._slots.setdefault(key, {})[rank] = value
+            self._lock.notify_all()
+
+    def take(self, key: Any, rank: int, group: Sequence[int]) -> dict[int, Any]:
+        """Everybody's value once all members of the group have brought theirs."""
+        with self._lock:
+            slot = self._slots[key]
+            while len(slot) < len(group):
+                if self._failed is not None:
+                    raise Aborted
+                if not self._lock.wait(timeout=60.0) and len(slot) < len(group):
+                    missing = sorted(set(group) - set(slot))
+                    self._failed = self._failed or RunError(
+                        f"simulated ranks {missing} never reached a collective that rank {rank} waits in",
+                        why=f"collective {key}",
+                        hint="the ranks run different programs: print(step.program) on each",
+                    )
+                    self._lock.notify_all()
+            self._read[key] = self._read.get(key, 0) + 1
+            if self._read[key] == len(group):  # the last reader clears up
+                del self._slots[key], self._read[key]
+            return dict(slot)
+
+
+@dataclass
+class SimulatedRank:
+    """One simulated rank. Every collective is a rendezvous keyed by its group and its number within the group.
+
+    Rank and group travel with this object, never in thread-locals: on CUDA, backward runs on threads of its own.
+    """
+
+    world: SimulatedWorld
+    rank: int
+    _numbers: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the world."""
+        return self.world.mesh
+
+    def _start(
+        self,
+        value: Any,
+        axes: Sequence[str],
+        finish: Callable[[Mapping[int, Any], Sequence[int]], torch.Tensor],
+    ) -> Work:
+        """Bring a value; `finish` makes the result of everybody's values and the group once they are waited for."""
+        group = self.mesh.group(self.rank, axes)
+        kept = tuple(sorted(group))
+        number = self._numbers[kept] = self._numbers.get(kept, 0) + 1
+        self.world.bring((kept, number), self.rank, value)
+        return Later(lambda: finish(self.world.take((kept, number), self.rank, group), group))
+
+    def all_reduce(self, x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> torch.Tensor:
+        """See `Communicator`. Adds in group order, so that all members get the same bits."""
+        return self._start(x.detach().clone(), axes, lambda values, _: _reduced(values, op)).wait()
+
+    def all_reduce_start(self, x: torch.Tensor, axes: Sequence[str]) -> Work:
+        """See `Communicator`."""
+        return self._start(x.detach().clone(), axes, lambda values, _: x.copy_(_reduced(values)))
+
+    def broadcast(self, x: torch.Tensor, source: int) -> None:
+        """See `Communicator`."""
+        axes = [a.name for a in self.mesh.axes]
+        x.copy_(self._start(x.detach().clone(), axes, lambda values, _: values[source]).wait())
+
+    def all_gather(self, x_n: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+        """See `Communicator`."""
+        return self.all_gather_start(x_n, axes).wait()
+
+    def all_gather_start(self, x_n: torch.Tensor, axes: Sequence[str]) -> Work:
+        """See `Communicator`."""
+        return self._start(
+            x_n.detach().clone(), axes, lambda values, group: torch.stack([values[r] for r in group])
+        )
+
+    def reduce_scatter(self, x_mn: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+        """See `Communicator`."""
+        return self.reduce_scatter_start(x_mn, axes).wait()
+
+    def reduce_scatter_start(self, x_mn: torch.Tensor, axes: Sequence[str]) -> Work:
+        """See `Communicator`."""
+
+        def finish(values: Mapping[int, torch.Tensor], group: Sequence[int]) -> torch.Tensor:
+            mine = group.index(self.rank)
+            return _reduced({rank: rows[mine] for rank, rows in values.items()})
+
+        return self._start(x_mn.detach().clone(), axes, finish)
+
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
+    ) -> torch.Tensor:
+        """See `Communicator`."""
+        return self.all_to_all_start(x, send, receive, axes).wait()
+
+    def all_to_all_start(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
+    ) -> Work:
+        """See `Communicator`."""
+
+        def finish(values: Mapping[int, Sequence[torch.Tensor]], group: Sequence[int]) -> torch.Tensor:
+            mine = group.index(self.rank)
+            received = [values[r][mine] for r in group]
+            assert [r.numel() for r in received] == list(receive), (
+                "members disagree about the sizes of an all-to-all"
+            )
+            return torch.cat(received)
+
+        return self._start(x.detach().clone().split(list(send)), axes, finish)
+
+
+def _reduced(values: Mapping[int, torch.Tensor], op: str = "sum") -> torch.Tensor:
+    """A new tensor: what ranks hold, put together in the order of the ranks."""
+    total = values[min(values)].clone()
+    for rank in sorted(values)[1:]:
+        match op:
+            case "sum":
+                total += values[rank]
+            case "max":
+                total = torch.maximum(total, values[rank])
+            case "min":
+                total = torch.minimum(total, values[rank])
+            case _:
+                raise AssertionError(op)
+    return total
