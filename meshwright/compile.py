@@ -30,6 +30,7 @@ from meshwright.search.folded import Folded
 from meshwright.search.marks import mesh_of_pins, renumber
 from meshwright.search.modes import make_plan, over_limit
 from meshwright.search.planner import Progress, Request
+from meshwright.search.searched import SEARCHES
 from meshwright.search.techniques import apply
 from meshwright.techniques import NONE, Options, Techniques, techniques_from
 
@@ -118,8 +119,8 @@ def request_for(
             hint="2 for Adam, 1 for momentum, 0 for plain SGD",
         )
 
-    def judge(folds: Folded, mesh: Mesh, hosts: frozenset[str]) -> Judge:
-        return Judge(folds, mesh, cluster, optimizer_states, hosts)
+    def judge(folds: Folded, mesh: Mesh, hosts: frozenset[str], techniques: Techniques) -> Judge:
+        return Judge(folds, mesh, cluster, optimizer_states, hosts, techniques)
 
     return Request(cluster, limit, optimizer_states, space, inner, progress or _silent, judge)
 
@@ -138,7 +139,10 @@ def plan_captured(
     chosen = mesh_from(mesh, captured)
     if mode is None:
         mode = "auto" if request is not None else "data_parallel"
+    if request is not None:
+        request = replace(request, techniques=techniques)
     made = make_plan(captured.graph, chosen, mode, pins, captured.folding, request)
+    techniques = made.techniques if mode in SEARCHES else techniques
     cluster = request.cluster if request is not None else None
     made = apply(captured.graph, made, techniques, functools.partial(weighed, cluster=cluster))
     if techniques.pieces > 1:
@@ -147,9 +151,10 @@ def plan_captured(
         )  # what cannot be cut in time is refused here already
         made = made.with_notes(*nothing_to_hide(parts))
     if request is not None and (techniques.asked() or not made.claims):
-        # A search's claims are of its own plan, without what was asked for beside it.
+        # The sums of a search are those of its space, which knows nothing of what was asked for beside it.
         parts = partition(captured.graph, made, keeps=saved)
-        kept = {k: v for k, v in made.claims.items() if k in ("chosen", "search_seconds")}
+        joint = ("bound_seconds", "gaps") if "joint" in made.claims.get("gaps", ()) else ()
+        kept = {k: v for k, v in made.claims.items() if k in ("chosen", "search_seconds", *joint)}
         made = replace(made, claims={**claims_of(parts, request.cluster, request.optimizer_states), **kept})
     if request is not None:
         made = made.with_notes(*over_limit(made, request))
@@ -175,7 +180,9 @@ class _Origin:
         return plan_text(lower(self.captured, plan))
 
     def pinned(self, plan: Plan, pins: Pins) -> Plan:
-        return plan_captured(self.captured, plan.mesh, plan.mode, pins, self.request, plan.techniques)
+        return plan_captured(
+            self.captured, plan.mesh, plan.mode, pins, self.request, plan.techniques.as_given()
+        )
 
 
 def rule(op: str, line: str) -> None:

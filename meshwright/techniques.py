@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from meshwright.errors import PlanError, did_you_mean
@@ -57,6 +57,8 @@ class Techniques:
     ``"auto"``, the size of a bucket in bytes, 0 for none, or groups of module patterns. `offload`: what lives in the
     host's memory. `reduce_dtype`: the dtype in which gradients are reduced (``""``: their own). `gradients`: those of
     the loss as written (``"mean"``), or that times the number of ranks that share the batch (``"sum"``).
+
+    `given` names those that were asked for, also as their default: ``mode="auto"`` leaves them as they are.
     """
 
     optimizer_parallel: int = 0
@@ -73,10 +75,15 @@ class Techniques:
     offload: tuple[str, ...] = ()
     reduce_dtype: str = ""
     gradients: str = "mean"
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+
+    def as_given(self) -> Techniques:
+        """What was asked for, without what a search chose beside it."""
+        return Techniques(**{name: getattr(self, name) for name in self.given}, given=self.given)
 
     def asked(self) -> dict[str, Any]:
         """What differs from the defaults, as plain data: what a plan file says."""
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if _differs(self, f)}
+        given = {f.name: getattr(self, f.name) for f in _options() if _differs(self, f)}
         if "recompute" in given and isinstance(self.recompute, tuple):
             given["recompute"] = dict(self.recompute)
         return given
@@ -85,6 +92,11 @@ class Techniques:
     def pieces(self) -> int:
         """Parts of the batch, one after the other in time: micro-batches, and copies of each."""
         return self.micro_batches * self.interleave
+
+    @property
+    def names_layers(self) -> bool:
+        """Whether something is asked of single layers, or of all together, so that one does not tell of the others."""
+        return bool(self.keep_whole) or isinstance(self.fusion, tuple) or not isinstance(self.recompute, str)
 
     def fusion_group(self, *names: str) -> int:
         """The number of the fusion group of a parameter, by its name in the model and those it is tied to; -1 where
@@ -116,7 +128,7 @@ def matches(pattern: str, parameter: str) -> bool:
 
 def techniques_from(given: Mapping[str, Any]) -> Techniques:
     """The checked record of some options. Raises PlanError that says what an option may be."""
-    names = [f.name for f in dataclasses.fields(Techniques)]
+    names = [f.name for f in _options()]
     for name in given:
         if name not in names:
             raise PlanError(
@@ -154,7 +166,7 @@ def techniques_from(given: Mapping[str, Any]) -> Techniques:
         values["recompute"] = _recompute(values["recompute"])
     if "fusion" in values:
         values["fusion"] = _fusion(values["fusion"])
-    return Techniques(**values)
+    return Techniques(**values, given=frozenset(values))
 
 
 def asked_beside(plan: object, given: Mapping[str, Any]) -> Techniques:
@@ -166,6 +178,10 @@ def asked_beside(plan: object, given: Mapping[str, Any]) -> Techniques:
             hint="give it to mw.plan(...), or leave out plan=",
         )
     return techniques_from(given)
+
+
+def _options() -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(Techniques) if f.name != "given"]
 
 
 def _differs(techniques: Techniques, field: dataclasses.Field[Any]) -> bool:

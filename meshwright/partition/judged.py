@@ -21,51 +21,70 @@ from meshwright.partition import Partition, partition
 from meshwright.partition.memory import Peak, optimizer_on, peak
 from meshwright.partition.price import program_price
 from meshwright.partition.tasks import simulate
+from meshwright.partition.weighed import weighed
 from meshwright.plan import Plan, fingerprint
 from meshwright.search.folded import Folded, shortened
 from meshwright.search.planner import Verdict
 from meshwright.search.space.build import Choice
+from meshwright.search.techniques import apply
+from meshwright.techniques import NONE, Techniques
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Seconds of a step, those in which something is sent and nothing computes, the most bytes at each instant, and the
+    most in the host's memory."""
+
+    seconds: float
+    exposed: float
+    most: dict[str, int]
+    host_bytes: int
 
 
 @dataclass(frozen=True)
 class Judge:
     """Judges choices for the graph of `folds` on a cluster. `optimizer_states`: moments per parameter; `hosts`: the
-    nodes of the folded graph that the host runs."""
+    nodes of the folded graph that the host runs; `techniques` are put into every choice."""
 
     folds: Folded
     mesh: Mesh
     cluster: Cluster
     optimizer_states: int = 2
     hosts: frozenset[str] = frozenset()
+    techniques: Techniques = NONE
 
     def in_full(self, choice: Choice) -> Verdict:
         """The same from the whole program: what three layers cannot tell is where buckets of gradients end."""
         if self.folds.is_whole:
             return self(choice)
-        seconds, memory, host = self._judged(self.folds.full, choice)
-        where = max(memory, key=lambda instant: memory[instant])
-        return Verdict(seconds, float(memory[where]), where, float(host))
+        seen = self._judged(self.folds.full, choice)
+        where = max(seen.most, key=lambda instant: seen.most[instant])
+        return Verdict(seen.seconds, float(seen.most[where]), where, float(seen.host_bytes), seen.exposed)
 
     def __call__(self, choice: Choice) -> Verdict:
         """Seconds of the simulated step, and the most bytes on the rank that holds most, with when that is."""
+        if self.techniques.names_layers and not self.folds.is_whole:
+            return self.in_full(choice)
         repeats = self.folds.repeats
-        seconds, memory, host = self._run(choice, [2] * len(repeats))
-        step, at, ends, hosted = seconds, dict(memory), dict(memory), host
+        two = self._run(choice, [2] * len(repeats))
+        step, exposed, hosted = two.seconds, two.exposed, two.host_bytes
+        at, ends = dict(two.most), dict(two.most)
         for number, count in enumerate(repeats):
-            longer = [3 if n == number else 2 for n in range(len(repeats))]
-            more_seconds, more, more_host = self._run(choice, longer)
-            step += (count - 2) * (more_seconds - seconds)
-            hosted += (count - 2) * (more_host - host)
-            for instant, size in memory.items():
+            three = self._run(choice, [3 if n == number else 2 for n in range(len(repeats))])
+            step += (count - 2) * (three.seconds - two.seconds)
+            exposed += (count - 2) * (three.exposed - two.exposed)
+            hosted += (count - 2) * (three.host_bytes - two.host_bytes)
+            more = three.most
+            for instant, size in two.most.items():
                 if instant in more:
                     at[instant] += (count - 2) * (more[instant] - size)
             # The second copy of two is the last, and so is the third of three: what it adds is told by that one.
-            last = {self._stands(instant): size for instant, size in more.items() if instant not in memory}
-            for instant, size in memory.items():
+            last = {self._stands(instant): size for instant, size in more.items() if instant not in two.most}
+            for instant, size in two.most.items():
                 ends[instant] += (count - 2) * (last.get(instant, more.get(instant, size)) - size)
         at = {instant: max(size, ends[instant]) for instant, size in at.items()}
         where = max(at, key=lambda instant: at[instant])
-        return Verdict(step, float(at[where]), where, float(hosted))
+        return Verdict(step, float(at[where]), where, float(hosted), max(0.0, exposed))
 
     def _stands(self, instant: str) -> str:
         """The instant of the second copy that equals one of the third: by the value that it is named after."""
@@ -83,20 +102,20 @@ class Judge:
     def _short(self) -> dict[tuple[int, ...], Graph]:
         return {}
 
-    def _run(self, choice: Choice, copies: list[int]) -> tuple[float, dict[str, int], int]:
+    def _run(self, choice: Choice, copies: list[int]) -> _Seen:
         graph = self._short.get(tuple(copies))
         if graph is None:  # one object for all choices: what is found of a graph is remembered with it
             graph = self._short[tuple(copies)] = shortened(self.folds, copies) if copies else self.folds.graph
         return self._judged(graph, choice)
 
-    def _judged(self, graph: Graph, choice: Choice) -> tuple[float, dict[str, int], int]:
-        """Seconds, the most bytes at each instant, and the most in the host's memory."""
+    def _judged(self, graph: Graph, choice: Choice) -> _Seen:
         parts = self._lowered(graph, choice)
         most: dict[str, int] = {}
         top = peak_on(parts, self.cluster, self.optimizer_states)
         for instant, size in top.timeline:
             most[instant] = max(size, most.get(instant, 0))
-        return simulate(parts, self.cluster, self.optimizer_states).step_seconds, most, top.host_bytes
+        line = simulate(parts, self.cluster, self.optimizer_states)
+        return _Seen(line.step_seconds, line.exposed_seconds, most, top.host_bytes)
 
     def _lowered(self, graph: Graph, choice: Choice) -> Partition:
         folds = self.folds
@@ -120,6 +139,8 @@ class Judge:
             hosts=frozenset(n.name for n in graph.nodes if folds.nodes[n.name] in self.hosts),
             prices=self.cluster.prices,
         )
+        if self.techniques != NONE:
+            plan = apply(graph, plan, self.techniques, functools.partial(weighed, cluster=self.cluster))
         return partition(graph, plan, keeps=saved)
 
 

@@ -197,7 +197,7 @@ class _Step:
                 self._land(node, "onward", "forward")
                 continue
             if node.op in TRANSFERS:
-                self._copy(node, self.moves[node.name][0], "forward")
+                self._copy(node, self.moves[self.stands.get(node.name, node.name)][0], "forward")
                 continue
             self._talk(node, "forward")
             price = self.nodes.get(self.stands.get(node.name, node.name))
@@ -231,7 +231,7 @@ class _Step:
                     if member.name not in held:
                         self._land(member, "back", "backward")
             elif node.op in TRANSFERS:
-                self._copy(node, self.moves[node.name][1], "backward")
+                self._copy(node, self.moves[self.stands.get(node.name, node.name)][1], "backward")
             else:
                 self._talk(node, "backward")
                 price = self.nodes.get(self.stands.get(node.name, node.name))

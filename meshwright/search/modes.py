@@ -76,8 +76,8 @@ def _make_plan(
     if mode in SEARCHES and request is not None:
         seeds = _seeds(scene, specs, wishes)
 
-        def searched(hosts: frozenset[str]) -> Found:
-            return search(Planner(scene, folds, seeds, request, hosts), mode)
+        def searched(hosts: frozenset[str], offload: bool = True) -> Found:
+            return search(Planner(scene, folds, seeds, request, hosts), mode, offload=offload)
 
         if mode == "auto":
             found, hosts, moved = with_tables(graph, hosts, request, searched)
@@ -128,7 +128,9 @@ def _with_choice(plan: Plan, folds: Folded, found: Found) -> Plan:
         for name, here in folds.nodes.items()
         if (first := folds.same.get(here, here)) in others
     }
-    return replace(plan, hubs=hubs, again=again, claims=found.claims, nexts=nexts)
+    claims = {k: v for k, v in found.claims.items() if k != "choices"}
+    plan = replace(plan, hubs=hubs, again=again, claims=claims, nexts=nexts, techniques=found.techniques)
+    return plan.with_notes(*found.claims.get("choices", ()))
 
 
 def _assign(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+import numpy as np
 
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError, did_you_mean
@@ -13,13 +16,16 @@ from meshwright.redistribute.matrix import Table
 from meshwright.search.folded import Folded
 from meshwright.search.options import Scene
 from meshwright.search.pins import Seeds
+from meshwright.search.solve import Memory
 from meshwright.search.space.build import Choice, Space, Ties, all_codes
 from meshwright.search.space.codes import values_of
 from meshwright.search.space.families import Family, named, runs
 from meshwright.search.space.given import honouring, wished_options
 from meshwright.search.space.kept import Kept
-from meshwright.search.space.memory import fixed_bytes
+from meshwright.search.space.memory import fixed_bytes, memory_of
 from meshwright.search.space.parameters import Storage
+from meshwright.search.techniques.recompute import again_of
+from meshwright.techniques import NONE, Techniques
 
 SPACES = {
     "a": "product states of the named axes",
@@ -35,12 +41,13 @@ Progress = Callable[[str, float | None, float | None], None]
 @dataclass(frozen=True)
 class Verdict:
     """What a simulation says of a choice: seconds of the step, the most bytes on a rank, and at which instant; the most
-    bytes of a rank in its host's memory."""
+    bytes of a rank in its host's memory; the seconds in which something is sent and nothing computes."""
 
     step_seconds: float
     peak_bytes: float
     instant: str
     host_bytes: float = 0.0
+    exposed_seconds: float = 0.0
 
 
 class Judge(Protocol):
@@ -59,7 +66,8 @@ class Judge(Protocol):
 class Request:
     """What a search is asked for. `optimizer_states`: moments per parameter element (2 for Adam); `space` and `inner`
     choose what is searched and how, where a mode has a choice. `judge` makes the simulation that has the last word on
-    time and memory from a folded graph, a mesh and the nodes that the host runs; without it sums decide."""
+    time and memory from a folded graph, a mesh, the nodes that the host runs and techniques; without it sums decide.
+    `techniques`: what the user asked for beside the mode; what is not `given` there, `auto` may choose."""
 
     cluster: Cluster
     memory_bytes: float | None = None
@@ -67,18 +75,21 @@ class Request:
     space: str = ""
     inner: str = "exact"
     progress: Progress = lambda stage, price, bound: None
-    judge: Callable[[Folded, Mesh, frozenset[str]], Judge] | None = None
+    judge: Callable[[Folded, Mesh, frozenset[str], Techniques], Judge] | None = None
+    techniques: Techniques = NONE
 
 
 @dataclass(frozen=True)
 class Found:
-    """A choice, the space and states it comes from, what it claims, and what a simulation said of it."""
+    """A choice, the space and states it comes from, what it claims, what a simulation said of it, and the techniques
+    that it was judged with."""
 
     choice: Choice
     space: Space
     states: tuple[int, ...]
     claims: Mapping[str, Any]
     verdict: Verdict | None = None
+    techniques: Techniques = NONE
 
 
 class Planner:
@@ -95,7 +106,8 @@ class Planner:
         """`hosts`: the nodes of the scene's graph that the host runs."""
         self.scene, self.seeds, self.request, self.hosts = scene, seeds, request, hosts
         self.ties = Ties(folds.same, folds.weight)
-        self.judge = request.judge(folds, scene.mesh, hosts) if request.judge else None
+        self.folds, self.techniques = folds, request.techniques
+        self.judge = self._judge()
         self.nodes = len(folds.full.nodes)
         self.table = Table(scene.mesh, request.cluster.prices)
         self.values = values_of(scene.graph, scene.factors)
@@ -105,6 +117,38 @@ class Planner:
             self.codes = all_codes(scene.graph, scene.factors, self.values, self.ties, wished)
         priced = hosts if request.cluster.host_bytes_per_s else ()
         self.kept = Kept(scene.graph, self.values, self.codes, priced)
+
+    def _judge(self) -> Judge | None:
+        make = self.request.judge
+        return make(self.folds, self.scene.mesh, self.hosts, self.techniques) if make else None
+
+    def under(self, techniques: Techniques) -> Planner:
+        """The same with other techniques; spaces of the one are spaces of the other."""
+        if techniques == self.techniques:
+            return self
+        other = copy.copy(self)
+        other.techniques = techniques
+        other.judge = other._judge()
+        return other
+
+    def memory(self, space: Space, optimizer_states: int | None = None) -> Memory:
+        """What a choice takes of a rank, at least, under the techniques."""
+        asked = self.techniques
+        states = self.request.optimizer_states if optimizer_states is None else optimizer_states
+        if "optimizer" in asked.offload and self.request.cluster.host_bytes_per_s:
+            states = 0
+        found = memory_of(space, states, again_of(space.graph, asked.recompute))
+        if asked.micro_batches == 1:
+            return found
+        owned = {number: name for (kind, name), number in space.variable.items() if kind == "parameter"}
+        amounts = [a if v in owned else a / asked.micro_batches for v, a in enumerate(found.amounts)]
+        for number, name in owned.items():
+            if (
+                name in space.graph.needs_grad and name not in space.hosted
+            ):  # gradients of those before are there
+                gradients = amounts[number][:, 1:2] / (2 + states)
+                amounts[number] = amounts[number] + gradients * np.array([1.0, 0.0, 1.0])
+        return Memory(tuple(amounts), found.pairs)
 
     def space(self, family: Family, storage: Storage | None = None) -> Space:
         """The space of a family, the user's cuts honoured."""
@@ -160,7 +204,7 @@ class Planner:
             **(_judged(verdict) if verdict else {}),
             **claims,
         }
-        return Found(choice, space, tuple(states), told, verdict)
+        return Found(choice, space, tuple(states), told, verdict, self.techniques)
 
     def settled(self, found: Found) -> Found:
         """A choice that is to be answered, judged in full unless the model is so large that it would take long."""

@@ -10,7 +10,6 @@ from meshwright.search.planner import Found, Planner
 from meshwright.search.recursion import recursive_programming
 from meshwright.search.solve import Problem
 from meshwright.search.space.build import Space
-from meshwright.search.space.memory import memory_of
 
 
 def recursion(planner: Planner, inner: str = "exact") -> Callable[[np.ndarray | None], Found]:
@@ -20,7 +19,7 @@ def recursion(planner: Planner, inner: str = "exact") -> Callable[[np.ndarray | 
     def run(multipliers: np.ndarray | None) -> Found:
         def weighed(space: Space) -> Problem:
             assert multipliers is not None
-            return memory_of(space, planner.request.optimizer_states).weighed(space.problem(), multipliers)
+            return planner.memory(space).weighed(space.problem(), multipliers)
 
         done = recursive_programming(
             planner.space, axes, inner=inner, problem=None if multipliers is None else weighed

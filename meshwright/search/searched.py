@@ -3,7 +3,8 @@
     recursive_programming   prime axis by prime axis, slowest link first; any number of ranks
     dynamic_programming     exact over a named space: (a) product states of up to three named axes, (b) two runs of the
                             finest mesh, (c) three runs, or four axes
-    auto                    both, with known recipes beside them, ranked by the simulated step, under the memory limit
+    auto                    both, with known recipes beside them, ranked by the simulated step, under the memory limit;
+                            where memory asks for them, the techniques that the user left open (`search/joint`)
 
 Modes that search nothing are priced in the same space, so that every plan has a price to compare.
 """
@@ -18,6 +19,7 @@ import numpy as np
 
 from meshwright.ops.strategy import Strategy
 from meshwright.search.auto import auto
+from meshwright.search.joint import joint
 from meshwright.search.planner import Found, Planner, Verdict, check_request, families_of
 from meshwright.search.recursed import recursion
 from meshwright.search.solve import solve
@@ -27,8 +29,11 @@ from meshwright.search.within import limited, too_large, within_memory
 SEARCHES = ("recursive_programming", "dynamic_programming", "auto")
 
 
-def search(planner: Planner, mode: str) -> Found:
-    """The choice of a mode. Raises PlanError for a space or an inner search that does not exist."""
+def search(planner: Planner, mode: str, *, offload: bool = True) -> Found:
+    """The choice of a mode. `offload`: whether `auto` may keep an optimizer's states on the host.
+
+    Raises PlanError for a space or an inner search that does not exist, and where nothing fits.
+    """
     check_request(planner.request)
     started = time.perf_counter()
     match mode:
@@ -37,7 +42,7 @@ def search(planner: Planner, mode: str) -> Found:
         case "dynamic_programming":
             found = planner.settled(_exact(planner))
         case _:
-            found = auto(planner)
+            found = joint(planner, auto, offload=offload)
     return replace(found, claims={**found.claims, "search_seconds": time.perf_counter() - started})
 
 

@@ -6,7 +6,7 @@ device first, then as few on the host as make it fit, the largest first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshwright.errors import PlanError
@@ -15,6 +15,7 @@ from meshwright.places import readers
 from meshwright.redistribute.steps import show_bytes
 from meshwright.search.planner import Found, Request
 
+SHARE = 0.1  # of all parameters: tables that are less are not worth a search of their own
 EMBEDDINGS = ("aten.embedding.default", "aten.embedding_bag.default")
 
 
@@ -39,20 +40,58 @@ def tables_of(graph: Graph) -> list[Table]:
 
 
 def with_tables(
-    graph: Graph, hosts: frozenset[str], request: Request, run: Callable[[frozenset[str]], Found]
+    graph: Graph, hosts: frozenset[str], request: Request, run: Callable[[frozenset[str], bool], Found]
 ) -> tuple[Found, frozenset[str], list[str]]:
     """What `run` finds with these nodes on the host, or with as few tables more as let it find something; the nodes on
-    the host, and a note on the tables.
+    the host, and a note on the tables. `run` is told too whether it may put an optimizer's states there by itself:
+    where it does, and tables are large, the quicker of both ways counts.
 
     Raises the PlanError of `run` where no tables help, or where the host's memory is too small for those that do.
     """
+    refused: PlanError | None = None
+    found: Found | None = None
     try:
-        return run(hosts), hosts, []
+        found = run(hosts, True)
     except PlanError as error:
-        tables = [t for t in tables_of(graph) if not t.nodes <= hosts]
-        if not tables or not request.cluster.host_bytes_per_s:
-            raise
         refused = error
+    tables = [t for t in tables_of(graph) if not t.nodes <= hosts] if request.cluster.host_bytes_per_s else []
+    if found is not None and (
+        found.techniques.offload == request.techniques.offload or not _large(graph, tables)
+    ):
+        return found, hosts, []
+    if not tables:
+        assert refused is not None
+        raise refused
+    try:
+        moved = _moved(hosts, tables, request, lambda hosts: run(hosts, False), refused)
+    except PlanError:
+        if found is None:
+            raise
+        return found, hosts, []
+    if moved is None:
+        if found is None:
+            assert refused is not None
+            raise refused
+        return found, hosts, []
+    if found is not None and found.claims["step_seconds"] <= moved[0].claims["step_seconds"]:
+        return found, hosts, []
+    return moved
+
+
+def _large(graph: Graph, tables: Sequence[Table]) -> bool:
+    """Whether tables are much of the model."""
+    every = sum(entry.type.size_bytes for entry in graph.input_of("parameter"))
+    return sum(table.size_bytes for table in tables) > SHARE * every
+
+
+def _moved(
+    hosts: frozenset[str],
+    tables: Sequence[Table],
+    request: Request,
+    run: Callable[[frozenset[str]], Found],
+    refused: PlanError | None,
+) -> tuple[Found, frozenset[str], list[str]] | None:
+    """With as few tables on the host as make it fit; None where none do."""
 
     def tried(count: int) -> Found | None:
         try:
@@ -66,17 +105,17 @@ def with_tables(
         found = tried(middle)
         best, few, many = (found, few, middle) if found is not None else (best, middle, many)
     if best is None:
-        raise refused
+        return None
     moved = tables[:many]
     names = ", ".join(t.target for t in moved[:4]) + (f" and {many - 4} more" if many > 4 else "")
     held, room = best.verdict.host_bytes if best.verdict else 0.0, request.cluster.host_memory_bytes
     limit = show_bytes(request.memory_bytes or 0.0)
     if room and held > room:  # 0 where the cluster's file does not say
         raise PlanError(
-            f"{refused.what}, and the host has no room for the tables",
-            why=f"{refused.why}; with {names} on the host a rank needs {show_bytes(held)} there, "
+            f"{refused.what if refused else 'tables'}, and the host has no room for the tables",
+            why=f"{refused.why if refused else ''}; with {names} on the host a rank needs {show_bytes(held)} there, "
             f"of {show_bytes(room)}",
-            hint=refused.hint,
+            hint=refused.hint if refused else "",
         ) from None
     note = (
         f"tables on the host: {names}, since nothing fits into {limit} per rank otherwise; "

@@ -16,7 +16,7 @@ from meshwright.redistribute.steps import show_bytes
 from meshwright.search.planner import Found, Planner, Verdict, families_of
 from meshwright.search.solve import Memory, Problem, solve, solve_limited
 from meshwright.search.space.build import Space
-from meshwright.search.space.memory import INSTANTS, memory_of
+from meshwright.search.space.memory import INSTANTS
 
 TIGHTENINGS = 8
 DOUBLINGS, HALVINGS = 12, 4
@@ -49,7 +49,7 @@ def limited(planner: Planner, space: Space, alpha: float | None, *, alone: bool 
     if limit is None:
         solution = solve(problem, progress=tell)
         return Limited(planner.found(space, solution.states, {}), solution.bound, None, solution.stopped)
-    memory = memory_of(space, planner.request.optimizer_states)
+    memory = planner.memory(space)
     limits = np.full(memory.instants, limit)
     bound: float | None = None
     nearest: Verdict | None = None
@@ -112,7 +112,7 @@ def fits(planner: Planner, found: Found) -> bool:
         return True
     if found.verdict is not None:
         return found.verdict.peak_bytes <= limit
-    memory = memory_of(found.space, planner.request.optimizer_states)
+    memory = planner.memory(found.space)
     return bool((memory.totals(found.states) <= (planner.limit(found.space) or 0.0)).all())
 
 
@@ -176,7 +176,7 @@ def too_large(planner: Planner, nearest: Verdict | None = None) -> PlanError:
     _, family = families_of(planner)[0]
     space = planner.space(family)
     states, limit = planner.request.optimizer_states, planner.limit(space) or 0.0
-    memory = memory_of(space, states)
+    memory = planner.memory(space)
     least = [_least(space, memory, t) for t in range(memory.instants)]
     worst = int(np.argmax(least))
     nearest = _nearer(nearest, _frugal(planner, space, memory))
@@ -186,7 +186,8 @@ def too_large(planner: Planner, nearest: Verdict | None = None) -> PlanError:
     changes = [
         f"an optimizer with {fewer or 'no'} state{'s' if fewer != 1 else ''} per parameter (optimizer_states={fewer})"
         for fewer in range(states)
-        if max(_least(space, memory_of(space, fewer), t) for t in range(memory.instants)) + extra <= limit
+        if max(_least(space, planner.memory(space, fewer), t) for t in range(memory.instants)) + extra
+        <= limit
     ][-1:]
     for parts in (2, 4, 8, 16, 32, 64):
         smaller = _smaller_batch(space, memory, parts)

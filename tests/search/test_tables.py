@@ -22,9 +22,11 @@ def built():
     return recommender.build(rows=(2000, 40, 3000, 50))
 
 
-def planned(memory, cluster=H100, mode="auto"):
+def planned(memory, cluster=H100, mode="auto", alone=True):
+    """`alone`: without the techniques that might make it fit, too."""
     model, batch, loss = built()
-    return mw.plan(model, batch, loss=loss, cluster=cluster, mode=mode, memory=memory)
+    fixed = {"recompute": "", "micro_batches": 1, "offload": ()} if alone else {}
+    return mw.plan(model, batch, loss=loss, cluster=cluster, mode=mode, memory=memory, **fixed)
 
 
 def hosted(plan):
@@ -51,6 +53,15 @@ def test_as_few_tables_as_make_it_fit_are_on_the_host_and_the_numbers_stay(memor
     assert plan.claims["peak_bytes"] <= memory
     said = [n for n in plan.notes if n.startswith("tables on the host")]
     assert len(said) == bool(tables) and all(t in said[0] for t in tables)
+    model, batch, loss = built()
+    mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
+
+
+@pytest.mark.parametrize("memory", [420e3, 200e3])
+def test_the_quicker_of_tables_and_states_on_the_host_is_chosen(memory):
+    plan = planned(memory, alone=False)
+    assert plan.claims["peak_bytes"] <= memory
+    assert plan.claims["step_seconds"] <= planned(memory).claims["step_seconds"]
     model, batch, loss = built()
     mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
 

@@ -9,6 +9,7 @@ moment beside these is left to the simulation (`partition/memory.py`), which has
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 
 import numpy as np
 
@@ -23,8 +24,8 @@ from meshwright.search.space.build import Space, is_kept
 INSTANTS = ("the loss", "the update", "the head's backward")
 
 
-def memory_of(space: Space, optimizer_states: int) -> Memory:
-    """float64[states, 3] for every variable of a space."""
+def memory_of(space: Space, optimizer_states: int, again: Collection[str] = ()) -> Memory:
+    """float64[states, 3] for every variable of a space. `again`: values that backward computes again."""
     amounts = [np.zeros((parts.shape[1], len(INSTANTS))) for parts in space.unary]
     loss, head, late = _end(space.graph)
     keepers = _keepers(space.graph)
@@ -33,6 +34,8 @@ def memory_of(space: Space, optimizer_states: int) -> Memory:
         states = space.nodes[first]
         rows = amounts[space.variable["node", first]]
         for port, name, share in keepers.get(node.name, ()) if node.name not in space.hosts else ():
+            if name in again:
+                continue
             value = space.values[space.ties.first(name)]
             codes = states.ports[port].forward
             kept = share * times * value.itemsize * space.table.local_elements(value, codes)
@@ -42,7 +45,7 @@ def memory_of(space: Space, optimizer_states: int) -> Memory:
             continue
         wanted = [u in space.graph.needs_grad for u in node.uses]
         extra = saved(node, space.graph.types, wanted).extra_bytes
-        if extra and node.uses:
+        if extra and node.uses and not any(value in again for value in node.values):
             value = space.values[space.ties.first(node.uses[0])]
             local = space.table.local_elements(value, states.ports[0].forward)
             rows[:, 0] += times * extra * local / _whole(space, value)
@@ -50,7 +53,7 @@ def memory_of(space: Space, optimizer_states: int) -> Memory:
         if node.name in (loss, head):
             value = space.values[space.ties.first(node.uses[0])]
             read = value.itemsize * space.table.local_elements(value, states.ports[0].forward)
-            kept_too = any(port == 0 for port, _, _ in keepers.get(node.name, ()))
+            kept_too = any(port == 0 and kept not in again for port, kept, _ in keepers.get(node.name, ()))
             if node.name == loss and not kept_too:
                 rows[:, 0] += read
             if node.name == head and wanted[0]:

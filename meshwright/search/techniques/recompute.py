@@ -89,6 +89,14 @@ def _with(plan: Plan, again: set[str]) -> Plan:
     return replace(plan, keeps={**plan.keeps, **dict.fromkeys(sorted(again), "again")}) if again else plan
 
 
+def again_of(graph: Graph, policy: str | float | tuple[tuple[str, str], ...]) -> frozenset[str]:
+    """The values that a policy for all layers computes again; for a budget and for patterns those that they may."""
+    if not policy:
+        return frozenset()
+    layers = layers_of(graph)
+    return frozenset(selective(graph, layers) if policy == "selective" else full(layers))
+
+
 def full(layers: Iterable[Layer]) -> set[str]:
     """All values that stay inside a layer."""
     return {value for layer in layers for value in layer.inside}

@@ -1,0 +1,181 @@
+"""`auto` beyond cuts and storage: which of the techniques that the user left open make a plan fit, or quicker.
+
+The plain search goes first. Where memory decides, a front of choices (quick to small) meets every point of the open
+techniques; sums say what each would take and cost, the most promising are simulated, and the best is searched once
+more under its techniques. A point that is frugal in everything a fitting one is, too, is not looked at again: more of a
+technique never makes the step of the same choice shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from meshwright.errors import PlanError
+from meshwright.search.joint.dimensions import (
+    Dimension,
+    Point,
+    dimensions,
+    fits_in_both,
+    micro_batches_of,
+    points,
+)
+from meshwright.search.joint.fronts import Front, front, least_bytes
+from meshwright.search.joint.layers import fewer_layers
+from meshwright.search.joint.told import told
+from meshwright.search.planner import Found, Planner, families_of
+from meshwright.search.solve import solve
+from meshwright.search.space.build import Space
+from meshwright.search.within import limited, too_large
+from meshwright.techniques import Techniques
+
+TRIES = 20  # simulations of a choice under techniques
+SLACK = 1.1  # how far over the limit an estimate may be and still be simulated
+NEAR = 0.01  # of a step: what copies that take turns must save
+EXPOSED = 0.05  # of the step is sent while nothing computes: copies that take turns are looked at
+
+
+def joint(planner: Planner, auto: Callable[[Planner], Found], *, offload: bool = True) -> Found:
+    """The quickest choice that fits, with the techniques that it takes. `auto` is the search under given ones.
+
+    Raises PlanError where nothing fits with any of them.
+    """
+    limit = planner.request.memory_bytes
+    if limit is None or planner.judge is None:
+        return auto(planner)
+    space = planner.space(families_of(planner)[0][1])
+    refused: PlanError | None = None
+    base: Found | None = None
+    if least_bytes(planner, space) <= limit:
+        try:
+            base = auto(planner)
+        except PlanError as error:
+            refused = error
+    over = dimensions(planner, offload=offload)
+    decided = base is None or base.claims.get("memory_decided", False)
+    if not decided or all(len(d.values) == 1 for d in over):
+        if base is None:
+            raise refused or too_large(planner)
+        return _turns(planner, base)
+    if base is None and least_bytes(planner.under(_last(planner, over)), space) > limit:
+        raise _hopeless(planner, over, refused)
+    made = front(planner, space)
+    best = _searched(planner, made, over, base) or _last_resort(planner, space, over)
+    if best is None:
+        raise _hopeless(planner, over, refused)
+    if best is not base:
+        best = fewer_layers(planner, _again(planner, best))
+    best = _turns(planner, best)
+    bound = solve(
+        space.problem(1.0)
+    ).bound  # of all techniques but copies that take turns: they add to a step
+    gap = max(0.0, _step(best) / bound - 1) if bound > 0 else 0.0
+    claims = {**best.claims, "bound_seconds": bound, "gaps": {"joint": gap}}
+    return replace(best, claims={**claims, "choices": told(made, over, best)})
+
+
+def _last(planner: Planner, over: tuple[Dimension, ...]) -> Techniques:
+    """The most frugal of all."""
+    return list(points(over, planner.techniques))[-1].techniques
+
+
+def _searched(planner: Planner, made: Front, over: tuple[Dimension, ...], base: Found | None) -> Found | None:
+    """The quickest of what is simulated: candidates and points in the order of what they cannot be quicker than."""
+    limit = planner.request.memory_bytes
+    assert limit is not None
+    rows = [
+        (made.least_seconds(candidate, point.techniques), sum(point.places), number, point)
+        for number, candidate in enumerate(made.candidates)
+        for point in points(over, planner.techniques)
+        if point.techniques.pieces <= candidate.examples
+    ]
+    best, tries = base, 0
+    fitting: list[tuple[int, Point]] = []
+    for least, _, number, point in sorted(rows, key=lambda row: row[:3]):
+        if tries >= TRIES or (best is not None and least >= _step(best)):
+            break
+        candidate = made.candidates[number]
+        if any(n == number and point.beyond(p) for n, p in fitting):
+            continue
+        if made.peak_bytes(candidate, point.techniques) > SLACK * limit:
+            continue
+        try:
+            found = made.judged(candidate, point.techniques)
+        except PlanError:  # too few examples, or a loss that needs the whole batch
+            continue
+        tries += 1
+        if fits_in_both(planner, found):
+            fitting.append((number, point))
+            if best is None or _step(found) < _step(best):
+                found = planner.under(found.techniques).settled(found)
+                best = found if fits_in_both(planner, found) else best
+            planner.tell("techniques", _step(best) if best else None, None)
+    return best
+
+
+def _again(planner: Planner, best: Found) -> Found:
+    """The best with its cuts and storage searched once more under its techniques."""
+    under = planner.under(best.techniques)
+    found = limited(under, best.space, None, alone=False).found
+    if found is None or _step(found) >= _step(best):
+        return best
+    found = under.settled(replace(found, claims={**found.claims, "chosen": best.claims["chosen"]}))
+    return found if fits_in_both(planner, found) and _step(found) < _step(best) else best
+
+
+def _last_resort(planner: Planner, space: Space, over: tuple[Dimension, ...]) -> Found | None:
+    """A search under the most frugal techniques that the model takes."""
+    for point in _frugal_first(planner, over):
+        under = planner.under(point.techniques)
+        try:
+            found = limited(under, space, None, alone=False).found
+        except PlanError:  # more micro-batches than a rank has examples
+            continue
+        if found is not None and fits_in_both(planner, found := under.settled(found)):
+            return replace(found, claims={**found.claims, "chosen": "the most frugal"})
+    return None
+
+
+def _turns(planner: Planner, best: Found) -> Found:
+    """The best, in two copies that take turns where that hides what is waited for."""
+    asked, verdict = best.techniques, best.verdict
+    if "interleave" in asked.given or verdict is None or verdict.exposed_seconds <= EXPOSED * _step(best):
+        return best
+    pieces = micro_batches_of(planner, 2)
+    if asked.micro_batches not in pieces.values or pieces.why:
+        return best
+    try:
+        under = planner.under(replace(asked, interleave=2))
+        found = under.settled(under.found(best.space, best.states, {}))
+    except PlanError:
+        return best
+    return found if fits_in_both(planner, found) and _step(found) < (1 - NEAR) * _step(best) else best
+
+
+def _step(found: Found) -> float:
+    return found.claims.get("step_seconds", found.claims["price_seconds"])
+
+
+def _hopeless(planner: Planner, over: tuple[Dimension, ...], refused: PlanError | None) -> PlanError:
+    """Why nothing fits, of the most frugal techniques that the model takes."""
+    for point in _frugal_first(planner, over):
+        if point.techniques == planner.techniques:
+            break
+        try:
+            error = too_large(planner.under(point.techniques))
+        except PlanError:  # more micro-batches than a rank has examples
+            continue
+        return PlanError(error.what, why=f"with {point.techniques} {error.why}", hint=error.hint)
+    return refused or too_large(planner)
+
+
+def _frugal_first(planner: Planner, over: tuple[Dimension, ...]) -> list[Point]:
+    """The points with all of every technique, but for fewer and fewer micro-batches."""
+    last = [len(d.values) - 1 for d in over]
+    free = [d.name == "micro_batches" for d in over]
+    found = [
+        point
+        for point in points(over, planner.techniques)
+        if all(place == most or open for place, most, open in zip(point.places, last, free, strict=True))
+    ]
+    return found[::-1]

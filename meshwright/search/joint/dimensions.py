@@ -1,0 +1,98 @@
+"""The techniques that `auto` may choose by itself, as dimensions: the values of each, the plainest first.
+
+A value further on takes less memory of a rank and more seconds of the step. What a user gave stays as it is, and what
+would make the numbers inexact is not among the values.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.graph import Graph
+from meshwright.ops.batch import by_micro_batch
+from meshwright.search.planner import Found, Planner
+from meshwright.search.techniques.recompute import again_of
+from meshwright.search.within import fits
+from meshwright.techniques import Techniques
+
+MOST = 4096  # micro-batches
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A technique and what it may be. `why`: why it has no more values, where a reader may wonder."""
+
+    name: str
+    values: tuple[Any, ...]
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A value of each dimension, by its place."""
+
+    places: tuple[int, ...]
+    techniques: Techniques
+
+    def beyond(self, other: Point) -> bool:
+        """Whether no technique is plainer than in another point."""
+        return all(a >= b for a, b in zip(self.places, other.places, strict=True))
+
+
+def dimensions(planner: Planner, *, offload: bool = True) -> tuple[Dimension, ...]:
+    """What is left to choose. `offload`: whether states may go to the host."""
+    graph, asked = planner.scene.graph, planner.techniques
+    found = [_recompute(graph), micro_batches_of(planner, asked.interleave)]
+    if offload and planner.request.cluster.host_bytes_per_s and planner.request.optimizer_states:
+        found.append(Dimension("offload", ((), ("optimizer",))))
+    return tuple(d for d in found if d.name not in asked.given)
+
+
+def points(over: tuple[Dimension, ...], base: Techniques) -> Iterator[Point]:
+    """All points; a point keeps what the base has beside the dimensions."""
+    names = [d.name for d in over]
+    for places in itertools.product(*(range(len(d.values)) for d in over)):
+        values = [d.values[k] for d, k in zip(over, places, strict=True)]
+        yield Point(places, replace(base, **dict(zip(names, values, strict=True))))
+
+
+def fits_in_both(planner: Planner, found: Found) -> bool:
+    """Whether a choice is within the device's memory and, where it keeps something there, the host's."""
+    room, verdict = planner.request.cluster.host_memory_bytes, found.verdict
+    if found.techniques.offload and room and verdict is not None and verdict.host_bytes > room:
+        return False
+    return fits(planner, found)
+
+
+def _recompute(graph: Graph) -> Dimension:
+    known = {"": frozenset[str]()}
+    for policy in ("selective", "full"):
+        again = again_of(graph, policy)
+        if again and again not in known.values():
+            known[policy] = again
+    return Dimension("recompute", tuple(known), "" if len(known) > 1 else "the model has no layers")
+
+
+def micro_batches_of(planner: Planner, copies: int) -> Dimension:
+    """The numbers of micro-batches that can be, each in so many copies."""
+    graph = planner.scene.graph
+    inexact = by_micro_batch(graph, planner.scene.factors)
+    if inexact:
+        why = f"%{inexact[0].name} ({inexact[0].op}) looks at all examples together, so that they would be inexact"
+        return Dimension("micro_batches", (1,), why)
+    rows = {i.type.shape[i.batch_dim] for i in graph.input_of("batch") if i.batch_dim is not None}
+    counts = [n for n in _powers() if rows and all(r % (n * copies) == 0 for r in rows)]
+    return Dimension("micro_batches", tuple(counts) or (1,))
+
+
+def _powers() -> Iterator[int]:
+    number = 1
+    while number <= MOST:
+        yield number
+        number *= 2
+
+
+__all__ = ["Dimension", "Point", "dimensions", "points"]

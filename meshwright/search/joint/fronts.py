@@ -1,0 +1,184 @@
+"""Good choices of cuts and storage, from quick to small, and what each takes of a rank under techniques.
+
+Bytes of states (weights, gradients, moments) and bytes of activations have a price each; the optimum for every pair of
+prices is a point of the front of (seconds, state bytes, activation bytes). Beside those of all cuts stand the fronts of
+known recipes: data parallel outside, one cut of every operator on the 2, 4, 8 ranks inside, which leave more examples
+to a rank, and so more micro-batches. Which choice is best depends on the techniques around, and is told by adding up:
+activations are divided by micro-batches, those that are computed again are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from meshwright.ops.batch import batch_units
+from meshwright.ops.strategy import WHOLE, at_path
+from meshwright.search.data_parallel import assign_batch
+from meshwright.search.joint.dimensions import MOST
+from meshwright.search.planner import Found, Planner
+from meshwright.search.solve import Memory, Problem, solve
+from meshwright.search.space.build import Space
+from meshwright.search.space.families import outside
+from meshwright.search.space.given import rows_of
+from meshwright.search.space.memory import fixed_bytes
+from meshwright.techniques import Techniques
+
+# Prices of a byte of states and of activations, in steps that a device's memory full of them costs.
+PRICES = ((0.0, 0.0), (0.2, 0.0), (2.0, 0.0), (2.0, 0.5), (0.0, 2.0), (64.0, 64.0))
+RECIPES = ((0.0, 0.0), (2.0, 0.0))
+INNER = 3  # how many of the innermost axes a recipe leaves to tensor parallel, at most
+ALPHA = 0.5  # of computing against what can hide beside it, for the choice without prices
+SECOND_FORWARD = 0.2  # of computing: forward is a third, less what lies outside of layers
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A choice of one space. `floor`: seconds that its step is not below; `compute` those of computing. `examples`: how
+    many a rank has, and so how many micro-batches there can be."""
+
+    name: str
+    space: Space
+    states: tuple[int, ...]
+    floor: float
+    compute: float
+    examples: int
+
+
+@dataclass
+class Front:
+    """Candidates, and what is known of their bytes. `missed`: what simulations saw beyond sums, of a whole batch."""
+
+    planner: Planner
+    candidates: list[Candidate] = field(default_factory=list)
+    missed: dict[Candidate, float] = field(default_factory=dict)
+    _known: dict[tuple[int, Techniques], Memory] = field(default_factory=dict)
+
+    def memory(self, space: Space, techniques: Techniques) -> Memory:
+        """The sums under techniques."""
+        key = (id(space), techniques)
+        if key not in self._known:
+            self._known[key] = self.planner.under(techniques).memory(space)
+        return self._known[key]
+
+    def peak_bytes(self, candidate: Candidate, techniques: Techniques) -> float:
+        """About the peak of a candidate under techniques: the sums, and what only simulations saw of it (else of the
+        others at least), which is cut in time as activations are."""
+        missed = self.missed.get(candidate, min(self.missed.values(), default=0.0))
+        return self.sums(candidate, techniques) + missed / techniques.micro_batches
+
+    def sums(self, candidate: Candidate, techniques: Techniques) -> float:
+        """The sums at their worst instant, with what no choice changes."""
+        totals = self.memory(candidate.space, techniques).totals(candidate.states)
+        return fixed_bytes(candidate.space) + float(totals.max())
+
+    def least_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
+        """What the candidate's step is not below under techniques, but for turns of copies."""
+        seconds = candidate.floor
+        if techniques.recompute == "full":
+            seconds += SECOND_FORWARD * candidate.compute
+        if "optimizer" in techniques.offload:
+            sums = self.memory(candidate.space, self.planner.techniques)
+            owned = (v for (kind, _), v in candidate.space.variable.items() if kind == "parameter")
+            kept = sum(float(sums.amounts[v][candidate.states[v], 1]) for v in owned)
+            share = 2 / (2 + self.planner.request.optimizer_states)  # gradients go out, weights come back
+            seconds += share * kept / self.planner.request.cluster.host_bytes_per_s
+        return seconds
+
+    def judged(self, candidate: Candidate, techniques: Techniques) -> Found:
+        """The candidate simulated under techniques. Raises PlanError for techniques that it cannot take."""
+        found = self.planner.under(techniques).found(
+            candidate.space, candidate.states, {"chosen": candidate.name}
+        )
+        if found.verdict is not None:
+            missed = found.verdict.peak_bytes - self.sums(candidate, techniques)
+            self.missed[candidate] = max(0.0, missed) * techniques.micro_batches
+        return found
+
+
+def least_bytes(planner: Planner, space: Space) -> float:
+    """What no choice of a space is below under the planner's techniques."""
+    memory, problem = planner.memory(space), space.problem()
+    sums = (solve(memory.alone(problem, t)).bound for t in range(memory.instants))
+    return fixed_bytes(space) + max(sums)
+
+
+def front(planner: Planner, space: Space) -> Front:
+    """The fronts of a space and of the recipes."""
+    made = Front(planner)
+    _add(made, "front", space, PRICES)
+    for name, recipe in recipes(planner):
+        _add(made, name, recipe, RECIPES)
+    return made
+
+
+def recipes(planner: Planner) -> Iterator[tuple[str, Space]]:
+    """Data parallel outside, one cut of every operator inside; none where the user pinned something."""
+    scene = planner.scene
+    axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)
+    if planner.seeds or not axes:
+        return
+    assignment = {n.name: WHOLE for n in scene.graph.nodes}
+    assign_batch(scene, assignment, axes, scene.graph.nodes)
+    rows = rows_of(planner.codes, assignment, scene.mesh)
+    if rows is None:
+        return
+    count = len(scene.mesh.axes)
+    for inner in range(1, min(INNER, count) + 1):
+        ranks = scene.mesh.count([a.name for a in scene.mesh.axes[count - inner :]])
+        yield f"data parallel × {ranks} ranks of the best cut", planner.space(outside(rows, count - inner))
+
+
+def _add(made: Front, name: str, space: Space, prices: tuple[tuple[float, float], ...]) -> None:
+    planner = made.planner
+    plain, floor = space.problem(), space.problem(1.0)
+    memory = made.memory(space, planner.techniques)
+    step = solve(plain).price
+    owned = {space.variable["parameter", name] for name in space.parameters}
+    limit = planner.request.memory_bytes or 1.0
+    seen: set[tuple[int, ...]] = set()
+    for states, activations in prices:
+        problem = plain
+        if states or activations:
+            problem = _priced(plain, memory, owned, states * step / limit, activations * step / limit)
+        for asked in (problem, space.problem(ALPHA)) if problem is plain else (problem,):
+            solution = solve(asked)
+            if solution.stopped:
+                raise KeyboardInterrupt
+            found = tuple(solution.states)
+            if found not in seen:
+                seen.add(found)
+                least, compute = floor.price(found), space.price(found).compute
+                examples = examples_of(planner, space, found)
+                made.candidates.append(Candidate(name, space, found, least, compute, examples))
+
+
+def examples_of(planner: Planner, space: Space, states: tuple[int, ...]) -> int:
+    """How many examples a rank has, at most."""
+    choice, mesh, factors = space.choice(states), planner.scene.mesh, planner.scene.factors
+    least, seen = MOST, set[tuple[int, int]]()
+    for node in space.graph.nodes:
+        site, strategy = factors.sites[node.name], choice.strategies[node.name]
+        if (id(site.trees), id(strategy)) in seen:
+            continue
+        seen.add((id(site.trees), id(strategy)))
+        cuts = dict(strategy.cuts)
+        for letter, unit in batch_units(site, factors):
+            parts = [at_path(cuts.get(letter, site.trees[letter]), path) for path in unit]
+            least = min([least, *(part.size // mesh.count(part.axes) for part in parts)])
+            break
+    return max(1, least)
+
+
+def _priced(problem: Problem, memory: Memory, owned: set[int], states: float, activations: float) -> Problem:
+    """The problem with a price on the bytes at the first instant."""
+    at = np.zeros(memory.instants)
+    at[0] = 1.0
+    amounts = tuple(a * (states if v in owned else activations) for v, a in enumerate(memory.amounts))
+    pairs: Mapping = {key: block * states for key, block in memory.pairs.items()}
+    return Memory(amounts, pairs).weighed(problem, at)
+
+
+__all__ = ["Candidate", "Front", "examples_of", "front", "least_bytes", "recipes"]

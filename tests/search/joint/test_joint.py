@@ -1,0 +1,133 @@
+"""What `auto` chooses beside cuts and storage, against plans made with every combination of the techniques."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+
+import meshwright as mw
+from meshwright.errors import PlanError
+from meshwright.examples import zoo
+from meshwright.plan import Plan
+from tests.search.planned import MESHES, built, cluster, free, peaks
+
+
+def planned(model: str, mesh: str, share: float, **techniques: Any) -> Plan:
+    """By `auto`, within a share of what the plan without a limit takes."""
+    net, batch, loss = built(model)
+    limit = share * free(model, mesh, "auto").claims["peak_bytes"]
+    return mw.plan(
+        net,
+        batch,
+        loss=loss,
+        mesh=MESHES[mesh],
+        mode="auto",
+        cluster=cluster("gpu", mesh),
+        memory=limit,
+        **techniques,
+    )
+
+
+def steps(model: str, mesh: str, share: float, pieces: tuple[int, ...]) -> dict[str, float]:
+    """The step of every combination that fits."""
+    found: dict[str, float] = {}
+    for recompute, count, offload in itertools.product(
+        ("", "selective", "full"), pieces, ((), ("optimizer",))
+    ):
+        techniques = {"recompute": recompute, "micro_batches": count, "offload": offload}
+        try:
+            plan = planned(model, mesh, share, **techniques)
+        except PlanError:
+            continue
+        if plan.claims["peak_bytes"] <= share * free(model, mesh, "auto").claims["peak_bytes"]:
+            found[str(techniques)] = plan.claims["step_seconds"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "share", "pieces"),
+    [
+        ("wide mlp", "2", 0.3, (1, 2)),
+        *(
+            pytest.param(*case, (1, 2, 4), marks=pytest.mark.slow)
+            for case in itertools.product(("wide gpt", "wide mlp"), ("2", "2x2"), (0.7, 0.4, 0.25))
+        ),
+    ],
+)
+def test_no_combination_is_quicker(model: str, mesh: str, share: float, pieces: tuple[int, ...]) -> None:
+    every = steps(model, mesh, share, pieces)
+    if not every:
+        with pytest.raises(PlanError, match="no plan fits"):
+            planned(model, mesh, share)
+        return
+    plan = planned(model, mesh, share)
+    best = min(every, key=every.__getitem__)
+    assert plan.claims["step_seconds"] <= 1.03 * every[best], (str(plan.techniques), best)
+
+
+@functools.cache
+def tight(share: float) -> Plan:
+    return planned("wide gpt", "2x2", share)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.3])
+def test_every_rank_of_what_was_chosen_is_within_the_limit(share: float) -> None:
+    plan = tight(share)
+    found = peaks("wide gpt", plan, cluster("gpu", "2x2"))
+    assert plan.techniques.asked(), "nothing was chosen, so nothing is shown"
+    assert max(p.bytes for p in found) <= share * free("wide gpt", "2x2", "auto").claims["peak_bytes"]
+    assert plan.claims["peak_bytes"] == pytest.approx(found[0].bytes)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.3])
+def test_what_was_chosen_computes_what_one_device_computes(share: float) -> None:
+    net, batch, loss = built("wide gpt")
+    mw.verify(net, batch, loss=loss, plan=tight(share)).raise_if_different()
+
+
+def test_what_the_user_fixed_stays_and_the_rest_is_chosen() -> None:
+    plan = planned("wide gpt", "2x2", 0.5, micro_batches=1, offload=())
+    assert plan.techniques.micro_batches == 1 and not plan.techniques.offload
+    assert plan.techniques.recompute
+    assert not any("auto chose micro_batches" in note for note in plan.notes)
+
+
+def test_where_memory_suffices_nothing_is_chosen() -> None:
+    plan = free("wide gpt", "2x2", "auto")
+    assert not {"recompute", "micro_batches", "offload"} & set(plan.techniques.asked())
+
+
+def test_each_open_technique_is_explained() -> None:
+    said = [note for note in tight(0.5).notes if note.startswith("auto chose")]
+    assert [note.split("=")[0] for note in said] == [
+        "auto chose recompute",
+        "auto chose micro_batches",
+        "auto chose offload",
+    ]
+    assert any("next best" in note for note in said)
+    assert any("does not fit" in note for note in said)
+
+
+def test_micro_batches_that_would_be_inexact_are_not_chosen() -> None:
+    net, batch, loss = zoo.hugging_face("resnet")
+    machine = cluster("gpu", "2")
+    plain = mw.plan(net, batch, loss=loss, mesh=2, mode="auto", cluster=machine)
+    plan = mw.plan(
+        net, batch, loss=loss, mesh=2, mode="auto", cluster=machine, memory=0.8 * plain.claims["peak_bytes"]
+    )
+    assert plan.techniques.micro_batches == 1
+    assert any("look" in note and "inexact" in note for note in plan.notes)
+
+
+def test_a_plan_and_its_file_say_the_same() -> None:
+    plan = tight(0.5)
+    assert Plan.from_json(plan.to_json()).techniques == plan.techniques
+
+
+def test_where_nothing_fits_the_most_frugal_techniques_are_named() -> None:
+    with pytest.raises(PlanError, match="no plan fits") as caught:
+        planned("wide gpt", "2x2", 0.02)
+    assert "recompute='full'" in caught.value.why and "micro_batches=" in caught.value.why
