@@ -17,6 +17,7 @@ from meshwright.capture import capture as capture_graph
 from meshwright.capture.batch import leaves
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.saved import saved
+from meshwright.cycles import seldom_collected
 from meshwright.errors import CaptureError, MeshError, PlanError
 from meshwright.mesh import Mesh
 from meshwright.ops.table import register
@@ -125,6 +126,7 @@ def request_for(
     return Request(cluster, limit, optimizer_states, space, inner, progress or _silent, judge)
 
 
+@seldom_collected()
 def plan_captured(
     captured: Captured,
     mesh: MeshLike,
@@ -193,6 +195,7 @@ def rule(op: str, line: str) -> None:
     register(op, line)
 
 
+@seldom_collected()
 def lower(captured: Captured, plan: Plan) -> Partition:
     """What the ranks run under a plan."""
     return partition(captured.graph, plan, keeps=saved)

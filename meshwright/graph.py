@@ -177,22 +177,10 @@ class Node:
 
     def text(self, module: str = "", source: str = "") -> str:
         """The line of this node, with a module and a source line or without."""
-        types = ", ".join(map(str, self.outputs))
-        typed = types if len(self.outputs) == 1 else f"({types})"
-        args = [_show(a) for a in self.args] + [f"{k}={_show(v)}" for k, v in self.kwargs]
-        notes: dict[str, Any] = {}
-        if any(self.needs_grad):
-            notes["grad"] = list(self.needs_grad)
-        if self.marks:
-            notes["marks"] = list(self.marks)
-        if module:
-            notes["module"] = module
-        if source:
-            notes["source"] = source
-        # A single opening brace marks where the notes begin, whatever the source line contains.
-        inner = json.dumps(notes, ensure_ascii=False)[1:-1].replace("{", "\\u007b")
-        tail = f"  {{{inner}}}" if notes else ""
-        return f"%{self.name}: {typed} = {self.op}({', '.join(args)}){tail}"
+        args = ["%" + a.name if type(a) is Ref else _show(a) for a in self.args]
+        args += [f"{k}={_show(v)}" for k, v in self.kwargs]
+        tail = _notes(self.needs_grad, self.marks, module, source)
+        return f"%{self.name}: {_typed(self.outputs)} = {self.op}({', '.join(args)}){tail}"
 
 
 @dataclass(frozen=True)
@@ -333,6 +321,29 @@ def prune(graph: Graph) -> Graph:
 
 
 # ---------------------------------------------------------------- print and parse
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _typed(outputs: tuple[TensorType, ...]) -> str:
+    types = ", ".join(map(str, outputs))
+    return types if len(outputs) == 1 else f"({types})"
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _notes(needs_grad: tuple[bool, ...], marks: tuple[str, ...], module: str, source: str) -> str:
+    """What stands after the arguments of a node: layers have the same, but for module and line."""
+    notes: dict[str, Any] = {}
+    if any(needs_grad):
+        notes["grad"] = list(needs_grad)
+    if marks:
+        notes["marks"] = list(marks)
+    if module:
+        notes["module"] = module
+    if source:
+        notes["source"] = source
+    # A single opening brace marks where the notes begin, whatever the source line contains.
+    inner = json.dumps(notes, ensure_ascii=False)[1:-1].replace("{", "\\u007b")
+    return f"  {{{inner}}}" if notes else ""
 
 
 def _show(value: Any) -> str:

@@ -6,7 +6,7 @@ program of every rank; from it and a machine the planner derives seconds and byt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -200,17 +200,17 @@ class Plan:
     def _left_out(self) -> frozenset[str]:
         """Names that a file need not say; none where a later copy lacks what the second has."""
         names = self.stand_ins.items()
-        said = (self.hubs, self.states, self.again, self.keeps, self.hosts, self.reasons, self.nexts)
-        if any(here in entries and name not in entries for name, here in names for entries in said):
-            return frozenset()
         told = (self.strategies, self.inputs, self.reasons, self.nexts, self.hubs, self.states, self.keeps)
-        return frozenset(
-            name
-            for name, here in names
-            if all(entries.get(name) == entries.get(here) for entries in told)
-            and (name in self.again) == (here in self.again)
-            and (name in self.hosts) == (here in self.hosts)
-        )
+        left = set(self.stand_ins)
+        for entries in filter(None, told):
+            if entries is not self.strategies and entries is not self.inputs and _lacks(entries, names):
+                return frozenset()
+            left &= {name for name, here in names if _same(entries.get(name), entries.get(here))}
+        for marked in filter(None, (self.again, self.hosts)):
+            if _lacks(marked, names):
+                return frozenset()
+            left -= {name for name, here in names if name in marked and here not in marked}
+        return frozenset(left)
 
     def check(self, graph: Graph) -> Plan:
         """The plan with all layers, if it was made for this graph. Raises PlanError that lists what differs."""
@@ -327,6 +327,16 @@ def _within(part: TensorLayout, whole: TensorLayout) -> bool:
     """Whether leaving out the axes that only `part` has gives the dims of `whole`, so these are the minor ones."""
     more = set(part.split_axes) - set(whole.split_axes)
     return tuple(without_axes(d, more) for d in part.dims) == whole.dims
+
+
+def _lacks(entries: Container[str], names: Iterable[tuple[str, str]]) -> bool:
+    """Whether a later copy is not among those that the second one is among."""
+    return any(here in entries and name not in entries for name, here in names)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal; layers of one kind mostly share their entries."""
+    return one is other or one == other
 
 
 def _some(names: list[str]) -> str:

@@ -27,19 +27,17 @@ def stand_ins(graph: Graph, folds: Iterable[Fold]) -> dict[str, str]:
             raise _differs(f"nodes {start} to {start + length * repeats - 1}, of {len(graph.nodes)}")
         for offset in range(length):
             model = graph.nodes[start + length + offset]
-            for copy in range(2, repeats):
-                node = graph.nodes[start + copy * length + offset]
-                if (node.op, len(node.uses), len(node.outputs)) != (
-                    model.op,
-                    len(model.uses),
-                    len(model.outputs),
-                ):
-                    raise _differs(f"%{node.name} ({node.op}) is no copy of %{model.name} ({model.op})")
-                found[node.name] = model.name
-                found.update(zip(node.values, model.values, strict=True))
-                for mine, own in zip(node.uses, model.uses, strict=True):
-                    theirs = mine != own and mine in inputs and own in inputs
-                    if theirs and found.setdefault(mine, own) != own:
+            op, name, reads, makes = model.op, model.name, model.uses, len(model.outputs)
+            owned = [(port, own) for port, own in enumerate(reads) if own in inputs]
+            for node in graph.nodes[start + 2 * length + offset : start + repeats * length : length]:
+                if node.op != op or len(node.outputs) != makes or len(node.uses) != len(reads):
+                    raise _differs(f"%{node.name} ({node.op}) is no copy of %{name} ({op})")
+                found[node.name] = name
+                if makes != 1:
+                    found.update(zip(node.values, model.values, strict=True))
+                for port, own in owned:
+                    mine = node.uses[port]
+                    if mine != own and mine in inputs and found.setdefault(mine, own) != own:
                         twice.add(mine)
     return {name: model for name, model in found.items() if name not in twice and model not in twice}
 

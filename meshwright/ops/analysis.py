@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 from meshwright.graph import Graph
 from meshwright.ops.factors import Factors, analyze
 from meshwright.ops.table import rules_of, user_rules
 
-Known = tuple[weakref.ref[Graph], object, Factors]  # of which graph, under which rules of the user
+Known = tuple[  # of which graph, under which rules of the user, and they or what makes them
+    weakref.ref[Graph], object, Factors | Callable[[Graph], Factors]
+]
 
 _known: dict[int, Known] = {}
 
@@ -20,12 +23,19 @@ def factors_of(graph: Graph) -> Factors:
     """
     known = _known.get(id(graph))
     if known is not None and known[0]() is graph and known[1] == user_rules():
-        return known[2]
+        return known[2] if isinstance(known[2], Factors) else keep_factors(graph, known[2](graph))
     return keep_factors(graph, analyze(graph, rules_of(graph)))
 
 
 def keep_factors(graph: Graph, factors: Factors) -> Factors:
-    """Remember factors that were found otherwise (unfolded from those of two layers)."""
+    """Remember the factors of a graph."""
     key = id(graph)
     _known[key] = (weakref.ref(graph, lambda _: _known.pop(key, None)), user_rules(), factors)
     return factors
+
+
+def expect_factors(graph: Graph, make: Callable[[Graph], Factors]) -> None:
+    """Find the factors of a graph otherwise (unfolded from those of two layers), once somebody asks for them. `make`
+    is given the graph, and must not hold it."""
+    key = id(graph)
+    _known[key] = (weakref.ref(graph, lambda _: _known.pop(key, None)), user_rules(), make)

@@ -170,7 +170,10 @@ class _Settled:
     def of(self, item: _Item) -> tuple[Dim, tuple[_Var, ...]]:
         """An item as a dim without axes, and its atomic variables, left to right."""
         known = self.found.get(item)
-        if known is None:
+        if known is None and item.items is None and isinstance(item, _Var) and item.size != 1:
+            tree = self.atoms.get(item.size) or self.atoms.setdefault(item.size, (SubDim(item.size),))
+            known = self.found[item] = tree, (item,)
+        elif known is None:
             (inner, *more) = _resolve((item,)) or (None,)
             if inner is None:
                 known = (), ()
@@ -271,15 +274,26 @@ def _marks(found: tuple[_Var, ...], marked: set[_Var]) -> tuple[bool, ...]:
 
 def _unified(rule: Rule, ports: Sequence[list[_Var]]) -> dict[str, _Var]:
     """The letters of a node, made equal to the dims of what it reads and makes."""
-    own = {letter: _Var(size) for letter, size in rule.sizes.items()}
     if rule.flattened:
         _unify(ports[0], ports[-1])
-        return own
+        return {letter: _Var(size) for letter, size in rule.sizes.items()}
+    own: dict[str, _Var] = {p: _Var(rule.sizes[p]) for parts in rule.joined.values() for p in parts}
     joined = {x: _CatVar([[own[p]] for p in parts]) for x, parts in rule.joined.items()}
     for port, vs in zip((*rule.inputs, *rule.outputs), ports, strict=True):
         for dim, var in zip(port, vs, strict=True):
-            if dim:
-                _unify([joined.get(x) or own[x] for x in dim], (var,))
+            if len(dim) == 1 and dim[0] not in joined:  # nearly all: the letter is the dim
+                known = own.setdefault(dim[0], var)
+                if known is var:
+                    continue
+                if var.items is None and known.items is None and var.size == known.size:
+                    var.items = [known]
+                else:
+                    _unify((known,), (var,))
+            elif dim:
+                _unify([joined.get(x) or own.setdefault(x, _Var(rule.sizes[x])) for x in dim], (var,))
+    for letter in rule.sizes:
+        if letter not in own:
+            own[letter] = _Var(rule.sizes[letter])
     return own
 
 

@@ -86,6 +86,13 @@ class Rule:
         """All letters that are not parts of others."""
         return tuple(x for x in self.sizes if "." not in x)
 
+    def resized(self, sizes: Mapping[str, int]) -> Rule:
+        """The rule with other sizes of the same letters. All else is one object: identities say what is alike."""
+        _ = self.holds, self.gives, self.joined, self.free_letters  # what follows from the letters alone
+        made = object.__new__(Rule)
+        vars(made).update(vars(self), sizes=sizes)
+        return made
+
 
 def dim_letters(dim: RuleDim) -> list[str]:
     """The letters of a rule dim, left to right; a part counts as its concatenation."""
@@ -167,8 +174,32 @@ def _parse_ports(text: str, rule: str) -> tuple[PortPattern, ...]:
 
 @functools.lru_cache(maxsize=1 << 14)
 def bound(text: str, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> Rule:
-    """The rule that a line is for given shapes. Raises RuleError when it does not parse or fit."""
-    return bind(parse_pattern(text), inputs, outputs)
+    """The rule that a line is for given shapes. Raises RuleError when it does not parse or fit.
+
+    Shapes that differ in their numbers alone have one rule but for its sizes: it is bound once for all of them.
+    """
+    numbers: dict[int, int] = {1: 0}  # a dim of one element has no letter
+    kinds = (
+        text,
+        tuple([tuple([numbers.setdefault(n, len(numbers)) for n in shape]) for shape in inputs]),
+        tuple([tuple([numbers.setdefault(n, len(numbers)) for n in shape]) for shape in outputs]),
+    )
+    known = _like.get(kinds)
+    if known is not None:
+        rule, kind_of = known
+        sizes = list(numbers)
+        return rule.resized({letter: sizes[kind] for letter, kind in kind_of.items()})
+    pattern = parse_pattern(text)
+    rule = bind(pattern, inputs, outputs)
+    dims = [dim for port in (*rule.inputs, *rule.outputs) for dim in port]
+    if not any(p.ignored for p in pattern.inputs) and all(len(dim) <= 1 for dim in dims):
+        _like[kinds] = rule, {letter: numbers[n] for letter, n in rule.sizes.items()}
+    return rule
+
+
+_like: dict[
+    tuple, tuple[Rule, dict[str, int]]
+] = {}  # line and kinds of shapes → rule, letter → kind of its size
 
 
 def bind(pattern: Pattern, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Rule:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from meshwright.ops.strategy import WHOLE
 from meshwright.search.data_parallel import assign_batch
 from meshwright.search.planner import Found, Planner, Verdict, families_of
 from meshwright.search.recursed import recursion
@@ -136,9 +135,9 @@ def recipes(planner: Planner) -> Iterator[tuple[str, Found]]:
     axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)
     rows = None
     if not planner.seeds:
-        assignment = {n.name: WHOLE for n in scene.graph.nodes}
-        assign_batch(scene, assignment, axes, scene.graph.nodes)
-        rows = rows_of(planner.codes, assignment, scene.mesh)
+        states = scene.board.start()
+        assign_batch(scene, states, axes, scene.graph.nodes)
+        rows = rows_of(planner.codes, scene.board.strategies(states), scene.mesh)
     if rows:
         plain = planner.space(exactly(rows), planner.storage(allowed=False))
         yield "data parallel", planner.found(plain, solve(plain.problem()).states, {"space": "recipes"})

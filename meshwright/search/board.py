@@ -7,7 +7,8 @@ from collections.abc import Hashable
 from meshwright.graph import Graph
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors
-from meshwright.search.menus import Menu, Places
+from meshwright.ops.strategy import Strategy
+from meshwright.search.menus import Choices, Menu, Places, State, shape_of
 
 
 class Board:
@@ -46,15 +47,27 @@ class Board:
     def _menus(self, factors: Factors) -> list[Menu]:
         places: Places = {}
         known: dict[Hashable, Menu] = {}
+        alike: dict[Hashable, Choices] = {}
         found: list[Menu] = []
         for node in self.nodes:
             site = factors.sites[node.name]
             key = site.signature
             menu = known.get(key)
             if menu is None:
-                menu = known[key] = Menu(site, places)
+                shape = shape_of(site)
+                if (choices := alike.get(shape)) is None:
+                    choices = alike[shape] = Choices(site, places)
+                menu = known[key] = Menu(site, choices)
             found.append(menu)
         return found
+
+    def start(self) -> list[State]:
+        """Per node, that nothing is chosen yet."""
+        return [menu.start for menu in self.menus]
+
+    def strategies(self, states: list[State]) -> dict[str, Strategy]:
+        """What was chosen, by the names of nodes."""
+        return {node.name: state.strategy for node, state in zip(self.nodes, states, strict=True)}
 
     def _kinds(self) -> list[int]:
         """Nodes whose options compare alike where their neighbours do: one menu, equal bytes, gradients and repeats."""

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from meshwright.errors import StrategyError
 from meshwright.graph import Node
-from meshwright.ops.strategy import Strategy, units
-from meshwright.search.menus import Menu
-from meshwright.search.options import Assignment, Scene
+from meshwright.ops.strategy import units
+from meshwright.search.menus import Choices, State, Turn
+from meshwright.search.options import Scene
 
 
-def batch_options(menu: Menu, marks: Mapping[str, tuple[bool, ...]]) -> tuple[int, ...]:
+def batch_options(menu: Choices, marks: Mapping[str, tuple[bool, ...]]) -> tuple[int, ...]:
     """The cuts of a node's batch factor, those that its output has first. `marks`: letter → leaves that count
     examples."""
+    site = menu.site
     kept: list[tuple[bool, int]] = []
     number, letter = 0, ""
     for option, entry in enumerate(menu.entries):
         if entry.letter:
             number, letter = (number + 1 if entry.letter == letter else 0), entry.letter
             found = marks[letter]
-            if number < len(found) and found[number] and len(found) == len(units(menu.site.trees[letter])):
-                kept.append((not any(letter in given for given in menu.site.rule.gives), option))
+            if number < len(found) and found[number] and len(found) == len(units(site.trees[letter])):
+                kept.append((not any(letter in given for given in site.rule.gives), option))
     return tuple(option for _, option in sorted(kept, key=lambda k: k[0]))
 
 
@@ -30,35 +31,41 @@ def _batch_options(scene: Scene) -> list[tuple[int, ...]]:
     batch, known = scene.factors.batch, dict[Hashable, tuple[int, ...]]()
     found: list[tuple[int, ...]] = []
     for node, menu in zip(scene.board.nodes, scene.board.menus, strict=True):
-        marks = {letter: batch.get((node.name, letter), ()) for letter in menu.letters}
-        key = (id(menu), *marks.values())
+        marks = {letter: batch.get((node.name, letter), ()) for letter in menu.choices.letters}
+        key = (id(menu.choices), *marks.values())
         if key not in known:
-            known[key] = batch_options(menu, marks)
+            known[key] = batch_options(menu.choices, marks)
         found.append(known[key])
     return found
 
 
-def assign_batch(
-    scene: Scene, assignment: Assignment, axes: tuple[str, ...], nodes: tuple[Node, ...]
-) -> None:
-    """Cut nodes by their batch factor over the axes, one after the other; whole where none may be split."""
-    board, mesh = scene.board, scene.mesh
+def assign_batch(scene: Scene, states: list[State], axes: tuple[str, ...], nodes: tuple[Node, ...]) -> None:
+    """Cut nodes by their batch factor over the axes, one after the other; whole where none may be split. `states` has
+    what each node of the scene does so far."""
+    board = scene.board
+    sizes = [(axis, scene.mesh.sizes[axis]) for axis in axes]
     if board.batch is None:
         board.batch = _batch_options(scene)
-    known: dict[Hashable, Strategy] = {}
+    known: dict[Hashable, State] = {}
     for node in nodes:
         number = board.number[node.name]
-        cuts, menu, before = board.batch[number], board.menus[number], assignment[node.name]
-        if cuts:
-            key = (id(menu), cuts, id(before))
+        if cuts := board.batch[number]:
+            key = (id(before := states[number]), cuts)
             if key not in known:
-                state = menu.state(before, mesh)
-                for axis in axes:
-                    closed = state.closed(mesh.sizes[axis])
-                    option = next((o for o in cuts if o not in closed), 0)
-                    state = state.after(option, axis, mesh.sizes[axis])
-                known[key] = state.strategy
-            assignment[node.name] = known[key]
+                known[key] = before.after(*_turns(before, cuts, sizes))
+            states[number] = known[key]
+
+
+def _turns(state: State, cuts: tuple[int, ...], sizes: Sequence[tuple[str, int]]) -> Iterator[Turn]:
+    """On each axis the first cut that has room for it beside those taken."""
+    rooms, blocks = state.menu.rooms, dict(state.blocks)
+    for axis, members in sizes:
+        for option in cuts:
+            taken = blocks.get(option, 1) * members
+            if taken <= rooms[option]:
+                blocks[option] = taken
+                yield option, axis, members
+                break
 
 
 def check_batch(scene: Scene, axes: tuple[str, ...]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -107,6 +107,12 @@ def shortened(folds: Folded, copies: Sequence[int]) -> Graph:
     number of layers can be told from two such graphs."""
     long = [run for run in folds.runs if run.count > 2]
     return _cut(folds.full, [(run, max(2, n)) for run, n in zip(long, copies, strict=True)])
+
+
+def unfolding(folds: Folded, factors: Factors) -> Callable[[Graph], Factors]:
+    """What finds the analysis of the full graph, which it is given, from that of the folded one."""
+    light = replace(folds, full=folds.graph)  # does not hold the full graph
+    return lambda full: unfold_factors(replace(light, full=full), factors)
 
 
 def unfold_factors(folds: Folded, factors: Factors) -> Factors:

@@ -1,36 +1,41 @@
 """What the nodes of a graph may do on one mesh axis, as small integers.
 
 Layouts are separable by axis, so an option of a node needs one code for each of its ports: where the value lies on
-that axis alone. Nodes with one rule and equal factors share a `Menu`, which is made once; what a search asks of it in
-its inner loop are list look-ups. A `State` is a menu with what is fixed on the axes before.
+that axis alone. Which options there are, and their codes, follow from the letters of a rule where each dim is one
+letter: nodes that differ in sizes alone share `Choices`, which are made once. Nodes of one signature share a `Menu`,
+which adds how many blocks there is room for. A `State` is a menu with what was chosen on the axes before; what a
+search asks of it in its inner loop are list look-ups.
 
 Codes: 0 whole, 1 pending, 2 whole with a pending gradient, 3 and more cut, a number for each place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
-from meshwright.layout import Dim, dim_axes, normalize_dim
+from meshwright.layout import Dim, SubDim, dim_axes, normalize_dim
 from meshwright.mesh import Axis, Mesh
 from meshwright.ops.factors import Site
 from meshwright.ops.rule import dim_letters
-from meshwright.ops.strategy import WHOLE, Strategy, at_path, cut, merge, splittable, through_ports, units
+from meshwright.ops.strategy import WHOLE, Strategy, at_path, cut, splittable, through_ports, units
 
 WHOLE_CODE, PENDING, GRAD, CUT = 0, 1, 2, 3
 HERE = "here"  # the one axis of the tables
 Unit = tuple[tuple[int, ...], ...]
 Places = dict[tuple[tuple[int, Dim], ...], int]  # the cut dims of a value, in normal form → code
+Turn = tuple[int, str, int]  # an option, the axis on which it is taken, and that axis' members
+ALL = (SubDim(0, (HERE,)),)  # a dim that is cut as one, whatever its size: that is the value's own
+NONE = frozenset[int]()
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One option: whole, a cut of one unit of a letter (with `room` for so many blocks), or `through` ports."""
+    """One option: whole, a cut of one unit of a letter, or `through` ports."""
 
     letter: str = ""
     unit: Unit = ()
-    room: int = 0
     through: tuple[int, ...] = ()
 
 
@@ -46,23 +51,31 @@ def entries_of(site: Site) -> Iterator[Entry]:
     """All options of a site on one axis, whole first."""
     yield Entry()
     for letter in splittable(site):
-        tree = site.trees[letter]
-        for unit in units(tree):
-            yield Entry(letter, unit, min(at_path(tree, path).size for path in unit))
+        for unit in units(site.trees[letter]):
+            yield Entry(letter, unit)
     for ports in through_ports(site):
         yield Entry(through=ports)
 
 
-class Menu:
-    """The options of all nodes with one rule and equal factors."""
+def shape_of(site: Site) -> Hashable:
+    """What options and codes depend on; not the sizes, where all dims are single letters of one sub-dim."""
+    rule, trees = site.rule, site.trees
+    plain = all(len(tree) == 1 and type(tree[0]) is SubDim for tree in trees.values() if tree)
+    if not plain or any(len(dim) > 1 for port in (*rule.inputs, *rule.outputs) for dim in port):
+        return site.signature
+    parts = (rule.inputs, rule.outputs, rule.terms, rule.whole, rule.inside)
+    return (*map(id, parts), *[(letter, len(tree)) for letter, tree in trees.items()])
+
+
+class Choices:
+    """The options of all nodes whose sites have one shape (`shape_of`)."""
 
     def __init__(self, site: Site, places: Places) -> None:
         self.site, self.places = site, places
         self.entries = tuple(entries_of(site))
         self.letters = tuple(dict.fromkeys(e.letter for e in self.entries if e.letter))
+        self.throughs = tuple(o for o, e in enumerate(self.entries) if e.through)
         self._codes: dict[int, PortCodes] = {}
-        self._single: dict[tuple[int, str], Strategy] = {}
-        self._states: dict[int, State] = {id(WHOLE): State(self, WHOLE, {})}
 
     def codes(self, members: int) -> PortCodes:
         """The codes of the ports under each option, on an axis of some members."""
@@ -106,20 +119,22 @@ class Menu:
             if letter in dim_letters(letters):
                 dim = self.site.dim(letters, cuts)
                 if dim_axes(dim):
-                    found.append((number, normalize_dim(dim, mesh)))
+                    dim = normalize_dim(dim, mesh)
+                    found.append((number, ALL if len(dim) == 1 and type(dim[0]) is SubDim else dim))
         return self.places.setdefault(tuple(found), CUT + len(self.places)) if found else WHOLE_CODE
 
-    def single(self, option: int, axis: str) -> Strategy:
-        """An option as a strategy on one axis."""
-        key = (option, axis)
-        if key not in self._single:
-            entry = self.entries[option]
-            if entry.letter:
-                tree = cut(self.site.trees[entry.letter], entry.unit, axis)
-                self._single[key] = Strategy(((entry.letter, tree),))
-            else:
-                self._single[key] = Strategy(through=((axis, entry.through),)) if entry.through else WHOLE
-        return self._single[key]
+
+class Menu:
+    """The options of all nodes with one rule and equal factors."""
+
+    def __init__(self, site: Site, choices: Choices) -> None:
+        self.site, self.choices, self.entries = site, choices, choices.entries
+        # The blocks that each option has room for; whole and pending sums have room for any number.
+        self.rooms = tuple([
+            min([at_path(site.trees[e.letter], path).size for path in e.unit]) if e.letter else 0
+            for e in choices.entries
+        ])  # fmt: skip
+        self.start = State(self)
 
     def option_of(self, strategy: Strategy, axis: str) -> int:
         """The option that a single-axis strategy is."""
@@ -129,56 +144,61 @@ class Menu:
         return next(
             o
             for o, entry in enumerate(self.entries)
-            if entry.letter == letter and o and self.single(o, axis) == strategy
+            if entry.letter == letter and o and self.strategy([(o, axis, 1)]) == strategy
         )
 
-    def state(self, strategy: Strategy, mesh: Mesh) -> State:
-        """The menu with a strategy fixed on other axes."""
-        known = self._states.get(id(strategy))
-        if known is None or known.strategy is not strategy:
-            blocks: dict[int, int] = {}
-            fixed = dict(strategy.cuts)
-            for option, entry in enumerate(self.entries):
-                if entry.letter in fixed:
-                    blocks[option] = max(
-                        mesh.count(at_path(fixed[entry.letter], path).axes) for path in entry.unit
-                    )
-            known = self._states[id(strategy)] = State(self, strategy, blocks)
-        return known
+    def strategy(self, turns: list[Turn]) -> Strategy:
+        """What was chosen on one axis after the other, as one strategy."""
+        cuts: dict[str, Dim] = {}
+        through: list[tuple[str, tuple[int, ...]]] = []
+        for option, axis, _ in turns:
+            entry = self.entries[option]
+            if entry.letter:
+                tree = cuts.get(entry.letter) or self.site.trees[entry.letter]
+                if len(tree) == 1 and type(only := tree[0]) is SubDim:
+                    cuts[entry.letter] = (SubDim(only.size, (*only.axes, axis)),)
+                else:
+                    cuts[entry.letter] = cut(tree, entry.unit, axis)
+            elif entry.through:
+                through.append((axis, entry.through))
+        return Strategy(tuple(cuts.items()), tuple(through)) if cuts or through else WHOLE
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class State:
-    """A menu and a strategy on the axes before; `blocks`: option → the blocks its unit is cut into."""
+    """A menu and what was chosen on the axes before; `blocks`: option → the blocks its unit is cut into."""
 
     menu: Menu
-    strategy: Strategy
-    blocks: dict[int, int]
-    _after: dict[tuple[int, str], State] = field(default_factory=dict)
+    turns: tuple[Turn, ...] = ()
+    blocks: dict[int, int] = field(default_factory=dict)
+    _after: dict[tuple[Turn, ...], State] = field(default_factory=dict)
     _closed: dict[int, frozenset[int]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def strategy(self) -> Strategy:
+        """The choices as a strategy: one object for all nodes in this state."""
+        return self.menu.strategy(list(self.turns))
 
     def closed(self, members: int) -> frozenset[int]:
         """The options without room for one more axis of some members."""
         found = self._closed.get(members)
         if found is None:
-            found = self._closed[members] = frozenset(
-                o
-                for o, entry in enumerate(self.menu.entries)
-                if entry.letter and entry.room < self.blocks.get(o, 1) * members
-            )
+            blocks = self.blocks
+            tight = [
+                o for o, room in enumerate(self.menu.rooms) if room and room < blocks.get(o, 1) * members
+            ]
+            found = self._closed[members] = frozenset(tight) if tight else NONE
         return found
 
-    def after(self, option: int, axis: str, members: int) -> State:
-        """The state with one more axis."""
-        if not option:
+    def after(self, *turns: Turn) -> State:
+        """The state with more axes, on which an option other than whole is taken."""
+        if not turns:
             return self
-        found = self._after.get((option, axis))
+        found = self._after.get(turns)
         if found is None:
-            menu = self.menu
             blocks = dict(self.blocks)
-            if menu.entries[option].letter:
-                blocks[option] = blocks.get(option, 1) * members
-            found = State(menu, merge(self.strategy, menu.single(option, axis)), blocks)
-            menu._states[id(found.strategy)] = found
-            self._after[option, axis] = found
+            for option, _, members in turns:
+                if self.menu.rooms[option]:
+                    blocks[option] = blocks.get(option, 1) * members
+            found = self._after[turns] = State(self.menu, (*self.turns, *turns), blocks)
         return found

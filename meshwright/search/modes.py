@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from meshwright.blocks import UNFOLDED, Folding
+from meshwright.cycles import seldom_collected
 from meshwright.errors import LayoutError, PlanError, StrategyError, did_you_mean
 from meshwright.graph import Graph
 from meshwright.layout import verify
 from meshwright.mesh import Mesh
-from meshwright.ops.analysis import factors_of, keep_factors
+from meshwright.ops.analysis import expect_factors, factors_of
 from meshwright.ops.strategy import WHOLE, Strategy
 from meshwright.plan import Plan, fingerprint, plain_pins
 from meshwright.plan_file import MODES
@@ -19,7 +21,7 @@ from meshwright.redistribute.steps import show_bytes
 from meshwright.search.alternatives import next_best
 from meshwright.search.data_parallel import assign_batch, check_batch
 from meshwright.search.finish import input_layouts, pass_gradients_back
-from meshwright.search.folded import Folded, folded, unfold_factors, whole
+from meshwright.search.folded import Folded, folded, unfolding, whole
 from meshwright.search.honoured import check_annotated
 from meshwright.search.marks import PinSpec, given_values, mark_seeds, pin_specs, region
 from meshwright.search.notes import repeated, uneven, unknown
@@ -34,6 +36,7 @@ ANNOTATED = ("semi_auto", "sharding_propagation", *SEARCHES)  # modes that look 
 Pins = Mapping[str, Mapping[str, Any]]
 
 
+@seldom_collected()
 def make_plan(
     graph: Graph,
     mesh: Mesh,
@@ -108,12 +111,10 @@ def _make_plan(
     if request is not None:
         notes += _rough(request)
     check_layouts(scene, assignment)
-    seen = (
-        scene
-        if folds.is_whole
-        else Scene(full, keep_factors(full, unfold_factors(folds, scene.factors)), mesh)
-    )
-    notes += [*unknown(seen, plan), *repeated(seen, plan.strategies), *uneven(seen, plan.strategies)]
+    if not folds.is_whole:
+        expect_factors(full, unfolding(folds, scene.factors))
+    notes += [*unknown(full, mesh, plan), *repeated(full, mesh, plan.strategies)]
+    notes += uneven(full, mesh, plan.strategies)
     return plan.with_notes(*notes)
 
 
@@ -138,7 +139,7 @@ def _assign(
 ) -> tuple[Assignment, dict[str, str]]:
     """The strategy of each node, and for each why it was chosen."""
     graph = scene.graph
-    assignment: Assignment = {n.name: WHOLE for n in graph.nodes}
+    states = scene.board.start()
     reasons: dict[str, str] = {}
     axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)
     seeds = _seeds(scene, specs, wishes)
@@ -147,24 +148,25 @@ def _assign(
     match mode:
         case "data_parallel":
             check_batch(scene, axes)
-            assign_batch(scene, assignment, axes, graph.nodes)
+            assign_batch(scene, states, axes, graph.nodes)
         case "semi_auto":
             inside = region(graph, specs) | {n for nodes in seeds.values() for n in nodes}
             for axis in axes:
-                propagate(scene, assignment, axis, seeds.get(axis, {}), within=inside, given=given)
+                propagate(scene, states, axis, seeds.get(axis, {}), within=inside, given=given)
             outside = tuple(n for n in graph.nodes if n.name not in inside)
-            assign_batch(scene, assignment, axes, outside)
+            assign_batch(scene, states, axes, outside)
             reasons = {n.name: "annotated" if n.name in inside else "data parallel" for n in graph.nodes}
         case "sharding_propagation":
-            for axis in axes:
-                if axis in pinned_axes:
+            for pinned, run in itertools.groupby(axes, key=pinned_axes.__contains__):
+                if not pinned:
+                    assign_batch(scene, states, tuple(run), graph.nodes)
+                    continue
+                for axis in run:
                     wanted = {n: s for n, s in seeds[axis].items() if s != WHOLE}
-                    propagate(scene, assignment, axis, wanted, given=given)
-                else:
-                    assign_batch(scene, assignment, (axis,), graph.nodes)
+                    propagate(scene, states, axis, wanted, given=given)
             seeded = {n for axis in pinned_axes for n, s in seeds[axis].items() if s != WHOLE}
             reasons = {n.name: "annotated" if n.name in seeded else "propagated" for n in graph.nodes}
-    return assignment, reasons
+    return scene.board.strategies(states), reasons
 
 
 def _seeds(scene: Scene, specs: Sequence[PinSpec], wishes: Pins) -> Seeds:

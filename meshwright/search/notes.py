@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from meshwright.graph import Node
+from meshwright.graph import Graph, Node
 from meshwright.layout import Dim, SubDim, TensorLayout, dim_axes, dim_size, local_size
 from meshwright.mesh import Mesh
+from meshwright.ops.analysis import factors_of
 from meshwright.ops.strategy import Strategy, cut_axes
 from meshwright.ops.table import has_rule
 from meshwright.plan import Plan
@@ -29,17 +30,19 @@ HEAVY = (
 )
 
 
-def unknown(scene: Scene, plan: Plan) -> list[str]:
+def unknown(graph: Graph, mesh: Mesh, plan: Plan) -> list[str]:
     """Operators without a rule: how often they occur, what is brought whole for them, and how to give them one."""
     found: dict[str, list[Node]] = {}
-    for node in scene.graph.nodes:
+    for node in graph.nodes:
         if not has_rule(node.op):
             found.setdefault(node.op, []).append(node)
-    ranks = scene.mesh.size
+    if not found:
+        return []
+    scene, ranks = Scene(graph, factors_of(graph), mesh), mesh.size
     notes = []
     for op, nodes in found.items():
         brought = {u for n in nodes for u in n.uses if ranks > 1 and _is_cut(_layout(scene, plan, u))}
-        size = sum(scene.graph.types[u].size_bytes for u in brought)
+        size = sum(graph.types[u].size_bytes for u in brought)
         cost = f"all {ranks} ranks repeat it" if ranks > 1 else "on one rank that costs nothing"
         cost += f", and {show_bytes(size)} of its inputs are brought whole to each" if size else ""
         notes.append(
@@ -60,44 +63,46 @@ def _is_cut(layout: TensorLayout) -> bool:
     return bool(layout.split_axes or layout.pending)
 
 
-def repeated(scene: Scene, assignment: Mapping[str, Strategy]) -> list[str]:
+def repeated(graph: Graph, mesh: Mesh, assignment: Mapping[str, Strategy]) -> list[str]:
     """Heavy operators that several ranks compute alike, one note for each set of axes."""
     found: dict[tuple[str, ...], list[Node]] = {}
-    for node in scene.graph.nodes:
+    known: dict[int, tuple[str, ...]] = {}  # layers of one kind share their strategies
+    for node in graph.nodes:
         if node.op in HEAVY:
             strategy = assignment[node.name]
-            used = {a for axes in cut_axes(strategy).values() for a in axes} | {
-                a for a, _ in strategy.through
-            }
-            idle = tuple(a.name for a in scene.mesh.axes if a.size > 1 and a.name not in used)
+            idle = known.get(id(strategy))
+            if idle is None:
+                used = {a for axes in cut_axes(strategy).values() for a in axes}
+                used |= {a for a, _ in strategy.through}
+                idle = tuple(a.name for a in mesh.axes if a.size > 1 and a.name not in used)
+                known[id(strategy)] = idle
             if idle:
                 found.setdefault(idle, []).append(node)
     notes = []
     for axes, nodes in found.items():
         names = list(dict.fromkeys(n.module or n.name for n in nodes))
-        times = math.prod(scene.mesh.sizes[a] for a in axes)
+        times = math.prod(mesh.sizes[a] for a in axes)
         notes.append(
-            f"{times} ranks ({scene.mesh.show(axes)}) compute the same in {_listed(names)}: no factor is cut there"
+            f"{times} ranks ({mesh.show(axes)}) compute the same in {_listed(names)}: no factor is cut there"
         )
     return notes
 
 
-def uneven(scene: Scene, assignment: Mapping[str, Strategy]) -> list[str]:
+def uneven(graph: Graph, mesh: Mesh, assignment: Mapping[str, Strategy]) -> list[str]:
     """Cuts of heavy operators whose largest block is well above the mean, one note for each: the step takes as long as
     the rank that has it."""
-    mesh = scene.mesh
     found: dict[Dim, list[Node]] = {}
     known: dict[Dim, bool] = {}
-    for node in scene.graph.nodes:
+    for node in graph.nodes:
         for _, dim in assignment[node.name].cuts if node.op in HEAVY else ():
             if dim not in known:
-                known[dim] = local_size(dim, mesh, origin(mesh)) > UNEVEN * _mean(scene, dim)
+                known[dim] = local_size(dim, mesh, origin(mesh)) > UNEVEN * _mean(mesh, dim)
             if known[dim]:
                 found.setdefault(dim, []).append(node)
     notes = []
     for dim, nodes in found.items():
         axes = dim_axes(dim)
-        most, mean, ranks = local_size(dim, mesh, origin(mesh)), _mean(scene, dim), mesh.count(axes)
+        most, mean, ranks = local_size(dim, mesh, origin(mesh)), _mean(mesh, dim), mesh.count(axes)
         empty = ranks - _holders(dim, mesh)
         idle = f", and {empty} {'has' if empty == 1 else 'have'} none" if empty else ""
         names = list(dict.fromkeys(n.module or n.name for n in nodes))
@@ -124,8 +129,8 @@ def _holders(dim: Dim, mesh: Mesh) -> int:
     return math.prod(filled(item.size, [mesh.sizes[a] for a in item.axes]) for item in items)
 
 
-def _mean(scene: Scene, dim: Dim) -> float:
-    return dim_size(dim) / scene.mesh.count(dim_axes(dim))
+def _mean(mesh: Mesh, dim: Dim) -> float:
+    return dim_size(dim) / mesh.count(dim_axes(dim))
 
 
 def _listed(names: list[str]) -> str:

@@ -16,8 +16,8 @@ from collections.abc import Hashable, Iterable, Mapping
 
 from meshwright.ops.strategy import Strategy
 from meshwright.search.board import Board
-from meshwright.search.menus import CUT, GRAD, PENDING, WHOLE_CODE
-from meshwright.search.options import Assignment, Scene
+from meshwright.search.menus import CUT, GRAD, PENDING, WHOLE_CODE, State
+from meshwright.search.options import Scene
 
 OPEN = -1  # a value whose producer is not decided, a node that is not
 Score = tuple[
@@ -27,20 +27,16 @@ Score = tuple[
 
 def propagate(
     scene: Scene,
-    assignment: Assignment,
+    states: list[State],
     axis: str,
     seeds: Mapping[str, Strategy],
     within: Iterable[str] | None = None,
     given: frozenset[str] = frozenset(),
 ) -> None:
-    """Decide every node on one axis. `seeds` are single-axis strategies of annotated nodes; `within` limits the nodes;
-    values in `given` are taken as they are cut, by the user's word."""
+    """Decide every node on one axis: `states` has what each does so far, by number. `seeds` are single-axis strategies
+    of annotated nodes; `within` limits the nodes; values in `given` are taken as they are cut, by the user's word."""
     board, members = scene.board, scene.mesh.sizes[axis]
     number = board.number
-    states = [
-        menu.state(assignment[node.name], scene.mesh)
-        for menu, node in zip(board.menus, board.nodes, strict=True)
-    ]
     closed = [state.closed(members) for state in states]
     chosen = {number[n]: board.menus[number[n]].option_of(s, axis) for n, s in seeds.items()}
     allowed = None if within is None else frozenset(number[n] for n in within)
@@ -49,9 +45,9 @@ def propagate(
     if found is None:
         taken = frozenset(board.value[v] for v in given)
         found = board.remembered[key] = _Wave(board, members, closed, taken).run(chosen, allowed)
-    for node, state, option in zip(board.nodes, states, found, strict=True):
+    for node, option in enumerate(found):
         if option > 0:
-            assignment[node.name] = state.after(option, axis, members).strategy
+            states[node] = states[node].after((option, axis, members))
 
 
 class _Wave:
@@ -65,7 +61,7 @@ class _Wave:
         self, board: Board, members: int, closed: list[frozenset[int]], given: frozenset[int]
     ) -> None:
         self.board, self.members, self.closed, self.given = board, members, closed, given
-        self.codes = [menu.codes(members) for menu in board.menus]
+        self.codes = [menu.choices.codes(members) for menu in board.menus]
         self.option = [OPEN] * len(board.nodes)
         self.decided = [OPEN] * len(board.values)
         self.wanted: list[dict[int, None]] = [{} for _ in board.values]

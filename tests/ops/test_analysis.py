@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.graph import parse
+from meshwright.graph import Graph, parse
 from meshwright.ops import table
-from meshwright.ops.analysis import factors_of, keep_factors
+from meshwright.ops.analysis import expect_factors, factors_of, keep_factors
+from meshwright.ops.factors import Factors, analyze
+from meshwright.ops.table import rules_of
 
 TEXT = """
 graph "g" {
@@ -41,3 +43,21 @@ def test_nothing_is_kept_of_a_graph_that_is_gone() -> None:
     del graph
     gc.collect()
     assert kept() is None
+
+
+def test_factors_that_are_expected_are_made_when_somebody_asks() -> None:
+    graph, made = parse(TEXT), []
+
+    def make(asked: Graph) -> Factors:
+        made.append(asked.name)
+        return analyze(asked, rules_of(asked))
+
+    expect_factors(graph, make)
+    assert not made
+    first = factors_of(graph)
+    assert factors_of(graph) is first and made == ["g"]
+    expect_factors(graph, make)
+    gone = weakref.ref(graph)
+    del graph, first
+    gc.collect()
+    assert gone() is None  # what is expected of a graph does not keep it

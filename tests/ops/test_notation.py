@@ -4,6 +4,7 @@ import pytest
 
 from meshwright.errors import RuleError
 from meshwright.graph import Graph, Input, Node, Ref, TensorType
+from meshwright.ops import rule as notation
 from meshwright.ops.rule import bind, parse_pattern
 from meshwright.ops.table import LINES, has_rule, overload, register, rule_of
 
@@ -152,3 +153,17 @@ def test_a_constant_added_on_each_rank_would_be_counted_once_a_rank(scalar, line
     types = {"x": TensorType("f32", (4,))}
     node = Node("y", "aten.add.Tensor", (Ref("x"), scalar), (), (types["x"],), (True,))
     assert bool(rule_of(node, types).terms) is linear
+
+
+def test_shapes_that_differ_in_numbers_alone_have_one_rule_but_for_its_sizes():
+    text = "... k, n k (+ n) -> ... n"
+    shapes = [((6, 5), (7, 5), (7,)), ((8, 3), (9, 3), (9,)), ((8, 8), (9, 8), (9,)), ((8, 1), (9, 1), (9,))]
+    rules = [notation.bound(text, s, ((s[0][0], s[1][0]),)) for s in shapes]
+    for rule, s in zip(rules, shapes, strict=True):
+        assert rule == bind(parse_pattern(text), s, ((s[0][0], s[1][0]),))
+    assert rules[0].inputs is rules[1].inputs and rules[0].sizes != rules[1].sizes
+    assert (
+        rules[0].inputs is not rules[2].inputs
+    )  # rows and factors of one size: not asked of the same shapes
+    with pytest.raises(RuleError):
+        notation.bound(text, ((6, 5), (7, 4), (7,)), ((6, 7),))
