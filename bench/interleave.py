@@ -7,6 +7,7 @@ and come late.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import time
 from collections.abc import Sequence
@@ -16,7 +17,9 @@ import torch
 import meshwright as mw
 from meshwright.capture.batch import leaves
 from meshwright.compile import captured_of, lower, values_of
+from meshwright.cost.cluster import Cluster, Level
 from meshwright.examples import gpt
+from meshwright.partition.tasks import simulate
 from meshwright.runtime.communicator import Counter, Work
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
@@ -51,7 +54,18 @@ class _Late:
         return self.result
 
 
-def step(copies: int, seconds: float) -> LocalStep:
+ACTIVATIONS = BATCH * CONFIG.sequence * CONFIG.width  # elements
+
+
+def slow(seconds: float) -> Cluster:
+    """This machine as one of two whose link takes so long for a sum of the whole batch's activations (of two: a rank
+    sends as many bytes as it has)."""
+    local = Cluster.local(1)
+    link = Level("link", 2, 4 * ACTIVATIONS / max(seconds, 1e-9), 1e-9)
+    return dataclasses.replace(local, levels=(link,))
+
+
+def step(copies: int, seconds: float, cluster: Cluster) -> LocalStep:
     """A GPT under tensor parallel, cut over two ranks, of which this is the first."""
     model, batch, loss = gpt.build(CONFIG, batch=BATCH)
     plan = mw.plan(
@@ -62,11 +76,12 @@ def step(copies: int, seconds: float) -> LocalStep:
         mode="sharding_propagation",
         pins=PINS,
         interleave=copies,
+        cluster=cluster,
     )
     captured = captured_of(model, batch, loss)
     parts = lower(captured, plan)
     comm = Slow(parts.ranks, 0)
-    comm.seconds_per_element = seconds / (BATCH * CONFIG.sequence * CONFIG.width)
+    comm.seconds_per_element = seconds / ACTIVATIONS
     return LocalStep(parts, Rank(comm, torch.device("cpu")), values_of(model, captured), None)
 
 
@@ -82,7 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     _, batch, _ = gpt.build(CONFIG, batch=BATCH)
     given = dict(leaves(batch))
-    cases = {(copies, link): step(copies, link) for copies in (1, 2) for link in (options.seconds, 0.0)}
+    links = {link: slow(link) for link in (options.seconds, 0.0)}
+    cases = {(c, link): step(c, link, cluster) for c in (1, 2) for link, cluster in links.items()}
     seconds: dict[tuple[int, float], list[float]] = {case: [] for case in cases}
     for _ in range(options.rounds + 1):
         for case, local in cases.items():
@@ -91,7 +107,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             seconds[case].append(time.perf_counter() - before)
     for (copies, link), found in seconds.items():
         middle = 1000 * statistics.median(found[1:])
-        print(f"copies {copies}, a sum takes {1000 * link:.0f} ms: {middle:.0f} ms a step")
+        parts = cases[copies, link].parts
+        turns = f", in turns by {parts.plan.turns!r}" if copies > 1 else ""
+        predicted = 1000 * simulate(parts, links[link], 0).step_seconds
+        said = f"{middle:.0f} ms a step, predicted {predicted:.0f}"
+        print(f"copies {copies}{turns}, a sum takes {1000 * link:.0f} ms: {said}")
 
 
 if __name__ == "__main__":

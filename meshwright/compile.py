@@ -24,6 +24,7 @@ from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
 from meshwright.partition.judged import Judge, claims_of
 from meshwright.partition.micro_batches import nothing_to_hide
+from meshwright.partition.turns import with_turns
 from meshwright.partition.weighed import weighed
 from meshwright.plan import Plan
 from meshwright.report.plan_table import plan_text
@@ -147,6 +148,8 @@ def plan_captured(
     techniques = made.techniques if mode in SEARCHES else techniques
     cluster = request.cluster if request is not None else None
     made = apply(captured.graph, made, techniques, functools.partial(weighed, cluster=cluster))
+    if request is not None:
+        made = with_turns(captured.graph, made, request.cluster, request.optimizer_states)
     if techniques.pieces > 1:
         parts = partition(
             captured.graph, made, keeps=saved

@@ -189,6 +189,12 @@ class Mesh:
             members = [{**m, axis: i} for m in members for i in range(self.sizes[axis])]
         return tuple(self.rank(m) for m in members)
 
+    def equally_near(self, axes: Iterable[str]) -> bool:
+        """Whether the ranks along these axes reach one another over one kind of link. Then everybody may send to
+        everybody: what goes round in a ring costs no link less."""
+        wanted = set(axes)
+        return len({a.link for a in self.axes if a.name in wanted}) <= 1
+
     def show(self, axes: Iterable[str]) -> str:
         """Prime axes for a reader: a full run goes by the user's name (``tp0, tp1`` → ``tp``)."""
         left, shown = list(axes), []

@@ -21,7 +21,7 @@ from meshwright.plan_file import AGAIN, plain_pins, read, write
 from meshwright.plan_folds import Fold, stand_ins
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import show_bytes
-from meshwright.techniques import NONE, Techniques
+from meshwright.techniques import NONE, TURNS, Techniques
 
 CLAIMS = (
     "step_seconds",
@@ -63,6 +63,8 @@ class Plan:
     `keeps`: value → how an operator's result is kept for backward, where it is not as autograd does: ``again`` (not at
     all: the operator is computed again, with what it saves of its own).
 
+    `turns`: in which order copies of the batch take turns, one of `TURNS` (`partition/interleave.py`).
+
     `hosts`: the nodes that the host runs; what only they read lives in its memory (`meshwright.places`).
 
     `prices` are those of collectives by which the plan was made, so that what was priced is what runs. `claims` is what
@@ -93,6 +95,7 @@ class Plan:
     keeps: Mapping[str, str] = field(default_factory=dict)
     states: Mapping[str, TensorLayout] = field(default_factory=dict)
     hosts: frozenset[str] = frozenset()
+    turns: str = TURNS[0]
     prices: Prices | None = None
     claims: Mapping[str, Any] = field(default_factory=dict)
     nexts: Mapping[str, str] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from meshwright.layout import TensorLayout, parse_layout, verify
 from meshwright.mesh import Axis, Mesh
 from meshwright.ops.strategy import Strategy
 from meshwright.redistribute.prices import Prices
-from meshwright.techniques import techniques_from
+from meshwright.techniques import TURNS, techniques_from
 
 VERSION = 2
 MODES = (
@@ -51,6 +51,8 @@ def write(plan: Mapping[str, Any], left_out: Collection[str] = ()) -> str:
     }
     if asked := plan["techniques"].asked():
         head["techniques"] = asked
+    if plan["turns"] != TURNS[0]:
+        head["turns"] = plan["turns"]
     if plan["claims"]:
         head["claims"] = plan["claims"]
     if plan["prices"] is not None:
@@ -117,8 +119,8 @@ def _strategy_data(
 
 
 KEYS = (
-    "meshwright plan", "mode", "graph", "mesh", "notes", "pins", "prices", "claims", "techniques", "folds", "times",
-    "inputs", "hubs", "states", "again", "keeps", "hosts", "nodes",
+    "meshwright plan", "mode", "graph", "mesh", "notes", "pins", "prices", "claims", "techniques", "turns", "folds",
+    "times",     "inputs", "hubs", "states", "again", "keeps", "hosts", "nodes",
 )  # fmt: skip
 
 
@@ -163,6 +165,7 @@ def read(text: str, source: str) -> dict[str, Any]:
         "prices": file.entry("prices", _prices, data.get("prices")),
         "claims": file.entry("claims", lambda d: dict(d.items()), data.get("claims", {})),
         "techniques": file.entry("techniques", techniques_from, data.get("techniques", {})),
+        "turns": file.entry("turns", _turns, data.get("turns", TURNS[0])),
         "nexts": {name: str(entry["next"]) for name, entry in raw.items() if "next" in entry},
     }
     for key in data:
@@ -257,6 +260,12 @@ def _again(data: Any, hubs: Collection[str]) -> frozenset[str]:
         if name not in hubs:
             raise ValueError(f"%{name} has no hub that could be made again")
     return frozenset(data)
+
+
+def _turns(data: Any) -> str:
+    if data not in TURNS:
+        raise ValueError(f"copies take turns by {', '.join(TURNS)}, not by {data!r}")
+    return data
 
 
 def _hosts(data: Any, nodes: Collection[str]) -> frozenset[str]:

@@ -15,6 +15,7 @@ from meshwright.errors import PlanError, did_you_mean
 
 RECOMPUTE = ("full", "selective")
 OFFLOAD = ("optimizer", "activations")
+TURNS = ("halves", "level", "backward")  # orders in which copies take turns; the planner picks one
 
 
 class Options(TypedDict, total=False):

@@ -150,6 +150,7 @@ class Base:
 def answer(base: Base, changes: Changes) -> tuple[Estimate, str, float]:
     """The estimate under some changes, a remark, and the seconds that went into capturing. Raises PlanError."""
     from meshwright.cli.opened import cut
+    from meshwright.partition.turns import with_turns
     from meshwright.partition.weighed import weighed
     from meshwright.report.estimate import estimate as estimated
     from meshwright.report.whatif import changed
@@ -170,6 +171,7 @@ def answer(base: Base, changes: Changes) -> tuple[Estimate, str, float]:
     if asked:
         weigh = functools.partial(weighed, cluster=cluster)
         plan, remark = changed(plan, captured.graph, _factors(captured), asked, weigh)
+        plan = with_turns(captured.graph, plan, cluster, base.optimizer_states)
         remarks += [remark] if remark else []
     found = estimated(cut(captured, plan, cluster), cluster, base.optimizer_states)
     return found, "; ".join(remarks), capturing

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from meshwright.mesh import Mesh
 from meshwright.partition.heap import Heap, Storage
 from meshwright.partition.moves import assembled, moved
+from meshwright.partition.wires import Scatter, gather, scatter
 from meshwright.redistribute import Step
 from meshwright.redistribute.positions import Exchange, exchange
 from meshwright.redistribute.steps import COLLECTIVES
@@ -31,6 +32,7 @@ class Crossing:
         self._inside: dict[int, Storage] = {}
         self._buffer: Storage | None = None
         self._received: Storage | None = None
+        self._scattered: Scatter | None = None
 
     def _width(self, plan: Exchange) -> int:
         return math.prod(plan.shape_before) if plan.kind == "all_reduce" else plan.padded
@@ -82,24 +84,22 @@ class Crossing:
                 own = heap.new(elements * self.itemsize)
                 heap.drop(self._buffer)
                 self._buffer = own
-        members, staged = len(plan.group), 0
+        members, size = len(plan.group), elements * self.itemsize
         match plan.kind:
             case "all_reduce":
                 self._received = heap.hold(self._buffer)
             case "all_gather":
-                staged = members * elements * self.itemsize
-                self._received = heap.new(staged)
+                self._received = gather(heap, members * size, self.mesh, plan.axes, self.staged)
             case "reduce_scatter":
-                staged = members * elements * self.itemsize
-                self._received = heap.new(elements * self.itemsize)
+                self._scattered = scatter(heap, members * size, members, self.staged)
             case _:
                 self._received = heap.new(math.prod(plan.shape_after) * self.itemsize)
-        if self.staged:
-            heap.passing(staged)
 
     def take(self, index: int) -> Storage:
         """A tensor comes out, held once. With the first all leave the buffer."""
         heap = self.heap
+        if self._scattered is not None:
+            self._received, self._scattered = self._scattered.wait(), None
         if self._received is not None and self._buffer is not None:
             heap.drop(self._buffer)
             for number, plan in enumerate(self.sent):

@@ -26,8 +26,8 @@ class _Once:
 
 
 class FlightMemory:
-    """The flights of one rank's program. `pair` gives the steps of a reshard; `staged`: the library of collectives
-    copies what it gathers and scatters."""
+    """The flights of one rank's program. `pair` gives the steps of a reshard; `staged`: see
+    `wires.py`."""
 
     def __init__(
         self,

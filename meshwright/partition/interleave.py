@@ -4,6 +4,18 @@ Each copy is a local program of its own, of its part of the batch. `interleaved`
 they take turns: a copy computes until it has started a reshard, then another does. So each waits while the others
 compute; autograd goes the same way back, since a start and its wait are each other's backward and all copies hang on
 one root. Parameters, and what is gathered of them, are read by all copies.
+
+One order serves forward and backward, which talk at different places: a sum forward after a row-parallel product,
+backward before a column-parallel one. Which order hides most depends on what a sum takes beside what is computed
+(`turns.py` tries them):
+
+    halves    a turn ends at both places, and where a copy computes long between them, in the middle too; the copies are
+              a turn apart. Each sum has half of what another copy computes beside it, both ways. A slow link is idle in
+              between, though: the next sum starts only when what waits for the last has been computed.
+    level     a turn ends at both places, and copies are side by side: of two sums that follow each other on the link
+              one has much beside it.
+    backward  a turn ends where backward talks alone: there the link has always the next sum waiting, and all that
+              backward computes is beside it; what forward computes, half as much, is beside nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +28,7 @@ from meshwright.graph import PIN, RESHARD, START, WAIT, Graph, Input, Node, Ref
 from meshwright.partition.again import VIEWS
 from meshwright.partition.overlap import TOKEN
 from meshwright.redistribute.steps import COLLECTIVES
+from meshwright.techniques import TURNS
 
 # Operators that multiply matrices → what each element of the result is a sum over.
 PRODUCTS = {
@@ -23,6 +36,24 @@ PRODUCTS = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), "window"),
     "scaled_dot_product_attention": "keys",
 }
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """`everywhere`: turns end where forward talks too. `halved`: long turns are two. `apart`: by how many turns a copy
+    is behind the one before it."""
+
+    everywhere: bool
+    halved: bool
+    apart: int
+
+
+ORDERS: Mapping[str, _Turns] = {
+    "halves": _Turns(True, True, 1),
+    "level": _Turns(True, False, 0),
+    "backward": _Turns(False, False, 0),
+}
+assert tuple(ORDERS) == TURNS
 
 
 @dataclass(frozen=True)
@@ -34,11 +65,15 @@ class Interleaved:
 
 
 def interleaved(
-    copies: Sequence[Graph], added: Collection[str], carried: Mapping[str, str], time: Collection[str]
+    copies: Sequence[Graph],
+    added: Collection[str],
+    carried: Mapping[str, str],
+    time: Collection[str],
+    turns: str = TURNS[0],
 ) -> Interleaved:
     """One program of the copies. `added`: results that are sums over the copies. `carried`: input → the value that
-    replaces it, which a copy hands on to the next. `time`: the axes on which copies differ."""
-    work = _Merge(copies, added, carried, time)
+    replaces it, which a copy hands on to the next. `time`: the axes on which copies differ. `turns`: their order."""
+    work = _Merge(copies, added, carried, time, ORDERS[turns])
     return Interleaved(work.graph(), work.copy_of)
 
 
@@ -80,8 +115,9 @@ class _Merge:
         added: Collection[str],
         carried: Mapping[str, str],
         time: Collection[str],
+        order: _Turns,
     ) -> None:
-        self.copies, self.added, self.carried = copies, added, carried
+        self.copies, self.added, self.carried, self.order = copies, added, carried, order
         self.copy_of: dict[str, int] = {}
         self.shared = shared(copies[0], carried, time)
 
@@ -113,16 +149,19 @@ class _Merge:
     # ------------------------------------------------------------ turns
 
     def _in_turns(self) -> Iterator[Node]:
-        """The nodes of all copies in the order in which they run: one turn of each, the copies a turn apart."""
-        turns = [_turns(list(self._program(graph, copy))) for copy, graph in enumerate(self.copies)]
+        """The nodes of all copies in the order in which they run: one turn of each."""
+        turns = [
+            _turns(list(self._program(graph, copy)), self.order.halved)
+            for copy, graph in enumerate(self.copies)
+        ]
         there, done = {*self.copy_of, *self.shared}, [0] * len(turns)
         made = {v for turn in turns[0] for n in turn for v in n.values}
         there -= made  # what all copies share and one of them makes
         while any(done[copy] < len(turns[copy]) for copy in range(len(turns))):
             moved = False
             for copy, mine in enumerate(turns):
-                # A turn behind the copy before it: what is short in one stands beside what is long in the other.
-                waits = copy and done[copy] + 1 >= done[copy - 1] < len(turns[copy - 1])
+                # Behind the copy before it, what is short in one stands beside what is long in the other.
+                waits = copy and done[copy] + self.order.apart >= done[copy - 1] < len(turns[copy - 1])
                 if waits or done[copy] == len(mine):
                     continue
                 for node in mine[done[copy]]:
@@ -133,7 +172,7 @@ class _Merge:
             assert moved, "copies wait for each other"
 
     def _program(self, graph: Graph, copy: int) -> Iterator[tuple[Node, float, bool]]:
-        """A copy's nodes with what each computes, and whether the copy then waits for something it has started."""
+        """A copy's nodes with what each computes, and whether a turn ends there: what it has started goes on."""
         for node in graph.nodes:
             mine = self._renamed(node, copy)
             if mine is None:
@@ -143,10 +182,18 @@ class _Merge:
                 half = ((Ref(mine.uses[0]),), (node.args[1],), (node.args[2],))
                 flag = (any(node.needs_grad),)
                 self.copy_of[start] = copy
-                yield Node(start, START, half, (), (TOKEN,), flag, node.module, node.source), 0.0, True
+                yield (
+                    Node(start, START, half, (), (TOKEN,), flag, node.module, node.source),
+                    0.0,
+                    self._ends(node),
+                )
                 yield replace(mine, op=WAIT, args=(Ref(start), 0)), 0.0, False
             else:
                 yield mine, _work(node, graph), False
+
+    def _ends(self, reshard: Node) -> bool:
+        forward, backward = (any(kind in COLLECTIVES for kind, *_ in half) for half in reshard.args[1:3])
+        return self.order.everywhere or (backward and not forward)
 
     def _renamed(self, node: Node, copy: int) -> Node | None:
         """A node as a copy has it; None for what another copy has done for it."""
@@ -174,9 +221,9 @@ class _Merge:
             total = name
 
 
-def _turns(program: Sequence[tuple[Node, float, bool]]) -> list[list[Node]]:
-    """A copy's program in turns: each ends where the copy waits for something that it has started; what computes more
-    than it does on average between two such places is two turns."""
+def _turns(program: Sequence[tuple[Node, float, bool]], halved: bool) -> list[list[Node]]:
+    """A copy's program in turns: each ends where the copy waits for something that it has started; where they are
+    `halved`, what computes more than it does on average between two such places is two turns."""
     stretches: list[list[tuple[Node, float]]] = [[]]
     for node, work, starts in program:
         stretches[-1].append((node, work))
@@ -187,7 +234,7 @@ def _turns(program: Sequence[tuple[Node, float, bool]]) -> list[list[Node]]:
     for stretch in stretches:
         total, so_far, turn = sum(work for _, work in stretch), 0.0, list[Node]()
         for node, work in stretch:
-            if so_far and total > average and so_far + work / 2 >= total / 2:
+            if halved and so_far and total > average and so_far + work / 2 >= total / 2:
                 found.append(turn)
                 turn, total = [], 0.0
             turn.append(node)

@@ -49,7 +49,7 @@ def peak(
 ) -> Peak:
     """The peak of a rank's step. `device` decides, as in the runtime, which gradients are reduced where they lie.
 
-    `staged`: whether the library of collectives copies what it gathers and scatters (by default on a CPU: gloo does).
+    `staged`: whether all that is scattered comes before it is added up (`wires.py`; by default on a CPU).
     """
     return _Walk(
         parts, rank, optimizer, device, bucket_bytes, device == "cpu" if staged is None else staged

@@ -88,7 +88,7 @@ def nothing_to_hide(parts: Partition) -> tuple[str, ...]:
 
 def _merged(parts: Partition, copies: Sequence[Graph], late: Graph) -> Interleaved:
     added = [entry.name for entry in late.inputs]
-    found = interleaved(copies, added, dict(_carried(parts)), parts.plan.mesh.time)
+    found = interleaved(copies, added, dict(_carried(parts)), parts.plan.mesh.time, parts.plan.turns)
     _checked(found.graph)
     return found
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from meshwright.mesh import Mesh
 from meshwright.partition.heap import Heap, Storage
+from meshwright.partition.wires import gather, scatter
 from meshwright.redistribute import Step
 from meshwright.redistribute.positions import Exchange, exchange
 
@@ -22,12 +23,12 @@ def moved(
     received: bool = False,
 ) -> Storage:
     """The memory in which a value lies after some steps, held once; `source` itself (held once more) where none of
-    them makes a new tensor. `staged`: the library copies what it gathers and scatters once more, as gloo does.
+    them makes a new tensor. `staged`: all that is scattered comes before it is added up, as on a CPU (`wires.py`).
     `received`: the source came from others, and a part of it is copied, so that the rest can go."""
     here = heap.hold(source)
     for number, step in enumerate(steps):
         plan = exchange(step, mesh, rank)
-        there = _moved(heap, here, plan, itemsize, staged)
+        there = _moved(heap, here, plan, itemsize, mesh, staged)
         size = math.prod(plan.shape_after) * itemsize
         if (
             (number or received)
@@ -42,7 +43,7 @@ def moved(
     return here
 
 
-def _moved(heap: Heap, x: Storage, plan: Exchange, itemsize: int, staged: bool) -> Storage:
+def _moved(heap: Heap, x: Storage, plan: Exchange, itemsize: int, mesh: Mesh, staged: bool) -> Storage:
     """What one step makes, held once."""
     before, after = (math.prod(s) * itemsize for s in (plan.shape_before, plan.shape_after))
     match plan.kind:
@@ -58,14 +59,12 @@ def _moved(heap: Heap, x: Storage, plan: Exchange, itemsize: int, staged: bool) 
             pieces = heap.new(before if apart else 0)
             rows = heap.new(message)
             heap.drop(pieces)
-            result = heap.new(plan.padded * itemsize)
-            heap.drop(heap.new(message if staged else 0))
+            result = scatter(heap, message, len(plan.group), staged).wait()
             heap.drop(rows)
             return result
         case "all_gather":
             padded = heap.new(0 if plan.even else plan.padded * itemsize)
-            rows = heap.new(plan.padded * len(plan.group) * itemsize)
-            heap.drop(heap.new(rows.size_bytes if staged else 0))
+            rows = gather(heap, plan.padded * len(plan.group) * itemsize, mesh, plan.axes, staged)
             result = assembled(heap, plan, after)
             heap.drop(rows)
             heap.drop(padded)

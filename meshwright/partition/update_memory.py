@@ -11,18 +11,20 @@ from meshwright.graph import DTYPES
 from meshwright.partition import Partition
 from meshwright.partition.heap import Heap, Storage
 from meshwright.partition.updates import gathers, is_stretch, updates
+from meshwright.partition.wires import Scatter, gather, scatter
 from meshwright.redistribute import Step
 from meshwright.redistribute.buckets import BucketBytes, Group
 from meshwright.redistribute.positions import Exchange, exchange
 
 
 @dataclass
-class _Scatter:
+class _Bucket:
     """A bucket of gradients: its rows while they live, and whose gradients are still to come."""
 
     group: Group
     missing: set[str] = field(default_factory=set)
     rows: Storage | None = None
+    under_way: Scatter | None = None
 
 
 class UpdateMemory:
@@ -36,12 +38,12 @@ class UpdateMemory:
         bucket_bytes: BucketBytes | None,
         staged: bool,
     ) -> None:
-        """`groups`: how gradients are reduced; `staged`: the library copies what it gathers and scatters."""
+        """`groups`: how gradients are reduced; `staged`: see `wires.py`."""
         self.mesh, self.rank, self.staged = parts.plan.mesh, rank, staged
         self.updates = updates(parts)
         self.sizes = {i.name: DTYPES[i.type.dtype] for i in parts.resharded.graph.inputs}
-        self.scatters = [_Scatter(g, {m.name for m in g.members}) for g in groups if g.parted]
-        self.of = {m.name: s for s in self.scatters for m in s.group.members}
+        self.buckets = [_Bucket(g, {m.name for m in g.members}) for g in groups if g.parted]
+        self.of = {m.name: s for s in self.buckets for m in s.group.members}
         self.wires = {m.name: DTYPES[m.wire or m.dtype] for g in groups for m in g.members}
         self.gathers = gathers(parts, bucket_bytes)
         self._next = 0
@@ -50,8 +52,8 @@ class UpdateMemory:
     def begin(self) -> None:
         """Before a backward that reduces and scatters."""
         self._next, self._parts = 0, []
-        for scatter in self.scatters:
-            scatter.missing = {m.name for m in scatter.group.members}
+        for bucket in self.buckets:
+            bucket.missing = {m.name for m in bucket.group.members}
 
     def _plan(self, step: Step) -> Exchange:
         return exchange(step, self.mesh, self.rank)
@@ -73,11 +75,11 @@ class UpdateMemory:
 
     def place(self, heap: Heap, name: str, gradient: Storage) -> None:
         """A gradient is complete: it is copied into its rows and freed; full buckets start in their order."""
-        scatter = self.of[name]
-        if scatter.rows is None:
-            scatter.rows = heap.new(sum(self._row_bytes(m.name) for m in scatter.group.members), "buckets")
+        bucket = self.of[name]
+        if bucket.rows is None:
+            bucket.rows = heap.new(sum(self._row_bytes(m.name) for m in bucket.group.members), "buckets")
         heap.drop(gradient)
-        scatter.missing.discard(name)
+        bucket.missing.discard(name)
         self._start(heap)
 
     def _row_bytes(self, name: str) -> int:
@@ -89,32 +91,34 @@ class UpdateMemory:
         return size * plan.padded * len(plan.group)
 
     def _start(self, heap: Heap) -> None:
-        while self._next < len(self.scatters) and not self.scatters[self._next].missing:
+        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
             if self._next:
-                self._settle(heap, self.scatters[self._next - 1])
-            here = self.scatters[self._next]
+                self._settle(heap, self.buckets[self._next - 1])
+            here = self.buckets[self._next]
             if here.rows is not None and here.group.cut:
                 members = self.mesh.count(here.group.cut)
-                self._parts.append(heap.new(here.rows.size_bytes // members, "gradients"))
-                heap.passing(here.rows.size_bytes if self.staged else 0)
+                here.under_way = scatter(heap, here.rows.size_bytes, members, self.staged)
             self._next += 1
 
-    def _settle(self, heap: Heap, scatter: _Scatter) -> None:
-        if scatter.rows is not None and scatter.group.cut:
-            heap.drop(scatter.rows)
-        elif scatter.rows is not None:
-            heap.rename(scatter.rows, "gradients")
-            self._parts.append(scatter.rows)
-        scatter.rows = None
+    def _settle(self, heap: Heap, bucket: _Bucket) -> None:
+        if bucket.rows is None:
+            return
+        part = bucket.rows
+        if bucket.under_way is not None:
+            part = bucket.under_way.wait()
+            heap.drop(bucket.rows)
+        heap.rename(part, "gradients")
+        self._parts.append(part)
+        bucket.rows = bucket.under_way = None
 
     def finish(self, heap: Heap, added: bool = False) -> None:
         """Backward is over: what no gradient has reached is reduced as zeros. `added`: the parts go to those of
         another backward."""
-        for scatter in self.scatters:
-            scatter.missing = set()
+        for bucket in self.buckets:
+            bucket.missing = set()
         self._start(heap)
-        for scatter in self.scatters:
-            self._settle(heap, scatter)
+        for bucket in self.buckets:
+            self._settle(heap, bucket)
         for part in self._parts if added else ():
             heap.drop(part)
 
@@ -125,8 +129,8 @@ class UpdateMemory:
             plans = [self._plan(self.updates[m.name].gather) for m in group.members]
             row = sum(p.padded * self.sizes[m.name] for p, m in zip(plans, group.members, strict=True))
             alone = len(plans) == 1 and plans[0].even
-            here = [heap.new(0 if alone else row), heap.new(row * len(plans[0].group))]
-            heap.passing(here[1].size_bytes if self.staged else 0)
+            sent = heap.new(0 if alone else row)
+            here = [sent, gather(heap, row * len(plans[0].group), self.mesh, group.axes, self.staged)]
             for storage in before:
                 heap.drop(storage)
             before = here

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.graph import DTYPES, START, TO_HOST, TRANSFERS, WAIT, Graph, Node
+from meshwright.layout import TensorLayout
 from meshwright.partition import RESHARD, Partition
 from meshwright.partition.accumulation import summed_first
+from meshwright.partition.interleave import original
 from meshwright.partition.micro_batches import first_micro_batch
 from meshwright.partition.reshards import parse_steps
 from meshwright.redistribute import Step, describe
@@ -33,8 +35,7 @@ class ProgramText:
 
     def __str__(self) -> str:
         lines = [f"program {self.graph.name} on {self.parts.plan.mesh} {{"]
-        layouts = self.parts.resharded.layouts
-        lines += [f"  {entry}  {layouts.get(entry.name, '')}".rstrip() for entry in self.graph.inputs]
+        lines += [f"  {entry}  {self._layout(entry.name) or ''}".rstrip() for entry in self.graph.inputs]
         lines += self._nodes(self.graph)
         if self.parts.micro_batches > 1:
             lines += self._around()
@@ -44,6 +45,17 @@ class ProgramText:
             sent = f"all_gather({self.parts.plan.mesh.show(group.axes)}) {show_bytes(group.size_bytes)}"
             lines.append(f"  gather weights, bucket {number}: {_members(group)}, {sent}")
         return "\n".join([*lines, "}"])
+
+    def _of_one(self, name: str) -> str:
+        """What a value is called in the program of one copy."""
+        for copy in range(self.parts.copies if self.parts.copies > 1 else 0):
+            found = original(name, copy)
+            if found != name and found in self.parts.resharded.layouts:
+                return found
+        return name
+
+    def _layout(self, name: str) -> TensorLayout | None:
+        return self.parts.resharded.layouts.get(self._of_one(name))
 
     def _reduced(self, group: Group) -> str:
         mesh, size = self.parts.plan.mesh, group.size_bytes
@@ -65,16 +77,21 @@ class ProgramText:
             elif node.op in TRANSFERS:
                 lines.append(f"  {_transfer(node)}")
             else:
-                layout = self.parts.resharded.layouts.get(node.values[0])
+                layout = self._layout(node.values[0])
                 head = str(node).partition("  {")[0]
-                head += "  on the host" if self.parts.on_host(node) else ""
+                one = replace(node, name=self._of_one(node.name))
+                head += "  on the host" if self.parts.on_host(one) else ""
                 lines.append(f"  {head}" + (f"  {layout}" if layout is not None else ""))
         return lines
 
     def _around(self) -> list[str]:
         """What runs before and after the micro-batches."""
         programs = first_micro_batch(self.parts, self.rank)
-        lines = [f"  this {self.parts.micro_batches} times; the first is shown"]
+        parts, lines = self.parts, list[str]()
+        if parts.copies > 1:
+            lines.append(f"  {parts.copies} copies of the batch that take turns")
+        if parts.micro_batches > parts.copies:
+            lines.append(f"  this {parts.micro_batches // parts.copies} times; the first is shown")
         for found in programs.rounds:
             lines += [
                 "  before, added up over all of them:",
@@ -99,7 +116,7 @@ class ProgramText:
             return " → ".join(describe(s, self.parts.plan.mesh, itemsize) for s in steps) or "identity"
 
         text = f"forward {show(onward)}"
-        once = " once, of the sum over micro-batches" if node.name in self._held else ""
+        once = " once, of the sum over micro-batches" if self._of_one(node.name) in self._held else ""
         text += f" | backward {show(back)}{once}" if any(node.needs_grad) else ""
         text += f" | again in backward {show(onward)}" if node.kwarg("again") else ""
         what = "wait" if node.op == WAIT else "reshard"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from meshwright.partition.tasks import simulate
 from meshwright.runtime.communicator import Counter, Done
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
+from meshwright.techniques import TURNS
 
 BUILDS: dict[str, Any] = {
     "gpt": functools.partial(gpt.build, gpt.GPTConfig(48, 24, 2, 4, 8, dropout=0.1), batch=16),
@@ -169,3 +171,33 @@ def test_a_plan_in_which_no_operator_sends_says_that_nothing_is_hidden(mode: str
     pins = PINS["gpt"] if mode == "sharding_propagation" else None
     plan = mw.plan(model, batch, loss=loss, mesh={"tp": 2}, mode=mode, pins=pins, interleave=2)
     assert any("interleave=2 has nothing to hide" in note for note in plan.notes) == said
+
+
+@pytest.mark.parametrize("turns", ["level", "backward"])
+def test_copies_in_any_order_compute_what_the_whole_batch_does(turns: str) -> None:
+    model, batch, loss = built("gpt")
+    plan = mw.plan(
+        model, batch, loss=loss, mesh=BOTH, mode="sharding_propagation", pins=PINS["gpt"], interleave=3
+    )
+    plan = mw.Plan.from_json(replace(plan, turns=turns).to_json())
+    assert plan.turns == turns
+    mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
+
+
+@pytest.mark.parametrize(("bytes_per_s", "best"), [(2e9, "halves"), (5e8, "backward")])
+def test_the_order_of_turns_is_the_one_that_the_link_needs(bytes_per_s: float, best: str) -> None:
+    cluster = Cluster(
+        "toy", Device("toy", {"f32": 1e12}, 1 << 34, 1e11, 1e-6), (Level("link", 2, bytes_per_s, 1e-5),)
+    )
+    model, batch, loss = gpt.build(gpt.GPTConfig(256, 256, 3, 8, 64), batch=8)
+    how: dict[str, Any] = {"mode": "sharding_propagation", "pins": PINS["gpt"], "mesh": {"tp": 2}}
+    plan = mw.plan(model, batch, loss=loss, cluster=cluster, interleave=2, **how)
+    assert plan.turns == best
+    captured = captured_of(model, batch, loss)
+
+    def seconds(turns: str) -> float:
+        return simulate(lower(captured, replace(plan, turns=turns)), cluster).step_seconds
+
+    assert seconds(best) == min(map(seconds, TURNS)) < max(map(seconds, TURNS))
+    alone = mw.plan(model, batch, loss=loss, cluster=cluster, **how)
+    assert seconds(best) < 0.9 * simulate(lower(captured, alone), cluster).step_seconds
