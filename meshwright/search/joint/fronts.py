@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from meshwright.ops.batch import batch_units
-from meshwright.ops.strategy import WHOLE, at_path
+from meshwright.ops.strategy import at_path
 from meshwright.search.data_parallel import assign_batch
 from meshwright.search.joint.dimensions import MOST
 from meshwright.search.planner import Found, Planner
 from meshwright.search.solve import Memory, Problem, solve
 from meshwright.search.space.build import Space
 from meshwright.search.space.families import outside
-from meshwright.search.space.given import rows_of
+from meshwright.search.space.given import exactly, rows_of
 from meshwright.search.space.memory import fixed_bytes
 from meshwright.techniques import Techniques
 
@@ -64,10 +64,9 @@ class Front:
         return self._known[key]
 
     def peak_bytes(self, candidate: Candidate, techniques: Techniques) -> float:
-        """About the peak of a candidate under techniques: the sums, and what only simulations saw of it (else of the
-        others at least), which is cut in time as activations are."""
-        missed = self.missed.get(candidate, min(self.missed.values(), default=0.0))
-        return self.sums(candidate, techniques) + missed / techniques.micro_batches
+        """About the peak of a candidate under techniques: the sums, and what only simulations saw of it, which is cut
+        in time as activations are."""
+        return self.sums(candidate, techniques) + self.missed.get(candidate, 0.0) / techniques.micro_batches
 
     def sums(self, candidate: Candidate, techniques: Techniques) -> float:
         """The sums at their worst instant, with what no choice changes."""
@@ -109,26 +108,35 @@ def front(planner: Planner, space: Space) -> Front:
     """The fronts of a space and of the recipes."""
     made = Front(planner)
     _add(made, "front", space, PRICES)
-    for name, recipe in recipes(planner):
+    for name, recipe in _recipes(planner):
         _add(made, name, recipe, RECIPES)
     return made
 
 
-def recipes(planner: Planner) -> Iterator[tuple[str, Space]]:
+def recipe_front(planner: Planner) -> Front:
+    """The fronts of the recipes alone."""
+    made = Front(planner)
+    for name, recipe in _recipes(planner):
+        _add(made, name, recipe, RECIPES)
+    return made
+
+
+def _recipes(planner: Planner) -> Iterator[tuple[str, Space]]:
     """Data parallel outside, one cut of every operator inside; none where the user pinned something."""
     scene = planner.scene
     axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)
     if planner.seeds or not axes:
         return
-    assignment = {n.name: WHOLE for n in scene.graph.nodes}
-    assign_batch(scene, assignment, axes, scene.graph.nodes)
-    rows = rows_of(planner.codes, assignment, scene.mesh)
+    states = scene.board.start()
+    assign_batch(scene, states, axes, scene.graph.nodes)
+    rows = rows_of(planner.codes, scene.board.strategies(states), scene.mesh)
     if rows is None:
         return
     count = len(scene.mesh.axes)
-    for inner in range(1, min(INNER, count) + 1):
+    for inner in range(min(INNER, count) + 1):
         ranks = scene.mesh.count([a.name for a in scene.mesh.axes[count - inner :]])
-        yield f"data parallel × {ranks} ranks of the best cut", planner.space(outside(rows, count - inner))
+        name = f"data parallel × {ranks} ranks of the best cut" if inner else "data parallel"
+        yield name, planner.space(outside(rows, count - inner) if inner else exactly(rows))
 
 
 def _add(made: Front, name: str, space: Space, prices: tuple[tuple[float, float], ...]) -> None:
@@ -181,4 +189,4 @@ def _priced(problem: Problem, memory: Memory, owned: set[int], states: float, ac
     return Memory(amounts, pairs).weighed(problem, at)
 
 
-__all__ = ["Candidate", "Front", "examples_of", "front", "least_bytes", "recipes"]
+__all__ = ["Candidate", "Front", "examples_of", "front", "least_bytes", "recipe_front"]

@@ -59,7 +59,7 @@ def _next(made: Front, dimension: Dimension, others: list[Any], best: Found) -> 
         if fits_in_both(made.planner, found):
             more = found.claims["step_seconds"] - best.claims["step_seconds"]
             return f"next best {shown(value)} at {1e3 * more:+.3g} ms"
-    return ""
+    return "nothing else was found that fits" if others else ""
 
 
 def shown(value: Any) -> str:
