@@ -1,9 +1,9 @@
 """`auto`: optima for several weights of what can hide, known recipes beside them, ranked by the simulated step.
 
 The sum of all seconds is not the step: some communication hides behind computing. With a weight α of computing, and
-1 - α of what can hide, the optimum of a weighted sum is a plan worth simulating. That of computing and what
-nothing can hide (α = 1), which hold one stream, bounds every plan's step, and the best simulated one is compared with
-it.
+1 - α of what can hide, the optimum of a weighted sum is a plan worth simulating. What bounds every plan's step are
+chains of what cannot run at once (`search/space/step.py`), and the best simulated one is compared with the least of
+these.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ import numpy as np
 from meshwright.search.data_parallel import assign_batch
 from meshwright.search.planner import Found, Planner, Verdict, families_of
 from meshwright.search.recursed import recursion
-from meshwright.search.solve import solve
+from meshwright.search.solve import solve, solve_limited
+from meshwright.search.space.build import Space
 from meshwright.search.space.families import outside
 from meshwright.search.space.given import exactly, rows_of
+from meshwright.search.space.memory import memory_of
+from meshwright.search.space.step import entries, step_problem
 from meshwright.search.within import NEAR, Limited, fits, limited, priced_by_bytes, too_large
 
-ALPHAS = (1.0, 0.5)  # weights of computing against what can hide beside it
-SURE = 2  # candidates that are judged in full
+ALPHAS = (0.5, 0.3)  # weights of computing against what can hide beside it, as long as there is a gap
+SURE = 2  # candidates that are judged in full, at most
+MOST_SOLVES = 12  # for one bound under a limit of memory
 INNER = 3  # how many of the innermost axes a recipe leaves to tensor parallel, at most
 
 
@@ -72,29 +76,66 @@ def auto(planner: Planner) -> Found:
 
 
 def _settled(planner: Planner, fitting: list[tuple[str, Found]]) -> tuple[str, Found]:
-    """The best of the few that look best, judged in full; where none of these fits then, of all as they were judged."""
+    """The best, judged in full; so are those that look better than it does then, up to `SURE`. Where none of these fits
+    then, the best of all as they were judged."""
     ranked = sorted(fitting, key=lambda named: step_of(named[1]))
-    sure = [(name, planner.settled(found)) for name, found in ranked[:SURE]]
-    kept = [(name, found) for name, found in sure if fits(planner, found)]
+    kept: list[tuple[str, Found]] = []
+    for name, found in ranked[:SURE]:
+        if kept and step_of(kept[0][1]) <= step_of(found):
+            break
+        sure = planner.settled(found)
+        if fits(planner, sure):
+            kept.append((name, sure))
     return min(kept or ranked, key=lambda named: step_of(named[1]))
 
 
-def _optima(planner: Planner, tried: _Tried, name: str, space) -> None:
-    """The optimum of the sum, then those of the weighted sums."""
+def _optima(planner: Planner, tried: _Tried, name: str, space: Space) -> None:
+    """The optimum of the sum, the bound of the step, then the optima of weighted sums, and better bounds while there is
+    a gap."""
+    around: tuple[int, ...] | None = None
     for alpha in (None, *ALPHAS):
+        if alpha == ALPHAS[-1] and _is_near(planner, tried, name):
+            return
         solution = limited(planner, space, alpha, alone=False)
         if alpha is None:
             tried.sums[name] = solution.bound
-        elif alpha == 1.0:
-            tried.steps[name] = solution.bound
         if solution.nearest is not None:
             tried.nearest.append(solution.nearest)
         if solution.found is not None:
             label = f"{name[:3]} optimum" + ("" if alpha is None else f", α={alpha}")
             tried.found.append((label, solution.found))
-        best = _best(planner, tried)
         _go_on(solution)
-        planner.tell(name, best, tried.steps.get(name))
+        if alpha is None:
+            around = _bound(planner, tried, name, space)
+        planner.tell(name, _best(planner, tried), tried.steps.get(name))
+    for entry in entries(space, around) if around else ():
+        if _is_near(planner, tried, name):
+            return
+        _bound(planner, tried, name, space, entry)
+        planner.tell(name, _best(planner, tried), tried.steps[name])
+
+
+def _bound(
+    planner: Planner, tried: _Tried, name: str, space: Space, entry: str = ""
+) -> tuple[int, ...] | None:
+    """Note the least that a step of this space takes by a chain; returns a choice that takes no more by it."""
+    problem, limit = step_problem(space, entry), planner.limit(space)
+    if limit is None:
+        found = solve(problem)
+    else:
+        memory = memory_of(space, planner.request.optimizer_states)
+        limits = np.full(memory.instants, limit)
+        found = solve_limited(problem, memory, limits, enough=NEAR, most_solves=MOST_SOLVES)
+    tried.steps[name] = max(found.bound, tried.steps.get(name, 0.0))
+    if found.stopped:
+        raise KeyboardInterrupt
+    return found.states
+
+
+def _is_near(planner: Planner, tried: _Tried, name: str) -> bool:
+    """Whether the best so far is so near the bound of a space that neither needs more."""
+    best, bound = _best(planner, tried), tried.steps.get(name)
+    return best is not None and bound is not None and best <= (1 + NEAR) * bound
 
 
 def _best(planner: Planner, tried: _Tried) -> float | None:

@@ -101,14 +101,14 @@ def test_the_same_question_has_the_same_answer(mode: str) -> None:
 
 
 def every_choice(
-    graph: Any, on: Mesh, space: Space, codes: Mapping[str, Any]
+    graph: Any, on: Mesh, space: Space, codes: Mapping[str, Any], storage: Storage | None = None
 ) -> Iterator[tuple[float, Choice]]:
     """Every set of strategies in every layout of storage and hubs, with the price of the program it becomes."""
     rows = {name: list(states.rows) for name, states in space.nodes.items()}
     for picked in itertools.product(*rows.values()):
         one = Space(
             graph, space.factors, on, space.cluster, exactly(dict(zip(rows, picked, strict=True))),
-            Storage(((0,),)), codes=codes,
+            storage or Storage(((0,),)), codes=codes,
         )  # fmt: skip
         for states in itertools.product(*(range(parts.shape[1]) for parts in one.unary)):
             price = one.price(states).total

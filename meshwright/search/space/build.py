@@ -41,6 +41,9 @@ from meshwright.search.space.parameters import (
 from meshwright.search.space.roles import roles
 from meshwright.search.space.waited import waited_edges
 
+Edge = tuple[tuple[str, str], int, tuple[str, str], int, str]
+"""A reshard that may be: from variable, its port, to variable, its port, value."""
+
 
 @dataclass(frozen=True)
 class Ties:
@@ -125,10 +128,11 @@ class Space:
         self.hubs: dict[str, Port] = {}
         self.parameters: dict[str, ParameterStates] = {}
         self.fixed = _whole_readers(graph)
+        self.times: Mapping[str, int] = {}  # node → how many of the model are planned as it
         self._variables: list[tuple[str, str]] = []  # (kind, name)
         self.variable: dict[tuple[str, str], int] = {}
         self.unary: list[np.ndarray] = []  # float64[4, states]: compute, blocking, what may hide, reductions
-        self._pairs: dict[tuple[int, int], np.ndarray] = {}
+        self.pairs: dict[tuple[int, int], np.ndarray] = {}
         self._blocking: dict[tuple[int, int], np.ndarray] = {}  # the share of pairs that nothing can hide
         self._find_hubs()
         self._find_parameters(storage)
@@ -181,12 +185,13 @@ class Space:
             self._variables.append((kind, name))
             self.unary.append(parts)
 
-        times: dict[str, int] = defaultdict(int)
+        times = self.times = defaultdict(int)
         for node in self.graph.nodes:
             times[self.ties.first(node.name)] += self.ties.times(node.name)
         for name, states in self.nodes.items():
             zero = np.zeros(len(states.rows))
-            add("node", name, times[name] * np.stack([states.compute, states.talk, zero, zero]))
+            compute = states.forward + states.backward
+            add("node", name, times[name] * np.stack([compute, states.talk, zero, zero]))
         for node in self.graph.nodes if self.hosts else ():
             self.unary[self.variable["node", self.ties.first(node.name)]][2] += self._crossing(node)
         for value, port in self.hubs.items():
@@ -229,14 +234,19 @@ class Space:
         """The layouts that a node asks for at a port."""
         return self.nodes[self.ties.first(node)].inputs()[port]
 
-    def edges(self) -> dict[tuple[tuple[str, str], int, tuple[str, str], int, str], int]:
+    def edges(self) -> dict[Edge, int]:
         """Every reshard that may be: (from variable, its port, to variable, its port, value) → how often."""
-        return self.kept.once("edges", self._found_edges)
+        return self.kept.once("edges", self.found_edges)
 
-    def _found_edges(self) -> dict[tuple[tuple[str, str], int, tuple[str, str], int, str], int]:
-        found: dict[tuple[tuple[str, str], int, tuple[str, str], int, str], int] = defaultdict(int)
+    def found_edges(self, start: int = 0, graded: bool = False) -> dict[Edge, int]:
+        """`edges`, found; only those of values that node number `start` or a later one makes, and if `graded` only of
+        those that need a gradient. Those of parameters are always among them."""
+        found: dict[Edge, int] = defaultdict(int)
         first, times = self.ties.first, self.ties.times
+        made = {node.name for node in self.graph.nodes[start:]}
         for value, node in self.graph.producers.items():
+            if node.name not in made or (graded and value not in self.graph.needs_grad):
+                continue
             source, port = ("node", first(node.name)), node.values.index(value)
             if first(value) in self.hubs:
                 hub = ("hub", first(value))
@@ -276,7 +286,7 @@ class Space:
             needs_grad = value in self.graph.needs_grad
             self.prices.meet(self.values[value], self.port(source, out, gives=True), needs_grad)
             self.prices.meet(self.values[value], self.port(target, at, gives=False), needs_grad)
-        waited = self.kept.once("waited", lambda: waited_edges(self.graph, self.ties.first, self.hubs))
+        waited = self.waited()
         for (source, out, target, at, value), times in edges.items():
             have, want = self.port(source, out, gives=True), self.port(target, at, gives=False)
             matrix = times * self.prices.between(
@@ -295,24 +305,27 @@ class Space:
                 self.unary[u][2] += np.diag(matrix)
                 continue
             key, matrix = ((u, v), matrix) if u < v else ((v, u), matrix.T)
-            self._pairs[key] = self._pairs[key] + matrix if key in self._pairs else matrix
+            self.pairs[key] = self.pairs[key] + matrix if key in self.pairs else matrix
             if (source, target, value) in waited:
                 known = self._blocking.get(key)
                 self._blocking[key] = matrix if known is None else known + matrix
 
+    def waited(self) -> frozenset[tuple[tuple[str, str], tuple[str, str], str]]:
+        """The edges (from variable, to variable, value) that nothing can hide."""
+        return self.kept.once("waited", lambda: waited_edges(self.graph, self.ties.first, self.hubs))
+
     # ------------------------------------------------------------------------------------------------ the problem
 
     def problem(self, alpha: float | None = None) -> Problem:
-        """What is minimised: the sum of all seconds; with `alpha`, ``α·compute + blocking + (1 − α)·hideable``.
-
-        With α = 1 no timeline of the same choice can undercut it: computing and what nothing can hide hold one stream.
-        (With less it can, where two collectives run beside each other over different axes.)
+        """What is minimised: the sum of all seconds; with `alpha`, ``α·compute + blocking + (1 − α)·hideable``, whose
+        optimum is worth simulating. With α = 1 no step of one copy undercuts it (`step.step_problem` says more); with
+        less some may, where two collectives run beside each other over different axes.
         """
         compute, hideable = (1.0, 1.0) if alpha is None else (alpha, 1.0 - alpha)
         builder = Builder()
         for parts in self.unary:
             builder.add_variable(compute * parts[0] + parts[1] + hideable * (parts[2] + parts[3]))
-        for (u, v), matrix in self._pairs.items():
+        for (u, v), matrix in self.pairs.items():
             builder.add_pair(u, v, matrix if hideable == 1.0 else self._weighed((u, v), matrix, hideable))
         return builder.problem()
 
@@ -326,7 +339,7 @@ class Space:
     def price(self, states: Sequence[int]) -> Parts:
         """The seconds of a choice."""
         sums = np.sum([parts[:, s] for parts, s in zip(self.unary, states, strict=True)], axis=0)
-        pairs = sum(float(m[states[u], states[v]]) for (u, v), m in self._pairs.items())
+        pairs = sum(float(m[states[u], states[v]]) for (u, v), m in self.pairs.items())
         return Parts(float(sums[0]), float(sums[1] + sums[2]) + pairs, float(sums[3]))
 
     @functools.cached_property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -52,7 +53,7 @@ class Kept:
             found = self._states[key] = make()
         if found.codes is codes:
             return found
-        return NodeStates(codes, found.rows, found.ports, found.compute, found.talk)
+        return replace(found, codes=codes)
 
     def parameter(
         self, wants: Iterable[Port], more: Hashable, make: Callable[[], ParameterStates]

@@ -88,12 +88,16 @@ class Prices:
         return found
 
     def _between_ports(self, value: Value, have: Port, want: Port, needs_grad: bool) -> np.ndarray:
-        matrix = self._matrix(value)
-        seconds = matrix[self._index(value, have, False)[:, None], self._index(value, want, False)]
-        if needs_grad:
-            back = matrix[self._index(value, want, True)[:, None], self._index(value, have, True)]
-            seconds = seconds + back.T
-        return seconds
+        seconds = self.forward(value, have, want)
+        return seconds + self.backward(value, have, want) if needs_grad else seconds
+
+    def forward(self, value: Value, have: Port, want: Port) -> np.ndarray:
+        """The first half of `between`."""
+        return self._matrix(value)[self._index(value, have, False)[:, None], self._index(value, want, False)]
+
+    def backward(self, value: Value, have: Port, want: Port) -> np.ndarray:
+        """The second half of `between`."""
+        return self._matrix(value)[self._index(value, want, True)[:, None], self._index(value, have, True)].T
 
     def _index(self, value: Value, port: Port, backward: bool) -> np.ndarray:
         """The numbers of a port's layouts. Ports are kept, so that none gets the identity of another."""

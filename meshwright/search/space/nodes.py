@@ -28,7 +28,8 @@ class NodeStates:
     codes: NodeCodes
     rows: Rows
     ports: tuple[Port, ...]
-    compute: np.ndarray  # float64[states], forward and backward
+    forward: np.ndarray  # float64[states]
+    backward: np.ndarray  # float64[states]
     talk: np.ndarray  # float64[states]
 
     def inputs(self) -> tuple[Port, ...]:
@@ -74,9 +75,11 @@ def _made(
     node = codes.node
     wanted = [u in graph.needs_grad for u in node.uses]
     done = work(node, codes.site.rule, local, graph.types, wanted)
-    forward, backward = seconds(done, *place(cluster, host))
-    compute = np.broadcast_to(np.asarray(forward + backward, dtype=np.float64), (len(rows),)).copy()
-    return NodeStates(codes, rows, ports, compute, _talk(codes, rows, graph, mesh, cluster))
+    forward, backward = (
+        np.broadcast_to(np.asarray(half, dtype=np.float64), (len(rows),)).copy()
+        for half in seconds(done, *place(cluster, host))
+    )
+    return NodeStates(codes, rows, ports, forward, backward, _talk(codes, rows, graph, mesh, cluster))
 
 
 def strategy_of(codes: NodeCodes, row: np.ndarray, mesh: Mesh) -> Strategy:

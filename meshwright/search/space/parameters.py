@@ -47,6 +47,11 @@ class ParameterStates:
     elements: np.ndarray
     kept_elements: np.ndarray
 
+    def sliced(self) -> np.ndarray:
+        """The codes of the gradient before it is scattered: cut where it is stored cut and nothing is to be summed."""
+        where = self.stored & ~self.use.grad
+        return np.where(where, 2 + self.place[:, None], self.use.forward).astype(np.int8)
+
     def take(self, at: np.ndarray) -> ParameterStates:
         """Some of the states."""
         arrays = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "use"}
