@@ -68,6 +68,8 @@ def rows() -> list[Row]:
         {"fusion": 1 << 20},
         {"offload": ("optimizer",)},
         {"offload": ("activations",)},
+        {"offload": ("activations",), "recompute": "full"},
+        {"offload": ("parameters", "optimizer")},
         {"reduce_dtype": "bf16"},
         {"interleave": 2},
         {"optimizer_parallel": 3, "recompute": "full", "micro_batches": 2},

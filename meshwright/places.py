@@ -23,6 +23,18 @@ def hosted_values(graph: Graph, hosts: Collection[str]) -> frozenset[str]:
     return frozenset(found)
 
 
+def parked_parameters(graph: Graph, hosts: Collection[str], least_bytes: float) -> frozenset[str]:
+    """The parameters that may live in the host's memory between their uses on the device: those that no operator on the
+    host reads, and that are not smaller than `least_bytes` as a whole."""
+    found: set[str] = set()
+    results = {v for _, v in (*graph.outputs, *graph.mutations)}
+    for entry in graph.input_of("parameter"):
+        users = [node.name for node, _ in readers(graph, entry.name)]
+        if users and entry.name not in results and entry.type.size_bytes >= least_bytes:
+            found |= {entry.name} if not set(hosts).intersection(users) else set()
+    return frozenset(found)
+
+
 def leaving_values(graph: Graph, hosts: Collection[str], hosted: Collection[str]) -> frozenset[str]:
     """Of the values in the host's memory those that something on the device reads: an operator, the caller, a buffer
     that lives there."""
@@ -54,4 +66,4 @@ def _read_by(graph: Graph, value: str, hosts: Collection[str]) -> bool:
     return bool(found) and all(found) and value not in results
 
 
-__all__ = ["hosted_values", "leaving_values", "readers"]
+__all__ = ["hosted_values", "leaving_values", "parked_parameters", "readers"]

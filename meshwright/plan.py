@@ -34,7 +34,7 @@ CLAIMS = (
 )  # in the order read
 
 
-KEPT_AS = ("again",)
+KEPT_AS = ("again", "slice", "host", "slice host")
 
 
 class Origin(Protocol):
@@ -61,7 +61,8 @@ class Plan:
     it enters in; its optimizer's states live so, and the weight is put together again after the update.
 
     `keeps`: value → how an operator's result is kept for backward, where it is not as autograd does: ``again`` (not at
-    all: the operator is computed again, with what it saves of its own).
+    all: the operator is computed again, with what it saves of its own), ``slice`` (cut over the axes on which ranks
+    repeat it), ``host`` (in the host's memory) or ``slice host``.
 
     `turns`: in which order copies of the batch take turns, one of `TURNS` (`partition/interleave.py`).
 

@@ -14,7 +14,9 @@ from typing import Any, TypedDict
 from meshwright.errors import PlanError, did_you_mean
 
 RECOMPUTE = ("full", "selective")
-OFFLOAD = ("optimizer", "activations")
+ACTIVATIONS = "activations"
+PARAMETERS = "parameters"
+OFFLOAD = ("optimizer", ACTIVATIONS, PARAMETERS)
 TURNS = ("halves", "level", "backward")  # orders in which copies take turns; the planner picks one
 
 
@@ -56,8 +58,11 @@ class Techniques:
 
     `interleave`: copies of a (micro-)batch whose computation and communication overlap. `fusion` of collectives:
     ``"auto"``, the size of a bucket in bytes, 0 for none, or groups of module patterns. `offload`: what lives in the
-    host's memory. `reduce_dtype`: the dtype in which gradients are reduced (``""``: their own). `gradients`: those of
-    the loss as written (``"mean"``), or that times the number of ranks that share the batch (``"sum"``).
+    host's memory: ``"optimizer"`` (states and the update), ``"activations"`` (what is kept for backward; ``":4"`` or a
+    module pattern behind it say of which layers), ``"parameters"`` (between their uses).
+
+    `reduce_dtype`: the dtype in which gradients are reduced (``""``: their own). `gradients`: those of the loss as
+    written (``"mean"``), or that times the number of ranks that share the batch (``"sum"``).
 
     `given` names those that were asked for, also as their default: ``mode="auto"`` leaves them as they are.
     """
@@ -157,7 +162,14 @@ def techniques_from(given: Mapping[str, Any]) -> Techniques:
         values["keep_whole"] = _names("keep_whole", values["keep_whole"])
     if "offload" in values:
         values["offload"] = _names("offload", values["offload"])
-        for name in values["offload"]:
+        for word in values["offload"]:
+            name, colon, which = word.partition(":")
+            if colon and (name != ACTIVATIONS or not which):
+                raise PlanError(
+                    f"offload={word!r}",
+                    why="only activations have a number of layers, or a pattern of modules, behind a colon",
+                    hint=f'offload="{ACTIVATIONS}:4"',
+                )
             _one_of("offload", name, OFFLOAD)
     if "gradients" in values:
         _one_of("gradients", values["gradients"], ("mean", "sum"))

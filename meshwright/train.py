@@ -111,6 +111,7 @@ class TrainStep:
                 continue
             value, layout = self.local.leaves[name].detach(), self.local.layouts[name].forward
             if layout.split_axes:
+                value = value.to(self.local.rank.device)
                 whole = TensorLayout.whole(layout.shape)
                 for step in redistribute(layout, whole, self.mesh, value.element_size()):
                     value = Mover(exchange(step, self.mesh, self.rank))(value, handle)

@@ -33,7 +33,7 @@ KEYS = {
     "interleave": "copies of the batch that take turns",
     "recompute": "full, selective, none, or bytes of kept activations",
     "fusion": "auto, bytes of a bucket, or 0",
-    "offload": "optimizer, or none",
+    "offload": "optimizer, activations, activations:4, parameters, or none",
     "reduce_dtype": "in which gradients are added up: f32, bf16, f16, f64",
 }
 SHAPES = ("batch", "seq", "ranks")

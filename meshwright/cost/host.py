@@ -11,6 +11,7 @@ import functools
 
 from meshwright.cost import presets
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.machine import launch_seconds, memory_rate
 from meshwright.cost.operators import Amount
 from meshwright.cost.parts import Device, Measured
 
@@ -35,4 +36,13 @@ def transfer_seconds(size_bytes: Amount, cluster: Cluster) -> Amount:
     return size_bytes / cluster.host_bytes_per_s + cluster.device.launch_seconds
 
 
-__all__ = ["host_device", "place", "transfer_seconds"]
+def copy_seconds(size_bytes: float, cluster: Cluster) -> float:
+    """Seconds of a copy that is made in any case: over the link, or within the one memory there is."""
+    if cluster.host_bytes_per_s:
+        return float(transfer_seconds(size_bytes, cluster))
+    moved = 2.0 * size_bytes  # read and written
+    rate = float(memory_rate(moved, cluster.device, cluster.measured))
+    return moved / rate + launch_seconds(cluster.device, cluster.measured)
+
+
+__all__ = ["copy_seconds", "host_device", "place", "transfer_seconds"]

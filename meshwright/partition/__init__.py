@@ -5,17 +5,19 @@ micro-batch has a program (`micro_batches.py`)."""
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from meshwright.graph import RESHARD, TO_DEVICE, TO_HOST, Graph, Node
 from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.factors import Factors
 from meshwright.partition.again import Keeps
-from meshwright.partition.keeps import with_keeps
+from meshwright.partition.keeps import stashed, with_keeps
 from meshwright.partition.localize import localize_graph
 from meshwright.partition.overlap import Flight, flights, overlapped
 from meshwright.partition.reshards import Resharded, insert_reshards
+from meshwright.partition.stashes import Stash
 from meshwright.partition.time import check_in_time, in_time
 from meshwright.plan import Plan
 from meshwright.redistribute import TWO_CORE_GLOO, Prices
@@ -26,13 +28,17 @@ class Partition:
     """What all ranks share (`resharded`), from which `local(rank)` makes the program of one.
 
     `asked` is the plan as it was given. `plan` is the same, but that with micro-batches its mesh has an axis in time,
-    on which strategies and layouts are cut too; a "rank" of that mesh is a rank in a micro-batch.
+    on which strategies and layouts are cut too; a "rank" of that mesh is a rank in a micro-batch. `stashes`: value →
+    how it is kept for backward, where that is elsewhere than where it lies. `fetched`: transfer of a parked parameter →
+    the node whose backward is the first to ask for it.
     """
 
     plan: Plan
     factors: Factors
     resharded: Resharded
     asked: Plan
+    stashes: Mapping[str, Stash] = field(default_factory=dict)
+    fetched: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ranks(self) -> Mesh:
@@ -97,7 +103,8 @@ def partition(
     resharded = insert_reshards(graph, factors, timed, prices or plan.prices or TWO_CORE_GLOO, keeps)
     if timed is not plan:
         check_in_time(graph, resharded, timed)
-    return Partition(timed, factors, with_keeps(resharded, factors, timed), plan)
+    kept = with_keeps(resharded, factors, timed)
+    return Partition(timed, factors, kept, plan, *stashed(kept, timed, keeps))
 
 
 __all__ = ["RESHARD", "Partition", "Resharded", "partition"]

@@ -25,6 +25,16 @@ class Kept(Protocol):
         """The ports that it keeps."""
         ...
 
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The results that it keeps."""
+        ...
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of what it keeps of its own."""
+        ...
+
 
 # Node, types, and per port whether its gradient is wanted → what autograd keeps (`cost.saved`, which a floor above
 # hands in: the runtime, which knows this one, knows nothing of costs).
@@ -55,9 +65,24 @@ def can_be_made_again(
     `graph` is the one with reshards; `layouts`, `ports` and `pairs` are of its values, nodes and reshards. Without
     `keeps`, autograd is taken to keep all that an operator reads.
     """
-    if not pairs[hub].forward or not alike(layouts[hub], mesh):
-        return False
-    wanted, todo, seen = False, [hub], set[str]()
+    wanted, even = readers_alike(graph, hub, layouts, ports, pairs, mesh, keeps)
+    return bool(pairs[hub].forward) and wanted and even
+
+
+def readers_alike(
+    graph: Graph,
+    value: str,
+    layouts: Mapping[str, TensorLayout],
+    ports: Mapping[str, Ports],
+    pairs: Mapping[str, Reshard],
+    mesh: Mesh,
+    keeps: Keeps | None = None,
+) -> tuple[bool, bool]:
+    """Whether autograd keeps a value for one who reads it (or what lies in its memory), and whether all ranks do so
+    alike."""
+    if not alike(layouts[value], mesh):
+        return False, False
+    wanted, todo, seen = False, [value], set[str]()
     while todo:
         for node, port in graph.consumers[todo.pop()]:
             if node.op == RESHARD:
@@ -70,11 +95,11 @@ def can_be_made_again(
                 kept = keeps(node, graph.types, grads).inputs if keeps else range(len(node.uses))
                 wanted |= any(node.needs_grad) and port in kept
             if same is None or not all(alike(layout, mesh) for layout in mine):
-                return False
+                return wanted, False
             if same and node.name not in seen:
                 seen.add(node.name)
                 todo += node.values
-    return wanted
+    return wanted, True
 
 
 def _in_place(pair: Reshard) -> bool | None:

@@ -4,7 +4,7 @@ test counts."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from meshwright.graph import DTYPES, START, WAIT, Graph, Node
@@ -15,9 +15,12 @@ from meshwright.partition.accumulation import summed_first
 from meshwright.partition.micro_batches import first_micro_batch, how_often
 from meshwright.partition.overlap import members_of
 from meshwright.partition.reshards import RESHARD, backward_itemsize, parse_steps
+from meshwright.partition.stashes import Stash
 from meshwright.redistribute import Step
 from meshwright.redistribute.positions import exchange
 from meshwright.redistribute.steps import COLLECTIVES
+
+NO_STASHES: Mapping[str, Stash] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +36,22 @@ class Collective:
     node: str
 
 
-def program_collectives(local: Graph, mesh: Mesh, rank: int, held: Collection[str] = ()) -> list[Collective]:
+def program_collectives(
+    local: Graph,
+    mesh: Mesh,
+    rank: int,
+    held: Collection[str] = (),
+    stashes: Mapping[str, Stash] = NO_STASHES,
+) -> list[Collective]:
     """The collectives of a rank's program, in no particular order. Gradient buckets are the runtime's and
     not among them. What backward is to make again is counted, whether or not autograd asks for it. The gradients of
-    the reshards in `held` are not sent."""
+    the reshards in `held` are not sent. `stashes`: what is kept for backward in slices, and gathered there."""
     found: list[Collective] = []
     for node in local.nodes:
+        for value in node.values:
+            for step in stashes[value].gather if value in stashes else ():
+                size = DTYPES[local.types[value].dtype] * payload_elements(step, mesh, rank)
+                found.append(Collective("backward", step.kind, step.axes, size, node.name))
         if node.op == RESHARD:
             onward, back = parse_steps(node.args[1]), parse_steps(node.args[2])
             itemsize = DTYPES[node.outputs[0].dtype]
@@ -65,14 +78,14 @@ def step_collectives(parts: Partition, rank: int) -> list[Collective]:
     the sums over them."""
     mesh = parts.plan.mesh
     if parts.micro_batches == 1:
-        return program_collectives(parts.local(rank), mesh, rank)
+        return program_collectives(parts.local(rank), mesh, rank, stashes=parts.stashes)
     programs = first_micro_batch(parts, rank)
     once = [c for r in programs.rounds for c in program_collectives(r.sums, mesh, rank)]
     once += program_collectives(programs.late, mesh, rank)
     count, first = how_often(parts, programs), programs.programs[0]
-    held = program_collectives(first, mesh, rank, summed_first(parts))
+    held = program_collectives(first, mesh, rank, summed_first(parts), parts.stashes)
     again = [c for c in held for _ in range(count(c.node) - 1)]
-    return [*once, *again, *program_collectives(first, mesh, rank)]
+    return [*once, *again, *program_collectives(first, mesh, rank, stashes=parts.stashes)]
 
 
 def _flight(local: Graph, start: Node, mesh: Mesh, rank: int, held: Collection[str]) -> list[Collective]:

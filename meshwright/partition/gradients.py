@@ -56,7 +56,10 @@ def pending_gradients(parts: Partition) -> tuple[Gradient, ...]:
                 added = only_axes(parted[entry.name], [a for a in more if a not in cut])
             size = math.prod(added.local_shape(mesh, at)) * DTYPES[entry.type.dtype]
             wire = wire_dtype(parts.plan.techniques, entry.type.dtype)
-            fresh = not wire and all(node.op in MAKES_GRADIENT for node, _ in users)
+            makers = [node for node, _ in users]
+            if entry.name in parts.resharded.parked:  # its gradient is that of what is brought
+                makers = [node for brought in makers for node, _ in graph.consumers[brought.name]]
+            fresh = not wire and all(node.op in MAKES_GRADIENT for node in makers)
             group = parts.plan.techniques.fusion_group(entry.target, *entry.ties)
             made = Gradient(
                 entry.name,

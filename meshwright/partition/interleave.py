@@ -23,8 +23,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from meshwright.graph import PIN, RESHARD, START, WAIT, Graph, Input, Node, Ref
+from meshwright.graph import PIN, RESHARD, START, TO_DEVICE, WAIT, Graph, Input, Node, Ref
 from meshwright.partition.again import VIEWS
 from meshwright.partition.overlap import TOKEN
 from meshwright.redistribute.steps import COLLECTIVES
@@ -36,6 +37,8 @@ PRODUCTS = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), "window"),
     "scaled_dot_product_attention": "keys",
 }
+
+Said = TypeVar("Said")
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def of_one(node: Node, copy_of: Mapping[str, int]) -> Node:
     return node if copy is None else replace(node, name=original(node.name, copy))
 
 
-def in_copies(said: Mapping[str, str], copies: int) -> Mapping[str, str]:
+def in_copies(said: Mapping[str, Said], copies: int) -> Mapping[str, Said]:
     """What is said of values, said of those of all copies."""
     return said if copies == 1 else {named(k, c): v for k, v in said.items() for c in range(copies)}
 
@@ -102,7 +105,7 @@ def shared(copy: Graph, carried: Collection[str], time: Collection[str]) -> set[
     """The values of a copy that all copies read: parameters, and what is gathered of them, which is done once."""
     found = {i.name for i in copy.inputs if i.role != "batch"}
     for node in copy.nodes:
-        moves = node.op in (RESHARD, START, WAIT) and found.issuperset(node.uses)
+        moves = node.op in (RESHARD, START, WAIT, TO_DEVICE) and found.issuperset(node.uses)
         if moves and _axes(node).isdisjoint(time) and not any(use in carried for use in node.uses):
             found.update(node.values)
     return found
@@ -269,7 +272,7 @@ def _sends(reshard: Node) -> bool:
 
 def _axes(node: Node) -> set[str]:
     """The axes over which a reshard or a flight talks or cuts; a wait does what its start says."""
-    if node.op == WAIT:
+    if node.op in (WAIT, TO_DEVICE):
         return set()
     halves = list(node.args[1:3])
     if node.op == START:

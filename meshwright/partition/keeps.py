@@ -8,14 +8,16 @@ uneven parts: there they might save different things, and so start collectives i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from meshwright.graph import MOVES, RESHARD, Graph, Node
 from meshwright.ops.factors import Factors
 from meshwright.ops.talk import site_talk
-from meshwright.partition.again import alike
+from meshwright.partition.again import Keeps, alike
+from meshwright.partition.fetches import is_fetch
 from meshwright.partition.reshards import Resharded
+from meshwright.partition.stashes import Stash, asked_at, stashes_of
 from meshwright.plan import Plan
 from meshwright.redistribute.steps import COLLECTIVES
 
@@ -28,7 +30,7 @@ def with_keeps(resharded: Resharded, factors: Factors, plan: Plan) -> Resharded:
         return resharded
     graph = resharded.graph
     again = {n.name for n in graph.nodes if any(plan.keeps.get(v) == AGAIN for v in n.values)}
-    even = _even(resharded, again, plan)
+    even = made_alike(resharded, again, plan)
     if not (even and plan.techniques.recompute_communication):
         types = graph.types
         again -= {
@@ -41,8 +43,25 @@ def with_keeps(resharded: Resharded, factors: Factors, plan: Plan) -> Resharded:
         }
     nodes = tuple(_marked(node, resharded, again, even, plan) for node in graph.nodes)
     made_by = graph.producers
-    keeps = {v: how for v, how in plan.keeps.items() if how != AGAIN or made_by[v].name in again}
+    keeps = {v: how for v, how in plan.keeps.items() if how == AGAIN and made_by[v].name in again}
     return replace(resharded, graph=replace(graph, nodes=nodes), keeps=keeps)
+
+
+def stashed(
+    resharded: Resharded, plan: Plan, autograd: Keeps | None
+) -> tuple[dict[str, Stash], dict[str, str]]:
+    """What is kept elsewhere than where it lies; and of parked parameters, by their transfers, the nodes whose backward
+    is the first to ask for them. `autograd` says what it keeps of a node."""
+    graph = resharded.graph
+    if autograd is None or not (plan.keeps or resharded.parked):
+        return {}, {}
+    again = {n.name for n in graph.nodes if any(resharded.keeps.get(v) == AGAIN for v in n.values)}
+    asked = asked_at(graph, again, autograd, resharded)
+    even = made_alike(resharded, again, plan)
+    fetched = {
+        n.name: graph.nodes[asked[n.name]].name for n in graph.nodes if is_fetch(n) and n.name in asked
+    }
+    return stashes_of(resharded, plan, autograd, asked, even), fetched
 
 
 def without_keeps(resharded: Resharded, plan: Plan) -> Resharded:
@@ -67,11 +86,11 @@ def keeps_of(local: Graph, keeps: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _even(resharded: Resharded, again: set[str], plan: Plan) -> bool:
+def made_alike(resharded: Resharded, again: Collection[str], plan: Plan) -> bool:
     """Whether all ranks save, and so make again, the same things at the same places."""
     graph = resharded.graph
     near = {c.name for n in graph.nodes if n.name in again for v in n.values for c, _ in graph.consumers[v]}
-    for name in again | near:
+    for name in near.union(again):
         if name in resharded.ports:
             ports = resharded.ports[name]
             layouts = (*ports.inputs, *ports.outputs)

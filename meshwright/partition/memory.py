@@ -17,6 +17,8 @@ from meshwright.cost.strides import copying_views
 from meshwright.graph import DTYPES, RESHARD, START, TO_HOST, TRANSFERS, WAIT, Graph, Node
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import scattered_each_time, summed_first
+from meshwright.partition.fetch_memory import FetchMemory
+from meshwright.partition.fetches import is_fetch
 from meshwright.partition.flight_memory import FlightMemory
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradient_memory import GradientMemory
@@ -29,6 +31,7 @@ from meshwright.partition.moves import moved
 from meshwright.partition.notes import Held, Notes
 from meshwright.partition.peaks import ADAMW, ADAMW_FOREACH, ADAMW_FUSED, Optimizer, Peak, optimizer_on
 from meshwright.partition.reshards import backward_itemsize
+from meshwright.partition.stash_memory import StashMemory
 from meshwright.partition.update_memory import UpdateMemory
 from meshwright.partition.workspace import gradients_of, workspace
 from meshwright.redistribute import Reshard
@@ -46,14 +49,15 @@ def peak(
     device: str = "cpu",
     bucket_bytes: BucketBytes | None = None,
     staged: bool | None = None,
+    apart: bool | None = None,
 ) -> Peak:
     """The peak of a rank's step. `device` decides, as in the runtime, which gradients are reduced where they lie.
 
     `staged`: whether all that is scattered comes before it is added up (`wires.py`; by default on a CPU).
+    `apart`: whether the host's memory is counted apart (by default where it is not the device's).
     """
-    return _Walk(
-        parts, rank, optimizer, device, bucket_bytes, device == "cpu" if staged is None else staged
-    ).run()
+    staged = device == "cpu" if staged is None else staged
+    return _Walk(parts, rank, optimizer, device, bucket_bytes, staged, apart).run()
 
 
 def kept_bytes(parts: Partition, rank: int = 0) -> Mapping[str, int]:
@@ -66,6 +70,8 @@ def kept_bytes(parts: Partition, rank: int = 0) -> Mapping[str, int]:
     for value, storage in walk.values.items():
         if value in walk.graph.producers:
             owner.setdefault(id(storage), (storage, walk.graph.producers[value].name))
+    for value, storage in walk.stashes.parts.items():
+        owner.setdefault(id(storage), (storage, walk.graph.producers[value].name))
     for name, kept in walk.kept.items():
         for storage in kept.storages:
             owner.setdefault(id(storage), (storage, name))
@@ -93,6 +99,7 @@ class _Walk:
         device: str,
         bucket_bytes: BucketBytes | None,
         staged: bool,
+        apart: bool | None = None,
     ) -> None:
         self.staged = staged
         self.parts, self.rank, self.optimizer = parts, rank, optimizer
@@ -107,13 +114,25 @@ class _Walk:
         self.notes = Notes(self.heap)
         keeps = keeps_of(self.graph, in_copies(parts.resharded.keeps, parts.copies))
         self.again = {v for v, how in keeps.items() if how == AGAIN}
+        self.apart = device != "cpu" if apart is None else apart  # the device's memory is not the host's
+        self.stashes = StashMemory(
+            self.heap,
+            self.notes,
+            self.graph,
+            in_copies(parts.stashes, parts.copies),
+            parts.plan.mesh,
+            rank,
+            staged,
+            self.apart,
+        )
+        self.fetches = FetchMemory(self.heap, self.notes, self.graph)
+        self.parked = parts.resharded.parked
         self.trained = {i.name for i in self.graph.inputs if i.role == "parameter" and i.needs_grad}
         self.offloaded = "optimizer" in parts.plan.techniques.offload
         described = pending_gradients(parts)
         size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
         self.groups = fill(described, device, size)
         self.update_parts = UpdateMemory(parts, rank, self.groups, bucket_bytes, staged)
-        self.apart = device != "cpu"  # the device's memory is not the host's
         self.hosted = parts.resharded.hosted if self.apart else frozenset()
         self.flights = FlightMemory(
             self.graph, self.heap, self.notes, self._pair, parts.plan.mesh, rank, staged
@@ -153,7 +172,7 @@ class _Walk:
             self.heap.on_host = whole.name in self.hosted
             batch[whole.name] = self.heap.new(whole.type.size_bytes, "batch")
         for entry in self.graph.inputs:
-            self.heap.on_host = entry.name in self.hosted
+            self.heap.on_host = entry.name in self.hosted or (self.apart and entry.name in self.parked)
             match entry.role:
                 case "parameter":
                     self.values[entry.name] = self.heap.new(entry.type.size_bytes, "parameters")
@@ -167,7 +186,8 @@ class _Walk:
             self.heap.new(trained * self.optimizer.states, "optimizer")
         self.heap.on_host = self.apart
         if self.offloaded:  # a copy of what is updated lies beside the states
-            self.heap.new(sum(self._updated_bytes(n) for n in self.trained), "optimizer")
+            mine = (n for n in self.trained if n not in self.parked)  # which are updated where they lie
+            self.heap.new(sum(self._updated_bytes(n) for n in mine), "optimizer")
         self.heap.on_host = False
         self.heap.new(self.update_parts.copied_bytes(), "optimizer")
         for group in self.groups:
@@ -195,6 +215,7 @@ class _Walk:
     # ------------------------------------------------------------ forward
 
     def forward(self) -> None:
+        self.fetches.begin()
         last: dict[str, int] = {}
         for number, node in enumerate(self.graph.nodes):
             last.update(dict.fromkeys((*node.uses, *node.values), number))
@@ -205,14 +226,27 @@ class _Walk:
             ends.setdefault(number, []).append(value)
         for number, node in enumerate(self.graph.nodes):
             self.heap.at(f"{node.name}, forward")
+            if node.name == self.stashes.settled:
+                self.stashes.settle()
             self._run(node)
+            self._stash(node)
             for value in ends.get(number, ()):
                 if value in self.graph.producers:
                     self.heap.drop(self.values[value])
                     self.notes.dropped(self.values[value])
 
+    def _stash(self, node: Node) -> None:
+        """What a node makes, and is kept elsewhere than where it lies; a view is kept with what it lies in."""
+        shares = node.op not in (RESHARD, WAIT) and self._shares(node)
+        for value in node.values:
+            if value in self.stashes.stashes and not shares:
+                self.stashes.keep(value, self.values[value])
+
     def _run(self, node: Node) -> None:
         heap = self.heap
+        if is_fetch(node):
+            self.values[node.name] = self.fetches.take(node)
+            return
         if node.op in TRANSFERS:
             self.values[node.name] = self._crossed(node, self.values[node.uses[0]], node.op == TO_HOST)
             return
@@ -361,6 +395,8 @@ class _Walk:
 
     def _gradients(self, node: Node, arrived: list[Storage]) -> list[tuple[str, Storage]]:
         """The gradients that an operator makes, by the value they belong to."""
+        if is_fetch(node):  # a gradient goes to its leaf as it is
+            return [(node.uses[0], self.heap.hold(arrived[0]))]
         if node.op in TRANSFERS:
             return [(node.uses[0], self._crossed(node, arrived[0], node.op != TO_HOST))]
         self.heap.on_host = node.name in self.on_host
@@ -393,9 +429,12 @@ class _Walk:
         self.heap.at("update")
         self.heap.on_host = False
         sizes = [self._updated_bytes(n) for n in self.trained if not self._updated_on_host(n)]
+        present = 0 if self.offloaded else sum(self._updated_bytes(n) for n in self.trained & self.parked)
+        weights = self.heap.new(present)  # copies of parked weights on the device
         if sizes:
             copied = sum(sizes) if self.optimizer.at_once else max(sizes)
             self.heap.passing(copied * self.optimizer.temporaries)
+        self.heap.drop(weights)
         self.heap.at("gather, update")
         self.update_parts.gather(self.heap)
 

@@ -52,7 +52,7 @@ class Notes:
         """Memory that is not kept; `make` gives all of it again, held once, while what it is made from is there: what
         was `read`, kept or by a note (it is told where that lies now), and what is `held` in any case."""
         lies = tuple(lies)
-        call = Call(lies, make, [0] * len(lies), [self.heap.save(s) for s in held])
+        call = Call(lies, make, [0] * len(lies), kept=[self.heap.save(s) for s in held])
         read = list(read)
         call.read = [self.of(s) or s for s in read]
         for storage in {id(s): s for s in read}.values():

@@ -8,6 +8,7 @@ the rank at the origin, which holds the largest blocks, in these conventions:
   their own, but what they send has;
 - an operator that backward computes again costs its forward there once more;
 - a reshard costs its steps, forward and backward; one whose value is made again in backward costs forward twice;
+- what is kept for backward in slices costs their gather there, on the host the copies there and back;
 - a transfer to or from the host costs what it copies there and, of the gradient, back;
 - of micro-batches, and of copies that take turns, each costs what the first does, which is the largest; sums over
   them are sent once, what copies share is brought once for all of them, and gradients that are added up first
@@ -35,11 +36,14 @@ from meshwright.ops.strategy import Ports
 from meshwright.ops.talk import Talk, kernel_talk
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import programs_in_time, scattered_each_time, summed_first
+from meshwright.partition.fetch_prices import fetch_seconds
+from meshwright.partition.fetches import is_fetch
 from meshwright.partition.fusion import sizes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.micro_batches import MicroBatches, first_micro_batch, how_often
 from meshwright.partition.remade import computed_again
 from meshwright.partition.reshards import backward_itemsize, parse_steps
+from meshwright.partition.stash_prices import stash_prices
 from meshwright.partition.updates import gathers, update_layout
 from meshwright.redistribute.prices import Prices, total_seconds
 from meshwright.redistribute.steps import COLLECTIVES, largest_size, origin, wire_elements
@@ -76,7 +80,8 @@ class NodePrice:
 class Price:
     """Seconds of a training step if nothing overlaps, apart by what they are spent on; `total` is their sum.
 
-    `by_node`: operator → its price. `by_reshard`: reshard or transfer → seconds (forward, backward). `by_parameter`:
+    `by_node`: operator → its price. `by_reshard`: reshard, transfer, or value that is kept in slices or on the host →
+    seconds (forward, backward). `by_parameter`:
     parameter → seconds (reduction of its gradient and gathering of what was updated in parts, update).
     """
 
@@ -109,6 +114,7 @@ def program_price(parts: Partition, cluster: Cluster, optimizer_states: int = 2)
     local = parts.local(rank) if programs is None else programs.programs[0]
     by_node = node_prices(parts, local, mesh, cluster)
     by_reshard = reshard_prices(parts, mesh, cluster)
+    kept = stash_prices(parts, local, mesh, cluster)
     if programs is not None:
         by_node = {name: price.times(times) for name, price in by_node.items()}
         count, held = how_often(parts, programs), reshard_prices(parts, mesh, cluster, summed_first(parts))
@@ -117,6 +123,10 @@ def program_price(parts: Partition, cluster: Cluster, optimizer_states: int = 2)
             for name, (f, b) in by_reshard.items()
         }
         by_reshard |= once_prices(programs, mesh, cluster)
+        kept = {name: (times * f, times * b) for name, (f, b) in kept.items()}
+    for name, (f, b) in kept.items():
+        there, back = by_reshard.get(name, (0.0, 0.0))
+        by_reshard[name] = there + f, back + b
     by_parameter = parameter_prices(parts, mesh, cluster, optimizer_states)
     nodes, reshards, parameters = by_node.values(), by_reshard.values(), by_parameter.values()
     return Price(
@@ -220,6 +230,10 @@ def reshard_prices(
     for node in parts.resharded.graph.nodes:
         if node.op not in MOVES:
             continue
+        if is_fetch(node):
+            once = fetch_seconds(parts, node.name, mesh, cluster)
+            found[node.name] = (once, once if node.name in parts.fetched else 0.0)
+            continue
         if node.op in TRANSFERS:
             elements = math.prod(parts.resharded.layouts[node.name].local_shape(mesh, at))
             once = float(transfer_seconds(elements * DTYPES[node.outputs[0].dtype], cluster))
@@ -291,7 +305,10 @@ def parameter_prices(
             offloaded = "optimizer" in parts.plan.techniques.offload
             there = place(cluster, offloaded or entry.name in parts.resharded.hosted)
             update = update_seconds(float(elements), optimizer_states, *there, DTYPES[entry.type.dtype])
-            if offloaded and cluster.host_bytes_per_s:  # the gradient goes to the host, the weight comes back
-                update += 2 * elements * DTYPES[entry.type.dtype] / cluster.host_bytes_per_s
+            parked = entry.name in parts.resharded.parked
+            if (offloaded or parked) and cluster.host_bytes_per_s:
+                # The gradient goes to the host and the weight comes back; a parked one is there, or comes and goes.
+                ways = 1 if offloaded and parked else 2
+                update += ways * elements * DTYPES[entry.type.dtype] / cluster.host_bytes_per_s
             found[entry.name] = (sent.get(entry.name, 0.0), float(update))
     return found

@@ -18,10 +18,10 @@ from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Ports, layouts
 from meshwright.partition.again import Keeps, can_be_made_again
-from meshwright.places import hosted_values, leaving_values
+from meshwright.places import hosted_values, leaving_values, parked_parameters
 from meshwright.plan import Plan
 from meshwright.redistribute import Prices, Reshard, Step, reshard
-from meshwright.techniques import wire_dtype
+from meshwright.techniques import PARAMETERS, wire_dtype
 
 StepText = tuple[str, str, str, str]  # kind, axes joined by ".", layout before, layout after
 
@@ -30,7 +30,7 @@ StepText = tuple[str, str, str, str]  # kind, axes joined by ".", layout before,
 class Resharded:
     """The graph with reshard nodes (still in global shapes), the layout of every value, the pair of every reshard, and
     the values that live in the host's memory. `keeps`: value → how it is kept for backward, where autograd's own way
-    is not taken."""
+    is not taken. `parked`: the parameters that live in the host's memory between their uses."""
 
     graph: Graph
     layouts: Mapping[str, TensorLayout]
@@ -38,6 +38,7 @@ class Resharded:
     pairs: Mapping[str, Reshard]
     keeps: Mapping[str, str] = field(default_factory=dict)
     hosted: frozenset[str] = frozenset()
+    parked: frozenset[str] = frozenset()
 
 
 def insert_reshards(
@@ -64,7 +65,9 @@ def insert_reshards(
     nodes += work.fresh_nodes()
     result = replace(graph, nodes=tuple(nodes), outputs=outputs, mutations=mutations)
     result = work.marked_again(result, keeps)
-    return Resharded(result, work.have, work.ports, work.pairs, hosted=frozenset(work.hosted))
+    return Resharded(
+        result, work.have, work.ports, work.pairs, hosted=frozenset(work.hosted), parked=work.parked
+    )
 
 
 def _ports(graph: Graph, factors: Factors, plan: Plan) -> dict[str, Ports]:
@@ -93,6 +96,10 @@ class _Insertion:
         self.pairs: dict[str, Reshard] = {}
         self._parameters = {i.name for i in graph.input_of("parameter")}
         self.hosted: set[str] = set(hosted_values(graph, plan.hosts))
+        asked = plan.techniques
+        self.parked: frozenset[str] = frozenset()
+        if PARAMETERS in asked.offload:
+            self.parked = parked_parameters(graph, plan.hosts, 1024 * asked.threshold_kb)
         self.leaving = leaving_values(graph, plan.hosts, self.hosted)
         self._shared: dict[tuple[str, TensorLayout], str] = {}  # by the name it starts from
         self._hubs: dict[str, str] = {}
@@ -102,7 +109,7 @@ class _Insertion:
 
     def bring(self, value: str, want: TensorLayout, host: bool = False) -> str:
         """The name under which a value has the wanted layout, and is on the host or the device, with what it takes."""
-        start, lives = value, value in self.hosted
+        start, lives = value, value in self.hosted or value in self.parked
         # The hub of what leaves the host is on the device, for all.
         if lives and (not host or (value in self.leaving and value in self.plan.hubs)):
             if value not in self._copies:
@@ -182,7 +189,9 @@ class _Insertion:
         name = self._name(f"{value.replace('.', '_')}_{side}")
         source = self.graph.producers.get(value)
         module, line = (source.module, source.source) if source else ("", "")
-        self._fresh.append(Node(name, op, (Ref(start),), (), (kind,), (needs_grad,), module, line))
+        # A parked parameter is brought once more for backward, and its gradient stays on the device.
+        kwargs = (("again", True),) if start in self.parked else ()
+        self._fresh.append(Node(name, op, (Ref(start),), kwargs, (kind,), (needs_grad,), module, line))
         self.have[name] = self.have[start]
         if op == TO_HOST:
             self.hosted.add(name)

@@ -20,6 +20,8 @@ from meshwright.ops.talk import kernel_talk
 from meshwright.partition import RESHARD, Partition
 from meshwright.partition.accumulation import programs_in_time, scattered_each_time, summed_first
 from meshwright.partition.arrivals import Started, arrivals, keepers
+from meshwright.partition.fetch_tasks import FetchTasks
+from meshwright.partition.fetches import is_fetch
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.interleave import Interleaved, named, original
@@ -34,16 +36,15 @@ from meshwright.partition.price import (
     reshard_prices,
 )
 from meshwright.partition.reshards import backward_itemsize, parse_steps
+from meshwright.partition.stash_prices import moved_values
+from meshwright.partition.stash_tasks import LINK, StashTasks
 from meshwright.partition.updates import gathers
 from meshwright.redistribute import Reshard, Step
 from meshwright.redistribute.buckets import BucketBytes, Group, fill
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import COLLECTIVES, origin, wire_bytes, wire_elements
 
-HOST, LINK = (
-    "host",
-    "host link",
-)  # streams: what the host runs, and the copies to and from it; the device waits
+HOST = "host"  # a stream: what the host runs; the device waits
 
 
 def simulate(
@@ -64,9 +65,8 @@ def step_tasks(
     local = parts.local(rank) if programs is None else programs.programs[0]
     size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
     groups = fill(pending_gradients(parts), cluster.device_type, size)
-    step = _Step(parts, local, mesh, cluster)
-    if parts.copies > 1:
-        step.take_turns(first_program(parts, rank))
+    turns = first_program(parts, rank) if parts.copies > 1 else None
+    step = _Step(parts, local, mesh, cluster, turns)
     for found in programs.rounds if programs is not None else ():
         step.once(found.sums)
     scattered = [g for g in groups if g.parted and scattered_each_time(parts)]
@@ -87,7 +87,10 @@ def step_tasks(
 class _Step:
     """The tasks of a step while they are listed."""
 
-    def __init__(self, parts: Partition, local: Graph, mesh: Mesh, cluster: Cluster) -> None:
+    def __init__(
+        self, parts: Partition, local: Graph, mesh: Mesh, cluster: Cluster, turns: Interleaved | None = None
+    ) -> None:
+        """`turns`: the program of all copies. What an operator takes is what it takes in the first of them."""
         self.parts, self.local, self.mesh = parts, local, mesh
         self.waited: Prices = cluster.prices
         self.hidden: Prices = cluster.hidden_prices
@@ -103,11 +106,12 @@ class _Step:
         self._repeats = [n for n in local.nodes if n.op == START and n.kwarg("again")]
         self._reductions: list[int] = []
         self._scattered: int | None = None  # the bucket under way of which every rank gets its part
-
-    def take_turns(self, program: Interleaved) -> None:
-        """Walk the program of all copies; what an operator takes is what it takes in the first of them."""
-        self.local, self.late = program.graph, frozenset()
-        self.stands = {name: original(name, copy) for name, copy in program.copy_of.items()}
+        if turns is not None:
+            self.local, self.late = turns.graph, frozenset()
+            self.stands = {name: original(name, copy) for name, copy in turns.copy_of.items()}
+        moved = moved_values(parts, local)
+        self.fetches = FetchTasks(parts, self.local, mesh, cluster, self.tasks)
+        self.stashes = StashTasks(parts, moved, self.local, mesh, cluster, self.tasks, self._steps)
 
     def _steps_of(self, node: Node) -> Reshard:
         return self.parts.resharded.pairs[self.stands.get(node.name, node.name)]
@@ -184,25 +188,36 @@ class _Step:
 
     def forward(self) -> None:
         """The local program from top to bottom."""
+        self.fetches.begin()
         for node in self.local.nodes:
-            if node.op == RESHARD:
-                steps = self._steps_of(node).forward
-                late = node.name in self.late and [s.kind for s in steps] == ["all_reduce"]
-                self._steps(node, steps, "forward", wait=not late)
-                continue
-            if node.op == START:
-                self._launch(node, members_of(self.local, node), "onward", "forward")
-                continue
-            if node.op == WAIT:
-                self._land(node, "onward", "forward")
-                continue
-            if node.op in TRANSFERS:
-                self._copy(node, self.moves[self.stands.get(node.name, node.name)][0], "forward")
-                continue
-            self._talk(node, "forward")
-            price = self.nodes.get(self.stands.get(node.name, node.name))
-            if price is not None:
-                self._compute(node, price.forward_seconds, "forward")
+            if node.name == self.stashes.settled:
+                self.stashes.settle()
+            self._onward(node)
+            self.stashes.forward(node, self._last)
+
+    def _onward(self, node: Node) -> None:
+        """One node, forward."""
+        if node.op == RESHARD:
+            steps = self._steps_of(node).forward
+            late = node.name in self.late and [s.kind for s in steps] == ["all_reduce"]
+            self._steps(node, steps, "forward", wait=not late)
+            return
+        if node.op == START:
+            self._launch(node, members_of(self.local, node), "onward", "forward")
+            return
+        if node.op == WAIT:
+            self._land(node, "onward", "forward")
+            return
+        if is_fetch(node):
+            self._last = self.fetches.forward(node, self._last)
+            return
+        if node.op in TRANSFERS:
+            self._copy(node, self.moves[self.stands.get(node.name, node.name)][0], "forward")
+            return
+        self._talk(node, "forward")
+        price = self.nodes.get(self.stands.get(node.name, node.name))
+        if price is not None:
+            self._compute(node, price.forward_seconds, "forward")
 
     def backward(self, groups: Sequence[Group], held: Collection[str] = ()) -> None:
         """The local program from bottom to top; gradients of parameters are reduced beside it. Those of the reshards in
@@ -216,6 +231,8 @@ class _Step:
                 continue
             for hub in again.pop(node.name, ()):
                 self._bring_again(hub, kept)
+            self.stashes.backward(node, self._last)
+            self._last = self.fetches.backward(node, self._last)
             if node.name in held:
                 self._reduce(started.arrived(arrives.get(node.name, ())))
                 continue
@@ -231,7 +248,8 @@ class _Step:
                     if member.name not in held:
                         self._land(member, "back", "backward")
             elif node.op in TRANSFERS:
-                self._copy(node, self.moves[self.stands.get(node.name, node.name)][1], "backward")
+                if not is_fetch(node):  # of a parked parameter nothing goes back
+                    self._copy(node, self.moves[self.stands.get(node.name, node.name)][1], "backward")
             else:
                 self._talk(node, "backward")
                 price = self.nodes.get(self.stands.get(node.name, node.name))
@@ -296,9 +314,16 @@ class _Step:
             if node.op == RESHARD and made_again(node):
                 keeping = keepers(self.parts, node)
                 if keeping:
-                    last = max(keeping, key=order.__getitem__)  # of the last copy, where there are several
+                    last = max(keeping, key=order.__getitem__)
                     copies = self.parts.copies
-                    found.setdefault(last if copies == 1 else named(last, copies - 1), []).append(node)
+                    if copies == 1:
+                        found.setdefault(last, []).append(node)
+                    elif node.name in self.local.producers:  # all copies share it: for the last that reads it
+                        found.setdefault(named(last, copies - 1), []).append(node)
+                    else:
+                        for copy in range(copies):
+                            mine = self.local.producers[named(node.name, copy)]
+                            found.setdefault(named(last, copy), []).append(mine)
         return found
 
     def _reduce(self, groups: Iterable[tuple[int, Group]]) -> None:

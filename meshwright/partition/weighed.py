@@ -34,6 +34,7 @@ def weighed(graph: Graph, plan: Plan, cluster: Cluster | None) -> Weight:
 def _owner(parts: Partition, name: str) -> str:
     """The operator of the model that a node of a local program stands for, or whose result a reshard brings."""
     made_by, sites = parts.resharded.graph.producers, parts.factors.sites
+    name = made_by[name].name if name in made_by else name
     while name in made_by and made_by[name].op in MOVES:
         value = made_by[name].uses[0]
         name = made_by[value].name if value in made_by else ""

@@ -30,6 +30,7 @@ from meshwright.redistribute import Step
 from meshwright.redistribute.steps import LOCAL, origin, show_bytes, wire_bytes, wire_elements
 from meshwright.report.fitted import FittedTable
 from meshwright.report.recomputed import recomputed
+from meshwright.report.stashed import stashed
 
 HEAVY = ("scaled_dot_product_attention", "matmul", "bmm", "einsum", "cross_entropy_loss")
 SHORT = {
@@ -176,7 +177,8 @@ def parameter_bytes(parts: Partition) -> tuple[int, int]:
 
 def hosted_bytes(parts: Partition) -> int:
     """Bytes of parameters in the host's memory, for the rank that holds most."""
-    there = (i for i in parts.resharded.graph.input_of("parameter") if i.name in parts.resharded.hosted)
+    away = parts.resharded.hosted | parts.resharded.parked
+    there = (i for i in parts.resharded.graph.input_of("parameter") if i.name in away)
     return sum(held(parts.resharded.layouts[i.name], parts.plan.mesh) * DTYPES[i.type.dtype] for i in there)
 
 
@@ -326,7 +328,7 @@ def summary(parts: Partition, *, every: bool = False) -> list[str]:
         lines.append(
             f"{parts.copies} copies take turns: each computes while what the others wait for is sent"
         )
-    lines += recomputed(parts)
+    lines += [*recomputed(parts), *stashed(parts)]
     there = hosted_bytes(parts)
     aside = f", {show_bytes(there)} of that in its host's memory" if there else ""
     lines.append(

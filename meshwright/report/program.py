@@ -10,9 +10,11 @@ from meshwright.graph import DTYPES, START, TO_HOST, TRANSFERS, WAIT, Graph, Nod
 from meshwright.layout import TensorLayout
 from meshwright.partition import RESHARD, Partition
 from meshwright.partition.accumulation import summed_first
+from meshwright.partition.fetches import is_fetch
 from meshwright.partition.interleave import original
 from meshwright.partition.micro_batches import first_micro_batch
 from meshwright.partition.reshards import parse_steps
+from meshwright.partition.stashes import part_bytes
 from meshwright.redistribute import Step, describe
 from meshwright.redistribute.buckets import Group
 from meshwright.redistribute.steps import show_bytes
@@ -82,7 +84,18 @@ class ProgramText:
                 one = replace(node, name=self._of_one(node.name))
                 head += "  on the host" if self.parts.on_host(one) else ""
                 lines.append(f"  {head}" + (f"  {layout}" if layout is not None else ""))
+            kept = (v for v in node.values if self._of_one(v) in self.parts.stashes)
+            lines += [f"    {self._kept(v, graph)}" for v in kept]
         return lines
+
+    def _kept(self, value: str, graph: Graph) -> str:
+        """How a value is kept for backward, where that is elsewhere than where it lies."""
+        stash, mesh = self.parts.stashes[self._of_one(value)], self.parts.plan.mesh
+        itemsize = DTYPES[graph.types[value].dtype]
+        size = show_bytes(part_bytes(stash, graph, value, mesh, self.rank))
+        where = " in the host's memory" if stash.host else ""
+        gather = " → ".join(describe(s, mesh, itemsize) for s in stash.gather)
+        return f"%{value} kept as {size}{where}" + (f" | backward {gather}" if gather else "")
 
     def _around(self) -> list[str]:
         """What runs before and after the micro-batches."""
@@ -133,4 +146,6 @@ def _transfer(node: Node) -> str:
     size = show_bytes(node.outputs[0].size_bytes)
     there, back = ("to_host", "to_device") if node.op == TO_HOST else ("to_device", "to_host")
     backward = f" | backward {back} {size}" if any(node.needs_grad) else ""
+    if is_fetch(node):
+        backward = f" | again in backward {there} {size}"
     return f"%{node.name}: {node.outputs[0]} = {there}(%{node.uses[0]})  forward {there} {size}{backward}"

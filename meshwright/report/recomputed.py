@@ -31,7 +31,7 @@ def recomputed(parts: Partition) -> list[str]:
         return []
     mesh = parts.plan.mesh
     rank = mesh.rank(origin(mesh))
-    plain = replace(parts, resharded=without_keeps(parts.resharded, parts.plan))
+    plain = replace(parts, resharded=without_keeps(parts.resharded, parts.plan), stashes={})
     again, layers = computed_again(parts.resharded), dict[str, _Layer]()
     for node in parts.resharded.graph.nodes:
         if node.op not in MOVES:

@@ -108,6 +108,7 @@ def _dim(new: Dim, old: Dim, mesh: Mesh, where: str) -> Dim:
 # ---------------------------------------------------------------- other techniques
 
 STORAGE = frozenset(("optimizer_parallel", "shard_size", "threshold_kb", "keep_whole"))
+KEEPING = frozenset(("recompute", "slice_activation", "offload"))
 
 
 def changed(
@@ -122,7 +123,7 @@ def changed(
     before = replace(plan.unfolded(graph), claims={}, nexts={}, notes=())
     if STORAGE & set(changes):
         before = stored_as_used(before, graph, factors)
-    if "recompute" in changes:
+    if KEEPING & set(changes):
         before = replace(before, keeps={})
     found = apply(graph, before, asked, weigh)
     return replace(found, notes=plan.notes), "; ".join(found.notes)

@@ -43,6 +43,11 @@ class Result:
         self.outputs: dict[int, weakref.ref[Place]] = {}
         self.own: dict[int, weakref.ref[Place]] = {}
 
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody in backward may still ask for a result."""
+        return any(place() is not None for place in self.outputs.values())
+
     def output(self, number: int) -> Place | None:
         """What stands for an output; None when the operator has run again and nobody held it then."""
         place = self.outputs[number]() if number in self.outputs else None
@@ -157,6 +162,17 @@ class Again:
         made = Result(steps, nullcontext)
         made.args = (self._kept(source),)
         self._know([result], made, [source.untyped_storage()])
+
+    def keep(self, result: torch.Tensor, make: Callable[[], torch.Tensor]) -> weakref.ref[Result]:
+        """From now on nothing that lies in `result`, which has memory of its own, is kept for backward; ``make()``
+        brings it back."""
+        made = Result(make, nullcontext)
+        self._know([result], made, [])
+        return weakref.ref(made)
+
+    def knows(self, x: torch.Tensor) -> bool:
+        """Whether what lies in a tensor's memory is made again already."""
+        return x.untyped_storage() in self._known
 
     def call(
         self,

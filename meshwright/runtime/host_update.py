@@ -16,9 +16,15 @@ HOST = torch.device("cpu")
 class HostUpdate:
     """What a rank updates, by name: `masters` are the leaves of the optimizer."""
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        self.leaves = dict(parameters)
-        self.masters = {name: torch.nn.Parameter(_there(p.detach())) for name, p in parameters.items()}
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], homes: Mapping[str, torch.Tensor]
+    ) -> None:
+        """`homes`: values of those that live on the host in any case, which are updated where they lie."""
+        self.leaves, self.homes = dict(parameters), homes
+        self.masters = {
+            name: torch.nn.Parameter(homes[name] if name in homes else _there(p.detach()))
+            for name, p in parameters.items()
+        }
 
     def take_gradients(self) -> None:
         """Bring the gradients to the host; those on the device go."""
@@ -35,6 +41,8 @@ class HostUpdate:
     def give_back(self) -> None:
         """Bring the updated weights to where the program reads them."""
         for name, leaf in self.leaves.items():
+            if name in self.homes:
+                continue
             leaf.detach().copy_(self.masters[name].detach(), non_blocking=True)
 
 

@@ -15,18 +15,23 @@ from torch import fx
 
 from meshwright.errors import RuleError
 from meshwright.graph import PIN, RESHARD, START, TO_DEVICE, TO_HOST, WAIT, Device, Dtype, Graph, Node, Ref
+from meshwright.partition.fetches import is_fetch
+from meshwright.partition.stashes import Stash
 from meshwright.runtime.accumulation import Accumulation
 from meshwright.runtime.again import Again
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.dtypes import TORCH_DTYPES
+from meshwright.runtime.fetches import Fetch, Fetches
 from meshwright.runtime.kernels import KERNELS
 from meshwright.runtime.kernels.random import drawn_mask, masked
 from meshwright.runtime.overlap import Prefetch, Start, Wait
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Pair
+from meshwright.runtime.stashes import Keeper, Settle, Store
 
 NO_KEEPS: Mapping[str, str] = {}
 NO_COPIES: Mapping[str, int] = {}
+NO_STASHES: Mapping[str, Stash] = {}
 
 
 HOST = torch.device("cpu")
@@ -122,13 +127,19 @@ def build_module(
     hosts: Collection[str] = (),
     copy_of: Mapping[str, int] = NO_COPIES,
     sums: Accumulation | None = None,
+    stashes: Mapping[str, Stash] = NO_STASHES,
+    store: Store | None = None,
+    settled: str = "",
+    fetches: Fetches | None = None,
 ) -> fx.GraphModule:
     """The module that runs a local graph (or a segment of one). Its arguments are the graph's inputs, in order; it
     returns a tuple with its outputs and then its mutations. Reshards that make a value of `late` may end after
     backward; those marked ``again=True`` report to `again`, and are kept where there is none, and so are values that
     `keeps` calls ``again``. `starts` has the flights of earlier segments, and takes those of this one. `hosts`: the
     nodes that run on the host. `copy_of`: the copy of a micro-batch that a node is of, counted from the one that the
-    rank is in. `sums`: where gradients are added up before some reshards send them.
+    rank is in. `sums`: where gradients are added up before some reshards send them. `stashes`: values that `store`
+    keeps elsewhere; before the node `settled` what it has sent must have left the device. `fetches` brings
+    parked parameters.
     Raises RuleError for an operator that cannot be found."""
     root = torch.nn.Module()
     made = fx.Graph()
@@ -139,6 +150,9 @@ def build_module(
         values[entry.name] = made.placeholder(_identifier(entry.name))
     entered = rank.micro_batch
     for node in graph.nodes:
+        if store is not None and node.name == settled:
+            root.add_module("settled", Settle(store))
+            made.call_module("settled")
         device = HOST if node.name in hosts else rank.device
         copy = copy_of.get(node.name, 0)
         rank.micro_batch = entered + copy  # what a reshard takes depends on it
@@ -161,6 +175,9 @@ def build_module(
         elif node.op == WAIT:
             held = sums if sums is not None and node.name in sums.names else None
             root.add_module(name, Wait(starts[node.uses[0]], node, held))
+            result = made.call_module(name, (args[0],))
+        elif is_fetch(node) and fetches is not None:
+            root.add_module(name, Fetch(node.name, fetches))
             result = made.call_module(name, (args[0],))
         elif node.op in (TO_HOST, TO_DEVICE):
             root.add_module(name, Transfer(HOST if node.op == TO_HOST else rank.device))
@@ -192,6 +209,11 @@ def build_module(
         else:
             for index, value in enumerate(node.values):
                 values[value] = made.call_function(operator.getitem, (result, index))
+        for value in node.values:
+            if store is not None and value in stashes:
+                kept = f"{_identifier(value)}_kept"
+                root.add_module(kept, Keeper(stashes[value], rank.mesh, rank.number, handle, store))
+                values[value] = made.call_module(kept, (values[value],))
     rank.micro_batch = entered
     made.output(tuple(values[v] for _, v in (*graph.outputs, *graph.mutations)))
     module = fx.GraphModule(root, made, class_name="LocalProgram")

@@ -14,6 +14,7 @@ from meshwright.layout import TensorLayout, dim_axes
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import scattered_each_time, summed_first
+from meshwright.partition.fetches import fetch_runs, is_fetch
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import loss_scale, pending_gradients
 from meshwright.partition.interleave import in_copies, of_one
@@ -21,6 +22,7 @@ from meshwright.partition.keeps import keeps_of
 from meshwright.partition.localize import late_values
 from meshwright.partition.micro_batches import micro_batches_of
 from meshwright.partition.segments import Segment
+from meshwright.partition.stashes import room_bytes, settled_before
 from meshwright.partition.updates import gathers, update_layout, updates
 from meshwright.redistribute.positions import exchange
 from meshwright.redistribute.steps import Step as Move
@@ -30,12 +32,14 @@ from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.executor import Action, Executor, plain_actions
+from meshwright.runtime.fetches import Fetches, Parked
 from meshwright.runtime.host_update import HostUpdate
 from meshwright.runtime.micro_batches import InTime, actions_in_time, programs_in_time
 from meshwright.runtime.program import HOST, build_module
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Mover
 from meshwright.runtime.sharded_update import ShardedUpdate
+from meshwright.runtime.stashes import Store
 
 OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -52,7 +56,8 @@ def slicer(layout: TensorLayout, mesh: Mesh, rank: int) -> Callable[[torch.Tenso
 def taker(name: str, parts: Partition, rank: Rank) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function from the whole tensor of an input to what a rank holds of it, where that lives."""
     take = slicer(parts.resharded.layouts[name], rank.comm.mesh, rank.comm.rank)
-    place = HOST if name in parts.resharded.hosted else rank.device
+    there = name in parts.resharded.hosted or name in parts.resharded.parked
+    place = HOST if there else rank.device
     return lambda x: take(x).to(place)
 
 
@@ -104,11 +109,19 @@ class LocalStep:
             ]
             for number in parts.of_rank(rank.comm.rank)
         ]
+        self.parked = Parked({n: self.leaves[n] for n in parts.resharded.parked}, rank.device)
         self.sums = Accumulation(summed_first(parts))
         late = late_values(self.graph if in_time is None else in_time.late)
         copy_of = in_time.copy_of if in_time is not None else {}
         keeps = keeps_of(self.graph, in_copies(parts.resharded.keeps, parts.copies))
-        again = Again() if keeps or any(n.kwarg("again") for n in self.graph.nodes) else None
+        stashes = in_copies(parts.stashes, parts.copies)
+        again = Again() if keeps or stashes or any(n.kwarg("again") for n in self.graph.nodes) else None
+        brought = {n.name: self.parked.homes[n.uses[0]] for n in self.graph.nodes if is_fetch(n)}
+        self.fetches = None
+        if again is not None and brought:
+            self.fetches = Fetches(again, self.parked.link, fetch_runs(self.graph), brought)
+        room = room_bytes(self.graph, stashes, parts.plan.mesh, rank.comm.rank)
+        store = Store(again, rank.device, room) if again is not None and stashes else None
         hosts = frozenset(
             n.name for n in self.graph.nodes if parts.plan.hosts and parts.on_host(of_one(n, copy_of))
         )
@@ -122,6 +135,10 @@ class LocalStep:
             hosts=hosts,
             copy_of=copy_of,
             sums=self.sums,
+            stashes=stashes,
+            store=store,
+            settled=settled_before(self.graph, stashes),
+            fetches=self.fetches,
         )
         programs = programs_in_time(
             [self.graph] if in_time is None else in_time.programs,
@@ -137,18 +154,20 @@ class LocalStep:
         pending = [(self.weights[g.name], g.axes) for g in described]
         self.sharded = self._split_updates(bucket_bytes)
         size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
-        self.buckets = GradientBuckets(
-            rank.comm,
-            pending,
-            [self._uses(segments) for segments, _ in programs],
-            size,
-            described,
-            self.sharded.of,
-            scattered_each_time(parts),
-        )
+        with self.parked.away():  # buckets lie where gradients arrive
+            self.buckets = GradientBuckets(
+                rank.comm,
+                pending,
+                [self._uses(segments) for segments, _ in programs],
+                size,
+                described,
+                self.sharded.of,
+                scattered_each_time(parts),
+            )
         self.hosted: HostUpdate | None = None
         if "optimizer" in parts.plan.techniques.offload:
-            self.hosted = HostUpdate(self.parameters)
+            targets = {self.inputs[n].target: home for n, home in self.parked.homes.items()}
+            self.hosted = HostUpdate(self.parameters, targets)
             self.parameters = dict(self.hosted.masters)
         trained = list(self.parameters.values())
         self.optimizer = optimizer(trained) if optimizer is not None and trained else None
@@ -175,7 +194,8 @@ class LocalStep:
 
     def _place(self, name: str, device: torch.device) -> torch.device:
         """Where an input lives: in the host's memory, or on the given device."""
-        return HOST if name in self.parts.resharded.hosted else device
+        found = self.parts.resharded
+        return HOST if name in found.hosted or name in found.parked else device
 
     def _make_leaf(self, entry: Input, value: torch.Tensor, held: bool) -> None:
         local = value.detach()
@@ -250,7 +270,9 @@ class LocalStep:
         self, actions: Sequence[Action], batch: Mapping[str, torch.Tensor], wanted: Sequence[str]
     ) -> dict[str, torch.Tensor]:
         local = self.local_batch(batch)
-        with self.handle.deferring():
+        if self.fetches is not None:
+            self.fetches.begin()
+        with self.handle.deferring(), self.parked.away():
             if self.in_time is None:
                 return self.executor.run(actions, local, wanted)
             self.in_time.begin(batch)
@@ -269,9 +291,12 @@ class LocalStep:
         if self.clip_norm is not None:
             clip_by_global_norm(self, self.clip_norm)
         if self.optimizer is not None:
-            self.optimizer.step()
             if self.hosted is not None:
+                self.optimizer.step()
                 self.hosted.give_back()
+            else:
+                with self.parked.present():
+                    self.optimizer.step()
             self.sharded.gather()
 
     def bucket_summary(self) -> list[tuple[tuple[str, ...], int, int]]:

@@ -14,7 +14,7 @@ from meshwright.mesh import Mesh
 from meshwright.partition.price import program_price
 from meshwright.plan import Plan
 from meshwright.redistribute.steps import largest_size
-from meshwright.search.techniques.storage import repeated_axes, run_of, stored
+from meshwright.redistribute.storage import repeated_axes, run_of, stored
 from tests.search.planned import cluster, lowered, made, peaks
 
 

@@ -102,12 +102,6 @@ def test_a_typo_in_a_pattern_is_told() -> None:
     assert "blocks" in str(caught.value)
 
 
-def test_what_cannot_be_done_is_refused() -> None:
-    for options in ({"slice_activation": True}, {"offload": ("activations",)}):
-        with pytest.raises(PlanError):
-            planned("gpt", **options)
-
-
 def test_the_second_forward_is_priced_where_backward_asks_for_it() -> None:
     """All of a layer but its last product, which only a mask and a sum read."""
     model, batch, loss = built("gpt")

@@ -13,6 +13,7 @@ from meshwright.search.techniques.fusion import fusion
 from meshwright.search.techniques.micro_batches import micro_batches
 from meshwright.search.techniques.optimizer_parallel import optimizer_parallel
 from meshwright.search.techniques.recompute import recompute
+from meshwright.search.techniques.stashes import stashes
 from meshwright.techniques import Techniques
 
 # Each takes the graph and a plan that has its `techniques`, and gives the plan with what follows from them.
@@ -22,7 +23,7 @@ Weigh = Callable[[Graph, Plan], Weight]
 
 def passes(weigh: Weigh) -> tuple[Pass, ...]:
     """In the order in which they are applied. `weigh` says what a plan's program keeps for backward, and costs."""
-    return (optimizer_parallel, fusion, functools.partial(recompute, weigh=weigh), micro_batches)
+    return (optimizer_parallel, fusion, functools.partial(recompute, weigh=weigh), stashes, micro_batches)
 
 
 def apply(graph: Graph, plan: Plan, techniques: Techniques, weigh: Weigh) -> Plan:

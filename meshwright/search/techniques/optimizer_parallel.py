@@ -17,7 +17,8 @@ from meshwright.graph import DTYPES, Graph, Input
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan
-from meshwright.search.techniques.storage import repeated_axes, run_of, runs_of, stored
+from meshwright.redistribute.storage import repeated_axes, run_of, runs_of, stored
+from meshwright.techniques import PARAMETERS
 
 SHOWN = 3  # names in a note
 
@@ -25,6 +26,12 @@ SHOWN = 3  # names in a note
 def optimizer_parallel(graph: Graph, plan: Plan) -> Plan:
     """The plan with what `optimizer_parallel` asks for. Raises PlanError for a size or a pattern that fits nothing."""
     asked = plan.techniques
+    if PARAMETERS in asked.offload and asked.optimizer_parallel in (1, 2):
+        raise PlanError(
+            f'optimizer_parallel={asked.optimizer_parallel} beside offload="{PARAMETERS}"',
+            why="weights that are updated in parts are whole on every device after it, not on the host",
+            hint="optimizer_parallel=3: parts of weights live on the host",
+        )
     if not asked.optimizer_parallel:
         _nothing_else_asked(plan)
         return plan
@@ -37,6 +44,7 @@ def optimizer_parallel(graph: Graph, plan: Plan) -> Plan:
     if asked.shard_size:
         _check_size(asked.shard_size, (_use(plan, e.name) for e in entries), plan.mesh)
     whole: dict[str, list[str]] = {}
+    partly: dict[int, list[str]] = {}  # ranks that still repeat each part → names
     found: dict[str, TensorLayout] = {}
     for entry in entries:
         use = _use(plan, entry.name)
@@ -48,10 +56,18 @@ def optimizer_parallel(graph: Graph, plan: Plan) -> Plan:
                 why = f"no dim has an element for each of {plan.mesh.count(axes)} ranks"
             if not why:
                 found[entry.name] = layout
+                left = [a for a in _chosen(axes, asked.shard_size, plan.mesh) if a not in layout.split_axes]
+                if left:
+                    ranks = plan.mesh.count(left)
+                    partly.setdefault(ranks, []).append(entry.target)
                 continue
             whole.setdefault(why, []).append(entry.target)
     changed = _stored(plan, found) if asked.optimizer_parallel == 3 else _updated(plan, found)
     notes = [f"optimizer parallel: {_some(names)} whole, {why}" for why, names in whole.items()]
+    notes += [
+        f"optimizer parallel: {ranks} ranks repeat each part of {_named(names)}: no dim has an element for each rank"
+        for ranks, names in partly.items()
+    ]
     return changed.with_notes(*notes)
 
 
@@ -122,7 +138,7 @@ def _check_size(ranks: int, uses: Iterable[TensorLayout], mesh: Mesh) -> None:
 def _nothing_else_asked(plan: Plan) -> None:
     asked = plan.techniques.asked()
     for name in ("shard_size", "threshold_kb", "keep_whole"):
-        if name in asked:
+        if name in asked and (name != "threshold_kb" or PARAMETERS not in plan.techniques.offload):
             raise PlanError(
                 f"{name}={asked[name]!r} without optimizer_parallel",
                 why="it says which parameters optimizer parallel splits, and over how many ranks",
@@ -131,7 +147,9 @@ def _nothing_else_asked(plan: Plan) -> None:
 
 
 def _some(names: list[str]) -> str:
+    return f"{_named(names)} stay{'s' if len(names) == 1 else ''}"
+
+
+def _named(names: list[str]) -> str:
     shown = ", ".join(names[:SHOWN])
-    if len(names) <= SHOWN:
-        return f"{shown} stay{'s' if len(names) == 1 else ''}"
-    return f"{shown} and {len(names) - SHOWN} more stay"
+    return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"

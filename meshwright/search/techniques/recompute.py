@@ -32,19 +32,9 @@ DEAR = PRODUCTS | CONVOLUTIONS | {"transformers.grouped_mm_fallback.default"}
 
 
 def recompute(graph: Graph, plan: Plan, weigh: Callable[[Graph, Plan], Weight]) -> Plan:
-    """The plan with what ``recompute`` asks for. Raises PlanError for a pattern that names no module, for a budget that
-    cannot be kept, and for what cannot be done: activations kept in slices or in the host's memory."""
+    """The plan with what ``recompute`` asks for. Raises PlanError for a pattern that names no module, and for a budget
+    that cannot be kept."""
     asked = plan.techniques.recompute
-    if plan.techniques.slice_activation:
-        raise PlanError(
-            "slice_activation=True: activations are kept as they are, or computed again",
-            hint='recompute="full" keeps what enters each layer and no more',
-        )
-    if "activations" in plan.techniques.offload:
-        raise PlanError(
-            'offload="activations": activations are not kept in the host\'s memory',
-            hint='recompute="full" frees more, at the price of a second forward pass',
-        )
     marked = marked_layers(graph)
     taken = {n.name for layer in marked.values() for n in layer.nodes}
     again = full([marked["full"]]) if "full" in marked else set()

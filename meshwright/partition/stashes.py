@@ -1,0 +1,211 @@
+"""Values that are kept for backward elsewhere than where they lie: cut over the axes on which ranks repeat them
+(gathered again in backward), in the host's memory (brought back a layer ahead), or both.
+
+A plan speaks of values of the model (``slice``, ``host``, ``slice host`` in `Plan.keeps`). What goes is each of them
+that backward asks for, and what collectives make of it that backward asks for. Copies go in *runs*: neighbours of one
+layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from meshwright.graph import DTYPES, MOVES, RESHARD, TRANSFERS, Graph, Node
+from meshwright.layout import TensorLayout
+from meshwright.mesh import Mesh
+from meshwright.partition.again import VIEWS, Keeps, readers_alike
+from meshwright.partition.overlap import layer_of
+from meshwright.partition.reshards import Resharded
+from meshwright.plan import Plan
+from meshwright.redistribute import TWO_CORE_GLOO, Step, redistribute
+from meshwright.redistribute.positions import exchange
+from meshwright.redistribute.steps import COLLECTIVES
+from meshwright.redistribute.storage import repeated_axes, stored
+
+SLICE, HOST = "slice", "host"
+DROPOUT = "meshwright.dropout"
+STASHED = (SLICE, HOST, f"{SLICE} {HOST}")
+
+
+@dataclass(frozen=True)
+class Stash:
+    """How a value is kept. `slices` make this rank's part of it and `gather` the value again; none where it is kept as
+    it is. `host`: in the host's memory. `asked`: the node whose backward is the first to ask for it."""
+
+    value: str
+    layer: str
+    host: bool
+    slices: tuple[Step, ...] = ()
+    gather: tuple[Step, ...] = ()
+    asked: str = ""
+
+
+def stashes_of(
+    resharded: Resharded, plan: Plan, keeps: Keeps, asked: Mapping[str, int], even: bool
+) -> dict[str, Stash]:
+    """Value → how it is kept. `asked`: where backward asks for values first (`asked_at`); `even`: whether all ranks
+    compute the same again, or else nothing is cut."""
+    wanted = {v: [str(w) for w in how.split()] for v, how in plan.keeps.items() if how in STASHED}
+    if not wanted:
+        return {}
+    graph, found = resharded.graph, dict[str, Stash]()
+    for node in graph.nodes:
+        for value, how in _ways(node, graph, resharded, wanted):
+            if value not in asked or value in resharded.hosted:
+                continue
+            slices, gather = (), ()
+            if SLICE in how and even and _alike(value, resharded, plan.mesh, keeps):
+                slices, gather = _cut(value, resharded, plan)
+            if gather or HOST in how:
+                first = graph.nodes[asked[value]].name
+                found[value] = Stash(value, layer_of(node.module), HOST in how, slices, gather, first)
+    return found
+
+
+def _ways(
+    node: Node, graph: Graph, resharded: Resharded, wanted: Mapping[str, list[str]]
+) -> Iterator[tuple[str, list[str]]]:
+    """What a node makes of which the plan says how it is kept."""
+    if node.op == RESHARD:
+        # What lies in its argument's memory is kept with that; what is made again is not kept.
+        talks = any(s.kind in COLLECTIVES for s in resharded.pairs[node.name].forward)
+        root = node.uses[0]
+        while root in graph.producers and graph.producers[root].op in MOVES:
+            root = graph.producers[root].uses[0]
+        if talks and not node.kwarg("again") and root in wanted:
+            yield node.name, wanted[root]
+    elif node.op not in TRANSFERS:
+        yield from ((v, wanted[v]) for v in node.values if v in wanted)
+
+
+def _alike(value: str, resharded: Resharded, mesh: Mesh, keeps: Keeps) -> bool:
+    """Whether all ranks keep a value, or none of them does."""
+    return readers_alike(
+        resharded.graph, value, resharded.layouts, resharded.ports, resharded.pairs, mesh, keeps
+    )[1]
+
+
+def _cut(value: str, resharded: Resharded, plan: Plan) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """The steps to a rank's part and back; none where no rank repeats another, or where sums are pending."""
+    have, kind = resharded.layouts[value].forward, resharded.graph.types[value]
+    part = sliced(have, plan.mesh)
+    if part is None or not kind.is_float:
+        return (), ()
+    prices, size = plan.prices or TWO_CORE_GLOO, DTYPES[kind.dtype]
+    there = redistribute(have, part, plan.mesh, size, prices)
+    back = redistribute(part, have, plan.mesh, size, prices)
+    local = all(s.kind == "slice" for s in there)
+    return (there, back) if local and all(s.kind == "all_gather" for s in back) else ((), ())
+
+
+def sliced(layout: TensorLayout, mesh: Mesh) -> TensorLayout | None:
+    """A value's layout cut over the axes (none in time) on which it is whole; None where that changes nothing."""
+    axes = [a for a in repeated_axes(layout, mesh) if a not in mesh.time]
+    if layout.pending or not axes:
+        return None
+    part = stored(layout.forward, axes, mesh)
+    return part.forward if part.dims != layout.dims else None
+
+
+def asked_at(
+    graph: Graph, again: Collection[str], keeps: Keeps, resharded: Resharded | None = None
+) -> dict[str, int]:
+    """Value → place of the node whose backward is the first to ask for it; values that backward never asks for are not
+    in it. Nodes of `again` are computed again, from what they read."""
+    found: dict[str, int] = {}
+    for place in reversed(range(len(graph.nodes))):
+        node = graph.nodes[place]
+        read: tuple[str, ...] = ()
+        mine = [place] if any(node.needs_grad) else []
+        if node.op in MOVES:
+            pair = resharded.pairs[node.name] if resharded is not None and node.op == RESHARD else None
+            inside = pair is not None and {s.kind for s in pair.forward} <= {"slice", "mask"}
+            if node.kwarg("again") or inside:
+                read, mine = node.uses, []
+        else:
+            kept = keeps(node, graph.types, [u in graph.needs_grad for u in node.uses])
+            if mine:
+                for port in kept.inputs:
+                    found[node.uses[port]] = max(found.get(node.uses[port], -1), place)
+                for number in kept.outputs:
+                    found[node.values[number]] = max(found.get(node.values[number], -1), place)
+            if node.name in again or node.op in VIEWS:
+                read = node.uses
+                own = node.name in again and (kept.outputs or kept.extra_bytes) and node.op != DROPOUT
+                mine = mine if own else []  # a mask is drawn from nothing
+        at = max([*(found[v] for v in node.values if v in found), *(mine if read else ())], default=-1)
+        if at >= 0:
+            for use in read:
+                found[use] = max(found.get(use, -1), at)
+    return found
+
+
+# ---------------------------------------------------------------- what a rank's program does with them
+
+
+def runs_of(graph: Graph, stashes: Mapping[str, Stash]) -> list[list[str]]:
+    """The values of a rank's program that go to the host, those of one layer together, in order."""
+    found: list[list[str]] = []
+    layer = None
+    for node in graph.nodes:
+        for value in node.values:
+            stash = stashes.get(value)
+            if stash is None or not stash.host:
+                continue
+            if stash.layer != layer or not found:
+                found.append([])
+            layer = stash.layer
+            found[-1].append(value)
+    return found
+
+
+def room_bytes(graph: Graph, stashes: Mapping[str, Stash], mesh: Mesh, rank: int) -> int:
+    """Bytes of the largest run: so much may be on its way to the host at a time, and is still on the device."""
+    sizes = ([part_bytes(stashes[v], graph, v, mesh, rank) for v in run] for run in runs_of(graph, stashes))
+    return max(map(sum, sizes), default=0)
+
+
+def part_bytes(stash: Stash, graph: Graph, value: str, mesh: Mesh, rank: int) -> int:
+    """Bytes that a rank keeps of a value (under its name in this program)."""
+    kind = graph.types[value]
+    if not stash.slices:
+        return kind.size_bytes
+    size = DTYPES[kind.dtype]
+    for count in exchange(stash.slices[-1], mesh, rank).shape_after:
+        size *= count
+    return size
+
+
+def settled_before(graph: Graph, stashes: Mapping[str, Stash]) -> str:
+    """The node before which all must have left the device: where the layer after the last one that sends something has
+    ended. Empty where there is none."""
+    runs = runs_of(graph, stashes)
+    if not runs:
+        return ""
+    last = graph.producers[runs[-1][-1]]
+    place = next(n for n, node in enumerate(graph.nodes) if node is last)
+    changes, layer = 0, stashes[runs[-1][-1]].layer
+    for node in graph.nodes[place + 1 :]:
+        if not any(node.needs_grad) or node.op in MOVES:
+            continue
+        here = layer_of(node.module)
+        changes, layer = changes + (here != layer), here
+        if changes == 2:
+            return node.name
+    return ""
+
+
+__all__ = [
+    "HOST",
+    "SLICE",
+    "STASHED",
+    "Stash",
+    "asked_at",
+    "part_bytes",
+    "room_bytes",
+    "runs_of",
+    "settled_before",
+    "sliced",
+    "stashes_of",
+]

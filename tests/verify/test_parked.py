@@ -1,0 +1,171 @@
+"""Parameters that live in the host's memory between their uses: the numbers of one device, where values and gradients
+are, and both memories."""
+
+from __future__ import annotations
+
+from collections import Counter as Multiset
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from bench.memory import peak_bytes
+from meshwright.capture.batch import leaves
+from meshwright.compile import captured_of, lower
+from meshwright.errors import PlanError
+from meshwright.examples import gpt
+from meshwright.graph import TO_DEVICE
+from meshwright.partition.collectives import step_collectives
+from meshwright.partition.memory import peak
+from meshwright.partition.price import program_price
+from meshwright.partition.tasks import simulate
+from meshwright.runtime.fetches import Fetches
+from tests.verify.test_stashes import BOTH, built, counted, planned
+
+PARKED: dict[str, Any] = {"offload": ("parameters",), "threshold_kb": 0}
+WITH_STATES: dict[str, Any] = {"offload": ("parameters", "optimizer"), "threshold_kb": 0}
+CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "gpt": ("gpt", {"dp": 2}, PARKED),
+    "gpt, states too": ("gpt", BOTH, WITH_STATES),
+    "llama, level 3, states too": ("llama", {"dp": 3}, {**WITH_STATES, "optimizer_parallel": 3}),
+    "llama, level 3, micro-batches, layers again": (
+        "llama", BOTH, {**PARKED, "optimizer_parallel": 3, "micro_batches": 2, "recompute": "full"},
+    ),
+    "gpt, copies": ("gpt", BOTH, {**PARKED, "interleave": 2}),
+    "resnet": ("resnet", BOTH, PARKED),
+    "recommender, everything": (
+        "recommender", BOTH,
+        {"offload": ("parameters", "optimizer", "activations"), "threshold_kb": 0, "slice_activation": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parked_parameters_train_as_on_one_device(case: str) -> None:
+    name, mesh, asked = CASES[case]
+    model, batch, loss = built(name)
+    plan, parts = planned(name, mesh, **asked)
+    assert len(parts.resharded.parked) > 3 and parts.fetched
+    mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
+
+
+def test_a_parameter_brought_wrong_for_backward_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch, loss = built("gpt")
+    plan, _ = planned("gpt", {"dp": 2}, **PARKED)
+    again = Fetches._again
+    monkeypatch.setattr(Fetches, "_again", lambda self, name: 1.01 * again(self, name))
+    assert not mw.verify(model, batch, loss=loss, plan=plan).ok
+
+
+def test_values_are_at_home_between_steps() -> None:
+    for asked in (PARKED, WITH_STATES):
+        _, parts = planned("gpt", {"dp": 2}, **asked)
+        step, batch = counted("gpt", parts)
+        before = {n: p.detach().clone() for n, p in step.parameters.items()}
+        step(batch)
+        for name, parameter in step.parameters.items():
+            assert parameter.is_contiguous() and not torch.equal(parameter, before[name])
+        homes = {leaf.data_ptr() for leaf in step.parked.homes.values()}
+        assert {step.leaves[n].data_ptr() for n in parts.resharded.parked} == homes
+
+
+@pytest.mark.parametrize("case", ["gpt", "llama, level 3, states too"])
+def test_a_step_makes_exactly_the_predicted_collectives(case: str) -> None:
+    name, mesh, asked = CASES[case]
+    _, parts = planned(name, mesh, **asked)
+    step, batch = counted(name, parts, 1)
+    step.gradients(batch)
+    expected = [(c.kind, c.axes, c.payload_bytes) for c in step_collectives(parts, 1)]
+    expected += [("all_reduce", axes, size) for axes, _, size in step.bucket_summary()]
+    assert Multiset((k, frozenset(a), n) for k, a, n in step.rank.comm.calls) == Multiset(
+        (k, frozenset(a), n) for k, a, n in expected
+    )
+
+
+PEAKS: dict[str, dict[str, Any]] = {
+    "layers again": {**PARKED, "recompute": "full"},
+    "states too": WITH_STATES,
+    "level 3, states too, micro-batches": {**WITH_STATES, "optimizer_parallel": 3, "micro_batches": 2},
+}
+
+
+@pytest.mark.parametrize("case", PEAKS)
+def test_the_predicted_peak_of_the_device_is_the_measured_one(case: str) -> None:
+    """Where the processor is the device, what the host has lies in the one memory there is: it is always there, and
+    taken off."""
+    _, parts = planned("deep", {"dp": 2}, **PEAKS[case])
+
+    def make() -> Any:
+        step, batch = counted("deep", parts)
+        return lambda: step(batch)
+
+    predicted = peak(parts, staged=False, apart=True)
+    gone = predicted.categories["batch"]
+    measured = peak_bytes(make, warm_up=2, steps=2)
+    weights = sum(p.nbytes for p in counted("deep", parts)[0].parameters.values())
+    measured -= (3 if "optimizer" in PEAKS[case]["offload"] else 1) * weights
+    assert predicted.bytes - gone == pytest.approx(measured, rel=0.02)
+
+
+def test_weights_leave_the_device() -> None:
+    plain, parked = (peak(planned("deep", {"dp": 2}, **a)[1], device="cuda") for a in ({}, WITH_STATES))
+    weights = plain.categories["parameters"]
+    assert parked.categories["parameters"] == 0
+    assert parked.bytes <= plain.bytes - 3 * weights  # two moments and the weights
+    assert parked.host_bytes >= 3 * weights
+
+
+def test_price_and_timeline_have_every_copy() -> None:
+    model, batch, loss = built("deep")
+    cluster = mw.Cluster.preset("a100-40", nodes=1, ranks_per_node=2)
+    plan = mw.plan(model, batch, loss=loss, cluster=cluster, mode="data_parallel", **PARKED)
+    parts = lower(captured_of(model, batch, loss), plan)
+    brought = [n.name for n in parts.local(0).nodes if n.op == TO_DEVICE]
+    tasks = [t for t in simulate(parts, cluster).tasks if "host link" in t.streams]
+    assert Multiset((t.name, t.kind) for t in tasks) == Multiset(
+        [(n, "forward") for n in brought] + [(n, "backward") for n in parts.fetched]
+    )
+    price = program_price(parts, cluster)
+    assert sum(t.seconds for t in tasks) == pytest.approx(
+        sum(f + b for n, (f, b) in price.by_reshard.items() if n in brought)
+    )
+
+
+def test_the_plan_says_it() -> None:
+    plan, _ = planned("deep", {"dp": 2}, offload="parameters", threshold_kb=4)
+    assert any("stay" in note and "below 4 KiB" in note for note in plan.notes)
+    assert "in its host's memory" in plan.explain()
+    _, parts = planned("deep", {"dp": 2}, **PARKED)
+    text = str(mw.TrainStep(counted("deep", parts)[0], parts).program)
+    assert "again in backward to_device" in text
+
+
+@pytest.mark.parametrize("level", (1, 2))
+def test_weights_that_are_whole_after_an_update_cannot_be_parked(level: int) -> None:
+    with pytest.raises(PlanError, match="beside offload") as caught:
+        planned("deep", {"dp": 2}, **PARKED, optimizer_parallel=level)
+    assert "optimizer_parallel=3" in str(caught.value)
+
+
+@pytest.mark.gpu
+def test_a_model_trains_within_less_than_its_weights() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    losses: list[list[float]] = []
+    peaks: list[int] = []
+    for asked in ({}, {"offload": ("parameters", "optimizer", "activations")}):
+        torch.manual_seed(0)
+        model, batch, loss = gpt.build(gpt.GPTConfig(256, 512, 12, 8, 128), batch=4)
+        model, batch = model.cuda(), {k: v.cuda() for k, v in dict(leaves(batch)).items()}
+        step = mw.train_step(
+            model, lambda p: torch.optim.AdamW(p, lr=1e-3), batch, loss=loss, mesh=1, **asked
+        )
+        del model  # or its weights stay where they are
+        step(batch)
+        torch.cuda.reset_peak_memory_stats()
+        losses.append([step(batch).item() for _ in range(3)])
+        peaks.append(torch.cuda.max_memory_allocated())
+        del step
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert peaks[1] < 0.5 * peaks[0]
