@@ -26,8 +26,8 @@ class _Once:
 
 
 class FlightMemory:
-    """The flights of one rank's program. `pair` gives the steps of a reshard; `staged`: see
-    `wires.py`."""
+    """The flights of one rank's program. `pair` gives the steps of a reshard, `number` the rank's number on the mesh in
+    the copy that a node is of; `staged`: see `wires.py`."""
 
     def __init__(
         self,
@@ -36,11 +36,11 @@ class FlightMemory:
         notes: Notes,
         pair: Callable[[Node], Reshard],
         mesh: Mesh,
-        rank: int,
+        number: Callable[[Node], int],
         staged: bool,
     ) -> None:
         self.graph, self.heap, self.notes, self.pair = graph, heap, notes, pair
-        self.mesh, self.rank, self.staged = mesh, rank, staged
+        self.mesh, self.number, self.staged = mesh, number, staged
         self.pieces: set[Storage] = set()  # in which gradients of one flight lie behind one another
         self._under_way: dict[str, Crossing] = {}  # start → its flight in the direction of now
         self._held_back: set[str] = set()  # starts whose gradients are not sent now
@@ -51,7 +51,7 @@ class FlightMemory:
         pairs = [self.pair(m) for m in members]
         ways = [p.backward if back else p.forward for p in pairs]
         size = backward_itemsize(members[0]) if back else DTYPES[members[0].outputs[0].dtype]
-        return Crossing(self.heap, ways, self.mesh, self.rank, size, self.staged)
+        return Crossing(self.heap, ways, self.mesh, self.number(members[0]), size, self.staged)
 
     # ------------------------------------------------------------ forward
 

@@ -135,7 +135,7 @@ class _Walk:
         self.update_parts = UpdateMemory(parts, rank, self.groups, bucket_bytes, staged)
         self.hosted = parts.resharded.hosted if self.apart else frozenset()
         self.flights = FlightMemory(
-            self.graph, self.heap, self.notes, self._pair, parts.plan.mesh, rank, staged
+            self.graph, self.heap, self.notes, self._pair, parts.plan.mesh, self._number, staged
         )
         self.gradients = GradientMemory(
             self.graph,
@@ -202,6 +202,10 @@ class _Walk:
 
     def _pair(self, reshard: Node) -> Reshard:
         return self.parts.resharded.pairs[self._of_one(reshard.name)]
+
+    def _number(self, node: Node) -> int:
+        """This rank's number on the plan's mesh in the copy that a node is of: copies may be of several sizes."""
+        return self.parts.of_rank(self.rank)[self.copy_of.get(node.name, 0)] if self.copy_of else self.rank
 
     def _updated_on_host(self, name: str) -> bool:
         """Whether a parameter's states, and what its update needs, are in another memory than the device's."""
@@ -349,7 +353,8 @@ class _Walk:
 
         def run(source: Storage) -> Storage:
             size = DTYPES[node.outputs[0].dtype]
-            return moved(self.heap, source, steps, self.parts.plan.mesh, self.rank, size, self.staged)
+            number = self._number(node)
+            return moved(self.heap, source, steps, self.parts.plan.mesh, number, size, self.staged)
 
         made = self.values[node.name] = run(source)
         if node.kwarg("again") and made is not source and any(node.needs_grad):
@@ -405,7 +410,8 @@ class _Walk:
             if total is None:
                 return []
             steps, size = self._pair(node).backward, backward_itemsize(node)
-            made = moved(self.heap, total, steps, self.parts.plan.mesh, self.rank, size, self.staged)
+            number = self._number(node)
+            made = moved(self.heap, total, steps, self.parts.plan.mesh, number, size, self.staged)
             self.heap.drop(total)
             return [(node.uses[0], made)]
         if node.op == WAIT:

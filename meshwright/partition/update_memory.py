@@ -25,6 +25,7 @@ class _Bucket:
     missing: set[str] = field(default_factory=set)
     rows: Storage | None = None
     under_way: Scatter | None = None
+    part: Storage | None = None
 
 
 class UpdateMemory:
@@ -47,11 +48,10 @@ class UpdateMemory:
         self.wires = {m.name: DTYPES[m.wire or m.dtype] for g in groups for m in g.members}
         self.gathers = gathers(parts, bucket_bytes)
         self._next = 0
-        self._parts: list[Storage] = []  # those of this backward
 
     def begin(self) -> None:
         """Before a backward that reduces and scatters."""
-        self._next, self._parts = 0, []
+        self._next = 0
         for bucket in self.buckets:
             bucket.missing = {m.name for m in bucket.group.members}
 
@@ -103,12 +103,11 @@ class UpdateMemory:
     def _settle(self, heap: Heap, bucket: _Bucket) -> None:
         if bucket.rows is None:
             return
-        part = bucket.rows
+        bucket.part = bucket.rows
         if bucket.under_way is not None:
-            part = bucket.under_way.wait()
+            bucket.part = bucket.under_way.wait()
             heap.drop(bucket.rows)
-        heap.rename(part, "gradients")
-        self._parts.append(part)
+        heap.rename(bucket.part, "gradients")
         bucket.rows = bucket.under_way = None
 
     def finish(self, heap: Heap, added: bool = False) -> None:
@@ -119,8 +118,15 @@ class UpdateMemory:
         self._start(heap)
         for bucket in self.buckets:
             self._settle(heap, bucket)
-        for part in self._parts if added else ():
-            heap.drop(part)
+            part, bucket.part = bucket.part, None
+            if part is not None and any(
+                self.wires[m.name] != self.sizes[m.name] for m in bucket.group.members
+            ):
+                own = heap.new(sum(self.part_bytes(m.name) or 0 for m in bucket.group.members), "gradients")
+                heap.drop(part)  # added up in another dtype
+                part = own
+            if part is not None and added:
+                heap.drop(part)
 
     def gather(self, heap: Heap) -> None:
         """Weights are put together again, two buckets under way at a time."""

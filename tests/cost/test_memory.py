@@ -34,7 +34,7 @@ Build = Callable[[], Any]
 class Run:
     """A model on a mesh. `gathered`: parameters stored in parts, ``keep`` or ``again`` in backward; `level` of
     optimizer parallel; `recompute` by a policy; `micro_batches`, each in `copies` that take turns; `shard`: sums over
-    them are kept in parts."""
+    them are kept in parts. `wire`: the dtype in which gradients are reduced."""
 
     build: Build
     mesh: Mapping[str, int] | None = None
@@ -46,6 +46,7 @@ class Run:
     micro_batches: int = 1
     copies: int = 1
     shard: bool = False
+    wire: str = ""
 
     def lowered(self) -> tuple[Any, Any, Partition]:
         """Captured program, batch, and what the ranks run."""
@@ -55,7 +56,7 @@ class Run:
         asked: dict[str, Any] = {"optimizer_parallel": self.level, "threshold_kb": 0} if self.level else {}
         asked |= {"offload": self.offload, "recompute": self.recompute}
         asked |= {"micro_batches": self.micro_batches, "interleave": self.copies}
-        asked |= {"gradient_accumulation_shard": self.shard}
+        asked |= {"gradient_accumulation_shard": self.shard, "reduce_dtype": self.wire}
         plan = stages.plan_captured(
             captured, Mesh.of(self.mesh or {}), mode, self.pins, techniques=techniques_from(asked)
         )
@@ -230,6 +231,10 @@ LEVELS |= {
     )
     for level, shard in ((0, False), (2, False), (2, True), (3, False), (3, True))
 }
+LEVELS["gpt, level 2, reduced in bf16"] = Run(small_gpt(), {"dp": 4}, level=2, wire="bf16")
+LEVELS["gpt, 3 uneven copies"] = Run(
+    small_gpt(batch=16), {"tp": 2}, {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}}, copies=3
+)
 LEVELS["gpt, states on the host"] = Run(small_gpt(), {"dp": 2}, offload=("optimizer",))
 
 
