@@ -9,11 +9,13 @@ activations are divided by micro-batches, those that are computed again are left
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from meshwright.cost.machine import launch_seconds
 from meshwright.ops.batch import batch_units
 from meshwright.ops.strategy import at_path
 from meshwright.search.data_parallel import assign_batch
@@ -24,6 +26,7 @@ from meshwright.search.space.build import Space
 from meshwright.search.space.families import outside
 from meshwright.search.space.given import exactly, rows_of
 from meshwright.search.space.memory import fixed_bytes
+from meshwright.search.techniques.layers import SHARING
 from meshwright.techniques import Techniques
 
 # Prices of a byte of states and of activations, in steps that a device's memory full of them costs.
@@ -56,6 +59,15 @@ class Front:
     missed: dict[Candidate, float] = field(default_factory=dict)
     _known: dict[tuple[int, Techniques], Memory] = field(default_factory=dict)
 
+    @functools.cached_property
+    def launching(self) -> float:
+        """Seconds that a micro-batch more costs at least: each operator that computes is started once more, forward and
+        backward."""
+        graph, times = self.planner.scene.graph, self.planner.ties.times
+        started = sum(times(n.name) * (1 + any(n.needs_grad)) for n in graph.nodes if n.op not in SHARING)
+        cluster = self.planner.request.cluster
+        return started * launch_seconds(cluster.device, cluster.measured)
+
     def memory(self, space: Space, techniques: Techniques) -> Memory:
         """The sums under techniques."""
         key = (id(space), techniques)
@@ -75,7 +87,7 @@ class Front:
 
     def least_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
         """What the candidate's step is not below under techniques, but for turns of copies."""
-        seconds = candidate.floor
+        seconds = candidate.floor + (techniques.micro_batches - 1) * self.launching
         if techniques.recompute == "full":
             seconds += SECOND_FORWARD * candidate.compute
         if "optimizer" in techniques.offload:
@@ -160,7 +172,21 @@ def _add(made: Front, name: str, space: Space, prices: tuple[tuple[float, float]
                 seen.add(found)
                 least, compute = floor.price(found), space.price(found).compute
                 examples = examples_of(planner, space, found)
-                made.candidates.append(Candidate(name, space, found, least, compute, examples))
+                candidate = Candidate(name, space, found, least, compute, examples)
+                if not any(_alike(candidate, other) for other in made.candidates):
+                    made.candidates.append(candidate)
+
+
+def _alike(one: Candidate, other: Candidate) -> bool:
+    """Whether two candidates of different spaces are one choice, as far as their sums tell."""
+    if one.space is other.space or one.examples != other.examples:
+        return False
+    mine, theirs = one.space.price(one.states), other.space.price(other.states)
+    return bool(
+        np.isclose(
+            [one.floor, mine.total, mine.compute], [other.floor, theirs.total, theirs.compute], rtol=1e-9
+        ).all()
+    )
 
 
 def examples_of(planner: Planner, space: Space, states: tuple[int, ...]) -> int:

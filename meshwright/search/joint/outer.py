@@ -1,0 +1,123 @@
+"""Pipelines as outer configurations: how many stages, over which levels of the cluster, under which schedule.
+
+What a configuration makes of the seconds and bytes of one whole model on the ranks that share a stage is told by
+formulas of the schedules (Narayanan et al., *Efficient Large-Scale Language Model Training on GPU Clusters*, 2021,
+section 2.2; Qi et al., *Zero Bubble Pipeline Parallelism*, 2024, table 2): enough to rank, not to answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.cost.cluster import Cluster
+from meshwright.mesh import prime_factors
+
+CHUNKS = (1, 2, 4)  # stages of a rank that interleaved schedules are looked at with
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An order of actions by name. `chunks`: stages of a rank."""
+
+    name: str
+    chunks: int = 1
+
+    def idle_share(self, ranks: int, micro_batches: int) -> float:
+        """Seconds in which a rank has nothing to do, as a share of those in which it computes."""
+        share = (ranks - 1) / (micro_batches * self.chunks)
+        return share / 3 if self.name == "zero_bubble" else share
+
+    def in_flight(self, ranks: int, micro_batches: int) -> float:
+        """Micro-batches of which the first rank holds the activations of all its stages at once, at most."""
+        if self.name == "gpipe":
+            return float(micro_batches)
+        if self.chunks == 1:
+            return float(min(ranks, micro_batches))
+        return min(float(micro_batches), ranks * (1 + (ranks - 1) / (ranks * self.chunks)))
+
+
+@dataclass(frozen=True)
+class Outer:
+    """`taken`: how many ranks of each level of the cluster follow one another; the others share a stage."""
+
+    taken: tuple[int, ...]
+    schedule: Schedule
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks follow one another."""
+        return math.prod(self.taken)
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return self.ranks * self.schedule.chunks
+
+    def inside(self, cluster: Cluster) -> Cluster:
+        """The part of a cluster that shares a stage."""
+        levels = zip(cluster.levels, self.taken, strict=True)
+        return replace(cluster, levels=tuple(replace(v, size=v.size // n) for v, n in levels))
+
+    def message_seconds(self, cluster: Cluster, size_bytes: float) -> float:
+        """What a rank sends to the next takes over the slowest of the levels between them."""
+        over = [v for v, n in zip(cluster.levels, self.taken, strict=True) if n > 1]
+        return max((v.latency_seconds + size_bytes / v.bytes_per_s for v in over), default=0.0)
+
+
+def outers(
+    cluster: Cluster, layers: int, schedules: Sequence[str] = ("1f1b", "interleaved", "zero_bubble")
+) -> Iterator[Outer]:
+    """All configurations of at most as many stages as the model has layers; one stage is not among them."""
+    ways = [_divisors(level.size) for level in cluster.levels]
+    for taken in itertools.product(*ways):
+        ranks = math.prod(taken)
+        if ranks == 1:
+            continue
+        for name in schedules:
+            for chunks in CHUNKS[1:] if name == "interleaved" else CHUNKS[:1]:
+                if ranks * chunks <= layers:
+                    yield Outer(taken, Schedule(name, chunks))
+
+
+@dataclass(frozen=True)
+class Whole:
+    """One whole model on the ranks of a stage: seconds of its step, bytes of states (weights, gradients, moments) and
+    the largest of one parameter's, of what a micro-batch keeps for backward, and of what only lives at its end. `sent`:
+    bytes that a micro-batch sends from a stage to the next."""
+
+    seconds: float
+    states_bytes: float
+    largest_bytes: float
+    kept_bytes: float
+    last_bytes: float
+    sent_bytes: float
+
+
+def step_seconds(whole: Whole, outer: Outer, micro_batches: int, cluster: Cluster) -> float:
+    """About the step of a model in equal stages."""
+    ranks = outer.ranks
+    busy = whole.seconds / ranks
+    sends = 2 * (outer.stages - 1) * outer.message_seconds(cluster, whole.sent_bytes)
+    return busy * (1 + outer.schedule.idle_share(ranks, micro_batches)) + sends
+
+
+def peak_bytes(whole: Whole, outer: Outer, micro_batches: int) -> float:
+    """About the peak of the rank that holds most: the first has most micro-batches in flight, the last ends them."""
+    ranks = outer.ranks
+    states = whole.states_bytes / ranks + whole.largest_bytes * (1 - 1 / ranks)
+    first = whole.kept_bytes * outer.schedule.in_flight(ranks, micro_batches) / ranks
+    last = whole.kept_bytes / ranks + whole.last_bytes
+    return states + max(first, last)
+
+
+def _divisors(size: int) -> list[int]:
+    found = {1}
+    for prime in prime_factors(size):
+        found |= {n * prime for n in found}
+    return sorted(found)
+
+
+__all__ = ["Outer", "Schedule", "Whole", "outers", "peak_bytes", "step_seconds"]

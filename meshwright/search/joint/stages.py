@@ -1,0 +1,194 @@
+"""The joint search over pipelines: stages × levels × schedule × micro-batches × recompute × storage, with one inner
+problem for each number of ranks that share a stage.
+
+A front of choices is made once for each part of the cluster that may share a stage. Every outer configuration of it,
+with every point of the open techniques, is then a few sums. The quickest by these sums are simulated: the whole model
+on the ranks of a stage, divided by the schedule; what a simulation saw beyond the sums corrects those of its like. The
+first that is not quicker than the best so far ends the search.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.cost.cluster import Cluster
+from meshwright.errors import PlanError
+from meshwright.search.joint.dimensions import Dimension, dimensions, points
+from meshwright.search.joint.fronts import Candidate, Front, recipe_front
+from meshwright.search.joint.outer import Outer, Whole, outers, peak_bytes, step_seconds
+from meshwright.search.planner import Found, Planner
+from meshwright.search.space.memory import fixed_bytes
+from meshwright.search.techniques.layers import layers_of
+from meshwright.techniques import Techniques
+
+TRIES = 20  # configurations that are simulated
+SLACK = 1.1  # how far over the limit an estimate may be and still be simulated
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A pipeline: the choice for the ranks that share a stage, and about what the whole step takes of time and
+    memory."""
+
+    outer: Outer
+    found: Found
+    seconds: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A configuration before it is simulated."""
+
+    whole_seconds: float
+    order: tuple[int, ...]
+    outer: Outer
+    techniques: Techniques
+    front: Front
+    candidate: Candidate
+
+    def seconds(self, excess: float) -> float:
+        """About the step, with so many seconds more for each micro-batch of a whole model."""
+        pieces = self.techniques.micro_batches
+        whole = self.whole_seconds + excess * pieces
+        return whole / self.outer.ranks * (1 + self.outer.schedule.idle_share(self.outer.ranks, pieces))
+
+
+def stages(
+    cluster: Cluster,
+    planner_of: Callable[[Cluster], Planner],
+    layers: int,
+    *,
+    enough: float = math.inf,
+    tries: int = TRIES,
+) -> Staged | None:
+    """The best pipeline that fits and is quicker than `enough` seconds; None where there is none.
+
+    `planner_of` makes the planner for the ranks that share a stage from their part of the cluster. `layers`: stages
+    there can be at most.
+    """
+    best: Staged | None = None
+    known = _Known()
+    rows = list(_rows(cluster, planner_of, layers, enough))
+    queue = [(row.seconds(0.0), row.order, number) for number, row in enumerate(rows)]
+    heapq.heapify(queue)
+    while queue and tries > 0:
+        estimate, order, number = heapq.heappop(queue)
+        row = rows[number]
+        if estimate >= min(enough, best.seconds if best else math.inf):
+            break
+        if (now := row.seconds(known.excess(row))) > estimate:  # what was learned since
+            heapq.heappush(queue, (now, order, number))
+            continue
+        limit = row.front.planner.request.memory_bytes or math.inf
+        whole = whole_of(row.front, row.candidate, row.techniques)
+        if peak_bytes(whole, row.outer, row.techniques.micro_batches) > SLACK * limit:
+            continue
+        tries -= not known.has(row)
+        found = known.judged(row)
+        if found is None:
+            continue
+        made = staged(row.front, row.candidate, found, row.outer, cluster)
+        if made.peak_bytes <= limit and (best is None or made.seconds < best.seconds):
+            best = made
+            row.front.planner.tell(f"{row.outer.stages} stages", made.seconds, None)
+    return best
+
+
+class _Known:
+    """What was simulated: once for all schedules; and by how much more than estimated, for each micro-batch."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[Candidate, Techniques], Found | None] = {}
+        self.more: dict[tuple[Candidate, Any], float] = {}
+
+    def has(self, row: _Row) -> bool:
+        return (row.candidate, row.techniques) in self.found
+
+    def judged(self, row: _Row) -> Found | None:
+        """The choice of a row simulated; None for more micro-batches than a rank has examples."""
+        key = (row.candidate, row.techniques)
+        if key not in self.found:
+            try:
+                found = self.found[key] = row.front.judged(row.candidate, row.techniques)
+            except PlanError:
+                self.found[key] = None
+                return None
+            if found.verdict is not None:
+                more = found.verdict.step_seconds - row.whole_seconds
+                each = max(0.0, more) / row.techniques.micro_batches
+                self.more[row.candidate, row.techniques.recompute] = each
+        return self.found[key]
+
+    def excess(self, row: _Row) -> float:
+        """Seconds of a micro-batch that the estimate of a row lacks."""
+        return self.more.get((row.candidate, row.techniques.recompute), 0.0)
+
+
+def _rows(
+    cluster: Cluster, planner_of: Callable[[Cluster], Planner], layers: int, enough: float
+) -> Iterator[_Row]:
+    """All configurations that may be quicker than `enough`."""
+    fronts: dict[tuple[int, ...], tuple[Front, tuple[Dimension, ...]]] = {}
+    for number, outer in enumerate(outers(cluster, layers)):
+        if outer.taken not in fronts:
+            planner = planner_of(outer.inside(cluster))
+            fronts[outer.taken] = recipe_front(planner), dimensions(planner, offload=False)
+        made, over = fronts[outer.taken]
+        for candidate in made.candidates:
+            for point in points(over, made.planner.techniques):
+                pieces = point.techniques.micro_batches
+                if pieces > candidate.examples or (outer.schedule.chunks > 1 and pieces < outer.ranks):
+                    continue
+                least = made.least_seconds(candidate, point.techniques)
+                row = _Row(least, (sum(point.places), number), outer, point.techniques, made, candidate)
+                if row.seconds(0.0) < enough:
+                    yield row
+
+
+def staged(made: Front, candidate: Candidate, found: Found, outer: Outer, cluster: Cluster) -> Staged:
+    """What a choice that was simulated for a whole model comes to in a pipeline."""
+    whole = whole_of(made, candidate, found.techniques)
+    if found.verdict is not None:
+        whole = replace(whole, seconds=found.verdict.step_seconds)
+    pieces = found.techniques.micro_batches
+    return Staged(outer, found, step_seconds(whole, outer, pieces, cluster), peak_bytes(whole, outer, pieces))
+
+
+def whole_of(made: Front, candidate: Candidate, techniques: Techniques) -> Whole:
+    """The sums of a choice, states and activations apart."""
+    space, memory = candidate.space, made.memory(candidate.space, techniques)
+    owned = {number: name for (kind, name), number in space.variable.items() if kind == "parameter"}
+    each = [rows[state] for rows, state in zip(memory.amounts, candidate.states, strict=True)]
+    states = sum(float(each[number].max()) for number in owned)
+    sizes = (float(each[number].max()) / space.owners(name) for number, name in owned.items())
+    kept = sum(float(row[0]) for number, row in enumerate(each) if number not in owned)
+    missed = made.peak_bytes(candidate, techniques) - made.sums(candidate, techniques)
+    return Whole(
+        made.least_seconds(candidate, techniques),
+        states + fixed_bytes(space),
+        max(sizes, default=0.0),
+        kept,
+        missed,
+        _sent_bytes(made.planner, candidate) / techniques.micro_batches,
+    )
+
+
+def _sent_bytes(planner: Planner, candidate: Candidate) -> float:
+    """What a rank sends of a batch from a layer to the next: the smallest of what layers give."""
+    graph = planner.scene.graph
+    rows = [e.type.shape[e.batch_dim] for e in graph.input_of("batch") if e.batch_dim is not None]
+    ends = [
+        graph.types[value].size_bytes
+        for layer in layers_of(graph)
+        for value in layer.ends
+        if value in graph.needs_grad
+    ]
+    return min(ends, default=0) * candidate.examples / max(rows, default=1)
+
+
+__all__ = ["Staged", "stages", "staged", "whole_of"]

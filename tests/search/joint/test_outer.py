@@ -1,0 +1,64 @@
+"""What is said of pipelines before any is simulated: formulas against schedules that are played."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from meshwright.cost.cluster import Cluster
+from meshwright.pipeline.check import play
+from meshwright.pipeline.schedules import make
+from meshwright.search.joint.outer import Outer, Schedule, Whole, outers, peak_bytes, step_seconds
+
+PLAYED = [
+    (name, chunks, ranks, pieces)
+    for name, chunks in (
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved", 2),
+        ("interleaved", 4),
+        ("zero_bubble", 1),
+    )
+    for ranks, pieces in itertools.product((2, 4, 8), (8, 16, 32))
+]
+
+
+@pytest.mark.parametrize(("name", "chunks", "ranks", "pieces"), PLAYED)
+def test_idle_share_and_micro_batches_in_flight_are_those_of_the_played_schedule(name, chunks, ranks, pieces):
+    played, told = play(make(name, ranks, pieces, chunks)), Schedule(name, chunks)
+    idle = played.bubble / (1 - played.bubble)
+    assert told.idle_share(ranks, pieces) == pytest.approx(idle, rel=1e-9)
+    held = max(played.peaks) / chunks
+    assert held <= told.in_flight(ranks, pieces) <= held + 1
+
+
+def test_outer_configurations_divide_levels_and_leave_the_rest_to_a_stage():
+    cluster = Cluster.preset("h100", nodes=4, ranks_per_node=2)
+    every = list(outers(cluster, layers=8))
+    assert {o.taken for o in every} == {(1, 2), (2, 1), (2, 2), (4, 1), (4, 2)}
+    assert len(every) == len(set(every))
+    for outer in every:
+        assert outer.ranks * outer.inside(cluster).ranks == cluster.ranks
+        assert outer.stages <= 8
+    assert not list(outers(cluster, layers=1))
+
+
+def test_a_message_goes_over_the_slowest_level_between_stages():
+    cluster = Cluster.preset("h100", nodes=4, ranks_per_node=2)
+    node, gpu = cluster.levels
+    across, inside = (Outer(taken, Schedule("1f1b")) for taken in ((2, 2), (1, 2)))
+    assert across.message_seconds(cluster, 1e9) == node.latency_seconds + 1e9 / node.bytes_per_s
+    assert inside.message_seconds(cluster, 1e9) == gpu.latency_seconds + 1e9 / gpu.bytes_per_s
+
+
+def test_time_and_memory_of_a_whole_model_are_divided_by_the_ranks_of_the_pipeline():
+    cluster = Cluster.preset("h100", nodes=4, ranks_per_node=2)
+    whole = Whole(8.0, 80.0, 0.0, 16.0, 5.0, 0.0)
+    outer = Outer((4, 1), Schedule("1f1b"))
+    sends = 6 * outer.message_seconds(cluster, 0.0)
+    assert step_seconds(whole, outer, 6, cluster) == pytest.approx(2.0 * (1 + 3 / 6) + sends)
+    assert peak_bytes(whole, outer, 6) == 20 + 4 * 16 / 4
+    assert peak_bytes(whole, outer, 1) == 20 + max(16 / 4, 16 / 4 + 5)
+    assert math.isclose(peak_bytes(Whole(8.0, 80.0, 10.0, 0, 0, 0), outer, 6), 20 + 7.5)

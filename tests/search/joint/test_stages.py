@@ -1,0 +1,88 @@
+"""Pipelines that the joint search finds, against all configurations there are."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from meshwright.compile import captured_of, request_for
+from meshwright.cost.cluster import Cluster, Level
+from meshwright.errors import PlanError
+from meshwright.ops.analysis import factors_of
+from meshwright.search.folded import folded
+from meshwright.search.joint.dimensions import dimensions, points
+from meshwright.search.joint.fronts import recipe_front
+from meshwright.search.joint.outer import outers
+from meshwright.search.joint.stages import Staged, staged, stages
+from meshwright.search.options import Scene
+from meshwright.search.planner import Planner
+from tests.search.planned import GPU, built
+
+LAYERS = {"wide gpt": 6, "wide mlp": 4}
+
+
+def cluster(slow: float = 1.0) -> Cluster:
+    levels = (Level("node", 2, 1e9 / slow, 1e-6 * slow), Level("gpu", 2, 1e10, 1e-7))
+    return Cluster("gpu 2x2", GPU, levels, 1 << 36, 1e10)
+
+
+def planner(model: str, memory: float, machine: Cluster) -> Planner:
+    """The planner of the ranks of a part of a cluster."""
+    captured = captured_of(*built(model))
+    folds = folded(captured.graph, captured.folding)
+    request = request_for(machine, memory)
+    assert request is not None
+    scene = Scene(folds.graph, factors_of(folds.graph), machine.mesh)
+    return Planner(scene, folds, {}, request)
+
+
+def every(model: str, machine: Cluster) -> list[Staged]:
+    """All, each simulated."""
+    found: list[Staged] = []
+    for outer in outers(machine, LAYERS[model]):
+        inside = planner(model, 1e9, outer.inside(machine))
+        made = recipe_front(inside)
+        for candidate in made.candidates:
+            for point in points(dimensions(inside, offload=False), inside.techniques):
+                pieces = point.techniques.micro_batches
+                if pieces > candidate.examples or (outer.schedule.chunks > 1 and pieces < outer.ranks):
+                    continue
+                try:
+                    one = made.judged(candidate, point.techniques)
+                except PlanError:
+                    continue
+                found.append(staged(made, candidate, one, outer, machine))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "share"),
+    [
+        ("wide mlp", 1.0),
+        ("wide mlp", 0.3),
+        *(pytest.param("wide gpt", share, marks=pytest.mark.slow) for share in (1.0, 0.5, 0.2)),
+    ],
+)
+def test_no_configuration_is_quicker(model: str, share: float) -> None:
+    """`share`: of all configurations so many fit."""
+    machine = cluster(slow=10.0)
+    free = every(model, machine)
+    memory = sorted(p.peak_bytes for p in free)[int(share * (len(free) - 1))]
+    best = stages(machine, functools.partial(planner, model, memory), LAYERS[model])
+    assert best is not None and best.peak_bytes <= memory
+    assert best.seconds <= 1.02 * min(p.seconds for p in free if p.peak_bytes <= memory)
+
+
+def test_one_that_is_not_quicker_than_what_there_is_is_none() -> None:
+    machine = cluster()
+    made = functools.partial(planner, "wide mlp", 1e9)
+    best = stages(machine, made, LAYERS["wide mlp"])
+    assert best is not None
+    assert stages(machine, made, LAYERS["wide mlp"], enough=0.5 * best.seconds) is None
+
+
+def test_the_slowest_link_is_left_to_the_pipeline() -> None:
+    """Where a level sends a thousand times slower than the other, stages lie on both of its sides."""
+    best = stages(cluster(1e3), functools.partial(planner, "wide mlp", 1e9), LAYERS["wide mlp"])
+    assert best is not None and best.outer.taken[0] == 2
