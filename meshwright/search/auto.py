@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from meshwright.search.data_parallel import assign_batch
+from meshwright.search.data_parallel import by_batch
 from meshwright.search.planner import Found, Planner, Verdict, families_of
 from meshwright.search.recursed import recursion
 from meshwright.search.solve import solve, solve_limited
@@ -176,9 +176,7 @@ def recipes(planner: Planner) -> Iterator[tuple[str, Found]]:
     axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)
     rows = None
     if not planner.seeds:
-        states = scene.board.start()
-        assign_batch(scene, states, axes, scene.graph.nodes)
-        rows = rows_of(planner.codes, scene.board.strategies(states), scene.mesh)
+        rows = rows_of(planner.codes, by_batch(scene, axes), scene.mesh)
     if rows:
         plain = planner.space(exactly(rows), planner.storage(allowed=False))
         yield "data parallel", planner.found(plain, solve(plain.problem()).states, {"space": "recipes"})

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from meshwright.errors import StrategyError
 from meshwright.graph import Node
-from meshwright.ops.strategy import units
+from meshwright.ops.strategy import Strategy, units
 from meshwright.search.menus import Choices, State, Turn
 from meshwright.search.options import Scene
 
@@ -54,6 +54,13 @@ def assign_batch(scene: Scene, states: list[State], axes: tuple[str, ...], nodes
             if key not in known:
                 known[key] = before.after(*_turns(before, cuts, sizes))
             states[number] = known[key]
+
+
+def by_batch(scene: Scene, axes: tuple[str, ...]) -> dict[str, Strategy]:
+    """Data parallel over the axes: the strategy of every node."""
+    states = scene.board.start()
+    assign_batch(scene, states, axes, scene.graph.nodes)
+    return scene.board.strategies(states)
 
 
 def _turns(state: State, cuts: tuple[int, ...], sizes: Sequence[tuple[str, int]]) -> Iterator[Turn]:

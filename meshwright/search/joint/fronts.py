@@ -18,7 +18,7 @@ import numpy as np
 from meshwright.cost.machine import launch_seconds
 from meshwright.ops.batch import batch_units
 from meshwright.ops.strategy import at_path
-from meshwright.search.data_parallel import assign_batch
+from meshwright.search.data_parallel import by_batch
 from meshwright.search.joint.dimensions import MOST
 from meshwright.search.planner import Found, Planner
 from meshwright.search.solve import Memory, Problem, solve
@@ -139,9 +139,7 @@ def _recipes(planner: Planner) -> Iterator[tuple[str, Space]]:
     axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)
     if planner.seeds or not axes:
         return
-    states = scene.board.start()
-    assign_batch(scene, states, axes, scene.graph.nodes)
-    rows = rows_of(planner.codes, scene.board.strategies(states), scene.mesh)
+    rows = rows_of(planner.codes, by_batch(scene, axes), scene.mesh)
     if rows is None:
         return
     count = len(scene.mesh.axes)
