@@ -69,6 +69,7 @@ def recursive_programming(
         return completed(asked, known)
 
     best: Recursed | None = None
+    last = axes - 1  # of what was changed, the axis that was solved last: it is best beside all others
     for axis in range(axes):
         space = make(one_axis(axis, fixed))
         asked = objective(space)
@@ -78,12 +79,14 @@ def recursive_programming(
     for sweep in range(2, 2 + (sweeps if inner != "greedy" and axes > 1 else 0)):
         before = best.price
         joint = len(best.space.nodes) <= MOST_NODES
-        for family in [one_change(axes, fixed)] if joint else [one_axis(a, fixed) for a in range(axes)]:
-            space = make(family)
+        for axis in [-1] if joint else range(axes):
+            if not joint and axis == last:  # nothing has changed since
+                break
+            space = make(one_change(axes, fixed) if joint else one_axis(axis, fixed))
             asked = objective(space)
             states = solve(asked, first=as_before(space, asked)).states if joint else eliminate(asked).states
             if (price := asked.price(states)) < best.price * (1 - 1e-12):
-                best = take(space, states, price, sweep)
+                best, last = take(space, states, price, sweep), axis
         if best.price >= before * (1 - 1e-9):
             break
     return best

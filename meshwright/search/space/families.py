@@ -21,6 +21,7 @@ import numpy as np
 from meshwright.search.space.codes import NodeCodes
 from meshwright.search.space.layouts import key_of
 
+FEW = 64  # rows whose counts over all axes are found in one step; more, axis by axis, stay in the cache
 Rows = np.ndarray  # int8[states, axes]: the option of each axis
 Family = Callable[[NodeCodes, np.ndarray], Rows]
 
@@ -115,10 +116,13 @@ def legal(codes: NodeCodes, rows: Rows, sizes: np.ndarray) -> Rows:
 
 def block_counts(codes: NodeCodes, rows: Rows, sizes: np.ndarray) -> np.ndarray:
     """Into how many blocks each row cuts each leaf: float64[states, leaves]."""
-    counts = np.ones((len(rows), len(codes.leaf_sizes)))
-    for axis in np.flatnonzero(rows.any(axis=0)):
-        counts *= np.where(codes.cuts[rows[:, axis]], sizes[axis], 1.0)
-    return counts
+    used = np.flatnonzero(rows.any(axis=0))
+    if len(rows) > FEW:
+        counts = np.ones((len(rows), len(codes.leaf_sizes)))
+        for axis in used:
+            counts *= np.where(codes.cuts[rows[:, axis]], sizes[axis], 1.0)
+        return counts
+    return np.where(codes.cuts[rows[:, used]], sizes[used, None], 1.0).prod(axis=1)
 
 
 def _moved_on(codes: NodeCodes, rows: Rows, sizes: np.ndarray) -> tuple[Rows, np.ndarray]:

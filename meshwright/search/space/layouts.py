@@ -5,6 +5,7 @@ Values with the same sub-dims share one numbering and one price matrix: q, k and
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,12 +24,13 @@ class Port:
     forward: Codes  # int8[states, axes]
     grad: np.ndarray  # bool[states, axes]
 
-    @property
+    @functools.cached_property
     def backward(self) -> Codes:
         """The codes of the gradient: cut where the value is cut, pending where it says so, else whole."""
-        return np.where(self.grad, PENDING, np.where(self.forward == PENDING, WHOLE, self.forward)).astype(
-            np.int8
-        )
+        codes = self.forward.copy()
+        codes[codes == PENDING] = WHOLE
+        codes[self.grad] = PENDING
+        return codes
 
     def take(self, states: np.ndarray) -> Port:
         """Some of the states."""

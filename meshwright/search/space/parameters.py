@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -85,18 +86,21 @@ def parameter_states(
     may be gathered again instead. `host`: it lives there, and is updated there."""
     uses = union(wants)
     sizes = np.array([a.size for a in mesh.axes])
-    leaf_sizes = np.array([s for item in value.sizes for part in item for s in part])
+    members = [a.size for a in mesh.axes]
     whole_bytes = value.itemsize * float(table.local_elements(value, np.zeros((1, len(sizes)), np.int8))[0])
     found: list[tuple[int, tuple[int, ...], int, bool]] = []
     choices = list(_subsets(how.groups)) if how.allowed and whole_bytes >= how.smallest_bytes else []
     for state in range(len(uses.forward)):
         found.append((state, (), 0, False))
         seen: set[tuple[int, ...]] = {()}
-        counts = _counts(value, uses.forward[state], sizes, len(leaf_sizes))
+        codes = uses.forward[state].tolist() if choices else []
+        counts = _counts(value, codes, members)
         for chosen in choices:
-            axes = tuple(a for a in chosen if uses.forward[state, a] == WHOLE and sizes[a] > 1)
-            place = _room(value, leaf_sizes, counts, int(np.prod(sizes[list(axes)]))) if axes else None
-            if axes in seen or place is None:
+            axes = tuple([a for a in chosen if codes[a] == WHOLE and members[a] > 1])
+            if axes in seen:
+                continue
+            place = _room(value, counts, math.prod([members[a] for a in axes]))
+            if place is None:
                 continue
             seen.add(axes)
             found.append((state, axes, place, False))
@@ -143,23 +147,26 @@ def _subsets(groups: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
     ]
 
 
-def _counts(value: Value, codes: np.ndarray, sizes: np.ndarray, leaves: int) -> np.ndarray:
-    counts = np.ones(leaves)
-    for code, size in zip(codes, sizes, strict=True):
+def _counts(value: Value, codes: list[int], members: list[int]) -> list[int]:
+    """Into how many blocks a use cuts each leaf."""
+    counts = [1] * len(value.leaves)
+    for code, size in zip(codes, members, strict=False):
         if code >= 2:
-            counts[list(value.places[code - 2])] *= size
+            for leaf in value.places[code - 2]:
+                counts[leaf] *= size
     return counts
 
 
-def _room(value: Value, leaf_sizes: np.ndarray, counts: np.ndarray, members: int) -> int | None:
+def _room(value: Value, counts: list[int], members: int) -> int | None:
     """The place that storage is cut at: the first that divides evenly, else the first with enough elements."""
-    fitting = [
-        k
-        for k, leaves in enumerate(value.places)
-        if all(leaf_sizes[x] >= counts[x] * members for x in leaves)
-    ]
-    even = [k for k in fitting if all(leaf_sizes[x] % (counts[x] * members) == 0 for x in value.places[k])]
-    return (even or fitting or [None])[0]
+    sizes, enough = value.leaves, None
+    for k, leaves in enumerate(value.places):
+        blocks = [counts[x] * members for x in leaves]
+        if enough is None and all(sizes[x] >= n for x, n in zip(leaves, blocks, strict=True)):
+            enough = k
+        if all(sizes[x] >= n and sizes[x] % n == 0 for x, n in zip(leaves, blocks, strict=True)):
+            return k
+    return enough
 
 
 def _priced(
