@@ -26,6 +26,7 @@ _PUBLIC = {
     "reshard": "meshwright.annotate",
     "shard": "meshwright.annotate",
     "shutdown": "meshwright.train",
+    "stage": "meshwright.annotate",
     "manual_step": "meshwright.manual",
     "rule": "meshwright.compile",
     "train_step": "meshwright.train",

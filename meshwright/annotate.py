@@ -1,5 +1,5 @@
-"""Annotations in a model's own code: `mw.shard`, `mw.reshard`, `mw.on_host`, `mw.recompute`, `mw.Layout`. On one
-device they do nothing.
+"""Annotations in a model's own code: `mw.shard`, `mw.reshard`, `mw.on_host`, `mw.recompute`, `mw.stage`,
+`mw.Layout`. On one device they do nothing.
 
 While the model is captured they leave marks at their inputs and outputs; the planner turns the marks into cuts.
 """
@@ -18,7 +18,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from meshwright.errors import PlanError, StrategyError, did_you_mean
-from meshwright.graph import AGAIN_MARK
+from meshwright.graph import AGAIN_MARK, STAGE_MARK
 from meshwright.techniques import RECOMPUTE
 
 Blocks = tuple[int, ...]
@@ -224,6 +224,24 @@ def recompute(target: F, enabled: bool = True, *, policy: str = "full") -> F:
             hint=did_you_mean(str(policy), RECOMPUTE),
         )
     return _marked(target, name, mark=f"{AGAIN_MARK}{policy if enabled else ''}")
+
+
+def stage(target: F, number: int) -> F:
+    """Put a module or a function into a stage of the pipeline: ``mw.stage(model.encoder, 0)``.
+
+    Stages count from 0 in the order in which the model runs; operators that no call names go where they balance. A
+    module is returned itself, with its hooks; a function as a wrapper. Nothing happens without a plan of
+    ``pipeline=``. Raises PlanError for what is no stage.
+    """
+    name = f"mw.stage of {getattr(target, '__name__', type(target).__name__)}"
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise PlanError(
+            f"{name} is given {number!r}",
+            why="stages are numbered from 0",
+            where=_caller(),
+            hint="mw.stage(module, 0)",
+        )
+    return _marked(target, name, mark=f"{STAGE_MARK}{number}")
 
 
 def _marked(

@@ -26,6 +26,9 @@ from meshwright.partition.judged import Judge, claims_of
 from meshwright.partition.micro_batches import nothing_to_hide
 from meshwright.partition.turns import with_turns
 from meshwright.partition.weighed import weighed
+from meshwright.pipeline.meshes import meshes
+from meshwright.pipeline.planned import check_alone, check_beside, in_one_stage, staged, within_stage
+from meshwright.pipeline.predicted import claims_of as pipeline_claims
 from meshwright.plan import Plan
 from meshwright.report.plan_table import plan_text
 from meshwright.search.folded import Folded
@@ -137,6 +140,9 @@ def plan_captured(
     techniques: Techniques = NONE,
 ) -> Plan:
     """The plan of a captured program. It keeps the capture, so that it can explain itself and take more pins."""
+    if techniques.pipeline > 1:
+        return _plan_staged(captured, mesh, mode, pins, request, techniques)
+    check_alone(techniques)
     if mesh is None and request is not None:
         mesh = mesh_of_pins(captured.graph) or request.cluster.mesh
     chosen = mesh_from(mesh, captured)
@@ -167,6 +173,39 @@ def plan_captured(
     return with_origin(made.with_notes(*captured.notes), captured, request)
 
 
+def _plan_staged(
+    captured: Captured,
+    mesh: MeshLike,
+    mode: str | None,
+    pins: Pins | None,
+    request: Request | None,
+    techniques: Techniques,
+) -> Plan:
+    """The plan of a pipeline: that of the ranks which share a stage, cut into stages."""
+    total = mesh is None or isinstance(mesh, int)
+    if mesh is None and request is not None:
+        mesh = request.cluster.ranks
+    elif mesh is None and (found := mesh_of_pins(captured.graph)) is not None:
+        mesh, total = found, False
+    world = meshes(mesh_from(mesh, captured), techniques, total=total)
+    inside, places = request, world.places
+    if request is not None:
+        # The search sees the whole model on the ranks of one stage, so as many times the memory.
+        limit = None if request.memory_bytes is None else places * request.memory_bytes
+        inside = replace(request, cluster=within_stage(request.cluster, places), memory_bytes=limit)
+    check_beside(techniques)
+    made = plan_captured(captured, world.stage, mode, pins, inside, in_one_stage(techniques))
+    cluster = request.cluster if request is not None else None
+    asked = {name: getattr(techniques, name) for name in ("pipeline", "schedule", "stages")}
+    techniques = replace(made.techniques, **asked, given=techniques.given)
+    made = staged(captured.graph, made, techniques, world, functools.partial(lower, captured), cluster)
+    if request is not None:
+        said = pipeline_claims(lower(captured, made), request.cluster, request.optimizer_states)
+        made = replace(made, claims=said)
+        made = made.with_notes(*over_limit(made, request))
+    return with_origin(made, captured, request)
+
+
 def with_origin(plan: Plan, captured: Captured, request: Request | None = None) -> Plan:
     """The plan together with the program it was made for."""
     return replace(plan, origin=_Origin(captured, request))
@@ -186,8 +225,11 @@ class _Origin:
 
     def pinned(self, plan: Plan, pins: Pins) -> Plan:
         return plan_captured(
-            self.captured, plan.mesh, plan.mode, pins, self.request, plan.techniques.as_given()
+            self.captured, plan.ranks, plan.mode, pins, self.request, plan.techniques.as_given()
         )
+
+    def staged(self, plan: Plan, techniques: Techniques) -> Plan:
+        return plan_captured(self.captured, plan.ranks, plan.mode, plan.pins, self.request, techniques)
 
 
 def rule(op: str, line: str) -> None:

@@ -42,6 +42,8 @@ AGAIN_MARK = (
     "recompute:"  # a word for operators in a call of `mw.recompute`; a policy follows, or "end" for results
 )
 
+STAGE_MARK = "stage:"  # a word for operators in a call of `mw.stage`; the number of the stage follows
+
 
 @dataclass(frozen=True, slots=True)
 class TensorType:

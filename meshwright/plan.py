@@ -21,7 +21,7 @@ from meshwright.plan_file import AGAIN, plain_pins, read, write
 from meshwright.plan_folds import Fold, stand_ins
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import show_bytes
-from meshwright.techniques import NONE, TURNS, Techniques
+from meshwright.techniques import NONE, TURNS, Techniques, techniques_from
 
 CLAIMS = (
     "step_seconds",
@@ -48,6 +48,10 @@ class Origin(Protocol):
         """The plan made again with more pins."""
         ...
 
+    def staged(self, plan: Plan, techniques: Techniques) -> Plan:
+        """The plan made again with other wishes for its stages."""
+        ...
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -65,6 +69,9 @@ class Plan:
     repeat it), ``host`` (in the host's memory) or ``slice host``.
 
     `turns`: in which order copies of the batch take turns, one of `TURNS` (`partition/interleave.py`).
+
+    `stages`: operator → its stage in a pipeline, none without one; what it lacks is made wherever it is read. `mesh` is
+    then that of the ranks which share a stage, and `world` that of all ranks: it has the pipeline's axis, too.
 
     `hosts`: the nodes that the host runs; what only they read lives in its memory (`meshwright.places`).
 
@@ -97,6 +104,8 @@ class Plan:
     states: Mapping[str, TensorLayout] = field(default_factory=dict)
     hosts: frozenset[str] = frozenset()
     turns: str = TURNS[0]
+    stages: Mapping[str, int] = field(default_factory=dict)
+    world: Mesh | None = None
     prices: Prices | None = None
     claims: Mapping[str, Any] = field(default_factory=dict)
     nexts: Mapping[str, str] = field(default_factory=dict)
@@ -141,6 +150,27 @@ class Plan:
                 hint="mw.plan(model, batch, pins={pattern: {factor: axis}}, …)",
             )
         return self.origin.pinned(self, {**self.pins, pattern: {**self.pins.get(pattern, {}), **cuts}})
+
+    def pin_stage(self, pattern: str, stage: int) -> Plan:
+        """The plan made again with modules in a stage of the pipeline: ``plan.pin_stage("blocks.0-5", 0)``.
+
+        `pattern` matches names of modules, where ``0-5`` stands for the numbers from 0 to 5. Raises PlanError for one
+        that matches none, for stages that go backward, and for a plan that was loaded from a file.
+        """
+        if self.origin is None:
+            raise PlanError(
+                "a plan from a file cannot be made again",
+                why="it does not hold the model",
+                hint='mw.plan(model, batch, pipeline=2, stages={"blocks.0-5": 0}, …)',
+            )
+        wishes = {**dict(self.techniques.stages), pattern: stage}
+        checked, given = techniques_from({"stages": wishes}).stages, self.techniques.as_given()
+        return self.origin.staged(self, replace(given, stages=checked, given=given.given | {"stages"}))
+
+    @property
+    def ranks(self) -> Mesh:
+        """The mesh of all ranks: with the pipeline's axis, where there is one."""
+        return self.mesh if self.world is None else self.world
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON (UTF-8, one node a line)."""
@@ -197,6 +227,7 @@ class Plan:
             again=frozenset(v for v, here in values.items() if v in self.again or here in self.again),
             keeps=filled(self.keeps, values),
             hosts=frozenset(n for n, here in nodes.items() if n in self.hosts or here in self.hosts),
+            stages=self.stages,
             times={},
             stand_ins=stand,
         )
@@ -255,6 +286,7 @@ class Plan:
         self._check_hubs(factors)
         self._check_keeps(factors)
         self._check_states()
+        self._check_stages(factors)
         for name in sorted(self.hosts - set(factors.sites)):
             raise PlanError(
                 f"the plan runs %{name} on the host", why="the model has no such node", hint=AGAIN
@@ -304,6 +336,36 @@ class Plan:
                     why="a value is kept as autograd does, or " + ", ".join(map(repr, KEPT_AS)),
                     hint=did_you_mean(how, KEPT_AS),
                 )
+
+    def _check_stages(self, factors: Factors) -> None:
+        for name in self.stages:
+            if name not in factors.sites:
+                raise PlanError(
+                    f"the plan has a stage for %{name}", why="the model has no such node", hint=AGAIN
+                )
+        latest: dict[str, int] = {}  # value → the latest stage that it follows from
+        for name, site in factors.sites.items():
+            before = max((latest.get(u, 0) for u in site.node.uses), default=0)
+            if self.stages.get(name, before) < before:
+                raise PlanError(
+                    f"the plan has %{name} in stage {self.stages[name]}",
+                    why=f"it reads what is made in stage {before}",
+                    where=site.node.where,
+                    hint=AGAIN,
+                )
+            latest.update(dict.fromkeys(site.node.values, self.stages.get(name, before)))
+        count = self.techniques.pipeline
+        found = {*self.stages.values()}
+        wanted = {*range(count)} if count > 1 else set()
+        if found != wanted:
+            missing = sorted(wanted - found)
+            raise PlanError(
+                f"the plan asks for {count} pipeline stages",
+                why=f"stage {missing[0]} has no operator"
+                if wanted > found
+                else "its operators have other stages",
+                hint=AGAIN,
+            )
 
     def _check_states(self) -> None:
         for name, layout in self.states.items():

@@ -41,14 +41,12 @@ def write(plan: Mapping[str, Any], left_out: Collection[str] = ()) -> str:
         "meshwright plan": VERSION,
         "mode": plan["mode"],
         "graph": plan["fingerprint"],
-        "mesh": {
-            "axes": [[a.name, a.size, a.link] for a in mesh.axes],
-            "names": [[name, list(run)] for name, run in mesh.names],
-            "order": list(mesh.order) if mesh.order != tuple(range(mesh.size)) else [],
-        },
+        "mesh": _mesh_data(mesh),
         "notes": list(plan["notes"]),
         "pins": plan["pins"],
     }
+    if plan["world"] is not None:
+        head["world"] = _mesh_data(plan["world"])
     if asked := plan["techniques"].asked():
         head["techniques"] = asked
     if plan["turns"] != TURNS[0]:
@@ -85,8 +83,21 @@ def write(plan: Mapping[str, Any], left_out: Collection[str] = ()) -> str:
     if plan["hosts"]:
         hosts = (json.dumps(name) for name in sorted(plan["hosts"]) if name not in left_out)
         parts.append(_block("hosts", hosts, "[]"))
+    if plan["stages"]:
+        stages: dict[int, list[str]] = {}
+        for name, stage in plan["stages"].items():
+            stages.setdefault(stage, []).append(name)
+        parts.append(_block("stages", (f'"{k}": {json.dumps(v)}' for k, v in sorted(stages.items()))))
     parts.append(_block("nodes", (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in nodes.items())))
     return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _mesh_data(mesh: Mesh) -> dict[str, Any]:
+    return {
+        "axes": [[a.name, a.size, a.link] for a in mesh.axes],
+        "names": [[name, list(run)] for name, run in mesh.names],
+        "order": list(mesh.order) if mesh.order != tuple(range(mesh.size)) else [],
+    }
 
 
 def _block(name: str, lines: Iterable[str], brackets: str = "{}") -> str:
@@ -120,7 +131,7 @@ def _strategy_data(
 
 KEYS = (
     "meshwright plan", "mode", "graph", "mesh", "notes", "pins", "prices", "claims", "techniques", "turns", "folds",
-    "times",     "inputs", "hubs", "states", "again", "keeps", "hosts", "nodes",
+    "times", "inputs", "hubs", "states", "again", "keeps", "hosts", "nodes", "world", "stages",
 )  # fmt: skip
 
 
@@ -160,6 +171,8 @@ def read(text: str, source: str) -> dict[str, Any]:
         "again": file.entry("again", lambda d: _again(d["again"], hubs), data),
         "keeps": file.entry("keeps", lambda d: {str(k): str(v) for k, v in d.items()}, data.get("keeps", {})),
         "hosts": file.entry("hosts", lambda d: _hosts(d, nodes), data.get("hosts", [])),
+        "world": file.entry("world", _mesh, data["world"]) if "world" in data else None,
+        "stages": file.entry("stages", _stages, data.get("stages", {})),
         "folds": file.entry("folds", _folds, data.get("folds", [])),
         "times": file.entry("times", lambda d: {str(k): int(v) for k, v in d.items()}, data.get("times", {})),
         "prices": file.entry("prices", _prices, data.get("prices")),
@@ -275,6 +288,10 @@ def _hosts(data: Any, nodes: Collection[str]) -> frozenset[str]:
         if name not in nodes:
             raise ValueError(f"%{name} is no node of the plan")
     return frozenset(data)
+
+
+def _stages(data: Any) -> dict[str, int]:
+    return {str(name): int(stage) for stage, names in data.items() for name in names}
 
 
 def _folds(data: Any) -> tuple[tuple[int, int, int], ...]:

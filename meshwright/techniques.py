@@ -27,6 +27,9 @@ class Options(TypedDict, total=False):
     shard_size: int
     threshold_kb: float
     keep_whole: tuple[str, ...]
+    pipeline: int
+    schedule: str
+    stages: Mapping[str, int]
     micro_batches: int
     gradient_accumulation_shard: bool
     recompute: str | float | Mapping[str, str]
@@ -46,6 +49,10 @@ class Techniques:
     `optimizer_parallel`: 1 splits the optimizer's states over the ranks that would repeat them, 2 the gradients too,
     3 the weights too; among `shard_size` ranks (0: all of them). Parameters below `threshold_kb` KiB, and those whose
     names match a pattern of `keep_whole`, stay whole.
+
+    `pipeline`: stages that the model is cut into, which take the micro-batches in the order of a `schedule`: a name, or
+    the text of one (`meshwright.pipeline`; empty: 1f1b). `stages` gives module patterns (``blocks.0-5``) a stage each;
+    where all others go is found.
 
     `micro_batches`: pieces of the batch whose gradients are added up before the update: whole, and reduced once, or,
     with `gradient_accumulation_shard` and parts of gradients (level 2) or of weights (level 3), reduced and scattered
@@ -71,6 +78,9 @@ class Techniques:
     shard_size: int = 0
     threshold_kb: float = 64.0
     keep_whole: tuple[str, ...] = ()
+    pipeline: int = 1
+    schedule: str = ""
+    stages: tuple[tuple[str, int], ...] = ()
     micro_batches: int = 1
     gradient_accumulation_shard: bool = False
     recompute: str | float | tuple[tuple[str, str], ...] = ""
@@ -92,6 +102,8 @@ class Techniques:
         given = {f.name: getattr(self, f.name) for f in _options() if _differs(self, f)}
         if "recompute" in given and isinstance(self.recompute, tuple):
             given["recompute"] = dict(self.recompute)
+        if "stages" in given:
+            given["stages"] = dict(self.stages)
         return given
 
     @property
@@ -146,6 +158,7 @@ def techniques_from(given: Mapping[str, Any]) -> Techniques:
     for name, least, most in (
         ("optimizer_parallel", 0, 3),
         ("shard_size", 0, None),
+        ("pipeline", 1, None),
         ("micro_batches", 1, None),
         ("interleave", 1, None),
     ):
@@ -154,6 +167,10 @@ def techniques_from(given: Mapping[str, Any]) -> Techniques:
     for name in ("gradient_accumulation_shard", "recompute_communication", "slice_activation"):
         if name in values and not isinstance(values[name], bool):
             raise PlanError(f"{name}={values[name]!r}", why="it is a switch", hint="True or False")
+    if "schedule" in values:
+        values["schedule"] = str(values["schedule"])  # a schedule prints as what can be read again
+    if "stages" in values:
+        values["stages"] = _stages(values["stages"])
     if "threshold_kb" in values:
         values["threshold_kb"] = _size(
             "threshold_kb", values["threshold_kb"], "KiB; 0 splits every parameter"
@@ -242,6 +259,18 @@ def _recompute(value: Any) -> str | float | tuple[tuple[str, str], ...]:
         _one_of("recompute", value, ("", *RECOMPUTE))
         return value
     return _size("recompute", value, "bytes of kept activations")
+
+
+def _stages(value: Any) -> tuple[tuple[str, int], ...]:
+    pairs = tuple(value.items() if isinstance(value, Mapping) else value)
+    for name, stage in pairs:
+        if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
+            raise PlanError(
+                f"stages={{{name!r}: {stage!r}}}",
+                why="a stage is a whole number from 0",
+                hint='stages={"blocks.0-5": 0}',
+            )
+    return tuple((str(name), stage) for name, stage in pairs)
 
 
 def _fusion(value: Any) -> str | int | tuple[tuple[str, ...], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -37,13 +38,16 @@ from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.updates import updates
+from meshwright.pipeline.meshes import meshes, meshes_of
 from meshwright.plan import Plan
 from meshwright.redistribute import redistribute
 from meshwright.redistribute.positions import exchange
 from meshwright.report.program import ProgramText
 from meshwright.runtime.communicator import ProcessGroups
 from meshwright.runtime.connect import Meeting, check_world, launched_world
+from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.elementwise import check_optimizer
+from meshwright.runtime.pipeline import Pipeline
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Mover
 from meshwright.runtime.step import LocalStep, OptimizerFactory, taker
@@ -65,19 +69,27 @@ class TrainStep:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the plan."""
-        return self.plan.mesh
+        """The mesh of all ranks."""
+        return self.plan.ranks
 
     @property
     def rank(self) -> int:
         """This process's rank."""
-        return self.local.rank.comm.rank
+        return self.local.world.rank
 
     @property
     def program(self) -> ProgramText:
         """What this rank runs, with every collective of forward and backward, its axis and its bytes."""
         local = self.local
-        return ProgramText(local.graph, self.parts, local.buckets.groups, local.sharded.groups, self.rank)
+        stages = {} if local.pipe is None else {s: local.pipe.cut[s] for s in local.pipe.mine}
+        return ProgramText(
+            local.graph,
+            self.parts,
+            local.buckets.groups,
+            local.sharded.groups,
+            local.rank.comm.rank,
+            stages,
+        )
 
     @property
     def module(self) -> torch.fx.GraphModule:
@@ -105,16 +117,27 @@ class TrainStep:
     def full_state(self) -> dict[str, torch.Tensor]:
         """Every parameter and buffer, whole, under its name in the model. Collective: all ranks call it."""
         found: dict[str, torch.Tensor] = {}
-        handle = self.local.handle
-        for name, entry in self.local.inputs.items():
+        local, pipe = self.local, self.local.pipe
+        mesh, rank = local.mesh, local.rank.comm.rank
+        for name, entry in local.inputs.items():
             if entry.role not in ("parameter", "buffer"):
                 continue
-            value, layout = self.local.leaves[name].detach(), self.local.layouts[name].forward
-            if layout.split_axes:
-                value = value.to(self.local.rank.device)
+            value, layout = local.leaves.get(name), local.layouts[name].forward
+            if value is not None and layout.split_axes:
+                value = value.to(local.rank.device)
                 whole = TensorLayout.whole(layout.shape)
-                for step in redistribute(layout, whole, self.mesh, value.element_size()):
-                    value = Mover(exchange(step, self.mesh, self.rank))(value, handle)
+                for step in redistribute(layout, whole, mesh, value.element_size()):
+                    value = Mover(exchange(step, mesh, rank))(value.detach(), local.handle)
+            if pipe is not None:
+                empty = functools.partial(
+                    torch.empty,
+                    entry.type.shape,
+                    dtype=TORCH_DTYPES[entry.type.dtype],
+                    device=local.rank.device,
+                )
+                value = pipe.comm.from_first(value, empty, pipe.holders[name], local.last_tag)
+            assert value is not None
+            value = value.detach()
             for target in (entry.target, *entry.ties):
                 found[target] = value
         return found
@@ -173,9 +196,11 @@ def train_step(
     asked = asked_beside(plan, techniques)
     plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
     if plan is not None:
-        check_world(plan.mesh)
+        check_world(plan.ranks)
     elif mesh is not None:
-        check_world(mesh_from(mesh))
+        given = mesh_from(mesh)
+        total = isinstance(mesh, int)
+        check_world(given if asked.pipeline == 1 else meshes(given, asked, total=total).world)
     elif cluster is not None:
         check_world(cluster.mesh)
     if not callable(optimizer):
@@ -206,7 +231,7 @@ def train_step(
         example = batch if init is None else map_leaves(batch, lambda t: t.to("meta"))
         captured = captured_of(model, example, loss, cache)
         chosen = plan if plan is not None else plan_captured(captured, mesh, mode, pins, request, asked)
-        check_world(chosen.mesh)
+        check_world(chosen.ranks)
         return _pack(captured, chosen.check(captured.graph), model, state)
 
     graph, constants, chosen, signature, state = _unpack(meeting.agree(compute))
@@ -228,12 +253,19 @@ def train_step(
         chosen.check(graph), captured
     )  # as it came it may say many equal layers by two of them
     check_optimizer(optimizer, _cut_parameter(graph, chosen))
-    comm = meeting.connect(chosen.mesh, place, host=bool(chosen.hosts))
+    meeting.confirm(
+        f"pipeline={chosen.techniques.pipeline} on {place.type}: messages between stages go over gloo alone yet"
+        if chosen.stages and place.type != "cpu"
+        else "",
+        hint="leave out pipeline=, or train on the CPU",
+    )
+    comm = meeting.connect(chosen.ranks, place, host=bool(chosen.hosts))
     parts = lower(captured, chosen)
     rank = Rank(comm, place, seed=seed, exact=exact_random)
     if isinstance(comm, ProcessGroups):
-        comm.prepare(axis_sets(parts, parts.local(comm.rank)))
-    made = {} if initial is None else initial.parts(lambda entry: taker(entry.name, parts, rank))
+        comm.prepare(axis_sets(parts, parts.local(meshes_of(chosen).within(comm.rank))))
+    holds = Pipeline(parts, comm).holds if chosen.stages else lambda _: True
+    made = {} if initial is None else initial.parts(lambda entry: taker(entry.name, parts, rank), holds)
     values = {**values_of(model, captured, place), **made}
     if source is not None:
         for entry in graph.inputs:

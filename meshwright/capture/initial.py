@@ -83,10 +83,13 @@ class Initial:
                 )
         return ""
 
-    def parts(self, take: Callable[[Input], Take]) -> dict[str, torch.Tensor]:
-        """Input name → part. `take`: the function from a whole tensor to the part."""
+    def parts(
+        self, take: Callable[[Input], Take], wanted: Callable[[str], bool] = lambda _: True
+    ) -> dict[str, torch.Tensor]:
+        """Input name → part, of those that are `wanted`. `take`: the function from a whole tensor to the part."""
         torch.set_rng_state(self.state)
-        return replay(self.built, {e.name: (self.tensors[e.target], take(e)) for e in self.entries})
+        mine = (e for e in self.entries if wanted(e.name))
+        return replay(self.built, {e.name: (self.tensors[e.target], take(e)) for e in mine})
 
 
 __all__ = ["Init", "Initial", "check_init", "first_on_meta"]

@@ -1,5 +1,5 @@
-"""Words that annotations give to operators (`mw.on_host`, `mw.recompute`): from marks at the tensors of a call to the
-nodes inside it.
+"""Words that annotations give to operators (`mw.on_host`, `mw.recompute`, `mw.stage`): from marks at the tensors of a
+call to the nodes inside it.
 
 The marks themselves go: they would stand between an operator and its readers, and between equal layers.
 """

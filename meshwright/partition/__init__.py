@@ -17,6 +17,7 @@ from meshwright.partition.keeps import stashed, with_keeps
 from meshwright.partition.localize import localize_graph
 from meshwright.partition.overlap import Flight, flights, overlapped
 from meshwright.partition.reshards import Resharded, insert_reshards
+from meshwright.partition.stages import Places, Stage, cut_stages, flights_within, places
 from meshwright.partition.stashes import Stash
 from meshwright.partition.time import check_in_time, in_time
 from meshwright.plan import Plan
@@ -62,7 +63,28 @@ class Partition:
     @functools.cached_property
     def flights(self) -> tuple[Flight, ...]:
         """Reshards that start early, and together: the same on all ranks."""
-        return flights(self.resharded, self.plan)
+        found = flights(self.resharded, self.plan)
+        if not self.plan.stages:
+            return found
+        graph = self.resharded.graph
+        inputs = frozenset(
+            n.name for n in graph.nodes if n.op == RESHARD and n.uses[0] not in graph.producers
+        )
+        return flights_within(found, self._places, inputs)
+
+    @functools.cached_property
+    def _places(self) -> Places:
+        return places(self.resharded.graph, self.plan.stages)
+
+    def stages(self, program: Graph) -> tuple[Stage, ...]:
+        """The stages of a pipeline into which a local program (or one of a micro-batch) is cut."""
+        starts = {flight.name: flight.members[0] for flight in self.flights}
+
+        def place(node: Node) -> frozenset[int]:
+            name = starts.get(node.name, node.name)
+            return self._places[name if name in self._places else name.rpartition("_k")[0]]
+
+        return cut_stages(program, self.plan.techniques.pipeline, place)
 
     @functools.cached_property
     def _latest(self) -> dict[int, Graph]:
@@ -73,10 +95,14 @@ class Partition:
         remembered: who explains a plan asks for it several times."""
         found = self._latest.get(rank)
         if found is None:
-            found = overlapped(localize_graph(self.resharded, self.factors, self.plan, rank), self.flights)
+            found = overlapped(self.plain(rank), self.flights)
             self._latest.clear()
             self._latest[rank] = found
         return found
+
+    def plain(self, rank: int) -> Graph:
+        """The same before anything starts early: reshards block."""
+        return localize_graph(self.resharded, self.factors, self.plan, rank)
 
     def on_host(self, node: Node) -> bool:
         """Whether the host runs a node of a local program. A transfer runs on neither side."""

@@ -48,6 +48,12 @@ class GradientMemory:
         """The gradients that have arrived at a node's results."""
         return [self._arrived.pop(v) for v in node.values if v in self._arrived]
 
+    def drop(self, names: Collection[str]) -> None:
+        """What has arrived at some inputs is sent on, and goes."""
+        for name in names:
+            if name in self._arrived:
+                self.heap.drop(self._arrived.pop(name))
+
     def finish(self) -> None:
         """Backward is over: what has come to a parameter is all that comes."""
         for name in [n for n in self._arrived if n in self.trained]:

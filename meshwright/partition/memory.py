@@ -8,8 +8,8 @@ start) until the update. Nothing is run: sizes are those of the local graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from meshwright.cost.operators import PIECES, REPEATS, VIEWS
 from meshwright.cost.saved import saved
@@ -35,7 +35,7 @@ from meshwright.partition.stash_memory import StashMemory
 from meshwright.partition.update_memory import UpdateMemory
 from meshwright.partition.workspace import gradients_of, workspace
 from meshwright.redistribute import Reshard
-from meshwright.redistribute.buckets import BucketBytes, fill
+from meshwright.redistribute.buckets import BucketBytes, Group, fill
 
 DROPOUT = "meshwright.dropout"
 TINY_BYTES = 256  # what an operator saves of its own and is no larger is kept (`runtime.again`)
@@ -57,13 +57,13 @@ def peak(
     `apart`: whether the host's memory is counted apart (by default where it is not the device's).
     """
     staged = device == "cpu" if staged is None else staged
-    return _Walk(parts, rank, optimizer, device, bucket_bytes, staged, apart).run()
+    return StepWalk(parts, rank, optimizer, device, bucket_bytes, staged, apart).run()
 
 
 def kept_bytes(parts: Partition, rank: int = 0) -> Mapping[str, int]:
     """Node of a rank's program → bytes of what it makes that are kept when forward has ended, its results and what
     autograd keeps beside them. What is a parameter, or of the batch, or in the host's memory is not counted."""
-    walk = _Walk(parts, rank, ADAMW, "cpu", None, True)
+    walk = StepWalk(parts, rank, ADAMW, "cpu", None, True)
     walk.start()
     walk.forward()
     owner: dict[int, tuple[Storage, str]] = {}
@@ -90,7 +90,7 @@ class _Kept:
     notes: list[Held]
 
 
-class _Walk:
+class StepWalk:
     def __init__(
         self,
         parts: Partition,
@@ -100,11 +100,13 @@ class _Walk:
         bucket_bytes: BucketBytes | None,
         staged: bool,
         apart: bool | None = None,
+        stage: Graph | None = None,
     ) -> None:
+        """`stage`: the program of one stage of a pipeline, in place of the whole."""
         self.staged = staged
         self.parts, self.rank, self.optimizer = parts, rank, optimizer
         together = first_program(parts, rank) if parts.copies > 1 else None  # all of them live at once
-        self.graph: Graph = parts.local(rank) if together is None else together.graph
+        self.graph: Graph = stage or (parts.local(rank) if together is None else together.graph)
         self.copy_of = {} if together is None else together.copy_of
         self.types = self.graph.types
         self.copying = copying_views(self.graph)
@@ -131,8 +133,10 @@ class _Walk:
         self.offloaded = "optimizer" in parts.plan.techniques.offload
         described = pending_gradients(parts)
         size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
-        self.groups = fill(described, device, size)
-        self.update_parts = UpdateMemory(parts, rank, self.groups, bucket_bytes, staged)
+        groups = fill(described, device, size)
+        self.groups = groups if stage is None else _of_stage(groups, self.trained)
+        mine = None if stage is None else self.trained
+        self.update_parts = UpdateMemory(parts, rank, self.groups, bucket_bytes, staged, mine)
         self.hosted = parts.resharded.hosted if self.apart else frozenset()
         self.flights = FlightMemory(
             self.graph, self.heap, self.notes, self._pair, parts.plan.mesh, self._number, staged
@@ -443,6 +447,12 @@ class _Walk:
         self.heap.drop(weights)
         self.heap.at("gather, update")
         self.update_parts.gather(self.heap)
+
+
+def _of_stage(groups: Sequence[Group], held: Collection[str]) -> tuple[Group, ...]:
+    """The groups of gradients without those that a stage does not have."""
+    mine = (replace(g, members=tuple(m for m in g.members if m.name in held)) for g in groups)
+    return tuple(group for group in mine if group.members)
 
 
 __all__ = [

@@ -66,7 +66,7 @@ def step_tasks(
     size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
     groups = fill(pending_gradients(parts), cluster.device_type, size)
     turns = first_program(parts, rank) if parts.copies > 1 else None
-    step = _Step(parts, local, mesh, cluster, turns)
+    step = StepTasks(parts, local, mesh, cluster, turns)
     for found in programs.rounds if programs is not None else ():
         step.once(found.sums)
     scattered = [g for g in groups if g.parted and scattered_each_time(parts)]
@@ -84,7 +84,7 @@ def step_tasks(
     return tuple(step.tasks)
 
 
-class _Step:
+class StepTasks:
     """The tasks of a step while they are listed."""
 
     def __init__(

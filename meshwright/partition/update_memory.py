@@ -4,8 +4,8 @@ and scattered, the parts that stay, and the buckets in which weights are gathere
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 from meshwright.graph import DTYPES
 from meshwright.partition import Partition
@@ -38,15 +38,21 @@ class UpdateMemory:
         groups: Sequence[Group],
         bucket_bytes: BucketBytes | None,
         staged: bool,
+        held: Collection[str] | None = None,
     ) -> None:
-        """`groups`: how gradients are reduced; `staged`: see `wires.py`."""
+        """`groups`: how gradients are reduced; `staged`: see `wires.py`; `held`: the parameters of the rank, by default
+        all."""
         self.mesh, self.rank, self.staged = parts.plan.mesh, rank, staged
-        self.updates = updates(parts)
+        self.updates = {n: u for n, u in updates(parts).items() if held is None or n in held}
         self.sizes = {i.name: DTYPES[i.type.dtype] for i in parts.resharded.graph.inputs}
         self.buckets = [_Bucket(g, {m.name for m in g.members}) for g in groups if g.parted]
         self.of = {m.name: s for s in self.buckets for m in s.group.members}
         self.wires = {m.name: DTYPES[m.wire or m.dtype] for g in groups for m in g.members}
-        self.gathers = gathers(parts, bucket_bytes)
+        self.gathers = [
+            replace(g, members=mine)
+            for g in gathers(parts, bucket_bytes)
+            if (mine := tuple(m for m in g.members if m.name in self.updates))
+        ]
         self._next = 0
 
     def begin(self) -> None:

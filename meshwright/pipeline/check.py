@@ -53,8 +53,9 @@ class Played:
         return 1.0 - busy / (self.end * len(self.times)) if self.end else 0.0
 
 
-def play(schedule: Schedule, seconds: Seconds = units, message_seconds: float = 0.0) -> Played:
-    """Play a schedule. `message_seconds`: how long a value or gradient takes from one rank to another.
+def play(schedule: Schedule, seconds: Seconds = units, message_seconds: float | Seconds = 0.0) -> Played:
+    """Play a schedule. `message_seconds`: how long a value or gradient takes from one rank to another, the same for all
+    or by the action that it is for.
 
     Raises PlanError that names the first action that is wrong, missing, or waits for ever.
     """
@@ -72,7 +73,8 @@ def play(schedule: Schedule, seconds: Seconds = units, message_seconds: float = 
                 needs = [(done.get(key), at) for key, at in _needs(schedule, action)]
                 if any(when is None for when, _ in needs):
                     break
-                arrived = [w + (message_seconds if at != rank else 0.0) for w, at in needs if w is not None]
+                sent = message_seconds(action) if callable(message_seconds) else message_seconds
+                arrived = [w + (sent if at != rank else 0.0) for w, at in needs if w is not None]
                 begin = max([now[rank], *arrived])
                 now[rank] = begin + seconds(action)
                 times[rank].append((action, begin, now[rank]))

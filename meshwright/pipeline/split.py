@@ -4,8 +4,8 @@ Exact over contiguous stretches of the graph's own order, by dynamic programming
 possible time of the slowest stage, then, among all splits within a percent of that, the one that sends the fewest
 bytes. Where a graph has very many places, those with the fewest bytes across are looked at, and enough others.
 
-Operators that depend on the batch's integers and on constants alone (masks, positions, rotary tables) belong to no
-stage: each that reads them makes its own.
+Operators that depend on the batch's integers and on constants alone (masks, positions, rotary tables), or on parameters
+alone (casts), belong to no stage: each that reads them makes its own.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ def split(
 
     Raises PlanError when there are too few operators, pins go backward, or no split fits into the memory.
     """
-    copied = batch_only(graph)
-    nodes = [n for n in graph.nodes if n.name not in copied]
+    free = copied(graph)
+    nodes = [n for n in graph.nodes if n.name not in free]
     if stages < 1 or stages > len(nodes):
         raise PlanError(
             f"{stages} pipeline stages for a model of {len(nodes)} operators",
             why="each stage needs at least one",
             hint=f"pipeline={min(max(len(nodes) // 4, 1), 4)}",
         )
-    wishes = {name: stage for name, stage in (pins or {}).items() if name not in copied}
+    wishes = {name: stage for name, stage in (pins or {}).items() if name not in free}
     room = _Room(graph, nodes, costs)
     places = room.places(stages, wishes)
     cost = room.seconds(places)
@@ -94,30 +94,41 @@ def split(
     of = {nodes[n].name: s for s in range(stages) for n in range(places[edges[s]], places[edges[s + 1]])}
     return Split(
         of,
-        copied,
+        free,
         tuple(float(cost[a, b]) for a, b in itertools.pairwise(edges)),
         tuple(crossing(graph, of, cut) for cut in range(1, stages)),
         tuple(float(memory[s][a, b]) for s, (a, b) in enumerate(itertools.pairwise(edges))),
     )
 
 
-def batch_only(graph: Graph) -> frozenset[str]:
-    """The nodes that need neither a parameter nor a gradient nor a buffer that the step replaces."""
+def copied(graph: Graph) -> frozenset[str]:
+    """The nodes that no stage owns, since each that reads them makes its own: what needs neither a parameter nor a
+    gradient (masks of the batch), and what needs parameters and constants alone (casts). Nothing that follows from a
+    buffer which the step replaces, or is a result of the step, is among them."""
     replaced = {target for target, _ in graph.mutations}
-    known = {
+    still = {
         i.name
         for i in graph.inputs
-        if (i.role in ("batch", "constant") and not i.needs_grad)
-        or (i.role == "buffer" and i.target not in replaced)
+        if i.role == "constant" or (i.role == "buffer" and i.target not in replaced)
     }
+    batch = still | {i.name for i in graph.input_of("batch") if not i.needs_grad}
+    weights = still | {i.name for i in graph.input_of("parameter")}
+    ends = {v for _, v in (*graph.outputs, *graph.mutations)}
     found: set[str] = set()
     for node in graph.nodes:
+        if ends.intersection(node.values):
+            continue
         # What reads nothing at all (an arange) is made anew as well.
-        if known.issuperset(node.uses) and not any(node.needs_grad):
-            known.update(node.values)
+        known = [
+            values
+            for values, fits in ((batch, not any(node.needs_grad)), (weights, True))
+            if fits and values.issuperset(node.uses)
+        ]
+        for values in known:
+            values.update(node.values)
+        if known:
             found.add(node.name)
-    ends = {v for _, v in (*graph.outputs, *graph.mutations)}
-    return frozenset(n.name for n in graph.nodes if n.name in found and not ends.intersection(n.values))
+    return frozenset(found)
 
 
 def crossing(graph: Graph, of: Mapping[str, int], cut: int) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from meshwright.redistribute import Step
 from meshwright.redistribute.steps import LOCAL, origin, show_bytes, wire_bytes, wire_elements
 from meshwright.report.fitted import FittedTable
 from meshwright.report.recomputed import recomputed
+from meshwright.report.stages import most_parameters, stage_lines
 from meshwright.report.stashed import stashed
 
 HEAVY = ("scaled_dot_product_attention", "matmul", "bmm", "einsum", "cross_entropy_loss")
@@ -172,7 +173,7 @@ def parameter_bytes(parts: Partition) -> tuple[int, int]:
     """Bytes of all parameters: (of the whole model, on the rank that holds most)."""
     entries = parts.resharded.graph.input_of("parameter")
     mine = sum(held(parts.resharded.layouts[i.name], parts.plan.mesh) * DTYPES[i.type.dtype] for i in entries)
-    return sum(i.type.size_bytes for i in entries), mine
+    return sum(i.type.size_bytes for i in entries), most_parameters(parts) if parts.plan.stages else mine
 
 
 def hosted_bytes(parts: Partition) -> int:
@@ -335,7 +336,8 @@ def summary(parts: Partition, *, every: bool = False) -> list[str]:
         f"parameters: {show_bytes(whole)}, of which a rank holds {show_bytes(mine)}{aside}{_updated(parts)}"
     )
     sent = (f"{show_bytes(t.size_bytes)} {t.kind} over {t.axes}" for t in traffic(parts))
-    return [*lines, "a rank sends in a step: " + (", ".join(sent) or "nothing")]
+    who = "one rank of each stage, together, send" if parts.plan.stages else "a rank sends"
+    return [*lines, f"{who} in a step: " + (", ".join(sent) or "nothing"), *stage_lines(parts)]
 
 
 def _updated(parts: Partition) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from meshwright.graph import DTYPES, START, TO_HOST, TRANSFERS, WAIT, Graph, Node
 from meshwright.layout import TensorLayout
@@ -14,6 +14,7 @@ from meshwright.partition.fetches import is_fetch
 from meshwright.partition.interleave import original
 from meshwright.partition.micro_batches import first_micro_batch
 from meshwright.partition.reshards import parse_steps
+from meshwright.partition.stages import Stage
 from meshwright.partition.stashes import part_bytes
 from meshwright.redistribute import Step, describe
 from meshwright.redistribute.buckets import Group
@@ -30,6 +31,7 @@ class ProgramText:
     buckets: Sequence[Group]
     gathers: Sequence[Group] = ()
     rank: int = 0
+    stages: Mapping[int, Stage] = field(default_factory=dict)  # of a pipeline, those of the rank
 
     @functools.cached_property
     def _held(self) -> frozenset[str]:
@@ -37,8 +39,12 @@ class ProgramText:
 
     def __str__(self) -> str:
         lines = [f"program {self.graph.name} on {self.parts.plan.mesh} {{"]
-        lines += [f"  {entry}  {self._layout(entry.name) or ''}".rstrip() for entry in self.graph.inputs]
-        lines += self._nodes(self.graph)
+        read = frozenset().union(*(stage.reads for stage in self.stages.values()))
+        inputs = [i for i in self.graph.inputs if not self.stages or i.name in read]
+        lines += [f"  {entry}  {self._layout(entry.name) or ''}".rstrip() for entry in inputs]
+        for number, stage in self.stages.items():
+            lines += self._stage(number, stage)
+        lines += self._nodes(self.graph) if not self.stages else []
         if self.parts.micro_batches > 1:
             lines += self._around()
         for number, group in enumerate(self.buckets):
@@ -58,6 +64,16 @@ class ProgramText:
 
     def _layout(self, name: str) -> TensorLayout | None:
         return self.parts.resharded.layouts.get(self._of_one(name))
+
+    def _stage(self, number: int, stage: Stage) -> list[str]:
+        """One stage, with what it receives and sends; gradients come and go the other way."""
+        graph = stage.segment.graph
+        received = [f"    receive %{v}: {graph.types[v]} from stage {s}" for v, s in stage.takes.items()]
+        sent = [
+            f"    send %{v}: {graph.types[v]} to stage {', '.join(map(str, later))}"
+            for v, later in stage.gives.items()
+        ]
+        return [f"  stage {number}", *received, *(f"  {line}" for line in self._nodes(graph)), *sent]
 
     def _reduced(self, group: Group) -> str:
         mesh, size = self.parts.plan.mesh, group.size_bytes

@@ -149,7 +149,9 @@ class GradientBuckets:
         if index not in bucket.missing:
             return
         bucket.missing[index] -= 1
-        if bucket.missing[index] == 0:
+        if bucket.missing[index]:
+            bucket.add(index)
+        else:
             del bucket.missing[index]
             if id(bucket) in self._reduced_now:
                 bucket.place(index)

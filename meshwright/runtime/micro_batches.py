@@ -15,7 +15,7 @@ from meshwright.graph import RESHARD, START, Graph
 from meshwright.mesh import Mesh
 from meshwright.partition.interleave import named
 from meshwright.partition.micro_batches import MicroBatches
-from meshwright.partition.segments import Segment, split_segments
+from meshwright.partition.segments import Segment
 from meshwright.runtime.executor import Action, Executor
 from meshwright.runtime.overlap import Start
 
@@ -40,24 +40,26 @@ def actions_in_time(rounds: int, micro_batches: int, segments: int, copies: int 
     return (*found, Action("late"), Action("reduce_wait"), Action("update"))
 
 
-def programs_in_time(
-    graphs: Sequence[Graph],
+def modules_in_time(
+    programs: Sequence[tuple[Segment, ...]],
     mesh: Mesh,
     enter: Callable[[int], None],
     build: Build,
-    cuts: Sequence[int],
     copies: int = 1,
 ) -> list[Program]:
-    """Segments and modules of each micro-batch, built once for all that run the same. `enter` puts the rank into a
-    micro-batch."""
+    """The modules of the segments of each micro-batch, built once for all that run the same. `enter` puts the rank into
+    a micro-batch."""
     found: list[Program] = []
-    for number, graph in enumerate(graphs):
-        same = next((n for n in range(number) if graphs[n] == graph and not _knows_time(graph, mesh)), None)
+    for number, segments in enumerate(programs):
+        if number and any(_knows_time(s.graph, mesh) for s in segments):
+            same = None
+        else:
+            same = next((n for n in range(number) if programs[n] == segments), None)
         if same is not None:
             found.append(found[same])
             continue
         enter(number * copies)
-        segments, starts = split_segments(graph, cuts), dict[str, Start]()
+        starts = dict[str, Start]()
         found.append((segments, [build(s.graph, starts=starts) for s in segments]))
     enter(0)
     return found
@@ -88,7 +90,7 @@ class InTime:
         self.sums = [build(r.sums) for r in parts.rounds]
         self.late = build(parts.late)
         self.batch: Mapping[str, torch.Tensor] = {}
-        self._shared: dict[str, torch.Tensor] = {}  # what all micro-batches read: sums, and buffers handed on
+        self.shared: dict[str, torch.Tensor] = {}  # what all micro-batches read: sums, and buffers handed on
         self._added: dict[str, torch.Tensor] = {}  # terms so far
         executor.kinds |= {
             "terms": self._terms,
@@ -108,7 +110,7 @@ class InTime:
 
     def begin(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Take the whole batch of a step."""
-        self.batch, self._shared, self._added = batch, {}, {}
+        self.batch, self.shared, self._added = batch, {}, {}
 
     def end(self) -> None:
         """Let go of the batch and of all values."""
@@ -119,7 +121,8 @@ class InTime:
         leaves = self.executor.leaves
         return [values[i.name] if i.name in values else leaves[i.name] for i in graph.inputs]
 
-    def _add(self, name: str, term: torch.Tensor) -> None:
+    def add(self, name: str, term: torch.Tensor) -> None:
+        """One more term of a sum over micro-batches."""
         before = self._added.get(name)
         self._added[name] = term.detach() if before is None else before + term.detach()
 
@@ -127,23 +130,23 @@ class InTime:
         number, m = action.segment, action.micro_batch
         self.put(m)
         graph = self.parts.rounds[number].terms[m]
-        values = {**self._shared, **self.inputs[m](self.batch)}
+        values = {**self.shared, **self.inputs[m](self.batch)}
         with torch.no_grad():
             found = self.terms[number][m](*self._arguments(graph, values))
         for (name, _), term in zip(graph.outputs, found, strict=True):
-            self._add(name, term)
+            self.add(name, term)
 
     def _sums(self, action: Action) -> None:
         graph = self.parts.rounds[action.segment].sums
         with torch.no_grad():
             found = self.sums[action.segment](*self._arguments(graph, self._added))
-        self._shared |= {name: value for (name, _), value in zip(graph.outputs, found, strict=True)}
+        self.shared |= {name: value for (name, _), value in zip(graph.outputs, found, strict=True)}
 
     def _enter(self, action: Action) -> None:
         first = action.micro_batch * self.copies
         self.put(first)
         self.executor.buckets.enter(action.micro_batch)
-        self.executor.values = dict(self._shared)
+        self.executor.values = dict(self.shared)
         for copy in range(self.copies):
             mine = self.inputs[first + copy](self.batch)
             self.executor.values |= mine if self.copies == 1 else {named(k, copy): v for k, v in mine.items()}
@@ -151,9 +154,9 @@ class InTime:
     def _leave(self, action: Action) -> None:
         values = self.executor.values
         for entry in self.parts.late.inputs:
-            self._add(entry.name, self.executor.value(entry.name))
+            self.add(entry.name, self.executor.value(entry.name))
         for name, value in self.parts.carried:
-            self._shared[name] = self.executor.value(value).detach()
+            self.shared[name] = self.executor.value(value).detach()
         self.executor.forget()
         if action.micro_batch + 1 < len(self.parts.programs):
             self.executor.buckets.finish()

@@ -16,6 +16,7 @@ from torch import fx
 from meshwright.errors import RuleError
 from meshwright.graph import PIN, RESHARD, START, TO_DEVICE, TO_HOST, WAIT, Device, Dtype, Graph, Node, Ref
 from meshwright.partition.fetches import is_fetch
+from meshwright.partition.halves import splittable
 from meshwright.partition.stashes import Stash
 from meshwright.runtime.accumulation import Accumulation
 from meshwright.runtime.again import Again
@@ -24,6 +25,7 @@ from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.fetches import Fetch, Fetches
 from meshwright.runtime.kernels import KERNELS
 from meshwright.runtime.kernels.random import drawn_mask, masked
+from meshwright.runtime.kernels.split_linear import Queue, SplitLinear
 from meshwright.runtime.overlap import Prefetch, Start, Wait
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Pair
@@ -131,6 +133,7 @@ def build_module(
     store: Store | None = None,
     settled: str = "",
     fetches: Fetches | None = None,
+    queue: Queue | None = None,
 ) -> fx.GraphModule:
     """The module that runs a local graph (or a segment of one). Its arguments are the graph's inputs, in order; it
     returns a tuple with its outputs and then its mutations. Reshards that make a value of `late` may end after
@@ -139,7 +142,7 @@ def build_module(
     nodes that run on the host. `copy_of`: the copy of a micro-batch that a node is of, counted from the one that the
     rank is in. `sums`: where gradients are added up before some reshards send them. `stashes`: values that `store`
     keeps elsewhere; before the node `settled` what it has sent must have left the device. `fetches` brings
-    parked parameters.
+    parked parameters. `queue`: where linears leave what their weights need of backward.
     Raises RuleError for an operator that cannot be found."""
     root = torch.nn.Module()
     made = fx.Graph()
@@ -149,6 +152,8 @@ def build_module(
     for entry in graph.inputs:
         values[entry.name] = made.placeholder(_identifier(entry.name))
     entered = rank.micro_batch
+    again_here = {n.name for n in graph.nodes if any(keeps.get(v) == "again" for v in n.values)}
+    split = splittable(graph, again_here.union(hosts)) if queue is not None else frozenset()
     for node in graph.nodes:
         if store is not None and node.name == settled:
             root.add_module("settled", Settle(store))
@@ -182,7 +187,10 @@ def build_module(
         elif node.op in (TO_HOST, TO_DEVICE):
             root.add_module(name, Transfer(HOST if node.op == TO_HOST else rank.device))
             result = made.call_module(name, (args[0],))
-        elif again is not None and any(keeps.get(v) == "again" for v in node.values):
+        elif queue is not None and node.name in split:
+            root.add_module(name, SplitLinear(node.op, queue))
+            result = made.call_module(name, args)
+        elif again is not None and node.name in again_here:
             outputs = tuple(k for k, v in enumerate(node.values) if keeps.get(v) == "again")
             if node.op == "meshwright.dropout":
                 x, *key = args

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -21,7 +22,7 @@ from meshwright.partition.interleave import in_copies, of_one
 from meshwright.partition.keeps import keeps_of
 from meshwright.partition.localize import late_values
 from meshwright.partition.micro_batches import micro_batches_of
-from meshwright.partition.segments import Segment
+from meshwright.partition.segments import Segment, split_segments
 from meshwright.partition.stashes import room_bytes, settled_before
 from meshwright.partition.updates import gathers, update_layout, updates
 from meshwright.redistribute.positions import exchange
@@ -34,7 +35,10 @@ from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.executor import Action, Executor, plain_actions
 from meshwright.runtime.fetches import Fetches, Parked
 from meshwright.runtime.host_update import HostUpdate
-from meshwright.runtime.micro_batches import InTime, actions_in_time, programs_in_time
+from meshwright.runtime.kernels.split_linear import Queue
+from meshwright.runtime.micro_batches import InTime, Program, actions_in_time, modules_in_time
+from meshwright.runtime.pipeline import Pipeline
+from meshwright.runtime.pipelined import Pipelined
 from meshwright.runtime.program import HOST, build_module
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Mover
@@ -84,11 +88,17 @@ class LocalStep:
         """`values`: input name → whole tensor of every parameter, buffer and constant, or this rank's part already for
         the names in `held`. `bucket_bytes`: of gradients that are reduced together, instead of what the plan's
         ``fusion`` says."""
-        self.parts, self.rank = parts, rank
+        self.parts, self.rank, self.world = parts, rank, rank.comm
+        self.pipe = Pipeline(parts, rank.comm) if parts.plan.stages else None
+        if self.pipe is not None:
+            rank.comm = self.pipe.comm  # from here on, the ranks that share its stages
         self.mesh = rank.comm.mesh
         self.handle = Handle(rank.comm)
         rank.runs_on(parts.plan.mesh)
-        in_time = micro_batches_of(parts, rank.comm.rank) if parts.micro_batches > 1 else None
+        cut = parts.micro_batches > 1 or self.pipe is not None
+        in_time = micro_batches_of(parts, rank.comm.rank) if cut else None
+        if self.pipe is not None and in_time is not None:
+            in_time = self.pipe.begin(in_time)
         self.graph: Graph = in_time.programs[0] if in_time is not None else parts.local(rank.comm.rank)
         self.layouts = parts.resharded.layouts
         self.clip_norm = clip_norm
@@ -98,7 +108,7 @@ class LocalStep:
         self.inputs = {i.name: i for i in parts.resharded.graph.inputs}
         self._named = {(i.role, i.target): i.name for i in self.inputs.values()}
         for name, entry in self.inputs.items():
-            if entry.role != "batch":
+            if entry.role != "batch" and (self.pipe is None or self.pipe.holds(name)):
                 value = values[name].to(self._place(name, values[name].device))
                 self._make_leaf(entry, value, name in held)
         self._batch = [
@@ -111,7 +121,11 @@ class LocalStep:
         ]
         self.parked = Parked({n: self.leaves[n] for n in parts.resharded.parked}, rank.device)
         self.sums = Accumulation(summed_first(parts))
+        stage_sums = {s: Accumulation(self.sums.names) for s in (self.pipe.mine if self.pipe else ())}
+        self._all_sums = (self.sums, *stage_sums.values())
         late = late_values(self.graph if in_time is None else in_time.late)
+        if self.pipe is not None:  # its loss is sent on as soon as it is there
+            late = frozenset()
         copy_of = in_time.copy_of if in_time is not None else {}
         keeps = keeps_of(self.graph, in_copies(parts.resharded.keeps, parts.copies))
         stashes = in_copies(parts.stashes, parts.copies)
@@ -134,23 +148,26 @@ class LocalStep:
             keeps=keeps,
             hosts=hosts,
             copy_of=copy_of,
-            sums=self.sums,
             stashes=stashes,
             store=store,
             settled=settled_before(self.graph, stashes),
             fetches=self.fetches,
         )
-        programs = programs_in_time(
-            [self.graph] if in_time is None else in_time.programs,
-            parts.plan.mesh,
-            self._enter,
-            build,
-            cuts,
-            parts.copies,
-        )
+        queue = Queue() if self.pipe is not None and self.pipe.splits_backward else None
+        stages: dict[int, list[Program]] = {}
+        if self.pipe is not None and in_time is not None:
+            for s, found in self.pipe.segments(in_time).items():
+                own = functools.partial(build, sums=stage_sums[s], queue=queue)
+                stages[s] = modules_in_time(found, parts.plan.mesh, self._enter, own, 1)
+            programs = [program for found in stages.values() for program in found]
+        else:
+            build = functools.partial(build, sums=self.sums)
+            graphs = [self.graph] if in_time is None else in_time.programs
+            found = [split_segments(graph, cuts) for graph in graphs]
+            programs = modules_in_time(found, parts.plan.mesh, self._enter, build, parts.copies)
         segments, modules = programs[0]
-        self.modules = modules
-        described = pending_gradients(parts)
+        self.modules, self.programs = modules, programs
+        described = [g for g in pending_gradients(parts) if g.name in self.weights]
         pending = [(self.weights[g.name], g.axes) for g in described]
         self.sharded = self._split_updates(bucket_bytes)
         size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
@@ -158,7 +175,7 @@ class LocalStep:
             self.buckets = GradientBuckets(
                 rank.comm,
                 pending,
-                [self._uses(segments) for segments, _ in programs],
+                self._all_uses(programs),
                 size,
                 described,
                 self.sharded.of,
@@ -180,16 +197,38 @@ class LocalStep:
             )
         saving = contextlib.nullcontext if again is None else again.saving
         scale = loss_scale(parts)
-        self.executor = Executor(
-            segments, modules, self.leaves, self.buckets, self._update, saving, scale, programs[1:]
-        )
+        self.executor: Executor | Pipelined
+        if self.pipe is not None:
+            self.executor = Pipelined(
+                self.pipe,
+                stages,
+                self.leaves,
+                self.buckets,
+                self._update,
+                self._enter,
+                stage_sums,
+                self.graph.loss,
+                rank.device,
+                queue,
+                saving,
+                scale,
+            )
+        else:
+            self.executor = Executor(
+                segments, modules, self.leaves, self.buckets, self._update, saving, scale, programs[1:]
+            )
         self.executor.kinds["reduce_wait"] = lambda _: self._reduced()
         self.actions, self.in_time = plain_actions(len(segments)), None
         if in_time is not None:
             takers = [functools.partial(self._taken, number) for number in range(parts.micro_batches)]
             self.in_time = InTime(in_time, self.executor, self._enter, build, takers)
-            self.actions = actions_in_time(
-                len(in_time.rounds), parts.micro_batches, len(segments), parts.copies
+            if isinstance(self.executor, Pipelined):
+                self.executor.time = self.in_time
+            rounds = len(in_time.rounds)
+            self.actions = (
+                actions_in_time(rounds, parts.micro_batches, len(segments), parts.copies)
+                if self.pipe is None
+                else self.pipe.actions(rounds)
             )
 
     def _place(self, name: str, device: torch.device) -> torch.device:
@@ -216,9 +255,12 @@ class LocalStep:
 
     def _split_updates(self, bucket_bytes: int | None) -> ShardedUpdate:
         """The parts of weights that this rank updates, in the place of the weights among the parameters."""
-        made = ShardedUpdate(
-            self.rank.comm, updates(self.parts), self.weights, gathers(self.parts, bucket_bytes)
+        mine = {name: update for name, update in updates(self.parts).items() if name in self.weights}
+        groups = (
+            replace(group, members=tuple(m for m in group.members if m.name in mine))
+            for group in gathers(self.parts, bucket_bytes)
         )
+        made = ShardedUpdate(self.rank.comm, mine, self.weights, [g for g in groups if g.members])
         for name, shard in made.shards.items():
             self.parameters[self.inputs[name].target] = shard.leaf
         return made
@@ -226,6 +268,12 @@ class LocalStep:
     def _enter(self, micro_batch: int) -> None:
         self.rank.micro_batch = micro_batch
         self.sums.last = micro_batch + self.parts.copies >= self.parts.micro_batches
+
+    def _all_uses(self, programs: Sequence[Program]) -> list[dict[int, int]]:
+        """How often each backward (in a pipeline, each step) reaches the weights."""
+        if self.pipe is None:
+            return [self._uses(segments) for segments, _ in programs]
+        return [self._uses(segment for segments, _ in programs for segment in segments)]
 
     def _uses(self, segments: Iterable[Segment]) -> dict[int, int]:
         counts: dict[int, int] = {}
@@ -251,7 +299,8 @@ class LocalStep:
         wanted = [v for _, v in (*self.graph.outputs, *self.graph.mutations)]
         results = self._run(self.actions, batch, wanted)
         for target, value in self.graph.mutations:
-            self.leaves[self._named["buffer", target]].copy_(results[value])
+            if value in results:
+                self.leaves[self._named["buffer", target]].copy_(results[value])
         self.rank.step += 1
         return results[self.graph.loss]
 
@@ -264,7 +313,8 @@ class LocalStep:
     def _forget_gradients(self) -> None:
         for parameter in (*self.weights.values(), *self.parameters.values()):
             parameter.grad = None
-        self.sums.begin()
+        for sums in self._all_sums:
+            sums.begin()
 
     def _run(
         self, actions: Sequence[Action], batch: Mapping[str, torch.Tensor], wanted: Sequence[str]
@@ -284,8 +334,19 @@ class LocalStep:
     def _reduced(self) -> None:
         self.buckets.finish()
         self.sharded.take_gradients()
+        if self.pipe is not None:
+            self._sum_over_stages(self.pipe)
         if self.hosted is not None:
             self.hosted.take_gradients()
+
+    def _sum_over_stages(self, pipe: Pipeline) -> None:
+        """Gradients of weights that stages of several ranks use are added up over these."""
+        assert isinstance(self.executor, Pipelined)
+        for number, (name, places) in enumerate(pipe.shared(self.weights).items()):
+            shard = self.sharded.shards.get(name)
+            leaf = self.weights[name] if shard is None else shard.leaf
+            mine = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            leaf.grad = pipe.comm.sum_over(mine, places, self.executor.first_free_tag + 2 + number)
 
     def _update(self) -> None:
         if self.clip_norm is not None:
@@ -302,6 +363,16 @@ class LocalStep:
     def bucket_summary(self) -> list[tuple[tuple[str, ...], int, int]]:
         """(axes, number of gradients, bytes) of each gradient reduction."""
         return [(b.axes, len(b.parameters), b.size_bytes) for b in self.buckets.buckets]
+
+    @property
+    def last_tag(self) -> int:
+        """A tag of messages between stages that nothing else has."""
+        assert isinstance(self.executor, Pipelined)
+        return self.executor.first_free_tag + 2 + len(self.inputs)
+
+    def named(self, role: str, target: str) -> str:
+        """The program's input for a parameter or buffer of the model."""
+        return self._named[role, target]
 
     def layout_of(self, parameter: str) -> TensorLayout:
         """The layout in which this rank updates a parameter: that of `parameters`."""
@@ -327,8 +398,9 @@ def clip_by_global_norm(step: LocalStep, limit: float) -> torch.Tensor:
     Returns the norm before clipping.
     """
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    pipe = step.pipe
     for name, parameter in step.parameters.items():
-        if parameter.grad is not None:
+        if parameter.grad is not None and (pipe is None or pipe.owns(step.named("parameter", name))):
             axes = step.mesh.sort(
                 {a for d in step.layout_of(name).dims for a in dim_axes(d) if step.mesh.sizes[a] > 1}
             )
@@ -339,13 +411,16 @@ def clip_by_global_norm(step: LocalStep, limit: float) -> torch.Tensor:
         part = torch.stack(squares).sum()
         part = step.rank.comm.all_reduce(part, axes) if axes else part
         total = part if total is None else total + part
+    if pipe is not None:
+        mine = torch.zeros((), device=step.rank.device) if total is None else total
+        total = pipe.comm.sum_over(mine.double(), range(pipe.comm.places), step.last_tag).to(mine.dtype)
     if total is None:
         return torch.zeros(())
     norm = total.sqrt()
     scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    for gradients in by_axes.values():
-        for gradient in gradients:
-            gradient.mul_(scale.to(gradient.device))
+    for parameter in step.parameters.values():
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale.to(parameter.grad.device))
     return norm
 
 

@@ -31,6 +31,7 @@ from meshwright.errors import RunError
 from meshwright.graph import Graph
 from meshwright.partition import Partition
 from meshwright.partition.gradients import loss_scale
+from meshwright.pipeline.meshes import meshes_of
 from meshwright.plan import Plan, fingerprint
 from meshwright.techniques import Options, asked_beside
 from meshwright.verify.locate import first_difference
@@ -146,7 +147,7 @@ def _prove(
                 compare.split(
                     f"{role} after {STEPS} steps of {label}: {target}",
                     name,
-                    [r.state[name] for r in ranks],
+                    [r.state.get(name) for r in ranks],
                     expected.state[target],
                 )
     report = Report(parts.asked, dtype, tolerance, tuple(differences), inexact=inexact)
@@ -187,13 +188,16 @@ class _Comparison:
         """A value that the ranks hold by its layout, or by that in which it is updated."""
         states = self.parts.plan.states if updated else {}
         layout = states.get(name) or self.parts.resharded.layouts[name]
-        if any(v is None for v in values):
+        having = [name in run.holds for run in self.ranks]
+        if any(v is None for v, has in zip(values, having, strict=True) if has) or not any(having):
             self.differences.append(Difference(what, float("inf"), "a rank has none"))
             return
         errors = [0.0]
-        mesh = self.parts.plan.mesh
-        for rank, value in enumerate(values):
-            assert value is not None
+        mesh, within = self.parts.plan.mesh, meshes_of(self.parts.asked).within
+        for number, value in enumerate(values):
+            if value is None:
+                continue
+            rank = within(number)
             errors.append(relative_error(value, take(expected, layout, mesh, rank), expected))
         self.differences.append(Difference(what, max(errors)))
 

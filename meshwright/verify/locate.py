@@ -30,6 +30,8 @@ def first_difference(
 
     Looks at the first step, and, where all agrees there (a bias may start at zero), at parameters moved at random.
     """
+    if parts.plan.stages:
+        return _in_one_stage(parts, batch, start, tolerance)
     if parts.micro_batches > 1:
         return _in_time(parts, batch, start, tolerance)
     generator = torch.Generator().manual_seed(0)
@@ -43,6 +45,15 @@ def first_difference(
         or "every node agrees forward and backward; "
         "the difference is in the reduction of a leaf's gradient or in the update"
     )
+
+
+def _in_one_stage(parts: Partition, batch: Any, start: Mapping[str, torch.Tensor], tolerance: float) -> str:
+    """The same of the plan without stages: a cut that is wrong is wrong there too."""
+    graph, asked = replace_reshards(parts), parts.asked
+    once = replace(asked.techniques, micro_batches=1, pipeline=1, schedule="", stages=())
+    plan = replace(asked, techniques=once, stages={}, world=None, fingerprint=fingerprint(graph))
+    found = first_difference(partition(graph, plan), batch, start, tolerance)
+    return f"between stages only, if this is all that one stage says: {found}"
 
 
 def _in_time(parts: Partition, batch: Any, start: Mapping[str, torch.Tensor], tolerance: float) -> str:

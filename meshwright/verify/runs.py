@@ -40,6 +40,9 @@ class Run:
     losses: list[torch.Tensor]
     gradients: dict[str, torch.Tensor]
     state: dict[str, torch.Tensor]
+    holds: frozenset[str] = (
+        frozenset()
+    )  # inputs of the program that the rank has; in a pipeline, those of its stages
 
 
 @contextlib.contextmanager
@@ -135,7 +138,8 @@ def simulate(
             run.losses.append(step(given))
             if number == 0:
                 run.gradients = {n: p.grad.clone() for n, p in step.parameters.items() if p.grad is not None}
+        run.holds = frozenset(step.leaves)
         run.state = {name: leaf.detach().clone() for name, leaf in step.leaves.items()}
         return run
 
-    return SimulatedWorld(parts.ranks).run(body)
+    return SimulatedWorld(parts.asked.ranks).run(body)

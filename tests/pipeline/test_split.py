@@ -14,7 +14,7 @@ from meshwright.cost.saved import saved
 from meshwright.errors import PlanError
 from meshwright.examples import gpt, mlp
 from meshwright.graph import Graph, Input, Node, Ref, TensorType
-from meshwright.pipeline.split import Costs, batch_only, crossing, split
+from meshwright.pipeline.split import Costs, copied, crossing, split
 
 
 def chain(sizes: list[int], skips: list[tuple[int, int]]) -> Graph:
@@ -25,7 +25,7 @@ def chain(sizes: list[int], skips: list[tuple[int, int]]) -> Graph:
         kind = TensorType("f32", (size,))
         nodes.append(Node(f"n{n}", "test.op", (Ref(name), *more), (), (kind,), (True,), f"m{n}"))
         name = f"n{n}"
-    entry = Input("x", "parameter", "x", TensorType("f32", (1,)), needs_grad=True)
+    entry = Input("x", "batch", "x", TensorType("f32", (1,)), needs_grad=True)
     return Graph("chain", (entry,), tuple(nodes), (("loss", name),))
 
 
@@ -141,12 +141,13 @@ def test_real_models_are_cut_where_little_crosses(build):
     assert max(found.seconds) < 0.6 * sum(found.seconds)
 
 
-def test_what_the_batch_alone_decides_is_made_in_each_stage():
+def test_what_batch_or_parameters_alone_decide_is_made_in_each_stage():
     graph = captured_of(*gpt.build()).graph
-    copied = batch_only(graph)
-    assert copied
-    for name in copied:
-        node = next(n for n in graph.nodes if n.name == name)
-        assert not any(node.needs_grad)
-    trained = {i.name for i in graph.inputs if i.needs_grad}
-    assert not any(trained.intersection(n.uses) for n in graph.nodes if n.name in copied)
+    free = copied(graph)
+    assert free
+    roles = {i.name: {i.role} for i in graph.inputs}  # what a value follows from
+    for node in graph.nodes:
+        sources = set().union(*(roles[u] for u in node.uses))
+        roles.update(dict.fromkeys(node.values, sources))
+        mixed = {"batch", "parameter"} <= sources
+        assert (node.name in free) == (not mixed), node.name

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from meshwright.errors import RunError
 from meshwright.mesh import Mesh
-from meshwright.runtime.communicator.protocol import Work
+from meshwright.runtime.communicator.protocol import Done, Work
 
 TAG = 6113  # of our own messages between two ranks, so that none of the user's is taken for one
 
@@ -216,3 +216,16 @@ class ProcessGroups:
         if order is None:
             return _Pending(work, result)
         return _Pending(work, result, lambda: torch.cat([result.split(incoming)[p] for p in order]))
+
+    def send_start(self, x: torch.Tensor, to: int, tag: int) -> Work:
+        """See `Communicator`."""
+        plain = x.detach().contiguous()
+        if not plain.numel():
+            return Done(plain)
+        return _Pending(dist.isend(plain, to, tag=TAG + 1 + tag), plain)
+
+    def receive_start(self, into: torch.Tensor, source: int, tag: int) -> Work:
+        """See `Communicator`."""
+        if not into.numel():
+            return Done(into)
+        return _Pending(dist.irecv(into, source, tag=TAG + 1 + tag), into)

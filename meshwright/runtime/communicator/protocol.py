@@ -86,3 +86,12 @@ class Communicator(Protocol):
     ) -> Work:
         """Start an `all_to_all`."""
         ...
+
+    def send_start(self, x: torch.Tensor, to: int, tag: int) -> Work:
+        """Start a message to one rank of the world. Until it is waited for nobody writes to `x`."""
+        ...
+
+    def receive_start(self, into: torch.Tensor, source: int, tag: int) -> Work:
+        """Start to receive what a rank sends under a tag. `into` is the caller's buffer for it, which the result need
+        not be. Messages of one tag between two ranks arrive in the order in which they were sent."""
+        ...

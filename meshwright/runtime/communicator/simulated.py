@@ -11,7 +11,7 @@ import torch
 
 from meshwright.errors import RunError
 from meshwright.mesh import Mesh
-from meshwright.runtime.communicator.protocol import Later, Work
+from meshwright.runtime.communicator.protocol import Done, Later, Work
 
 
 class Aborted(RuntimeError):
@@ -63,7 +63,7 @@ class SimulatedWorld:
     def take(self, key: Any, rank: int, group: Sequence[int]) -> dict[int, Any]:
         """Everybody's value once all members of the group have brought theirs."""
         with self._lock:
-            slot = self._slots[key]
+            slot = self._slots.setdefault(key, {})  # nobody may have brought anything yet
             while len(slot) < len(group):
                 if self._failed is not None:
                     raise Aborted
@@ -166,6 +166,22 @@ class SimulatedRank:
             return torch.cat(received)
 
         return self._start(x.detach().clone().split(list(send)), axes, finish)
+
+    def send_start(self, x: torch.Tensor, to: int, tag: int) -> Work:
+        """See `Communicator`."""
+        self.world.bring(self._message(self.rank, to, tag), self.rank, x.detach().clone())
+        return Done(x)
+
+    def receive_start(self, into: torch.Tensor, source: int, tag: int) -> Work:
+        """See `Communicator`."""
+        key = self._message(source, self.rank, tag)
+        return Later(lambda: self.world.take(key, self.rank, (source,))[source])
+
+    def _message(self, source: int, to: int, tag: int) -> Any:
+        """The name of the next message of a tag."""
+        key = (source, to, tag, -1)  # no group of ranks
+        number = self._numbers[key] = self._numbers.get(key, 0) + 1
+        return ("message", source, to, tag, number)
 
 
 def _reduced(values: Mapping[int, torch.Tensor], op: str = "sum") -> torch.Tensor:

@@ -1,0 +1,88 @@
+"""How long one stage of a pipeline takes for a micro-batch, and at the end of a step, on the rank at the origin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.timeline import play
+from meshwright.graph import Graph
+from meshwright.partition import Partition
+from meshwright.partition.accumulation import summed_first
+from meshwright.partition.fusion import gradient_bytes
+from meshwright.partition.gradients import pending_gradients
+from meshwright.partition.halves import splittable
+from meshwright.partition.micro_batches import Round
+from meshwright.partition.price import on_cluster, parameter_prices
+from meshwright.partition.tasks import StepTasks
+from meshwright.partition.updates import gathers
+from meshwright.redistribute.buckets import Group, fill
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """`forward` and `backward` of one micro-batch, of which `weights` may wait; `reduce`: how much longer the backward
+    of the last one takes, until its gradients are reduced."""
+
+    forward: float
+    backward: float
+    weights: float
+    reduce: float
+
+
+def stage_seconds(parts: Partition, cluster: Cluster, graph: Graph) -> StageSeconds:
+    """The seconds of a stage, whose program this is."""
+    mesh = on_cluster(parts.plan.mesh, cluster)
+    mine = frozenset(i.name for i in graph.inputs)
+    groups = fill(pending_gradients(parts), cluster.device_type, gradient_bytes(parts.plan))
+    ends: list[float] = []
+    for number in range(3):  # forward; and backward; and what the last one reduces
+        step = StepTasks(parts, graph, mesh, cluster)
+        step.begin()
+        step.forward()
+        if number:
+            held = summed_first(parts) if number == 1 else ()
+            step.backward(_of(groups, mine) if number == 2 else (), held)
+        if number == 2:
+            step.update(0.0)
+        ends.append(play(step.tasks, cluster.measured.slowdown).step_seconds)
+    prices = step.nodes
+    later = math.fsum(prices[name].backward_seconds / 2 for name in splittable(graph) if name in prices)
+    return StageSeconds(
+        ends[0], ends[1] - ends[0], min(later, ends[1] - ends[0]), max(0.0, ends[2] - ends[1])
+    )
+
+
+def update_seconds_of(
+    parts: Partition, cluster: Cluster, optimizer_states: int, held: Collection[str]
+) -> float:
+    """The optimizer on the parameters that a rank holds, and the gathering of those that it updates in parts."""
+    mesh = on_cluster(parts.plan.mesh, cluster)
+    prices = parameter_prices(parts, mesh, cluster, optimizer_states)
+    step = StepTasks(parts, _empty(parts), mesh, cluster)
+    step.update(math.fsum(update for name, (_, update) in prices.items() if name in held))
+    step.gather(_of(gathers(parts), held))
+    return play(step.tasks, cluster.measured.slowdown).step_seconds
+
+
+def prologue_seconds(parts: Partition, cluster: Cluster, rounds: Iterable[Round]) -> float:
+    """The sums before the first forward."""
+    mesh = on_cluster(parts.plan.mesh, cluster)
+    step = StepTasks(parts, _empty(parts), mesh, cluster)
+    for found in rounds:
+        step.once(found.sums)
+    return play(step.tasks, cluster.measured.slowdown).step_seconds
+
+
+def _empty(parts: Partition) -> Graph:
+    return replace(parts.resharded.graph, nodes=(), outputs=(), mutations=())
+
+
+def _of(groups: Iterable[Group], held: Collection[str]) -> list[Group]:
+    mine = (replace(g, members=tuple(m for m in g.members if m.name in held)) for g in groups)
+    return [group for group in mine if group.members]
+
+
+__all__ = ["StageSeconds", "prologue_seconds", "stage_seconds", "update_seconds_of"]

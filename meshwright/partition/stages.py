@@ -1,0 +1,121 @@
+"""A rank's program cut into the stages of a pipeline: each a graph of its own, with what it takes from earlier ones.
+
+Where an operator goes is the plan's choice (`Plan.stages`). What stands between operators follows:
+
+- a reshard goes to the first stage that reads it, so that what crosses is the value as it was made;
+- what needs parameters alone, or the batch alone (casts and gathers of weights, masks, rotary tables), is made in every
+  stage that reads it: neither is ever sent. The gradient of a parameter that several stages read is added up over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.graph import Graph, Input, Node
+from meshwright.partition.overlap import Flight
+from meshwright.partition.segments import Segment
+
+Places = Mapping[str, frozenset[int]]  # node → the stages that run it: one, or all that read what it makes
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a program. `takes`: value → the earlier stage that makes it. `gives`: value → the later stages that
+    read it. `ends`: results and new buffers of the step that are made here."""
+
+    segment: Segment
+    takes: Mapping[str, int]
+    gives: Mapping[str, tuple[int, ...]]
+    ends: tuple[str, ...]
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Names of the program's inputs that it reads."""
+        return frozenset(i.name for i in self.segment.graph.inputs if i.name not in self.takes)
+
+
+def places(graph: Graph, of: Mapping[str, int]) -> Places:
+    """Where every node of a program goes. `of`: operator → its stage; those that it lacks are made where they are
+    read, unless they follow from one that it has."""
+    found = {n.name: frozenset({of[n.name]}) for n in graph.nodes if n.name in of}
+    follows: set[str] = set()  # nodes that read, through others, what a placed one makes
+    for node in graph.nodes:
+        makers = (graph.producers[u].name for u in node.uses if u in graph.producers)
+        if node.name not in found and any(m in of or m in follows for m in makers):
+            follows.add(node.name)
+    ends = {v for _, v in (*graph.outputs, *graph.mutations)}
+    last = max(of.values())
+    for node in reversed(graph.nodes):
+        if node.name in found:
+            continue
+        readers = frozenset().union(*(found[r.name] for v in node.values for r, _ in graph.consumers[v]))
+        if node.name not in follows:
+            found[node.name] = readers or (frozenset({last}) if ends.intersection(node.values) else readers)
+        elif readers:
+            found[node.name] = frozenset({min(readers)})
+        else:
+            found[node.name] = frozenset({_made(graph, of, node)})
+    return found
+
+
+def _made(graph: Graph, of: Mapping[str, int], node: Node) -> int:
+    """The stage of the operator whose result a node brings."""
+    while node.name not in of:
+        node = next(graph.producers[u] for u in node.uses if u in graph.producers)
+    return of[node.name]
+
+
+def flights_within(flights: Sequence[Flight], place: Places, inputs: frozenset[str]) -> tuple[Flight, ...]:
+    """The flights of a program whose members one stage reads, each started there; a reshard of any other blocks.
+    `inputs`: reshards of the program's inputs, which may start as soon as their stage does."""
+    found: list[Flight] = []
+    for flight in flights:
+        stages = frozenset().union(*(place[name] for name in flight.members))
+        if len(stages) != 1:
+            continue
+        if not flight.after or stages <= place[flight.after]:
+            found.append(flight)
+        elif inputs.issuperset(flight.members):
+            found.append(Flight(flight.members))
+    return tuple(found)
+
+
+def cut_stages(program: Graph, count: int, place: Callable[[Node], frozenset[int]]) -> tuple[Stage, ...]:
+    """The stages of a program. `place`: node of the program → the stages that run it."""
+    where = {n.name: place(n) for n in program.nodes}
+    at = {v: w for n in program.nodes for v in n.values for w in [where[n.name]]}
+    ends = dict.fromkeys(v for _, v in (*program.outputs, *program.mutations))
+    readers: dict[str, set[int]] = {}
+    for node in program.nodes:
+        for use in node.uses:
+            readers.setdefault(use, set()).update(where[node.name])
+    return tuple(_stage(program, number, where, at, readers, tuple(ends)) for number in range(count))
+
+
+def _stage(
+    program: Graph,
+    number: int,
+    where: Places,
+    at: Mapping[str, frozenset[int]],
+    readers: Mapping[str, set[int]],
+    ends: tuple[str, ...],
+) -> Stage:
+    nodes = tuple(n for n in program.nodes if number in where[n.name])
+    here = {v for n in nodes for v in n.values}
+    read = dict.fromkeys(u for n in nodes for u in n.uses if u not in here)
+    takes = {u: min(at[u]) for u in read if u in at}
+    gives: dict[str, tuple[int, ...]] = {}
+    for value in (v for n in nodes for v in n.values):
+        later = tuple(sorted(s for s in readers.get(value, ()) if s not in at[value]))
+        if later:
+            gives[value] = later
+    mine = tuple(v for v in ends if v in here and max(at[v]) == number)
+    borders = [Input(v, "boundary", v, program.types[v], v in program.needs_grad) for v in takes]
+    inputs = (*(i for i in program.inputs if i.name in read), *borders)
+    results = tuple(dict.fromkeys((*gives, *mine)))
+    graph = replace(program, inputs=inputs, nodes=nodes, outputs=tuple((v, v) for v in results), mutations=())
+    return Stage(Segment(graph, tuple(takes), results), takes, gives, mine)
+
+
+__all__ = ["Places", "Stage", "cut_stages", "flights_within", "places"]

@@ -1,0 +1,123 @@
+"""The mesh of a pipeline: the axis ``pp`` counts its ranks, the other axes are the ranks that share a stage."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from meshwright.errors import MeshError, PlanError
+from meshwright.mesh import Mesh
+from meshwright.pipeline.schedules import SCHEDULES
+from meshwright.plan import Plan
+from meshwright.techniques import Techniques
+
+AXIS = "pp"
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """`world`: all ranks. `stage`: those that share one, as its mesh without the pipeline's axis."""
+
+    world: Mesh
+    stage: Mesh
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The prime axes of the pipeline."""
+        return tuple(a.name for a in self.world.axes if a.name not in self.stage.sizes)
+
+    @property
+    def places(self) -> int:
+        """How many ranks follow one another."""
+        return self.world.count(self.axes)
+
+    def place(self, rank: int) -> int:
+        """Where in the pipeline a rank of the world is."""
+        at, place = self.world.coordinate(rank), 0
+        for axis in self.axes:
+            place = place * self.world.sizes[axis] + at[axis]
+        return place
+
+    def within(self, rank: int) -> int:
+        """Its number among those that share its stages."""
+        return self.stage.rank(self.world.coordinate(rank))
+
+    def at(self, place: int, within: int) -> int:
+        """The rank of the world at a place of the pipeline, with such a number among those that share its stages."""
+        where = dict(self.stage.coordinate(within))
+        for axis in reversed(self.axes):
+            place, where[axis] = divmod(place, self.world.sizes[axis])
+        return self.world.rank(where)
+
+
+def meshes_of(plan: Plan) -> Meshes:
+    """The meshes of a plan with stages."""
+    return Meshes(plan.ranks, plan.mesh)
+
+
+def meshes(mesh: Mesh, techniques: Techniques, *, total: bool) -> Meshes:
+    """The meshes for stages. A mesh with an axis ``pp`` is that of the world; else one that says how many ranks there
+    are in `total` is divided, and one of axes is that of a stage. Raises PlanError for sizes that do not divide."""
+    names = dict(mesh.names)
+    if AXIS in names:
+        run = names[AXIS]
+        if mesh.order != tuple(range(mesh.size)):
+            raise PlanError(
+                "pipeline= on a mesh with an order of its own", hint="give the mesh of a stage, without pp"
+            )
+        axes = tuple(a for a in mesh.axes if a.name not in run)
+        stage = Mesh(axes, tuple((n, r) for n, r in mesh.names if n != AXIS)) if axes else Mesh.of(ranks=1)
+        if not axes:
+            mesh = Mesh((*mesh.axes, *stage.axes), (*mesh.names, *stage.names))
+        found = Meshes(mesh, stage)
+        _check_chunks(techniques.pipeline, found.places)
+        return found
+    count = _ranks(techniques)
+    if total:
+        if mesh.size % count:
+            raise PlanError(
+                f"pipeline={techniques.pipeline} needs {count} times as many ranks as share a stage",
+                why=f"{mesh.size} ranks do not divide by {count}",
+                hint=f"pipeline={math.gcd(count, mesh.size)}, or another number of ranks",
+            )
+        mesh = Mesh.of(ranks=mesh.size // count)
+    return Meshes(_before(mesh, count), mesh)
+
+
+def _ranks(techniques: Techniques) -> int:
+    """How many ranks follow one another where no mesh says it: a stage each, two for schedules that ask for more."""
+    chunks = SCHEDULES[techniques.schedule].least if techniques.schedule in SCHEDULES else 1
+    ranks = techniques.pipeline // chunks
+    if not ranks or techniques.pipeline % chunks:
+        raise PlanError(
+            f"{techniques.schedule} with {techniques.pipeline} stages",
+            why=f"each rank has {chunks} of them",
+            hint=f"pipeline={chunks * max(1, ranks)}",
+        )
+    return ranks
+
+
+def _check_chunks(stages: int, ranks: int) -> None:
+    if stages % ranks:
+        raise PlanError(
+            f"pipeline={stages} on {ranks} ranks of the axis {AXIS}",
+            why="every rank of the pipeline holds equally many stages",
+            hint=f"pipeline={ranks * max(1, stages // ranks)}",
+        )
+
+
+def _before(mesh: Mesh, count: int) -> Mesh:
+    """The mesh with the pipeline's axis as the slowest."""
+    made = Mesh.of({AXIS: count})
+    clash = sorted({AXIS, *made.sizes} & {*mesh.sizes, *dict(mesh.names)})
+    if clash:
+        raise MeshError(
+            f"the mesh has an axis {clash[0]!r}",
+            why="that is the name of the axis along which a pipeline runs",
+            hint="give the axis another name",
+        )
+    order = tuple(p * mesh.size + r for p in range(count) for r in mesh.order)
+    return Mesh((*made.axes, *mesh.axes), (*made.names, *mesh.names), order)
+
+
+__all__ = ["AXIS", "Meshes", "meshes", "meshes_of"]

@@ -1,0 +1,56 @@
+"""The order in which the ranks of a plan take their stages: one of ours by its name, or the user's own by its text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.errors import PlanError
+from meshwright.pipeline.actions import MESSAGES, Schedule
+from meshwright.pipeline.check import play
+from meshwright.pipeline.meshes import meshes_of
+from meshwright.pipeline.parse import parse
+from meshwright.pipeline.schedules import SCHEDULES, make
+from meshwright.plan import Plan
+from meshwright.techniques import Techniques
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """The order in which the ranks of a plan with stages take them."""
+    return schedule_for(plan.techniques, meshes_of(plan).places)
+
+
+def schedule_for(techniques: Techniques, places: int) -> Schedule:
+    """The schedule that is asked for, without messages. Raises PlanError for one that does not fit, or cannot run."""
+    stages, count, asked = techniques.pipeline, techniques.micro_batches, techniques.schedule or "1f1b"
+    if asked in SCHEDULES or "\n" not in asked:
+        found = make(asked, places, count, stages // places)
+    else:
+        found = parse(asked)
+        fits = (found.stages, len(found.actions), found.micro_batches)
+        if fits != (stages, places, count):
+            raise PlanError(
+                f"the schedule {found.name} is of {fits[0]} stages on {fits[1]} ranks with {fits[2]} micro-batches",
+                why=f"asked for are {stages} on {places} with {count}",
+                hint=f"pipeline={fits[0]}, micro_batches={fits[2]}",
+            )
+    if not found.has_backward:
+        raise PlanError(
+            f"the schedule {found.name} has no backward",
+            why="a training step needs one",
+            hint='schedule="1f1b"',
+        )
+    play(found)
+    for rank, actions in enumerate(found.actions):
+        ends = [a.kind for a in actions if a.kind in ("reduce", "update")]
+        if ends != ["reduce", "update"] or [a.kind for a in actions[-2:]] != ends:
+            raise PlanError(
+                f"the schedule {found.name} ends with {', '.join(a.kind for a in actions[-2:])}",
+                where=f"rank {rank}",
+                why="gradients are reduced when all of them are there, and weights updated after that",
+                hint="reduce, update as the last two actions of each rank",
+            )
+    plain = tuple(tuple(a for a in actions if a.kind not in MESSAGES) for actions in found.actions)
+    return replace(found, actions=plain)
+
+
+__all__ = ["schedule_for", "schedule_of"]

@@ -1,0 +1,215 @@
+"""The stages of a plan: where each operator goes, by predicted seconds and the user's wishes, and in what order the
+ranks take them."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.operators import work
+from meshwright.errors import PlanError, did_you_mean
+from meshwright.graph import STAGE_MARK, Graph, Node
+from meshwright.partition import Partition
+from meshwright.partition.price import letter_sizes, program_price
+from meshwright.pipeline.check import play
+from meshwright.pipeline.meshes import Meshes
+from meshwright.pipeline.order import schedule_for
+from meshwright.pipeline.split import Costs, split
+from meshwright.plan import Plan
+from meshwright.redistribute.steps import origin
+from meshwright.techniques import Techniques
+
+FLOPS_PER_S, BYTES_PER_S = 1e12, 1e11  # of no machine: what balances stages where no cluster is known
+
+
+def staged(
+    graph: Graph,
+    plan: Plan,
+    techniques: Techniques,
+    world: Meshes,
+    lowered: Callable[[Plan], Partition],
+    cluster: Cluster | None,
+) -> Plan:
+    """The plan of a stage's mesh, cut into stages. `lowered` makes the program of a plan, whose seconds balance them.
+
+    Raises PlanError for wishes that cannot be, for a schedule that does not fit, and for techniques that do not go
+    together with stages.
+    """
+    if plan.hosts:
+        raise PlanError(
+            f"mw.on_host beside pipeline={techniques.pipeline}",
+            why="operators on the host do not work together with stages yet",
+            hint="leave out mw.on_host",
+        )
+    schedule = schedule_for(techniques, world.places)
+    pins = _wishes(graph, techniques)
+    found = split(graph, techniques.pipeline, costs_of(lowered(plan), cluster), pins=pins)
+    # What was claimed is of the whole model on the ranks of one stage.
+    made = replace(plan, stages=dict(found.of), world=world.world, techniques=techniques, claims={})
+    share = max(found.seconds) * len(found.seconds) / sum(found.seconds) if sum(found.seconds) else 1.0
+    played = play(schedule)
+    notes = [
+        f"pipeline: {techniques.pipeline} stages on {world.places} ranks, {schedule.name} with "
+        f"{techniques.micro_batches} micro-batches, a bubble of {100 * played.bubble:.0f} % if all stages took equally "
+        f"long; the slowest takes {100 * (share - 1):.0f} % more than their mean"
+    ]
+    return made.with_notes(*notes)
+
+
+def check_beside(techniques: Techniques) -> None:
+    """Raise PlanError for techniques that do not go together with a pipeline."""
+    refused = {
+        "interleave": techniques.interleave > 1,
+        "gradient_accumulation_shard": techniques.gradient_accumulation_shard,
+        "offload": bool(techniques.offload),
+        "slice_activation": techniques.slice_activation,
+    }
+    for name, asked in refused.items():
+        if asked:
+            raise PlanError(
+                f"{name} beside pipeline={techniques.pipeline}",
+                why="the two do not work together yet",
+                hint=f"leave out {name}",
+            )
+
+
+def in_one_stage(techniques: Techniques) -> Techniques:
+    """What is asked of each stage, where a search chooses nothing that does not go together with stages."""
+    closed = {"interleave", "offload", "micro_batches", "gradient_accumulation_shard", "slice_activation"}
+    return replace(techniques, pipeline=1, schedule="", stages=(), given=techniques.given | closed)
+
+
+def check_alone(techniques: Techniques) -> None:
+    """Raise PlanError for options of stages where there is one stage."""
+    for name in ("schedule", "stages"):
+        if getattr(techniques, name):
+            raise PlanError(
+                f"{name}={getattr(techniques, name)!r} without pipeline=",
+                why="a model in one stage has no order of stages",
+                hint=f"pipeline=2, or leave out {name}",
+            )
+
+
+def within_stage(cluster: Cluster, places: int) -> Cluster:
+    """The part of a cluster that shares a stage: its outermost levels are the pipeline's. Raises PlanError where that
+    many ranks are no whole levels or parts of them."""
+    left, levels = places, []
+    for level in cluster.levels:
+        taken = math.gcd(left, level.size)
+        if left > 1 and taken not in (left, level.size):
+            raise PlanError(
+                f"{places} pipeline ranks over the levels of {cluster.name}",
+                why=f"{left} of them do not divide {level.name}={level.size}",
+                hint="as many stages as divide the outermost level",
+            )
+        left //= taken
+        levels.append(replace(level, size=level.size // taken))
+    if left > 1:
+        raise PlanError(
+            f"{places} pipeline ranks on a cluster of {cluster.ranks}",
+            why="each rank of the pipeline is another device",
+            hint=f"pipeline={cluster.ranks}",
+        )
+    return replace(cluster, levels=tuple(levels))
+
+
+# ---------------------------------------------------------------- costs
+
+
+def costs_of(parts: Partition, cluster: Cluster | None) -> Costs:
+    """What operators cost on the rank that holds most, in the units of a cluster, or of no machine."""
+    if cluster is None:
+        seconds, link = _nominal(parts), lambda size: size / BYTES_PER_S
+    else:
+        price = program_price(parts, cluster)
+        seconds = {n: p.total / parts.micro_batches for n, p in price.by_node.items()}
+        for name, halves in price.by_reshard.items():
+            reader = _reader(parts, name)
+            if reader in seconds:
+                seconds[reader] += sum(halves) / parts.micro_batches
+        outer = next((level for level in cluster.levels if level.size > 1), cluster.levels[0])
+        link = lambda size: outer.latency_seconds + size / outer.bytes_per_s  # noqa: E731
+    share = parts.micro_batches * parts.plan.mesh.size // parts.micro_batches
+    return Costs(seconds, {}, {}, lambda size: link(size / share) if size else 0.0)
+
+
+def _reader(parts: Partition, reshard: str) -> str:
+    """The operator before which a reshard runs: the first that reads it, where there is one."""
+    graph = parts.resharded.graph
+    while True:
+        readers = graph.consumers.get(reshard, ())
+        if not readers:
+            return ""
+        reshard = readers[0][0].name
+        if reshard in parts.factors.sites:
+            return reshard
+
+
+def _nominal(parts: Partition) -> dict[str, float]:
+    graph, mesh, found = parts.resharded.graph, parts.plan.mesh, {}
+    for name, site in parts.factors.sites.items():
+        sizes = letter_sizes(site, parts.resharded.ports[name], mesh, origin(mesh))
+        done = work(site.node, site.rule, sizes, graph.types, [u in graph.needs_grad for u in site.node.uses])
+        flops = float(done.flops_forward + done.flops_backward)
+        moved = float(done.bytes_forward + done.bytes_backward)
+        found[name] = max(flops / FLOPS_PER_S, moved / BYTES_PER_S)
+    return found
+
+
+# ---------------------------------------------------------------- wishes
+
+
+def _wishes(graph: Graph, techniques: Techniques) -> dict[str, int]:
+    """Operator → the stage that the user wants it in: what the model says, and before that patterns of modules."""
+    found: dict[str, int] = {}
+    for node in graph.nodes:
+        marks = sorted({int(m.removeprefix(STAGE_MARK)) for m in node.marks if m.startswith(STAGE_MARK)})
+        if len(marks) > 1:
+            raise PlanError(
+                f"mw.stage puts {node.module or '%' + node.name} into stages {', '.join(map(str, marks))}",
+                why="an operator belongs to one stage",
+                where=node.where,
+            )
+        found.update(dict.fromkeys([node.name], marks[0]) if marks else {})
+    for stage in sorted({s for s in found.values() if s >= techniques.pipeline}):
+        raise PlanError(
+            f"mw.stage asks for stage {stage}",
+            why=f"there are {techniques.pipeline}, from 0 to {techniques.pipeline - 1}",
+            hint=f"pipeline={stage + 1}",
+        )
+    for pattern, stage in techniques.stages:
+        mine = [n for n in graph.nodes if any(_matches(pattern, m) for m in _around(n))]
+        if not mine:
+            modules = sorted({m for n in graph.nodes for m in _around(n)})
+            raise PlanError(
+                f"no module of the model matches {pattern!r} of stages",
+                why=f"{len(modules)} modules have operators",
+                hint=did_you_mean(pattern, modules),
+            )
+        found.update(dict.fromkeys([n.name for n in mine], stage))
+    return found
+
+
+def _around(node: Node) -> list[str]:
+    """A node's module and those around it."""
+    parts = node.module.split(".") if node.module else []
+    return [".".join(parts[: k + 1]) for k in range(len(parts))]
+
+
+def _matches(pattern: str, module: str) -> bool:
+    wanted, parts = pattern.split("."), module.split(".")
+    return len(wanted) == len(parts) and all(map(_part_matches, wanted, parts))
+
+
+def _part_matches(wanted: str, part: str) -> bool:
+    span = re.fullmatch(r"(\d+)-(\d+)", wanted)
+    if span is not None and part.isdigit():
+        return int(span[1]) <= int(part) <= int(span[2])
+    return fnmatch.fnmatchcase(part, wanted)
+
+
+__all__ = ["check_alone", "check_beside", "costs_of", "in_one_stage", "staged", "within_stage"]

@@ -1,0 +1,186 @@
+"""What a step of a pipeline takes, before it runs: the schedule played with the seconds of its stages, and the most
+bytes on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.parts import Level
+from meshwright.partition import Partition
+from meshwright.partition.micro_batches import first_micro_batch
+from meshwright.partition.peaks import optimizer_on
+from meshwright.partition.stage_memory import StageMemory, stage_memory
+from meshwright.partition.stage_seconds import (
+    StageSeconds,
+    prologue_seconds,
+    stage_seconds,
+    update_seconds_of,
+)
+from meshwright.partition.stages import Stage
+from meshwright.pipeline.actions import BACKWARD, FORWARD, Action
+from meshwright.pipeline.check import Played, play
+from meshwright.pipeline.held import holders
+from meshwright.pipeline.meshes import meshes_of
+from meshwright.pipeline.messages import Message, Messages
+from meshwright.pipeline.order import schedule_of
+from meshwright.redistribute.steps import origin
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A step of a pipeline on the ranks that hold the largest blocks. `stages`: seconds of each. `received`: bytes that
+    each stage takes from earlier ones for a micro-batch. `prologue`: seconds of the sums before the first forward.
+    `peaks`: the most bytes on a rank of each place in the pipeline."""
+
+    played: Played
+    stages: tuple[StageSeconds, ...]
+    received: tuple[int, ...]
+    prologue: float
+    peaks: tuple[int, ...]
+
+    @property
+    def step_seconds(self) -> float:
+        """The end of the last rank's update."""
+        return self.prologue + self.played.end
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they wait for one another."""
+        return self.played.bubble
+
+
+def predict(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Predicted:
+    """Play the schedule of a plan with stages. `optimizer_states`: moments per parameter."""
+    schedule, meshes = schedule_of(parts.asked), meshes_of(parts.asked)
+    mesh = parts.plan.mesh
+    programs = first_micro_batch(parts, mesh.rank(origin(mesh)))
+    cut = parts.stages(programs.programs[0])
+    times = tuple(stage_seconds(parts, cluster, stage.segment.graph) for stage in cut)
+    received = tuple(map(_received, cut))
+    held = holders(parts, schedule)
+    mine = [frozenset(n for n, places in held.items() if p in places) for p in range(meshes.places)]
+    updates = [update_seconds_of(parts, cluster, optimizer_states, names) for names in mine]
+    link = link_of(cluster)
+
+    def seconds(action: Action) -> float:
+        time = times[action.stage]
+        match action.kind:
+            case "forward":
+                return time.forward
+            case "backward":
+                return time.backward
+            case "backward_input":
+                return time.backward - time.weights
+            case "backward_weight":
+                return time.weights
+        return 0.0
+
+    def message(action: Action) -> float:
+        back = action.kind in ("backward", "backward_input")
+        stage = action.stage + 1 if back else action.stage
+        size = received[stage] if stage < len(received) else 0
+        return link.latency_seconds + size / link.bytes_per_s
+
+    played = play(schedule, seconds, message)
+    optimizer, rank = optimizer_on(cluster.device_type, optimizer_states), mesh.rank(origin(mesh))
+    messages = Messages(cut, schedule)
+    memory = [stage_memory(parts, rank, s.segment.graph, optimizer, cluster.device_type) for s in cut]
+    return Predicted(
+        _ended(played, times, updates, schedule.ranks),
+        times,
+        received,
+        prologue_seconds(parts, cluster, programs.rounds),
+        tuple(peak_of(messages, place, memory) for place in range(meshes.places)),
+    )
+
+
+def claims_of(parts: Partition, cluster: Cluster, optimizer_states: int) -> dict[str, Any]:
+    """What a plan with stages says of itself."""
+    found = predict(parts, cluster, optimizer_states)
+    place = max(range(len(found.peaks)), key=found.peaks.__getitem__)
+    slowest = max(found.received)
+    link = link_of(cluster)
+    return {
+        "cluster": cluster.name,
+        "step_seconds": found.step_seconds,
+        "bubble": found.bubble,
+        "peak_bytes": found.peaks[place],
+        "peak_where": f"rank {place} of the pipeline",
+        "space": "strategies and stages as given",
+        "message_seconds": link.latency_seconds + slowest / link.bytes_per_s,
+        "stages": [
+            {"forward": t.forward, "backward": t.backward, "weights": t.weights, "reduce": t.reduce}
+            for t in found.stages
+        ],
+    }
+
+
+def link_of(cluster: Cluster) -> Level:
+    """The level of the cluster that messages between neighbours in a pipeline cross: the slowest that there is."""
+    return next((level for level in cluster.levels if level.size > 1), cluster.levels[0])
+
+
+def _received(stage: Stage) -> int:
+    return sum(stage.segment.graph.types[value].size_bytes for value in stage.takes)
+
+
+def peak_of(messages: Messages, place: int, memory: Sequence[StageMemory]) -> int:
+    """The most bytes on a rank, along its list. What it received a little early, and what it sent and nobody has told
+    it of yet, is there too."""
+    mine = [memory[s] for s in messages.schedule.held_by(place)]
+    types = [stage.segment.graph.types for stage in messages.cut]
+    known = messages.acknowledged(place)
+    fixed = sum(m.fixed for m in mine) - (len(mine) - 1) * mine[0].batch
+    gradients = sum(m.gradients for m in mine)
+    live = early = there = 0
+    sending: dict[Message, int] = {}
+    most = fixed
+    for action in messages.listed(place):
+        one = memory[action.stage]
+        kind = {"receive_value": FORWARD, "receive_gradient": BACKWARD}.get(action.kind, action.kind)
+        arriving = sum(
+            types[action.stage][m.value].size_bytes for m in messages.needed(replace(action, kind=kind))
+        )
+        if kind != action.kind:
+            early += arriving
+            continue
+        early -= arriving
+        beside = fixed + live + early + sum(sending.values())
+        match action.kind:
+            case "forward":
+                most = max(most, beside + there + one.forward)
+                live += one.kept
+            case "backward" | "backward_input":
+                there = gradients
+                left = one.later if action.kind == "backward_input" else 0
+                most = max(most, beside + there - one.kept + max(one.backward, left))
+                live -= one.kept - left
+            case "backward_weight":
+                live -= one.later
+        for message in known.get(action, ()):
+            sending.pop(message, None)
+        sending |= {m: types[action.stage][m.value].size_bytes for m in messages.sent(action) if m.back}
+    return max(most, fixed + there + sum(sending.values()) + max(m.update for m in mine))
+
+
+def _ended(
+    played: Played, times: Sequence[StageSeconds], updates: Sequence[float], ranks: Sequence[int]
+) -> Played:
+    """The same with reductions and updates at the end of each rank's list."""
+    lists = []
+    for rank, actions in enumerate(played.times):
+        tail = sum(t.reduce for t, at in zip(times, ranks, strict=True) if at == rank)
+        ends: Mapping[str, float] = {"reduce": tail, "update": updates[rank]}
+        found, late = [], 0.0
+        for action, begin, end in actions:
+            more = ends.get(action.kind, 0.0)
+            found.append((action, begin + late, end + late + more))
+            late += more
+        lists.append(tuple(found))
+    return Played(played.schedule, tuple(lists), played.peaks)
+
+
+__all__ = ["Predicted", "claims_of", "link_of", "predict"]

@@ -1,0 +1,100 @@
+"""Linears whose backward comes in two halves: the gradient of what came in at once, what the weights need later.
+
+The second half waits in a queue as (where the weight came from, gradient, input). Draining it goes on through autograd
+from there, so that casts, gathers and hooks of the weights see their gradients as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
+
+from meshwright.partition.halves import ADDMM, LINEAR
+
+
+class Queue:
+    """Where the linears of a rank leave what their weights need: the list of the backward that runs now."""
+
+    def __init__(self) -> None:
+        self._now: list[Any] | None = None
+
+    @contextlib.contextmanager
+    def into(self, later: list[Any]) -> Iterator[None]:
+        """While backward runs, what it leaves goes into a list."""
+        self._now = later
+        try:
+            yield
+        finally:
+            self._now = None
+
+    def put(self, *item: Any) -> None:
+        """Leave one linear's."""
+        assert self._now is not None, "a linear's backward ran outside of a stage's"
+        self._now.append(item)
+
+    def drain(self, later: list[Any]) -> None:
+        """Compute what was left, and take it to the parameters."""
+        edges: dict[tuple[Any, int], GradientEdge] = {}
+        totals: dict[tuple[Any, int], torch.Tensor] = {}
+        for weight, bias, gradient, x, transposed in later:
+            dy, x = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+            halves = [(weight, lambda dy=dy, x=x, t=transposed: x.t() @ dy if t else dy.t() @ x)]
+            halves.append((bias, lambda dy=dy: dy.sum(0)))
+            for edge, make in halves:
+                if edge is None:
+                    continue
+                key = (edge.node, edge.output_nr)
+                edges[key] = edge
+                totals[key] = totals[key] + make() if key in totals else make()
+        later.clear()
+        if edges:
+            torch.autograd.backward(list(edges.values()), [totals[key] for key in edges])
+
+
+class SplitLinear(torch.nn.Module):
+    """One call of a linear (or ``addmm``, ``mm``) of which the weights' half of backward is left in a queue."""
+
+    def __init__(self, op: str, queue: Queue) -> None:
+        super().__init__()
+        self.op, self.queue = op, queue
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        """The product. Arguments are those of the operator."""
+        if self.op == ADDMM:
+            bias, x, weight = args
+        else:
+            x, weight, *rest = args
+            bias = rest[0] if rest else None
+        transposed = self.op != LINEAR
+        if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
+            if not transposed:
+                return F.linear(x, weight, bias)
+            return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+        edges = [None if w is None or not w.requires_grad else get_gradient_edge(w) for w in (weight, bias)]
+        plain = None if bias is None else bias.detach()
+        return _Split.apply(x, weight.detach(), plain, edges, transposed, self.queue)
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, edges, transposed: bool, queue: Queue):
+        ctx.save_for_backward(x, weight)
+        ctx.edges, ctx.transposed, ctx.queue = edges, transposed, queue
+        if not transposed:
+            return F.linear(x, weight, bias)
+        return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        x, weight = ctx.saved_tensors
+        ctx.queue.put(*ctx.edges, gradient, x, ctx.transposed)
+        dx = gradient @ (weight.t() if ctx.transposed else weight)
+        return dx, None, None, None, None, None
+
+
+__all__ = ["Queue", "SplitLinear"]

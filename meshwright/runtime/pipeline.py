@@ -1,0 +1,93 @@
+"""What one rank of a pipeline holds, and the list of what it does in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from meshwright.graph import Graph
+from meshwright.partition import Partition
+from meshwright.partition.micro_batches import MicroBatches
+from meshwright.partition.segments import Segment
+from meshwright.partition.stages import Stage
+from meshwright.pipeline.actions import BACKWARD_WEIGHT
+from meshwright.pipeline.held import holders
+from meshwright.pipeline.meshes import meshes_of
+from meshwright.pipeline.messages import Messages
+from meshwright.pipeline.order import schedule_of
+from meshwright.runtime.communicator import Communicator, InStage
+from meshwright.runtime.executor import Action
+
+
+class Pipeline:
+    """One rank's view of a plan with stages. `mine`: the numbers of its stages. `cut`: the stages of the program of its
+    first micro-batch, all of them: what crosses is the same in each."""
+
+    def __init__(self, parts: Partition, comm: Communicator) -> None:
+        self.parts, self.meshes = parts, meshes_of(parts.asked)
+        self.comm = InStage(comm, self.meshes)
+        self.schedule = schedule_of(parts.asked)
+        self.mine = self.schedule.held_by(self.comm.place)
+        self.cut: tuple[Stage, ...] = ()
+        self.messages = Messages((), self.schedule)
+        self.holders = holders(parts, self.schedule)
+
+    def begin(self, programs: MicroBatches) -> MicroBatches:
+        """Look at the programs of this rank; those that come after the last micro-batch, for its stages alone."""
+        self.cut = self.parts.stages(programs.programs[0])
+        self.messages = Messages(self.cut, self.schedule)
+        return replace(programs, late=self._late(programs.late), carried=self._own(programs.carried))
+
+    def segments(self, programs: MicroBatches) -> dict[int, list[tuple[Segment, ...]]]:
+        """This rank's stages → their program in each micro-batch."""
+        cut = [self.cut, *(self.parts.stages(graph) for graph in programs.programs[1:])]
+        return {s: [(stages[s].segment,) for stages in cut] for s in self.mine}
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the two halves of backward are apart."""
+        return any(a.kind == BACKWARD_WEIGHT for a in self.schedule.actions[self.comm.place])
+
+    def _own(self, pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+        here = {v for s in self.mine for v in self.cut[s].ends}
+        return tuple((name, value) for name, value in pairs if value in here)
+
+    def _late(self, graph: Graph) -> Graph:
+        """The part of a graph of results that follows from what this rank's stages make."""
+        here = {v for s in self.mine for v in self.cut[s].ends}
+        inputs = tuple(i for i in graph.inputs if i.name in here)
+        nodes = tuple(n for n in graph.nodes if here.issuperset(n.uses))
+        outputs = tuple((name, value) for name, value in graph.outputs if name in here)
+        return replace(graph, inputs=inputs, nodes=nodes, outputs=outputs)
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank has an input of the program."""
+        return self.comm.place in self.holders[name]
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank is the first of those that have an input: what counts once is counted there."""
+        return self.comm.place == self.holders[name][0]
+
+    def place_of(self, stage: int) -> int:
+        """Where in the pipeline a stage is."""
+        return self.schedule.ranks[stage]
+
+    def maker(self, value: str) -> int:
+        """The place whose rank makes a result of the step."""
+        return next(self.place_of(n) for n, stage in enumerate(self.cut) if value in stage.ends)
+
+    def actions(self, rounds: int) -> tuple[Action, ...]:
+        """This rank's list: sums first, then the schedule's order with its messages, then the end of the step."""
+        found = [Action("begin")]
+        for number in range(rounds):
+            found += [Action("terms", number, m) for m in range(self.schedule.micro_batches)]
+            found.append(Action("sums", number))
+        found += [Action(a.kind, a.stage, a.micro_batch) for a in self.messages.listed(self.comm.place)]
+        return (*found, *(Action(kind) for kind in ("late", "share", "reduce_wait", "update", "end")))
+
+    def shared(self, names: Iterable[str]) -> Mapping[str, tuple[int, ...]]:
+        """Those of some inputs that several places hold."""
+        return {n: self.holders[n] for n in names if len(self.holders[n]) > 1}
+
+
+__all__ = ["Pipeline"]

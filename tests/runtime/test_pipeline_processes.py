@@ -1,0 +1,102 @@
+"""Pipelines over real processes: the numbers of one device, a checkpoint of all stages, and a rank that dies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.procs
+
+TRAIN = """
+import copy, torch
+import meshwright as mw
+from meshwright.examples import gpt
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-3)
+
+torch.manual_seed(0)
+model, batch, loss = gpt.build(batch=8)
+model = model.double()
+twin = copy.deepcopy(model)
+optimizer = adamw(twin.parameters())
+expected = []
+for _ in range(3):
+    optimizer.zero_grad()
+    value = loss(twin, batch)
+    value.backward()
+    torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.05)
+    optimizer.step()
+    expected.append(value.item())
+step = mw.train_step(model, adamw, batch, loss=loss, clip_norm=0.05, OPTIONS)
+found = [step(batch).item() for _ in range(3)]
+state = step.full_state()
+worst = max(abs(a - b) / abs(b) for a, b in zip(found, expected))
+drift = max((state[n] - p).abs().max().item() / max(p.abs().max().item(), 1e-3) for n, p in twin.named_parameters())
+assert worst < 1e-12 and drift < 1e-12, (worst, drift)
+assert len(step.parameters) < len(state)
+assert "stage" in str(step.program)
+mw.shutdown()
+print("equal")
+"""
+
+DIES = """
+import os, signal, torch
+import meshwright as mw
+from meshwright.examples import mlp
+
+model, batch, loss = mlp.build()
+step = mw.train_step(model, lambda p: torch.optim.SGD(p, lr=0.1), batch, loss=loss, mesh=3, pipeline=3, micro_batches=3)
+step(batch)
+if step.rank == 1:
+    kinds = step.local.executor.kinds
+    def die(action):
+        raise ValueError("the second backward of this rank fails")
+    kinds["backward"] = die
+step(batch)
+"""
+
+
+def launch(folder: Path, ranks: int, body: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(textwrap.dedent(body))
+    command = [sys.executable, "-m", "meshwright.cli", "run", "--nproc", str(ranks), "script.py"]
+    environment = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")}
+    environment["MESHWRIGHT_TEST"] = str(folder)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (4, 'mesh={"dp": 2}, pipeline=2, micro_batches=4, optimizer_parallel=1, threshold_kb=0'),
+        (2, 'mesh=2, pipeline=4, micro_batches=4, schedule="zero_bubble_v"'),
+        (2, 'mesh={"pp": 2}, pipeline=4, micro_batches=2, schedule="interleaved"'),
+    ],
+)
+def test_a_pipeline_trains_as_one_device_does(tmp_path: Path, ranks: int, options: str) -> None:
+    result = launch(tmp_path, ranks, TRAIN.replace("OPTIONS", options))
+    assert result.returncode == 0 and "equal" in result.stdout, result.stdout + result.stderr
+
+
+def test_a_rank_that_fails_in_the_middle_is_named_and_no_process_stays(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    result = launch(tmp_path, 3, DIES)
+    assert result.returncode != 0
+    said = result.stdout + result.stderr
+    assert "rank 1" in said and "the second backward of this rank fails" in said, said
+    assert time.monotonic() - begin < 200  # not the half hour for which a lost peer is waited
+    alive = [p for p in Path("/proc").glob("[0-9]*") if _marked(p, str(tmp_path))]
+    assert not alive
+
+
+def _marked(process: Path, mark: str) -> bool:
+    try:
+        return f"MESHWRIGHT_TEST={mark}".encode() in (process / "environ").read_bytes()
+    except OSError:
+        return False
