@@ -116,6 +116,14 @@ class Techniques:
         """Whether something is asked of single layers, or of all together, so that one does not tell of the others."""
         return bool(self.keep_whole) or isinstance(self.fusion, tuple) or not isinstance(self.recompute, str)
 
+    @property
+    def pieces_told(self) -> str:
+        """The same in words."""
+        whole, copies = f"{self.micro_batches} micro-batches", f"{self.interleave} copies"
+        if self.interleave == 1:
+            return whole
+        return copies if self.micro_batches == 1 else f"{whole} of {copies}"
+
     def fusion_group(self, *names: str) -> int:
         """The number of the fusion group of a parameter, by its name in the model and those it is tied to; -1 where
         there is none."""

@@ -72,11 +72,14 @@ def interleaved(
     added: Collection[str],
     carried: Mapping[str, str],
     time: Collection[str],
+    leading: Sequence[Graph],
     turns: str = TURNS[0],
 ) -> Interleaved:
     """One program of the copies. `added`: results that are sums over the copies. `carried`: input → the value that
-    replaces it, which a copy hands on to the next. `time`: the axes on which copies differ. `turns`: their order."""
-    work = _Merge(copies, added, carried, time, ORDERS[turns])
+    replaces it, which a copy hands on to the next. `time`: the axes on which copies differ. `leading`: the copies of
+    one rank, the same for all ranks, by whose sizes turns are measured: blocks may be of unequal length, and ranks that
+    took turns elsewhere would talk past each other. `turns`: their order."""
+    work = _Merge(copies, added, carried, time, leading, ORDERS[turns])
     return Interleaved(work.graph(), work.copy_of)
 
 
@@ -118,9 +121,11 @@ class _Merge:
         added: Collection[str],
         carried: Mapping[str, str],
         time: Collection[str],
+        leading: Sequence[Graph],
         order: _Turns,
     ) -> None:
-        self.copies, self.added, self.carried, self.order = copies, added, carried, order
+        self.copies, self.added, self.carried = copies, added, carried
+        self.leading, self.order = leading, order
         self.copy_of: dict[str, int] = {}
         self.shared = shared(copies[0], carried, time)
 
@@ -153,13 +158,10 @@ class _Merge:
 
     def _in_turns(self) -> Iterator[Node]:
         """The nodes of all copies in the order in which they run: one turn of each."""
-        turns = [
-            _turns(list(self._program(graph, copy)), self.order.halved)
-            for copy, graph in enumerate(self.copies)
-        ]
+        turns = [_turns(list(self._program(copy)), self.order.halved) for copy in range(len(self.copies))]
+        needs = [[_needs(turn) for turn in mine] for mine in turns]
         there, done = {*self.copy_of, *self.shared}, [0] * len(turns)
-        made = {v for turn in turns[0] for n in turn for v in n.values}
-        there -= made  # what all copies share and one of them makes
+        there -= {v for mine in turns for turn in mine for n in turn for v in n.values}
         while any(done[copy] < len(turns[copy]) for copy in range(len(turns))):
             moved = False
             for copy, mine in enumerate(turns):
@@ -167,16 +169,19 @@ class _Merge:
                 waits = copy and done[copy] + self.order.apart >= done[copy - 1] < len(turns[copy - 1])
                 if waits or done[copy] == len(mine):
                     continue
+                if not there.issuperset(needs[copy][done[copy]]):
+                    continue  # a buffer that the copy before hands on is not made yet
                 for node in mine[done[copy]]:
-                    assert there.issuperset(node.uses), f"%{node.name} runs before what it reads"
                     there.update(node.values)
                     yield node
                 done[copy], moved = done[copy] + 1, True
             assert moved, "copies wait for each other"
 
-    def _program(self, graph: Graph, copy: int) -> Iterator[tuple[Node, float, bool]]:
+    def _program(self, copy: int) -> Iterator[tuple[Node, float, bool]]:
         """A copy's nodes with what each computes, and whether a turn ends there: what it has started goes on."""
-        for node in graph.nodes:
+        graph, leading = self.copies[copy], self.leading[copy]
+        for node, same in zip(graph.nodes, leading.nodes, strict=True):
+            assert node.name == same.name, f"%{node.name} stands where another rank has %{same.name}"
             mine = self._renamed(node, copy)
             if mine is None:
                 continue
@@ -192,7 +197,7 @@ class _Merge:
                 )
                 yield replace(mine, op=WAIT, args=(Ref(start), 0)), 0.0, False
             else:
-                yield mine, _work(node, graph), False
+                yield mine, _work(same, leading), False
 
     def _ends(self, reshard: Node) -> bool:
         forward, backward = (any(kind in COLLECTIVES for kind, *_ in half) for half in reshard.args[1:3])
@@ -244,6 +249,15 @@ def _turns(program: Sequence[tuple[Node, float, bool]], halved: bool) -> list[li
             so_far += work
         found.append(turn)
     return [turn for turn in found if turn]
+
+
+def _needs(turn: Sequence[Node]) -> set[str]:
+    """What a turn reads and does not make."""
+    found, made = set[str](), set[str]()
+    for node in turn:
+        found.update(use for use in node.uses if use not in made)
+        made.update(node.values)
+    return found
 
 
 def _work(node: Node, graph: Graph) -> float:

@@ -89,7 +89,13 @@ def keeps_of(local: Graph, keeps: Mapping[str, str]) -> dict[str, str]:
 def made_alike(resharded: Resharded, again: Collection[str], plan: Plan) -> bool:
     """Whether all ranks save, and so make again, the same things at the same places."""
     graph = resharded.graph
-    near = {c.name for n in graph.nodes if n.name in again for v in n.values for c, _ in graph.consumers[v]}
+    near: set[str] = set()
+    todo = [v for n in graph.nodes if n.name in again for v in n.values]
+    while todo:  # who reads what is made again, and what a reshard brings of it
+        for reader, _ in graph.consumers[todo.pop()]:
+            if reader.name not in near:
+                near.add(reader.name)
+                todo += reader.values if reader.op in MOVES else ()
     for name in near.union(again):
         if name in resharded.ports:
             ports = resharded.ports[name]

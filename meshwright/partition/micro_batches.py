@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.graph import DTYPES, RESHARD, START, Graph, Input, Node, Ref, prune, verify
@@ -61,16 +61,24 @@ def micro_batches_of(parts: Partition, rank: int) -> MicroBatches:
     programs = tuple(c.program() for c in cut)
     if parts.copies == 1:
         return MicroBatches(rounds, programs, late, carried)
-    groups = (programs[n : n + parts.copies] for n in range(0, len(programs), parts.copies))
-    merged = [_merged(parts, copies, late) for copies in groups]
+    leading = programs if rank == 0 else tuple(_programs(parts, parts.of_rank(0)))
+    groups = (slice(n, n + parts.copies) for n in range(0, len(programs), parts.copies))
+    merged = [_merged(parts, programs[group], late, leading[group]) for group in groups]
     return MicroBatches(rounds, tuple(m.graph for m in merged), late, carried, merged[0].copy_of)
 
 
 def first_program(parts: Partition, rank: int) -> Interleaved:
     """The program of the first copies that take turns: what a timeline looks at. `rank` is one of the plan's mesh in
     the first micro-batch."""
-    cut = [_Cut(parts, number, parts.local(number)) for number in parts.of_rank(rank)[: parts.copies]]
-    return _merged(parts, [c.program() for c in cut], cut[0].late())
+    mine, first = parts.of_rank(rank)[: parts.copies], parts.of_rank(0)[: parts.copies]
+    programs = list(_programs(parts, mine))
+    leading = programs if mine == first else list(_programs(parts, first))
+    return _merged(parts, programs, _Cut(parts, rank, parts.local(rank)).late(), leading)
+
+
+def _programs(parts: Partition, numbers: Iterable[int]) -> Iterator[Graph]:
+    for number in numbers:
+        yield _Cut(parts, number, parts.local(number)).program()
 
 
 def nothing_to_hide(parts: Partition) -> tuple[str, ...]:
@@ -86,9 +94,10 @@ def nothing_to_hide(parts: Partition) -> tuple[str, ...]:
     )
 
 
-def _merged(parts: Partition, copies: Sequence[Graph], late: Graph) -> Interleaved:
+def _merged(parts: Partition, copies: Sequence[Graph], late: Graph, leading: Sequence[Graph]) -> Interleaved:
     added = [entry.name for entry in late.inputs]
-    found = interleaved(copies, added, dict(_carried(parts)), parts.plan.mesh.time, parts.plan.turns)
+    plan, carried = parts.plan, dict(_carried(parts))
+    found = interleaved(copies, added, carried, plan.mesh.time, leading, plan.turns)
     _checked(found.graph)
     return found
 

@@ -23,6 +23,7 @@ from meshwright.ops.strategy import Ports, Strategy, at_path, cut, layouts, thro
 from meshwright.partition.reshards import Resharded
 from meshwright.plan import Plan
 from meshwright.redistribute.steps import COLLECTIVES
+from meshwright.techniques import Techniques
 
 
 def in_time(graph: Graph, factors: Factors, plan: Plan) -> Plan:
@@ -101,12 +102,10 @@ class _InTime:
                 most = sub.size // ranks
                 over = f" over {ranks} ranks ({self.plan.mesh.show(sub.axes)})" if ranks > 1 else ""
                 raise PlanError(
-                    f"{sub.size} examples{over} cannot be cut into {count} micro-batches",
-                    why=f"each rank needs an example in each micro-batch of %{site.node.name} ({site.node.op})",
+                    f"{sub.size} examples{over} cannot be cut into {self.plan.techniques.pieces_told}",
+                    why=f"each rank needs an example of each in %{site.node.name} ({site.node.op})",
                     where=site.node.where,
-                    hint=f"micro_batches of at most {most}"
-                    if most > 1
-                    else "a larger batch, or micro_batches=1",
+                    hint=_fewer(self.plan.techniques, most),
                 )
 
     # -------------------------------------------------- inputs and hubs
@@ -147,6 +146,19 @@ class _InTime:
             _joined(dim, theirs, self.time) for dim, theirs in zip(layout.dims, other.dims, strict=True)
         )
         return replace(layout, dims=dims)
+
+
+def _fewer(asked: Techniques, most: int) -> str:
+    """What can be asked for where a batch has at most so many pieces."""
+    wholes = _wholes(asked)
+    if most <= 1:
+        return f"a larger batch, or {', '.join(wholes)}"
+    return f"{' times '.join(w.removesuffix('=1') for w in wholes)} of at most {most}"
+
+
+def _wholes(asked: Techniques) -> list[str]:
+    """The options that leave a batch in one piece, in the place of those that were asked for."""
+    return [f"{name}=1" for name in ("micro_batches", "interleave") if getattr(asked, name) > 1]
 
 
 def _joined(dim: Dim, other: Dim, time: Sequence[str]) -> Dim:
@@ -227,21 +239,21 @@ def _adds_up(made: Mapping[str, TensorLayout], node: Node, time: set[str]) -> bo
 
 def _refusal(graph: Graph, reshard: Node, plan: Plan) -> PlanError:
     consumers = [node for node, _ in graph.consumers[reshard.name] if node.op != RESHARD]
-    count = plan.techniques.pieces
+    told, whole = plan.techniques.pieces_told, ", ".join(_wholes(plan.techniques))
     source = graph.producers.get(reshard.uses[0])
     if not consumers:
         return PlanError(
-            f"a result of the step cannot be put together from {count} micro-batches",
+            f"a result of the step cannot be put together from {told}",
             why="it is neither the same in each of them nor a sum over them",
             where=source.where if source else "",
-            hint="micro_batches=1",
+            hint=whole,
         )
     node = consumers[0]
     return PlanError(
-        f"%{node.name} ({node.op}) needs the whole batch at once, which {count} micro-batches do not have",
-        why="the operator is not linear in a sum over the batch, or looks at examples of other micro-batches",
+        f"%{node.name} ({node.op}) needs the whole batch at once, which {told} do not have",
+        why="the operator is not linear in a sum over the batch, or looks at examples of other pieces",
         where=node.where,
-        hint="micro_batches=1, or write the loss as a sum (or mean) over the examples",
+        hint=f"{whole}, or write the loss as a sum (or mean) over the examples",
     )
 
 

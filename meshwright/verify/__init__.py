@@ -115,7 +115,7 @@ def _prove(
     inexact = tuple(f"%{n.name} ({n.op})" for n in inexact_nodes(captured.graph, parts))
     for label, factory in OPTIMIZERS.items():
         if inexact:
-            expected = reference_in_time(captured, parts, batch, start, factory)
+            expected = reference_in_time(captured, parts, batch, start, factory, loss_scale(parts))
         else:
             with widened_eager() if dtype == torch.float64 else contextlib.nullcontext():
                 expected = reference(model, batch, loss, cast, factory, loss_scale(parts))

@@ -59,7 +59,7 @@ def _in_one_stage(parts: Partition, batch: Any, start: Mapping[str, torch.Tensor
 def _in_time(parts: Partition, batch: Any, start: Mapping[str, torch.Tensor], tolerance: float) -> str:
     """The same of the plan without micro-batches: a cut that is wrong is wrong there too."""
     graph = replace_reshards(parts)
-    once = replace(parts.asked.techniques, micro_batches=1)
+    once = replace(parts.asked.techniques, micro_batches=1, interleave=1)
     plan = replace(parts.asked, techniques=once, fingerprint=fingerprint(graph))
     found = first_difference(partition(graph, plan), batch, start, tolerance)
     return f"in micro-batches only, if this is all that the whole batch says: {found}"

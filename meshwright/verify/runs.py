@@ -98,11 +98,12 @@ def reference_in_time(
     batch: Any,
     start: Mapping[str, torch.Tensor],
     factory: OptimizerFactory,
+    scale: float = 1.0,
 ) -> Run:
-    """One device that runs the same micro-batches."""
+    """One device that runs the same micro-batches. Gradients are of the loss times `scale`."""
     alone = make_plan(captured.graph, Mesh.of(ranks=1), "stand_alone")
     alone = replace(alone, techniques=replace(alone.techniques, micro_batches=parts.micro_batches))
-    (run,) = simulate(partition(captured.graph, alone), batch, start, factory)
+    (run,) = simulate(partition(captured.graph, alone), batch, start, factory, scale)
     names = {i.name: (i.target, *i.ties) for i in captured.graph.inputs}
     return replace(run, state={target: value for name, value in run.state.items() for target in names[name]})
 
@@ -126,13 +127,19 @@ def simulated_rank(comm: SimulatedRank) -> Rank:
 
 
 def simulate(
-    parts: Partition, batch: Any, start: Mapping[str, torch.Tensor], factory: OptimizerFactory
+    parts: Partition,
+    batch: Any,
+    start: Mapping[str, torch.Tensor],
+    factory: OptimizerFactory,
+    scale: float | None = None,
 ) -> list[Run]:
+    """A run of every rank. Gradients are of the loss times what the plan says, or times `scale`."""
     given = dict(leaves(batch))
 
     def body(comm: SimulatedRank) -> Run:
         mine = {k: v.clone() for k, v in start.items()}
         step = LocalStep(parts, simulated_rank(comm), mine, factory)
+        step.executor.scale = step.executor.scale if scale is None else scale
         run = Run([], {}, {})
         for number in range(STEPS):
             run.losses.append(step(given))

@@ -21,6 +21,6 @@ def micro_batches(graph: Graph, plan: Plan) -> Plan:
         f" and {len(found) - 4} more" if len(found) > 4 else ""
     )
     return plan.with_notes(
-        f"inexact by design: {names} ({found[0].op}, {found[0].where}): their statistics are those of each of {count} "
-        f"micro-batches, not of the batch, and so loss and gradients are not the whole batch's"
+        f"inexact by design: {names} ({found[0].op}, {found[0].where}): their statistics are those of each of "
+        f"{plan.techniques.pieces_told}, not of the batch, and so loss and gradients are not the whole batch's"
     )

@@ -1,0 +1,50 @@
+"""Every technique alone and together with others, on a GPT-2 (dropout, a tied head, labels that count unevenly), a
+Llama, a ResNet (batch norm) and a recommender: loss, gradients and three steps are those of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import meshwright as mw
+from meshwright.plan import Plan
+from tests.verify.techniques import ALONE, MESHES, MODELS, TABLE, TOGETHER, built, planned
+
+
+def prove(name: str, label: str, mesh: Any, mode: str = "semi_auto") -> None:
+    row = TABLE[label]
+    _, plan = planned(name, row, mesh, mode)
+    model, batch, loss = built(name, row.frozen, row.hosted)
+    report = mw.verify(model, batch, loss=loss, plan=Plan.from_json(plan.to_json())).raise_if_different()
+    in_time = plan.techniques.pieces > 1
+    assert bool(report.inexact) == (name == "resnet" and in_time)
+    assert any("inexact by design" in note for note in plan.notes) == bool(report.inexact)
+
+
+# Every technique on one of the models, every combination on two: a quick run has all of them on some model.
+QUICK = [
+    (name, label)
+    for table, models in ((ALONE, 1), (TOGETHER, 2))
+    for number, label in enumerate(table)
+    for name in [list(MODELS)[(number + 2 * more) % len(MODELS)] for more in range(models)]
+]
+MORE = [
+    (name, label, mesh, mode)
+    for label, row in TABLE.items()
+    for mesh in ([row.mesh] if row.only else [row.mesh, *(m for m in MESHES if m != row.mesh)])
+    for mode in (("semi_auto", "sharding_propagation") if "tp" in mesh else ("data_parallel",))
+    for name in MODELS
+    if (name, label, mesh, mode) not in [(n, la, row.mesh, "semi_auto") for n, la in QUICK]
+]
+
+
+@pytest.mark.parametrize(("name", "label"), QUICK)
+def test_techniques_train_as_one_device(name: str, label: str) -> None:
+    prove(name, label, TABLE[label].mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "label", "mesh", "mode"), MORE, ids=str)
+def test_techniques_on_every_mesh_train_as_one_device(name: str, label: str, mesh: Any, mode: str) -> None:
+    prove(name, label, mesh, mode)
