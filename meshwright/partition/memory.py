@@ -136,7 +136,7 @@ class StepWalk:
         groups = fill(described, device, size)
         self.groups = groups if stage is None else _of_stage(groups, self.trained)
         mine = None if stage is None else self.trained
-        self.update_parts = UpdateMemory(parts, rank, self.groups, bucket_bytes, staged, mine)
+        self.update_parts = UpdateMemory(parts, rank, self.groups, bucket_bytes, staged, device, mine)
         self.hosted = parts.resharded.hosted if self.apart else frozenset()
         self.flights = FlightMemory(
             self.graph, self.heap, self.notes, self._pair, parts.plan.mesh, self._number, staged

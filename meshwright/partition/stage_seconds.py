@@ -63,7 +63,7 @@ def update_seconds_of(
     prices = parameter_prices(parts, mesh, cluster, optimizer_states)
     step = StepTasks(parts, _empty(parts), mesh, cluster)
     step.update(math.fsum(update for name, (_, update) in prices.items() if name in held))
-    step.gather(_of(gathers(parts), held))
+    step.gather(_of(gathers(parts, device=cluster.device_type), held))
     return play(step.tasks, cluster.measured.slowdown).step_seconds
 
 

@@ -80,7 +80,7 @@ def step_tasks(
     if programs is not None:
         step.once(programs.late)
     step.update(math.fsum(u for _, u in parameter_prices(parts, mesh, cluster, optimizer_states).values()))
-    step.gather(gathers(parts, bucket_bytes))
+    step.gather(gathers(parts, bucket_bytes, cluster.device_type))
     return tuple(step.tasks)
 
 

@@ -38,6 +38,7 @@ class UpdateMemory:
         groups: Sequence[Group],
         bucket_bytes: BucketBytes | None,
         staged: bool,
+        device: str,
         held: Collection[str] | None = None,
     ) -> None:
         """`groups`: how gradients are reduced; `staged`: see `wires.py`; `held`: the parameters of the rank, by default
@@ -50,7 +51,7 @@ class UpdateMemory:
         self.wires = {m.name: DTYPES[m.wire or m.dtype] for g in groups for m in g.members}
         self.gathers = [
             replace(g, members=mine)
-            for g in gathers(parts, bucket_bytes)
+            for g in gathers(parts, bucket_bytes, device)
             if (mine := tuple(m for m in g.members if m.name in self.updates))
         ]
         self._next = 0
@@ -138,6 +139,13 @@ class UpdateMemory:
         """Weights are put together again, two buckets under way at a time."""
         before: list[Storage] = []
         for group in self.gathers:
+            if group.alone:  # its parts come to where they belong
+                for storage in before:
+                    heap.drop(storage)
+                before = []
+                whole = group.members[0].size_bytes
+                heap.passing(whole if self.staged and not self.mesh.equally_near(group.axes) else 0)
+                continue
             plans = [self._plan(self.updates[m.name].gather) for m in group.members]
             row = sum(p.padded * self.sizes[m.name] for p, m in zip(plans, group.members, strict=True))
             alone = len(plans) == 1 and plans[0].even

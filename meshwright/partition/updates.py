@@ -7,6 +7,7 @@ parts to the weight as it is used (optimizer parallel, levels 1 and 2).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from meshwright.graph import DTYPES, Input
@@ -15,9 +16,9 @@ from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.fusion import sizes
 from meshwright.redistribute import Step
-from meshwright.redistribute.buckets import BucketBytes, Gradient, Group, fill
-from meshwright.redistribute.positions import Selection
-from meshwright.redistribute.steps import largest_size
+from meshwright.redistribute.buckets import BucketBytes, Gradient, Group, alone_bytes, fill
+from meshwright.redistribute.positions import Selection, exchange
+from meshwright.redistribute.steps import largest_size, origin
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,30 @@ def is_stretch(selection: Selection) -> bool:
     return True
 
 
-def gathers(parts: Partition, bucket_bytes: BucketBytes | None = None) -> tuple[Group, ...]:
-    """Which weights are gathered together after the update, the first to be read first."""
+def comes_in_place(gather: Step, mesh: Mesh) -> bool:
+    """Whether what each rank sends is, on all ranks, one stretch of the weight's memory, of one length, in the order of
+    the group: then a gather needs no memory beside the weight."""
+    for layout in (gather.before, gather.after):
+        if largest_size(layout, mesh) * mesh.count(layout.split_axes) != math.prod(layout.shape):
+            return False  # not all ranks hold as much
+    place = exchange(gather, mesh, mesh.rank(origin(mesh))).place
+    starts = [_start(p) for p in place]
+    return all(is_stretch(p) for p in place) and starts == [n * place[0].numel for n in range(len(place))]
+
+
+def _start(selection: Selection) -> int:
+    """Where the first element that is selected lies in the memory of a contiguous tensor."""
+    start = 0
+    for runs, size in zip(selection.runs, selection.of, strict=True):
+        start = start * size + (runs[0][0] if runs else 0)
+    return start
+
+
+def gathers(
+    parts: Partition, bucket_bytes: BucketBytes | None = None, device: str = "cpu"
+) -> tuple[Group, ...]:
+    """Which weights are gathered together after the update, the first to be read first; large ones that come in place
+    alone."""
     large = sizes(parts.plan)
     size = (lambda axes: large("all_gather", axes)) if bucket_bytes is None else bucket_bytes
     mesh = parts.plan.mesh
@@ -92,5 +115,9 @@ def gathers(parts: Partition, bucket_bytes: BucketBytes | None = None) -> tuple[
             whole = largest_size(use, mesh) * DTYPES[entry.type.dtype]
             group = parts.plan.techniques.fusion_group(entry.target, *entry.ties)
             host = entry.name in parts.resharded.hosted
-            found.append(Gradient(entry.name, more, entry.type.dtype, whole, group=group, host=host))
-    return fill(tuple(reversed(found)), "cpu", size)
+            step = Step("all_gather", more, parts.plan.states[entry.name], use.forward)
+            fresh = whole >= alone_bytes("cpu" if host else device) and comes_in_place(step, mesh)
+            found.append(
+                Gradient(entry.name, more, entry.type.dtype, whole, fresh=fresh, group=group, host=host)
+            )
+    return fill(tuple(reversed(found)), device, size)

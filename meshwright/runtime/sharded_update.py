@@ -143,14 +143,25 @@ class ScatterBucket:
 
 @dataclass
 class GatherBucket:
-    """Weights that are gathered together after the update."""
+    """Weights that are gathered together after the update; `alone` for one whose parts come to where they belong."""
 
     axes: tuple[str, ...]
     shards: list[Shard]
+    alone: bool = False
     work: Work | None = field(default=None)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether nothing is copied. A user's own weight may lie in memory in an order of its own."""
+        return self.alone and self.shards[0].weight.is_contiguous()
 
     def start(self, comm: Communicator) -> None:
         """Send this rank's parts."""
+        if self.in_place:
+            weight, leaf = self.shards[0].weight.detach(), self.shards[0].leaf.detach()
+            rows = weight.view(comm.mesh.count(self.axes), leaf.numel())
+            self.work = comm.all_gather_start(leaf.view(-1), self.axes, into=rows)
+            return
         mine = [_padded(s.leaf.detach(), s.gather.plan.padded) for s in self.shards]
         self.work = comm.all_gather_start(mine[0] if len(mine) == 1 else torch.cat(mine), self.axes)
 
@@ -159,6 +170,8 @@ class GatherBucket:
         assert self.work is not None
         rows = self.work.wait()
         self.work = None
+        if self.in_place:
+            return
         widths = [s.gather.plan.padded for s in self.shards]
         for shard, block in zip(self.shards, rows.split(widths, dim=1), strict=True):
             weight = shard.weight.detach()
@@ -180,7 +193,9 @@ class ShardedUpdate:
         self.comm, self.groups = comm, gathers
         self.shards = {n: make_shard(weights[n], u, comm.mesh, comm.rank) for n, u in updates.items()}
         self.of = {id(s.weight): s for s in self.shards.values()}
-        self.buckets = [GatherBucket(g.axes, [self.shards[m.name] for m in g.members]) for g in gathers]
+        self.buckets = [
+            GatherBucket(g.axes, [self.shards[m.name] for m in g.members], g.alone) for g in gathers
+        ]
 
     def take_gradients(self) -> None:
         """Before the update: what was reduced whole is cut."""

@@ -255,10 +255,12 @@ class LocalStep:
 
     def _split_updates(self, bucket_bytes: int | None) -> ShardedUpdate:
         """The parts of weights that this rank updates, in the place of the weights among the parameters."""
+        kinds = (w.device.type for w in self.weights.values())
+        device = next((kind for kind in kinds if kind != "cpu"), "cpu")
         mine = {name: update for name, update in updates(self.parts).items() if name in self.weights}
         groups = (
             replace(group, members=tuple(m for m in group.members if m.name in mine))
-            for group in gathers(self.parts, bucket_bytes)
+            for group in gathers(self.parts, bucket_bytes, device)
         )
         made = ShardedUpdate(self.rank.comm, mine, self.weights, [g for g in groups if g.members])
         for name, shard in made.shards.items():

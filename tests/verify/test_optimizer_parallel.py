@@ -14,7 +14,11 @@ import meshwright as mw
 from meshwright.capture.batch import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
 from meshwright.examples import gpt, llama, mlp, recommender, zoo
+from meshwright.layout import parse_layout
+from meshwright.mesh import Mesh
+from meshwright.partition.updates import comes_in_place, gathers
 from meshwright.plan import Plan
+from meshwright.redistribute import Step, buckets
 from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld
 from meshwright.runtime.step import LocalStep
 from meshwright.techniques import techniques_from
@@ -62,6 +66,38 @@ def test_a_level_trains_as_one_device(name: str, level: int, mesh: dict[str, int
     plan = planned(name, mesh, optimizer_parallel=level, shard_size=shard_size)
     assert bool(plan.states) == (level < 3) and bool(plan.hubs) == (level == 3)
     mw.verify(model, batch, loss=loss, plan=Plan.from_json(plan.to_json())).raise_if_different()
+
+
+@pytest.mark.parametrize("level", (1, 2))
+@pytest.mark.parametrize("mesh", ({"dp": 2}, {"dp": 2, "tp": 2}), ids=("2", "2x2"))
+@pytest.mark.parametrize("name", ("gpt", "recommender"))
+def test_large_weights_come_back_in_place(
+    name: str, mesh: dict[str, int], level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(buckets.ALONE_BYTES, "cpu", 256)
+    model, batch, loss = built(name)
+    plan = planned(name, mesh, optimizer_parallel=level)
+    made = gathers(lower(captured_of(model, batch, loss), plan))
+    assert any(g.alone for g in made) and not all(g.alone for g in made)
+    mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
+
+
+@pytest.mark.parametrize(
+    ("state", "use", "expected"),
+    (
+        ("[(4/dp 2), 6]", "[8, 6]", True),
+        ("[5/dp, 6]", "[5, 6]", False),  # not equally long
+        ("[4, (2/dp 3)]", "[4, 6]", False),  # not one stretch
+        ("[1, 6/dp]", "[1, 6]", True),
+        ("[(2/tp 4/dp), 6]", "[(2/tp 4), 6]", True),
+        ("[(4/dp 2/tp), 6]", "[(4 2/tp), 6]", True),
+        ("[{4/tp | 4/tp}, 6/dp]", "[{4/tp | 4/tp}, 6]", False),
+    ),
+)
+def test_what_comes_in_place(state: str, use: str, expected: bool) -> None:
+    mesh = Mesh.of({"dp": 2, "tp": 2})
+    step = Step("all_gather", ("dp",), parse_layout(state), parse_layout(use))
+    assert comes_in_place(step, mesh) == expected
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

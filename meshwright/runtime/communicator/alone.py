@@ -18,9 +18,12 @@ class AtOnce:
     reduce_scatter: Callable[..., torch.Tensor]
     all_to_all: Callable[..., torch.Tensor]
 
-    def all_gather_start(self, x_n: torch.Tensor, axes: Sequence[str]) -> Work:
+    def all_gather_start(
+        self, x_n: torch.Tensor, axes: Sequence[str], into: torch.Tensor | None = None
+    ) -> Work:
         """See `Communicator`."""
-        return Done(self.all_gather(x_n, axes))
+        rows = self.all_gather(x_n, axes)
+        return Done(rows if into is None else into.copy_(rows))
 
     def reduce_scatter_start(self, x_mn: torch.Tensor, axes: Sequence[str]) -> Work:
         """See `Communicator`."""

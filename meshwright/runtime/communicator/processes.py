@@ -134,17 +134,24 @@ class ProcessGroups:
         """See `Communicator`."""
         return self.all_gather_start(x_n, axes).wait()
 
-    def all_gather_start(self, x_n: torch.Tensor, axes: Sequence[str]) -> Work:
+    def all_gather_start(
+        self, x_n: torch.Tensor, axes: Sequence[str], into: torch.Tensor | None = None
+    ) -> Work:
         """See `Communicator`."""
-        flat, members = x_n.detach().contiguous(), self._members(axes)
-        result = flat.new_empty((len(members), flat.numel()))
-        if flat.device.type == "cpu" and self.mesh.equally_near(axes):
+        flat, members, order = x_n.detach().contiguous(), self._members(axes), self._order(axes)
+        near = flat.device.type == "cpu" and self.mesh.equally_near(axes)
+        there = into if near or order is None else None
+        result = flat.new_empty((len(members), flat.numel())) if there is None else there
+        if near:
             work = self._messages([flat] * len(members), list(result), axes)
-            result[members.index(self.rank)].copy_(flat)
+            mine = result[members.index(self.rank)]
+            if mine.data_ptr() != flat.data_ptr():
+                mine.copy_(flat)
             return _Pending(work, result)
         work = _all_gather_flat(result.view(-1), flat, group=self._group(axes), async_op=True)
-        order = self._order(axes)
-        return _Pending(work, result, None if order is None else lambda: result[order])
+        if order is None:
+            return _Pending(work, result)
+        return _Pending(work, result, lambda: result[order] if into is None else into.copy_(result[order]))
 
     def _messages(
         self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axes: Sequence[str]

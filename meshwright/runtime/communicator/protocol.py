@@ -72,9 +72,12 @@ class Communicator(Protocol):
         """Overwrite a tensor, on all ranks of the mesh, by that of one of them."""
         ...
 
-    def all_gather_start(self, x_n: torch.Tensor, axes: Sequence[str]) -> Work:
-        """Start an `all_gather`. Until it is waited for nobody writes to `x_n`; so with the two below. All members
-        start their collectives in one order, and wait in any."""
+    def all_gather_start(
+        self, x_n: torch.Tensor, axes: Sequence[str], into: torch.Tensor | None = None
+    ) -> Work:
+        """Start an `all_gather`, whose result is written `into` a tensor that may hold `x_n` as this rank's row. Until
+        it is waited for nobody writes to `x_n`; so with the two below. All members start their collectives in one
+        order, and wait in any."""
         ...
 
     def reduce_scatter_start(self, x_mn: torch.Tensor, axes: Sequence[str]) -> Work:

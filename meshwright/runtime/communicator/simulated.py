@@ -127,10 +127,14 @@ class SimulatedRank:
         """See `Communicator`."""
         return self.all_gather_start(x_n, axes).wait()
 
-    def all_gather_start(self, x_n: torch.Tensor, axes: Sequence[str]) -> Work:
+    def all_gather_start(
+        self, x_n: torch.Tensor, axes: Sequence[str], into: torch.Tensor | None = None
+    ) -> Work:
         """See `Communicator`."""
         return self._start(
-            x_n.detach().clone(), axes, lambda values, group: torch.stack([values[r] for r in group])
+            x_n.detach().clone(),
+            axes,
+            lambda values, group: torch.stack([values[r] for r in group], out=into),
         )
 
     def reduce_scatter(self, x_mn: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
