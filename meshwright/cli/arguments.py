@@ -92,7 +92,7 @@ def techniques_of(texts: Iterable[str]) -> dict[str, Any]:
     """``optimizer_parallel=3,micro_batches=4`` → options of `mw.plan`. Raises PlanError.
 
     Several names as ``offload=optimizer+activations``, a budget as ``recompute=2GiB``, a policy for some modules as
-    ``recompute=blocks.*:full``.
+    ``recompute=blocks.*:full``, stages as ``stages=blocks.0-5:0+blocks.6-11:1``.
     """
     found: dict[str, Any] = {}
     for part in (part for text in texts for part in text.split(",") if part.strip()):
@@ -113,6 +113,11 @@ def techniques_of(texts: Iterable[str]) -> dict[str, Any]:
 def _value(name: str, word: str) -> Any:
     if word.lower() in ("true", "false"):
         return word.lower() == "true"
+    if name == "schedule":
+        return word
+    if name == "stages" and ":" in word:
+        pairs = (pair.rsplit(":", 1) for pair in word.split("+"))
+        return {pattern: int(stage) if stage.isdigit() else stage for pattern, stage in pairs}
     if name in ("offload", "keep_whole"):
         return tuple(word.split("+"))
     if name == "recompute" and ":" in word:

@@ -153,7 +153,7 @@ def _print_claims(loaded: Plan) -> None:
     from meshwright.report.claims import claim_lines, claims_table
 
     lines = [
-        ("mesh", f"{loaded.mesh}   {loaded.mesh.size} ranks"),
+        ("mesh", f"{loaded.ranks}   {loaded.ranks.size} ranks"),
         ("mode", loaded.mode),
         *claim_lines(loaded.claims),
     ]

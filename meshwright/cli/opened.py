@@ -32,11 +32,11 @@ def cut(captured: Captured, plan: Plan, cluster: Cluster | None = None) -> Parti
 
     Raises PlanError for a plan of another model, ClusterError for a cluster of another size.
     """
-    if cluster is not None and plan.mesh.size != cluster.ranks:
+    if cluster is not None and plan.ranks.size != cluster.ranks:
         levels = " x ".join(f"{level.size} {level.name}" for level in cluster.levels)
         raise ClusterError(
-            f"the plan is for {plan.mesh.size} ranks, the cluster has {cluster.ranks}",
-            why=f"the plan's mesh is {plan.mesh}; {cluster.name} is {levels}",
+            f"the plan is for {plan.ranks.size} ranks, the cluster has {cluster.ranks}",
+            why=f"the plan's mesh is {plan.ranks}; {cluster.name} is {levels}",
             hint="a cluster of the plan's size; `meshwright estimate --what-if ranks=…` plans for another",
         )
     if (

@@ -194,8 +194,8 @@ def claims_json(made: Plan, seconds: dict[str, float], output: Path, trace: Path
         "plan": str(output),
         **({"trace": str(trace)} if trace is not None else {}),
         "mode": made.mode,
-        "mesh": {name: made.mesh.count(run) for name, run in made.mesh.names},
-        "ranks": made.mesh.size,
+        "mesh": {name: made.ranks.count(run) for name, run in made.ranks.names},
+        "ranks": made.ranks.size,
         "operators": len(made.strategies),
         "claims": dict(made.claims),
         "notes": list(made.notes),
@@ -219,7 +219,7 @@ def show(
     from meshwright.report.quantities import show_seconds
 
     claims = made.claims
-    lines = [("mesh", f"{made.mesh}   {made.mesh.size} ranks"), ("mode", made.mode), *claim_lines(claims)]
+    lines = [("mesh", f"{made.ranks}   {made.ranks.size} ranks"), ("mode", made.mode), *claim_lines(claims)]
     lines.append(("took", ", ".join(f"{k} {show_seconds(v)}" for k, v in spent(seconds).items())))
     lines.append(("written", f"{output}" + (f", {trace}" if trace else "")))
     screen = out()

@@ -31,6 +31,7 @@ from meshwright.partition.moves import moved
 from meshwright.partition.notes import Held, Notes
 from meshwright.partition.peaks import ADAMW, ADAMW_FOREACH, ADAMW_FUSED, Optimizer, Peak, optimizer_on
 from meshwright.partition.reshards import backward_itemsize
+from meshwright.partition.stages import check_one_stage
 from meshwright.partition.stash_memory import StashMemory
 from meshwright.partition.update_memory import UpdateMemory
 from meshwright.partition.workspace import gradients_of, workspace
@@ -56,6 +57,7 @@ def peak(
     `staged`: whether all that is scattered comes before it is added up (`wires.py`; by default on a CPU).
     `apart`: whether the host's memory is counted apart (by default where it is not the device's).
     """
+    check_one_stage(parts.plan, "the peak")
     staged = device == "cpu" if staged is None else staged
     return StepWalk(parts, rank, optimizer, device, bucket_bytes, staged, apart).run()
 

@@ -43,6 +43,7 @@ from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.micro_batches import MicroBatches, first_micro_batch, how_often
 from meshwright.partition.remade import computed_again
 from meshwright.partition.reshards import backward_itemsize, parse_steps
+from meshwright.partition.stages import check_one_stage
 from meshwright.partition.stash_prices import stash_prices
 from meshwright.partition.updates import gathers, update_layout
 from meshwright.redistribute.prices import Prices, total_seconds
@@ -108,6 +109,7 @@ class Price:
 
 def program_price(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Price:
     """The price of what the rank at the origin runs. `optimizer_states`: moments per parameter (2 for Adam)."""
+    check_one_stage(parts.plan, "the price")
     mesh = on_cluster(parts.plan.mesh, cluster)
     rank, times = mesh.rank(origin(mesh)), parts.micro_batches
     programs = first_micro_batch(parts, rank) if times > 1 else None

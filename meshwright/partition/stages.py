@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from meshwright.errors import PlanError
 from meshwright.graph import Graph, Input, Node
 from meshwright.partition.overlap import Flight
 from meshwright.partition.segments import Segment
+from meshwright.plan import Plan
 
 Places = Mapping[str, frozenset[int]]  # node → the stages that run it: one, or all that read what it makes
 
@@ -33,6 +35,16 @@ class Stage:
     def reads(self) -> frozenset[str]:
         """Names of the program's inputs that it reads."""
         return frozenset(i.name for i in self.segment.graph.inputs if i.name not in self.takes)
+
+
+def check_one_stage(plan: Plan, what: str) -> None:
+    """Raise PlanError where a plan has stages and `what` looks at a whole program on every rank."""
+    if plan.stages:
+        raise PlanError(
+            f"{what} of a plan with {plan.techniques.pipeline} pipeline stages",
+            why="its ranks run different parts of the program; this looks at all of it on one",
+            hint="plan.claims and plan.explain() have the time, the bubble and the peak of its stages",
+        )
 
 
 def places(graph: Graph, of: Mapping[str, int]) -> Places:
@@ -118,4 +130,4 @@ def _stage(
     return Stage(Segment(graph, tuple(takes), results), takes, gives, mine)
 
 
-__all__ = ["Places", "Stage", "cut_stages", "flights_within", "places"]
+__all__ = ["Places", "Stage", "check_one_stage", "cut_stages", "flights_within", "places"]

@@ -36,6 +36,7 @@ from meshwright.partition.price import (
     reshard_prices,
 )
 from meshwright.partition.reshards import backward_itemsize, parse_steps
+from meshwright.partition.stages import check_one_stage
 from meshwright.partition.stash_prices import moved_values
 from meshwright.partition.stash_tasks import LINK, StashTasks
 from meshwright.partition.updates import gathers
@@ -59,6 +60,7 @@ def step_tasks(
     parts: Partition, cluster: Cluster, optimizer_states: int = 2, *, bucket_bytes: BucketBytes | None = None
 ) -> tuple[Task, ...]:
     """The tasks of one training step in the order in which the host issues them."""
+    check_one_stage(parts.plan, "the timeline")
     mesh = on_cluster(parts.plan.mesh, cluster)
     rank = mesh.rank(origin(mesh))
     programs = first_micro_batch(parts, rank) if parts.micro_batches > 1 else None
