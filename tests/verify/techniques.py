@@ -116,6 +116,9 @@ ALONE = {
     "groups": Row(TWO, {"fusion": lambda said: ((said.layer,), (said.hosted,))}),
     "a table on the host": Row(BOTH, hosted=True),
     "states on the host": Row(TWO, {"offload": ("optimizer",)}),
+    "slices": Row(BOTH, {"recompute": "full", "slice_activation": True}),
+    "activations on the host": Row(THREE, {"offload": ("activations",)}),
+    "weights on the host": Row(BOTH, {"offload": ("parameters",), "threshold_kb": 0}),
     "two dims of a weight": Row(BOTH, twice=True, only=True),
     "sums": Row(THREE, {"gradients": "sum"}),
     "sums in bf16": Row(TWO, {"reduce_dtype": "bf16"}),
@@ -151,6 +154,13 @@ TOGETHER = {
     ),
     "a table on the host, layers again, in turns": Row(
         CUT, {"recompute": "full", "interleave": 2}, hosted=True
+    ),
+    "slices on the host, what is cheap again, in turns": Row(
+        BOTH,
+        {"recompute": "selective", "slice_activation": True, "offload": ("activations",), "interleave": 2},
+    ),
+    "all on the host, weights in parts, micro-batches": Row(
+        THREE, level(3, micro_batches=2, offload=("optimizer", "activations", "parameters"))
     ),
     "two dims of a weight, weights in parts, micro-batches": Row(
         BOTH, level(3, micro_batches=2), twice=True, only=True
