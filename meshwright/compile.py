@@ -26,6 +26,7 @@ from meshwright.partition.judged import Judge, claims_of
 from meshwright.partition.micro_batches import nothing_to_hide
 from meshwright.partition.turns import with_turns
 from meshwright.partition.weighed import weighed
+from meshwright.pipeline.chosen import may_have_stages, with_stages
 from meshwright.pipeline.meshes import meshes
 from meshwright.pipeline.planned import check_alone, check_beside, in_one_stage, staged, within_stage
 from meshwright.pipeline.predicted import claims_of as pipeline_claims
@@ -143,6 +144,41 @@ def plan_captured(
     if techniques.pipeline > 1:
         return _plan_staged(captured, mesh, mode, pins, request, techniques)
     check_alone(techniques)
+    if request is not None and _is_open(captured, mesh, mode, pins, request, techniques):
+        return with_stages(
+            captured.graph,
+            captured.folding,
+            request,
+            techniques,
+            lambda: _plan_in_one(captured, None, mode, pins, request, techniques),
+            lambda asked: _plan_staged(captured, None, mode, pins, request, asked),
+        )
+    return _plan_in_one(captured, mesh, mode, pins, request, techniques)
+
+
+def _is_open(
+    captured: Captured,
+    mesh: MeshLike,
+    mode: str | None,
+    pins: Pins | None,
+    request: Request,
+    techniques: Techniques,
+) -> bool:
+    """Whether a search over everything may cut the model into stages."""
+    if mode not in (None, "auto") or mesh is not None or pins or mesh_of_pins(captured.graph) is not None:
+        return False
+    return may_have_stages(captured.graph, request, techniques)
+
+
+def _plan_in_one(
+    captured: Captured,
+    mesh: MeshLike,
+    mode: str | None,
+    pins: Pins | None,
+    request: Request | None,
+    techniques: Techniques,
+) -> Plan:
+    """The plan in one stage."""
     if mesh is None and request is not None:
         mesh = mesh_of_pins(captured.graph) or request.cluster.mesh
     chosen = mesh_from(mesh, captured)

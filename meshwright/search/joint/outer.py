@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from meshwright.cost.cluster import Cluster
 from meshwright.mesh import prime_factors
 
-CHUNKS = (1, 2, 4)  # stages of a rank that interleaved schedules are looked at with
+CHUNKS = (1, 2)  # stages of a rank that schedules are looked at with
 
 
 @dataclass(frozen=True)

@@ -64,22 +64,24 @@ def stages(
     layers: int,
     *,
     enough: float = math.inf,
+    allowed: Callable[[tuple[int, ...]], bool] = lambda taken: True,
     tries: int = TRIES,
-) -> Staged | None:
-    """The best pipeline that fits and is quicker than `enough` seconds; None where there is none.
+) -> list[Staged]:
+    """The pipelines that were simulated, fit and are quicker than `enough` seconds, the best first.
 
     `planner_of` makes the planner for the ranks that share a stage from their part of the cluster. `layers`: stages
-    there can be at most.
+    there can be at most. `allowed`: whether a pipeline may take so many ranks of each level.
     """
-    best: Staged | None = None
+    best = enough
+    fitting: list[Staged] = []
     known = _Known()
-    rows = list(_rows(cluster, planner_of, layers, enough))
+    rows = list(_rows(cluster, planner_of, layers, enough, allowed))
     queue = [(row.seconds(0.0), row.order, number) for number, row in enumerate(rows)]
     heapq.heapify(queue)
     while queue and tries > 0:
         estimate, order, number = heapq.heappop(queue)
         row = rows[number]
-        if estimate >= min(enough, best.seconds if best else math.inf):
+        if estimate >= best:
             break
         if (now := row.seconds(known.excess(row))) > estimate:  # what was learned since
             heapq.heappush(queue, (now, order, number))
@@ -93,10 +95,12 @@ def stages(
         if found is None:
             continue
         made = staged(row.front, row.candidate, found, row.outer, cluster)
-        if made.peak_bytes <= limit and (best is None or made.seconds < best.seconds):
-            best = made
-            row.front.planner.tell(f"{row.outer.stages} stages", made.seconds, None)
-    return best
+        if made.peak_bytes <= limit and made.seconds < enough:
+            fitting.append(made)
+        if made.peak_bytes <= limit and made.seconds < best:
+            best = made.seconds
+            row.front.planner.tell(f"{row.outer.stages} stages", best, None)
+    return sorted(fitting, key=lambda one: one.seconds)
 
 
 class _Known:
@@ -130,11 +134,17 @@ class _Known:
 
 
 def _rows(
-    cluster: Cluster, planner_of: Callable[[Cluster], Planner], layers: int, enough: float
+    cluster: Cluster,
+    planner_of: Callable[[Cluster], Planner],
+    layers: int,
+    enough: float,
+    allowed: Callable[[tuple[int, ...]], bool],
 ) -> Iterator[_Row]:
     """All configurations that may be quicker than `enough`."""
     fronts: dict[tuple[int, ...], tuple[Front, tuple[Dimension, ...]]] = {}
     for number, outer in enumerate(outers(cluster, layers)):
+        if not allowed(outer.taken):
+            continue
         if outer.taken not in fronts:
             planner = planner_of(outer.inside(cluster))
             fronts[outer.taken] = recipe_front(planner), dimensions(planner, offload=False)

@@ -69,20 +69,19 @@ def test_no_configuration_is_quicker(model: str, share: float) -> None:
     machine = cluster(slow=10.0)
     free = every(model, machine)
     memory = sorted(p.peak_bytes for p in free)[int(share * (len(free) - 1))]
-    best = stages(machine, functools.partial(planner, model, memory), LAYERS[model])
-    assert best is not None and best.peak_bytes <= memory
+    best, *others = stages(machine, functools.partial(planner, model, memory), LAYERS[model])
+    assert max(p.peak_bytes for p in (best, *others)) <= memory
     assert best.seconds <= 1.02 * min(p.seconds for p in free if p.peak_bytes <= memory)
 
 
-def test_one_that_is_not_quicker_than_what_there_is_is_none() -> None:
+def test_what_is_not_quicker_than_what_there_is_is_not_given() -> None:
     machine = cluster()
     made = functools.partial(planner, "wide mlp", 1e9)
-    best = stages(machine, made, LAYERS["wide mlp"])
-    assert best is not None
-    assert stages(machine, made, LAYERS["wide mlp"], enough=0.5 * best.seconds) is None
+    best = stages(machine, made, LAYERS["wide mlp"])[0]
+    assert not stages(machine, made, LAYERS["wide mlp"], enough=0.5 * best.seconds)
 
 
 def test_the_slowest_link_is_left_to_the_pipeline() -> None:
     """Where a level sends a thousand times slower than the other, stages lie on both of its sides."""
-    best = stages(cluster(1e3), functools.partial(planner, "wide mlp", 1e9), LAYERS["wide mlp"])
-    assert best is not None and best.outer.taken[0] == 2
+    best = stages(cluster(1e3), functools.partial(planner, "wide mlp", 1e9), LAYERS["wide mlp"])[0]
+    assert best.outer.taken[0] == 2

@@ -1,0 +1,54 @@
+"""`auto` cuts a model into stages where that alone fits, or is quicker; what it chooses computes the right thing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import meshwright as mw
+from meshwright.cost.cluster import Cluster, Level
+from tests.search.planned import GPU, built
+
+
+def cluster(slow: float) -> Cluster:
+    """Two nodes of two ranks, the link between nodes so many times slower than that inside."""
+    levels = (Level("node", 2, 1e10 / slow, 1e-7 * slow), Level("gpu", 2, 1e10, 1e-7))
+    return Cluster("nodes far apart", GPU, levels, 1 << 36, 0.0)
+
+
+def planned(slow: float, **how):
+    net, batch, loss = built("wide gpt")
+    return mw.plan(net, batch, loss=loss, cluster=cluster(slow), mode="auto", **how)
+
+
+def test_stages_lie_on_both_sides_of_a_link_that_nothing_else_may_cross() -> None:
+    plan, alone = planned(1e4), planned(1e4, pipeline=1)
+    assert plan.techniques.pipeline > 1 and plan.techniques.micro_batches > 1
+    assert plan.claims["step_seconds"] < 0.95 * alone.claims["step_seconds"]
+    assert any("auto chose" in note and "stages" in note for note in plan.notes)
+    net, batch, loss = built("wide gpt")
+    mw.verify(net, batch, loss=loss, plan=plan).raise_if_different()
+
+
+def test_a_quick_link_is_not_left_to_a_pipeline() -> None:
+    assert planned(1.0).techniques.pipeline == 1
+
+
+def test_a_mesh_of_the_user_and_a_number_of_stages_stay() -> None:
+    assert planned(1e4, mesh={"dp": 2, "tp": 2}).techniques.pipeline == 1
+    assert planned(1e4, pipeline=1).techniques.pipeline == 1
+
+
+def test_no_choice_is_over_the_limit() -> None:
+    limit = 0.5 * planned(1e4, pipeline=1).claims["peak_bytes"]
+    plan = planned(1e4, memory=limit)
+    assert plan.claims["peak_bytes"] <= limit
+
+
+@pytest.mark.parametrize("given", [{"micro_batches": 4, "recompute": ""}])
+def test_what_the_user_fixed_stays_beside_stages(given) -> None:
+    plan = planned(1e4, **given)
+    assert plan.techniques.pipeline > 1
+    assert all(getattr(plan.techniques, name) == value for name, value in given.items())
+    assert plan.techniques == replace(plan.techniques, **given)
