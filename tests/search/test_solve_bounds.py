@@ -59,6 +59,17 @@ def test_states_known_before_change_no_optimum(start, thorough):
             assert problem.price(completed(problem, dict(enumerate(best[:-1])))) == pytest.approx(truth)
 
 
+@pytest.mark.parametrize("seed", range(340, 380))
+def test_states_known_before_are_no_bound(seed):
+    """Where the problem is eliminated at once no sweep has made a bound yet: what is known must not pass for it."""
+    problem = draw(seed, most=6, states=4)
+    truth = brute_force(problem.unary, problem.pairs)
+    worst = tuple(int(row.argmax()) for row in problem.unary)
+    if math.isfinite(truth):
+        found = check(problem, truth, first=worst)
+        assert found is not None and found.exact and found.price == pytest.approx(truth, abs=1e-9)
+
+
 @pytest.mark.parametrize("start", range(210, 280, 7))
 def test_with_too_little_work_the_bound_still_holds(start, thorough):
     for seed in range(start, start + 7):

@@ -118,7 +118,8 @@ class _Search:
 
     @property
     def closed(self) -> bool:
-        return self.states is not None and self.price - self.bound <= self.margin
+        known = self.states is not None and math.isfinite(self.bound)  # `first` is there before any bound
+        return known and self.price - self.bound <= self.margin
 
     def run(self, start: Messages | None) -> None:
         part = self.problem.only(self.kept)
