@@ -231,10 +231,9 @@ def _plan_staged(
         inside = replace(request, cluster=within_stage(request.cluster, places), memory_bytes=limit)
     check_beside(techniques)
     made = plan_captured(captured, world.stage, mode, pins, inside, in_one_stage(techniques))
-    cluster = request.cluster if request is not None else None
     asked = {name: getattr(techniques, name) for name in ("pipeline", "schedule", "stages")}
     techniques = replace(made.techniques, **asked, given=techniques.given)
-    made = staged(captured.graph, made, techniques, world, functools.partial(lower, captured), cluster)
+    made = staged(captured.graph, made, techniques, world, functools.partial(lower, captured), request)
     if request is not None:
         said = pipeline_claims(lower(captured, made), request.cluster, request.optimizer_states)
         made = replace(made, claims=said)

@@ -84,6 +84,17 @@ def kept_bytes(parts: Partition, rank: int = 0) -> Mapping[str, int]:
     return found
 
 
+def state_bytes(parts: Partition, rank: int, optimizer: Optimizer, device: str = "cpu") -> Mapping[str, int]:
+    """Parameter of a rank's program → bytes of it, of its gradient and of what the optimizer keeps of it."""
+    walk = StepWalk(parts, rank, optimizer, device, None, device == "cpu")
+    return {
+        entry.name: entry.type.size_bytes
+        + (entry.name in walk.trained)
+        * (entry.type.size_bytes + optimizer.states * walk.updated_bytes(entry.name))
+        for entry in walk.graph.input_of("parameter")
+    }
+
+
 @dataclass
 class _Kept:
     """What autograd keeps of one node."""
@@ -188,12 +199,12 @@ class StepWalk:
                     self.values[entry.name] = self.heap.new(entry.type.size_bytes, "buffers")
         for self.heap.on_host in (True, False):
             mine = (n for n in self.trained if self._updated_on_host(n) == self.heap.on_host)
-            trained = sum(self._updated_bytes(n) for n in mine)
+            trained = sum(self.updated_bytes(n) for n in mine)
             self.heap.new(trained * self.optimizer.states, "optimizer")
         self.heap.on_host = self.apart
         if self.offloaded:  # a copy of what is updated lies beside the states
             mine = (n for n in self.trained if n not in self.parked)  # which are updated where they lie
-            self.heap.new(sum(self._updated_bytes(n) for n in mine), "optimizer")
+            self.heap.new(sum(self.updated_bytes(n) for n in mine), "optimizer")
         self.heap.on_host = False
         self.heap.new(self.update_parts.copied_bytes(), "optimizer")
         for group in self.groups:
@@ -217,7 +228,7 @@ class StepWalk:
         """Whether a parameter's states, and what its update needs, are in another memory than the device's."""
         return name in self.hosted or (self.offloaded and self.apart)
 
-    def _updated_bytes(self, name: str) -> int:
+    def updated_bytes(self, name: str) -> int:
         """Bytes of what the rank updates of a parameter."""
         part = self.update_parts.part_bytes(name)
         return self.types[name].size_bytes if part is None else part
@@ -440,8 +451,8 @@ class StepWalk:
     def update(self) -> None:
         self.heap.at("update")
         self.heap.on_host = False
-        sizes = [self._updated_bytes(n) for n in self.trained if not self._updated_on_host(n)]
-        present = 0 if self.offloaded else sum(self._updated_bytes(n) for n in self.trained & self.parked)
+        sizes = [self.updated_bytes(n) for n in self.trained if not self._updated_on_host(n)]
+        present = 0 if self.offloaded else sum(self.updated_bytes(n) for n in self.trained & self.parked)
         weights = self.heap.new(present)  # copies of parked weights on the device
         if sizes:
             copied = sum(sizes) if self.optimizer.at_once else max(sizes)
@@ -466,4 +477,5 @@ __all__ = [
     "kept_bytes",
     "optimizer_on",
     "peak",
+    "state_bytes",
 ]

@@ -21,14 +21,19 @@ def weighed(graph: Graph, plan: Plan, cluster: Cluster | None) -> Weight:
     """Of the rank that holds most. What it computes is in seconds of a cluster; without one what it computes again is
     in FLOPs."""
     parts = partition(graph, plan, keeps=saved)
-    mesh = parts.plan.mesh
-    kept: dict[str, int] = {}
+    seconds = (
+        (_flops(parts, parts.plan.mesh), "FLOPs") if cluster is None else (_seconds(parts, cluster), "s")
+    )
+    return Weight(kept_by_operator(parts), *seconds)
+
+
+def kept_by_operator(parts: Partition) -> dict[str, int]:
+    """Operator of the model → bytes of it that the rank which holds most keeps for backward, of one micro-batch."""
+    mesh, kept = parts.plan.mesh, dict[str, int]()
     for name, size in kept_bytes(parts, mesh.rank(origin(mesh))).items():
         owner = _owner(parts, name)
         kept[owner] = kept.get(owner, 0) + size
-    return Weight(
-        kept, *(_flops(parts, mesh), "FLOPs") if cluster is None else (_seconds(parts, cluster), "s")
-    )
+    return kept
 
 
 def _owner(parts: Partition, name: str) -> str:
@@ -61,4 +66,4 @@ def _flops(parts: Partition, mesh: Mesh) -> dict[str, float]:
     return found
 
 
-__all__ = ["weighed"]
+__all__ = ["kept_by_operator", "weighed"]

@@ -10,20 +10,22 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.operators import work
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.graph import STAGE_MARK, Graph, Node
 from meshwright.partition import Partition
-from meshwright.partition.price import letter_sizes, program_price
+from meshwright.pipeline.actions import Schedule
 from meshwright.pipeline.check import play
+from meshwright.pipeline.costs import costs_of, stage_room
 from meshwright.pipeline.meshes import Meshes
 from meshwright.pipeline.order import schedule_for
-from meshwright.pipeline.split import Costs, split
+from meshwright.pipeline.predicted import peaks_of
+from meshwright.pipeline.split import Split, split
 from meshwright.plan import Plan
-from meshwright.redistribute.steps import origin
+from meshwright.search.planner import Request
 from meshwright.techniques import Techniques
 
-FLOPS_PER_S, BYTES_PER_S = 1e12, 1e11  # of no machine: what balances stages where no cluster is known
+TRIES = 4  # splits that are looked at for the memory they need
+FAR = 0.5  # of the room: stages whose sums are below it fit
 
 
 def staged(
@@ -32,9 +34,10 @@ def staged(
     techniques: Techniques,
     world: Meshes,
     lowered: Callable[[Plan], Partition],
-    cluster: Cluster | None,
+    request: Request | None,
 ) -> Plan:
-    """The plan of a stage's mesh, cut into stages. `lowered` makes the program of a plan, whose seconds balance them.
+    """The plan of a stage's mesh, cut into stages. `lowered` makes the program of a plan, whose seconds balance them
+    and whose bytes must fit into what `request` says of a rank.
 
     Raises PlanError for wishes that cannot be, for a schedule that does not fit, and for techniques that do not go
     together with stages.
@@ -47,9 +50,13 @@ def staged(
         )
     schedule = schedule_for(techniques, world.places)
     pins = _wishes(graph, techniques)
-    found = split(graph, techniques.pipeline, costs_of(lowered(plan), cluster), pins=pins)
+    parts = lowered(plan)  # in one stage
     # What was claimed is of the whole model on the ranks of one stage.
-    made = replace(plan, stages=dict(found.of), world=world.world, techniques=techniques, claims={})
+    made = replace(plan, world=world.world, techniques=techniques, claims={})
+    found = _within_memory(
+        graph, parts, pins, schedule, lambda of: lowered(replace(made, stages=of)), request
+    )
+    made = replace(made, stages=dict(found.of))
     share = max(found.seconds) * len(found.seconds) / sum(found.seconds) if sum(found.seconds) else 1.0
     played = play(schedule)
     notes = [
@@ -58,6 +65,42 @@ def staged(
         f"long; the slowest takes {100 * (share - 1):.0f} % more than their mean"
     ]
     return made.with_notes(*notes)
+
+
+def _within_memory(
+    graph: Graph,
+    parts: Partition,
+    pins: dict[str, int],
+    schedule: Schedule,
+    in_stages: Callable[[dict[str, int]], Partition],
+    request: Request | None,
+) -> Split:
+    """The stages that the ranks have memory for, if any do; else those that need least of what was looked at.
+
+    What a split adds up knows nothing of what lives for a moment only. So the peaks of its programs are compared with
+    the limit, and what they are over it is kept free in the next try.
+    """
+    if request is None:
+        return split(graph, schedule.stages, costs_of(parts, None), pins=pins)
+    costs = costs_of(parts, request.cluster, request.optimizer_states)
+    limit = math.inf if request.memory_bytes is None else request.memory_bytes
+    room, in_flight = stage_room(parts, schedule, limit)
+    found: list[tuple[float, Split]] = []
+    while room > 0 and len(found) < TRIES:
+        try:
+            cut = split(graph, schedule.stages, costs, pins=pins, limit_bytes=room, in_flight=in_flight)
+        except PlanError:
+            break  # nothing fits, or nothing is as the user wants it, which the last split tells
+        if max(cut.memory) < FAR * room:
+            return cut
+        over = max(peaks_of(in_stages(dict(cut.of)), request.cluster, request.optimizer_states)) - limit
+        if over <= 0:
+            return cut
+        found.append((over, cut))
+        room -= over
+    if not found:
+        return split(graph, schedule.stages, costs, pins=pins)
+    return min(found, key=lambda one: one[0])[1]
 
 
 def check_beside(techniques: Techniques) -> None:
@@ -117,49 +160,6 @@ def within_stage(cluster: Cluster, places: int) -> Cluster:
     return replace(cluster, levels=tuple(levels))
 
 
-# ---------------------------------------------------------------- costs
-
-
-def costs_of(parts: Partition, cluster: Cluster | None) -> Costs:
-    """What operators cost on the rank that holds most, in the units of a cluster, or of no machine."""
-    if cluster is None:
-        seconds, link = _nominal(parts), lambda size: size / BYTES_PER_S
-    else:
-        price = program_price(parts, cluster)
-        seconds = {n: p.total / parts.micro_batches for n, p in price.by_node.items()}
-        for name, halves in price.by_reshard.items():
-            reader = _reader(parts, name)
-            if reader in seconds:
-                seconds[reader] += sum(halves) / parts.micro_batches
-        outer = next((level for level in cluster.levels if level.size > 1), cluster.levels[0])
-        link = lambda size: outer.latency_seconds + size / outer.bytes_per_s  # noqa: E731
-    share = parts.micro_batches * parts.plan.mesh.size // parts.micro_batches
-    return Costs(seconds, {}, {}, lambda size: link(size / share) if size else 0.0)
-
-
-def _reader(parts: Partition, reshard: str) -> str:
-    """The operator before which a reshard runs: the first that reads it, where there is one."""
-    graph = parts.resharded.graph
-    while True:
-        readers = graph.consumers.get(reshard, ())
-        if not readers:
-            return ""
-        reshard = readers[0][0].name
-        if reshard in parts.factors.sites:
-            return reshard
-
-
-def _nominal(parts: Partition) -> dict[str, float]:
-    graph, mesh, found = parts.resharded.graph, parts.plan.mesh, {}
-    for name, site in parts.factors.sites.items():
-        sizes = letter_sizes(site, parts.resharded.ports[name], mesh, origin(mesh))
-        done = work(site.node, site.rule, sizes, graph.types, [u in graph.needs_grad for u in site.node.uses])
-        flops = float(done.flops_forward + done.flops_backward)
-        moved = float(done.bytes_forward + done.bytes_backward)
-        found[name] = max(flops / FLOPS_PER_S, moved / BYTES_PER_S)
-    return found
-
-
 # ---------------------------------------------------------------- wishes
 
 
@@ -212,4 +212,4 @@ def _part_matches(wanted: str, part: str) -> bool:
     return fnmatch.fnmatchcase(part, wanted)
 
 
-__all__ = ["check_alone", "check_beside", "costs_of", "in_one_stage", "staged", "within_stage"]
+__all__ = ["check_alone", "check_beside", "in_one_stage", "staged", "within_stage"]

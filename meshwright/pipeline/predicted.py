@@ -85,16 +85,30 @@ def predict(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Pr
         return link.latency_seconds + size / link.bytes_per_s
 
     played = play(schedule, seconds, message)
-    optimizer, rank = optimizer_on(cluster.device_type, optimizer_states), mesh.rank(origin(mesh))
-    messages = Messages(cut, schedule)
-    memory = [stage_memory(parts, rank, s.segment.graph, optimizer, cluster.device_type) for s in cut]
     return Predicted(
         _ended(played, times, updates, schedule.ranks),
         times,
         received,
         prologue_seconds(parts, cluster, programs.rounds),
-        tuple(peak_of(messages, place, memory) for place in range(meshes.places)),
+        _peaks(parts, cluster, optimizer_states, cut),
     )
+
+
+def peaks_of(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> tuple[int, ...]:
+    """The most bytes on a rank of each place in the pipeline, as `Predicted` has them."""
+    mesh = parts.plan.mesh
+    programs = first_micro_batch(parts, mesh.rank(origin(mesh)))
+    return _peaks(parts, cluster, optimizer_states, parts.stages(programs.programs[0]))
+
+
+def _peaks(
+    parts: Partition, cluster: Cluster, optimizer_states: int, cut: Sequence[Stage]
+) -> tuple[int, ...]:
+    mesh, device = parts.plan.mesh, cluster.device_type
+    rank, optimizer = mesh.rank(origin(mesh)), optimizer_on(device, optimizer_states)
+    memory = [stage_memory(parts, rank, s.segment.graph, optimizer, device) for s in cut]
+    messages = Messages(cut, schedule_of(parts.asked))
+    return tuple(peak_of(messages, place, memory) for place in range(meshes_of(parts.asked).places))
 
 
 def claims_of(parts: Partition, cluster: Cluster, optimizer_states: int) -> dict[str, Any]:
@@ -183,4 +197,4 @@ def _ended(
     return Played(played.schedule, tuple(lists), played.peaks)
 
 
-__all__ = ["Predicted", "claims_of", "link_of", "predict"]
+__all__ = ["Predicted", "claims_of", "link_of", "peaks_of", "predict"]

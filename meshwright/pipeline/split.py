@@ -28,12 +28,14 @@ SLACK = 0.01  # how much slower than the best the slowest stage may be, for fewe
 class Costs:
     """What stages are made of. `seconds`: node → forward and backward of one micro-batch. `held`: node → bytes that it
     keeps for backward, of one micro-batch. `state`: parameter (name of the input) → bytes with gradient and optimizer
-    states. `link`: seconds that so many bytes take to the next stage."""
+    states. `link`: seconds that so many bytes take to the next stage. `share`: of what arrives, that which is a rank's,
+    of one micro-batch."""
 
     seconds: Mapping[str, float]
     held: Mapping[str, float]
     state: Mapping[str, float]
     link: Callable[[float], float]
+    share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -150,14 +152,16 @@ class _Room:
         at = {node.name: n for n, node in enumerate(nodes)}
         self.time = _sums(costs.seconds.get(n.name, 0.0) for n in nodes)
         self.held = _sums(costs.held.get(n.name, 0.0) for n in nodes)
-        across = np.zeros(len(nodes) + 2)
+        across, forward = np.zeros(len(nodes) + 2), np.zeros(len(nodes) + 2)
         for n, node in enumerate(nodes):
             for value in node.values:
                 last = max((at[r.name] for r, _ in graph.consumers[value] if r.name in at), default=n)
                 both = 2 if value in graph.needs_grad else 1  # the gradient comes back
-                across[n + 1] += both * graph.types[value].size_bytes
-                across[last + 1] -= both * graph.types[value].size_bytes
+                for sums, times in ((across, both), (forward, 1)):
+                    sums[n + 1] += times * graph.types[value].size_bytes
+                    sums[last + 1] -= times * graph.types[value].size_bytes
         self.crossing = np.cumsum(across)[: len(nodes) + 1]
+        self.arriving = costs.share * np.cumsum(forward)[: len(nodes) + 1]
         self.uses = {
             entry.name: sorted({at[r.name] for r, _ in graph.consumers[entry.name] if r.name in at})
             for entry in graph.input_of("parameter")
@@ -183,7 +187,8 @@ class _Room:
 
     def memory(self, places: np.ndarray, flights: int) -> np.ndarray:
         """[from, to] → bytes of the stage between two places with so many micro-batches in flight."""
-        held = (self.held[places][None, :] - self.held[places][:, None]) * flights
+        spans = self.held[places][None, :] - self.held[places][:, None]
+        held = (spans + self.arriving[places][:, None]) * flights
         once = np.zeros(len(self.nodes) + 1)
         shared = np.zeros_like(held)
         for name, uses in self.uses.items():
