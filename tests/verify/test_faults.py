@@ -52,7 +52,7 @@ def check(edit: Callable[[Graph, int], Graph], where: str = "", **options) -> No
     verify_partition(model, batch, loss, captured, parts).raise_if_different()
     changed = [parts.local(r) != edit(parts.local(r), r) for r in range(parts.plan.mesh.size)]
     assert any(changed), "the fault was not planted"
-    faulty = Faulty(parts.plan, parts.factors, parts.resharded, parts.asked, edit)
+    faulty = Faulty(parts.plan, parts.factors, parts.resharded, parts.asked, edit=edit)
     report = verify_partition(model, batch, loss, captured, faulty)
     assert not report.ok
     with pytest.raises(VerificationError, match="does not compute what one device computes"):
@@ -212,7 +212,7 @@ def test_a_wrong_mask_offset() -> None:
         batch,
         loss,
         captured,
-        Faulty(parts.plan, parts.factors, parts.resharded, parts.asked, first_rows),
+        Faulty(parts.plan, parts.factors, parts.resharded, parts.asked, edit=first_rows),
     )
     assert not report.ok
     assert "attention" in report.first
@@ -276,7 +276,7 @@ def test_a_trained_frozen_branch() -> None:
     inputs = tuple(replace(i, needs_grad=i.role == "parameter") for i in parts.resharded.graph.inputs)
     resharded = replace(parts.resharded, graph=replace(parts.resharded.graph, inputs=inputs))
     report = verify_partition(
-        model, batch, loss, captured, Faulty(parts.plan, parts.factors, resharded, parts.asked, thaw)
+        model, batch, loss, captured, Faulty(parts.plan, parts.factors, resharded, parts.asked, edit=thaw)
     )
     assert not report.ok
     assert any("gradient of target" in d.what and d.error > 1e-12 for d in report.differences)
