@@ -7,6 +7,7 @@ python -m bench search [--markdown]   how long planning takes, and how good recu
 python -m bench techniques            what each technique costs and saves, and what was predicted
 python -m bench interleave            copies that take turns on a slow link; has options of its own: --help
 python -m bench recompute             layers computed again, against torch.utils.checkpoint
+python -m bench pipeline              two stages on two ranks, against torch.distributed.pipelining
 python -m bench predict               predicted against measured steps; has options of its own: --help
 """
 
@@ -47,6 +48,11 @@ def main() -> None:
         return
     if sys.argv[1:2] == ["recompute"]:
         recompute.main(sys.argv[2:])
+        return
+    if sys.argv[1:2] == ["pipeline"]:
+        from bench.pipeline import main as pipeline
+
+        pipeline(sys.argv[2:])
         return
     if sys.argv[1:2] == ["techniques"]:
         techniques.main(sys.argv[2:])
