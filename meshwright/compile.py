@@ -98,6 +98,12 @@ def request_for(
     progress: Progress | None = None,
 ) -> Request | None:
     """What a search is asked for, on a cluster; None without one. Raises PlanError for limits that cannot be."""
+    if cluster is None and memory is not None:
+        raise PlanError(
+            f"memory={memory!r} without a cluster",
+            why="a limit in bytes per rank is kept by searches, and by what is predicted for the ranks of a cluster",
+            hint='cluster=mw.Cluster.preset("h100", nodes=2) or mw.Cluster.load("cluster.yaml") beside it',
+        )
     if cluster is None:
         return None
     if not isinstance(cluster, Cluster):

@@ -37,6 +37,12 @@ def test_a_limit_is_a_positive_number_of_bytes(memory: Any) -> None:
     assert error.what.startswith(f"memory={memory!r}") and "bytes" in error.why
 
 
+def test_a_limit_without_a_cluster_is_refused_as_nothing_would_keep_it() -> None:
+    net, batch, loss = built("mlp")
+    error = told(lambda: mw.plan(net, batch, loss=loss, mesh={"dp": 2}, memory=1000))
+    assert error.what == "memory=1000 without a cluster" and "cluster=" in error.hint
+
+
 @pytest.mark.parametrize(
     ("how", "what", "hint"),
     [

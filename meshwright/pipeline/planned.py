@@ -59,10 +59,11 @@ def staged(
     made = replace(made, stages=dict(found.of))
     share = max(found.seconds) * len(found.seconds) / sum(found.seconds) if sum(found.seconds) else 1.0
     played = play(schedule)
+    ranks, pieces = world.places, techniques.micro_batches
     notes = [
-        f"pipeline: {techniques.pipeline} stages on {world.places} ranks, {schedule.name} with "
-        f"{techniques.micro_batches} micro-batches, a bubble of {100 * played.bubble:.0f} % if all stages took equally "
-        f"long; the slowest takes {100 * (share - 1):.0f} % more than their mean"
+        f"pipeline: {techniques.pipeline} stages on {ranks} rank{'s' * (ranks > 1)}, {schedule.name} with "
+        f"{pieces} micro-batch{'es' * (pieces > 1)}, a bubble of {100 * played.bubble:.0f} % if all stages took "
+        f"equally long; the slowest takes {100 * (share - 1):.0f} % more than their mean"
     ]
     return made.with_notes(*notes)
 

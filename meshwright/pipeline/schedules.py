@@ -44,7 +44,8 @@ def make(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule
         raise PlanError(
             f"{name} with {chunks} stages a rank",
             why=f"it takes {need}",
-            hint=f"chunks={kind.least}, or another schedule",
+            hint=f"pipeline={kind.least * ranks} on {ranks} ranks of the pipeline (chunks={kind.least}), or "
+            + ("another schedule" if kind.most != 1 else 'schedule="interleaved", for several stages a rank'),
         )
     placed = kind.placed(ranks, chunks)
     return Schedule(name, placed, micro_batches, kind.lists(ranks, micro_batches, chunks, placed))

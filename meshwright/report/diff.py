@@ -1,4 +1,4 @@
-"""What differs between two plans: what they are for, what they claim, and how operators and inputs are cut.
+"""What differs between two plans: what they are for, their techniques and claims, and how operators and inputs are cut.
 
 Both are read as they are written, without their model; layers that differ in the same way are one line.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from rich.console import Group
@@ -52,7 +52,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Difference:
-    """All that differs. `facts`: mesh, mode, model, pins; `claims`: time and memory; then cuts and layouts."""
+    """All that differs. `facts`: mesh, mode, model, pins, techniques; `claims`: time and memory; then cuts and layouts,
+    what is kept for backward in another way, and operators in other stages of a pipeline."""
 
     facts: tuple[Change, ...]
     claims: tuple[Change, ...]
@@ -60,11 +61,13 @@ class Difference:
     inputs: tuple[Change, ...]
     hubs: tuple[Change, ...]
     states: tuple[Change, ...] = ()
+    keeps: tuple[Change, ...] = ()
+    stages: tuple[Change, ...] = ()
 
     @property
     def equal(self) -> bool:
         """Nothing differs."""
-        return not (self.facts or self.claims or self.nodes or self.inputs or self.hubs or self.states)
+        return not any(getattr(self, f.name) for f in fields(self))
 
 
 def difference(a: Plan, b: Plan) -> Difference:
@@ -76,15 +79,19 @@ def difference(a: Plan, b: Plan) -> Difference:
         inputs=tuple(_layouts(a, b, a.inputs, b.inputs)),
         hubs=(*_layouts(a, b, a.hubs, b.hubs), *_again(a, b), *_hosts(a, b)),
         states=tuple(_layouts(a, b, a.states, b.states)),
+        keeps=tuple(_keeps(a, b)),
+        stages=tuple(_stages(a, b)),
     )
 
 
 def _facts(a: Plan, b: Plan) -> Iterable[Change]:
     pairs = (
         ("model", a.fingerprint, b.fingerprint),
-        ("mesh", str(a.mesh), str(b.mesh)),
+        ("mesh", str(a.ranks), str(b.ranks)),
         ("mode", a.mode, b.mode),
         ("pins", _pins(a), _pins(b)),
+        *_techniques(a, b),
+        ("turns of copies", a.turns, b.turns),
     )
     links = ({x.name: x.link for x in p.mesh.axes} for p in (a, b))
     link_a, link_b = (", ".join(f"{k} over {v}" for k, v in x.items()) for x in links)
@@ -98,6 +105,23 @@ def _pins(plan: Plan) -> str:
         "; ".join(f"{k}: {' '.join(f'{x}={y}' for x, y in v.items())}" for k, v in plan.pins.items())
         or ABSENT
     )
+
+
+def _techniques(a: Plan, b: Plan) -> list[tuple[str, str, str]]:
+    one, two = a.techniques.asked(), b.techniques.asked()
+    said = [{name: _told(value) for name, value in x.items()} for x in (one, two)]
+    return [
+        (name, said[0].get(name, ABSENT), said[1].get(name, ABSENT)) for name in dict.fromkeys((*one, *two))
+    ]
+
+
+def _told(value: Any) -> str:
+    """The value of a technique as the command line takes it: ``optimizer+activations``, ``blocks.*:full``."""
+    if isinstance(value, Mapping):
+        return "+".join(f"{name}:{what}" for name, what in value.items())
+    if isinstance(value, tuple):
+        return "+".join(v if isinstance(v, str) else f"({', '.join(v)})" for v in value)
+    return f"{value:g}" if isinstance(value, float) else " ".join(str(value).split())
 
 
 def _claims(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterable[Change]:
@@ -203,6 +227,46 @@ def _hosts(a: Plan, b: Plan) -> Iterable[Change]:
         yield Change(what, before, after, sum(_times(a, b, name) for name in names))
 
 
+KEPT = {
+    "": "as autograd does",
+    "again": "computed again",
+    "slice": "in slices",
+    "host": "on the host",
+    "slice host": "in slices on the host",
+}
+
+
+def _keeps(a: Plan, b: Plan) -> Iterable[Change]:
+    one, two = (
+        [getattr(p.techniques, name) for name in ("recompute", "slice_activation", "offload")] for p in (a, b)
+    )
+    if one != two:  # then it follows from what was asked for, and is said there
+        return
+    yield from _by_operator(
+        a, b, {n: KEPT[k] for n, k in a.keeps.items()}, {n: KEPT[k] for n, k in b.keeps.items()}, KEPT[""]
+    )
+
+
+def _stages(a: Plan, b: Plan) -> Iterable[Change]:
+    if not a.stages or not b.stages:
+        return
+    one, two = ({name: f"stage {stage}" for name, stage in p.stages.items()} for p in (a, b))
+    yield from _by_operator(a, b, one, two, ABSENT)
+
+
+def _by_operator(
+    a: Plan, b: Plan, mine: Mapping[str, str], other: Mapping[str, str], nothing: str
+) -> Iterable[Change]:
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for name in dict.fromkeys((*mine, *other)):
+        before, after = mine.get(name, nothing), other.get(name, nothing)
+        if before != after:
+            module = (a if name in a.about else b).about.get(name, ("", ""))[1]
+            found.setdefault((LAYER.sub("*", module or f"%{name}"), before, after), []).append(name)
+    for (what, before, after), names in found.items():
+        yield Change(what, before, after, sum(_times(a, b, name) for name in names))
+
+
 # ---------------------------------------------------------------- picture
 
 
@@ -217,6 +281,8 @@ def diff_view(found: Difference, names: tuple[str, str], *, every: bool = False)
         ("inputs", found.inputs),
         ("hubs", found.hubs),
         ("updates", found.states),
+        ("kept for backward", found.keeps),
+        ("stages", found.stages),
     ):
         if changes:
             parts += [Text("")] if parts else []

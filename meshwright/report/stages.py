@@ -13,6 +13,7 @@ from meshwright.pipeline.draw import draw
 from meshwright.pipeline.held import holders
 from meshwright.pipeline.order import schedule_of
 from meshwright.redistribute.steps import largest_size, show_bytes
+from meshwright.report.quantities import show_seconds
 
 WIDTH = 96  # columns of a drawing
 
@@ -29,12 +30,15 @@ def stage_lines(parts: Partition) -> list[str]:
         first, last = (n.module or f"%{n.name}" for n in (mine[0], mine[-1]))
         sent = sum(_bytes(parts, value) * len(later) for value, later in stage.gives.items())
         weights = sum(_bytes(parts, i.name) for i in graph.input_of("parameter") if i.name in stage.reads)
-        text = f"stage {number} on rank {schedule.ranks[number]} of the pipeline: {len(mine)} operators, "
-        text += f"{first} to {last}, parameters {show_bytes(weights)}"
+        text = f"stage {number} on rank {schedule.ranks[number]} of the pipeline: "
+        text += f"{len(mine)} operator{'s' * (len(mine) > 1)}, "
+        text += first if first == last else f"{first} to {last}"
+        text += f", parameters {show_bytes(weights)}"
         text += f", sends {show_bytes(sent)} forward for each micro-batch" if sent else ""
         if number < len(claimed):
             seconds = claimed[number]
-            text += f"; {seconds['forward']:.3g} s forward, {seconds['backward']:.3g} s backward"
+            told = [f"{show_seconds(seconds[way])} {way}" for way in ("forward", "backward")]
+            text += f"; {', '.join(told)} of a micro-batch"
         lines.append(text)
     held = holders(parts, schedule)
     tied = [i.target for i in graph.input_of("parameter") if i.needs_grad and len(held[i.name]) > 1]

@@ -119,7 +119,10 @@ def changed(
     What a changed technique had put into the plan is taken out first: a storage that a search has cut too. Raises
     PlanError for what cannot be.
     """
-    asked = techniques_from({**plan.techniques.asked(), **changes})
+    given = {**plan.techniques.asked(), **changes}
+    if not given.get("optimizer_parallel"):  # what only says how goes with it, unless it is asked for anew
+        given = {k: v for k, v in given.items() if k in changes or k not in STORAGE}
+    asked = techniques_from(given)
     before = replace(plan.unfolded(graph), claims={}, nexts={}, notes=())
     if STORAGE & set(changes):
         before = stored_as_used(before, graph, factors)

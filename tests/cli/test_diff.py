@@ -74,6 +74,36 @@ def test_hubs_gathering_and_another_mesh_count_as_differences(plans):
     assert [c.what for c in difference(a, linked).facts] == ["links"]
 
 
+def test_techniques_are_differences(plans, files, tmp_path, meshwright):
+    model, batch, loss = mlp.build(depth=3)
+    asked = {"optimizer_parallel": 2, "micro_batches": 2, "offload": ("optimizer", "activations")}
+    mw.plan(model, batch, loss=loss, mesh={"dp": 2, "tp": 2}, **asked).save(tmp_path / "c.json")
+    done = meshwright("diff", files[0], tmp_path / "c.json")
+    assert done.code == 1
+    lines = {" ".join(line.split()) for line in done.out.splitlines()}
+    assert {"optimizer_parallel – 2", "micro_batches – 2", "offload – optimizer+activations"} <= lines
+    copies = difference(plans[0], replace(plans[0], turns="backward"))
+    assert [(c.what, c.after) for c in copies.facts] == [("turns of copies", "backward")]
+    kept = difference(plans[0], replace(plans[0], keeps={"linear": "again"}))
+    assert [(c.before, c.after) for c in kept.keeps] == [("as autograd does", "computed again")]
+
+
+def test_stages_are_differences(tmp_path):
+    model, batch, loss = mlp.build(depth=3)
+    asked = {"mesh": {"dp": 2}, "micro_batches": 2}
+    plain = mw.plan(model, batch, loss=loss, **asked)
+    two = mw.plan(model, batch, loss=loss, pipeline=2, **asked)
+    found = difference(plain, two)
+    assert [(c.what, c.before, c.after) for c in found.facts] == [
+        ("mesh", "dp=2", "pp=2 × dp=2"),
+        ("pipeline", "–", "2"),
+    ]
+    moved = next(name for name, stage in two.stages.items() if stage == 0)
+    found = difference(two, replace(two, stages={**two.stages, moved: 1}))
+    assert [(c.before, c.after, c.count) for c in found.stages] == [("stage 0", "stage 1", 1)]
+    assert not found.equal and not found.facts
+
+
 def test_a_file_that_is_no_plan_is_a_message_and_code_2(files, tmp_path, meshwright):
     damaged = tmp_path / "c.json"
     damaged.write_text(files[0].read_text()[:200])

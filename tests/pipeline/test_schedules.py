@@ -63,6 +63,17 @@ def test_bubbles_and_memory_are_those_of_the_papers(ranks, micro_batches):
     assert turned.bubble < halves.bubble and max(turned.peaks) <= 2 * p  # a stage there is half of one here
 
 
+@pytest.mark.parametrize(
+    ("name", "chunks", "wanted"),
+    [("1f1b", 2, "pipeline=2 "), ("interleaved", 1, "pipeline=4 "), ("zero_bubble_v", 1, "pipeline=4 ")],
+)
+def test_too_many_or_few_stages_a_rank_say_how_many_there_may_be(name, chunks, wanted):
+    with pytest.raises(PlanError) as caught:
+        make(name, 2, 4, chunks)
+    assert wanted in caught.value.hint
+    assert ("interleaved" in caught.value.hint) == (name == "1f1b")
+
+
 def test_a_slow_link_delays_and_never_stops():
     schedule = make("1f1b", 4, 8)
     assert play(schedule, message_seconds=0.5).end > play(schedule).end

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from meshwright.compile import captured_of, plan
+from meshwright.errors import PlanError
 from meshwright.examples import gpt
 from meshwright.ops.analysis import factors_of
 from meshwright.partition.weighed import weighed
@@ -38,3 +41,16 @@ def test_a_file_of_folded_layers_takes_another_storage():
     named = [i for i in graph.input_of("parameter") if i.target.endswith("up.weight")]
     assert len(named) == 4
     assert all(i.name in cut.again and str(cut.inputs[i.name]) == "[192/dp, 48]" for i in named)
+
+
+def test_a_technique_taken_away_takes_along_what_only_says_how():
+    model, batch, loss = gpt.build(CONFIG, batch=4)
+    asked = {"optimizer_parallel": 3, "threshold_kb": 0, "keep_whole": ("*.norm*",)}
+    made = plan(model, batch, loss=loss, mesh={"dp": 2}, mode="data_parallel", **asked)
+    graph = captured_of(model, batch, loss).graph
+    without, _ = changed(made, graph, factors_of(graph), {"optimizer_parallel": 0}, weighed)
+    assert without.techniques.asked() == {} and not without.again
+    plain = plan(model, batch, loss=loss, mesh={"dp": 2}, mode="data_parallel")
+    assert dict(without.inputs) == dict(plain.inputs)
+    with pytest.raises(PlanError, match="threshold_kb"):  # asked for anew, it is no rest
+        changed(made, graph, factors_of(graph), {"optimizer_parallel": 0, "threshold_kb": 8}, weighed)

@@ -165,7 +165,7 @@ def _hopeless(planner: Planner, over: tuple[Dimension, ...], refused: PlanError 
             error = too_large(planner.under(point.techniques))
         except PlanError:  # more micro-batches than a rank has examples
             continue
-        return PlanError(error.what, why=f"with {point.techniques} {error.why}", hint=error.hint)
+        return PlanError(error.what, why=f"with {point.techniques}: {error.why}", hint=error.hint)
     return refused or too_large(planner)
 
 
