@@ -5,7 +5,7 @@ A family says for every option list how options are laid over the prime axes, wh
 - `named`: the axes fall into named groups (``dp``, ``tp``), and all axes of a group take one option: product states;
 - `runs`: the axes are cut into at most so many runs, in mesh order, at any place, and each run takes one option;
 - `one_axis`: all axes but one are as they were: what `recursive_programming` solves, axis by axis;
-- `one_change`: all axes but one are as they were, and each node says which: what it refines with.
+- `one_change`: all axes are as they were but one, or all from one on, and each node says which: what it refines with.
 
 Where a run is longer than a sub-dim has room for, the axes that are left go to the next sub-dim of the same letter: 16
 ranks cut 32 heads in 8 groups of 4 as ``(8/a.b.c 4/d)``.
@@ -89,15 +89,20 @@ def one_axis(axis: int, fixed: Callable[[NodeCodes], np.ndarray]) -> Family:
 
 
 def one_change(axes: int, fixed: Callable[[NodeCodes], np.ndarray]) -> Family:
-    """The fixed row, and every row that differs from it on one axis alone, whichever that is."""
+    """The fixed row, and every row in which one axis, or all axes from one on, take another option, whichever.
+
+    A cut that costs the same for two ranks as for many (a pending sum scattered instead of summed up whole) pays on
+    many axes at once and on no single one of them.
+    """
+    single = np.eye(axes, dtype=bool)
+    tails = np.triu(np.ones((axes - 1, axes), dtype=bool))  # that of the last axis alone is there already
+    where = np.concatenate([single, tails])
 
     def rows(codes: NodeCodes, sizes: np.ndarray) -> Rows:
         now = fixed(codes)
         options = np.array(codes.starts, dtype=np.int8)
-        choices = np.repeat(now[None, :], 1 + axes * len(options), axis=0)
-        for axis in range(axes):
-            choices[1 + axis * len(options) : 1 + (axis + 1) * len(options), axis] = options
-        return legal(codes, choices, sizes)
+        changed = np.where(where[:, None, :], options[None, :, None], now)
+        return legal(codes, np.concatenate([now[None, :], changed.reshape(-1, axes)]), sizes)
 
     return rows
 
