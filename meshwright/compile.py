@@ -234,7 +234,9 @@ def _plan_staged(
     if request is not None:
         # The search sees the whole model on the ranks of one stage, so as many times the memory.
         limit = None if request.memory_bytes is None else places * request.memory_bytes
-        inside = replace(request, cluster=within_stage(request.cluster, places), memory_bytes=limit)
+        inside = replace(
+            request, cluster=within_stage(request.cluster, places), memory_bytes=limit, places=places
+        )
     check_beside(techniques)
     made = plan_captured(captured, world.stage, mode, pins, inside, in_one_stage(techniques))
     asked = {name: getattr(techniques, name) for name in ("pipeline", "schedule", "stages")}

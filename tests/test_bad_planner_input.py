@@ -102,6 +102,15 @@ def test_too_little_memory_says_what_would_fit_and_that_fits(mode: str, share: f
         assert plan.claims["peak_bytes"] <= limit
 
 
+def test_too_little_memory_for_stages_is_said_per_rank() -> None:
+    net, batch, loss = built("mlp")
+    asked = {"mode": "dynamic_programming", "memory": 1000, "pipeline": 2, "micro_batches": 2}
+    cluster = mw.Cluster.preset("h100", nodes=1, ranks_per_node=2)
+    error = told(lambda: mw.plan(net, batch, loss=loss, cluster=cluster, **asked))
+    assert error.what == "no plan fits into 1.0 kB per rank"
+    assert "on the 2 ranks of a pipeline together" in error.why and error.hint.endswith("per rank or more")
+
+
 # ---------------------------------------------------------------- more ranks than there is to cut
 
 

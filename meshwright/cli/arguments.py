@@ -101,6 +101,12 @@ def techniques_of(texts: Iterable[str]) -> dict[str, Any]:
             raise PlanError(
                 f"{part.strip()!r} is not name=value", hint="--with optimizer_parallel=3,micro_batches=4"
             )
+        if word[0] in "{[(":
+            raise PlanError(
+                f"{part.strip()!r} is written as in Python",
+                why="commas stand between techniques here",
+                hint="recompute=blocks.*:full+head:selective, stages=blocks.0-5:0, offload=optimizer+activations",
+            )
         if name in found:
             raise PlanError(
                 f"{name} is given twice", hint="once each: --with optimizer_parallel=3,micro_batches=4"

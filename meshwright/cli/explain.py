@@ -150,11 +150,12 @@ def _print_claims(loaded: Plan) -> None:
     from rich.text import Text
 
     from meshwright.cli.screen import out
-    from meshwright.report.claims import claim_lines, claims_table
+    from meshwright.report.claims import claim_lines, claims_table, technique_lines
 
     lines = [
         ("mesh", f"{loaded.ranks}   {loaded.ranks.size} ranks"),
         ("mode", loaded.mode),
+        *technique_lines(loaded.techniques),
         *claim_lines(loaded.claims),
     ]
     screen = out()

@@ -214,12 +214,12 @@ def show(
 ) -> None:
     """The plan's table, what it claims, and where it went."""
     from meshwright.cli.screen import out
-    from meshwright.report.claims import claim_lines, claims_table
+    from meshwright.report.claims import claim_lines, claims_table, technique_lines
     from meshwright.report.plan_table import plan_view
     from meshwright.report.quantities import show_seconds
 
-    claims = made.claims
-    lines = [("mesh", f"{made.ranks}   {made.ranks.size} ranks"), ("mode", made.mode), *claim_lines(claims)]
+    lines = [("mesh", f"{made.ranks}   {made.ranks.size} ranks"), ("mode", made.mode)]
+    lines += [*technique_lines(made.techniques), *claim_lines(made.claims)]
     lines.append(("took", ", ".join(f"{k} {show_seconds(v)}" for k, v in spent(seconds).items())))
     lines.append(("written", f"{output}" + (f", {trace}" if trace else "")))
     screen = out()

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.report.quantities import show_bytes, show_seconds
+from meshwright.techniques import Techniques
 
 
 def claim_lines(claims: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -43,6 +44,21 @@ def claim_lines(claims: Mapping[str, Any]) -> list[tuple[str, str]]:
         if claims.get(key):
             add(key, str(claims[key]))
     return lines
+
+
+def technique_lines(techniques: Techniques) -> list[tuple[str, str]]:
+    """What is asked for beside the mode, as the command line takes it: ``micro_batches=4, recompute=full``."""
+    asked = [f"{name}={technique_text(value)}" for name, value in techniques.asked().items()]
+    return [("techniques", ", ".join(asked))] if asked else []
+
+
+def technique_text(value: Any) -> str:
+    """The value of a technique: ``optimizer+activations``, ``blocks.*:full``."""
+    if isinstance(value, Mapping):
+        return "+".join(f"{name}:{what}" for name, what in value.items())
+    if isinstance(value, tuple):
+        return "+".join(v if isinstance(v, str) else f"({', '.join(v)})" for v in value)
+    return f"{value:g}" if isinstance(value, float) else " ".join(str(value).split())
 
 
 def candidates_text(candidates: Mapping[str, float | None]) -> str:

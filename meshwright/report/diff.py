@@ -18,6 +18,7 @@ from meshwright.layout import TensorLayout, dim_axes
 from meshwright.mesh import Mesh
 from meshwright.ops.strategy import Strategy
 from meshwright.plan import Plan
+from meshwright.report.claims import technique_text
 from meshwright.report.fitted import FittedTable
 from meshwright.report.plan_table import SHORT
 from meshwright.report.quantities import show_bytes, show_change, show_seconds
@@ -109,19 +110,10 @@ def _pins(plan: Plan) -> str:
 
 def _techniques(a: Plan, b: Plan) -> list[tuple[str, str, str]]:
     one, two = a.techniques.asked(), b.techniques.asked()
-    said = [{name: _told(value) for name, value in x.items()} for x in (one, two)]
+    said = [{name: technique_text(value) for name, value in x.items()} for x in (one, two)]
     return [
         (name, said[0].get(name, ABSENT), said[1].get(name, ABSENT)) for name in dict.fromkeys((*one, *two))
     ]
-
-
-def _told(value: Any) -> str:
-    """The value of a technique as the command line takes it: ``optimizer+activations``, ``blocks.*:full``."""
-    if isinstance(value, Mapping):
-        return "+".join(f"{name}:{what}" for name, what in value.items())
-    if isinstance(value, tuple):
-        return "+".join(v if isinstance(v, str) else f"({', '.join(v)})" for v in value)
-    return f"{value:g}" if isinstance(value, float) else " ".join(str(value).split())
 
 
 def _claims(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterable[Change]:

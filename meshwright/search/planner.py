@@ -67,7 +67,8 @@ class Request:
     """What a search is asked for. `optimizer_states`: moments per parameter element (2 for Adam); `space` and `inner`
     choose what is searched and how, where a mode has a choice. `judge` makes the simulation that has the last word on
     time and memory from a folded graph, a mesh, the nodes that the host runs and techniques; without it sums decide.
-    `techniques`: what the user asked for beside the mode; what is not `given` there, `auto` may choose."""
+    `techniques`: what the user asked for beside the mode; what is not `given` there, `auto` may choose. `places`: ranks
+    of a pipeline among which the model will be divided; `memory_bytes` is then what they have together."""
 
     cluster: Cluster
     memory_bytes: float | None = None
@@ -77,6 +78,7 @@ class Request:
     progress: Progress = lambda stage, price, bound: None
     judge: Callable[[Folded, Mesh, frozenset[str], Techniques], Judge] | None = None
     techniques: Techniques = NONE
+    places: int = 1
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def too_large(planner: Planner, nearest: Verdict | None = None) -> PlanError:
     least = [_least(space, memory, t) for t in range(memory.instants)]
     worst = int(np.argmax(least))
     nearest = _nearer(nearest, _frugal(planner, space, memory))
-    wanted = planner.request.memory_bytes or 0.0
+    wanted, places = planner.request.memory_bytes or 0.0, planner.request.places
     need = max(least) + wanted - limit  # with what no choice changes
     extra = max(0.0, nearest.peak_bytes - need) if nearest else 0.0  # what only a simulation sees
     changes = [
@@ -194,14 +194,15 @@ def too_large(planner: Planner, nearest: Verdict | None = None) -> PlanError:
         if max(_least(space, smaller, t) for t in range(memory.instants)) + extra / parts <= limit:
             changes.append(f"a batch of 1/{parts} of this one")
             break
-    changes.append(f"{show_bytes(1.01 * (need + extra))} per rank")
+    changes.append(f"{show_bytes(1.01 * (need + extra) / places)} per rank{' or more' * (places > 1)}")
     instant = nearest.instant if nearest else "its peak"
+    together = f" on the {places} ranks of a pipeline together" if places > 1 else ""
     return PlanError(
-        f"no plan fits into {show_bytes(wanted)} per rank",
-        why=f"at {INSTANTS[worst]} every plan of this space needs {show_bytes(least[worst])} or more beside the batch, "
-        f"{show_bytes(max(0.0, least[worst] - limit))} over the limit"
+        f"no plan fits into {show_bytes(wanted / places)} per rank",
+        why=f"at {INSTANTS[worst]} every plan of this space needs {show_bytes(least[worst])} or more beside the batch"
+        f"{together}, {show_bytes(max(0.0, least[worst] - limit))} over the limit"
         if least[worst] > limit
-        else f"the plan that comes nearest has {show_bytes(need + extra)} at {instant}, "
+        else f"the plan that comes nearest has {show_bytes(need + extra)} at {instant}{together}, "
         f"{show_bytes(need + extra - wanted)} over the limit",
         hint="the smallest single changes that would fit: " + "; or ".join(changes),
     )

@@ -49,6 +49,16 @@ def test_a_pattern_means_nodes_modules_and_what_is_inside(made):
         matching(plan, "dwon.*")
 
 
+def test_a_file_says_its_techniques(tmp_path, meshwright):
+    words = ("--mesh", "dp=2,tp=2", "--with", "offload=optimizer+activations,micro_batches=2")
+    for done in (
+        meshwright("plan", "zoo:mlp", *words, "-o", tmp_path / "p.json"),
+        meshwright("explain", tmp_path / "p.json"),
+    ):
+        said = next(line for line in done.out.splitlines() if line.startswith("techniques"))
+        assert said.split(maxsplit=1)[1].rstrip() == "micro_batches=2, offload=optimizer+activations"
+
+
 def test_layers_that_are_cut_alike_are_one_line(made):
     _, plan, parts = made
     rows = folded(choices(plan, plan.strategies, parts, None))
