@@ -8,7 +8,7 @@ start) until the update. Nothing is run: sizes are those of the local graph.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.cost.operators import PIECES, REPEATS, VIEWS
@@ -23,6 +23,7 @@ from meshwright.partition.flight_memory import FlightMemory
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradient_memory import GradientMemory
 from meshwright.partition.gradients import pending_gradients
+from meshwright.partition.halves import ADDMM
 from meshwright.partition.heap import Heap, Storage
 from meshwright.partition.interleave import in_copies, of_one, original
 from meshwright.partition.keeps import AGAIN, keeps_of
@@ -62,39 +63,6 @@ def peak(
     return StepWalk(parts, rank, optimizer, device, bucket_bytes, staged, apart).run()
 
 
-def kept_bytes(parts: Partition, rank: int = 0) -> Mapping[str, int]:
-    """Node of a rank's program → bytes of what it makes that are kept when forward has ended, its results and what
-    autograd keeps beside them. What is a parameter, or of the batch, or in the host's memory is not counted."""
-    walk = StepWalk(parts, rank, ADAMW, "cpu", None, True)
-    walk.start()
-    walk.forward()
-    owner: dict[int, tuple[Storage, str]] = {}
-    for value, storage in walk.values.items():
-        if value in walk.graph.producers:
-            owner.setdefault(id(storage), (storage, walk.graph.producers[value].name))
-    for value, storage in walk.stashes.parts.items():
-        owner.setdefault(id(storage), (storage, walk.graph.producers[value].name))
-    for name, kept in walk.kept.items():
-        for storage in kept.storages:
-            owner.setdefault(id(storage), (storage, name))
-    found: dict[str, int] = {}
-    for storage, name in owner.values():
-        if storage.saves and storage.category == "temporary" and not storage.host:
-            found[name] = found.get(name, 0) + storage.size_bytes
-    return found
-
-
-def state_bytes(parts: Partition, rank: int, optimizer: Optimizer, device: str = "cpu") -> Mapping[str, int]:
-    """Parameter of a rank's program → bytes of it, of its gradient and of what the optimizer keeps of it."""
-    walk = StepWalk(parts, rank, optimizer, device, None, device == "cpu")
-    return {
-        entry.name: entry.type.size_bytes
-        + (entry.name in walk.trained)
-        * (entry.type.size_bytes + optimizer.states * walk.updated_bytes(entry.name))
-        for entry in walk.graph.input_of("parameter")
-    }
-
-
 @dataclass
 class _Kept:
     """What autograd keeps of one node."""
@@ -126,6 +94,7 @@ class StepWalk:
         self.heap = Heap()
         self.values: dict[str, Storage] = {}
         self.kept: dict[str, _Kept] = {}
+        self.queue: list[tuple[Node, list[Storage], Storage]] = []  # linears with what their weights need
         self.notes = Notes(self.heap)
         keeps = keeps_of(self.graph, in_copies(parts.resharded.keeps, parts.copies))
         self.again = {v for v, how in keeps.items() if how == AGAIN}
@@ -379,27 +348,58 @@ class StepWalk:
 
     # ------------------------------------------------------------ backward
 
-    def backward(self) -> None:
+    def backward(self, halves: Collection[str] = ()) -> None:
+        """Of the linears in `halves`, what their weights need waits for `drain`."""
         heap, graph = self.heap, self.graph
         heap.on_host = False
         heap.at("loss, backward")
         for _, value in graph.outputs:
             if value in graph.needs_grad:
                 self.gradients.add(value, heap.new(self.types[value].size_bytes))
-        for node in reversed(graph.nodes):
+        self._back(halves)
+        if not halves:
+            self.gradients.finish()
+
+    def drain(self) -> None:
+        """What waited. All weights' gradients are there before the first goes on to its parameter."""
+        heap = self.heap
+        heap.at("weights, backward")
+        made: list[tuple[str, Storage]] = []
+        for node, arrived, came_in in self.queue:
+            wanted = [p != _port(node) and u in self.graph.needs_grad for p, u in enumerate(node.uses)]
+            made += [
+                (node.uses[p], heap.new(self.types[node.uses[p]].size_bytes))
+                for p, w in enumerate(wanted)
+                if w
+            ]
+            for storage in (*arrived, came_in):
+                heap.drop(storage)
+        self.queue = []
+        for name, storage in made:
+            self.gradients.add(name, storage)
+        self._back(())
+        self.gradients.finish()
+
+    def _back(self, halves: Collection[str]) -> None:
+        heap = self.heap
+        for node in reversed(self.graph.nodes):
             arrived = self.gradients.take(node)
             if not arrived:
                 self._forget(node)
                 continue
             heap.at(f"{node.name}, backward")
             self._open(node)
-            made = self._gradients(node, arrived)
+            wanted = [u in self.graph.needs_grad for u in node.uses]
+            if node.name in halves:
+                wanted = [w and port == _port(node) for port, w in enumerate(wanted)]
+                came_in = heap.hold(self.values[node.uses[_port(node)]])
+                self.queue.append((node, [heap.hold(storage) for storage in arrived], came_in))
+            made = self._gradients(node, arrived, wanted)
             for storage in arrived:
                 heap.drop(storage)
             self._forget(node)
             for name, storage in made:
                 self.gradients.add(name, storage)
-        self.gradients.finish()
 
     def _open(self, node: Node) -> None:
         """Make again what was not kept."""
@@ -415,7 +415,9 @@ class StepWalk:
         for note in kept.notes:
             self.notes.release(note)
 
-    def _gradients(self, node: Node, arrived: list[Storage]) -> list[tuple[str, Storage]]:
+    def _gradients(
+        self, node: Node, arrived: list[Storage], wanted: Sequence[bool]
+    ) -> list[tuple[str, Storage]]:
         """The gradients that an operator makes, by the value they belong to."""
         if is_fetch(node):  # a gradient goes to its leaf as it is
             return [(node.uses[0], self.heap.hold(arrived[0]))]
@@ -435,7 +437,6 @@ class StepWalk:
             return [(node.uses[0], self.flights.give_back(node, self.gradients.summed(node, arrived[0])))]
         if node.op == START:
             return self.flights.land(node)
-        wanted = [u in self.graph.needs_grad for u in node.uses]
         found: list[tuple[str, Storage]] = []
         plan = gradients_of(node, self.types, wanted)
         scratch = self.heap.new(plan.before)
@@ -462,6 +463,11 @@ class StepWalk:
         self.update_parts.gather(self.heap)
 
 
+def _port(node: Node) -> int:
+    """Which input of a linear is no weight."""
+    return int(node.op == ADDMM)
+
+
 def _of_stage(groups: Sequence[Group], held: Collection[str]) -> tuple[Group, ...]:
     """The groups of gradients without those that a stage does not have."""
     mine = (replace(g, members=tuple(m for m in g.members if m.name in held)) for g in groups)
@@ -474,8 +480,7 @@ __all__ = [
     "ADAMW_FUSED",
     "Optimizer",
     "Peak",
-    "kept_bytes",
+    "StepWalk",
     "optimizer_on",
     "peak",
-    "state_bytes",
 ]

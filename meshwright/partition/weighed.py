@@ -9,7 +9,7 @@ from meshwright.cost.saved import saved
 from meshwright.graph import MOVES, Graph
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition, partition
-from meshwright.partition.memory import kept_bytes
+from meshwright.partition.kept import kept_bytes
 from meshwright.partition.price import letter_sizes, program_price
 from meshwright.partition.remade import computed_again
 from meshwright.plan import Plan

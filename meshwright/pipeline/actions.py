@@ -61,6 +61,10 @@ class Schedule:
         """Whether it trains; one that only goes forward is for inference."""
         return any(a.kind in (BACKWARD, BACKWARD_INPUT) for actions in self.actions for a in actions)
 
+    def splits_backward(self, place: int) -> bool:
+        """Whether the two halves of backward are apart on a rank of the pipeline."""
+        return any(a.kind == BACKWARD_WEIGHT for a in self.actions[place])
+
     def __str__(self) -> str:
         head = f"{self.name}: {self.stages} stages on {len(self.actions)} ranks, {self.micro_batches} micro-batches"
         lists = (f"rank {rank}: {', '.join(map(str, actions))}" for rank, actions in enumerate(self.actions))

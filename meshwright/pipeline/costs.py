@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.operators import work
 from meshwright.partition import Partition
-from meshwright.partition.memory import state_bytes
+from meshwright.partition.kept import state_bytes
 from meshwright.partition.peaks import optimizer_on
 from meshwright.partition.price import letter_sizes, program_price
 from meshwright.partition.weighed import kept_by_operator

@@ -106,8 +106,13 @@ def _peaks(
 ) -> tuple[int, ...]:
     mesh, device = parts.plan.mesh, cluster.device_type
     rank, optimizer = mesh.rank(origin(mesh)), optimizer_on(device, optimizer_states)
-    memory = [stage_memory(parts, rank, s.segment.graph, optimizer, device) for s in cut]
-    messages = Messages(cut, schedule_of(parts.asked))
+    schedule = schedule_of(parts.asked)
+    halves = [schedule.splits_backward(place) for place in schedule.ranks]
+    memory = [
+        stage_memory(parts, rank, stage.segment.graph, optimizer, device, apart)
+        for stage, apart in zip(cut, halves, strict=True)
+    ]
+    messages = Messages(cut, schedule)
     return tuple(peak_of(messages, place, memory) for place in range(meshes_of(parts.asked).places))
 
 
@@ -169,10 +174,12 @@ def peak_of(messages: Messages, place: int, memory: Sequence[StageMemory]) -> in
                 live += one.kept
             case "backward" | "backward_input":
                 there = gradients
-                left = one.later if action.kind == "backward_input" else 0
-                most = max(most, beside + there - one.kept + max(one.backward, left))
-                live -= one.kept - left
+                both = action.kind == "backward"
+                at_once = max(one.backward, one.weights) if both else one.backward
+                most = max(most, beside + there - one.kept + at_once)
+                live -= one.kept - (0 if both else one.later)
             case "backward_weight":
+                most = max(most, beside + there - one.later + one.weights)
                 live -= one.later
         for message in known.get(action, ()):
             sending.pop(message, None)

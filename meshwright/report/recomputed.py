@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from meshwright.graph import MOVES
 from meshwright.partition import Partition
 from meshwright.partition.keeps import without_keeps
-from meshwright.partition.memory import kept_bytes
+from meshwright.partition.kept import kept_bytes
 from meshwright.partition.remade import computed_again
 from meshwright.redistribute.steps import origin, show_bytes
 

@@ -10,7 +10,6 @@ from meshwright.partition import Partition
 from meshwright.partition.micro_batches import MicroBatches
 from meshwright.partition.segments import Segment
 from meshwright.partition.stages import Stage
-from meshwright.pipeline.actions import BACKWARD_WEIGHT
 from meshwright.pipeline.held import holders
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.messages import Messages
@@ -46,7 +45,7 @@ class Pipeline:
     @property
     def splits_backward(self) -> bool:
         """Whether the two halves of backward are apart."""
-        return any(a.kind == BACKWARD_WEIGHT for a in self.schedule.actions[self.comm.place])
+        return self.schedule.splits_backward(self.comm.place)
 
     def _own(self, pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
         here = {v for s in self.mine for v in self.cut[s].ends}

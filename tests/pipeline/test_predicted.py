@@ -38,6 +38,7 @@ def lowered(options: dict[str, Any], mesh: Any) -> Any:
     [
         ({"pipeline": 2, "micro_batches": 4}, {"dp": 2}),
         ({"pipeline": 2, "micro_batches": 4, "recompute": "full"}, 2),
+        ({"pipeline": 2, "micro_batches": 4, "schedule": "zero_bubble"}, 2),
     ],
 )
 def test_the_peak_of_each_rank_is_the_allocators(options: dict[str, Any], mesh: Any, place: int) -> None:
@@ -57,7 +58,7 @@ def test_the_peak_of_each_rank_is_the_allocators(options: dict[str, Any], mesh: 
         gc.collect()
         return lambda: step(batch)
 
-    assert expected == pytest.approx(peak_bytes(make, warm_up=2, steps=2), rel=0.04)
+    assert expected == pytest.approx(peak_bytes(make, warm_up=2, steps=2), rel=0.05)
 
 
 def test_who_looks_at_one_rank_alone_is_refused() -> None:

@@ -15,7 +15,7 @@ from meshwright.compile import captured_of, lower
 from meshwright.errors import PlanError
 from meshwright.examples import gpt
 from meshwright.graph import Node
-from meshwright.partition.memory import kept_bytes
+from meshwright.partition.kept import kept_bytes
 from meshwright.search.techniques.budget import POLICIES, Weight, solve
 from meshwright.search.techniques.layers import Layer
 

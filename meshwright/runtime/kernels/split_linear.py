@@ -41,19 +41,26 @@ class Queue:
         """Compute what was left, and take it to the parameters."""
         edges: dict[tuple[Any, int], GradientEdge] = {}
         totals: dict[tuple[Any, int], torch.Tensor] = {}
-        for weight, bias, gradient, x, transposed in later:
-            dy, x = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
-            halves = [(weight, lambda dy=dy, x=x, t=transposed: x.t() @ dy if t else dy.t() @ x)]
-            halves.append((bias, lambda dy=dy: dy.sum(0)))
-            for edge, make in halves:
-                if edge is None:
-                    continue
+        while later:  # what one linear left goes before the next one's gradients come
+            for edge, made in _halves(*later.pop(0)):
                 key = (edge.node, edge.output_nr)
                 edges[key] = edge
-                totals[key] = totals[key] + make() if key in totals else make()
-        later.clear()
+                totals[key] = totals[key] + made if key in totals else made
         if edges:
             torch.autograd.backward(list(edges.values()), [totals[key] for key in edges])
+
+
+def _halves(
+    weight: GradientEdge | None,
+    bias: GradientEdge | None,
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    transposed: bool,
+) -> list[tuple[GradientEdge, torch.Tensor]]:
+    """The gradients of one linear's weight and bias, by where they go."""
+    dy, x = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+    found = [] if weight is None else [(weight, x.t() @ dy if transposed else dy.t() @ x)]
+    return found if bias is None else [*found, (bias, dy.sum(0))]
 
 
 class SplitLinear(torch.nn.Module):
