@@ -98,7 +98,7 @@ def _within_memory(
         if over <= 0:
             return cut
         found.append((over, cut))
-        room -= over
+        room = max(cut.memory) - over
     if not found:
         return split(graph, schedule.stages, costs, pins=pins)
     return min(found, key=lambda one: one[0])[1]
