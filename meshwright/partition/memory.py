@@ -392,7 +392,9 @@ class StepWalk:
             wanted = [u in self.graph.needs_grad for u in node.uses]
             if node.name in halves:
                 wanted = [w and port == _port(node) for port, w in enumerate(wanted)]
-                came_in = heap.hold(self.values[node.uses[_port(node)]])
+                source = self.values[node.uses[_port(node)]]
+                alive = source.uses or source.saves  # else it was made again for this
+                came_in = heap.hold(source) if alive else heap.new(source.size_bytes)
                 self.queue.append((node, [heap.hold(storage) for storage in arrived], came_in))
             made = self._gradients(node, arrived, wanted)
             for storage in arrived:
