@@ -198,17 +198,19 @@ def _plan_in_one(
     made = apply(captured.graph, made, techniques, functools.partial(weighed, cluster=cluster))
     if request is not None:
         made = with_turns(captured.graph, made, request.cluster, request.optimizer_states)
-    if techniques.pieces > 1:
+    # The sums of a search are those of its space, which knows nothing of what was asked for beside it.
+    summed = request if techniques.asked() or not made.claims else None
+    if techniques.pieces > 1 or summed is not None:
         parts = partition(
             captured.graph, made, keeps=saved
         )  # what cannot be cut in time is refused here already
-        made = made.with_notes(*nothing_to_hide(parts))
-    if request is not None and (techniques.asked() or not made.claims):
-        # The sums of a search are those of its space, which knows nothing of what was asked for beside it.
-        parts = partition(captured.graph, made, keeps=saved)
-        joint = ("bound_seconds", "gaps") if "joint" in made.claims.get("gaps", ()) else ()
-        kept = {k: v for k, v in made.claims.items() if k in ("chosen", "search_seconds", *joint)}
-        made = replace(made, claims={**claims_of(parts, request.cluster, request.optimizer_states), **kept})
+        if techniques.pieces > 1:
+            made = made.with_notes(*nothing_to_hide(parts))
+        if summed is not None:
+            joint = ("bound_seconds", "gaps") if "joint" in made.claims.get("gaps", ()) else ()
+            kept = {k: v for k, v in made.claims.items() if k in ("chosen", "search_seconds", *joint)}
+            claims = claims_of(parts, summed.cluster, summed.optimizer_states)
+            made = replace(made, claims={**claims, **kept})
     if request is not None:
         made = made.with_notes(*over_limit(made, request))
     made = made.folded(captured.graph, [(b.start, b.length, b.repeats) for b in captured.folding.blocks])

@@ -45,7 +45,7 @@ from meshwright.partition.remade import computed_again
 from meshwright.partition.reshards import backward_itemsize, parse_steps
 from meshwright.partition.stages import check_one_stage
 from meshwright.partition.stash_prices import stash_prices
-from meshwright.partition.updates import gathers, update_layout
+from meshwright.partition.updates import gathered, update_layout
 from meshwright.redistribute.prices import Prices, total_seconds
 from meshwright.redistribute.steps import COLLECTIVES, largest_size, origin, wire_elements
 
@@ -297,9 +297,9 @@ def parameter_prices(
     if scattered_each_time(parts):
         parted = [g.name for g in pending_gradients(parts) if g.parted]
         sent |= {name: sent[name] * programs_in_time(parts) for name in parted}
-    for group in gathers(parts):
-        for m in group.members:
-            sent[m.name] = sent.get(m.name, 0.0) + sent_in("all_gather", float(m.size_bytes), m.axes)
+    for weight in gathered(parts):
+        whole = float(weight.size_bytes)
+        sent[weight.name] = sent.get(weight.name, 0.0) + sent_in("all_gather", whole, weight.axes)
     found: dict[str, tuple[float, float]] = {}
     for entry in parts.resharded.graph.input_of("parameter"):
         if entry.needs_grad:

@@ -8,7 +8,7 @@ parts to the weight as it is used (optimizer parallel, levels 1 and 2).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.graph import DTYPES, Input
 from meshwright.layout import TensorLayout, only_axes
@@ -99,6 +99,20 @@ def _start(selection: Selection) -> int:
     return start
 
 
+def gathered(parts: Partition) -> tuple[Gradient, ...]:
+    """The weights that are gathered after the update, in the order of the program's inputs."""
+    mesh, updated = parts.plan.mesh, updates(parts)
+    found: list[Gradient] = []
+    for entry in parts.resharded.graph.inputs:
+        if entry.name in updated:
+            whole = largest_size(updated[entry.name].gather.after, mesh) * DTYPES[entry.type.dtype]
+            group = parts.plan.techniques.fusion_group(entry.target, *entry.ties)
+            host = entry.name in parts.resharded.hosted
+            axes = updated[entry.name].gather.axes
+            found.append(Gradient(entry.name, axes, entry.type.dtype, whole, group=group, host=host))
+    return tuple(found)
+
+
 def gathers(
     parts: Partition, bucket_bytes: BucketBytes | None = None, device: str = "cpu"
 ) -> tuple[Group, ...]:
@@ -106,18 +120,11 @@ def gathers(
     alone."""
     large = sizes(parts.plan)
     size = (lambda axes: large("all_gather", axes)) if bucket_bytes is None else bucket_bytes
-    mesh = parts.plan.mesh
-    found: list[Gradient] = []
-    for entry in parts.resharded.graph.inputs:
-        if entry.name in parts.plan.states:
-            use = parts.resharded.layouts[entry.name]
-            more = mesh.sort(set(parts.plan.states[entry.name].split_axes) - set(use.split_axes))
-            whole = largest_size(use, mesh) * DTYPES[entry.type.dtype]
-            group = parts.plan.techniques.fusion_group(entry.target, *entry.ties)
-            host = entry.name in parts.resharded.hosted
-            step = Step("all_gather", more, parts.plan.states[entry.name], use.forward)
-            fresh = whole >= alone_bytes("cpu" if host else device) and comes_in_place(step, mesh)
-            found.append(
-                Gradient(entry.name, more, entry.type.dtype, whole, fresh=fresh, group=group, host=host)
-            )
-    return fill(tuple(reversed(found)), device, size)
+    mesh, updated = parts.plan.mesh, updates(parts)
+
+    def in_place(weight: Gradient) -> bool:
+        enough = alone_bytes("cpu" if weight.host else device)
+        return weight.size_bytes >= enough and comes_in_place(updated[weight.name].gather, mesh)
+
+    marked = [replace(weight, fresh=in_place(weight)) for weight in gathered(parts)]
+    return fill(tuple(reversed(marked)), device, size)

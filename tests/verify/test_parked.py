@@ -11,7 +11,6 @@ import torch
 
 import meshwright as mw
 from bench.memory import peak_bytes
-from meshwright.capture.batch import leaves
 from meshwright.compile import captured_of, lower
 from meshwright.errors import PlanError
 from meshwright.examples import gpt
@@ -21,7 +20,7 @@ from meshwright.partition.memory import peak
 from meshwright.partition.price import program_price
 from meshwright.partition.tasks import simulate
 from meshwright.runtime.fetches import Fetches
-from tests.verify.test_stashes import BOTH, built, counted, planned
+from tests.verify.test_stashes import BOTH, built, counted, planned, trained_on_gpu
 
 PARKED: dict[str, Any] = {"offload": ("parameters",), "threshold_kb": 0}
 WITH_STATES: dict[str, Any] = {"offload": ("parameters", "optimizer"), "threshold_kb": 0}
@@ -152,20 +151,8 @@ def test_weights_that_are_whole_after_an_update_cannot_be_parked(level: int) -> 
 def test_a_model_trains_within_less_than_its_weights() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    losses: list[list[float]] = []
-    peaks: list[int] = []
-    for asked in ({}, {"offload": ("parameters", "optimizer", "activations")}):
-        torch.manual_seed(0)
-        model, batch, loss = gpt.build(gpt.GPTConfig(256, 512, 12, 8, 128), batch=4)
-        model, batch = model.cuda(), {k: v.cuda() for k, v in dict(leaves(batch)).items()}
-        step = mw.train_step(
-            model, lambda p: torch.optim.AdamW(p, lr=1e-3), batch, loss=loss, mesh=1, **asked
-        )
-        del model  # or its weights stay where they are
-        step(batch)
-        torch.cuda.reset_peak_memory_stats()
-        losses.append([step(batch).item() for _ in range(3)])
-        peaks.append(torch.cuda.max_memory_allocated())
-        del step
+    config = gpt.GPTConfig(256, 512, 12, 8, 128)
+    parked = {"offload": ("parameters", "optimizer", "activations")}
+    losses, peaks = zip(*(trained_on_gpu(config, 4, asked) for asked in ({}, parked)), strict=True)
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert peaks[1] < 0.5 * peaks[0]

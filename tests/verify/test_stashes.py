@@ -279,24 +279,23 @@ def test_asked_in_vain_is_noted() -> None:
     assert not parts.stashes and any("slice_activation changes nothing" in note for note in plan.notes)
 
 
+def trained_on_gpu(config: gpt.GPTConfig, rows: int, asked: dict[str, Any]) -> tuple[list[float], int]:
+    """Losses of three steps after the first, and the most bytes of the device in them."""
+    torch.manual_seed(0)
+    model, batch, loss = gpt.build(config, batch=rows)
+    model, batch = model.cuda(), {k: v.cuda() for k, v in batch.items()}
+    step = mw.train_step(model, lambda p: torch.optim.AdamW(p, lr=1e-3), batch, loss=loss, mesh=1, **asked)
+    del model  # or its weights stay where they are
+    step(batch)
+    torch.cuda.reset_peak_memory_stats()
+    return [step(batch).item() for _ in range(3)], torch.cuda.max_memory_allocated()
+
+
 @pytest.mark.gpu
 def test_activations_leave_the_device() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    losses: list[list[float]] = []
-    peaks: list[int] = []
-    for asked in ({}, HOSTED):
-        torch.manual_seed(0)
-        model, batch, loss = gpt.build(gpt.GPTConfig(256, 256, 8, 4, 256), batch=16)
-        model, batch = model.cuda(), {k: v.cuda() for k, v in batch.items()}
-        step = mw.train_step(
-            model, lambda p: torch.optim.AdamW(p, lr=1e-3), batch, loss=loss, mesh=1, **asked
-        )
-        del model  # or its weights stay where they are
-        step(batch)
-        torch.cuda.reset_peak_memory_stats()
-        losses.append([step(batch).item() for _ in range(3)])
-        peaks.append(torch.cuda.max_memory_allocated())
-        del step
+    config = gpt.GPTConfig(256, 256, 8, 4, 256)
+    losses, peaks = zip(*(trained_on_gpu(config, 16, asked) for asked in ({}, HOSTED)), strict=True)
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert peaks[1] < 0.6 * peaks[0]

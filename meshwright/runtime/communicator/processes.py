@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from meshwright.errors import RunError
 from meshwright.mesh import Mesh
-from meshwright.runtime.communicator.protocol import Done, Work
+from meshwright.runtime.communicator.protocol import Done, Waited, Work
 
 TAG = 6113  # of our own messages between two ranks, so that none of the user's is taken for one
 
@@ -52,7 +52,7 @@ _PAIRED = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-class ProcessGroups:
+class ProcessGroups(Waited):
     """This process as a rank of `torch.distributed`.
 
     Groups are made for all axis sets up front by `prepare`, since making one is itself a collective: every
@@ -130,10 +130,6 @@ class ProcessGroups:
         if plain.data_ptr() != x.data_ptr():
             x.copy_(plain)
 
-    def all_gather(self, x_n: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-        """See `Communicator`."""
-        return self.all_gather_start(x_n, axes).wait()
-
     def all_gather_start(
         self, x_n: torch.Tensor, axes: Sequence[str], into: torch.Tensor | None = None
     ) -> Work:
@@ -163,10 +159,6 @@ class ProcessGroups:
         works += [dist.isend(send[n], m, group=group, tag=TAG) for n, m in others if send[n].numel()]
         return _Messages(works)
 
-    def reduce_scatter(self, x_mn: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-        """See `Communicator`."""
-        return self.reduce_scatter_start(x_mn, axes).wait()
-
     def reduce_scatter_start(self, x_mn: torch.Tensor, axes: Sequence[str]) -> Work:
         """See `Communicator`."""
         rows = x_mn.detach()
@@ -191,12 +183,6 @@ class ProcessGroups:
         work = self._messages(list(rows), list(received), axes)
         received[mine].copy_(rows[mine])
         return _Pending(work, received, lambda: received.sum(0, dtype=rows.dtype))
-
-    def all_to_all(
-        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
-    ) -> torch.Tensor:
-        """See `Communicator`."""
-        return self.all_to_all_start(x, send, receive, axes).wait()
 
     def all_to_all_start(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]

@@ -39,6 +39,28 @@ class Later:
         return self.finish()
 
 
+class Waited:
+    """Collectives of a communicator that can start them: started, and waited for at once."""
+
+    all_gather_start: Callable[..., Work]
+    reduce_scatter_start: Callable[..., Work]
+    all_to_all_start: Callable[..., Work]
+
+    def all_gather(self, x_n: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+        """See `Communicator`."""
+        return self.all_gather_start(x_n, axes).wait()
+
+    def reduce_scatter(self, x_mn: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+        """See `Communicator`."""
+        return self.reduce_scatter_start(x_mn, axes).wait()
+
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
+    ) -> torch.Tensor:
+        """See `Communicator`."""
+        return self.all_to_all_start(x, send, receive, axes).wait()
+
+
 class Communicator(Protocol):
     """What a program needs from the ranks around it. `axes` are prime axes, the slowest given first."""
 

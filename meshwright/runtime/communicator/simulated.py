@@ -11,7 +11,7 @@ import torch
 
 from meshwright.errors import RunError
 from meshwright.mesh import Mesh
-from meshwright.runtime.communicator.protocol import Done, Later, Work
+from meshwright.runtime.communicator.protocol import Done, Later, Waited, Work
 
 
 class Aborted(RuntimeError):
@@ -82,7 +82,7 @@ class SimulatedWorld:
 
 
 @dataclass
-class SimulatedRank:
+class SimulatedRank(Waited):
     """One simulated rank. Every collective is a rendezvous keyed by its group and its number within the group.
 
     Rank and group travel with this object, never in thread-locals: on CUDA, backward runs on threads of its own.
@@ -123,10 +123,6 @@ class SimulatedRank:
         axes = [a.name for a in self.mesh.axes]
         x.copy_(self._start(x.detach().clone(), axes, lambda values, _: values[source]).wait())
 
-    def all_gather(self, x_n: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-        """See `Communicator`."""
-        return self.all_gather_start(x_n, axes).wait()
-
     def all_gather_start(
         self, x_n: torch.Tensor, axes: Sequence[str], into: torch.Tensor | None = None
     ) -> Work:
@@ -137,10 +133,6 @@ class SimulatedRank:
             lambda values, group: torch.stack([values[r] for r in group], out=into),
         )
 
-    def reduce_scatter(self, x_mn: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-        """See `Communicator`."""
-        return self.reduce_scatter_start(x_mn, axes).wait()
-
     def reduce_scatter_start(self, x_mn: torch.Tensor, axes: Sequence[str]) -> Work:
         """See `Communicator`."""
 
@@ -149,12 +141,6 @@ class SimulatedRank:
             return _reduced({rank: rows[mine] for rank, rows in values.items()})
 
         return self._start(x_mn.detach().clone(), axes, finish)
-
-    def all_to_all(
-        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
-    ) -> torch.Tensor:
-        """See `Communicator`."""
-        return self.all_to_all_start(x, send, receive, axes).wait()
 
     def all_to_all_start(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
