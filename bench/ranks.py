@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import meshwright as mw
+
 
 def on_ranks(
     ranks: int,
@@ -51,6 +53,4 @@ def _body(
     result = function(*arguments)
     if rank == 0:
         Path(folder, "result").write_text(json.dumps(result))
-    if ranks > 1:
-        dist.barrier()
-        dist.destroy_process_group()
+    mw.shutdown()

@@ -43,7 +43,7 @@ from meshwright.plan import Plan
 from meshwright.redistribute import redistribute
 from meshwright.redistribute.positions import exchange
 from meshwright.report.program import ProgramText
-from meshwright.runtime.communicator import ProcessGroups
+from meshwright.runtime.communicator import ProcessGroups, leave
 from meshwright.runtime.connect import Meeting, check_world, launched_world
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.elementwise import check_optimizer
@@ -386,7 +386,6 @@ def _unpack(data: bytes) -> tuple[Graph, dict[str, torch.Tensor], Plan, str, tor
 
 
 def shutdown() -> None:
-    """Leave together: a barrier, then the end of the process group (gloo aborts when a peer leaves mid-talk)."""
+    """Leave together: a barrier, then the end of the process groups (gloo aborts when a peer leaves mid-talk)."""
     if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+        leave()

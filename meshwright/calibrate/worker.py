@@ -26,7 +26,7 @@ from meshwright.calibrate.plan import KINDS, PACES, WAITED, Found, Pace, Point
 from meshwright.calibrate.quiet import LIMIT, unrest
 from meshwright.cost import local
 from meshwright.mesh import Mesh
-from meshwright.runtime.communicator import ProcessGroups
+from meshwright.runtime.communicator import ProcessGroups, leave
 from meshwright.runtime.connect import Meeting, launched_world
 
 Measured = tuple[Iterable[Point], dict[str, Any]]  # points, and what else is to be told
@@ -43,8 +43,7 @@ def main(arguments: list[str]) -> None:
     left_out = look(bench, rows, pace, tell)
     tell({"end": True, "seconds": bench.elapsed(), "left_out": left_out})
     if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+        leave()
 
 
 def look(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from meshwright.runtime.communicator.alone import Alone, Counter
 from meshwright.runtime.communicator.in_stage import InStage
-from meshwright.runtime.communicator.processes import ProcessGroups
+from meshwright.runtime.communicator.processes import ProcessGroups, leave
 from meshwright.runtime.communicator.protocol import Communicator, Done, Later, Work
 from meshwright.runtime.communicator.simulated import Aborted, SimulatedRank, SimulatedWorld
 
@@ -24,4 +24,5 @@ __all__ = [
     "SimulatedRank",
     "SimulatedWorld",
     "Work",
+    "leave",
 ]

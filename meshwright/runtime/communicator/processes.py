@@ -8,6 +8,8 @@ so takes two thirds of the processor's time that gloo's takes, a sum of two rank
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +54,22 @@ _PAIRED = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
+_living: weakref.WeakSet[ProcessGroups] = weakref.WeakSet()
+
+
+def leave() -> None:
+    """A barrier, then the end of all process groups and of their threads.
+
+    A group ends its threads when nobody holds it any more. Left alive, they may let go of a last tensor while the
+    interpreter is being taken down, for which they need its lock, and the process is aborted after all it had to do.
+    """
+    dist.barrier()
+    for groups in _living:
+        groups.forget()
+    dist.destroy_process_group()
+    gc.collect()
+
+
 class ProcessGroups(Waited):
     """This process as a rank of `torch.distributed`.
 
@@ -64,6 +82,11 @@ class ProcessGroups(Waited):
         self._groups: dict[frozenset[str], Any] = {}
         self._of_axes: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._orders: dict[tuple[str, ...], list[int] | None] = {}
+        _living.add(self)
+
+    def forget(self) -> None:
+        """Hold no process group any more: they are about to end."""
+        self._groups.clear()
 
     def prepare(self, axis_sets: Sequence[frozenset[str]]) -> None:
         """Make the process groups over these sets of axes. Collective: all ranks pass equal sets."""
