@@ -25,6 +25,7 @@ _PUBLIC = {
     "recompute": "meshwright.annotate",
     "reshard": "meshwright.annotate",
     "shard": "meshwright.annotate",
+    "shard_loader": "meshwright.data",
     "shutdown": "meshwright.train",
     "stage": "meshwright.annotate",
     "manual_step": "meshwright.manual",

@@ -43,6 +43,7 @@ from meshwright.plan import Plan
 from meshwright.redistribute import redistribute
 from meshwright.redistribute.positions import exchange
 from meshwright.report.program import ProgramText
+from meshwright.runtime.batches import Given, LocalBatch
 from meshwright.runtime.communicator import ProcessGroups, leave
 from meshwright.runtime.connect import Meeting, check_world, launched_world
 from meshwright.runtime.dtypes import TORCH_DTYPES
@@ -107,12 +108,13 @@ class TrainStep:
         return self.local.parameters
 
     def __call__(self, batch: Any) -> torch.Tensor:
-        """One step on the whole batch (every rank gives the same one and takes its part). Raises BatchError."""
-        return self.local(dict(leaves(batch)))
+        """One step on the whole batch (every rank gives the same one and takes its part), or on this rank's part as
+        `mw.shard_loader` reads it. Raises BatchError."""
+        return self.local(_given(batch))
 
     def gradients(self, batch: Any) -> torch.Tensor:
         """Loss and gradients without an update."""
-        return self.local.gradients(dict(leaves(batch)))
+        return self.local.gradients(_given(batch))
 
     def full_state(self) -> dict[str, torch.Tensor]:
         """Every parameter and buffer, whole, under its name in the model. Collective: all ranks call it."""
@@ -152,6 +154,10 @@ class TrainStep:
             for name, value in state.items():
                 targets[name].copy_(value)
         return model
+
+
+def _given(batch: Any) -> Given:
+    return batch if isinstance(batch, LocalBatch) else dict(leaves(batch))
 
 
 def train_step(

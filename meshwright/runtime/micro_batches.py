@@ -16,6 +16,7 @@ from meshwright.mesh import Mesh
 from meshwright.partition.interleave import named
 from meshwright.partition.micro_batches import MicroBatches
 from meshwright.partition.segments import Segment
+from meshwright.runtime.batches import Given
 from meshwright.runtime.executor import Action, Executor
 from meshwright.runtime.overlap import Start
 
@@ -81,15 +82,15 @@ class InTime:
         executor: Executor,
         enter: Callable[[int], None],
         build: Build,
-        inputs: Sequence[Callable[[Mapping[str, torch.Tensor]], Batch]],
+        inputs: Sequence[Callable[[Given], Batch]],
     ) -> None:
-        """`inputs`: for each micro-batch, from the whole batch (path → tensor) to what its program reads."""
+        """`inputs`: for each micro-batch, from the batch of a step to what its program reads."""
         self.parts, self.executor, self.put, self.inputs = parts, executor, enter, inputs
         self.copies = len(inputs) // len(parts.programs)
         self.terms = [self._each(r.terms, build) for r in parts.rounds]
         self.sums = [build(r.sums) for r in parts.rounds]
         self.late = build(parts.late)
-        self.batch: Mapping[str, torch.Tensor] = {}
+        self.batch: Given = {}
         self.shared: dict[str, torch.Tensor] = {}  # what all micro-batches read: sums, and buffers handed on
         self._added: dict[str, torch.Tensor] = {}  # terms so far
         executor.kinds |= {
@@ -108,8 +109,8 @@ class InTime:
         self.put(0)
         return found
 
-    def begin(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Take the whole batch of a step."""
+    def begin(self, batch: Given) -> None:
+        """Take the batch of a step."""
         self.batch, self.shared, self._added = batch, {}, {}
 
     def end(self) -> None:

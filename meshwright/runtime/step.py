@@ -9,10 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from meshwright.errors import BatchError, RunError
+from meshwright.errors import RunError
 from meshwright.graph import Graph, Input
 from meshwright.layout import TensorLayout, dim_axes
-from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import scattered_each_time, summed_first
 from meshwright.partition.fetches import fetch_runs, is_fetch
@@ -25,13 +24,11 @@ from meshwright.partition.micro_batches import micro_batches_of
 from meshwright.partition.segments import Segment, split_segments
 from meshwright.partition.stashes import room_bytes, settled_before
 from meshwright.partition.updates import gathers, update_layout, updates
-from meshwright.redistribute.positions import exchange
-from meshwright.redistribute.steps import Step as Move
 from meshwright.runtime.accumulation import Accumulation
 from meshwright.runtime.again import Again
+from meshwright.runtime.batches import BatchParts, Given, slicer
 from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.collectives import Handle
-from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.executor import Action, Executor, plain_actions
 from meshwright.runtime.fetches import Fetches, Parked
 from meshwright.runtime.host_update import HostUpdate
@@ -41,20 +38,10 @@ from meshwright.runtime.pipeline import Pipeline
 from meshwright.runtime.pipelined import Pipelined
 from meshwright.runtime.program import HOST, build_module
 from meshwright.runtime.rank import Rank
-from meshwright.runtime.reshard import Mover
 from meshwright.runtime.sharded_update import ShardedUpdate
 from meshwright.runtime.stashes import Store
 
 OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
-
-
-def slicer(layout: TensorLayout, mesh: Mesh, rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function from a whole tensor to what a rank holds of it."""
-    axes = layout.split_axes
-    if not axes:
-        return lambda x: x
-    mover = Mover(exchange(Move("slice", axes, TensorLayout.whole(layout.shape), layout.forward), mesh, rank))
-    return lambda x: mover.send[0].take(x)
 
 
 def taker(name: str, parts: Partition, rank: Rank) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -66,7 +53,8 @@ def taker(name: str, parts: Partition, rank: Rank) -> Callable[[torch.Tensor], t
 
 
 class LocalStep:
-    """What a rank runs each step. `__call__` takes the whole batch as path → tensor and returns the global loss.
+    """What a rank runs each step. `__call__` takes the whole batch as path → tensor, or this rank's part of it as a
+    `LocalBatch`, and returns the global loss.
 
     `parameters` maps each parameter's name to the part that this rank updates, a leaf whose ``.grad`` is this rank's
     part of the gradient. `leaves` maps the program's inputs to what it reads: the same tensors, unless weights are put
@@ -111,14 +99,9 @@ class LocalStep:
             if entry.role != "batch" and (self.pipe is None or self.pipe.holds(name)):
                 value = values[name].to(self._place(name, values[name].device))
                 self._make_leaf(entry, value, name in held)
-        self._batch = [
-            [
-                (i, slicer(self.layouts[i.name], parts.plan.mesh, number), self._place(i.name, rank.device))
-                for i in self.inputs.values()
-                if i.role == "batch"
-            ]
-            for number in parts.of_rank(rank.comm.rank)
-        ]
+        self.batches = BatchParts(
+            parts, rank.comm.rank, self.world.rank, lambda name: self._place(name, rank.device)
+        )
         self.parked = Parked({n: self.leaves[n] for n in parts.resharded.parked}, rank.device)
         self.sums = Accumulation(summed_first(parts))
         stage_sums = {s: Accumulation(self.sums.names) for s in (self.pipe.mine if self.pipe else ())}
@@ -165,6 +148,10 @@ class LocalStep:
             graphs = [self.graph] if in_time is None else in_time.programs
             found = [split_segments(graph, cuts) for graph in graphs]
             programs = modules_in_time(found, parts.plan.mesh, self._enter, build, parts.copies)
+        if self.pipe is not None and in_time is not None:
+            graphs = [segment.graph for segments, _ in programs for segment in segments]
+            graphs += [terms for one in in_time.rounds for terms in one.terms]
+            self.batches.only(i.name for graph in graphs for i in graph.inputs)
         segments, modules = programs[0]
         self.modules, self.programs = modules, programs
         described = [g for g in pending_gradients(parts) if g.name in self.weights]
@@ -220,7 +207,7 @@ class LocalStep:
         self.executor.kinds["reduce_wait"] = lambda _: self._reduced()
         self.actions, self.in_time = plain_actions(len(segments)), None
         if in_time is not None:
-            takers = [functools.partial(self._taken, number) for number in range(parts.micro_batches)]
+            takers = [functools.partial(self.batches.taken, number) for number in range(parts.micro_batches)]
             self.in_time = InTime(in_time, self.executor, self._enter, build, takers)
             if isinstance(self.executor, Pipelined):
                 self.executor.time = self.in_time
@@ -286,16 +273,13 @@ class LocalStep:
                     counts[id(leaf)] = counts.get(id(leaf), 0) + 1
         return counts
 
-    def local_batch(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """This rank's part of a whole batch (of its first micro-batch). Raises BatchError for tensors that differ from
-        the example."""
-        check_batch([e for e, _, _ in self._batch[0]], batch)
-        return self._taken(0, batch)
+    def local_batch(self, batch: Given) -> dict[str, torch.Tensor]:
+        """This rank's part of a batch (of its first micro-batch). Raises BatchError for tensors that differ from the
+        example."""
+        self.batches.check(batch)
+        return self.batches.taken(0, batch)
 
-    def _taken(self, micro_batch: int, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {e.name: take(batch[e.target].to(place)) for e, take, place in self._batch[micro_batch]}
-
-    def __call__(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def __call__(self, batch: Given) -> torch.Tensor:
         """Forward, backward and update on the whole batch; the global loss."""
         self._forget_gradients()
         wanted = [v for _, v in (*self.graph.outputs, *self.graph.mutations)]
@@ -306,7 +290,7 @@ class LocalStep:
         self.rank.step += 1
         return results[self.graph.loss]
 
-    def gradients(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def gradients(self, batch: Given) -> torch.Tensor:
         """The loss and, in ``.grad``, the gradients, without an update; buffers and the step count stay as they are."""
         self._forget_gradients()
         actions = [a for a in self.actions if a.kind != "update"]
@@ -318,9 +302,7 @@ class LocalStep:
         for sums in self._all_sums:
             sums.begin()
 
-    def _run(
-        self, actions: Sequence[Action], batch: Mapping[str, torch.Tensor], wanted: Sequence[str]
-    ) -> dict[str, torch.Tensor]:
+    def _run(self, actions: Sequence[Action], batch: Given, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
         local = self.local_batch(batch)
         if self.fetches is not None:
             self.fetches.begin()
@@ -424,33 +406,3 @@ def clip_by_global_norm(step: LocalStep, limit: float) -> torch.Tensor:
         if parameter.grad is not None:
             parameter.grad.mul_(scale.to(parameter.grad.device))
     return norm
-
-
-def check_batch(entries: Sequence[Input], batch: Mapping[str, torch.Tensor]) -> None:
-    """Raise BatchError unless the batch has the tensors, shapes and dtypes of the example."""
-    for entry in entries:
-        if entry.target not in batch:
-            raise BatchError(
-                f"the batch has no {entry.target!r}",
-                why=f"it has {', '.join(sorted(batch)) or 'no tensors'}",
-                hint="the step was built for the example batch; give one of the same structure",
-            )
-        value = batch[entry.target]
-        dtype = TORCH_DTYPES[entry.type.dtype]
-        if tuple(value.shape) != entry.type.shape or value.dtype != dtype:
-            short = next((k for k, v in TORCH_DTYPES.items() if v == value.dtype), str(value.dtype))
-            fits = tuple(value.shape) == entry.type.shape
-            raise BatchError(
-                f"{entry.target!r} is {short}[{', '.join(map(str, value.shape))}], the step was built for {entry.type}",
-                why="shapes and dtypes are part of the program",
-                hint="drop or pad the last batch, or build a second step for this shape"
-                if not fits
-                else f"cast it: {entry.target} has the right shape and the wrong dtype",
-            )
-    extra = sorted(set(batch) - {e.target for e in entries})
-    if extra:
-        raise BatchError(
-            f"the batch has {extra[0]!r}, which the example batch did not have",
-            why=f"the step reads {', '.join(e.target or 'one tensor' for e in entries)}; the rest would be ignored",
-            hint="drop it, or build the step with an example that has it",
-        )

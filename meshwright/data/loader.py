@@ -1,0 +1,357 @@
+"""`shard_loader`: the batches of a step, of which each rank reads its part."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from meshwright.capture.batch import leaves
+from meshwright.data.agree import told_by_all
+from meshwright.data.order import check_state, order_of_dataset, order_of_loader
+from meshwright.data.padding import fills
+from meshwright.data.reading import Collate, Failed, Item, Reading, Samples, kinds_of, parts_of, reading_of
+from meshwright.errors import BatchError
+from meshwright.runtime.batches import LocalBatch
+from meshwright.runtime.step import LocalStep
+from meshwright.train import TrainStep
+
+# torchdata 0.11 calls what torch 2.13 has taken the use of, whenever a loader is made.
+warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
+
+LAST = ("drop", "pad")
+_KEPT = (
+    "num_workers pin_memory timeout worker_init_fn prefetch_factor persistent_workers multiprocessing_context"
+)
+
+
+class ShardedLoader:
+    """What `mw.shard_loader` returns: iterate over it for the batches of one epoch after the other.
+
+    `len` counts the batches of an epoch, `epoch` those that are over. `state_dict` says where it is, in samples that
+    the steps so far have taken; `load_state_dict` goes on from there, under any plan and any number of ranks.
+    """
+
+    epoch: int
+    batch_size: int
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[LocalBatch]:
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is, as plain data: the same on all ranks."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there: the next iteration gives what is left of that epoch."""
+        raise NotImplementedError
+
+
+def shard_loader(
+    source: Any,
+    step: TrainStep | LocalStep,
+    *,
+    shuffle: bool | None = None,
+    last: str | None = None,
+    seed: int = 0,
+    sample_seeds: bool = True,
+    **options: Any,
+) -> ShardedLoader:
+    """The batches of a step, of which each rank reads its part alone: ``for batch in mw.shard_loader(dataset, step)``.
+
+    `source`: a `torch.utils.data.DataLoader` as it would be on one device; a dataset with ``len`` and numbered samples
+    (`shuffle` and `options`, those of a DataLoader, go with it; the batch is as large as the step's); or any iterable
+    of whole batches, of which each rank keeps its part. Samples are put together along dim 0 of every input; of a
+    sample, a rank keeps what its layout of the other dims needs. A dataset may have ``read_part(index, boxes)``, which
+    reads no more than that: `boxes` maps the path of an input to (start, length), or indices, or None for all, along
+    each dim of a sample.
+
+    The order is that of one device: of a DataLoader with its generator, of a dataset that of ``generator=
+    torch.Generator().manual_seed(seed)``. `last`: a last batch that is too small is left out ("drop") or filled up with
+    samples that the loss ignores ("pad"); without it, such a dataset is refused. `sample_seeds`: random augmentation of
+    a sample is drawn from `seed`, the epoch and its number, so that it is the same whoever reads it.
+
+    Collective: all ranks call it, with equal arguments. Raises BatchError and RunError, on all ranks where they differ.
+    """
+    local = step.local if isinstance(step, TrainStep) else step
+    if last not in (None, *LAST):
+        raise BatchError(
+            f"last={last!r}", why=f"a last batch that is too small: {' or '.join(map(repr, LAST))}"
+        )
+    if isinstance(source, DataLoader):
+        given = [name for name, value in (("shuffle", shuffle), *options.items()) if value is not None]
+        if given:
+            raise BatchError(
+                f"{given[0]}= beside a DataLoader",
+                why="the loader says it already",
+                hint=f"DataLoader(…, {given[0]}=…)",
+            )
+        if isinstance(source.dataset, IterableDataset) or source.batch_sampler is None:
+            return _Stream(_stateful(source), local, last)
+        kept = {name: getattr(source, name) for name in _KEPT.split()}
+        collate = None if _is_default(source) else source.collate_fn
+        last = last or ("drop" if source.drop_last else None)
+        size = source.batch_size
+        return _Numbered(source.dataset, local, last, seed, sample_seeds, kept, collate, source, size)
+    if isinstance(source, IterableDataset) or not hasattr(source, "__getitem__"):
+        if not isinstance(source, Iterable):
+            raise BatchError(
+                f"{type(source).__name__} is neither a loader nor a dataset",
+                why="it has no samples by number, and cannot be iterated over",
+                hint="a DataLoader, a dataset with __len__ and __getitem__, or an iterable of whole batches",
+            )
+        if isinstance(source, IterableDataset):
+            size = reading_of(local.batches, 0).batch_size
+            source = StatefulDataLoader(source, batch_size=size, **options)
+        return _Stream(source, local, last)
+    if isinstance(source, list | tuple) and not isinstance(source, Dataset):
+        return _Stream(source, local, last)
+    options = dict(options)
+    collate = options.pop("collate_fn", None)
+    return _Numbered(source, local, last, seed, sample_seeds, options, collate, bool(shuffle))
+
+
+def _is_default(loader: DataLoader[Any]) -> bool:
+    return loader.collate_fn is torch.utils.data.default_collate
+
+
+def _stateful(loader: DataLoader[Any]) -> Any:
+    """The same loader of a stream, with a state."""
+    if isinstance(loader, StatefulDataLoader) or not isinstance(loader.dataset, IterableDataset):
+        return loader
+    kept = {name: getattr(loader, name) for name in _KEPT.split()}
+    more = {"collate_fn": loader.collate_fn, "drop_last": loader.drop_last}
+    return StatefulDataLoader(loader.dataset, batch_size=loader.batch_size, **more, **kept)  # type: ignore[arg-type]
+
+
+class _Numbered(ShardedLoader):
+    """Of a dataset whose samples have numbers: a rank reads those of its rows."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        local: LocalStep,
+        last: str | None,
+        seed: int,
+        sample_seeds: bool,
+        options: Mapping[str, Any],
+        collate: Any,
+        order: DataLoader[Any] | bool,
+        batch_size: int | None = None,
+    ) -> None:
+        self.dataset, self.local, self.seed = dataset, local, seed
+        self.epoch, self._taken = 0, 0  # samples of this epoch that were given out
+        self.reading = reading_of(local.batches, local.world.rank)
+        self.batch_size = self.reading.batch_size
+        if batch_size not in (None, self.batch_size):
+            raise BatchError(
+                f"the loader makes batches of {batch_size}, the step takes {self.batch_size}",
+                why="the batch of a loader is the whole one, of all ranks",
+                hint=f"DataLoader(dataset, batch_size={self.batch_size})",
+            )
+        self.last, self.fill = last, dict[str, int]()
+        if last == "pad":
+            self.fill = fills(local.parts.resharded.graph, local.parts.factors)
+        shuffle = f"shuffle={order}" if isinstance(order, bool) else type(order.sampler).__name__
+        told = f"{len(dataset)} samples, {shuffle}, seed {seed}, batches of {self.batch_size}, last={last!r}"
+        if isinstance(order, bool):
+            self.order = order_of_dataset(dataset, order, seed)
+        else:
+            # Where a loader has no generator of its own, rank 0's global state says how it shuffles.
+            drawn = int(torch.randint(2**31, ()).item()) if order.generator is None else 0
+            drawn = int(told_by_all(local.world, local.rank.device, str(drawn))[0])
+            self.order = order_of_loader(order, drawn)
+        reads = len(dataset) and len(self.reading.rows)
+        kinds = kinds_of(Samples(dataset, {}, sample_seeds)[Item(0, seed)][1]) if reads else {}
+        self._agree({"dataset": told, **{f"sample 0's {path!r}": kind for path, kind in kinds.items()}})
+        self._drawn: torch.Tensor | None = None
+        self._indices = _Indices(self.reading, seed)
+        self._loader = DataLoader(
+            Samples(dataset, self.reading.boxes, sample_seeds),  # type: ignore[arg-type]
+            batch_sampler=self._indices,  # type: ignore[arg-type]
+            collate_fn=Collate(self.reading, collate, self.fill),
+            generator=torch.Generator().manual_seed(
+                seed
+            ),  # or it would draw from the state of everything else
+            **options,
+        )
+        self._begin()
+
+    def _agree(self, told: Mapping[str, str]) -> None:
+        """Raise BatchError, on all ranks, where ranks have different datasets or samples."""
+        found = told_by_all(self.local.world, self.local.rank.device, told)
+        for what in dict.fromkeys(k for each in found for k in each):
+            ranks: dict[str, list[int]] = {}
+            for rank, each in enumerate(found):
+                if what in each:
+                    ranks.setdefault(each[what], []).append(rank)
+            if len(ranks) > 1:
+                shown = "; ".join(f"{kind} on {_named(members)}" for kind, members in ranks.items())
+                raise BatchError(
+                    f"{what} differs between ranks",
+                    why=shown,
+                    hint="every rank opens the same dataset, with the same arguments",
+                )
+
+    def _begin(self) -> None:
+        """Draw the order of this epoch, equal on all ranks."""
+        drawn, sizes = self.order.draw()
+        self._agree({f"the order of samples of epoch {self.epoch}": self.order.mark(drawn)})
+        whole, left = divmod(len(drawn), self.batch_size)
+        if any(n != self.batch_size for n in sizes[: -1 if left else None]):
+            raise BatchError(
+                f"the batch sampler makes batches of {min(sizes)} to {max(sizes)} samples",
+                why=f"the step takes {self.batch_size}",
+            )
+        if left and self.last is None:
+            raise BatchError(
+                f"{len(drawn)} samples leave {left} for the last batch, the step takes {self.batch_size}",
+                why="a step is one program of fixed shapes",
+                hint='last="drop" leaves them out, last="pad" fills up with samples that the loss ignores',
+            )
+        self._drawn, self._count = drawn, whole + (1 if left and self.last == "pad" else 0)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[LocalBatch]:
+        if self._drawn is None:
+            self._begin()
+        assert self._drawn is not None
+        self._indices.begin(self._drawn, self._taken, self._count, self.epoch)
+        end = min(self._count * self.batch_size, len(self._drawn))
+        for batch in self._loader:
+            if isinstance(batch, Failed):
+                raise BatchError(batch.what, why=batch.why, where=batch.where, hint=batch.hint)
+            samples = min(self.batch_size, end - self._taken)
+            self._taken += samples
+            yield replace(batch, samples=samples)
+        self.epoch, self._taken, self._drawn = self.epoch + 1, 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is, as plain data (numbers and texts): the same on all ranks."""
+        random = self.order.state(at_start=self._drawn is None)
+        mark = "" if self._drawn is None else self.order.mark(self._drawn)
+        return {
+            "kind": "samples",
+            "epoch": self.epoch,
+            "samples": self._taken,
+            "random": random,
+            "order": mark,
+            "seed": self.seed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there: the next iteration gives what is left of that epoch. Raises RunError for a position that
+        belongs to another order of samples. Collective."""
+        check_state(state, "samples")
+        self.order.restore(state["random"])
+        self.epoch, self._taken, self._drawn = int(state["epoch"]), int(state["samples"]), None
+        self.seed = self._indices.seed = int(state["seed"])
+        self._begin()
+        assert self._drawn is not None
+        if state["order"] and self.order.mark(self._drawn) != state["order"]:
+            raise BatchError(
+                "the samples come in another order than when the position was saved",
+                why=f"{self._taken} of {len(self._drawn)} were taken; going on would repeat some and skip others",
+                hint="the same dataset and sampler; a sampler of your own draws from a `generator` attribute",
+            )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+class _Indices:
+    """What a rank reads of each batch of an epoch from a position on: the batch sampler of its loader."""
+
+    def __init__(self, reading: Reading, seed: int) -> None:
+        self.reading, self.seed = reading, seed
+        self.begin(torch.zeros(0, dtype=torch.int64), 0, 0, 0)
+
+    def begin(self, drawn: torch.Tensor, taken: int, count: int, epoch: int) -> None:
+        """Go through what is left of an epoch of `count` batches."""
+        self.drawn, self.taken, self.count, self.epoch = drawn, taken, count, epoch
+
+    def __len__(self) -> int:
+        return self.count - self.taken // self.reading.batch_size
+
+    def __iter__(self) -> Iterator[list[Item]]:
+        size, rows = self.reading.batch_size, torch.from_numpy(self.reading.rows)
+        for start in range(self.taken, self.count * size, size):
+            places = start + rows
+            fills = places >= len(self.drawn)
+            # What fills a batch up is its first sample once more: nothing that the model has never seen.
+            indices = self.drawn[torch.where(fills, start, places)].tolist()
+            yield [Item(i, self._seed(i), f) for i, f in zip(indices, fills.tolist(), strict=True)]
+
+    def _seed(self, index: int) -> int:
+        told = f"{self.seed}/{self.epoch}/{index}".encode()
+        return int.from_bytes(hashlib.blake2b(told, digest_size=7).digest(), "little")
+
+
+class _Stream(ShardedLoader):
+    """Of whole batches: every rank reads all of them, and keeps its part."""
+
+    def __init__(self, source: Iterable[Any], local: LocalStep, last: str | None) -> None:
+        self.source, self.local, self.last = source, local, last
+        self.epoch, self._taken, self._skip = 0, 0, 0
+        self.reading = reading_of(local.batches, local.world.rank, by_sample=False)
+        self.batch_size = self.reading.batch_size
+        self.fill = fills(local.parts.resharded.graph, local.parts.factors) if last == "pad" else {}
+
+    def __len__(self) -> int:
+        return len(self.source)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[LocalBatch]:
+        for number, batch in enumerate(self.source):
+            if number < self._skip:
+                continue
+            held = dict(leaves(batch))
+            found = self._filled(held)
+            if found is None:
+                continue
+            samples, held = found
+            self._taken += 1
+            yield replace(parts_of(self.reading, held), samples=samples)
+        self.epoch, self._taken, self._skip = self.epoch + 1, 0, 0
+
+    def _filled(self, held: dict[str, torch.Tensor]) -> tuple[int, dict[str, torch.Tensor]] | None:
+        """The batch with its number of samples, filled up where it is too small; None for one that is left out."""
+        rows = {x.shape[0] for x in held.values() if x.dim()}
+        size, few = self.batch_size, min(rows, default=0)
+        if len(rows) != 1 or few >= size or self.last is None:
+            return size, held
+        if self.last == "drop":
+            return None
+        made = {path: torch.cat([x, x[:1].expand(size - few, *x.shape[1:])]) for path, x in held.items()}
+        for path, value in self.fill.items():
+            if path in made:
+                made[path][few:] = value
+        return few, made
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is: by the source's own state where it has one, else by the number of batches."""
+        state: dict[str, Any] = {"kind": "batches", "epoch": self.epoch, "batches": self._taken}
+        if hasattr(self.source, "state_dict"):
+            state["source"] = self.source.state_dict()  # type: ignore[attr-defined]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there. A source without a state is read from its start, and what was taken is left out."""
+        check_state(state, "batches")
+        self.epoch, self._taken, self._skip = int(state["epoch"]), int(state["batches"]), 0
+        if "source" in state and hasattr(self.source, "load_state_dict"):
+            self.source.load_state_dict(state["source"])  # type: ignore[attr-defined]
+        else:
+            self._skip = self._taken

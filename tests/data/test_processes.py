@@ -1,0 +1,83 @@
+"""Real ranks with worker processes: a run that is stopped, and goes on over more ranks, ends as one device does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.procs
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader
+import meshwright as mw
+from tests.data import train as t
+
+first, path = int(sys.argv[1]), Path(sys.argv[2])
+model, example, loss = t.classifier(8)
+step = mw.train_step(model, t.sgd, example, loss=loss, mesh={"dp": int(os.environ["WORLD_SIZE"])})
+generator = torch.Generator().manual_seed(1)
+plain = DataLoader(t.Points(45), batch_size=8, shuffle=True, generator=generator, num_workers=2)
+loader = mw.shard_loader(plain, step, last="pad")
+seen = []
+if path.exists():
+    loader.load_state_dict(json.loads(path.read_text()))
+while loader.epoch < 2:
+    for batch in loader:
+        seen.append(sorted(batch.parts[0]["batch_x"][:, 0].tolist()))
+        step(batch)
+        if len(seen) == first:
+            break
+    if len(seen) == first:
+        break
+if step.rank == 0 and first:
+    path.write_text(json.dumps(loader.state_dict()))
+Path(f"{path}.{first}.{step.rank}").write_text(json.dumps(seen))
+mw.shutdown()
+"""
+
+
+def test_a_position_is_for_any_number_of_ranks(tmp_path: Path) -> None:
+    script, state = tmp_path / "script.py", tmp_path / "state.json"
+    script.write_text(SCRIPT)
+    root = str(Path(__file__).parents[2])
+    environment = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")}
+    environment["PYTHONPATH"] = root + os.pathsep + environment.get("PYTHONPATH", "")
+    import json
+
+    import torch
+    from torch.utils.data import DataLoader
+
+    from tests.data import train as t
+
+    for ranks, first in ((2, 4), (3, 0)):
+        command = [sys.executable, "-m", "meshwright.cli", "run", "--nproc", str(ranks), str(script)]
+        done = subprocess.run(
+            [*command, str(first), str(state)],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def seen(ranks: int, first: int) -> list[list[float]]:
+        rows = [json.loads(Path(f"{state}.{first}.{rank}").read_text()) for rank in range(ranks)]
+        return [sorted(v for row in rows for v in row[n]) for n in range(len(rows[0]))]
+
+    generator = torch.Generator().manual_seed(1)
+    plain = DataLoader(t.Points(45), batch_size=8, shuffle=True, generator=generator)
+    expected = []
+    for _ in range(2):
+        for batch in plain:
+            x = batch["x"][:, 0]
+            expected.append(sorted([*x.tolist(), *x[:1].expand(8 - len(x)).tolist()]))
+    assert seen(2, 4) + seen(3, 0) == expected
