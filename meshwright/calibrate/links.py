@@ -45,13 +45,14 @@ def groups(mesh: Mesh) -> list[tuple[str, ...]]:
 
 
 def measure(bench: Bench, kind: str, pace: Pace) -> Iterator[Point]:
-    """Points of a kind: every group of neighbours, all such groups at once, from small to large."""
+    """Points of a kind: every group of neighbours, all such groups at once, from small to large. These are the rates of
+    collectives beside compute, so a sum is measured as those of gradients run."""
     mesh = bench.comm.mesh
     sizes = [*SIZES, *(LARGE if bench.device.type == "cuda" else ())]
     for axes in groups(mesh):
         ranks = mesh.count(axes)
         for size in pace.chosen(sizes):
-            call, sent = operation(bench, kind, axes, size // 4)
+            call, sent = (started_sum if kind == "all_reduce" else operation)(bench, kind, axes, size // 4)
             seconds = bench.joint_seconds(call, pace.link_seconds)
             yield Point(4.0 * sent, seconds, ranks)
             if seconds > TOO_LONG:
@@ -107,6 +108,13 @@ def operation(bench: Bench, kind: str, axes: Sequence[str], count: int) -> tuple
     mover, x = Mover(plan), torch.ones(plan.shape_before, device=bench.device)
     sent = wire_elements(kind, ranks, x.numel(), math.prod(plan.shape_after))
     return lambda: mover(x, bench.handle), sent
+
+
+def started_sum(bench: Bench, kind: str, axes: Sequence[str], count: int) -> tuple[Call, float]:
+    """A sum as those of gradients are, which is not the one that is waited for at once: started, in place."""
+    flat = torch.zeros(count, device=bench.device)
+    sent = wire_elements(kind, bench.comm.mesh.count(axes), count, count)
+    return lambda: bench.comm.all_reduce_start(flat, axes).wait(), sent
 
 
 def _matrix(count: int, ranks: int) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from meshwright.partition.updates import update_layout
 from meshwright.redistribute.steps import origin
 
 MEETING, WAITED = "meeting", "waited"  # latency and bytes of the collectives that the program waits for
-HIDDEN = "hidden"  # collectives beside what it computes
+HIDDEN, HIDDEN_ROWS = "hidden", "hidden_rows"  # sums beside what it computes, and gathers and scatters
 LAUNCH = "launch"  # of operators: the interpreter, autograd's own
 UPDATE = "update"
 STATES = 2  # moments of a parameter: steps are taken with AdamW
@@ -133,7 +133,8 @@ def _priced(told: Mapping[str, Any], mesh: Mesh, cluster: Cluster) -> tuple[Task
         if waited:
             streams, spent = (COMPUTE, mesh.show(axes)), {MEETING: latency, WAITED: sent * per_byte}
         else:
-            streams, spent = (mesh.show(axes),), {HIDDEN: latency + sent * per_byte}
+            name = HIDDEN if collective == "all_reduce" else HIDDEN_ROWS
+            streams, spent = (mesh.show(axes),), {name: latency + sent * per_byte}
     elif "update" in told:
         spent = {UPDATE: 0.0, LAUNCH: 0.0}
         for elements, itemsize in told["update"]:

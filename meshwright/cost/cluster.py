@@ -77,22 +77,29 @@ class Cluster(Description):
     def prices(self) -> Prices:
         """Seconds of collectives that the program waits for, as all reshards are: as measured between what ranks
         compute, else as measured at all, else the same ring formulas for every kind on each level's link."""
-        return self._prices(self.measured.waited, "meeting", "waited")
+        known = self.measured.corrections
+        factors = known.get("meeting", 1.0), known.get("waited", 1.0)
+        return self._prices(self.measured.waited, dict.fromkeys(COLLECTIVES, factors))
 
     @functools.cached_property
     def hidden_prices(self) -> Prices:
         """Seconds of collectives that are started and run beside what is computed, as sums of gradients do. What they
-        slow down, and what slows them, is `Measured.slowdown`."""
-        return self._prices({}, "hidden", "hidden")
+        slow down, and what slows them, is `Measured.slowdown`. Sums are one class of work and rows another."""
+        sums = self.measured.corrections.get("hidden", 1.0)
+        rows = self.measured.corrections.get("hidden_rows", sums)
+        return self._prices({}, dict.fromkeys(COLLECTIVES, (rows, rows)) | {"all_reduce": (sums, sums)})
 
     def _prices(
-        self, first: Mapping[str, Mapping[str, tuple[float, float]]], latencies: str, rates: str
+        self,
+        first: Mapping[str, Mapping[str, tuple[float, float]]],
+        factors: Mapping[str, tuple[float, float]],
     ) -> Prices:
-        before, each = (self.measured.corrections.get(name, 1.0) for name in (latencies, rates))
+        """`factors`: kind → what multiplies its latency and its seconds per byte."""
         rows: dict[str, dict[str, tuple[float, float]]] = {kind: {} for kind in COLLECTIVES}
         for level in self.levels:
             known = {**self.measured.collectives.get(level.name, {}), **first.get(level.name, {})}
             for kind in COLLECTIVES:
+                before, each = factors[kind]
                 latency, rate = known.get(kind, (level.latency_seconds, level.bytes_per_s))
                 rows[kind][level.name] = (before * latency, rate / each)
         return Prices.of(rows, self.growth)

@@ -34,6 +34,7 @@ BESIDE_CLASSES = (
     "meeting",
     "waited",
     "hidden",
+    "hidden_rows",
 )  # that corrections are for, beside classes of operators
 
 HINT = "meshwright calibrate -o cluster.yaml writes such a file, Cluster.preset(name).to_yaml() another"

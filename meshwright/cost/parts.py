@@ -43,8 +43,9 @@ class Measured:
     round, bytes per second), one after the other with nothing else to do. `waited`: the same for one that a program
     waits for between what it computes: caches are cold, ranks come at different times. `slowdown`: ``compute`` and
     ``collective`` → factor while the other runs. `corrections`: class of operators, ``launch`` (what starting them
-    costs), ``meeting`` and ``waited`` (latency and bytes of collectives that the program waits for) or ``hidden``
-    (those that run beside compute) → factor from whole training steps. `void`: rows that were measured while the
+    costs), ``meeting`` and ``waited`` (latency and bytes of collectives that the program waits for), ``hidden``
+    (sums that run beside compute) or ``hidden_rows`` (gathers and scatters that do; as ``hidden`` where it is missing)
+    → factor from whole training steps. `void`: rows that were measured while the
     machine was not quiet.
     """
 

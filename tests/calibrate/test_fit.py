@@ -134,7 +134,9 @@ def test_rows_become_the_cluster_that_they_describe() -> None:
     assert cluster.prices.seconds("all_reduce", mesh, ["dp"], 1e6) == pytest.approx(200e-6 + 1e-3, rel=1e-3)
 
 
-def whole(name: str, flops: float, waited: float, hidden: float, slower: dict[str, float]) -> Found:
+def whole(
+    name: str, flops: float, waited: float, hidden: float, rows_hidden: float, slower: dict[str, float]
+) -> Found:
     """A step that computes, sends what it waits for and what it hides, on a machine where each class takes so many
     times as long as the other rows say."""
     tasks = [
@@ -142,7 +144,13 @@ def whole(name: str, flops: float, waited: float, hidden: float, slower: dict[st
         {"name": "b", "phase": "forward", "after": [], "send": ["all_reduce", ["rank"], waited, True]},
         {"name": "c", "phase": "reduce", "after": [1], "send": ["all_reduce", ["rank"], hidden, False]},
         {"name": "d", "phase": "backward", "after": [], "work": ["matmul", "f32", 2 * flops, 1.0, 2.0]},
-        {"name": "update", "phase": "update", "after": [2], "update": [[1000, 4], [2000, 4]]},
+        {
+            "name": "e",
+            "phase": "backward",
+            "after": [3],
+            "send": ["all_gather", ["rank"], rows_hidden, False],
+        },
+        {"name": "update", "phase": "update", "after": [2, 4], "update": [[1000, 4], [2000, 4]]},
     ]
     about = {"mesh": [["rank", 2, "rank"]], "tasks": tasks}
     plain = calibration(MACHINE, [r for r in rows() if r.name != "slowdown"]).cluster
@@ -150,19 +158,27 @@ def whole(name: str, flops: float, waited: float, hidden: float, slower: dict[st
 
 
 def test_whole_steps_correct_each_class_and_void_ones_do_not_count() -> None:
-    truth = {"matmul": 1.2, "meeting": 3.0, "waited": 1.5, "hidden": 0.8}
-    amounts = [(1e6, 1e3, 1e3), (1e9, 1e6, 1e5), (1e7, 1e4, 1e3), (4e8, 1e5, 4e7), (1e7, 2e7, 1e4)]
-    quiet = [whole(f"step {n}", *amount, truth) for n, amount in enumerate(amounts)]
-    loud = replace(whole("step x", 1e9, 1e6, 1e6, {"matmul": 9.0}), unrest=3.0)
+    truth = {"matmul": 1.2, "meeting": 3.0, "waited": 1.5, "hidden": 0.8, "hidden_rows": 2.0}
+    amounts = [
+        (1e6, 1e3, 1e3, 0),
+        (1e9, 1e6, 1e5, 1e3),
+        (1e7, 1e4, 1e3, 3e7),
+        (4e8, 1e5, 4e7, 1e3),
+        (1e7, 2e7, 1e4, 0),
+        (1e6, 1e3, 1e4, 3e6),
+        (1e6, 1e3, 3e6, 1e3),
+    ]
+    quiet = [whole(f"step {n}", *amount, slower=truth) for n, amount in enumerate(amounts)]
+    loud = replace(whole("step x", 1e9, 1e6, 1e6, 1e3, {"matmul": 9.0}), unrest=3.0)
     found = calibration(MACHINE, [*(r for r in rows() if r.name != "slowdown"), *quiet, loud])
     known = found.cluster.measured.corrections
     assert {name: known[name] for name in truth} == pytest.approx(truth, rel=0.15)
     # What the corrected cluster says of the steps is what they took; of the void one it is far off, as a reader sees.
     for row in quiet:
-        assert priced(row.about, found.cluster).seconds() == pytest.approx(row.points[0].seconds, rel=0.03)
+        assert priced(row.about, found.cluster).seconds() == pytest.approx(row.points[0].seconds, rel=0.05)
     assert found.lines[-1][2].startswith("-8")
     assert found.void == ("step x",)
-    assert found.fit.startswith("5 whole steps: mean error") and "meeting × " in found.fit
+    assert found.fit.startswith("7 whole steps: mean error") and "meeting × " in found.fit
     assert Cluster.from_yaml(found.cluster.to_yaml()) == found.cluster
 
 

@@ -39,6 +39,7 @@ def test_what_is_told_of_a_step_is_priced_as_the_planner_simulates_it(name: str)
     assert math.fsum(shares.values()) == pytest.approx(made.seconds(), rel=1e-3)
     talks = {
         "step llama, stored in parts": ["meeting", "waited"],
+        "step wide, stored in parts": ["hidden_rows"],
         "step gpt, cut": ["meeting", "hidden"],
     }.get(name, ["hidden"])
     assert {"memory", "update", "launch", *talks} <= set(shares)
