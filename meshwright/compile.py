@@ -18,7 +18,7 @@ from meshwright.capture.batch import leaves
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.saved import saved
 from meshwright.cycles import seldom_collected
-from meshwright.errors import CaptureError, MeshError, PlanError
+from meshwright.errors import CaptureError, ClusterError, MeshError, PlanError
 from meshwright.mesh import Mesh
 from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
@@ -28,7 +28,14 @@ from meshwright.partition.turns import with_turns
 from meshwright.partition.weighed import weighed
 from meshwright.pipeline.chosen import may_have_stages, with_stages
 from meshwright.pipeline.meshes import meshes
-from meshwright.pipeline.planned import check_alone, check_beside, in_one_stage, staged, within_stage
+from meshwright.pipeline.planned import (
+    check_alone,
+    check_axis,
+    check_beside,
+    in_one_stage,
+    staged,
+    within_stage,
+)
 from meshwright.pipeline.predicted import claims_of as pipeline_claims
 from meshwright.plan import Plan
 from meshwright.report.plan_table import plan_text
@@ -150,6 +157,8 @@ def plan_captured(
     if techniques.pipeline > 1:
         return _plan_staged(captured, mesh, mode, pins, request, techniques)
     check_alone(techniques)
+    if mesh is not None:
+        check_axis(mesh_from(mesh), techniques)
     if request is not None and _is_open(captured, mesh, mode, pins, request, techniques):
         return with_stages(
             captured.graph,
@@ -269,9 +278,13 @@ class _Origin:
         return plan_text(lower(self.captured, plan))
 
     def pinned(self, plan: Plan, pins: Pins) -> Plan:
-        return plan_captured(
-            self.captured, plan.ranks, plan.mode, pins, self.request, plan.techniques.as_given()
-        )
+        given = plan.techniques.as_given()
+        if plan.stages and given.pipeline == 1:  # a search chose them: they stay, since pins are of a mesh
+            chosen = ("pipeline", "schedule", "micro_batches")
+            given = replace(
+                given, **{k: getattr(plan.techniques, k) for k in chosen}, given=given.given | {*chosen}
+            )
+        return plan_captured(self.captured, plan.ranks, plan.mode, pins, self.request, given)
 
     def staged(self, plan: Plan, techniques: Techniques) -> Plan:
         return plan_captured(self.captured, plan.ranks, plan.mode, plan.pins, self.request, techniques)
@@ -289,6 +302,17 @@ def rule(op: str, line: str) -> None:
 def lower(captured: Captured, plan: Plan) -> Partition:
     """What the ranks run under a plan."""
     return partition(captured.graph, plan, keeps=saved)
+
+
+def check_size(plan: Plan, cluster: Cluster) -> None:
+    """Raise ClusterError for a cluster of another size than the plan's mesh."""
+    if plan.ranks.size != cluster.ranks:
+        levels = " x ".join(f"{level.size} {level.name}" for level in cluster.levels)
+        raise ClusterError(
+            f"the plan is for {plan.ranks.size} ranks, the cluster has {cluster.ranks}",
+            why=f"the plan's mesh is {plan.ranks}; {cluster.name} is {levels}",
+            hint="a cluster of the plan's size; `meshwright estimate --what-if ranks=…` plans for another",
+        )
 
 
 def mesh_from(mesh: MeshLike, captured: Captured | None = None) -> Mesh:

@@ -267,7 +267,7 @@ class Plan:
         raise PlanError(
             "the plan was made for another model, batch or version of the code",
             why=why or "the operators have the same names, but their shapes or wiring differ",
-            hint=f"{AGAIN}, or build the model it was made for",
+            hint=f"{AGAIN}, or build the model and the batch it was made for (on the command line --batch and --seq)",
         )
 
     def check_cuts(self, factors: Factors) -> Plan:

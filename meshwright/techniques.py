@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -17,6 +18,7 @@ RECOMPUTE = ("full", "selective")
 ACTIVATIONS = "activations"
 PARAMETERS = "parameters"
 OFFLOAD = ("optimizer", ACTIVATIONS, PARAMETERS)
+SPAN = re.compile(r"(\d+)-(\d+)")  # of numbered modules in a pattern
 TURNS = ("halves", "level", "backward")  # orders in which copies take turns; the planner picks one
 
 
@@ -60,7 +62,8 @@ class Techniques:
 
     `recompute`: ``"full"`` keeps only what enters each layer and computes the rest again in backward, ``"selective"``
     computes again what is cheap, a number is a budget in bytes of kept activations per rank, a mapping gives module
-    patterns a policy each (``""``: none). Without `recompute_communication` what collectives produced is kept.
+    patterns (``blocks.0-5``) a policy each (``""``: none). Without `recompute_communication` what collectives produced
+    is kept.
     `slice_activation` keeps activations split over the ranks where they are whole.
 
     `interleave`: copies of a (micro-)batch whose computation and communication overlap. `fusion` of collectives:
@@ -147,9 +150,38 @@ def wire_dtype(techniques: Techniques, dtype: str) -> str:
 
 
 def matches(pattern: str, parameter: str) -> bool:
-    """Whether a pattern names a parameter, its module or a module around it."""
+    """Whether a pattern names a parameter, its module or a module around it. In ``blocks.0-5`` the numbers from 0 to 5
+    are meant."""
     parts = parameter.split(".")
+    if any(SPAN.fullmatch(part) for part in pattern.split(".")):
+        return any(matches_module(pattern, parts[:n]) for n in range(1, len(parts) + 1))
     return any(fnmatch.fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
+
+
+def matches_module(pattern: str, parts: Sequence[str]) -> bool:
+    """Whether a pattern names just this module, whose name is given part by part."""
+    wanted = pattern.split(".")
+    return len(wanted) == len(parts) and all(map(_matches_part, wanted, parts))
+
+
+def _matches_part(wanted: str, part: str) -> bool:
+    span = SPAN.fullmatch(wanted)
+    if span is not None and part.isdigit():
+        return int(span[1]) <= int(part) <= int(span[2])
+    return fnmatch.fnmatchcase(part, wanted)
+
+
+def ranges(names: Iterable[str]) -> list[str]:
+    """Names of layers as patterns: those that end with consecutive numbers as one, ``blocks.0-5``."""
+    found: list[tuple[str, int, int]] = []  # what stands before the number, the first, the last; -1 for none
+    for name in names:
+        head, dot, tail = name.rpartition(".")
+        number = int(tail) if tail.isdigit() else -1
+        if number > 0 and found and found[-1][0] == head + dot and 0 <= found[-1][2] == number - 1:
+            found[-1] = (head + dot, found[-1][1], number)
+        else:
+            found.append((head + dot, number, number) if number >= 0 else (name, -1, -1))
+    return [head if a < 0 else f"{head}{a}" if a == b else f"{head}{a}-{b}" for head, a, b in found]
 
 
 def techniques_from(given: Mapping[str, Any]) -> Techniques:

@@ -22,6 +22,7 @@ from meshwright.compile import (
     MeshLike,
     Pins,
     captured_of,
+    check_size,
     default_loss,
     lower,
     mesh_from,
@@ -31,18 +32,25 @@ from meshwright.compile import (
     with_origin,
 )
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.timeline import Timeline
 from meshwright.errors import PlanError, RunError
 from meshwright.graph import Graph, parse
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.gradients import pending_gradients
+from meshwright.partition.tasks import simulate
 from meshwright.partition.updates import updates
+from meshwright.pipeline.check import Played
+from meshwright.pipeline.claimed import claimed
+from meshwright.pipeline.measured import Measured, from_text, to_text
 from meshwright.pipeline.meshes import meshes, meshes_of
+from meshwright.pipeline.predicted import predict
 from meshwright.plan import Plan
 from meshwright.redistribute import redistribute
 from meshwright.redistribute.positions import exchange
 from meshwright.report.program import ProgramText
+from meshwright.report.step_trace import StepTrace
 from meshwright.runtime.batches import Given, LocalBatch
 from meshwright.runtime.communicator import ProcessGroups, leave
 from meshwright.runtime.connect import Meeting, check_world, launched_world
@@ -50,6 +58,7 @@ from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.elementwise import check_optimizer
 from meshwright.runtime.pipeline import Pipeline
 from meshwright.runtime.rank import Rank
+from meshwright.runtime.recorder import Recorder, ahead_of_first
 from meshwright.runtime.reshard import Mover
 from meshwright.runtime.step import LocalStep, OptimizerFactory, taker
 from meshwright.techniques import Options, asked_beside
@@ -115,6 +124,25 @@ class TrainStep:
     def gradients(self, batch: Any) -> torch.Tensor:
         """Loss and gradients without an update."""
         return self.local.gradients(_given(batch))
+
+    def trace(self, batch: Any, cluster: Cluster | None = None) -> StepTrace:
+        """A step like any other, with what each rank did when: print it, or `StepTrace.save` it for Perfetto.
+
+        Collective: all ranks call it. Beside it stands what the plan claims, or what is predicted for a `cluster`.
+        Raises BatchError, and ClusterError for a cluster of another size.
+        """
+        local, plan = self.local, self.plan
+        played, prologue, timeline = _predicted(self.parts, cluster)
+        recorder = Recorder(local.rank.device)
+        tag = 0 if local.pipe is None else local.last_tag + 1
+        ahead = ahead_of_first(local.world, local.rank.device, tag)
+        with recorder.watching(local.executor):
+            loss = self(batch)
+        mine = [span.later(-ahead) for span in recorder.spans()]
+        every = map(from_text, Meeting().collect(to_text(mine)))
+        count = plan.ranks.size
+        places = [meshes_of(plan).place(rank) for rank in range(count)] if plan.stages else [0] * count
+        return StepTrace(loss, Measured.of(every, places), played, prologue, timeline)
 
     def full_state(self) -> dict[str, torch.Tensor]:
         """Every parameter and buffer, whole, under its name in the model. Collective: all ranks call it."""
@@ -287,6 +315,23 @@ def train_step(
         held=made,
     )
     return TrainStep(local, parts)
+
+
+def _predicted(parts: Partition, cluster: Cluster | None) -> tuple[Played | None, float, Timeline | None]:
+    """A step as it is predicted: the schedule of a plan with stages and what comes before it, else a rank's timeline;
+    without a cluster what the plan claims."""
+    if cluster is None:
+        known = bool(parts.plan.claims.get("stages"))
+        return (
+            (claimed(parts.asked), parts.plan.claims.get("prologue_seconds", 0.0), None)
+            if known
+            else (None, 0.0, None)
+        )
+    check_size(parts.asked, cluster)
+    if parts.plan.stages:
+        found = predict(parts, cluster)
+        return found.played, found.prologue, None
+    return None, 0.0, simulate(parts, cluster)
 
 
 def _cut_parameter(graph: Graph, plan: Plan) -> str:

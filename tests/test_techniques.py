@@ -7,8 +7,8 @@ import pytest
 import meshwright as mw
 from meshwright.cli.arguments import techniques_of
 from meshwright.errors import PlanError
-from meshwright.examples import mlp
-from meshwright.techniques import NONE, techniques_from
+from meshwright.examples import gpt, mlp
+from meshwright.techniques import NONE, matches, ranges, techniques_from
 
 
 @pytest.mark.parametrize(
@@ -101,3 +101,22 @@ def test_the_command_line_says_the_same():
 def test_words_that_are_no_technique_are_refused(text):
     with pytest.raises(PlanError):
         techniques_of([text])
+
+
+def test_numbered_layers_have_a_range_for_a_pattern():
+    names = ["embed", *(f"blocks.{n}" for n in range(12)), "blocks.14", "head.0", "head.1"]
+    assert ranges(names) == ["embed", "blocks.0-11", "blocks.14", "head.0-1"]
+    known = [f"{name}.up.weight" for name in names]
+    for pattern in ranges(names):
+        named = [k for k in known if matches(pattern, k)]
+        assert len(named) == {"embed": 1, "blocks.0-11": 12, "blocks.14": 1, "head.0-1": 2}[pattern]
+    assert not matches("blocks.0-5", "blocks.6.up.weight") and not matches("blocks.0-5", "blocks.weight")
+
+
+def test_layers_of_a_range_are_computed_again():
+    model, batch, loss = gpt.build(gpt.GPTConfig(48, 48, 4, 4, 16), batch=4)
+    found = [
+        mw.plan(model, batch, loss=loss, mesh=2, recompute=asked).keeps
+        for asked in ({"blocks.1-2": "full"}, {"blocks.1": "full", "blocks.2": "full"})
+    ]
+    assert found[0] == found[1] and found[0]

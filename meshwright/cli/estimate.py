@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meshwright.cli.options import BatchOption, JsonOption, PlanArgument, SequenceOption
-from meshwright.errors import ClusterError, MeshwrightError, PlanError, did_you_mean
+from meshwright.errors import MeshwrightError, PlanError, did_you_mean
 from meshwright.techniques import techniques_from
 
 if TYPE_CHECKING:
-    from meshwright.capture import Captured
-    from meshwright.cli.model import Opened
-    from meshwright.cost.cluster import Cluster
-    from meshwright.ops.factors import Factors
-    from meshwright.plan import Plan
     from meshwright.report.estimate import Estimate
 
 KEYS = {
@@ -30,6 +24,8 @@ KEYS = {
     "shard_size": "ranks among which it splits",
     "threshold_kb": "KiB below which a parameter stays whole",
     "micro_batches": "pieces of the batch",
+    "pipeline": "stages; for a plan that has none it plans again",
+    "schedule": "1f1b, gpipe, zero_bubble, …: in which order ranks take their stages",
     "interleave": "copies of the batch that take turns",
     "recompute": "full, selective, none, or bytes of kept activations",
     "fusion": "auto, bytes of a bucket, or 0",
@@ -72,6 +68,7 @@ def estimate(
     states = optimizer_states(optimizer)
     machine = open_cluster(cluster)
 
+    from meshwright.cli.changes import Base, answer
     from meshwright.cli.opened import captured_model, cut
     from meshwright.plan import Plan
     from meshwright.report.estimate import estimate as estimated
@@ -84,7 +81,7 @@ def estimate(
     for text, changes in zip(what_if or (), wishes, strict=True):
         began = time.perf_counter()
         try:
-            found, remark, capturing = answer(base, changes)
+            found, remark, capturing = answer(base, changes, options(changes))
         except MeshwrightError as error:
             refused.append((text, error))
             continue
@@ -129,154 +126,6 @@ def _option(key: str, value: str) -> Any:
         return float(value)
     except ValueError:
         return value
-
-
-# ---------------------------------------------------------------- answers
-
-
-@dataclass(frozen=True)
-class Base:
-    """What changes start from."""
-
-    plan: Plan
-    opened: Opened
-    captured: Captured
-    cluster: Cluster
-    optimizer_states: int
-    batch: int | None
-    sequence: int | None
-
-
-def answer(base: Base, changes: Changes) -> tuple[Estimate, str, float]:
-    """The estimate under some changes, a remark, and the seconds that went into capturing. Raises PlanError."""
-    from meshwright.cli.opened import cut
-    from meshwright.partition.turns import with_turns
-    from meshwright.partition.weighed import weighed
-    from meshwright.report.estimate import estimate as estimated
-    from meshwright.report.whatif import changed
-
-    plan, opened, captured, cluster = base.plan, base.opened, base.captured, base.cluster
-    remarks, capturing = [], 0.0
-    if "batch" in changes or "seq" in changes:
-        began = time.perf_counter()
-        opened, captured = _other_shape(base, changes)
-        capturing = time.perf_counter() - began
-        if "ranks" not in changes:
-            plan = _moved(plan, captured, changes)
-    if "ranks" in changes:
-        cluster = resized(cluster, int(changes["ranks"]))
-        plan = _planned_again(base, opened, cluster)
-        remarks.append(f"planned again by {plan.mode}")
-    asked = options(changes)
-    if asked:
-        weigh = functools.partial(weighed, cluster=cluster)
-        plan, remark = changed(plan, captured.graph, _factors(captured), asked, weigh)
-        plan = with_turns(captured.graph, plan, cluster, base.optimizer_states)
-        remarks += [remark] if remark else []
-    found = estimated(cut(captured, plan, cluster), cluster, base.optimizer_states)
-    return found, "; ".join(remarks), capturing
-
-
-def _other_shape(base: Base, changes: Changes) -> tuple[Opened, Captured]:
-    from meshwright.cli.model import open_model
-    from meshwright.compile import captured_of
-    from meshwright.errors import ModelError
-
-    rows = int(changes["batch"]) if "batch" in changes else base.batch
-    tokens = int(changes["seq"]) if "seq" in changes else base.sequence
-    try:
-        opened = open_model(base.opened.target, batch=rows, sequence=tokens)
-    except ModelError:
-        if "seq" in changes or "batch" not in changes:
-            raise
-        opened = replace(base.opened, batch=with_rows(base.opened.batch, int(changes["batch"])))
-    return opened, captured_of(opened.model, opened.batch, opened.loss)
-
-
-def with_rows(batch: Any, rows: int) -> Any:
-    """The batch with another number of rows, by repeating its own, for a function that does not take `batch`."""
-    from collections import Counter
-
-    import torch
-
-    from meshwright.capture.batch import leaves, map_leaves
-
-    leading = [x.shape[0] for _, x in leaves(batch) if x.dim()]
-    if not leading:
-        raise PlanError("the batch has no dim that counts rows", why="none of its tensors has a dim")
-    size = Counter(leading).most_common(1)[0][0]
-    index = torch.arange(rows) % size
-    return map_leaves(batch, lambda x: x[index.to(x.device)] if x.dim() and x.shape[0] == size else x)
-
-
-def _moved(plan: Plan, captured: Captured, changes: Changes) -> Plan:
-    from meshwright.report.whatif import transferred
-
-    what = ", ".join(f"{k}={changes[k]}" for k in ("batch", "seq") if k in changes)
-    return transferred(plan, captured.graph, _factors(captured), what)
-
-
-def _factors(captured: Captured) -> Factors:
-    from meshwright.ops.analysis import factors_of
-
-    return factors_of(captured.graph)
-
-
-def _planned_again(base: Base, opened: Opened, cluster: Cluster) -> Plan:
-    import meshwright as mw
-
-    return mw.plan(
-        opened.model,
-        opened.batch,
-        loss=opened.loss,
-        mesh=scaled(base.plan, cluster.ranks, base.cluster) or cluster.mesh,
-        mode=base.plan.mode,
-        pins=dict(base.plan.pins) or None,
-        cluster=cluster,
-        optimizer_states=base.optimizer_states,
-        **base.plan.techniques.asked(),
-    )
-
-
-def scaled(plan: Plan, ranks: int, cluster: Cluster) -> dict[str, int] | None:
-    """The mesh of a plan for another number of ranks: its first axis (over the slowest links) takes the change.
-
-    None for a plan on the cluster's own levels, which change with the cluster. Raises PlanError.
-    """
-    sizes = {name: plan.mesh.count(run) for name, run in plan.mesh.names}
-    if list(sizes) == [level.name for level in cluster.levels]:
-        return None
-    first, *others = sizes
-    rest = plan.mesh.size // sizes[first]
-    if ranks % rest:
-        raise PlanError(
-            f"the mesh {plan.mesh} cannot have {ranks} ranks",
-            why=f"the axes {', '.join(others)} have {rest}, and {ranks} is no multiple of it",
-            hint=f"ranks={max(1, ranks // rest) * rest}",
-        )
-    return {**sizes, first: ranks // rest}
-
-
-def resized(cluster: Cluster, ranks: int) -> Cluster:
-    """The same machines, more or fewer of them: the outermost level takes the change, below one unit the next inner.
-
-    Raises ClusterError for a number that does not fill units of a level.
-    """
-    levels = list(cluster.levels)
-    for at in range(len(levels)):
-        inner = cluster.ranks
-        for level in levels[: at + 1]:
-            inner //= level.size
-        if ranks >= inner or at == len(levels) - 1:
-            if ranks % inner:
-                raise ClusterError(
-                    f"{cluster.name} cannot have {ranks} ranks",
-                    why=f"a {levels[at].name} has {inner}",
-                    hint=f"ranks={max(1, ranks // inner) * inner}",
-                )
-            kept = [replace(levels[at], size=ranks // inner), *levels[at + 1 :]]
-            return replace(cluster, levels=tuple(kept))
-    raise AssertionError("a cluster has a level")
 
 
 # ---------------------------------------------------------------- what is shown

@@ -88,7 +88,7 @@ def _with_model(
     every: bool,
     as_json: bool,
 ) -> None:
-    from meshwright.cli.opened import captured_model, cut
+    from meshwright.cli.opened import captured_model, cut, in_one
     from meshwright.cli.screen import out
     from meshwright.partition.price import program_price
     from meshwright.report.alternatives import Alternative, alternatives
@@ -102,6 +102,8 @@ def _with_model(
         _print_claims(loaded)
         return
     names = matching(loaded, what) if what is not None else tuple(loaded.strategies)
+    if machine is not None and loaded.stages:  # operators are priced on the ranks that share a stage
+        parts, machine = in_one(captured, loaded, machine)
     price = program_price(parts, machine, states) if machine is not None else None
     found = choices(loaded, names, parts, price)
 
@@ -132,6 +134,7 @@ def _print(loaded: Plan, found: Any, what: str | None, every: bool, others: Any,
     screen = out()
     if what is None:
         screen.print(choices_table(found, every=every))
+        _print_stages(loaded)
         _print_claims(loaded)
         return
     rows = folded(found)
@@ -144,6 +147,19 @@ def _print(loaded: Plan, found: Any, what: str | None, every: bool, others: Any,
             screen.print()
             screen.rule(style="dim")
         screen.print(choice_page(module, count, c, loaded.mesh, others(c), step_seconds))
+
+
+def _print_stages(loaded: Plan) -> None:
+    from rich.text import Text
+
+    from meshwright.cli.screen import out
+    from meshwright.report.stages import plan_stage_lines
+
+    screen, lines = out(), plan_stage_lines(loaded)
+    if lines:
+        screen.print()
+    for line in lines:
+        screen.print(Text(line, style="dim"))
 
 
 def _print_claims(loaded: Plan) -> None:
@@ -167,9 +183,11 @@ def _print_claims(loaded: Plan) -> None:
 
 def _print_json(loaded: Plan, rows: Any) -> None:
     from meshwright.report.choice_view import choice_data
+    from meshwright.report.stages import drawing
 
     data = {
         "mesh": {name: loaded.mesh.count(run) for name, run in loaded.mesh.names},
+        **({"schedule": drawing(loaded).splitlines()} if loaded.stages else {}),
         "mode": loaded.mode,
         "claims": dict(loaded.claims),
         "operators": [choice_data(m, n, c, o) for m, n, c, o in rows],

@@ -8,11 +8,12 @@ from meshwright.capture import Captured
 from meshwright.cli.model import Opened, open_model
 from meshwright.cli.progress import Watch
 from meshwright.cli.screen import err
-from meshwright.compile import captured_of, lower
+from meshwright.compile import captured_of, check_size, lower
 from meshwright.cost.cluster import Cluster
-from meshwright.errors import ClusterError
 from meshwright.partition import Partition
 from meshwright.partition.price import on_cluster
+from meshwright.pipeline.meshes import meshes_of
+from meshwright.pipeline.planned import in_one_stage, within_stage
 from meshwright.plan import Plan
 
 
@@ -32,15 +33,18 @@ def cut(captured: Captured, plan: Plan, cluster: Cluster | None = None) -> Parti
 
     Raises PlanError for a plan of another model, ClusterError for a cluster of another size.
     """
-    if cluster is not None and plan.ranks.size != cluster.ranks:
-        levels = " x ".join(f"{level.size} {level.name}" for level in cluster.levels)
-        raise ClusterError(
-            f"the plan is for {plan.ranks.size} ranks, the cluster has {cluster.ranks}",
-            why=f"the plan's mesh is {plan.ranks}; {cluster.name} is {levels}",
-            hint="a cluster of the plan's size; `meshwright estimate --what-if ranks=…` plans for another",
-        )
+    if cluster is not None:
+        check_size(plan, cluster)
     if (
         cluster is not None and plan.prices is None
     ):  # made without a cluster: move values as is cheapest on this one
         plan = replace(plan, mesh=on_cluster(plan.mesh, cluster), prices=cluster.prices)
     return lower(captured, plan)
+
+
+def in_one(captured: Captured, plan: Plan, cluster: Cluster) -> tuple[Partition, Cluster]:
+    """The program of a plan with stages before it is cut into them, and the part of the cluster that runs a stage."""
+    places = meshes_of(plan).places
+    whole = replace(plan, stages={}, world=None, techniques=in_one_stage(plan.techniques))
+    inside = within_stage(cluster, places)
+    return cut(captured, whole, inside), inside

@@ -178,11 +178,18 @@ def make(
 
 
 def write_trace(path: Path, parts: Partition, machine: Cluster, states: int) -> None:
-    """The predicted step as a Chrome trace."""
+    """The predicted step as a Chrome trace: that of a rank, or of all ranks of a pipeline."""
     from meshwright.partition.tasks import simulate
-    from meshwright.report.trace import save_trace
+    from meshwright.pipeline.predicted import predict
+    from meshwright.report.schedule_trace import played_processes
+    from meshwright.report.trace import save, save_trace, written
 
-    save_trace(simulate(parts, machine, states), path)
+    if not parts.plan.stages:
+        save_trace(simulate(parts, machine, states), path)
+        return
+    found = predict(parts, machine, states)
+    summary = {"step_seconds": found.step_seconds, "bubble": found.bubble}
+    save(written(played_processes(found.played, found.prologue), summary), path)
 
 
 # ---------------------------------------------------------------- answers

@@ -21,7 +21,7 @@ from meshwright.partition.updates import gathers
 from meshwright.redistribute.buckets import Group, fill
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StageSeconds:
     """`forward` and `backward` of one micro-batch, of which `weights` may wait; `reduce`: how much longer the backward
     of the last one takes, until its gradients are reduced."""

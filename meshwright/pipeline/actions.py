@@ -33,8 +33,8 @@ class Action:
 
     @property
     def short(self) -> str:
-        """``F3``: forward of micro-batch 3, for drawings."""
-        return f"{SHORT.get(self.kind, self.kind)}{self.micro_batch}"
+        """``F3``: forward of micro-batch 3, for drawings; ``R`` and ``U`` at the end of a step."""
+        return f"{SHORT[self.kind]}{self.micro_batch}" if self.kind in SHORT else self.kind[:1].upper()
 
 
 @dataclass(frozen=True)

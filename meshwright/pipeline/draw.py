@@ -1,26 +1,49 @@
-"""A played schedule as bars of text: a line for each rank, time to the right."""
+"""What ranks do in time as bars of text: a line for each rank, time to the right."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from meshwright.pipeline.actions import COMPUTE
 from meshwright.pipeline.check import Played
 
+SHOWN = (*COMPUTE, "reduce", "update")
+Bar = tuple[str, float, float]  # name, begin, end
+
 
 def draw(played: Played, width: int = 100) -> str:
-    """Each rank's actions in time: ``F0`` is forward of micro-batch 0, ``B`` backward, ``I`` and ``W`` are its halves;
-    dots where a rank waits. Names that do not fit into their bar are cut."""
-    columns = width / played.end if played.end else 0.0
-    lines = [
+    """Each rank's actions in time: ``F0`` is forward of micro-batch 0, ``B`` backward, ``I`` and ``W`` are its halves,
+    ``R`` sums of gradients, ``U`` the update; dots where a rank waits. Names that do not fit into their bar are cut."""
+    head = (
         f"{played.schedule.name}: {played.schedule.stages} stages, {played.schedule.micro_batches} micro-batches, "
         f"bubble {100 * played.bubble:.1f} %"
+    )
+    return "\n".join([head, *bars(rows_of(played), played.end, width)])
+
+
+def rows_of(played: Played) -> list[tuple[str, list[Bar], str]]:
+    """A row for each rank, as `bars` takes them."""
+    return [
+        (
+            f"rank {rank:>3}",
+            [(action.short, begin, end) for action, begin, end in times if action.kind in SHOWN],
+            f"at most {played.peaks[rank]} in memory",
+        )
+        for rank, times in enumerate(played.times)
     ]
-    for rank, times in enumerate(played.times):
-        bar = ["·"] * width
-        for action, begin, end in times:
+
+
+def bars(rows: Sequence[tuple[str, Sequence[Bar], str]], seconds: float, width: int) -> list[str]:
+    """A line for each row (its name, its bars, what is said behind them), so many columns for so many `seconds`."""
+    columns = width / seconds if seconds else 0.0
+    lines: list[str] = []
+    for name, found, behind in rows:
+        line = ["·"] * width
+        for text, begin, end in found:
             left, right = round(begin * columns), round(end * columns)
-            if action.kind not in COMPUTE or right <= left:
+            if right <= left:
                 continue
-            name = action.short[: right - left].ljust(right - left, "─" if right - left > 2 else " ")
-            bar[left:right] = list(name[:-1] + " " if right - left > len(action.short) else name)
-        lines.append(f"rank {rank:>3} │{''.join(bar)}│ at most {played.peaks[rank]} in memory")
-    return "\n".join(lines)
+            shown = text[: right - left].ljust(right - left, "─" if right - left > 2 else " ")
+            line[left:right] = list(shown[:-1] + " " if right - left > len(text) else shown)
+        lines.append(f"{name} │{''.join(line)}│ {behind}".rstrip())
+    return lines

@@ -70,7 +70,7 @@ def meshes(mesh: Mesh, techniques: Techniques, *, total: bool) -> Meshes:
         if not axes:
             mesh = Mesh((*mesh.axes, *stage.axes), (*mesh.names, *stage.names))
         found = Meshes(mesh, stage)
-        _check_chunks(techniques.pipeline, found.places)
+        check_chunks(techniques.pipeline, found.places)
         return found
     count = _ranks(techniques)
     if total:
@@ -97,7 +97,8 @@ def _ranks(techniques: Techniques) -> int:
     return ranks
 
 
-def _check_chunks(stages: int, ranks: int) -> None:
+def check_chunks(stages: int, ranks: int) -> None:
+    """Raise PlanError for stages that the ranks of a pipeline do not share evenly."""
     if stages % ranks:
         raise PlanError(
             f"pipeline={stages} on {ranks} ranks of the axis {AXIS}",
@@ -120,4 +121,4 @@ def _before(mesh: Mesh, count: int) -> Mesh:
     return Mesh((*made.axes, *mesh.axes), (*made.names, *mesh.names), order)
 
 
-__all__ = ["AXIS", "Meshes", "meshes", "meshes_of"]
+__all__ = ["AXIS", "Meshes", "check_chunks", "meshes", "meshes_of"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.errors import PlanError
+from meshwright.errors import PlanError, did_you_mean
 from meshwright.pipeline.actions import MESSAGES, Schedule
 from meshwright.pipeline.check import play
 from meshwright.pipeline.meshes import meshes_of
@@ -12,6 +12,8 @@ from meshwright.pipeline.parse import parse
 from meshwright.pipeline.schedules import SCHEDULES, make
 from meshwright.plan import Plan
 from meshwright.techniques import Techniques
+
+TRAINING = tuple(name for name in SCHEDULES if name != "forward")
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -22,7 +24,15 @@ def schedule_of(plan: Plan) -> Schedule:
 def schedule_for(techniques: Techniques, places: int) -> Schedule:
     """The schedule that is asked for, without messages. Raises PlanError for one that does not fit, or cannot run."""
     stages, count, asked = techniques.pipeline, techniques.micro_batches, techniques.schedule or "1f1b"
-    if asked in SCHEDULES or "\n" not in asked:
+    if asked not in SCHEDULES and "\n" not in asked:
+        raise PlanError(
+            f"there is no schedule {asked!r}",
+            why=f"schedules that train: {', '.join(TRAINING)}, or one of your own",
+            hint=did_you_mean(asked.lower(), TRAINING)
+            if asked.lower() not in TRAINING
+            else f"schedule={asked.lower()!r}",
+        )
+    if asked in SCHEDULES:
         found = make(asked, places, count, stages // places)
     else:
         found = parse(asked)

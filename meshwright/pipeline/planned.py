@@ -3,26 +3,25 @@ ranks take them."""
 
 from __future__ import annotations
 
-import fnmatch
 import math
-import re
 from collections.abc import Callable
 from dataclasses import replace
 
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.graph import STAGE_MARK, Graph, Node
+from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.pipeline.actions import Schedule
 from meshwright.pipeline.check import play
 from meshwright.pipeline.costs import costs_of, stage_room
-from meshwright.pipeline.meshes import Meshes
+from meshwright.pipeline.meshes import AXIS, Meshes
 from meshwright.pipeline.order import schedule_for
 from meshwright.pipeline.predicted import peaks_of
 from meshwright.pipeline.split import Split, split
 from meshwright.plan import Plan
 from meshwright.search.planner import Request
-from meshwright.techniques import Techniques
+from meshwright.techniques import Techniques, matches_module
 
 TRIES = 4  # splits that are looked at for the memory they need
 FAR = 0.5  # of the room: stages whose sums are below it fit
@@ -138,6 +137,21 @@ def check_alone(techniques: Techniques) -> None:
             )
 
 
+def check_axis(mesh: Mesh, techniques: Techniques) -> None:
+    """Raise PlanError for a mesh with a pipeline's axis where nobody said how many stages there are."""
+    if (
+        dict(mesh.names).get(AXIS)
+        and mesh.count(dict(mesh.names)[AXIS]) > 1
+        and "pipeline" not in techniques.given
+    ):
+        count = mesh.count(dict(mesh.names)[AXIS])
+        raise PlanError(
+            f"the mesh has an axis {AXIS}={count}, and pipeline= is not given",
+            why="that axis counts the ranks that follow one another; without stages the batch would be split over it",
+            hint=f"pipeline={count}, micro_batches={2 * count}; or pipeline=1 for an axis like any other",
+        )
+
+
 def within_stage(cluster: Cluster, places: int) -> Cluster:
     """The part of a cluster that shares a stage: its outermost levels are the pipeline's. Raises PlanError where that
     many ranks are no whole levels or parts of them."""
@@ -183,7 +197,7 @@ def _wishes(graph: Graph, techniques: Techniques) -> dict[str, int]:
             hint=f"pipeline={stage + 1}",
         )
     for pattern, stage in techniques.stages:
-        mine = [n for n in graph.nodes if any(_matches(pattern, m) for m in _around(n))]
+        mine = [n for n in graph.nodes if any(matches_module(pattern, m.split(".")) for m in _around(n))]
         if not mine:
             modules = sorted({m for n in graph.nodes for m in _around(n)})
             raise PlanError(
@@ -199,18 +213,6 @@ def _around(node: Node) -> list[str]:
     """A node's module and those around it."""
     parts = node.module.split(".") if node.module else []
     return [".".join(parts[: k + 1]) for k in range(len(parts))]
-
-
-def _matches(pattern: str, module: str) -> bool:
-    wanted, parts = pattern.split("."), module.split(".")
-    return len(wanted) == len(parts) and all(map(_part_matches, wanted, parts))
-
-
-def _part_matches(wanted: str, part: str) -> bool:
-    span = re.fullmatch(r"(\d+)-(\d+)", wanted)
-    if span is not None and part.isdigit():
-        return int(span[1]) <= int(part) <= int(span[2])
-    return fnmatch.fnmatchcase(part, wanted)
 
 
 __all__ = ["check_alone", "check_beside", "in_one_stage", "staged", "within_stage"]

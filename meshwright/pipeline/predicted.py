@@ -3,8 +3,8 @@ bytes on each rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshwright.cost.cluster import Cluster
@@ -20,8 +20,9 @@ from meshwright.partition.stage_seconds import (
     update_seconds_of,
 )
 from meshwright.partition.stages import Stage
-from meshwright.pipeline.actions import BACKWARD, FORWARD, Action
-from meshwright.pipeline.check import Played, play
+from meshwright.pipeline.actions import BACKWARD, FORWARD
+from meshwright.pipeline.check import Played
+from meshwright.pipeline.claimed import play_stages
 from meshwright.pipeline.held import holders
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.messages import Message, Messages
@@ -32,12 +33,15 @@ from meshwright.redistribute.steps import origin
 @dataclass(frozen=True)
 class Predicted:
     """A step of a pipeline on the ranks that hold the largest blocks. `stages`: seconds of each. `received`: bytes that
-    each stage takes from earlier ones for a micro-batch. `prologue`: seconds of the sums before the first forward.
-    `peaks`: the most bytes on a rank of each place in the pipeline."""
+    each stage takes from earlier ones for a micro-batch, in so many seconds of `messages`. `updates`: seconds of each
+    place's update. `prologue`: those of the sums before the first forward. `peaks`: the most bytes on a rank of each
+    place in the pipeline."""
 
     played: Played
     stages: tuple[StageSeconds, ...]
     received: tuple[int, ...]
+    messages: tuple[float, ...]
+    updates: tuple[float, ...]
     prologue: float
     peaks: tuple[int, ...]
 
@@ -65,30 +69,13 @@ def predict(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Pr
     updates = [update_seconds_of(parts, cluster, optimizer_states, names) for names in mine]
     link = link_of(cluster)
 
-    def seconds(action: Action) -> float:
-        time = times[action.stage]
-        match action.kind:
-            case "forward":
-                return time.forward
-            case "backward":
-                return time.backward
-            case "backward_input":
-                return time.backward - time.weights
-            case "backward_weight":
-                return time.weights
-        return 0.0
-
-    def message(action: Action) -> float:
-        back = action.kind in ("backward", "backward_input")
-        stage = action.stage + 1 if back else action.stage
-        size = received[stage] if stage < len(received) else 0
-        return link.latency_seconds + size / link.bytes_per_s
-
-    played = play(schedule, seconds, message)
+    messages = [link.latency_seconds + size / link.bytes_per_s for size in received]
     return Predicted(
-        _ended(played, times, updates, schedule.ranks),
+        play_stages(schedule, times, messages, updates),
         times,
         received,
+        tuple(messages),
+        tuple(updates),
         prologue_seconds(parts, cluster, programs.rounds),
         _peaks(parts, cluster, optimizer_states, cut),
     )
@@ -120,8 +107,6 @@ def claims_of(parts: Partition, cluster: Cluster, optimizer_states: int) -> dict
     """What a plan with stages says of itself."""
     found = predict(parts, cluster, optimizer_states)
     place = max(range(len(found.peaks)), key=found.peaks.__getitem__)
-    slowest = max(found.received)
-    link = link_of(cluster)
     return {
         "cluster": cluster.name,
         "step_seconds": found.step_seconds,
@@ -129,11 +114,9 @@ def claims_of(parts: Partition, cluster: Cluster, optimizer_states: int) -> dict
         "peak_bytes": found.peaks[place],
         "peak_where": f"rank {place} of the pipeline",
         "space": "strategies and stages as given",
-        "message_seconds": link.latency_seconds + slowest / link.bytes_per_s,
-        "stages": [
-            {"forward": t.forward, "backward": t.backward, "weights": t.weights, "reduce": t.reduce}
-            for t in found.stages
-        ],
+        "prologue_seconds": found.prologue,
+        "stages": [{**asdict(t), "message": m} for t, m in zip(found.stages, found.messages, strict=True)],
+        "updates": list(found.updates),
     }
 
 
@@ -185,23 +168,6 @@ def peak_of(messages: Messages, place: int, memory: Sequence[StageMemory]) -> in
             sending.pop(message, None)
         sending |= {m: types[action.stage][m.value].size_bytes for m in messages.sent(action) if m.back}
     return max(most, fixed + there + sum(sending.values()) + max(m.update for m in mine))
-
-
-def _ended(
-    played: Played, times: Sequence[StageSeconds], updates: Sequence[float], ranks: Sequence[int]
-) -> Played:
-    """The same with reductions and updates at the end of each rank's list."""
-    lists = []
-    for rank, actions in enumerate(played.times):
-        tail = sum(t.reduce for t, at in zip(times, ranks, strict=True) if at == rank)
-        ends: Mapping[str, float] = {"reduce": tail, "update": updates[rank]}
-        found, late = [], 0.0
-        for action, begin, end in actions:
-            more = ends.get(action.kind, 0.0)
-            found.append((action, begin + late, end + late + more))
-            late += more
-        lists.append(tuple(found))
-    return Played(played.schedule, tuple(lists), played.peaks)
 
 
 __all__ = ["Predicted", "claims_of", "link_of", "peaks_of", "predict"]

@@ -14,6 +14,7 @@ from meshwright.partition import Partition
 from meshwright.partition.judged import peak_on
 from meshwright.partition.price import program_price
 from meshwright.partition.tasks import simulate
+from meshwright.pipeline.predicted import predict
 from meshwright.report.diff import short
 from meshwright.report.quantities import show_bytes, show_change, show_seconds
 
@@ -21,7 +22,9 @@ from meshwright.report.quantities import show_bytes, show_change, show_seconds
 @dataclass(frozen=True)
 class Estimate:
     """One step of the rank that has most to do. Seconds of `parts` add up to the price; the step is shorter by what
-    overlaps. `memory`: what is alive at the peak, by kind."""
+    overlaps. `memory`: what is alive at the peak, by kind.
+
+    Of a pipeline, `schedule` says which, and the parts are those of the rank that computes most, with what it waits."""
 
     mesh: str
     ranks: int
@@ -31,6 +34,8 @@ class Estimate:
     peak_bytes: float
     peak_where: str
     memory: Mapping[str, float] = field(default_factory=dict)
+    schedule: str = ""
+    bubble: float = 0.0
 
     @property
     def price_seconds(self) -> float:
@@ -41,6 +46,8 @@ class Estimate:
 def estimate(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Estimate:
     """Time and memory of a step: the price apart, the end of its timeline, the simulated peak. `optimizer_states`:
     moments per parameter, in the parameter's own dtype as torch keeps them."""
+    if parts.plan.stages:
+        return _of_pipeline(parts, cluster, optimizer_states)
     price = program_price(parts, cluster, optimizer_states)
     line = simulate(parts, cluster, optimizer_states)
     mesh = parts.plan.mesh
@@ -60,6 +67,41 @@ def estimate(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> E
         peak_bytes=top.bytes,
         peak_where=instant_words(parts, top.instant),
         memory={name: size for name, size in top.categories.items() if size},
+    )
+
+
+KINDS = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward_input": "backward",
+    "backward_weight": "backward",
+    "reduce": "gradients",
+    "update": "update",
+}
+
+
+def _of_pipeline(parts: Partition, cluster: Cluster, optimizer_states: int) -> Estimate:
+    found = predict(parts, cluster, optimizer_states)
+    played, schedule = found.played, found.played.schedule
+    spent = [dict.fromkeys(("sums before", *KINDS.values(), "waiting"), 0.0) for _ in played.times]
+    for row, times in zip(spent, played.times, strict=True):
+        row["sums before"] = found.prologue
+        for action, begin, end in times:
+            row[KINDS[action.kind]] += end - begin
+    busiest = max(spent, key=lambda row: sum(row.values()))
+    busiest["waiting"] = found.step_seconds - sum(busiest.values())
+    place = max(range(len(found.peaks)), key=found.peaks.__getitem__)
+    pieces = schedule.micro_batches
+    return Estimate(
+        mesh=str(parts.asked.ranks),
+        ranks=parts.asked.ranks.size,
+        step_seconds=found.step_seconds,
+        parts=busiest,
+        hidden_seconds=0.0,
+        peak_bytes=found.peaks[place],
+        peak_where=f"rank {place} of the pipeline",
+        schedule=f"{schedule.stages} stages, {schedule.name}, {pieces} micro-batch{'es' * (pieces > 1)}",
+        bubble=found.bubble,
     )
 
 
@@ -93,10 +135,15 @@ def estimate_table(columns: Sequence[tuple[str, Estimate]]) -> Table:
 
     if len({e.mesh for e in found}) > 1:
         table.add_row("mesh", found[0].mesh, *(x for e in found[1:] for x in (e.mesh, "")))
+    if any(e.schedule for e in found):
+        table.add_row("stages", _schedule(found[0]), *(x for e in found[1:] for x in (_schedule(e), "")))
     row("step", [e.step_seconds for e in found], show_seconds, "bold")
-    for name in found[0].parts:
-        row(f"  {name}", [e.parts[name] for e in found], show_seconds)
-    row("  hidden", [e.hidden_seconds for e in found], show_seconds)
+    for name in dict.fromkeys(n for e in found for n in e.parts):
+        row(f"  {name}", [e.parts.get(name, 0.0) for e in found], show_seconds)
+    if not all(e.schedule for e in found):
+        row("  hidden", [e.hidden_seconds for e in found], show_seconds)
+    if any(e.schedule for e in found):
+        row("bubble", [e.bubble for e in found], lambda share: f"{100 * share:.1f} %")
     row("peak memory", [e.peak_bytes for e in found], show_bytes, "bold")
     for name in dict.fromkeys(n for e in found for n in e.memory):
         row(f"  {name}", [e.memory.get(name, 0.0) for e in found], show_bytes)
@@ -104,3 +151,7 @@ def estimate_table(columns: Sequence[tuple[str, Estimate]]) -> Table:
         "  at", found[0].peak_where, *(x for e in found[1:] for x in (e.peak_where, "")), style="dim"
     )
     return table
+
+
+def _schedule(one: Estimate) -> str:
+    return one.schedule or "one"

@@ -7,11 +7,12 @@ from typing import Any
 
 from meshwright.graph import DTYPES, MOVES
 from meshwright.partition import Partition
-from meshwright.pipeline.actions import Action
-from meshwright.pipeline.check import play
+from meshwright.pipeline.actions import Schedule
+from meshwright.pipeline.claimed import claimed, claimed_stages
 from meshwright.pipeline.draw import draw
 from meshwright.pipeline.held import holders
 from meshwright.pipeline.order import schedule_of
+from meshwright.plan import Plan
 from meshwright.redistribute.steps import largest_size, show_bytes
 from meshwright.report.quantities import show_seconds
 
@@ -23,45 +24,53 @@ def stage_lines(parts: Partition) -> list[str]:
     if not parts.plan.stages:
         return []
     schedule, graph = schedule_of(parts.asked), parts.resharded.graph
-    claimed: Sequence[Mapping[str, Any]] = parts.plan.claims.get("stages", ())
+    told = claimed_stages(parts.plan)
     lines = []
     for number, stage in enumerate(parts.stages(graph)):
         mine = [n for n in graph.nodes if parts.plan.stages.get(n.name) == number and n.op not in MOVES]
         first, last = (n.module or f"%{n.name}" for n in (mine[0], mine[-1]))
         sent = sum(_bytes(parts, value) * len(later) for value, later in stage.gives.items())
         weights = sum(_bytes(parts, i.name) for i in graph.input_of("parameter") if i.name in stage.reads)
-        text = f"stage {number} on rank {schedule.ranks[number]} of the pipeline: "
-        text += f"{len(mine)} operator{'s' * (len(mine) > 1)}, "
-        text += first if first == last else f"{first} to {last}"
+        text = _head(number, schedule, len(mine), first, last)
         text += f", parameters {show_bytes(weights)}"
         text += f", sends {show_bytes(sent)} forward for each micro-batch" if sent else ""
-        if number < len(claimed):
-            seconds = claimed[number]
-            told = [f"{show_seconds(seconds[way])} {way}" for way in ("forward", "backward")]
-            text += f"; {', '.join(told)} of a micro-batch"
-        lines.append(text)
+        lines.append(text + _seconds(told, number))
     held = holders(parts, schedule)
     tied = [i.target for i in graph.input_of("parameter") if i.needs_grad and len(held[i.name]) > 1]
     if tied:
         more = f" and {len(tied) - 3} more" if len(tied) > 3 else ""
         lines.append(f"on several ranks of the pipeline, gradients added up: {', '.join(tied[:3])}{more}")
-    return [*lines, *drawing(parts).splitlines()]
+    return [*lines, *drawing(parts.asked).splitlines()]
 
 
-def drawing(parts: Partition, width: int = WIDTH) -> str:
+def plan_stage_lines(plan: Plan) -> list[str]:
+    """The same from a plan alone, without its model: what the stages hold and how long they take, and the drawing."""
+    if not plan.stages:
+        return []
+    schedule, told, lines = schedule_of(plan), claimed_stages(plan), list[str]()
+    for number in range(schedule.stages):
+        mine = [n for n, stage in plan.stages.items() if stage == number]
+        first, last = (plan.about.get(n, ("", ""))[1] or f"%{n}" for n in (mine[0], mine[-1]))
+        lines.append(_head(number, schedule, len(mine), first, last) + _seconds(told, number))
+    return [*lines, *drawing(plan).splitlines()]
+
+
+def _head(number: int, schedule: Schedule, operators: int, first: str, last: str) -> str:
+    text = f"stage {number} on rank {schedule.ranks[number]} of the pipeline: "
+    text += f"{operators} operator{'s' * (operators > 1)}, "
+    return text + (first if first == last else f"{first} to {last}")
+
+
+def _seconds(told: Sequence[Mapping[str, Any]], number: int) -> str:
+    if number >= len(told):
+        return ""
+    ways = [f"{show_seconds(told[number][way])} {way}" for way in ("forward", "backward")]
+    return f"; {', '.join(ways)} of a micro-batch"
+
+
+def drawing(plan: Plan, width: int = WIDTH) -> str:
     """The schedule as bars: by predicted seconds where the plan has them, else as if all stages took equally long."""
-    schedule = schedule_of(parts.asked)
-    claimed = parts.plan.claims.get("stages")
-    if not claimed:
-        return draw(play(schedule), width)
-
-    def seconds(action: Action) -> float:
-        stage = claimed[action.stage]
-        whole, later = stage["backward"], stage["weights"]
-        found = {"forward": stage["forward"], "backward": whole, "backward_input": whole - later}
-        return float({**found, "backward_weight": later}.get(action.kind, 0.0))
-
-    return draw(play(schedule, seconds, parts.plan.claims.get("message_seconds", 0.0)), width)
+    return draw(claimed(plan), width)
 
 
 def most_parameters(parts: Partition) -> int:
@@ -81,4 +90,4 @@ def _bytes(parts: Partition, value: str) -> int:
     return size * DTYPES[parts.resharded.graph.types[value].dtype]
 
 
-__all__ = ["drawing", "most_parameters", "stage_lines"]
+__all__ = ["drawing", "most_parameters", "plan_stage_lines", "stage_lines"]

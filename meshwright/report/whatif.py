@@ -5,7 +5,7 @@ Each returns a plan that is priced as any other; what cannot be changed raises P
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,9 +24,13 @@ from meshwright.layout import (
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Strategy
+from meshwright.partition import Partition
+from meshwright.pipeline.meshes import check_chunks, meshes_of
+from meshwright.pipeline.planned import check_beside, in_one_stage, staged
 from meshwright.plan import Plan, fingerprint
 from meshwright.search.finish import input_layouts
 from meshwright.search.options import Scene
+from meshwright.search.planner import Request
 from meshwright.search.techniques import Weigh, apply
 from meshwright.techniques import techniques_from
 
@@ -132,6 +136,34 @@ def changed(
     return replace(found, notes=plan.notes), "; ".join(found.notes)
 
 
+PIPELINE = frozenset(("pipeline", "schedule", "stages"))
+
+
+def changed_in_stages(
+    plan: Plan,
+    graph: Graph,
+    factors: Factors,
+    changes: Mapping[str, Any],
+    weigh: Weigh,
+    lowered: Callable[[Plan], Partition],
+    request: Request | None,
+) -> tuple[Plan, str]:
+    """The same for a plan with stages: operators stay as they are cut, stages are cut again for what they take now.
+    `lowered` makes the program of a plan, and `request` says for which cluster and optimizer. Raises PlanError for what
+    cannot be, and for more stages than the ranks of the pipeline can share evenly."""
+    asked = techniques_from({**plan.techniques.asked(), **changes})
+    check_beside(asked)
+    world = meshes_of(plan)
+    check_chunks(asked.pipeline, world.places)
+    inside = in_one_stage(plan.techniques)
+    alone = replace(plan.unfolded(graph), stages={}, world=None, techniques=inside)
+    found, remark = changed(
+        alone, graph, factors, {k: v for k, v in changes.items() if k not in PIPELINE}, weigh
+    )
+    made = staged(graph, replace(found, notes=()), asked, world, lowered, request)
+    return replace(made, notes=plan.notes), "; ".join(t for t in (remark, *made.notes) if t)
+
+
 def stored_as_used(plan: Plan, graph: Graph, factors: Factors) -> Plan:
     """The plan with every trained parameter stored and updated in the layout in which it is used."""
     inputs, hubs = dict(plan.inputs), dict(plan.hubs)
@@ -145,4 +177,4 @@ def stored_as_used(plan: Plan, graph: Graph, factors: Factors) -> Plan:
     return replace(plan, inputs=inputs, hubs=hubs, again=frozenset(again), states={})
 
 
-__all__ = ["changed", "stored_as_used", "transferred"]
+__all__ = ["changed", "changed_in_stages", "stored_as_used", "transferred"]

@@ -118,10 +118,15 @@ class Meeting:
     def confirm(self, problem: str, hint: str = "") -> None:
         """Go on only if no rank has a problem (an empty text). Raises RunError on all ranks when one has, so
         that nobody is left waiting for a rank that has given up."""
-        told = [problem] if self.channel is None else self.channel.collect(problem)
-        found = next((t for t in told if t), "")
+        found = next((t for t in self.collect(problem) if t), "")
         if found:
             raise RunError(found, hint=hint)
+
+    def collect(self, word: str) -> list[str]:
+        """Everybody's word, by rank, on every rank."""
+        if self.channel is None:
+            return [word]
+        return self.channel.collect(word)
 
     def connect(self, mesh: Mesh, device: torch.device, *, host: bool = False) -> Communicator:
         """The communicator of a mesh, with the default process group made if there is none. `host`: tensors in the

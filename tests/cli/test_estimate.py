@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 import meshwright as mw
-from meshwright.cli.estimate import options, parsed, resized, scaled, with_rows
+from meshwright.cli.changes import resized, scaled, with_rows
+from meshwright.cli.estimate import options, parsed
 from meshwright.cli.opened import cut
 from meshwright.compile import captured_of
 from meshwright.cost.cluster import Cluster

@@ -46,6 +46,43 @@ mw.shutdown()
 print("equal")
 """
 
+TRACED = """
+import copy, json, torch
+import meshwright as mw
+from meshwright.examples import gpt
+
+model, batch, loss = gpt.build(batch=8)
+cluster = mw.Cluster.preset("h100", ranks_per_node=4)
+sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+options = dict(mesh={"pp": 2, "dp": 2}, pipeline=2, micro_batches=4, cluster=cluster)
+plain = mw.train_step(copy.deepcopy(model), sgd, batch, loss=loss, **options)
+step = mw.train_step(model, sgd, batch, loss=loss, **options)
+expected = [plain(batch) for _ in range(3)]
+first = step(batch)
+traced = step.trace(batch)
+found = [first, traced.loss, step(batch)]
+assert all(torch.equal(a, b) for a, b in zip(found, expected)), (found, expected)
+assert traced.measured.places == (0, 0, 1, 1)
+for rank, spans in enumerate(traced.measured.spans):
+    kinds = [(s.action.kind, s.action.micro_batch) for s in spans if s.action.kind in ("forward", "backward")]
+    assert len(kinds) == len(set(kinds)) == 8
+    assert all(a.end <= b.begin for a, b in zip(spans, spans[1:]))
+    assert all(s.begin <= a <= b <= s.end for s in spans for a, b in s.waits)
+made = {(s.action.stage, s.action.micro_batch): s.end for s in traced.measured.spans[0] if s.action.kind == "forward"}
+for span in traced.measured.spans[2]:  # the second stage computes what the first has made
+    if span.action.kind == "forward":
+        assert span.end > made[0, span.action.micro_batch]
+assert abs(traced.predicted_seconds / step.plan.claims["step_seconds"] - 1) < 1e-9
+again = step.trace(batch, cluster).predicted
+assert again.times == traced.predicted.times
+if step.rank == 0:
+    print(traced)
+    traced.save("trace.json")
+    names = {e["args"]["name"] for e in json.load(open("trace.json"))["traceEvents"] if e["name"] == "process_name"}
+    assert len(names) == 6, names
+mw.shutdown()
+"""
+
 DIES = """
 import os, signal, torch
 import meshwright as mw
@@ -82,6 +119,14 @@ def launch(folder: Path, ranks: int, body: str) -> subprocess.CompletedProcess[s
 def test_a_pipeline_trains_as_one_device_does(tmp_path: Path, ranks: int, options: str) -> None:
     result = launch(tmp_path, ranks, TRAIN.replace("OPTIONS", options))
     assert result.returncode == 0 and "equal" in result.stdout, result.stdout + result.stderr
+
+
+def test_a_traced_step_is_a_step_and_says_what_each_rank_did(tmp_path: Path) -> None:
+    result = launch(tmp_path, 4, TRACED)
+    assert result.returncode == 0, result.stdout + result.stderr
+    said = result.stdout
+    assert said.count("rank   ") == 6 and "the slowest" in said and "measured: " in said, said
+    assert "predicted: " in said and "waits" in said, said
 
 
 def test_a_rank_that_fails_in_the_middle_is_named_and_no_process_stays(tmp_path: Path) -> None:

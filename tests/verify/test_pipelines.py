@@ -225,6 +225,8 @@ def test_what_is_sent_is_what_crosses() -> None:
     [
         ({"pipeline": 500, "mesh": 500}, "500 pipeline stages for a model of"),
         ({"pipeline": 2, "schedule": "1fb1"}, "there is no schedule '1fb1'"),
+        ({"pipeline": 2, "schedule": "1F1B"}, "schedule='1f1b'"),
+        ({"mesh": {"pp": 2, "dp": 2}}, "the mesh has an axis pp=2, and pipeline= is not given"),
         ({"pipeline": 2, "schedule": "forward"}, "the schedule forward has no backward"),
         ({"pipeline": 2, "stages": {"blks.0": 0}}, "no module of the model matches 'blks.0'"),
         ({"pipeline": 2, "stages": {"blocks.0": 1, "blocks.1": 0}}, "is wanted in stage 0, after"),

@@ -8,6 +8,7 @@ from meshwright.errors import PlanError
 from meshwright.search.joint.dimensions import fits_in_both
 from meshwright.search.planner import FULL, Found, Planner
 from meshwright.search.techniques.layers import layers_of
+from meshwright.techniques import ranges
 
 TRIES = 3
 
@@ -31,7 +32,7 @@ def fewer_layers(planner: Planner, best: Found) -> Found:
     each = (none.peak_bytes - verdict.peak_bytes) / len(names)
     count = max(1, len(names) - int((limit - verdict.peak_bytes) / each))
     for taken in range(count, min(count + TRIES, len(names))):
-        asked = replace(best.techniques, recompute=tuple((name, policy) for name in names[:taken]))
+        asked = replace(best.techniques, recompute=tuple((name, policy) for name in ranges(names[:taken])))
         try:
             under = planner.under(asked)
             found = under.settled(under.found(best.space, best.states, {}))

@@ -63,9 +63,9 @@ def _next(made: Front, dimension: Dimension, others: list[Any], best: Found) -> 
 
 
 def shown(value: Any) -> str:
-    """``'full' in 12 layers`` for a policy of some layers; else as it is written."""
+    """``'full' in blocks.0-11`` for a policy of some layers; else as it is written."""
     if isinstance(value, tuple) and value and isinstance(value[0], tuple):
-        return f"{value[0][1]!r} in {len(value)} layer{'s' if len(value) > 1 else ''}"
+        return f"{value[0][1]!r} in {', '.join(name for name, _ in value)}"
     return repr(value)
 
 

@@ -1,0 +1,53 @@
+"""Schedules as processes of a trace: a predicted one for each rank of the pipeline, a measured one for each rank of the
+world, side by side."""
+
+from __future__ import annotations
+
+from meshwright.pipeline.actions import COMPUTE, MESSAGES, Action
+from meshwright.pipeline.check import Played
+from meshwright.pipeline.measured import Measured, Span
+from meshwright.report.trace import Process, Slice
+
+
+def played_processes(played: Played, prologue: float = 0.0) -> list[Process]:
+    """A predicted schedule, a process for each rank of the pipeline. `prologue`: seconds before its first action."""
+    found: list[Process] = []
+    for place, times in enumerate(played.times):
+        slices = [Slice("sums", "sums", 0.0, prologue)] if prologue else []
+        slices += [_slice(a, begin + prologue, end + prologue) for a, begin, end in times]
+        found.append(Process(f"rank {place} of the pipeline, predicted", {"actions": slices}))
+    return found
+
+
+def measured_processes(measured: Measured, *, pipeline: bool) -> list[Process]:
+    """A step that ran, a process for each rank of the world: its actions, and within them what it waited."""
+    found: list[Process] = []
+    for rank, spans in enumerate(measured.spans):
+        place = f" ({measured.places[rank]} of the pipeline)" if pipeline else ""
+        slices = [one for span in spans for one in _slices(span)]
+        found.append(Process(f"rank {rank}{place}, measured", {"actions": slices}))
+    return found
+
+
+def side_by_side(played: Played, prologue: float, measured: Measured) -> list[Process]:
+    """Each rank of the pipeline as predicted, and below it the ranks of the world that were there."""
+    found: list[Process] = []
+    ran = measured_processes(measured, pipeline=True)
+    for place, predicted in enumerate(played_processes(played, prologue)):
+        found.append(predicted)
+        found += [ran[rank] for rank, at in enumerate(measured.places) if at == place]
+    return found
+
+
+def _slice(action: Action, begin: float, end: float) -> Slice:
+    name = action.short if action.kind in COMPUTE else action.kind
+    about = {"stage": action.stage, "micro_batch": action.micro_batch}
+    return Slice(name, action.kind, begin, end, about if action.kind in (*COMPUTE, *MESSAGES) else {})
+
+
+def _slices(span: Span) -> list[Slice]:
+    waits = [Slice("wait", "wait", begin, end) for begin, end in span.waits]
+    return [_slice(span.action, span.begin, span.end), *waits]
+
+
+__all__ = ["measured_processes", "played_processes", "side_by_side"]

@@ -1,0 +1,176 @@
+"""When a rank does what: each action of a step with its beginning and end, and when it waited for other stages.
+
+A step that nobody looks at knows nothing of this: for the one that is recorded, the kinds of actions of its executor
+and the messages between stages are wrapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.pipeline.actions import Action as Planned
+from meshwright.pipeline.measured import Span
+from meshwright.runtime.communicator import Communicator, Work
+from meshwright.runtime.executor import Action, Executor
+from meshwright.runtime.pipelined import Pipelined
+
+TRIPS = 8  # round trips, of which the quickest says how far two clocks are apart
+Mark = Any  # seconds, or an event on a GPU's stream
+
+
+class Clock:
+    """Moments of a rank. On a GPU they are those at which its stream comes there, known when the step is over."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._on_gpu = device, device.type == "cuda"
+        if self._on_gpu:
+            torch.cuda.synchronize(device)
+            self._first, self._zero = self.mark(), time.perf_counter()
+
+    def mark(self) -> Mark:
+        """Now."""
+        if not self._on_gpu:
+            return time.perf_counter()
+        return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
+
+    def seconds(self, mark: Mark) -> float:
+        """A moment on this process's clock."""
+        if not self._on_gpu:
+            return mark
+        mark.synchronize()
+        return self._zero + self._first.elapsed_time(mark) / 1e3
+
+
+@dataclass
+class _Span:
+    action: Action
+    begin: Mark
+    end: Mark
+    waits: list[tuple[Mark, Mark]]
+
+
+class Recorder:
+    """What a rank did while an executor was watched."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.clock = Clock(device)
+        self._spans: list[_Span] = []
+
+    @contextlib.contextmanager
+    def watching(self, executor: Executor | Pipelined) -> Iterator[None]:
+        """Record what an executor runs."""
+        kinds = executor.kinds
+        executor.kinds = {kind: self._timed(done) for kind, done in kinds.items()}
+        comm = executor.comm if isinstance(executor, Pipelined) else None
+        if isinstance(executor, Pipelined):
+            executor.comm = _Watched(executor.comm, self)  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            yield
+        finally:
+            executor.kinds = kinds
+            if isinstance(executor, Pipelined) and comm is not None:
+                executor.comm = comm
+
+    def spans(self) -> tuple[Span, ...]:
+        """What was recorded, on this process's clock."""
+        at = self.clock.seconds
+        return tuple(
+            Span(
+                Planned(_NAMES.get(s.action.kind, s.action.kind), s.action.segment, s.action.micro_batch),
+                at(s.begin),
+                at(s.end),
+                tuple((at(begin), at(end)) for begin, end in s.waits),
+            )
+            for s in self._spans
+        )
+
+    def wait(self, work: Work) -> torch.Tensor:
+        """Wait for a message, within an action."""
+        begin = self.clock.mark()
+        found = work.wait()
+        self._spans[-1].waits.append((begin, self.clock.mark()))
+        return found
+
+    def _timed(self, done: Callable[[Action], None]) -> Callable[[Action], None]:
+        def run(action: Action) -> None:
+            begin = self.clock.mark()
+            span = _Span(action, begin, begin, [])
+            self._spans.append(span)
+            done(action)
+            span.end = self.clock.mark()
+
+        return run
+
+
+_NAMES = {"reduce_wait": "reduce"}
+
+
+class _Watched:
+    """The ranks around a stage, whose messages tell a recorder when they are waited for."""
+
+    def __init__(self, comm: Any, recorder: Recorder) -> None:
+        self._comm, self._recorder = comm, recorder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def send_to(self, *given: Any) -> Work:
+        """See `InStage`."""
+        return _WatchedWork(self._comm.send_to(*given), self._recorder)
+
+    def receive_from(self, *given: Any) -> Work:
+        """See `InStage`."""
+        return _WatchedWork(self._comm.receive_from(*given), self._recorder)
+
+
+@dataclass
+class _WatchedWork:
+    work: Work
+    recorder: Recorder
+
+    def wait(self) -> torch.Tensor:
+        return self.recorder.wait(self.work)
+
+
+def ahead_of_first(comm: Communicator, device: torch.device, tag: int) -> float:
+    """By how many seconds this process's clock is ahead of rank 0's: half way through the quickest of a few round trips
+    (Cristian, "Probabilistic clock synchronization", 1989). All ranks call it, and leave it at about one time.
+
+    `tag` is of nothing else between rank 0 and the others.
+    """
+
+    def told(source: int) -> float:
+        into = torch.zeros(1, dtype=torch.float64, device=device)
+        return comm.receive_start(into, source, tag).wait().item()
+
+    def tell(to: int) -> None:
+        now = torch.tensor([time.perf_counter()], dtype=torch.float64, device=device)
+        comm.send_start(now, to, tag).wait()
+
+    others = range(1, comm.mesh.size)
+    if comm.rank == 0:
+        for rank in others:
+            for _ in range(TRIPS):
+                told(rank)
+                tell(rank)
+        for rank in others:
+            tell(rank)
+        return 0.0
+    trips: list[tuple[float, float]] = []
+    for _ in range(TRIPS):
+        began = time.perf_counter()
+        tell(0)
+        there = told(0)
+        ended = time.perf_counter()
+        trips.append((ended - began, (began + ended) / 2 - there))
+    told(0)
+    return min(trips)[1]
+
+
+__all__ = ["Clock", "Recorder", "ahead_of_first"]
