@@ -81,6 +81,10 @@ class RunError(MeshwrightError):
     """A step that cannot run here: wrong world size, a backend that is missing, replicas that drifted apart."""
 
 
+class CheckpointError(MeshwrightError):
+    """A checkpoint that cannot be written, or that is damaged, of another model or of a newer version."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint with the closest known names, or the list of them when none is close."""
     names = sorted(set(known) - {name})

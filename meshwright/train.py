@@ -61,6 +61,8 @@ from meshwright.runtime.rank import Rank
 from meshwright.runtime.recorder import Recorder, ahead_of_first
 from meshwright.runtime.reshard import Mover
 from meshwright.runtime.step import LocalStep, OptimizerFactory, taker
+from meshwright.state.loading import Loaded, load
+from meshwright.state.saving import Saves
 from meshwright.techniques import Options, asked_beside
 
 
@@ -76,6 +78,7 @@ class TrainStep:
         # The model is not kept: the whole weights of parameters that are cut can be freed with it.
         self.local, self.plan = local, parts.asked
         self.parts = parts
+        self._saves = Saves(local, self.plan)
 
     @property
     def mesh(self) -> Mesh:
@@ -171,6 +174,39 @@ class TrainStep:
             for target in (entry.target, *entry.ties):
                 found[target] = value
         return found
+
+    def save(self, path: str | Path, *, data: Any = None, async_: bool = False, keep: int | None = 2) -> Path:
+        """Write a checkpoint that loads under any plan on any number of ranks: ``path/step-00000100``. Collective.
+
+        It has parameters, buffers, the optimizer's states and options, the count of steps, the states of random
+        generators and the plan. `data` is what the user wants back besides: JSON, tensors, and objects with
+        ``state_dict`` such as a loader or a scheduler, equal on all ranks. `keep`: how many checkpoints stay in `path`,
+        None for all. With `async_` the values are copied to the host's memory, and written while training goes on;
+        the next `save`, or `wait`, raises what went wrong.
+
+        A checkpoint gets its name once it is whole and on the disk: whoever is killed leaves the one before. Raises
+        CheckpointError on all ranks."""
+        return self._saves.save(path, data=data, async_=async_, keep=keep)
+
+    def wait(self) -> None:
+        """Wait for a save that is under way. Raises CheckpointError where it went wrong."""
+        self._saves.wait()
+
+    def load(
+        self, path: str | Path, *, data: Any = None, optimizer: bool = True, random: bool = True
+    ) -> Loaded:
+        """Go on from a checkpoint: the newest in `path`, or the one that `path` is. Collective.
+
+        Parameters, buffers, the optimizer's states and options and the count of steps are as they were, whatever plan
+        they were saved under; states of the process's random generators where as many ranks saved them. `path` may also
+        be a safetensors file or the folder of a Hugging Face model: then the weights alone are taken. `data`: objects
+        with ``load_state_dict`` in the places where they stood when saving.
+
+        Raises CheckpointError on all ranks: for damaged files, a newer version, another model (what differs is
+        listed), another optimizer. Where a damaged part is only found while it is read, the step has some of the
+        checkpoint's values and some of its own."""
+        self._saves.wait()
+        return load(self.local, path, data=data, optimizer=optimizer, random=random)
 
     def copy_to(self, model: torch.nn.Module) -> torch.nn.Module:
         """Write the trained values back into a model (made of real tensors). Collective: all ranks call it."""
@@ -297,7 +333,8 @@ def train_step(
     parts = lower(captured, chosen)
     rank = Rank(comm, place, seed=seed, exact=exact_random)
     if isinstance(comm, ProcessGroups):
-        comm.prepare(axis_sets(parts, parts.local(meshes_of(chosen).within(comm.rank))))
+        everybody = frozenset(a.name for a in comm.mesh.axes)
+        comm.prepare([*axis_sets(parts, parts.local(meshes_of(chosen).within(comm.rank))), everybody])
     holds = Pipeline(parts, comm).holds if chosen.stages else lambda _: True
     made = {} if initial is None else initial.parts(lambda entry: taker(entry.name, parts, rank), holds)
     values = {**values_of(model, captured, place), **made}

@@ -1,0 +1,136 @@
+"""A folder of checkpoints: one subfolder each, written under another name and renamed once it is whole.
+
+    ckpt/latest                     the name of the newest whole checkpoint
+    ckpt/step-00000200/             checkpoint.json, plan.json, rank00000.safetensors, …
+    ckpt/.saving-step-00000300-…/   one that is being written, or whose writer was killed
+
+Whoever is killed at any moment leaves either the checkpoint before as the newest, or the new one, whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from meshwright.errors import CheckpointError
+from meshwright.state.index import NAME
+from meshwright.state.tensor_file import cannot_write
+
+LATEST = "latest"
+UNFINISHED = ".saving-"
+PREFIX = "step-"
+
+
+def newest(path: Path) -> Path:
+    """The folder of the checkpoint that a path means: itself, or the newest of those in it. Raises CheckpointError."""
+    if (path / NAME).is_file():
+        return path
+    with contextlib.suppress(OSError):
+        named = path / (path / LATEST).read_text("utf-8").strip()
+        if (named / NAME).is_file():
+            return named
+    found = whole_ones(path)
+    if found:
+        return found[0]
+    begun = [p.name for p in path.glob(f"{UNFINISHED}*")] if path.is_dir() else []
+    raise CheckpointError(
+        f"there is no checkpoint in {str(path)!r}",
+        why="it does not exist"
+        if not path.exists()
+        else "it is a file"
+        if path.is_file()
+        else f"a save was begun there and not ended: {begun[0]}"
+        if begun
+        else f"neither it nor a folder {PREFIX}… in it has a {NAME}",
+        hint="step.save(path) writes one",
+    )
+
+
+def whole_ones(path: Path) -> list[Path]:
+    """The whole checkpoints of a folder, the newest first."""
+    found = (p for p in path.glob(f"{PREFIX}*") if (p / NAME).is_file()) if path.is_dir() else ()
+    return sorted(found, key=lambda p: ((p / NAME).stat().st_mtime_ns, p.name), reverse=True)
+
+
+def begin(path: Path, step: int, word: str) -> tuple[Path, Path]:
+    """Make the folder in which a checkpoint is written; its name and the one that it gets at the end.
+
+    What killed saves have left is removed. `word` tells this save from any other. Raises CheckpointError."""
+    if (path / NAME).is_file():
+        raise CheckpointError(
+            f"{str(path)!r} is a checkpoint itself",
+            why=f"it has a {NAME}; checkpoints are saved as folders {PREFIX}… in the folder that is named",
+            hint=f"step.save({str(path.parent)!r})",
+        )
+    final = path / f"{PREFIX}{step:08d}"
+    number = 1
+    while final.exists():  # the same step once more
+        number += 1
+        final = path / f"{PREFIX}{step:08d}.{number}"
+    temporary = path / f"{UNFINISHED}{final.name}-{word}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for left in path.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        temporary.mkdir()
+    except OSError as error:
+        raise cannot_write(temporary, error) from None
+    return temporary, final
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file so that it is there as a whole or not at all. Raises OSError."""
+    beside = path.with_name(f".{path.name}.new")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def commit(temporary: Path, final: Path) -> None:
+    """Give a whole checkpoint its name, and make it the newest. Raises OSError."""
+    synced(temporary)
+    temporary.rename(final)
+    synced(final.parent)
+    write_whole(final.parent / LATEST, f"{final.name}\n")
+    synced(final.parent)
+
+
+def synced(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def prune(path: Path, keep: int | None) -> None:
+    """Remove all but the newest checkpoints of a folder. None keeps all."""
+    for old in _beyond(path, keep):
+        # Without its index it is no checkpoint any more, so one that is removed by half is not taken for one.
+        with contextlib.suppress(OSError):
+            (old / NAME).unlink()
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _beyond(path: Path, keep: int | None) -> Iterator[Path]:
+    if keep is not None:
+        yield from whole_ones(path)[keep:]
+
+
+__all__ = [
+    "LATEST",
+    "UNFINISHED",
+    "begin",
+    "commit",
+    "newest",
+    "prune",
+    "synced",
+    "whole_ones",
+    "write_whole",
+]

@@ -1,0 +1,254 @@
+"""`checkpoint.json`: which tensors a checkpoint has, of which parts they are made, and all that is no tensor.
+
+The first line has the version and a checksum of the rest, so a file of a newer version is told from a damaged one. A
+tensor is a line. `Index` is what any of the formats looks like once it is opened.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.errors import CheckpointError
+from meshwright.redistribute.boxes import Box
+from meshwright.state.tensor_file import DAMAGED, ITEM_BYTES, Place, crc_of, read_into
+
+VERSION = 1
+NAME = "checkpoint.json"
+PLAN = "plan.json"
+MODEL = "model."  # before the names of parameters and buffers
+STATE = "optim.state."  # before `parameter.key`, for what an optimizer keeps of a parameter
+RANDOM = "random."  # before `rank.generator`
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor, and where its bytes are."""
+
+    file: str
+    box: Box
+    offset: int
+    crc: int | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor: its dtype as safetensors names it, its whole shape, its parts. They do not overlap."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return int(np.prod(self.shape, dtype=np.int64)) * ITEM_BYTES[self.dtype]
+
+    @functools.cached_property
+    def _bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        size = len(self.parts), len(self.shape)
+        start = np.array([p.box.start for p in self.parts], dtype=np.int64).reshape(size)
+        return start, start + np.array([p.box.shape for p in self.parts], dtype=np.int64).reshape(size)
+
+    def meeting(self, box: Box) -> Iterable[tuple[int, Box]]:
+        """The numbers of the parts that have elements of a box, each with those."""
+        start, stop = self._bounds
+        low = np.array(box.start, dtype=np.int64)
+        high = low + np.array(box.shape, dtype=np.int64)
+        for number in np.flatnonzero(((start < high) & (stop > low)).all(axis=1)).tolist():
+            common = self.parts[number].box.meets(box)
+            if common is not None:
+                yield number, common
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class FileNote:
+    """How long a file is, and the length and checksum of its header if they are known."""
+
+    size_bytes: int
+    head_bytes: int = 0
+    head_crc: int | None = None
+
+
+@dataclass(frozen=True)
+class Index:
+    """An opened checkpoint. `ties`: further name → name under which a tensor is there. `optimizer` is None where none
+    was saved; `data` is what the user gave. The rest is 0 for weights that come from elsewhere."""
+
+    folder: Path
+    tensors: Mapping[str, Entry]
+    files: Mapping[str, FileNote]
+    step: int = 0
+    seed: int | None = None
+    world: int = 0
+    ties: Mapping[str, str] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] | None = None
+    data: Any = None
+    made_by: str = ""
+
+    @property
+    def model(self) -> dict[str, Entry]:
+        """The parameters and buffers by their names in the model."""
+        return {n[len(MODEL) :]: e for n, e in self.tensors.items() if n.startswith(MODEL)}
+
+    def check_files(self) -> None:
+        """Raise CheckpointError for a file that is missing, has another length or a damaged header."""
+        for name, note in self.files.items():
+            path = self.folder / name
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                raise CheckpointError(
+                    f"the checkpoint lacks {name}", why=error.strerror, where=str(self.folder), hint=DAMAGED
+                ) from None
+            if size != note.size_bytes:
+                raise CheckpointError(
+                    f"{name} was cut short" if size < note.size_bytes else f"something was added to {name}",
+                    why=f"it has {size:,} bytes, {note.size_bytes:,} were written",
+                    where=str(path),
+                    hint=DAMAGED,
+                )
+            if note.head_crc is not None and crc_of(path, note.head_bytes) != note.head_crc:
+                raise CheckpointError(
+                    f"{name} is damaged",
+                    why="the checksum of its header is another",
+                    where=str(path),
+                    hint=DAMAGED,
+                )
+
+    def read(self, name: str, part: Part) -> np.ndarray:
+        """The bytes of a part. Raises CheckpointError for damaged ones."""
+        dtype = self.tensors[name].dtype
+        place = Place(dtype, part.box.shape, part.offset, part.crc)
+        memory = np.empty(place.size_bytes, dtype=np.uint8)
+        read_into(self.folder / part.file, name, place, memory.data)
+        return memory
+
+
+# ---------------------------------------------------------------- text
+
+
+def to_text(index: Index) -> str:
+    """The text of `checkpoint.json`."""
+    files = list(index.files)
+    numbers = {name: n for n, name in enumerate(files)}
+    head = {
+        "made by": index.made_by,
+        "step": index.step,
+        "seed": index.seed,
+        "ranks": index.world,
+        "files": {n: [f.size_bytes, f.head_bytes, f.head_crc] for n, f in index.files.items()},
+        "ties": dict(index.ties),
+        "data": index.data,
+    }
+    lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
+    if index.optimizer is not None:
+        parts = {k: v for k, v in index.optimizer.items() if k != "parameters"}
+        inside = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in parts.items()]
+        inside.append(_block("parameters", index.optimizer["parameters"]))
+        lines.append('"optimizer": {\n' + ",\n".join(inside) + "\n}")
+    tensors = {
+        name: {
+            "dtype": e.dtype,
+            "shape": list(e.shape),
+            "parts": [
+                [numbers[p.file], list(p.box.start), list(p.box.shape), p.offset, p.crc] for p in e.parts
+            ],
+        }
+        for name, e in index.tensors.items()
+    }
+    lines.append(_block("tensors", tensors))
+    rest = ",\n".join(lines) + "\n}\n"
+    return f'{{"meshwright checkpoint": {VERSION}, "crc32": "{zlib.crc32(rest.encode()):08x}",\n{rest}'
+
+
+def _block(name: str, entries: Mapping[str, Any]) -> str:
+    lines = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in entries.items())
+    return f"{json.dumps(name)}: {{\n{lines}\n}}"
+
+
+def read_index(folder: Path) -> Index:
+    """Open the checkpoint in a folder. Raises CheckpointError for a damaged index, or one of a newer version."""
+    path = folder / NAME
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"the checkpoint's {NAME} cannot be read", why=str(error), where=str(path)
+        ) from None
+    first, _, rest = text.partition("\n")
+    try:
+        head = json.loads(first.rstrip().rstrip(",") + "}")
+        version, crc = int(head["meshwright checkpoint"]), str(head["crc32"])
+    except (ValueError, KeyError, TypeError):
+        raise _damaged(path, "its first line has no version") from None
+    if version != VERSION:
+        raise CheckpointError(
+            f"the checkpoint has version {version}",
+            why=f"this Meshwright reads version {VERSION}",
+            where=str(path),
+            hint="load it with the Meshwright that wrote it, or a newer one",
+        )
+    found = f"{zlib.crc32(rest.encode()):08x}"
+    if found != crc:
+        raise _damaged(path, f"its checksum is {found}, {crc} was written")
+    try:
+        return _index(folder, json.loads("{" + rest))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise _damaged(path, f"it does not parse: {error}") from None
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{NAME} is damaged, or was cut short", why=why, where=str(path), hint=DAMAGED)
+
+
+def _index(folder: Path, data: dict[str, Any]) -> Index:
+    files = list(data["files"])
+    if wrong := [name for name in files if Path(name).name != name]:
+        raise ValueError(f"{wrong[0]!r} is no name of a file beside it")
+
+    def part(entry: list[Any]) -> Part:
+        number, start, shape, offset, crc = entry
+        return Part(files[number], Box(tuple(start), tuple(shape)), int(offset), crc)
+
+    tensors = {
+        name: Entry(e["dtype"], tuple(e["shape"]), tuple(part(p) for p in e["parts"]))
+        for name, e in data["tensors"].items()
+    }
+    return Index(
+        folder,
+        tensors,
+        {name: FileNote(*note) for name, note in data["files"].items()},
+        int(data["step"]),
+        data["seed"],
+        int(data["ranks"]),
+        dict(data["ties"]),
+        data.get("optimizer"),
+        data["data"],
+        str(data["made by"]),
+    )
+
+
+__all__ = [
+    "MODEL",
+    "NAME",
+    "PLAN",
+    "RANDOM",
+    "STATE",
+    "Entry",
+    "FileNote",
+    "Index",
+    "Part",
+    "read_index",
+    "to_text",
+]

@@ -1,0 +1,94 @@
+"""Values as JSON and back: what stands beside tensors in a checkpoint.
+
+Numbers, words, lists and mappings are themselves; tuples, tensors, bytes and mappings with other keys than words are
+said with a tag. An object with `state_dict` is what that gives. Nothing else is taken, and nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from meshwright.errors import CheckpointError
+from meshwright.runtime.dtypes import TORCH_DTYPES
+
+SHORT = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+TAG = "!"
+
+
+def to_plain(value: Any, what: str) -> Any:
+    """A value as JSON has it. Raises CheckpointError that says where in `what` something else stands."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case list():
+            return [to_plain(v, f"{what}[{n}]") for n, v in enumerate(value)]
+        case tuple():
+            return {f"{TAG}tuple": [to_plain(v, f"{what}[{n}]") for n, v in enumerate(value)]}
+        case bytes():
+            return {f"{TAG}bytes": base64.b64encode(value).decode()}
+        case torch.Tensor() if value.dtype in SHORT:
+            data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            return {f"{TAG}tensor": [SHORT[value.dtype], list(value.shape), base64.b64encode(data).decode()]}
+        case Mapping():
+            if all(isinstance(k, str) and not k.startswith(TAG) for k in value):
+                return {k: to_plain(v, f"{what}[{k!r}]") for k, v in value.items()}
+            pairs = [[to_plain(k, what), to_plain(v, f"{what}[{k!r}]")] for k, v in value.items()]
+            return {f"{TAG}items": pairs}
+    if callable(state := getattr(value, "state_dict", None)):
+        return to_plain(state(), f"{what}.state_dict()")
+    raise CheckpointError(
+        f"{what} is a {type(value).__name__}, which a checkpoint cannot hold",
+        why="beside tensors it is JSON, so that nothing has to be unpickled",
+        hint="numbers, words, lists, mappings, tensors, or an object with state_dict() and load_state_dict()",
+    )
+
+
+def from_plain(value: Any) -> Any:
+    """The value again."""
+    match value:
+        case list():
+            return [from_plain(v) for v in value]
+        case {"!tuple": list(found)}:
+            return tuple(from_plain(v) for v in found)
+        case {"!bytes": str(found)}:
+            return base64.b64decode(found)
+        case {"!tensor": [str(dtype), list(shape), str(found)]}:
+            data = bytearray(base64.b64decode(found))
+            if not data:
+                return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+            return torch.frombuffer(data, dtype=TORCH_DTYPES[dtype]).reshape(shape)
+        case {"!items": list(found)}:
+            return {from_plain(k): from_plain(v) for k, v in found}
+        case dict():
+            return {k: from_plain(v) for k, v in value.items()}
+    return value
+
+
+def give_back(value: Any, to: Any, what: str = "data") -> None:
+    """Hand a saved value to the objects with `load_state_dict` that stand in `to`, which looks as what was saved did.
+
+    Raises CheckpointError where it looks otherwise."""
+    if callable(load := getattr(to, "load_state_dict", None)):
+        load(value)
+    elif isinstance(to, Mapping | list | tuple):
+        keys = list(to) if isinstance(to, Mapping) else range(len(to))
+        known = (
+            list(value)
+            if isinstance(value, Mapping)
+            else range(len(value) if isinstance(value, list | tuple) else 0)
+        )
+        for key in keys:
+            if key not in known:
+                raise CheckpointError(
+                    f"the checkpoint has no {what}[{key!r}]",
+                    why=f"saved were {', '.join(map(repr, known)) or 'none'}",
+                    hint="data= as it was given to step.save",
+                )
+            give_back(value[key], to[key], f"{what}[{key!r}]")
+
+
+__all__ = ["from_plain", "give_back", "to_plain"]

@@ -1,0 +1,152 @@
+"""Saving: what a rank writes is listed, ranks agree on a folder, and then each writes its part, at once or beside the
+next steps."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.errors import CheckpointError, MeshwrightError
+from meshwright.plan import Plan
+from meshwright.redistribute.boxes import Box, whole
+from meshwright.runtime.step import LocalStep
+from meshwright.state.folder import begin
+from meshwright.state.generators import random_state
+from meshwright.state.held import (
+    SAFE_NAMES,
+    kept_inputs,
+    model_items,
+    optimizer_values,
+    state_items,
+)
+from meshwright.state.index import RANDOM
+from meshwright.state.plain import to_plain
+from meshwright.state.share import own_pieces
+from meshwright.state.tensor_file import Tensor
+from meshwright.state.words import from_first
+from meshwright.state.writing import Job
+
+PATIENCE_SECONDS = 1800.0  # how long a rank waits for the others' files
+
+
+class Saves:
+    """The saves of one rank's step. One is under way at a time."""
+
+    def __init__(self, step: LocalStep, plan: Plan, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        self.step, self.plan, self.patience_seconds = step, plan, patience_seconds
+        self._thread: threading.Thread | None = None
+        self._problem: MeshwrightError | None = None
+
+    def save(self, path: str | Path, *, data: Any = None, async_: bool = False, keep: int | None = 2) -> Path:
+        """Write a checkpoint into a folder of checkpoints; the path of the new one. Collective.
+
+        With `async_` only a copy is made here, in the host's memory, and the rest happens beside the next steps.
+        Raises CheckpointError, on all ranks, also for an earlier save that went wrong meanwhile."""
+        self.wait()
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise CheckpointError(
+                f"keep={keep!r} checkpoints",
+                why="the new one is kept at least",
+                hint="keep=2, or None for all",
+            )
+        temporary, final = self._agree(Path(path))
+        note, problem = {}, None
+        try:
+            tensors, note = self._collected(data, copied=async_)
+        except MeshwrightError as error:
+            tensors, problem = [], error
+        rank, world = self.step.world.rank, self.step.world.mesh.size
+        job = Job(
+            temporary, final, rank, world, tensors, note, problem, self.patience_seconds,
+            self.plan.to_json() if rank == 0 else "", ties_of(self.step) if rank == 0 else {}, keep,
+        )  # fmt: skip
+        if not async_:
+            job.run()
+            return final
+        self._thread = threading.Thread(target=self._beside, args=(job,), name=f"save {final.name}")
+        self._thread.start()
+        return final
+
+    def wait(self) -> None:
+        """Wait for the save that is under way. Raises what went wrong with it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
+
+    def _beside(self, job: Job) -> None:
+        try:
+            job.run()
+        except MeshwrightError as error:
+            self._problem = error
+
+    def _agree(self, path: Path) -> tuple[Path, Path]:
+        """The folders to write in, which rank 0 makes."""
+        text, mine = "", None
+        if self.step.world.rank == 0:
+            try:
+                temporary, final = begin(path.absolute(), self.step.rank.step, uuid.uuid4().hex[:12])
+                text = json.dumps([str(temporary), str(final)])
+            except MeshwrightError as error:
+                mine = error
+                text = json.dumps([t[:900] for t in (error.what, error.why, error.where, error.hint)])
+        told = json.loads(from_first(self.step, text))
+        if len(told) == 4:
+            what, why, where, hint = told
+            raise mine or CheckpointError(what, why=why, where=where, hint=hint)
+        return Path(told[0]), Path(told[1])
+
+    def _collected(self, data: Any, copied: bool) -> tuple[list[Tensor], dict[str, Any]]:
+        """What this rank writes: tensors, and a note of what is no tensor."""
+        step = self.step
+        place = 0 if step.pipe is None else step.pipe.comm.place
+        tensors: list[Tensor] = []
+        boxes: dict[str, list[Any]] = {}
+        empty: dict[str, list[Any]] = {}
+
+        def add(name: str, part: torch.Tensor, shape: tuple[int, ...], box: Box) -> None:
+            if part.dtype not in SAFE_NAMES:
+                raise CheckpointError(f"{name} is {part.dtype}, which safetensors does not have")
+            pairs = zip(box.start, box.shape, strict=True)
+            key = name if box.shape == shape else f"{name}[{','.join(f'{s}:{s + n}' for s, n in pairs)}]"
+            held = torch.empty(part.shape, dtype=part.dtype).copy_(part) if copied else part
+            tensors.append(Tensor(key, SAFE_NAMES[part.dtype], box.shape, lambda: _bytes_of(held)))
+            boxes[key] = [name, list(shape), list(box.start), list(box.shape)]
+
+        for item in (*model_items(step), *state_items(step)):
+            size, rank = item.tensor.element_size(), step.rank.comm.rank
+            outer = whole(tuple(item.tensor.shape))
+            for piece in own_pieces(item.name, item.layout, size, step.mesh, rank, place, item.places):
+                add(item.name, item.tensor[piece.here.within(outer)], item.layout.shape, piece.box)
+            if not whole(item.layout.shape).numel:
+                empty[item.name] = [SAFE_NAMES[item.tensor.dtype], list(item.layout.shape)]
+        for kind, state in random_state(step.rank.device).items():
+            add(f"{RANDOM}{step.world.rank}.{kind}", state, tuple(state.shape), whole(tuple(state.shape)))
+        note = {
+            "boxes": boxes,
+            "empty": empty,
+            "optimizer": optimizer_values(step),
+            "data": to_plain(data, "data"),
+            "step": step.rank.step,
+            "seed": step.rank.seed,
+        }
+        return tensors, note
+
+
+def _bytes_of(part: torch.Tensor) -> memoryview:
+    return part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def ties_of(step: LocalStep) -> dict[str, str]:
+    """Further names of tied parameters → the one under which they are saved."""
+    return {alias: entry.target for entry in kept_inputs(step) for alias in entry.ties}
+
+
+__all__ = ["Saves"]

@@ -1,0 +1,62 @@
+"""Who of the ranks that hold the same box writes it: each box once, large ones shared.
+
+All ranks come to the same answer without a word: it follows from a tensor's name, its layout and the mesh alone.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwright.layout import TensorLayout
+from meshwright.mesh import Mesh
+from meshwright.redistribute.boxes import Box, held_boxes
+
+SHARED_BYTES = 1 << 20  # what a rank writes of a box that others could write as well, at least
+PART_BYTES = 16 << 20  # the largest part: as much is read to take one element from it
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box that this rank writes, and where it is in the rank's tensor."""
+
+    box: Box
+    here: Box
+
+
+def own_pieces(
+    name: str,
+    layout: TensorLayout,
+    item_bytes: int,
+    mesh: Mesh,
+    rank: int,
+    place: int = 0,
+    places: tuple[int, ...] = (0,),
+) -> Iterator[Piece]:
+    """What a rank writes of a tensor that it holds. `places` of a pipeline hold it, `place` is the rank's."""
+    at = mesh.coordinate(rank)
+    for held in held_boxes(layout, mesh, rank):
+        others = [a.name for a in mesh.axes if a.name not in held.axes]
+        replicas, mine = len(places), places.index(place)
+        for axis in others:
+            replicas, mine = replicas * mesh.sizes[axis], mine * mesh.sizes[axis] + at[axis]
+        size = held.box.numel * item_bytes
+        shares = max(1, min(replicas, size // SHARED_BYTES))
+        first = zlib.crc32(f"{name} {held.box.start}".encode()) % replicas
+        pairs = zip(held.box.cut(shares), held.here.cut(shares), strict=True)
+        for number, (box, here) in enumerate(pairs):
+            if (first + number) % replicas == mine and box.numel:
+                yield from _parts(Piece(box, here), item_bytes)
+
+
+def _parts(piece: Piece, item_bytes: int) -> Iterator[Piece]:
+    """A piece in parts that are not too large, if its dims allow it."""
+    count = math.ceil(piece.box.numel * item_bytes / PART_BYTES)
+    for box, here in zip(piece.box.cut(count), piece.here.cut(count), strict=True):
+        if box.numel:
+            yield Piece(box, here)
+
+
+__all__ = ["PART_BYTES", "Piece", "own_pieces"]

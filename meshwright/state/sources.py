@@ -1,0 +1,78 @@
+"""What a path holds: a checkpoint of ours, one safetensors file, or the folder of a Hugging Face model.
+
+All three open as an `Index`. Weights from elsewhere have no step, no optimizer and no checksums.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from meshwright.errors import CheckpointError
+from meshwright.redistribute.boxes import whole
+from meshwright.state.folder import newest
+from meshwright.state.index import MODEL, Entry, FileNote, Index, Part, read_index
+from meshwright.state.tensor_file import read_head
+
+SUFFIX = ".safetensors"
+ONE = "model.safetensors"
+SPREAD = "model.safetensors.index.json"
+
+
+def kind_of(path: Path) -> str:
+    """``file``, ``hugging face`` or ``sharded``."""
+    if path.suffix == SUFFIX and not path.is_dir():
+        return "file"
+    return "hugging face" if (path / ONE).is_file() or (path / SPREAD).is_file() else "sharded"
+
+
+def resolved(path: Path) -> Path:
+    """Of a folder of checkpoints the newest; else the path itself. Raises CheckpointError where nothing is."""
+    return newest(path) if kind_of(path) == "sharded" else path
+
+
+def open_checkpoint(path: Path) -> Index:
+    """Open what is there. Raises CheckpointError for what is damaged or not there."""
+    match kind_of(path):
+        case "file":
+            return _from_files(path.parent, [path.name])
+        case "hugging face":
+            return _from_files(path, _files_of(path))
+    return read_index(newest(path))
+
+
+def _files_of(folder: Path) -> list[str]:
+    """The files of a Hugging Face model."""
+    if not (folder / SPREAD).is_file():
+        return [ONE]
+    try:
+        files = set(json.loads((folder / SPREAD).read_text("utf-8"))["weight_map"].values())
+        wrong = [name for name in files if Path(name).name != name]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is no name of a file beside it")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{SPREAD} is damaged", why=str(error), where=str(folder)) from None
+    return sorted(files)
+
+
+def _from_files(folder: Path, names: Iterable[str]) -> Index:
+    tensors: dict[str, Entry] = {}
+    files: dict[str, FileNote] = {}
+    ties: dict[str, str] = {}
+    for name in names:
+        places, notes, length = read_head(folder / name)
+        for key, place in places.items():
+            if MODEL + key in tensors:
+                raise CheckpointError(f"{key} is in two files", why=f"one is {name}", where=str(folder))
+            box = whole(place.shape)
+            tensors[MODEL + key] = Entry(
+                place.dtype, place.shape, (Part(name, box, place.offset),) if box.numel else ()
+            )
+        # `safetensors.torch.save_model` notes the further names of a tensor so.
+        ties |= {alias: kept for alias, kept in notes.items() if kept in places and alias not in places}
+        files[name] = FileNote((folder / name).stat().st_size, length)
+    return Index(folder, tensors, files, ties=ties)
+
+
+__all__ = ["ONE", "SPREAD", "SUFFIX", "kind_of", "open_checkpoint", "resolved"]

@@ -1,0 +1,44 @@
+"""What ranks tell one another about a checkpoint: a text of rank 0, and whether anybody has a problem."""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright.errors import CheckpointError, MeshwrightError
+from meshwright.runtime.step import LocalStep
+
+TEXT_BYTES = 4096
+
+
+def from_first(step: LocalStep, text: str) -> str:
+    """Rank 0's text on every rank. Collective."""
+    return _told(step, text, 0)
+
+
+def confirm(step: LocalStep, problem: MeshwrightError | None) -> None:
+    """Go on only if no rank has a problem; else all raise that of the last one that has, which raises its own.
+    Collective."""
+    world = step.world
+    mine = torch.tensor([world.rank + 1 if problem is not None else 0], device=step.rank.device)
+    axes = [a.name for a in world.mesh.axes]
+    who = int(world.all_reduce(mine, axes, "max").item()) - 1
+    if who < 0:
+        return
+    told = _told(step, "" if problem is None else str(problem), who)
+    if problem is not None:
+        raise problem
+    raise CheckpointError(f"rank {who}: {told}")
+
+
+def _told(step: LocalStep, text: str, source: int) -> str:
+    data = text.encode()[:TEXT_BYTES]
+    box = torch.zeros(TEXT_BYTES + 8, dtype=torch.uint8)
+    box[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+    box[TEXT_BYTES:] = torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8)
+    box = box.to(step.rank.device)
+    step.world.broadcast(box, source)
+    found = box.cpu().numpy().tobytes()
+    return found[: int.from_bytes(found[TEXT_BYTES:], "little")].decode(errors="ignore")
+
+
+__all__ = ["confirm", "from_first"]

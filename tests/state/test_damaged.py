@@ -1,0 +1,175 @@
+"""What is damaged, of another model or of a newer version is refused, on all ranks, and says what and where."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.capture.batch import map_leaves
+from meshwright.errors import CheckpointError
+from meshwright.examples import gpt, mlp
+from meshwright.runtime.step import LocalStep
+from meshwright.state.index import NAME
+from meshwright.state.loading import load
+from meshwright.state.saving import Saves
+from tests.state.worlds import Case, batch_of, case, run
+
+TWO = case({"dp": 2}, optimizer_parallel=1, threshold_kb=0)
+THREE = case({"dp": 3})
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+
+    def body(step: LocalStep) -> None:
+        for _ in range(2):
+            step(batch_of("gpt"))
+            Saves(step, step.parts.asked).save(folder)
+
+    run("gpt", TWO, body)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def refused(folder: Path, wanted: Case = THREE) -> list[str]:
+    """What each of the ranks says."""
+
+    def body(step: LocalStep) -> str:
+        with pytest.raises(CheckpointError) as error:
+            load(step, folder)
+        return str(error.value)
+
+    return run("gpt", wanted, body)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["rank00000.safetensors", "rank00001.safetensors", NAME])
+@pytest.mark.parametrize("where", [0.02, 0.3, 0.7, 0.999])
+def test_any_flipped_byte_is_found(folder: Path, name: str, where: float) -> None:
+    path = folder / "step-00000002" / name
+    flip(path, int(where * path.stat().st_size))
+    told = refused(folder, TWO)  # as many ranks as saved: they read the states of their generators, too
+    assert all("damaged" in text or "version" in text for text in told), told
+    assert name in told[0]
+    assert f"try:   the one before: step.load('{folder / 'step-00000001'}')" in told[0]
+    run("gpt", TWO, lambda step: load(step, folder / "step-00000001"))
+
+
+@pytest.mark.parametrize("name", ["rank00001.safetensors", NAME])
+@pytest.mark.parametrize("left", [0, 100, 0.5, -1])
+def test_what_was_cut_short_is_found(folder: Path, name: str, left: float) -> None:
+    path = folder / "step-00000002" / name
+    data = path.read_bytes()
+    path.write_bytes(data[: int(left * len(data)) if 0 < left < 1 else int(left)])
+    assert all("cut short" in text for text in refused(folder))
+
+
+def test_a_missing_file_is_named(folder: Path) -> None:
+    (folder / "step-00000002" / "rank00001.safetensors").unlink()
+    assert all("lacks rank00001.safetensors" in text for text in refused(folder))
+
+
+def test_a_newer_version_is_named(folder: Path) -> None:
+    path = folder / "step-00000002" / NAME
+    path.write_text(path.read_text().replace('checkpoint": 1', 'checkpoint": 2', 1))
+    assert "the checkpoint has version 2" in refused(folder)[0]
+
+
+def test_an_index_that_lies_is_refused(folder: Path) -> None:
+    """With a checksum that fits, but files elsewhere."""
+    path = folder / "step-00000002" / NAME
+    rest = path.read_text().partition("\n")[2].replace('"rank00001.safetensors"', '"../../else.safetensors"')
+    path.write_text(f'{{"meshwright checkpoint": 1, "crc32": "{zlib.crc32(rest.encode()):08x}",\n{rest}')
+    assert "is no name of a file beside it" in refused(folder)[0]
+
+
+def test_a_part_that_is_not_there_is_missed(folder: Path) -> None:
+    path = folder / "step-00000002" / NAME
+    rest = path.read_text().partition("\n")[2]
+    data = json.loads("{" + rest)
+    data["tensors"]["model.blocks.0.up.weight"]["parts"].pop()
+    rest = json.dumps(data)[1:]
+    path.write_text(f'{{"meshwright checkpoint": 1, "crc32": "{zlib.crc32(rest.encode()):08x}",\n{rest}')
+    assert any("has only parts of model.blocks.0.up.weight" in text for text in refused(folder))
+
+
+def test_a_pointer_to_nothing_leads_to_the_newest(folder: Path) -> None:
+    (folder / "latest").write_text("step-00000009\n")
+    assert run("gpt", TWO, lambda step: load(step, folder).step) == [2, 2]
+    (folder / "latest").unlink()
+    shutil.rmtree(folder / "step-00000002")
+    assert run("gpt", TWO, lambda step: load(step, folder).step) == [1, 1]
+
+
+def test_nothing_there_says_why(tmp_path: Path) -> None:
+    assert "why:   it does not exist" in refused(tmp_path / "none")[0]
+    (tmp_path / ".saving-step-00000003-abc").mkdir()
+    assert "a save was begun there and not ended" in refused(tmp_path)[0]
+
+
+def test_another_model_is_refused_with_what_differs(saved: Path) -> None:
+    model, batch, loss = gpt.build(gpt.GPTConfig(48, 32, 1, 4, 8, tied=False))
+    step = mw.train_step(model, sgd, batch, loss=loss, mesh=1)
+    before = step.full_state()["tokens.weight"].clone()
+    with pytest.raises(CheckpointError) as error:
+        step.load(saved)
+    told = str(error.value)
+    assert "the checkpoint is of another model" in told
+    assert "tokens.weight is F32[48, 32] here and F32[48, 24] in the checkpoint" in told
+    assert "more" in told
+    assert torch.equal(step.full_state()["tokens.weight"], before)
+
+
+def test_ties_are_part_of_a_model(tmp_path: Path) -> None:
+    def build(tied: bool) -> mw.TrainStep:
+        model, batch, loss = gpt.build(gpt.GPTConfig(48, 24, 1, 4, 8, tied=tied))
+        return mw.train_step(model, sgd, batch, loss=loss, mesh=1)
+
+    tied, apart = build(True), build(False)
+    tied.save(tmp_path / "tied")
+    apart.save(tmp_path / "apart")
+    with pytest.raises(CheckpointError, match=r"head.weight is of its own here, and tied to tokens.weight"):
+        apart.load(tmp_path / "tied")
+    with pytest.raises(CheckpointError, match=r"head.weight is tied to tokens.weight here, and of its own"):
+        tied.load(tmp_path / "apart")
+
+
+def test_another_dtype_is_refused(tmp_path: Path) -> None:
+    model, batch, loss = mlp.build()
+    mw.train_step(model, sgd, batch, loss=loss, mesh=1).save(tmp_path)
+    batch = map_leaves(batch, lambda x: x.double() if x.is_floating_point() else x)
+    wide = mw.train_step(model.double(), sgd, batch, loss=loss, mesh=1)
+    with pytest.raises(CheckpointError, match=r"is F64\[.*\] here and F32\["):
+        wide.load(tmp_path)
+
+
+def test_a_checkpoint_is_no_place_for_others(tmp_path: Path) -> None:
+    model, batch, loss = mlp.build()
+    step = mw.train_step(model, sgd, batch, loss=loss, mesh=1)
+    made = step.save(tmp_path)
+    with pytest.raises(CheckpointError, match="is a checkpoint itself"):
+        step.save(made)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        step.save(tmp_path / "file")
