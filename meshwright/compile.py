@@ -28,14 +28,7 @@ from meshwright.partition.turns import with_turns
 from meshwright.partition.weighed import weighed
 from meshwright.pipeline.chosen import may_have_stages, with_stages
 from meshwright.pipeline.meshes import meshes
-from meshwright.pipeline.planned import (
-    check_alone,
-    check_axis,
-    check_beside,
-    in_one_stage,
-    staged,
-    within_stage,
-)
+from meshwright.pipeline.planned import check_alone, check_axis, in_one_stage, staged, within_stage
 from meshwright.pipeline.predicted import claims_of as pipeline_claims
 from meshwright.plan import Plan
 from meshwright.report.plan_table import plan_text
@@ -248,7 +241,6 @@ def _plan_staged(
         inside = replace(
             request, cluster=within_stage(request.cluster, places), memory_bytes=limit, places=places
         )
-    check_beside(techniques)
     made = plan_captured(captured, world.stage, mode, pins, inside, in_one_stage(techniques))
     asked = {name: getattr(techniques, name) for name in ("pipeline", "schedule", "stages")}
     techniques = replace(made.techniques, **asked, given=techniques.given)

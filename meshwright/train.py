@@ -51,16 +51,17 @@ from meshwright.redistribute import redistribute
 from meshwright.redistribute.positions import exchange
 from meshwright.report.program import ProgramText
 from meshwright.report.step_trace import StepTrace
-from meshwright.runtime.batches import Given, LocalBatch
+from meshwright.runtime.batches import Given, LocalBatch, taker
 from meshwright.runtime.communicator import ProcessGroups, leave
 from meshwright.runtime.connect import Meeting, check_world, launched_world
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.elementwise import check_optimizer
+from meshwright.runtime.optimizers import OptimizerFactory
 from meshwright.runtime.pipeline import Pipeline
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.recorder import Recorder, ahead_of_first
 from meshwright.runtime.reshard import Mover
-from meshwright.runtime.step import LocalStep, OptimizerFactory, taker
+from meshwright.runtime.step import LocalStep
 from meshwright.state.loading import Loaded, load
 from meshwright.state.saving import Saves
 from meshwright.techniques import Options, asked_beside

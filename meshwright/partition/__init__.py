@@ -8,11 +8,12 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshwright.graph import RESHARD, TO_DEVICE, TO_HOST, Graph, Node
+from meshwright.graph import RESHARD, START, TO_DEVICE, TO_HOST, Graph, Node
 from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.factors import Factors
 from meshwright.partition.again import Keeps
+from meshwright.partition.interleave import STARTED, SUMMED, original
 from meshwright.partition.keeps import stashed, with_keeps
 from meshwright.partition.localize import localize_graph
 from meshwright.partition.overlap import Flight, flights, overlapped
@@ -22,6 +23,8 @@ from meshwright.partition.stashes import Stash
 from meshwright.partition.time import check_in_time, in_time
 from meshwright.plan import Plan
 from meshwright.redistribute import TWO_CORE_GLOO, Prices
+
+NO_COPIES: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,22 @@ class Partition:
     def _places(self) -> Places:
         return places(self.resharded.graph, self.plan.stages)
 
-    def stages(self, program: Graph) -> tuple[Stage, ...]:
-        """The stages of a pipeline into which a local program (or one of a micro-batch) is cut."""
+    def stages(self, program: Graph, copy_of: Mapping[str, int] = NO_COPIES) -> tuple[Stage, ...]:
+        """The stages of a pipeline into which a local program (or one of a micro-batch) is cut. `copy_of`: which copy
+        its nodes are of, where it has several."""
         starts = {flight.name: flight.members[0] for flight in self.flights}
+        made_by = self.resharded.graph.producers
 
         def place(node: Node) -> frozenset[int]:
             name = starts.get(node.name, node.name)
-            return self._places[name if name in self._places else name.rpartition("_k")[0]]
+            if node.name in copy_of:
+                name = original(name, copy_of[node.name])
+            name = name.removesuffix(STARTED) if node.op == START and node.name in copy_of else name
+            if name in made_by:
+                name = made_by[name].name  # what puts copies together is called like the value
+            for end in ("_k", SUMMED):
+                name = name if name in self._places else name.rpartition(end)[0] or name
+            return self._places[name]
 
         return cut_stages(program, self.plan.techniques.pipeline, place)
 

@@ -11,6 +11,7 @@ from meshwright.partition.fetch_prices import fetch_seconds
 from meshwright.partition.fetches import fetch_runs
 from meshwright.partition.interleave import named
 from meshwright.partition.stash_tasks import LINK
+from meshwright.partition.stashes import asked_within
 
 
 class FetchTasks:
@@ -23,11 +24,10 @@ class FetchTasks:
         self.runs = fetch_runs(program)
         self._run_of = {name: number for number, run in enumerate(self.runs) for name in run}
         self._asked: dict[str, list[str]] = {}  # node → what its backward is the first to ask for
-        for name in self._run_of:
-            if name in parts.fetched:
-                node = parts.fetched[name]
-                node = named(node, parts.copies - 1) if parts.copies > 1 else node
-                self._asked.setdefault(node, []).append(name)
+        last = parts.copies - 1
+        asked = {v: named(n, last) if last else n for v, n in parts.fetched.items()}
+        for name, node in asked_within(asked, program).items():
+            self._asked.setdefault(node, []).append(name)
         self._ahead: dict[str, int] = {}  # brought, and not taken yet → its task
         self._left: set[str] = set()
         self._still: set[str] = set()  # what backward has not brought yet

@@ -38,6 +38,8 @@ PRODUCTS = {
     "scaled_dot_product_attention": "keys",
 }
 
+STARTED, SUMMED = "_start", "_sum"  # what ends the names of starts and of sums of copies
+
 Said = TypeVar("Said")
 
 
@@ -186,7 +188,7 @@ class _Merge:
             if mine is None:
                 continue
             if node.op == RESHARD and _sends(node) and graph.consumers[node.name]:
-                start = f"{mine.name}_start"
+                start = mine.name + STARTED
                 half = ((Ref(mine.uses[0]),), (node.args[1],), (node.args[2],))
                 flag = (any(node.needs_grad),)
                 self.copy_of[start] = copy
@@ -223,7 +225,7 @@ class _Merge:
             return
         total = named(value, 0)
         for copy in range(1, len(self.copies)):
-            name = value if copy == last else f"{value}_sum{copy}"
+            name = value if copy == last else f"{value}{SUMMED}{copy}"
             terms = (Ref(total), Ref(named(value, copy)))
             yield Node(name, "aten.add.Tensor", terms, (), (kind,), (flag,))
             total = name

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.graph import Graph
 from meshwright.partition import Partition
+from meshwright.partition.accumulation import programs_in_time
 from meshwright.partition.halves import splittable
 from meshwright.partition.memory import StepWalk
 from meshwright.partition.peaks import Optimizer
@@ -51,11 +52,13 @@ def stage_memory(
     base = kept = forward = backward = later = weights = 0
     again = {n.name for n in walk.graph.nodes if not walk.again.isdisjoint(n.values)}
     halves = splittable(walk.graph, again) if in_halves else frozenset()
-    for is_last in (False, True) if parts.micro_batches > 1 else (True,):
+    for is_last in (False, True) if programs_in_time(parts) > 1 else (True,):
         base = heap.total
         walk.gradients.begin(is_last)
         begin = len(heap.timeline)
+        walk.stashes.begin()
         walk.forward()
+        walk.stashes.settle()
         middle = len(heap.timeline)
         kept = heap.total - base
         walk.backward(halves)

@@ -10,10 +10,11 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.timeline import play
 from meshwright.graph import Graph
 from meshwright.partition import Partition
-from meshwright.partition.accumulation import summed_first
+from meshwright.partition.accumulation import scattered_each_time, summed_first
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.halves import splittable
+from meshwright.partition.interleave import Interleaved
 from meshwright.partition.micro_batches import Round
 from meshwright.partition.price import on_cluster, parameter_prices
 from meshwright.partition.tasks import StepTasks
@@ -32,24 +33,30 @@ class StageSeconds:
     reduce: float
 
 
-def stage_seconds(parts: Partition, cluster: Cluster, graph: Graph) -> StageSeconds:
-    """The seconds of a stage, whose program this is."""
+def stage_seconds(
+    parts: Partition, cluster: Cluster, graph: Graph, turns: Interleaved | None = None
+) -> StageSeconds:
+    """The seconds of a stage, whose program this is. `turns`: that of all copies, where several take turns."""
     mesh = on_cluster(parts.plan.mesh, cluster)
     mine = frozenset(i.name for i in graph.inputs)
     groups = fill(pending_gradients(parts), cluster.device_type, gradient_bytes(parts.plan))
     ends: list[float] = []
+    scattered = [g for g in groups if g.parted and scattered_each_time(parts)]
     for number in range(3):  # forward; and backward; and what the last one reduces
-        step = StepTasks(parts, graph, mesh, cluster)
+        step = StepTasks(parts, graph, mesh, cluster, turns)
         step.begin()
         step.forward()
         if number:
             held = summed_first(parts) if number == 1 else ()
-            step.backward(_of(groups, mine) if number == 2 else (), held)
+            step.backward(_of(groups if number == 2 else scattered, mine), held)
+        if number == 1 and scattered:
+            step.wait()
         if number == 2:
             step.update(0.0)
         ends.append(play(step.tasks, cluster.measured.slowdown).step_seconds)
     prices = step.nodes
     later = math.fsum(prices[name].backward_seconds / 2 for name in splittable(graph) if name in prices)
+    later *= parts.copies
     return StageSeconds(
         ends[0], ends[1] - ends[0], min(later, ends[1] - ends[0]), max(0.0, ends[2] - ends[1])
     )

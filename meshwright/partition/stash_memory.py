@@ -54,6 +54,10 @@ class StashMemory:
         self._leaving: deque[Storage] = deque()
         self._run: _Run | None = None
 
+    def begin(self) -> None:
+        """A forward pass begins."""
+        self._run = None
+
     def keep(self, value: str, storage: Storage) -> None:
         """A value with memory of its own is kept as its stash says."""
         stash, heap = self.stashes[value], self.heap

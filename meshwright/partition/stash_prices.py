@@ -11,7 +11,7 @@ from meshwright.graph import DTYPES, Graph
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.again import VIEWS
-from meshwright.partition.stashes import Stash
+from meshwright.partition.stashes import Stash, stashed_in
 from meshwright.redistribute.prices import total_seconds
 from meshwright.redistribute.steps import origin
 
@@ -35,7 +35,9 @@ def moved_values(parts: Partition, local: Graph) -> list[str]:
     copying = copying_views(local) if parts.stashes else frozenset[str]()
     made_by = parts.resharded.graph.producers
     return [
-        value for value in parts.stashes if made_by[value].op not in VIEWS or made_by[value].name in copying
+        value
+        for value in stashed_in(parts.stashes, local)
+        if made_by[value].op not in VIEWS or made_by[value].name in copying
     ]
 
 

@@ -12,9 +12,9 @@ from meshwright.cost.timeline import COMPUTE, Task
 from meshwright.graph import Graph, Node
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
-from meshwright.partition.interleave import in_copies, named
+from meshwright.partition.interleave import in_copies
 from meshwright.partition.stash_prices import host_seconds
-from meshwright.partition.stashes import Stash, part_bytes, room_bytes, settled_before
+from meshwright.partition.stashes import Stash, part_bytes, room_bytes, settled_before, stashed_in
 from meshwright.redistribute import Step
 from meshwright.redistribute.steps import origin
 
@@ -51,21 +51,16 @@ class StashTasks:
     ) -> None:
         self.parts, self.mesh, self.cluster = parts, mesh, cluster
         self.tasks, self.talk = tasks, talk
-        copies, rank = parts.copies, mesh.rank(origin(mesh))
-        stashes = in_copies(parts.stashes, copies)
-        self.moved = in_copies({v: parts.stashes[v] for v in moved}, copies)
+        rank = mesh.rank(origin(mesh))
+        stashes = stashed_in(parts.stashes, program, parts.copies)
+        goes = in_copies(dict.fromkeys(moved, ""), parts.copies)
+        self.moved = {v: s for v, s in stashes.items() if v in goes}
         self.sizes = {v: part_bytes(s, program, v, parts.plan.mesh, rank) for v, s in self.moved.items()}
         self.room = room_bytes(program, stashes, parts.plan.mesh, rank)
         self.settled = settled_before(program, stashes)
-        asked: dict[str, list[str]] = {}
-        for value, stash in parts.stashes.items():
-            if value in moved:
-                asked.setdefault(stash.asked, []).append(value)
-        # Node → what its backward is the first to ask for.
-        self.asked: dict[str, list[str]] = {}
-        for copy in range(copies):
-            names = {v: named(v, copy) if copies > 1 else v for v in (*moved, *asked)}
-            self.asked |= {names[node]: [names[v] for v in values] for node, values in asked.items()}
+        self.asked: dict[str, list[str]] = {}  # node → what its backward is the first to ask for
+        for value, stash in self.moved.items():
+            self.asked.setdefault(stash.asked, []).append(value)
         self._leaving: deque[tuple[int, int]] = deque()  # (task, bytes)
         self._run: _Run | None = None
         self._runs: dict[str, _Run] = {}

@@ -9,12 +9,13 @@ layer.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.graph import DTYPES, MOVES, RESHARD, TRANSFERS, Graph, Node
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.partition.again import VIEWS, Keeps, readers_alike
+from meshwright.partition.interleave import named
 from meshwright.partition.overlap import layer_of
 from meshwright.partition.reshards import Resharded
 from meshwright.plan import Plan
@@ -144,6 +145,31 @@ def asked_at(
 # ---------------------------------------------------------------- what a rank's program does with them
 
 
+def asked_within(asked: Mapping[str, str], graph: Graph) -> dict[str, str]:
+    """Value → the node whose backward asks for it first, in a local program that may be one stage of a pipeline: where
+    that node is in another stage it is the last reader. What no reader has a gradient for is not in it."""
+    place = {node.name: number for number, node in enumerate(graph.nodes)} if asked else {}
+    found: dict[str, str] = {}
+    for value, node in asked.items():
+        if value in graph.producers:
+            readers = [n.name for n, _ in graph.consumers[value] if any(n.needs_grad)]
+            if node in place or readers:
+                found[value] = node if node in place else max(readers, key=place.__getitem__)
+    return found
+
+
+def stashed_in(stashes: Mapping[str, Stash], graph: Graph, copies: int = 1) -> dict[str, Stash]:
+    """Those of a local program, or of a stage of one, by the names that they have in the program of so many copies."""
+    if copies > 1:
+        stashes = {
+            named(v, c): replace(s, asked=named(s.asked, c))
+            for v, s in stashes.items()
+            for c in range(copies)
+        }
+    asked = asked_within({v: s.asked for v, s in stashes.items()}, graph)
+    return {v: replace(stashes[v], asked=node) for v, node in asked.items()}
+
+
 def runs_of(graph: Graph, stashes: Mapping[str, Stash]) -> list[list[str]]:
     """The values of a rank's program that go to the host, those of one layer together, in order."""
     found: list[list[str]] = []
@@ -202,10 +228,12 @@ __all__ = [
     "STASHED",
     "Stash",
     "asked_at",
+    "asked_within",
     "part_bytes",
     "room_bytes",
     "runs_of",
     "settled_before",
     "sliced",
+    "stashed_in",
     "stashes_of",
 ]

@@ -324,8 +324,9 @@ class StepTasks:
                         found.setdefault(named(last, copies - 1), []).append(node)
                     else:
                         for copy in range(copies):
-                            mine = self.local.producers[named(node.name, copy)]
-                            found.setdefault(named(last, copy), []).append(mine)
+                            mine = self.local.producers.get(named(node.name, copy))
+                            if mine is not None:  # else it is in another stage
+                                found.setdefault(named(last, copy), []).append(mine)
         return found
 
     def _reduce(self, groups: Iterable[tuple[int, Group]]) -> None:

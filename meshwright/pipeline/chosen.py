@@ -11,7 +11,7 @@ from meshwright.errors import PlanError
 from meshwright.graph import Graph
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.batch import by_micro_batch
-from meshwright.pipeline.planned import check_beside, within_stage
+from meshwright.pipeline.planned import within_stage
 from meshwright.plan import Plan
 from meshwright.search.folded import folded, whole
 from meshwright.search.joint.stages import Staged, stages
@@ -26,16 +26,10 @@ WORTH = 0.05  # of the step: what stages must save
 
 
 def may_have_stages(graph: Graph, request: Request, techniques: Techniques) -> bool:
-    """Whether stages are open: not said by the user, exact, and beside nothing that they do not go together with."""
+    """Whether stages are open: not said by the user, and exact."""
     if "pipeline" in techniques.given or request.cluster.ranks == 1 or request.judge is None:
         return False
-    if any("host" in n.marks for n in graph.nodes) or by_micro_batch(graph, factors_of(graph)):
-        return False
-    try:
-        check_beside(techniques)
-    except PlanError:
-        return False
-    return True
+    return not by_micro_batch(graph, factors_of(graph))
 
 
 def with_stages(

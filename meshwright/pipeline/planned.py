@@ -41,12 +41,6 @@ def staged(
     Raises PlanError for wishes that cannot be, for a schedule that does not fit, and for techniques that do not go
     together with stages.
     """
-    if plan.hosts:
-        raise PlanError(
-            f"mw.on_host beside pipeline={techniques.pipeline}",
-            why="operators on the host do not work together with stages yet",
-            hint="leave out mw.on_host",
-        )
     schedule = schedule_for(techniques, world.places)
     pins = _wishes(graph, techniques)
     parts = lowered(plan)  # in one stage
@@ -101,23 +95,6 @@ def _within_memory(
     if not found:
         return split(graph, schedule.stages, costs, pins=pins)
     return min(found, key=lambda one: one[0])[1]
-
-
-def check_beside(techniques: Techniques) -> None:
-    """Raise PlanError for techniques that do not go together with a pipeline."""
-    refused = {
-        "interleave": techniques.interleave > 1,
-        "gradient_accumulation_shard": techniques.gradient_accumulation_shard,
-        "offload": bool(techniques.offload),
-        "slice_activation": techniques.slice_activation,
-    }
-    for name, asked in refused.items():
-        if asked:
-            raise PlanError(
-                f"{name} beside pipeline={techniques.pipeline}",
-                why="the two do not work together yet",
-                hint=f"leave out {name}",
-            )
 
 
 def in_one_stage(techniques: Techniques) -> Techniques:
@@ -215,4 +192,4 @@ def _around(node: Node) -> list[str]:
     return [".".join(parts[: k + 1]) for k in range(len(parts))]
 
 
-__all__ = ["check_alone", "check_beside", "in_one_stage", "staged", "within_stage"]
+__all__ = ["check_alone", "in_one_stage", "staged", "within_stage"]

@@ -10,7 +10,8 @@ from typing import Any
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.parts import Level
 from meshwright.partition import Partition
-from meshwright.partition.micro_batches import first_micro_batch
+from meshwright.partition.interleave import Interleaved
+from meshwright.partition.micro_batches import first_micro_batch, first_program
 from meshwright.partition.peaks import optimizer_on
 from meshwright.partition.stage_memory import StageMemory, stage_memory
 from meshwright.partition.stage_seconds import (
@@ -60,9 +61,13 @@ def predict(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Pr
     """Play the schedule of a plan with stages. `optimizer_states`: moments per parameter."""
     schedule, meshes = schedule_of(parts.asked), meshes_of(parts.asked)
     mesh = parts.plan.mesh
-    programs = first_micro_batch(parts, mesh.rank(origin(mesh)))
-    cut = parts.stages(programs.programs[0])
-    times = tuple(stage_seconds(parts, cluster, stage.segment.graph) for stage in cut)
+    rank = mesh.rank(origin(mesh))
+    programs = first_micro_batch(parts, rank)
+    one, (cut, turns) = parts.stages(programs.programs[0]), stages_in_copies(parts, rank)
+    times = tuple(
+        stage_seconds(parts, cluster, stage.segment.graph, taken)
+        for stage, taken in zip(one, turns, strict=True)
+    )
     received = tuple(map(_received, cut))
     held = holders(parts, schedule)
     mine = [frozenset(n for n, places in held.items() if p in places) for p in range(meshes.places)]
@@ -84,8 +89,17 @@ def predict(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Pr
 def peaks_of(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> tuple[int, ...]:
     """The most bytes on a rank of each place in the pipeline, as `Predicted` has them."""
     mesh = parts.plan.mesh
-    programs = first_micro_batch(parts, mesh.rank(origin(mesh)))
-    return _peaks(parts, cluster, optimizer_states, parts.stages(programs.programs[0]))
+    return _peaks(parts, cluster, optimizer_states, stages_in_copies(parts, mesh.rank(origin(mesh)))[0])
+
+
+def stages_in_copies(parts: Partition, rank: int) -> tuple[tuple[Stage, ...], list[Interleaved | None]]:
+    """The stages of the first micro-batch as they run; and where its copies take turns, the program of each."""
+    if parts.copies == 1:
+        cut = parts.stages(first_micro_batch(parts, rank).programs[0])
+        return cut, [None] * len(cut)
+    together = first_program(parts, rank)
+    cut = parts.stages(together.graph, together.copy_of)
+    return cut, [Interleaved(stage.segment.graph, together.copy_of) for stage in cut]
 
 
 def _peaks(

@@ -26,7 +26,7 @@ from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Strategy
 from meshwright.partition import Partition
 from meshwright.pipeline.meshes import check_chunks, meshes_of
-from meshwright.pipeline.planned import check_beside, in_one_stage, staged
+from meshwright.pipeline.planned import in_one_stage, staged
 from meshwright.plan import Plan, fingerprint
 from meshwright.search.finish import input_layouts
 from meshwright.search.options import Scene
@@ -152,7 +152,6 @@ def changed_in_stages(
     `lowered` makes the program of a plan, and `request` says for which cluster and optimizer. Raises PlanError for what
     cannot be, and for more stages than the ranks of the pipeline can share evenly."""
     asked = techniques_from({**plan.techniques.asked(), **changes})
-    check_beside(asked)
     world = meshes_of(plan)
     check_chunks(asked.pipeline, world.places)
     inside = in_one_stage(plan.techniques)

@@ -15,6 +15,8 @@ from meshwright.partition import Partition
 from meshwright.redistribute.positions import exchange
 from meshwright.redistribute.steps import Step as Move
 from meshwright.runtime.dtypes import TORCH_DTYPES
+from meshwright.runtime.program import HOST
+from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Mover
 
 
@@ -52,6 +54,14 @@ def slicer(layout: TensorLayout, mesh: Mesh, rank: int) -> Callable[[torch.Tenso
         return lambda x: x
     mover = Mover(exchange(Move("slice", axes, TensorLayout.whole(layout.shape), layout.forward), mesh, rank))
     return lambda x: mover.send[0].take(x)
+
+
+def taker(name: str, parts: Partition, rank: Rank) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function from the whole tensor of an input to what a rank holds of it, where that lives."""
+    take = slicer(parts.resharded.layouts[name], rank.comm.mesh, rank.comm.rank)
+    there = name in parts.resharded.hosted or name in parts.resharded.parked
+    place = HOST if there else rank.device
+    return lambda x: take(x).to(place)
 
 
 @dataclass(frozen=True)

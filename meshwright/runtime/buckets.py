@@ -97,7 +97,8 @@ class Bucket:
 
 class GradientBuckets:
     """The buckets of a step: `begin`, then for each program in time `enter`, backward and `finish`. There is nothing to
-    enter where a step has one program."""
+    enter where a step has one program. Between programs gradients arrive and stay where they are: what the next one
+    reduces, it reduces with its own."""
 
     def __init__(
         self,
@@ -130,15 +131,21 @@ class GradientBuckets:
         """Before the first backward of a step: forget the gradients of the last one."""
         for bucket in self.buckets:
             bucket.begin()
+            bucket.missing = {}
             for parameter in bucket.parameters:
                 parameter.grad = None
-        self.enter(0)
+        if len(self.uses) == 1 and not self.each_time:
+            self.enter(0)
 
-    def enter(self, program: int) -> None:
-        """Before the backward of a program."""
-        last = program == len(self.uses) - 1
+    def enter(self, program: int, last: bool | None = None) -> None:
+        """Before the backward of a program. `last`: of the step; by default the last of all programs is."""
+        last = program == len(self.uses) - 1 if last is None else last
         uses = self.uses[program]
-        scattered = [b for b in self.buckets if isinstance(b, ScatterBucket) and self.each_time]
+        scattered = [
+            b
+            for b in self.buckets
+            if isinstance(b, ScatterBucket) and self.each_time and any(id(p) in uses for p in b.parameters)
+        ]
         self._next, self._active = 0, self.buckets if last else scattered
         self._reduced_now = {id(b) for b in self._active}
         for bucket in self.buckets:

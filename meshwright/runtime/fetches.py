@@ -65,9 +65,18 @@ class Parked:
             leaf.data = before[name]
 
 
+class _Pass:
+    """One forward pass and its backward: what backward may ask for, what was brought for it, which runs it opened."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, weakref.ref[Result]] = {}
+        self.ahead: dict[str, tuple[torch.Tensor, Event]] = {}
+        self.opened: set[int] = set()
+
+
 class Fetches:
     """Brings parked parameters. `runs`: names of transfers, those of a layer together; `homes`: transfer → the values
-    on the host."""
+    on the host. Several forward passes may wait for their backward."""
 
     def __init__(
         self, again: Again, link: HostLink, runs: Sequence[Sequence[str]], homes: Mapping[str, torch.Tensor]
@@ -76,17 +85,16 @@ class Fetches:
         self._run_of = {name: number for number, run in enumerate(runs) for name in run}
         self._ahead: dict[str, tuple[torch.Tensor, Event]] = {}  # brought, and not taken yet
         self._left: set[str] = set()  # still to be taken in this forward pass
-        self._results: dict[str, weakref.ref[Result]] = {}  # what backward may ask for
-        self._opened: set[int] = set()
+        self._pass = _Pass()
 
     def begin(self) -> None:
         """A step begins: nothing of an earlier one is under way."""
-        self._ahead, self._left, self._results = {}, set(), {}
+        self._ahead, self._left = {}, set()
 
     def take(self, name: str) -> torch.Tensor:
         """What a transfer brings in forward."""
         if not self._left:
-            self._left, self._opened = set(self._run_of), set()
+            self._left, self._pass = set(self._run_of), _Pass()
         run = self._run_of[name]
         first = self._left.issuperset(self.runs[run])
         self._start(run)
@@ -100,30 +108,31 @@ class Fetches:
     def keep(self, name: str, brought: torch.Tensor) -> None:
         """Backward finds nothing of what was brought, and brings it again."""
         if torch.is_grad_enabled():
-            self._results[name] = self.again.keep(brought, functools.partial(self._again, name))
+            found = self.again.keep(brought, functools.partial(self._again, name, self._pass))
+            self._pass.results[name] = found
 
     def _start(self, run: int) -> None:
         for name in self.runs[run]:
             if name in self._left and name not in self._ahead:
                 self._ahead[name] = self.link.back(self.homes[name])
 
-    def _again(self, name: str) -> torch.Tensor:
+    def _again(self, name: str, one: _Pass) -> torch.Tensor:
         run = self._run_of[name]
-        self._restart(run)
-        made, event = self._ahead.pop(name)
+        self._restart(run, one)
+        made, event = one.ahead.pop(name)
         self.link.wait(event)
-        if run not in self._opened and run:
-            self._restart(run - 1)
-        self._opened.add(run)
+        if run not in one.opened and run:
+            self._restart(run - 1, one)
+        one.opened.add(run)
         return made
 
-    def _restart(self, run: int) -> None:
+    def _restart(self, run: int, one: _Pass) -> None:
         """Start to bring again what somebody in backward may ask for, the last first."""
         for name in reversed(self.runs[run]):
-            result = self._results[name]() if name in self._results else None
+            result = one.results[name]() if name in one.results else None
             if result is not None and not result.done and result.wanted:
-                self._ahead[name] = self.link.back(self.homes[name])
-                del self._results[name]
+                one.ahead[name] = self.link.back(self.homes[name])
+                del one.results[name]
 
 
 class Fetch(torch.nn.Module):

@@ -144,13 +144,17 @@ class InTime:
         self.shared |= {name: value for (name, _), value in zip(graph.outputs, found, strict=True)}
 
     def _enter(self, action: Action) -> None:
-        first = action.micro_batch * self.copies
-        self.put(first)
+        self.put(action.micro_batch * self.copies)
         self.executor.buckets.enter(action.micro_batch)
-        self.executor.values = dict(self.shared)
+        self.executor.values = self.given(action.micro_batch)
+
+    def given(self, program: int) -> dict[str, torch.Tensor]:
+        """What a program reads beside parameters and buffers: its part of the batch, and what all of them read."""
+        found = dict(self.shared)
         for copy in range(self.copies):
-            mine = self.inputs[first + copy](self.batch)
-            self.executor.values |= mine if self.copies == 1 else {named(k, copy): v for k, v in mine.items()}
+            mine = self.inputs[program * self.copies + copy](self.batch)
+            found |= mine if self.copies == 1 else {named(k, copy): v for k, v in mine.items()}
+        return found
 
     def _leave(self, action: Action) -> None:
         values = self.executor.values

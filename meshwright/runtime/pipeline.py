@@ -33,13 +33,14 @@ class Pipeline:
 
     def begin(self, programs: MicroBatches) -> MicroBatches:
         """Look at the programs of this rank; those that come after the last micro-batch, for its stages alone."""
-        self.cut = self.parts.stages(programs.programs[0])
+        self.cut = self.parts.stages(programs.programs[0], programs.copy_of)
         self.messages = Messages(self.cut, self.schedule)
         return replace(programs, late=self._late(programs.late), carried=self._own(programs.carried))
 
     def segments(self, programs: MicroBatches) -> dict[int, list[tuple[Segment, ...]]]:
         """This rank's stages → their program in each micro-batch."""
-        cut = [self.cut, *(self.parts.stages(graph) for graph in programs.programs[1:])]
+        later = programs.programs[1:]
+        cut = [self.cut, *(self.parts.stages(graph, programs.copy_of) for graph in later)]
         return {s: [(stages[s].segment,) for stages in cut] for s in self.mine}
 
     @property
@@ -79,7 +80,7 @@ class Pipeline:
         """This rank's list: sums first, then the schedule's order with its messages, then the end of the step."""
         found = [Action("begin")]
         for number in range(rounds):
-            found += [Action("terms", number, m) for m in range(self.schedule.micro_batches)]
+            found += [Action("terms", number, m) for m in range(self.parts.micro_batches)]
             found.append(Action("sums", number))
         found += [Action(a.kind, a.stage, a.micro_batch) for a in self.messages.listed(self.comm.place)]
         return (*found, *(Action(kind) for kind in ("late", "share", "reduce_wait", "update", "end")))

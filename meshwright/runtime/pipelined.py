@@ -7,8 +7,8 @@ queue (`kernels/split_linear.py`) until its own action.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,9 @@ from meshwright.runtime.executor import Action
 from meshwright.runtime.kernels.split_linear import Queue
 from meshwright.runtime.micro_batches import InTime, Program
 from meshwright.runtime.pipeline import Pipeline
+from meshwright.runtime.stashes import Store
 
+NO_STORES: Mapping[int, Store] = {}
 PARITY = 2  # messages of a step and of the next one have tags of their own
 
 
@@ -60,14 +62,15 @@ class Pipelined:
         queue: Queue | None = None,
         saving: Callable[[], AbstractContextManager[Any]] = nullcontext,
         scale: float = 1.0,
+        stores: Mapping[int, Store] = NO_STORES,
     ) -> None:
         """`programs`: stage → its segment and module in each micro-batch. `enter` puts the rank into a micro-batch.
         `sums`: stage → where gradients of its weights are added up before they are sent. `queue`: where linears leave
-        what their weights need."""
+        what their weights need. `stores`: what some stages keep elsewhere."""
         self.pipe, self.comm, self.programs = pipe, pipe.comm, programs
         self.leaves, self.buckets, self.update, self.enter = leaves, buckets, update, enter
         self.sums, self.loss, self.device, self.queue = sums, loss, device, queue
-        self.saving, self.scale = saving, scale
+        self.saving, self.scale, self.stores = saving, scale, stores
         self.values: dict[str, torch.Tensor] = {}
         self.time: InTime | None = None  # what runs before and after the micro-batches
         self.count = pipe.schedule.micro_batches
@@ -79,7 +82,8 @@ class Pipelined:
         self._sending: dict[Message, Work] = {}
         self._shared: Work | None = None  # the loss, on its way to this rank, or
         self._telling: list[Work] = []  # to the others
-        self._done: dict[tuple[str, int], int] = {}
+        self._done: dict[tuple[str, int], int] = {}  # halves of backward that a stage has done, and
+        self._ended = 0  # micro-batches whose backward is over, in all stages
         self.kinds: dict[str, Callable[[Action], None]] = {
             "begin": lambda _: self.buckets.begin(),
             "forward": self._forward,
@@ -100,7 +104,7 @@ class Pipelined:
         self, actions: Sequence[Action], batch: Mapping[str, torch.Tensor], results: Sequence[str]
     ) -> dict[str, torch.Tensor]:
         """Run a list of actions; returns those of the named results that this rank has, detached. The loss all have."""
-        self._done = {}
+        self._done, self._ended = {}, 0
         try:
             for action in actions:
                 self.kinds[action.kind](action)
@@ -150,6 +154,11 @@ class Pipelined:
         wanted = stage.segment.graph.needs_grad
         return [(v, t) for v, later in stage.gives.items() if v in wanted for t in later]
 
+    def _enter(self, micro_batch: int) -> None:
+        """Put the rank into a micro-batch: into the first of its copies."""
+        assert self.time is not None
+        self.enter(micro_batch * self.time.copies)
+
     # ------------------------------------------------------------ forward
 
     def _forward(self, action: Action) -> None:
@@ -157,8 +166,8 @@ class Pipelined:
         stage, time = self.pipe.cut[s], self.time
         assert time is not None
         (segment,), (module,) = self.programs[s][m]
-        self.enter(m)
-        given = {**time.shared, **time.inputs[m](time.batch)}
+        self._enter(m)
+        given = time.given(m)
         borders: dict[str, torch.Tensor] = {}
         arguments = []
         for entry in segment.graph.inputs:
@@ -171,8 +180,13 @@ class Pipelined:
                 value = given[entry.name] if entry.name in given else self.leaves[entry.name]
             arguments.append(value)
         self._let_go(action)
+        store = self.stores.get(s)
+        if store is not None:
+            store.begin()
         with self.saving():
             made = module(*arguments)
+        if store is not None:
+            store.settle()
         results = dict(zip(segment.results, made, strict=True))
         for value, later in stage.gives.items():
             for reader in later:
@@ -198,16 +212,38 @@ class Pipelined:
     # ------------------------------------------------------------ backward
 
     def _backward(self, action: Action) -> None:
-        self._backward_input(action)
-        if self.queue is not None:
-            self._backward_weight(action)
-        else:
-            self._passes.pop((action.segment, action.micro_batch))
+        with self._reducing(action.segment):
+            self._input_half(action)
+            if self.queue is not None:
+                self._weight_half(action)
+            else:
+                self._passes.pop((action.segment, action.micro_batch))
 
     def _backward_input(self, action: Action) -> None:
+        self._input_half(action)
+
+    def _backward_weight(self, action: Action) -> None:
+        with self._reducing(action.segment):
+            self._weight_half(action)
+
+    @contextmanager
+    def _reducing(self, stage: int) -> Iterator[None]:
+        """The half of backward that ends a micro-batch in a stage. Where gradients are reduced each time, those of the
+        stage are, and with those of the last one all that waits for the end of the step."""
+        self._ended += 1
+        if not self.buckets.each_time:
+            yield
+            return
+        last = self._ended == self.count * len(self.pipe.mine)
+        self.buckets.enter(self.pipe.mine.index(stage), last)
+        yield
+        if not last:  # whose sums are waited for at the end of the step
+            self.buckets.finish()
+
+    def _input_half(self, action: Action) -> None:
         s, m = action.segment, action.micro_batch
         stage, one = self.pipe.cut[s], self._passes[s, m]
-        self.enter(m)
+        self._enter(m)
         self._count("input", s)
         readers: dict[str, list[int]] = {}
         for value, reader in self._graded(stage):
@@ -242,10 +278,10 @@ class Pipelined:
             else:
                 self._back[value, s, m] = border.grad
 
-    def _backward_weight(self, action: Action) -> None:
+    def _weight_half(self, action: Action) -> None:
         s, m = action.segment, action.micro_batch
         one = self._passes.pop((s, m))
-        self.enter(m)
+        self._enter(m)
         self._count("weight", s)
         if self.queue is not None:
             self.queue.drain(one.queue)

@@ -140,6 +140,10 @@ class Store:
         while len(self._leaving) > 1 and sum(p.nbytes for p, _ in self._leaving) > self.room_bytes:
             self._settle_one()
 
+    def begin(self) -> None:
+        """A forward pass begins: what it keeps does not follow what was kept before."""
+        self._run = None
+
     def settle(self) -> None:
         """Wait until all are on the host, and let go of them."""
         while self._leaving:

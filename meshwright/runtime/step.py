@@ -4,52 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from meshwright.errors import RunError
-from meshwright.graph import Graph, Input
+from meshwright.graph import Input
 from meshwright.layout import TensorLayout, dim_axes
 from meshwright.partition import Partition
-from meshwright.partition.accumulation import scattered_each_time, summed_first
-from meshwright.partition.fetches import fetch_runs, is_fetch
+from meshwright.partition.accumulation import scattered_each_time
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import loss_scale, pending_gradients
-from meshwright.partition.interleave import in_copies, of_one
-from meshwright.partition.keeps import keeps_of
-from meshwright.partition.localize import late_values
-from meshwright.partition.micro_batches import micro_batches_of
-from meshwright.partition.segments import Segment, split_segments
-from meshwright.partition.stashes import room_bytes, settled_before
 from meshwright.partition.updates import gathers, update_layout, updates
-from meshwright.runtime.accumulation import Accumulation
-from meshwright.runtime.again import Again
 from meshwright.runtime.batches import BatchParts, Given, slicer
 from meshwright.runtime.buckets import GradientBuckets
+from meshwright.runtime.clipping import clip_by_global_norm
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.executor import Action, Executor, plain_actions
-from meshwright.runtime.fetches import Fetches, Parked
+from meshwright.runtime.fetches import Parked
 from meshwright.runtime.host_update import HostUpdate
-from meshwright.runtime.kernels.split_linear import Queue
-from meshwright.runtime.micro_batches import InTime, Program, actions_in_time, modules_in_time
+from meshwright.runtime.micro_batches import InTime, actions_in_time
+from meshwright.runtime.optimizers import OptimizerFactory, make_optimizer
 from meshwright.runtime.pipeline import Pipeline
 from meshwright.runtime.pipelined import Pipelined
-from meshwright.runtime.program import HOST, build_module
+from meshwright.runtime.program import HOST
+from meshwright.runtime.programs import Programs
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.sharded_update import ShardedUpdate
-from meshwright.runtime.stashes import Store
-
-OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
-
-
-def taker(name: str, parts: Partition, rank: Rank) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function from the whole tensor of an input to what a rank holds of it, where that lives."""
-    take = slicer(parts.resharded.layouts[name], rank.comm.mesh, rank.comm.rank)
-    there = name in parts.resharded.hosted or name in parts.resharded.parked
-    place = HOST if there else rank.device
-    return lambda x: take(x).to(place)
 
 
 class LocalStep:
@@ -83,11 +64,6 @@ class LocalStep:
         self.mesh = rank.comm.mesh
         self.handle = Handle(rank.comm)
         rank.runs_on(parts.plan.mesh)
-        cut = parts.micro_batches > 1 or self.pipe is not None
-        in_time = micro_batches_of(parts, rank.comm.rank) if cut else None
-        if self.pipe is not None and in_time is not None:
-            in_time = self.pipe.begin(in_time)
-        self.graph: Graph = in_time.programs[0] if in_time is not None else parts.local(rank.comm.rank)
         self.layouts = parts.resharded.layouts
         self.clip_norm = clip_norm
         self.leaves: dict[str, torch.Tensor] = {}
@@ -102,58 +78,14 @@ class LocalStep:
         self.batches = BatchParts(
             parts, rank.comm.rank, self.world.rank, lambda name: self._place(name, rank.device)
         )
-        self.parked = Parked({n: self.leaves[n] for n in parts.resharded.parked}, rank.device)
-        self.sums = Accumulation(summed_first(parts))
-        stage_sums = {s: Accumulation(self.sums.names) for s in (self.pipe.mine if self.pipe else ())}
-        self._all_sums = (self.sums, *stage_sums.values())
-        late = late_values(self.graph if in_time is None else in_time.late)
-        if self.pipe is not None:  # its loss is sent on as soon as it is there
-            late = frozenset()
-        copy_of = in_time.copy_of if in_time is not None else {}
-        keeps = keeps_of(self.graph, in_copies(parts.resharded.keeps, parts.copies))
-        stashes = in_copies(parts.stashes, parts.copies)
-        again = Again() if keeps or stashes or any(n.kwarg("again") for n in self.graph.nodes) else None
-        brought = {n.name: self.parked.homes[n.uses[0]] for n in self.graph.nodes if is_fetch(n)}
-        self.fetches = None
-        if again is not None and brought:
-            self.fetches = Fetches(again, self.parked.link, fetch_runs(self.graph), brought)
-        room = room_bytes(self.graph, stashes, parts.plan.mesh, rank.comm.rank)
-        store = Store(again, rank.device, room) if again is not None and stashes else None
-        hosts = frozenset(
-            n.name for n in self.graph.nodes if parts.plan.hosts and parts.on_host(of_one(n, copy_of))
+        self.parked = Parked(
+            {n: self.leaves[n] for n in parts.resharded.parked if n in self.leaves}, rank.device
         )
-        build = functools.partial(
-            build_module,
-            rank=rank,
-            handle=self.handle,
-            late=late,
-            again=again,
-            keeps=keeps,
-            hosts=hosts,
-            copy_of=copy_of,
-            stashes=stashes,
-            store=store,
-            settled=settled_before(self.graph, stashes),
-            fetches=self.fetches,
-        )
-        queue = Queue() if self.pipe is not None and self.pipe.splits_backward else None
-        stages: dict[int, list[Program]] = {}
-        if self.pipe is not None and in_time is not None:
-            for s, found in self.pipe.segments(in_time).items():
-                own = functools.partial(build, sums=stage_sums[s], queue=queue)
-                stages[s] = modules_in_time(found, parts.plan.mesh, self._enter, own, 1)
-            programs = [program for found in stages.values() for program in found]
-        else:
-            build = functools.partial(build, sums=self.sums)
-            graphs = [self.graph] if in_time is None else in_time.programs
-            found = [split_segments(graph, cuts) for graph in graphs]
-            programs = modules_in_time(found, parts.plan.mesh, self._enter, build, parts.copies)
-        if self.pipe is not None and in_time is not None:
-            graphs = [segment.graph for segments, _ in programs for segment in segments]
-            graphs += [terms for one in in_time.rounds for terms in one.terms]
-            self.batches.only(i.name for graph in graphs for i in graph.inputs)
-        segments, modules = programs[0]
-        self.modules, self.programs = modules, programs
+        self.made = Programs(parts, rank, self.handle, self.parked, self.pipe, cuts)
+        self.graph, self.programs = self.made.graph, self.made.found
+        if self.pipe is not None:
+            self.batches.only(self.made.reads)
+        segments, self.modules = self.programs[0]
         described = [g for g in pending_gradients(parts) if g.name in self.weights]
         pending = [(self.weights[g.name], g.axes) for g in described]
         self.sharded = self._split_updates(bucket_bytes)
@@ -162,7 +94,7 @@ class LocalStep:
             self.buckets = GradientBuckets(
                 rank.comm,
                 pending,
-                self._all_uses(programs),
+                self.made.uses({name: id(leaf) for name, leaf in self.leaves.items()}),
                 size,
                 described,
                 self.sharded.of,
@@ -173,42 +105,44 @@ class LocalStep:
             targets = {self.inputs[n].target: home for n, home in self.parked.homes.items()}
             self.hosted = HostUpdate(self.parameters, targets)
             self.parameters = dict(self.hosted.masters)
-        trained = list(self.parameters.values())
-        self.optimizer = optimizer(trained) if optimizer is not None and trained else None
-        if isinstance(self.optimizer, torch.optim.Optimizer):
-            apart_by_device(self.optimizer)
-        if optimizer is not None and trained and not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise RunError(
-                f"optimizer(parameters) gave a {type(self.optimizer).__name__}, not a torch.optim.Optimizer",
-                hint="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)",
-            )
+        self.optimizer = make_optimizer(optimizer, list(self.parameters.values()))
+        again = self.made.again
         saving = contextlib.nullcontext if again is None else again.saving
         scale = loss_scale(parts)
         self.executor: Executor | Pipelined
         if self.pipe is not None:
             self.executor = Pipelined(
                 self.pipe,
-                stages,
+                self.made.stages,
                 self.leaves,
                 self.buckets,
                 self._update,
-                self._enter,
-                stage_sums,
+                self.made.enter,
+                self.made.sums,
                 self.graph.loss,
                 rank.device,
-                queue,
+                self.made.queue,
                 saving,
                 scale,
+                self.made.stores,
             )
         else:
             self.executor = Executor(
-                segments, modules, self.leaves, self.buckets, self._update, saving, scale, programs[1:]
+                segments,
+                self.modules,
+                self.leaves,
+                self.buckets,
+                self._update,
+                saving,
+                scale,
+                self.programs[1:],
             )
         self.executor.kinds["reduce_wait"] = lambda _: self._reduced()
         self.actions, self.in_time = plain_actions(len(segments)), None
+        in_time = self.made.in_time
         if in_time is not None:
             takers = [functools.partial(self.batches.taken, number) for number in range(parts.micro_batches)]
-            self.in_time = InTime(in_time, self.executor, self._enter, build, takers)
+            self.in_time = InTime(in_time, self.executor, self.made.enter, self.made.build, takers)
             if isinstance(self.executor, Pipelined):
                 self.executor.time = self.in_time
             rounds = len(in_time.rounds)
@@ -254,25 +188,6 @@ class LocalStep:
             self.parameters[self.inputs[name].target] = shard.leaf
         return made
 
-    def _enter(self, micro_batch: int) -> None:
-        self.rank.micro_batch = micro_batch
-        self.sums.last = micro_batch + self.parts.copies >= self.parts.micro_batches
-
-    def _all_uses(self, programs: Sequence[Program]) -> list[dict[int, int]]:
-        """How often each backward (in a pipeline, each step) reaches the weights."""
-        if self.pipe is None:
-            return [self._uses(segments) for segments, _ in programs]
-        return [self._uses(segment for segments, _ in programs for segment in segments)]
-
-    def _uses(self, segments: Iterable[Segment]) -> dict[int, int]:
-        counts: dict[int, int] = {}
-        for segment in segments:
-            for entry in segment.graph.inputs:
-                leaf = self.leaves.get(entry.name)
-                if entry.role == "parameter" and leaf is not None:
-                    counts[id(leaf)] = counts.get(id(leaf), 0) + 1
-        return counts
-
     def local_batch(self, batch: Given) -> dict[str, torch.Tensor]:
         """This rank's part of a batch (of its first micro-batch). Raises BatchError for tensors that differ from the
         example."""
@@ -299,13 +214,10 @@ class LocalStep:
     def _forget_gradients(self) -> None:
         for parameter in (*self.weights.values(), *self.parameters.values()):
             parameter.grad = None
-        for sums in self._all_sums:
-            sums.begin()
 
     def _run(self, actions: Sequence[Action], batch: Given, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
         local = self.local_batch(batch)
-        if self.fetches is not None:
-            self.fetches.begin()
+        self.made.begin()
         with self.handle.deferring(), self.parked.away():
             if self.in_time is None:
                 return self.executor.run(actions, local, wanted)
@@ -334,7 +246,7 @@ class LocalStep:
 
     def _update(self) -> None:
         if self.clip_norm is not None:
-            clip_by_global_norm(self, self.clip_norm)
+            self.clip(self.clip_norm)
         if self.optimizer is not None:
             if self.hosted is not None:
                 self.optimizer.step()
@@ -343,6 +255,22 @@ class LocalStep:
                 with self.parked.present():
                     self.optimizer.step()
             self.sharded.gather()
+
+    def clip(self, limit: float) -> torch.Tensor:
+        """Scale all gradients so that their global norm is at most this; the norm before."""
+        pipe, counted = self.pipe, []
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None and (pipe is None or pipe.owns(self.named("parameter", name))):
+                axes = {a for d in self.layout_of(name).dims for a in dim_axes(d) if self.mesh.sizes[a] > 1}
+                counted.append((parameter.grad, self.mesh.sort(axes)))
+        return clip_by_global_norm(
+            counted,
+            [p.grad for p in self.parameters.values() if p.grad is not None],
+            limit,
+            self.rank.comm,
+            self.rank.device,
+            None if pipe is None else (pipe, self.last_tag),
+        )
 
     def bucket_summary(self) -> list[tuple[tuple[str, ...], int, int]]:
         """(axes, number of gradients, bytes) of each gradient reduction."""
@@ -361,48 +289,3 @@ class LocalStep:
     def layout_of(self, parameter: str) -> TensorLayout:
         """The layout in which this rank updates a parameter: that of `parameters`."""
         return update_layout(self.parts, self.inputs[self._named["parameter", parameter]])
-
-
-def apart_by_device(optimizer: torch.optim.Optimizer) -> None:
-    """Split groups whose parameters lie on several devices, one group for each: torch updates many tensors in one
-    kernel only where all of a group are on one device."""
-    for group in list(optimizer.param_groups):
-        devices = list(dict.fromkeys(p.device for p in group["params"]))
-        for device in devices[1:]:
-            there = [p for p in group["params"] if p.device == device]
-            group["params"] = [p for p in group["params"] if p.device != device]
-            optimizer.add_param_group({**group, "params": there})
-
-
-def clip_by_global_norm(step: LocalStep, limit: float) -> torch.Tensor:
-    """Scale gradients so that their global 2-norm is at most `limit`, as `torch.nn.utils.clip_grad_norm_`
-    does on one device.
-
-    Each element counts once: squares are added over the axes that split a parameter, and not over those it repeats on.
-    Returns the norm before clipping.
-    """
-    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
-    pipe = step.pipe
-    for name, parameter in step.parameters.items():
-        if parameter.grad is not None and (pipe is None or pipe.owns(step.named("parameter", name))):
-            axes = step.mesh.sort(
-                {a for d in step.layout_of(name).dims for a in dim_axes(d) if step.mesh.sizes[a] > 1}
-            )
-            by_axes.setdefault(axes, []).append(parameter.grad)
-    total: torch.Tensor | None = None
-    for axes, gradients in by_axes.items():
-        squares = [torch.linalg.vector_norm(g).to(step.rank.device) ** 2 for g in gradients]
-        part = torch.stack(squares).sum()
-        part = step.rank.comm.all_reduce(part, axes) if axes else part
-        total = part if total is None else total + part
-    if pipe is not None:
-        mine = torch.zeros((), device=step.rank.device) if total is None else total
-        total = pipe.comm.sum_over(mine.double(), range(pipe.comm.places), step.last_tag).to(mine.dtype)
-    if total is None:
-        return torch.zeros(())
-    norm = total.sqrt()
-    scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    for parameter in step.parameters.values():
-        if parameter.grad is not None:
-            parameter.grad.mul_(scale.to(parameter.grad.device))
-    return norm

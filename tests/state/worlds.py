@@ -15,9 +15,10 @@ from meshwright.capture.batch import leaves
 from meshwright.compile import captured_of, lower, values_of
 from meshwright.examples import gpt, llama, recommender, zoo
 from meshwright.partition import Partition
+from meshwright.runtime.batches import slicer
 from meshwright.runtime.communicator import SimulatedWorld
 from meshwright.runtime.rank import Rank
-from meshwright.runtime.step import LocalStep, slicer
+from meshwright.runtime.step import LocalStep
 from meshwright.state.held import model_items, state_items
 
 T = TypeVar("T")

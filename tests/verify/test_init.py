@@ -18,8 +18,9 @@ from meshwright.compile import captured_of, lower, plan_captured, values_of
 from meshwright.errors import CaptureError, RunError
 from meshwright.examples import gpt, llama, recommender, zoo
 from meshwright.mesh import Mesh
+from meshwright.runtime.batches import taker
 from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld
-from meshwright.runtime.step import LocalStep, taker
+from meshwright.runtime.step import LocalStep
 from meshwright.techniques import techniques_from
 from meshwright.verify.runs import simulated_rank
 

@@ -53,7 +53,7 @@ def test_a_parameter_brought_wrong_for_backward_is_found(monkeypatch: pytest.Mon
     model, batch, loss = built("gpt")
     plan, _ = planned("gpt", {"dp": 2}, **PARKED)
     again = Fetches._again
-    monkeypatch.setattr(Fetches, "_again", lambda self, name: 1.01 * again(self, name))
+    monkeypatch.setattr(Fetches, "_again", lambda self, name, one: 1.01 * again(self, name, one))
     assert not mw.verify(model, batch, loss=loss, plan=plan).ok
 
 

@@ -17,7 +17,7 @@ from meshwright.pipeline import Action, Schedule, make
 from meshwright.runtime.communicator import Counter, SimulatedWorld
 from meshwright.runtime.kernels.split_linear import SplitLinear
 from meshwright.runtime.rank import Rank
-from meshwright.runtime.step import LocalStep, clip_by_global_norm
+from meshwright.runtime.step import LocalStep
 
 BUILDS: dict[str, Any] = {
     "gpt": functools.partial(gpt.build, gpt.GPTConfig(48, 24, 2, 4, 8, dropout=0.1)),
@@ -182,7 +182,7 @@ def test_the_norm_of_all_stages_clips_each() -> None:
 
     def look(step: LocalStep, batch: Any) -> Any:
         step.gradients(batch if isinstance(batch, dict) else {"": batch})
-        return clip_by_global_norm(step, 1e-3)
+        return step.clip(1e-3)
 
     for mesh in (2, {"dp": 2}):
         for norm in steps_of("mlp", planned("mlp", mesh, pipeline=2, micro_batches=2), look):
@@ -232,7 +232,6 @@ def test_what_is_sent_is_what_crosses() -> None:
         ({"pipeline": 2, "stages": {"blocks.0": 1, "blocks.1": 0}}, "is wanted in stage 0, after"),
         ({"pipeline": 2, "stages": {"blocks": 7}}, "is wanted in stage 7"),
         ({"pipeline": 3}, "pipeline=3 needs 3 times as many ranks"),
-        ({"pipeline": 2, "interleave": 2}, "interleave beside pipeline=2"),
         ({"pipeline": 3, "schedule": "interleaved"}, "interleaved with 3 stages"),
         ({"pipeline": 2, "micro_batches": 16}, "cannot be cut into 16 micro-batches"),
         ({"pipeline": 2, "schedule": str(make("1f1b", 2, 3))}, "with 3 micro-batches"),

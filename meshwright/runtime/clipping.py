@@ -1,0 +1,50 @@
+"""Clipping by the norm of all gradients, wherever their parts are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from meshwright.runtime.communicator import Communicator
+from meshwright.runtime.pipeline import Pipeline
+
+
+def clip_by_global_norm(
+    counted: Iterable[tuple[torch.Tensor, tuple[str, ...]]],
+    scaled: Sequence[torch.Tensor],
+    limit: float,
+    comm: Communicator,
+    device: torch.device,
+    stages: tuple[Pipeline, int] | None = None,
+) -> torch.Tensor:
+    """Scale the gradients `scaled` so that their global 2-norm is at most `limit`, as
+    `torch.nn.utils.clip_grad_norm_` does on one device. `counted`: those that count here, with the axes that cut each.
+    `stages`: the pipeline and a tag for its message, if there is one.
+
+    Each element counts once: squares are added over the axes that cut a gradient, and not over those it repeats on.
+    Returns the norm before clipping.
+    """
+    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for gradient, axes in counted:
+        by_axes.setdefault(axes, []).append(gradient)
+    total: torch.Tensor | None = None
+    for axes, gradients in by_axes.items():
+        squares = [torch.linalg.vector_norm(g).to(device) ** 2 for g in gradients]
+        part = torch.stack(squares).sum()
+        part = comm.all_reduce(part, axes) if axes else part
+        total = part if total is None else total + part
+    if stages is not None:
+        pipe, tag = stages
+        mine = torch.zeros((), device=device) if total is None else total
+        total = pipe.comm.sum_over(mine.double(), range(pipe.comm.places), tag).to(mine.dtype)
+    if total is None:
+        return torch.zeros(())
+    norm = total.sqrt()
+    scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    for gradient in scaled:
+        gradient.mul_(scale.to(gradient.device))
+    return norm
+
+
+__all__ = ["clip_by_global_norm"]

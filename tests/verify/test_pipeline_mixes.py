@@ -1,0 +1,138 @@
+"""Stages beside all that changes how a rank keeps, brings, adds up or takes turns: the numbers are those of one device,
+and each technique does in a stage what it does in a model of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.compile import captured_of, lower
+from meshwright.examples import recommender
+from meshwright.graph import START
+from meshwright.pipeline.predicted import stages_in_copies
+from meshwright.runtime.micro_batches import InTime
+from meshwright.runtime.sharded_update import ScatterBucket
+from meshwright.runtime.stashes import Store
+from meshwright.runtime.step import LocalStep
+from tests.verify.test_pipelines import MIXED, STAGES, built, planned, prove, steps_of
+
+SMALL = {"threshold_kb": 0}
+MIXES: dict[str, dict[str, Any]] = {
+    "states on the host": {"offload": "optimizer"},
+    "activations on the host": {"offload": "activations"},
+    "parameters on the host": {"offload": "parameters", **SMALL},
+    "all on the host": {"offload": ("optimizer", "activations", "parameters"), "recompute": "full", **SMALL},
+    "slices": {"slice_activation": True},
+    "slices of what enters layers, on the host": {
+        "slice_activation": True,
+        "recompute": "full",
+        "offload": "activations",
+    },
+    "parts of gradients added up": {
+        "optimizer_parallel": 2,
+        "gradient_accumulation_shard": True,
+        **SMALL,
+    },
+    "parts of weights and gradients": {
+        "optimizer_parallel": 3,
+        "gradient_accumulation_shard": True,
+        **SMALL,
+    },
+    "copies": {"interleave": 2, "micro_batches": 2},
+    "copies, recomputed": {"interleave": 2, "micro_batches": 2, "recompute": "full", "optimizer_parallel": 1},
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("mix", MIXES)
+def test_stages_beside_a_technique_compute_what_one_device_does(mix: str, schedule: str) -> None:
+    prove("gpt", MIXED, **{"pipeline": 2, "micro_batches": 4, "schedule": schedule, **MIXES[mix]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "bert", "t5", "resnet"])
+@pytest.mark.parametrize("schedule", STAGES)
+@pytest.mark.parametrize("mix", MIXES)
+def test_all_schedules_of_other_models_do(mix: str, schedule: str, name: str) -> None:
+    prove(
+        name, MIXED, **{"pipeline": STAGES[schedule], "micro_batches": 2, "schedule": schedule, **MIXES[mix]}
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("offload", [(), ("optimizer",)])
+def test_tables_on_the_host_beside_stages(schedule: str, offload: tuple[str, ...]) -> None:
+    model, batch, loss = recommender.build(batch=8)
+    for table in model.deep_tables:
+        mw.on_host(table)
+    options = {"mesh": {"dp": 2}, "pipeline": 2, "micro_batches": 4, "schedule": schedule}
+    plan = mw.plan(model, batch, loss=loss, offload=offload, **options)
+    assert plan.hosts and plan.stages
+    mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
+
+
+def test_what_is_kept_elsewhere_of_a_micro_batch_comes_back_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1F1B's first stage two micro-batches wait for their backward at once: neither finds what is the other's."""
+    held: list[int] = []
+    bring = Store.bring
+
+    def counted(self: Store, run: Any) -> None:
+        held.append(len({id(item()) for item in run.items if item() is not None}))
+        bring(self, run)
+
+    monkeypatch.setattr(Store, "bring", counted)
+    plan = planned("gpt", 2, pipeline=2, micro_batches=4, offload="activations")
+
+    def look(step: LocalStep, batch: Any) -> tuple[int, ...]:
+        step(batch)
+        return tuple(step.made.stores)
+
+    assert steps_of("gpt", plan, look) == [(0,), ()]  # the last layer's stay: backward begins with them
+    assert max(held) > 0
+
+
+def test_parts_of_gradients_are_reduced_in_every_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    start = ScatterBucket.start
+
+    def counted(self: ScatterBucket, comm: Any) -> None:
+        started.append(1)
+        start(self, comm)
+
+    monkeypatch.setattr(ScatterBucket, "start", counted)
+    counts = []
+    for each_time in (False, True):
+        started.clear()
+        asked = {"optimizer_parallel": 2, "gradient_accumulation_shard": each_time, **SMALL}
+        plan = planned("gpt", {"dp": 2}, pipeline=2, micro_batches=4, **asked)
+        steps_of("gpt", plan, lambda step, batch: step.gradients(batch))
+        counts.append(len(started))
+    assert counts[0] and counts[1] == 4 * counts[0]
+
+
+def test_copies_take_turns_in_every_stage() -> None:
+    model, batch, loss = built("llama")
+    pins = {"*.attention.q": {"n": "tp"}, "*.up": {"n": "tp"}}
+    asked = {"mesh": {"tp": 2}, "mode": "sharding_propagation", "pins": pins}
+    plan = mw.plan(model, batch, loss=loss, pipeline=2, micro_batches=2, interleave=2, **asked)
+    parts = lower(captured_of(model, batch, loss), plan)
+    for stage in stages_in_copies(parts, 0)[0]:
+        copies = [node.name[:5] for node in stage.segment.graph.nodes if node.op == START]
+        assert {"copy0", "copy1"} <= set(copies)
+    mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
+
+
+def test_a_copy_that_reads_the_other_ones_examples_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch, loss = built("gpt")
+    plan = planned("gpt", 2, pipeline=2, micro_batches=2, interleave=2)
+    given = InTime.given
+
+    def first_alone(self: Any, program: int) -> dict[str, torch.Tensor]:
+        found = given(self, program)
+        return {k: found[k.replace("copy1_", "copy0_")] for k in found}
+
+    monkeypatch.setattr(InTime, "given", first_alone)
+    assert not mw.verify(model, batch, loss=loss, plan=plan).ok
