@@ -98,6 +98,7 @@ KEEPS: dict[str, str | Callable[[Node, Types, Sequence[bool]], Saved]] = {
     "meshwright.to_device": "",
     "meshwright.all_reduce": "",
     "meshwright.nothing": "",
+    "meshwright.halo": "",
     # ---- views, pieces, creations
     **_each("view reshape permute transpose.int t expand slice.Tensor split_with_sizes unbind.int cat stack "
             "constant_pad_nd repeat repeat_interleave.self_int", ""),

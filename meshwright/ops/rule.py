@@ -40,7 +40,8 @@ class Rule:
     `inputs` has a port for each tensor the node reads, `outputs` for each result; a port lists its dims as products of
     letters. `terms` says how pending sums pass: the operator is a sum of terms, each a product of the named input
     ports; empty for an operator that is not linear. `whole` letters may not be split, `inside` letters are reduced by
-    the operator itself.
+    the operator itself, `outer` letters are cut into runs alone (windows reach over to the neighbours): at their
+    outermost sub-dim.
     """
 
     inputs: tuple[Port, ...]
@@ -52,6 +53,7 @@ class Rule:
     why_whole: str = ""
     flattened: bool = False  # a view: its letters are found once the whole graph is known
     notes: Mapping[str, int] = field(default_factory=dict)
+    outer: frozenset[str] = frozenset()
 
     def letters(self, port: Port) -> tuple[str, ...]:
         """The letters of a port, in order, each once; a part counts as its concatenation."""

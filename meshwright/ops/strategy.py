@@ -49,6 +49,14 @@ def units(tree: Dim) -> tuple[tuple[tuple[int, ...], ...], ...]:
     return tuple(found)
 
 
+def ways(site: Site, letter: str) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The ways to split a letter of a node once: its `units`, or the first of them where only runs may be cut."""
+    found = units(site.trees[letter])
+    if letter not in site.rule.outer:
+        return found
+    return found[:1] if isinstance(site.trees[letter][0], SubDim) else ()
+
+
 def cut(tree: Dim, unit: tuple[tuple[int, ...], ...], axis: str) -> Dim:
     """The tree with one more axis (the minor one) on the sub-dims of a unit."""
     result = list(tree)
@@ -101,7 +109,7 @@ def leaf_paths(tree: Dim, start: tuple[int, ...] = ()) -> Iterator[tuple[int, ..
 def splittable(site: Site) -> Iterator[str]:
     """Letters of a node that may be split."""
     for letter, tree in site.trees.items():
-        if tree and not is_whole(site.rule, letter):
+        if tree and not is_whole(site.rule, letter) and ways(site, letter):
             yield letter
 
 
@@ -138,6 +146,15 @@ def layouts(site: Site, strategy: Strategy) -> Ports:
                 why=rule.why_whole or "each result needs all of its elements",
                 where=site.node.where,
                 hint="cut another letter: " + ", ".join(splittable(site)),
+            )
+    for letter in rule.outer.intersection(axes_of):
+        first, *inner = cuts[letter]
+        if not isinstance(first, SubDim) or any(dim_axes((item,)) for item in inner):
+            raise StrategyError(
+                f"{letter} of {site.node.op} can only be cut into runs",
+                why=f"{show_dim(cuts[letter])} deals out pieces of it, and windows reach over to the neighbours",
+                where=site.node.where,
+                hint="cut it at its outermost factor, or another letter: " + ", ".join(splittable(site)),
             )
     holds, gives = rule.holds, rule.gives
     pending_in: list[set[str]] = [set() for _ in rule.inputs]

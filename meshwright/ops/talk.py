@@ -8,7 +8,7 @@ off the kernels of a rank's program (`kernel_talk`), or off a site and its layou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from meshwright.graph import DTYPES, Node, TensorType
@@ -16,6 +16,7 @@ from meshwright.mesh import Mesh
 from meshwright.ops.factors import Site
 from meshwright.ops.local import LOCAL, localize
 from meshwright.ops.local.reduce import batch_norm, classes
+from meshwright.ops.local.window import windowed
 from meshwright.ops.strategy import Ports
 
 
@@ -35,10 +36,12 @@ def kernel_talk(node: Node, types: Mapping[str, TensorType]) -> tuple[Talk, ...]
     return found(node, types) if found else ()
 
 
-def site_talk(site: Site, ports: Ports, mesh: Mesh, types: Mapping[str, TensorType]) -> tuple[Talk, ...]:
+def site_talk(
+    site: Site, ports: Ports, mesh: Mesh, types: Mapping[str, TensorType], needs_grad: Collection[str] = ()
+) -> tuple[Talk, ...]:
     """The collectives that the kernels of a site will make under its layouts, on the rank at the origin.
 
-    `types` are those of the whole graph, of which only the dtypes count.
+    `types` are those of the whole graph, of which only the dtypes count; `needs_grad`: its values that need a gradient.
     """
     if site.node.op not in TALKATIVE:
         return ()
@@ -49,13 +52,14 @@ def site_talk(site: Site, ports: Ports, mesh: Mesh, types: Mapping[str, TensorTy
         name: TensorType(types[use].dtype, layout.local_shape(mesh, at))
         for name, use, layout in zip(names, site.node.uses, ports.inputs, strict=True)
     }
-    nodes = localize(replace(site, node=site.node.with_uses(names)), ports, mesh, at)
+    wanted = tuple(use in needs_grad for use in site.node.uses)
+    nodes = localize(replace(site, node=site.node.with_uses(names)), ports, mesh, at, wanted)
     for node in nodes:
         local.update(zip(node.values, node.outputs, strict=True))
     return tuple(talk for node in nodes for talk in kernel_talk(node, local))
 
 
-TALKATIVE = frozenset(op for op, localizer in LOCAL.items() if localizer in (classes, batch_norm))
+TALKATIVE = frozenset(op for op, localizer in LOCAL.items() if localizer in (classes, batch_norm, windowed))
 
 
 def _all_reduce(node: Node, types: Mapping[str, TensorType]) -> tuple[Talk, ...]:
@@ -80,8 +84,21 @@ def _batch_norm(node: Node, types: Mapping[str, TensorType]) -> tuple[Talk, ...]
     return (Talk("forward", "all_reduce", axes, row), Talk("forward", "all_reduce", axes, row), *back)
 
 
+def _halo(node: Node, types: Mapping[str, TensorType]) -> tuple[Talk, ...]:
+    """Elements to the neighbours forward, and the gradients of theirs backward."""
+    _, dim, send, receive, _, _, _, axes = node.args
+    if not axes:
+        return ()
+    x = types[node.uses[0]]
+    row = math.prod(x.shape[:dim]) * math.prod(x.shape[dim + 1 :]) * DTYPES[x.dtype]
+    forward = Talk("forward", "all_to_all", tuple(axes), row * sum(n for _, n in send))
+    back = Talk("backward", "all_to_all", tuple(axes), row * sum(receive))
+    return (forward, back) if node.needs_grad[0] else (forward,)
+
+
 KERNELS: dict[str, Callable[[Node, Mapping[str, TensorType]], tuple[Talk, ...]]] = {
     "meshwright.all_reduce": _all_reduce,
     "meshwright.cross_entropy_split": _cross_entropy,
     "meshwright.batch_norm_sync": _batch_norm,
+    "meshwright.halo": _halo,
 }

@@ -29,7 +29,8 @@ def localize_graph(resharded: Resharded, factors: Factors, plan: Plan, rank: int
             nodes.append(replace(node, outputs=(kind,)))
         else:
             site = replace(factors.sites[node.name], node=node)
-            nodes += localize(site, resharded.ports[node.name], mesh, at)
+            wanted = tuple(use in graph.needs_grad for use in node.uses)
+            nodes += localize(site, resharded.ports[node.name], mesh, at, wanted)
     return verify(replace(graph, inputs=inputs, nodes=counts_first(inputs, nodes)))
 
 

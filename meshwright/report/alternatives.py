@@ -16,7 +16,7 @@ from meshwright.graph import Graph, Input, Node
 from meshwright.layout import TensorLayout, dim_axes, without_axes
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Site
-from meshwright.ops.strategy import Strategy, cut, fits, layouts, splittable, units
+from meshwright.ops.strategy import Strategy, cut, fits, layouts, splittable, ways
 from meshwright.partition import Partition
 from meshwright.partition.price import on_cluster, program_price
 from meshwright.partition.reshards import insert_reshards
@@ -64,7 +64,7 @@ def _others(site: Site, mine: Strategy, mesh: Mesh) -> Iterator[Strategy]:
         if base != mine:
             yield base
         for letter in splittable(site):
-            for unit in units(site.trees[letter]):
+            for unit in ways(site, letter):
                 tree = cuts.get(letter, site.trees[letter])
                 for axis in gone:
                     if not fits(tree, unit, mesh, axis):

@@ -19,7 +19,7 @@ from meshwright.layout import Dim, SubDim, dim_axes, normalize_dim
 from meshwright.mesh import Axis, Mesh
 from meshwright.ops.factors import Site
 from meshwright.ops.rule import dim_letters
-from meshwright.ops.strategy import WHOLE, Strategy, at_path, cut, splittable, through_ports, units
+from meshwright.ops.strategy import WHOLE, Strategy, at_path, cut, splittable, through_ports, ways
 
 WHOLE_CODE, PENDING, GRAD, CUT = 0, 1, 2, 3
 HERE = "here"  # the one axis of the tables
@@ -51,7 +51,7 @@ def entries_of(site: Site) -> Iterator[Entry]:
     """All options of a site on one axis, whole first."""
     yield Entry()
     for letter in splittable(site):
-        for unit in units(site.trees[letter]):
+        for unit in ways(site, letter):
             yield Entry(letter, unit)
     for ports in through_ports(site):
         yield Entry(through=ports)
@@ -63,7 +63,7 @@ def shape_of(site: Site) -> Hashable:
     plain = all(len(tree) == 1 and type(tree[0]) is SubDim for tree in trees.values() if tree)
     if not plain or any(len(dim) > 1 for port in (*rule.inputs, *rule.outputs) for dim in port):
         return site.signature
-    parts = (rule.inputs, rule.outputs, rule.terms, rule.whole, rule.inside)
+    parts = (rule.inputs, rule.outputs, rule.terms, rule.whole, rule.inside, rule.outer)
     return (*map(id, parts), *[(letter, len(tree)) for letter, tree in trees.items()])
 
 

@@ -23,7 +23,7 @@ from meshwright.ops.strategy import (
     layouts,
     splittable,
     through_ports,
-    units,
+    ways,
 )
 from meshwright.search.board import Board
 
@@ -81,7 +81,7 @@ def options(scene: Scene, node: Node, axis: str, fixed: Strategy) -> Iterator[St
     site, taken = scene.site(node.name), dict(fixed.cuts)
     for letter in splittable(site):
         tree = site.trees[letter]
-        for unit in units(tree):
+        for unit in ways(site, letter):
             if fits(taken.get(letter, tree), unit, scene.mesh, axis):
                 yield Strategy(((letter, cut(tree, unit, axis)),))
     for ports in through_ports(site):

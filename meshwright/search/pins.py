@@ -12,7 +12,7 @@ from meshwright.graph import Graph, Node
 from meshwright.layout import Dim, show_dim
 from meshwright.ops.factors import Site
 from meshwright.ops.rule import SIZED, is_whole
-from meshwright.ops.strategy import Strategy, at_path, cut, fits, splittable, unit_leaves, units
+from meshwright.ops.strategy import Strategy, at_path, cut, fits, splittable, unit_leaves, units, ways
 from meshwright.search.options import Scene
 
 Seeds = dict[str, dict[str, Strategy]]  # axis → node → single-axis strategy
@@ -210,8 +210,8 @@ def best_unit(
     Of a fused qkv ``(3 heads 8)`` that is the heads. Without such a place, the first with room; without
     room, the first.
     """
-    tree, held = scene.site(node.name).trees[letter], scene.factors.held[node.name, letter]
-    found = units(tree)
+    site, held = scene.site(node.name), scene.factors.held[node.name, letter]
+    tree, found = site.trees[letter], ways(site, letter)
     roomy = [u for u in found if min(at_path(tree, path).size for path in u) >= scene.mesh.count(axes)]
     free = [u for u in roomy if not any(held[i] for i in unit_leaves(tree, u))]
     return next(iter((*free, *roomy, *found)), None)

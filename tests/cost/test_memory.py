@@ -47,12 +47,13 @@ class Run:
     copies: int = 1
     shard: bool = False
     wire: str = ""
+    mode: str = "semi_auto"
 
     def lowered(self) -> tuple[Any, Any, Partition]:
         """Captured program, batch, and what the ranks run."""
         model, batch, loss = self.build()
         captured = stages.captured_of(model, batch, loss)
-        mode = "semi_auto" if self.pins else "data_parallel"
+        mode = self.mode if self.pins else "data_parallel"
         asked: dict[str, Any] = {"optimizer_parallel": self.level, "threshold_kb": 0} if self.level else {}
         asked |= {"offload": self.offload, "recompute": self.recompute}
         asked |= {"micro_batches": self.micro_batches, "interleave": self.copies}
@@ -120,9 +121,11 @@ def hugging(name: str, **sizes: Any) -> Build:
 
 
 CUT = {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}, "head": {"n": "tp"}}
+ROWS = {"*embedder.embedder.convolution": {"y0": "h"}}
 RUNS = {
     "bert with dropout": Run(hugging("bert", sequence=128, batch=8, dropout=0.1)),
     "resnet": Run(hugging("resnet", batch=16)),
+    "resnet, height cut": Run(hugging("resnet", batch=16), {"h": 2}, ROWS, mode="sharding_propagation"),
     "gpt, four ranks": Run(small_gpt(), {"dp": 2, "tp": 2}, CUT),
     "gpt with dropout, layers again": Run(small_gpt(dropout=0.1, layers=4), recompute="full"),
     "gpt with dropout, four ranks, layers again": Run(

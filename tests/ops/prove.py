@@ -18,7 +18,7 @@ from meshwright.layout import Cat, Dim, SubDim, TensorLayout, verify
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Site, analyze
 from meshwright.ops.local import localize
-from meshwright.ops.strategy import WHOLE, Strategy, cut, fits, layouts, merge, splittable, units
+from meshwright.ops.strategy import WHOLE, Strategy, cut, fits, layouts, merge, splittable, ways
 from meshwright.ops.table import rule_of, rules_of
 from meshwright.runtime.communicator import Alone, SimulatedWorld
 from meshwright.runtime.kernels import KERNELS
@@ -217,7 +217,7 @@ def inner(site: Site) -> Site:
 def strategies(site: Site, mesh: Mesh, axis: str) -> Iterator[Strategy]:
     """Every cut over an axis, every way for a pending sum to pass, and a pending gradient."""
     for letter in splittable(site):
-        for unit in units(site.trees[letter]):
+        for unit in ways(site, letter):
             if fits(site.trees[letter], unit, mesh, axis):
                 yield Strategy(cuts=((letter, cut(site.trees[letter], unit, axis)),))
     if site.rule.terms:

@@ -92,6 +92,15 @@ for groups, wide in ((1, 4), (2, 2), (4, 1)):
         add(
             "aten.conv2d.default", T(f, 4, 4, 6, 6), T(f, 8, wide, 3, 3), bias, [1, 1], [1, 1], [1, 1], groups
         )
+for stride, padding, size in (
+    ([2, 2], [1, 1], 3),
+    ([2, 1], [0, 0], 1),
+    ([2, 2], [3, 2], (7, 5)),
+    ([1, 1], [2, 0], 5),
+):
+    height, width = (size, size) if isinstance(size, int) else size
+    add("aten.conv2d.default", T(f, 2, 3, 10, 8), T(f, 4, 3, height, width), T(f, 4), stride, padding)
+add("aten.conv2d.default", T(f, 2, 3, 9, 8), T(f, 4, 3, 3, 3), None, [1, 1], [2, 2], [2, 2])
 add("aten.conv1d.default", T(f, 4, 4, 9), T(f, 6, 4, 3), T(f, 6), [2], [1], [1], 1)
 add("aten.conv1d.default", T(f, 6, 9), T(f, 6, 1, 3), None, [1], [2], [1], 6)
 add("aten.conv3d.default", T(f, 4, 2, 4, 4, 4), T(f, 6, 2, 2, 2, 2), T(f, 6))
@@ -135,6 +144,13 @@ for op, *rest in (("max_pool2d", [2, 2]), ("max_pool2d_with_indices", [2, 2]), (
                   ("avg_pool2d", [2, 2]),
                   ("adaptive_avg_pool2d", [3, 3]), ("_adaptive_avg_pool2d", [3, 3])):  # fmt: skip
     add(f"aten.{op}.default", T(f, 4, 5, 6, 6), *rest)
+add("aten.max_pool2d.default", T(f, 2, 3, 10, 8), [3, 3], [2, 2], [1, 1])
+add("aten.max_pool2d.default", T(f, 2, 3, 6, 8), [3, 5], [1, 2], [1, 2], [1, 1], True)
+add("aten.max_pool1d.default", T(f, 4, 5, 12), [5], [3], [1])
+add("aten.avg_pool2d.default", T(f, 2, 3, 10, 8), [3, 3], [2, 2], [1, 1])
+add("aten.avg_pool2d.default", T(f, 2, 3, 10, 8), [3, 3], [2, 2], [1, 1], False, False)
+for op in ("adaptive_avg_pool2d", "_adaptive_avg_pool2d"):
+    add(f"aten.{op}.default", T(f, 4, 5, 6, 4), [1, 1])
 for op, *rest in (("max_pool3d", [2, 2, 2]), ("avg_pool3d", [2, 2, 2]), ("adaptive_avg_pool3d", [2, 2, 2])):
     add(f"aten.{op}.default", T(f, 4, 5, 4, 4, 4), *rest)
 for op in ("upsample_bilinear2d", "upsample_bicubic2d"):

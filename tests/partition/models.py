@@ -25,6 +25,10 @@ MODELS: dict[str, Any] = {
     "gpt": (gpt.build, {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}, "head": {"n": "tp"}}),
     "llama": (llama.build, {}),
     "resnet": (functools.partial(zoo.hugging_face, "resnet"), {"*.layer.0.convolution": {"o": "tp"}}),
+    "resnet in rows": (
+        functools.partial(zoo.hugging_face, "resnet"),
+        {"*embedder.embedder.convolution": {"y0": "tp"}},
+    ),
     "recommender": (recommender.build, {"deep_tables.*": {"v": "tp"}, "layers.0": {"n": "tp"}}),
 }
 BOTH, THREE = (("dp", 2), ("tp", 2)), (("tp", 3),)

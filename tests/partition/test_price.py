@@ -140,7 +140,7 @@ def test_what_kernels_send_is_known_before_there_is_a_program(name: str, mesh: M
     for node in local.nodes:
         sent.setdefault(stands_for(node, parts.factors.sites), []).extend(kernel_talk(node, local.types))
     for node_name, site in parts.factors.sites.items():
-        foreseen = site_talk(site, parts.resharded.ports[node_name], on, graph.types)
+        foreseen = site_talk(site, parts.resharded.ports[node_name], on, graph.types, graph.needs_grad)
         # The count of targets is moved to the front of the program, so the order may differ.
         assert sorted(map(str, foreseen)) == sorted(map(str, sent.get(node_name, [])))
         assert not foreseen or site.node.op in TALKATIVE

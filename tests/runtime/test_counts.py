@@ -24,6 +24,10 @@ CASES = {
         {"*.q_proj": {"n": "tp"}, "*.gate_proj": {"n": "tp"}},
     ),
     "resnet": (functools.partial(zoo.hugging_face, "resnet"), {"*.layer.0.convolution": {"o": "tp"}}),
+    "resnet in rows": (
+        functools.partial(zoo.hugging_face, "resnet"),
+        {"*embedder.embedder.convolution": {"y0": "tp"}},
+    ),
     "recommender": (recommender.build, {"deep_tables.*": {"v": "tp"}, "layers.0": {"n": "tp"}}),
 }
 

@@ -12,7 +12,7 @@ from meshwright.graph import Node
 from meshwright.layout import Coordinate
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Site
-from meshwright.ops.local import attention, random, reduce, shape
+from meshwright.ops.local import attention, random, reduce, shape, window
 from meshwright.ops.local.cut import Cut
 from meshwright.ops.strategy import Ports
 
@@ -29,10 +29,13 @@ LOCAL: dict[str, Localizer] = {
     "aten.arange.start": shape.arange,
     "aten.arange.start_step": shape.arange,
     "aten.embedding.default": shape.embedding,
-    **{f"aten.{n}": shape.groups(6) for n in (
-        "conv1d.default", "conv2d.default", "conv3d.default", "conv1d.padding", "conv2d.padding",
-        "conv_transpose1d.default", "conv_transpose2d.input")},
-    "aten.convolution.default": shape.groups(8),
+    **{f"aten.{n}": window.windowed for n in (
+        "conv1d.default", "conv2d.default", "conv3d.default", "conv1d.padding", "conv2d.padding", "convolution.default",
+        "max_pool1d.default", "max_pool2d.default", "max_pool3d.default",
+        "avg_pool1d.default", "avg_pool2d.default", "avg_pool3d.default")},
+    **{f"aten.{n}.default": window.mean_of_image for n in (
+        "adaptive_avg_pool1d", "adaptive_avg_pool2d", "_adaptive_avg_pool2d", "adaptive_avg_pool3d")},
+    **{f"aten.{n}": shape.groups(6) for n in ("conv_transpose1d.default", "conv_transpose2d.input")},
     "aten.group_norm.default": shape.groups(1),
     "aten.mean.default": reduce.mean,
     "aten.mean.dim": reduce.mean,
@@ -53,12 +56,15 @@ LOCAL: dict[str, Localizer] = {
 }  # fmt: skip
 
 
-def localize(site: Site, ports: Ports, mesh: Mesh, at: Coordinate) -> tuple[Node, ...]:
+def localize(
+    site: Site, ports: Ports, mesh: Mesh, at: Coordinate, wanted: tuple[bool, ...] = ()
+) -> tuple[Node, ...]:
     """The nodes that the rank at a coordinate runs for a node; the last keeps its name, helpers end in ``_k0``, …
+    `wanted`: of each input, whether its gradient is (not given: where the results' are).
 
     Raises RuleError for a random operator that our kernels cannot draw.
     """
-    cut = Cut(site, ports, mesh, at)
+    cut = Cut(site, ports, mesh, at, wanted)
     localizer = LOCAL.get(site.node.op)
     if localizer:
         return localizer(cut)

@@ -32,6 +32,11 @@ class Cut:
     ports: Ports
     mesh: Mesh
     at: Coordinate
+    wanted: tuple[bool, ...] = ()
+
+    def wants(self, port: int) -> bool:
+        """Whether the gradient of an input is wanted."""
+        return self.wanted[port] if self.wanted else any(self.node.needs_grad)
 
     @property
     def node(self) -> Node:

@@ -44,13 +44,23 @@ def make(
     *,
     whole: Collection[str] = (),
     inside: Collection[str] = (),
+    outer: Collection[str] = (),
     terms: Iterable[tuple[int, ...]] = (),
     why: str = "",
 ) -> Rule:
     """A rule by hand, for what no line can say (concatenations, ports that come and go)."""
     ports_in: tuple[Port, ...] = tuple(map(tuple, inputs))
     ports_out: tuple[Port, ...] = tuple(map(tuple, outputs))
-    return Rule(ports_in, ports_out, dict(sizes), frozenset(whole), frozenset(inside), tuple(terms), why)
+    return Rule(
+        ports_in,
+        ports_out,
+        dict(sizes),
+        frozenset(whole),
+        frozenset(inside),
+        tuple(terms),
+        why,
+        outer=frozenset(outer),
+    )
 
 
 def letters(count: int, marks: Mapping[int, str] | None = None, stem: str = "a") -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshwright.errors import RuleError, did_you_mean
-from meshwright.runtime.kernels import attention, losses, random, rows
+from meshwright.runtime.kernels import attention, halo, losses, random, rows
 from meshwright.runtime.kernels.random import exact_dropout_mask
 from meshwright.runtime.kernels.reference import reference_dropout
 
@@ -27,6 +27,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "meshwright.local_places": rows.local_places,
     "meshwright.batch_norm_sync": rows.batch_norm_sync,
     "meshwright.batch_norm_fixed": rows.batch_norm_fixed,
+    "meshwright.halo": halo.halo,
     "meshwright.all_reduce": losses.all_reduce,
     "meshwright.target_weight": losses.target_weight,
     "meshwright.cross_entropy_split": losses.cross_entropy_split,

@@ -21,7 +21,7 @@ from meshwright.graph import DTYPES, Graph, Node
 from meshwright.layout import Cat, Dim, SubDim, TensorLayout, dim_axes, leaves, normalize
 from meshwright.mesh import Axis, Mesh
 from meshwright.ops.factors import Factors, Site
-from meshwright.ops.strategy import WHOLE, Strategy, cut, layouts, splittable, unit_leaves, units
+from meshwright.ops.strategy import WHOLE, Strategy, cut, layouts, splittable, unit_leaves, units, ways
 from meshwright.redistribute.matrix import PENDING, Value
 from meshwright.redistribute.matrix import WHOLE as WHOLE_CODE
 from meshwright.search.space.roles import Roles
@@ -219,13 +219,13 @@ def _ways(node: Node, site: Site, graph: Graph, marks: Roles) -> list[Option]:
     found: list[tuple[float, Option]] = []
     for letter in splittable(site):
         tree = site.trees[letter]
-        ways = units(tree)
+        allowed = ways(site, letter)
         held = marks.held[node.name, letter]
-        for number, unit in enumerate(ways):
+        for number, unit in enumerate(allowed):
             size = min(list(leaves(tree))[i].size for i in unit_leaves(tree, unit))
             leaf = unit_leaves(tree, unit)
             blocked = any(held[i] for i in leaf) and (
-                any(marks.inner[node.name, letter][i] for i in leaf) or (len(ways) > 1 and not all(held))
+                any(marks.inner[node.name, letter][i] for i in leaf) or (len(allowed) > 1 and not all(held))
             )
             if size < 2 or blocked:
                 continue

@@ -105,7 +105,7 @@ def _talk(codes: NodeCodes, rows: Rows, graph: Graph, mesh: Mesh, cluster: Clust
     found = []
     for row in rows:
         ports = layouts(codes.site, strategy_of(codes, row, mesh))
-        talk = site_talk(codes.site, ports, mesh, graph.types)
+        talk = site_talk(codes.site, ports, mesh, graph.types, graph.needs_grad)
         found.append(
             sum(cluster.prices.seconds(t.kind, mesh, t.axes, _sent(t, mesh.count(t.axes))) for t in talk)
         )
