@@ -26,8 +26,12 @@ WORTH = 0.05  # of the step: what stages must save
 
 
 def may_have_stages(graph: Graph, request: Request, techniques: Techniques) -> bool:
-    """Whether stages are open: not said by the user, and exact."""
+    """Whether stages are open: not said by the user, exact, and beside nothing that the search for them does not
+    price."""
     if "pipeline" in techniques.given or request.cluster.ranks == 1 or request.judge is None:
+        return False
+    unpriced = techniques.offload or techniques.slice_activation or techniques.interleave > 1
+    if unpriced or any("host" in n.marks for n in graph.nodes):
         return False
     return not by_micro_batch(graph, factors_of(graph))
 
