@@ -46,7 +46,7 @@ def _compared(captured: Any, cluster: Any, mesh: Any, ranks: int) -> dict[str, f
     scene = Scene(folds.graph, factors_of(folds.graph), mesh)
     planner = Planner(scene, folds, {}, Request(cluster))
     axes = len(mesh.axes)
-    found = {"recursion": recursive_programming(planner.space, axes).price}
+    found = {"recursion": recursive_programming(planner.space, mesh).price}
     if axes <= 3:
         found["a"] = solve(planner.space(named([[n] for n in range(axes)])).problem()).price
     elif mesh.names and ranks == 64:

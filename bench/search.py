@@ -194,7 +194,7 @@ def _recursion(row: Row, captured: Any, cluster: Any, mesh: Any, clock: Clock) -
     from meshwright.search.recursion import recursive_programming
 
     planner = _planner(row, captured, cluster, mesh, clock, False)
-    done = clock("solve", lambda: recursive_programming(planner.space, len(mesh.axes)))
+    done = clock("solve", lambda: recursive_programming(planner.space, mesh, alike=planner.alike()))
     return {"price": done.price, "states": done.space.size}
 
 

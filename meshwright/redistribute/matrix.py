@@ -165,6 +165,11 @@ class Table:
         latency, per_byte = self._laws[kind]
         return latency[axes] + sent_bytes * per_byte[axes]
 
+    def held_law(self, kind: str) -> tuple[Floats, Floats]:
+        """Seconds of one collective over every set of axes, and seconds per byte that a rank holds before it (after it,
+        for a reduce-scatter)."""
+        return self._held_laws[kind]
+
     # ---------------------------------------------------------------------------------------------- all pairs
 
     def seconds(self, value: Value, src: NDArray[np.int8], dst: NDArray[np.int8]) -> Floats:

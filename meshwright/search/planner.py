@@ -13,17 +13,19 @@ from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.mesh import Mesh
 from meshwright.redistribute.matrix import Table
+from meshwright.search.alike.prices import Alike
 from meshwright.search.folded import Folded
 from meshwright.search.options import Scene
 from meshwright.search.pins import Seeds
 from meshwright.search.solve import Memory
-from meshwright.search.space.build import Choice, Space, Ties, all_codes
+from meshwright.search.space.build import Choice, Space, all_codes
 from meshwright.search.space.codes import values_of
 from meshwright.search.space.families import Family, named, runs
 from meshwright.search.space.given import honouring, wished_options
 from meshwright.search.space.kept import Kept
 from meshwright.search.space.memory import fixed_bytes, memory_of
 from meshwright.search.space.parameters import Storage
+from meshwright.search.space.wiring import Ties, Wiring
 from meshwright.search.techniques.recompute import again_of
 from meshwright.techniques import NONE, Techniques
 
@@ -33,6 +35,7 @@ SPACES = {
     "c": "three runs of the finest mesh, or product states of four axes",
 }
 LARGEST = 4  # axes whose product states are searched
+MOST_NODES = 2000  # distinct nodes whose space is made node by node
 FULL = 6000  # nodes of a model whose whole program is simulated for the answer: about two seconds
 Progress = Callable[[str, float | None, float | None], None]
 """Told (stage, best price so far, bound)."""
@@ -166,6 +169,17 @@ class Planner:
             table=self.table,
             kept=self.kept,
             hosts=self.hosts,
+        )
+
+    def alike(self) -> Callable[[], Alike] | None:
+        """What makes the arrays of a graph of very many nodes; None where one space is quick enough, or what users ask
+        of single nodes tells them apart."""
+        if len(self.codes) <= MOST_NODES or self.seeds or self.hosts:
+            return None
+        graph = self.scene.graph
+        wiring = self.kept.once("wiring", lambda: Wiring(graph, self.ties, self.codes))
+        return lambda: Alike(
+            graph, self.codes, self.values, wiring, self.request.cluster, self.table, self.storage()
         )
 
     def storage(self, allowed: bool = True) -> Storage:

@@ -1,4 +1,4 @@
-"""The recursion under a planner's memory limit: each axis solved with a price per byte, and what fits kept."""
+"""The recursion under a planner's memory limit: each turn solved with a price per byte, and what fits kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from meshwright.search.space.build import Space
 
 def recursion(planner: Planner, inner: str = "exact") -> Callable[[np.ndarray | None], Found]:
     """What the recursion finds for a price per byte at each instant, None being no price (`within.priced_by_bytes`)."""
-    axes = len(planner.scene.mesh.axes)
 
     def run(multipliers: np.ndarray | None) -> Found:
         def weighed(space: Space) -> Problem:
@@ -22,10 +21,14 @@ def recursion(planner: Planner, inner: str = "exact") -> Callable[[np.ndarray | 
             return planner.memory(space).weighed(space.problem(), multipliers)
 
         done = recursive_programming(
-            planner.space, axes, inner=inner, problem=None if multipliers is None else weighed
+            planner.space,
+            planner.scene.mesh,
+            inner=inner,
+            problem=None if multipliers is None else weighed,
+            alike=planner.alike(),
         )
         return planner.found(
-            done.space, done.states, {"space": f"one axis after the other, {done.sweeps} sweeps"}
+            done.space, done.states, {"space": f"a few axes after the others, {done.sweeps} sweeps"}
         )
 
     return run

@@ -1,12 +1,15 @@
-"""`recursive_programming`: one prime axis at a time, slowest link first, each solved exactly beside what is fixed.
+"""`recursive_programming`: a few prime axes at a time, slowest link first, each exactly beside what is fixed.
 
-On one axis a node has a handful of options, so any number of ranks is a few small problems: sizes that are cut
-already make the next axis cheaper or dearer. Then refining sweeps: every node may change what it does on one axis, or
-on all axes from one on, each where it likes, and all of that is one problem. It has what solving single axes again
-would look at as special cases, for the price of a few of them. Ends of the row matter where a cut costs the same for
-two ranks as for many: for GPT-2 with 25 heads no single axis gains by cutting the sequence of attention, all together
-make the step five times shorter. (The reference system's double recursion is greedy by the weight of nodes; that is
-`inner="greedy"` here.)
+On the axes of one turn a node takes one of a handful of options, so any number of ranks is a few small problems: sizes
+that are cut already make the next axes cheaper or dearer. Then refining sweeps: every node may change what it does on
+one axis, or on all axes from one on, each where it likes, and all of that is one problem. It has what solving single
+axes again would look at as special cases, for the price of a few of them. Ends of the row matter where a cut costs the
+same for two ranks as for many: for GPT-2 with 25 heads no single axis gains by cutting the sequence of attention, all
+together make the step five times shorter. (The reference system's double recursion is greedy by the weight of nodes;
+that is `inner="greedy"` here.)
+
+A graph of thousands of distinct nodes is priced and solved as arrays over what is alike (`alike/`), and refined turn by
+turn.
 """
 
 from __future__ import annotations
@@ -17,13 +20,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.mesh import Mesh
+from meshwright.search.alike.prices import Alike
 from meshwright.search.solve import Problem, completed, eliminate, solve
 from meshwright.search.space.build import Space
 from meshwright.search.space.codes import NodeCodes
-from meshwright.search.space.families import Family, one_axis, one_change
+from meshwright.search.space.families import Family, one_change, one_option
+from meshwright.search.space.given import exactly
 
 MakeSpace = Callable[[Family], Space]
-MOST_NODES = 2000  # beyond, refining sweeps go axis by axis: a joint one would take gigabytes
+TOGETHER = 3  # axes of a turn
 GAIN = 5e-4  # of the price: a sweep that gains less is the last
 MOST_WORK = 2e8  # sums of a joint sweep, a third of a second: it must be better, not the best
 
@@ -38,21 +44,35 @@ class Recursed:
     sweeps: int
 
 
+def turns(mesh: Mesh) -> list[list[int]]:
+    """Which axes are solved together, by number: at most `TOGETHER` neighbours of one link."""
+    found: list[list[int]] = []
+    for number, axis in enumerate(mesh.axes):
+        if found and len(found[-1]) < TOGETHER and mesh.axes[number - 1].link == axis.link:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return found
+
+
 def recursive_programming(
     make: MakeSpace,
-    axes: int,
+    mesh: Mesh,
     *,
     inner: str = "exact",
     sweeps: int = 4,
     problem: Callable[[Space], Problem] | None = None,
+    alike: Callable[[], Alike] | None = None,
 ) -> Recursed:
-    """Solve axis after axis, then refine until a sweep gains next to nothing (at most `sweeps` refining ones).
+    """Solve turn after turn, then refine until a sweep gains next to nothing (at most `sweeps` refining ones).
 
     `make` builds the space of a family; `inner` is ``exact`` or ``greedy``, which is not refined; `problem` is what is
-    minimised in a space, by default its price.
+    minimised in a space, by default its price. With `alike` that price is found and minimised as arrays.
     """
+    if alike is not None and problem is None and inner != "greedy":
+        return _as_arrays(alike(), make, mesh, sweeps)
     rows: dict[str, np.ndarray] = {}
-    objective = problem or Space.problem
+    objective, axes = problem or Space.problem, len(mesh.axes)
 
     def fixed(codes: NodeCodes) -> np.ndarray:
         return rows.setdefault(codes.node.name, np.zeros(axes, dtype=np.int8))
@@ -74,32 +94,42 @@ def recursive_programming(
         return states if math.isfinite(asked.price(states)) else None
 
     best: Recursed | None = None
-    last = axes - 1  # of what was changed, the axis that was solved last: it is best beside all others
-    for axis in range(axes):
-        space = make(one_axis(axis, fixed))
+    for turn in turns(mesh):
+        space = make(one_option(turn, fixed))
         asked = objective(space)
         states = greedy(asked) if inner == "greedy" else eliminate(asked).states
         best = take(space, states, asked.price(states), 1)
     assert best is not None
     for sweep in range(2, 2 + (sweeps if inner != "greedy" and axes > 1 else 0)):
         before = best.price
-        joint = len(best.space.nodes) <= MOST_NODES
-        for axis in [-1] if joint else range(axes):
-            if not joint and axis == last:  # nothing has changed since
-                break
-            space = make(one_change(axes, fixed) if joint else one_axis(axis, fixed))
-            asked = objective(space)
-            if joint and (known := as_before(space, asked)) is not None:
-                states = solve(asked, limit_work=MOST_WORK, first=known).states
-            elif joint:
-                states = solve(asked).states
-            else:
-                states = eliminate(asked).states
-            if (price := asked.price(states)) < best.price * (1 - 1e-12):
-                best, last = take(space, states, price, sweep), axis
+        space = make(one_change(axes, fixed))
+        asked = objective(space)
+        states = solve(asked, limit_work=MOST_WORK, first=as_before(space, asked)).states
+        if (price := asked.price(states)) < best.price * (1 - 1e-12):
+            best = take(space, states, price, sweep)
         if best.price >= before * (1 - GAIN):
             break
     return best
+
+
+def _as_arrays(alike: Alike, make: MakeSpace, mesh: Mesh, sweeps: int) -> Recursed:
+    """The recursion over what is alike, refined turn by turn, and a space of what was found."""
+    now = np.zeros((len(alike.names), len(mesh.axes)), dtype=np.int8)
+    best, last, sweep, order = math.inf, -1, 1, turns(mesh)
+    for sweep in range(1, 2 + sweeps):
+        before = best
+        for number, turn in enumerate(order):
+            if number == last:  # nothing has changed since
+                break
+            asked = alike.priced(turn, now)
+            states, price = asked.tables.solved()
+            if sweep == 1 or price < best * (1 - 1e-12):
+                now, best, last = asked.rows(states), price, number
+        if sweep > 1 and best >= before * (1 - GAIN):
+            break
+    space = make(exactly(dict(zip(alike.names, now, strict=True))))
+    found = eliminate(space.problem())
+    return Recursed(space, found.states, found.price, sweep)
 
 
 def greedy(problem: Problem) -> tuple[int, ...]:

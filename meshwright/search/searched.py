@@ -1,6 +1,6 @@
 """The modes with a cost model: what they search, and what they claim of what they found.
 
-    recursive_programming   prime axis by prime axis, slowest link first; any number of ranks
+    recursive_programming   a few prime axes at a time, slowest link first; any number of ranks
     dynamic_programming     exact over a named space: (a) product states of up to three named axes, (b) two runs of the
                             finest mesh, (c) three runs, or four axes
     auto                    both, with known recipes beside them, ranked by the simulated step, under the memory limit;

@@ -8,16 +8,13 @@ what they cost counts as often as they occur. Prices are of one training step: f
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.host import transfer_seconds
-from meshwright.cost.operators import VIEWS
-from meshwright.cost.saved import saved
 from meshwright.graph import PIN, Graph, Node
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
@@ -28,7 +25,7 @@ from meshwright.redistribute.matrix import Table, Value
 from meshwright.search.solve.problem import Builder, Problem
 from meshwright.search.space.codes import NodeCodes, Option, node_codes, values_of
 from meshwright.search.space.families import Family
-from meshwright.search.space.kept import Kept, owners_of
+from meshwright.search.space.kept import Kept
 from meshwright.search.space.layouts import Port, Prices, key_of, union
 from meshwright.search.space.nodes import NodeStates, node_states, strategy_of
 from meshwright.search.space.parameters import (
@@ -39,27 +36,7 @@ from meshwright.search.space.parameters import (
     storage_layout,
 )
 from meshwright.search.space.roles import roles
-from meshwright.search.space.waited import waited_edges
-
-Edge = tuple[tuple[str, str], int, tuple[str, str], int, str]
-"""A reshard that may be: from variable, its port, to variable, its port, value."""
-
-
-@dataclass(frozen=True)
-class Ties:
-    """Copies of one layer: name (node, value or parameter) → the one it equals; and how often a node of the graph
-    stands for nodes of the model."""
-
-    same: Mapping[str, str] = field(default_factory=dict)
-    weight: Mapping[str, int] = field(default_factory=dict)
-
-    def first(self, name: str) -> str:
-        """The one that a name equals; itself where there is none."""
-        return self.same.get(name, name)
-
-    def times(self, node: str) -> int:
-        """How many nodes of the model a node stands for."""
-        return self.weight.get(node, 1)
+from meshwright.search.space.wiring import Ties, Variable, Wiring, is_kept
 
 
 @dataclass(frozen=True)
@@ -120,53 +97,30 @@ class Space:
         self.hosted = hosted_values(graph, self.hosts)
         self.leaving = leaving_values(graph, self.hosts, self.hosted)
         self.kept = kept or Kept(graph, self.values, self.codes, self.hosts)
+        self.wiring = self.kept.once("wiring", lambda: Wiring(graph, self.ties, self.codes))
         self.prices = Prices(self.table, self.kept.prices)
         self.nodes: dict[str, NodeStates] = {
             name: node_states(found, family, graph, mesh, cluster, self.kept.states, host=name in self.hosts)
             for name, found in self.codes.items()
         }
-        self.hubs: dict[str, Port] = {}
-        self.parameters: dict[str, ParameterStates] = {}
-        self.fixed = _whole_readers(graph)
-        self.times: Mapping[str, int] = {}  # node → how many of the model are planned as it
-        self._variables: list[tuple[str, str]] = []  # (kind, name)
-        self.variable: dict[tuple[str, str], int] = {}
+        self.hubs: dict[str, Port] = {
+            name: union([self._end(*end) for end in ends]) for name, ends in self.wiring.hubs.items()
+        }
+        self.parameters: dict[str, ParameterStates] = {
+            name: self._parameter(name, [self._end(*end) for end in ends], storage)
+            for name, ends in self.wiring.parameters.items()
+        }
+        self.variable: dict[Variable, int] = {}
         self.unary: list[np.ndarray] = []  # float64[4, states]: compute, blocking, what may hide, reductions
         self.pairs: dict[tuple[int, int], np.ndarray] = {}
         self._blocking: dict[tuple[int, int], np.ndarray] = {}  # the share of pairs that nothing can hide
-        self._find_hubs()
-        self._find_parameters(storage)
         self._number()
         self._price_edges()
 
     # ------------------------------------------------------------------------------------------------ variables
 
-    def _find_hubs(self) -> None:
-        readers: dict[str, int] = defaultdict(int)
-        for value in self.graph.producers:
-            count = len(self.graph.consumers[value]) + self.fixed.get(value, 0)
-            first = self.ties.first(value)
-            readers[first] = max(readers[first], count)
-        ports: dict[str, list[Port]] = defaultdict(list)
-        for value in self.graph.producers:
-            first = self.ties.first(value)
-            if readers[first] < 2:
-                continue
-            ports[first] += [
-                self.output(value),
-                *(self.want(n.name, p) for n, p in self.graph.consumers[value]),
-            ]
-        self.hubs = {value: union(found) for value, found in ports.items()}
-
-    def _find_parameters(self, storage: Storage) -> None:
-        wants: dict[str, list[Port]] = defaultdict(list)
-        for entry in self.graph.input_of("parameter"):
-            wants[self.ties.first(entry.name)] += [
-                self.want(n.name, p) for n, p in self.graph.consumers[entry.name]
-            ]
-        for name, ports in wants.items():
-            if ports:
-                self.parameters[name] = self._parameter(name, ports, storage)
+    def _end(self, node: str, port: int) -> Port:
+        return self.nodes[node].ports[port]
 
     def _parameter(self, name: str, ports: list[Port], storage: Storage) -> ParameterStates:
         value, trained, whole = self.values[name], name in self.graph.needs_grad, is_kept(self.graph, name)
@@ -181,13 +135,10 @@ class Space:
 
     def _number(self) -> None:
         def add(kind: str, name: str, parts: np.ndarray) -> None:
-            self.variable[kind, name] = len(self._variables)
-            self._variables.append((kind, name))
+            self.variable[kind, name] = len(self.unary)
             self.unary.append(parts)
 
-        times = self.times = defaultdict(int)
-        for node in self.graph.nodes:
-            times[self.ties.first(node.name)] += self.ties.times(node.name)
+        times = self.wiring.times
         for name, states in self.nodes.items():
             zero = np.zeros(len(states.rows))
             compute = states.forward + states.backward
@@ -203,7 +154,7 @@ class Space:
 
     def owners(self, name: str) -> int:
         """How many parameters of the model a parameter of the graph stands for."""
-        return self.kept.once("owners", lambda: owners_of(self.graph, self.ties.first, self.ties.times))[name]
+        return self.wiring.owners[name]
 
     def _crossing(self, node: Node) -> np.ndarray | float:
         """Seconds of what a node takes to the host, or of what it makes there and others read on the device."""
@@ -225,46 +176,9 @@ class Space:
 
     # ------------------------------------------------------------------------------------------------ prices
 
-    def output(self, value: str) -> Port:
-        """The layouts that its producer gives to a value."""
-        node = self.graph.producers[value]
-        return self.nodes[self.ties.first(node.name)].outputs()[node.values.index(value)]
-
     def want(self, node: str, port: int) -> Port:
         """The layouts that a node asks for at a port."""
         return self.nodes[self.ties.first(node)].inputs()[port]
-
-    def edges(self) -> dict[Edge, int]:
-        """Every reshard that may be: (from variable, its port, to variable, its port, value) → how often."""
-        return self.kept.once("edges", self.found_edges)
-
-    def found_edges(self, start: int = 0, graded: bool = False) -> dict[Edge, int]:
-        """`edges`, found; only those of values that node number `start` or a later one makes, and if `graded` only of
-        those that need a gradient. Those of parameters are always among them."""
-        found: dict[Edge, int] = defaultdict(int)
-        first, times = self.ties.first, self.ties.times
-        made = {node.name for node in self.graph.nodes[start:]}
-        for value, node in self.graph.producers.items():
-            if node.name not in made or (graded and value not in self.graph.needs_grad):
-                continue
-            source, port = ("node", first(node.name)), node.values.index(value)
-            if first(value) in self.hubs:
-                hub = ("hub", first(value))
-                found[source, port, hub, -1, first(value)] += times(node.name)
-                source, port = hub, -1
-            for consumer, number in self.graph.consumers[value]:
-                found[source, port, ("node", first(consumer.name)), number, first(value)] += times(
-                    consumer.name
-                )
-            if self.fixed.get(value):
-                found[source, port, ("whole", ""), -1, first(value)] += self.fixed[value]
-        for entry in self.graph.input_of("parameter"):
-            for consumer, number in self.graph.consumers[entry.name]:
-                source = ("parameter", first(entry.name))
-                found[source, -1, ("node", first(consumer.name)), number, first(entry.name)] += times(
-                    consumer.name
-                )
-        return found
 
     def port(self, variable: tuple[str, str], port: int, *, gives: bool) -> Port:
         """The layouts of a variable at one end of an edge."""
@@ -281,12 +195,12 @@ class Space:
         return states.outputs()[port] if gives else states.inputs()[port]
 
     def _price_edges(self) -> None:
-        edges = self.edges()
+        edges = self.wiring.edges
         for source, out, target, at, value in edges:
             needs_grad = value in self.graph.needs_grad
             self.prices.meet(self.values[value], self.port(source, out, gives=True), needs_grad)
             self.prices.meet(self.values[value], self.port(target, at, gives=False), needs_grad)
-        waited = self.waited()
+        waited = self.wiring.waited
         for (source, out, target, at, value), times in edges.items():
             have, want = self.port(source, out, gives=True), self.port(target, at, gives=False)
             matrix = times * self.prices.between(
@@ -309,10 +223,6 @@ class Space:
             if (source, target, value) in waited:
                 known = self._blocking.get(key)
                 self._blocking[key] = matrix if known is None else known + matrix
-
-    def waited(self) -> frozenset[tuple[tuple[str, str], tuple[str, str], str]]:
-        """The edges (from variable, to variable, value) that nothing can hide."""
-        return self.kept.once("waited", lambda: waited_edges(self.graph, self.ties.first, self.hubs))
 
     # ------------------------------------------------------------------------------------------------ the problem
 
@@ -428,24 +338,3 @@ def all_codes(
         for n in graph.nodes
         if ties.first(n.name) == n.name
     }
-
-
-def is_kept(graph: Graph, name: str) -> bool:
-    """Whether autograd keeps a parameter for some reader, through views of it too."""
-    todo = [name]
-    while todo:
-        for node, port in graph.consumers[todo.pop()]:
-            wanted = [u in graph.needs_grad for u in node.uses]
-            if any(node.needs_grad) and port in saved(node, graph.types, wanted).inputs:
-                return True
-            todo += node.values if node.op in VIEWS else ()
-    return False
-
-
-def _whole_readers(graph: Graph) -> dict[str, int]:
-    """Value → how many results of the program it is: those are whole."""
-    found: dict[str, int] = defaultdict(int)
-    for _, value in (*graph.outputs, *graph.mutations):
-        if value in graph.producers:
-            found[value] += 1
-    return found

@@ -4,7 +4,7 @@ A family says for every option list how options are laid over the prime axes, wh
 
 - `named`: the axes fall into named groups (``dp``, ``tp``), and all axes of a group take one option: product states;
 - `runs`: the axes are cut into at most so many runs, in mesh order, at any place, and each run takes one option;
-- `one_axis`: all axes but one are as they were: what `recursive_programming` solves, axis by axis;
+- `one_option`: all axes but some are as they were, and these take one: what `recursive_programming` begins with;
 - `one_change`: all axes are as they were but one, or all from one on, and each node says which: what it refines with.
 
 Where a run is longer than a sub-dim has room for, the axes that are left go to the next sub-dim of the same letter: 16
@@ -70,22 +70,27 @@ def outside(given: Mapping[str, np.ndarray], axes: int) -> Family:
     return rows
 
 
-def one_axis(axis: int, fixed: Callable[[NodeCodes], np.ndarray]) -> Family:
-    """Every option on one axis, the one that is fixed there among them, beside a fixed row on the others."""
+def one_option(axes: Sequence[int], fixed: Callable[[NodeCodes], np.ndarray]) -> Family:
+    """Every option on some axes together, beside a fixed row on the others, and the row as it is."""
 
     seen: dict[tuple[bytes, ...], Rows] = {}  # by all that `legal` looks at
 
     def rows(codes: NodeCodes, sizes: np.ndarray) -> Rows:
         now = fixed(codes)
-        options = sorted({*codes.starts, int(now[axis])})
-        key = (now.tobytes(), bytes(options), *codes.room, sizes.tobytes())
+        key = (now.tobytes(), bytes(codes.starts), *codes.room, sizes.tobytes())
         if key not in seen:
-            choices = np.repeat(now[None, :], len(options), axis=0)
-            choices[:, axis] = options
-            seen[key] = legal(codes, choices, sizes)
+            seen[key] = legal(codes, together(codes, now, axes, sizes), sizes)
         return seen[key]
 
     return rows
+
+
+def together(codes: NodeCodes, now: np.ndarray, axes: Sequence[int], sizes: np.ndarray) -> Rows:
+    """A row as it is, and with each option that a run may begin with on some axes."""
+    choices = np.repeat(now[None, :], 1 + len(codes.starts), axis=0)
+    choices[1:, list(axes)] = np.array(codes.starts, dtype=np.int8)[:, None]
+    choices[:, sizes == 1] = 0
+    return choices
 
 
 def one_change(axes: int, fixed: Callable[[NodeCodes], np.ndarray]) -> Family:
@@ -113,7 +118,7 @@ def legal(codes: NodeCodes, rows: Rows, sizes: np.ndarray) -> Rows:
     rows[:, sizes == 1] = 0
     roomy = (block_counts(codes, rows, sizes) <= codes.leaf_sizes).all(axis=1)
     if not roomy.all():
-        moved, alive = _moved_on(codes, rows[~roomy], sizes)
+        moved, alive = moved_on(codes, rows[~roomy], sizes, codes.leaf_sizes)
         rows[~roomy] = moved
         rows = np.delete(rows, np.flatnonzero(~roomy)[~alive], axis=0)
     return distinct(rows)
@@ -130,8 +135,11 @@ def block_counts(codes: NodeCodes, rows: Rows, sizes: np.ndarray) -> np.ndarray:
     return np.where(codes.cuts[rows[:, used]], sizes[used, None], 1.0).prod(axis=1)
 
 
-def _moved_on(codes: NodeCodes, rows: Rows, sizes: np.ndarray) -> tuple[Rows, np.ndarray]:
-    """The rows with axes that have no room at the next sub-dim, and which of them have room then."""
+def moved_on(
+    codes: NodeCodes, rows: Rows, sizes: np.ndarray, leaf_sizes: np.ndarray
+) -> tuple[Rows, np.ndarray]:
+    """The rows with axes that have no room at the next sub-dim, and which of them have room then. `leaf_sizes` are
+    those of the node, or of each row's own [rows, leaves]."""
     rows = rows.copy()
     counts = np.ones((len(rows), len(codes.leaf_sizes)))
     alive = np.ones(len(rows), dtype=bool)
@@ -140,10 +148,10 @@ def _moved_on(codes: NodeCodes, rows: Rows, sizes: np.ndarray) -> tuple[Rows, np
         if size == 1:
             continue
         option = rows[:, axis]
-        full = (codes.cuts[option] & (counts * size > codes.leaf_sizes)).any(axis=1)
+        full = (codes.cuts[option] & (counts * size > leaf_sizes)).any(axis=1)
         while (moving := full & (spill[option] >= 0)).any():
             option = np.where(moving, spill[option], option)
-            full = (codes.cuts[option] & (counts * size > codes.leaf_sizes)).any(axis=1)
+            full = (codes.cuts[option] & (counts * size > leaf_sizes)).any(axis=1)
         alive &= ~full
         rows[:, axis] = option
         counts[codes.cuts[option]] *= size
@@ -158,11 +166,15 @@ def distinct(rows: Rows) -> Rows:
 
 def letter_sizes(codes: NodeCodes, rows: Rows, sizes: np.ndarray) -> dict[str, np.ndarray]:
     """What the rank that holds most has of each letter, and of each part of a concatenation: float64[states]."""
-    held = np.ceil(codes.leaf_sizes / block_counts(codes, rows, sizes))
+    return letters_held(codes, np.ceil(codes.leaf_sizes / block_counts(codes, rows, sizes)))
+
+
+def letters_held(codes: NodeCodes, held: np.ndarray) -> dict[str, np.ndarray]:
+    """`letter_sizes` from what is held of each leaf [states, leaves]."""
     found: dict[str, np.ndarray] = {}
     start = 0
     for letter in codes.letters:
-        found[letter], start, parts = _product(codes.site.trees[letter], held, start, len(rows))
+        found[letter], start, parts = _product(codes.site.trees[letter], held, start, len(held))
         names = codes.site.rule.parts(letter)
         if names and len(parts) == len(names):
             found |= dict(zip(names, parts, strict=True))

@@ -19,7 +19,8 @@ from meshwright.graph import DTYPES, Graph
 from meshwright.redistribute.buckets import alone_bytes
 from meshwright.redistribute.matrix import WHOLE
 from meshwright.search.solve import Memory
-from meshwright.search.space.build import Space, is_kept
+from meshwright.search.space.build import Space
+from meshwright.search.space.wiring import is_kept
 
 INSTANTS = ("the loss", "the update", "the head's backward")
 
@@ -83,7 +84,7 @@ def memory_of(space: Space, optimizer_states: int, again: Collection[str] = ()) 
 def _gathered(space: Space, late: frozenset[str]) -> dict[tuple[int, int], np.ndarray]:
     """Weights that a reader gathers for itself and autograd keeps: float64[3, states, states] for each pair."""
     found: dict[tuple[int, int], np.ndarray] = {}
-    for (source, _, target, port, name), times in space.edges().items():
+    for (source, _, target, port, name), times in space.wiring.edges.items():
         if source[0] != "parameter" or name not in space.graph.needs_grad or name in space.hosted:
             continue
         node = space.graph.producers[space.nodes[target[1]].codes.node.values[0]]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -89,7 +90,7 @@ def parameter_states(
     members = [a.size for a in mesh.axes]
     whole_bytes = value.itemsize * float(table.local_elements(value, np.zeros((1, len(sizes)), np.int8))[0])
     found: list[tuple[int, tuple[int, ...], int, bool]] = []
-    choices = list(_subsets(how.groups)) if how.allowed and whole_bytes >= how.smallest_bytes else []
+    choices = list(subsets(how.groups)) if how.allowed and whole_bytes >= how.smallest_bytes else []
     for state in range(len(uses.forward)):
         found.append((state, (), 0, False))
         seen: set[tuple[int, ...]] = {()}
@@ -139,7 +140,8 @@ def _undominated(use: np.ndarray, states: ParameterStates, memory_counts: bool) 
     return np.array(kept)
 
 
-def _subsets(groups: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
+def subsets(groups: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
+    """The axes of any one or more of the groups."""
     return [
         tuple(sorted({a for g in chosen for a in g}))
         for count in range(1, len(groups) + 1)
@@ -185,36 +187,76 @@ def _priced(
     used = table.local_elements(value, use.forward)
     storage = np.where(stored, 2 + place[:, None], use.forward).astype(np.int8)
     elements = table.local_elements(value, storage)
+
+    def sliced() -> np.ndarray:
+        codes = np.where(stored & ~use.grad, storage, use.forward).astype(np.int8)
+        return table.local_elements(value, codes)
+
     cut, pending = stored @ table.bits, use.grad @ table.bits  # sets of axes
+    found = stored_seconds(
+        used,
+        elements,
+        sliced,
+        cut,
+        pending,
+        again,
+        value.itemsize,
+        needs_grad,
+        mesh,
+        cluster,
+        table,
+        states,
+        host,
+    )
+    kept = np.where(stored.any(axis=1) & ~again, used, 0.0)
+    return ParameterStates(use, stored, place, again, *found, elements, kept)
+
+
+def stored_seconds(
+    used: np.ndarray,
+    elements: np.ndarray,
+    sliced: Callable[[], np.ndarray],
+    cut: np.ndarray,
+    pending: np.ndarray,
+    again: np.ndarray,
+    itemsize: int,
+    needs_grad: bool,
+    mesh: Mesh,
+    cluster: Cluster,
+    table: Table,
+    states: int,
+    host: bool,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Seconds of gathers and scatters, of reductions and of the update, for parameters and states of any number (arrays
+    that go together by broadcasting). `used`, `elements`, `sliced()`: elements on a rank as used, as stored, and of the
+    gradient before it is scattered. `cut`: the axes that only storage is cut over; `pending`: those of the gradient."""
 
     def seconds(kind: str, axes: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
         sent = wire_elements(kind, table.members[axes], before, after)  # type: ignore[arg-type]
-        return table.collective(kind, axes, np.asarray(value.itemsize * sent))
+        return table.collective(kind, axes, np.asarray(itemsize * sent))
 
-    blocking, reduction = np.zeros(len(cut)), np.zeros(len(cut))
+    blocking, reduction = np.zeros(elements.shape), np.zeros(elements.shape)
     if cut.any():
         blocking += np.where(cut, seconds("all_gather", cut, elements, used) * (1.0 + again), 0.0)
     if needs_grad and (both := cut & pending).any():
-        sliced = np.where(stored & ~use.grad, storage, use.forward).astype(np.int8)
-        before = table.local_elements(value, sliced)
+        before = sliced()
         scatter = seconds("reduce_scatter", both, before, elements)
         blocking += np.where(both, np.minimum(scatter, seconds("all_reduce", both, before, before)), 0.0)
     if needs_grad:
-        left = pending & ~cut
-        for axes in np.unique(left):
+        left = np.broadcast_to(pending & ~cut, elements.shape)
+        for axes in np.unique(pending & ~cut).tolist():
             if axes:
                 at, per_byte = _reduction_law(
-                    tuple(table.names(int(axes))), mesh, cluster.prices, cluster.hidden_prices
+                    tuple(table.names(axes)), mesh, cluster.prices, cluster.hidden_prices
                 )
                 rows = left == axes
-                reduction[rows] = at + elements[rows] * value.itemsize * per_byte
+                reduction[rows] = at + elements[rows] * itemsize * per_byte
     update = (
-        update_seconds(elements, states, *place_of(cluster, host), value.itemsize)
+        update_seconds(elements, states, *place_of(cluster, host), itemsize)
         if needs_grad
-        else np.zeros(len(elements))
+        else np.zeros(elements.shape)
     )
-    kept = np.where(stored.any(axis=1) & ~again, used, 0.0)
-    return ParameterStates(use, stored, place, again, blocking, reduction, update, elements, kept)
+    return blocking, reduction, update
 
 
 @functools.lru_cache(maxsize=4096)

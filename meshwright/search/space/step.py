@@ -110,8 +110,8 @@ class _Chain:
 
     def reshards(self) -> None:
         """What nothing hides, of values that are made in the chain; and those of the parameter for its reader."""
-        space, waited = self.space, self.space.waited()
-        edges = space.found_edges(self.start, graded=True) if self.entry else space.edges()
+        space, waited = self.space, self.space.wiring.waited
+        edges = space.wiring.found_edges(self.start, graded=True) if self.entry else space.wiring.edges
         for (source, out, target, at, value), times in edges.items():
             if target[0] == "whole" or (source, target, value) not in waited:
                 continue

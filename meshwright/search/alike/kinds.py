@@ -1,0 +1,166 @@
+"""Nodes that differ in sizes alone, and the states that they have on one axis beside what is decided on the others.
+
+A *kind* is nodes of one operator, one rule, sub-dims of one form and equal options. Those of a kind whose states are
+equal rows are a *sheet*: one array of codes for all of them, and their seconds as columns of another.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.host import place
+from meshwright.cost.machine import seconds
+from meshwright.cost.operators import ATTENTION, VIEWS, work
+from meshwright.cost.saved import EXTRA, KEEPS
+from meshwright.graph import Graph, Node, map_refs
+from meshwright.layout import Dim, SubDim
+from meshwright.mesh import Mesh
+from meshwright.ops.talk import TALKATIVE
+from meshwright.search.alike.sizes import Floats, Numbers
+from meshwright.search.solve.rounds import same_columns
+from meshwright.search.space.codes import NodeCodes
+from meshwright.search.space.families import Rows, block_counts, distinct, letters_held, moved_on, together
+from meshwright.search.space.kept import kind_of
+from meshwright.search.space.layouts import Port
+from meshwright.search.space.nodes import node_states
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Nodes by number, the codes of one of them, and the sizes of the leaves of each [nodes, leaves]. What only sizes
+    tell apart is told in arrays, unless the operator's work asks for more of them (`single`: they are all alike)."""
+
+    codes: NodeCodes
+    members: Numbers
+    leaf_sizes: Floats
+    single: bool
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """Nodes of one kind with equal states: rows of options, the layouts of each port, seconds [states, nodes]."""
+
+    kind: Kind
+    members: Numbers
+    rows: Rows
+    ports: tuple[Port, ...]
+    seconds: Floats
+
+
+def kinds_of(codes: Mapping[str, NodeCodes], graph: Graph) -> list[Kind]:
+    """The kinds of all nodes, numbered in the order of `codes`."""
+    found: dict[Hashable, list[int]] = defaultdict(list)
+    every = list(codes.values())
+    for number, node in enumerate(every):
+        found[_key(node, graph)].append(number)
+    return [
+        Kind(
+            every[members[0]],
+            np.array(members),
+            np.stack([every[n].leaf_sizes for n in members]),
+            _is_special(every[members[0]].node),
+        )
+        for members in found.values()
+    ]
+
+
+def _is_special(node: Node) -> bool:
+    """Whether more than the sizes of a rank's letters say what a node takes."""
+    return (
+        node.op in ATTENTION
+        or node.op in EXTRA
+        or node.op in TALKATIVE
+        or not isinstance(KEEPS.get(node.op, ""), str)
+    )
+
+
+def _key(codes: NodeCodes, graph: Graph) -> Hashable:
+    node, rule = codes.node, codes.site.rule
+    if _is_special(node):
+        return kind_of(codes, graph)
+    literals = (
+        ()
+        if node.op in VIEWS
+        else (map_refs(node.args, lambda _: None), map_refs(node.kwargs, lambda _: None))
+    )
+    return (
+        node.op,
+        repr(literals),
+        tuple([(graph.types[u].dtype, u in graph.needs_grad) for u in node.uses]),
+        tuple([t.dtype for t in node.outputs]),
+        node.needs_grad,
+        (rule.inputs, rule.outputs, rule.terms, rule.whole, rule.inside),
+        tuple([(letter, _form(tree)) for letter, tree in codes.site.trees.items()]),
+        (codes.options, codes.spill, codes.starts),
+        (codes.forward.tobytes(), codes.grad.tobytes(), codes.cuts.tobytes()),
+    )
+
+
+def _form(tree: Dim) -> Hashable:
+    """A tree without its sizes."""
+    return tuple([None if isinstance(i, SubDim) else tuple([_form(p) for p in i.parts]) for i in tree])
+
+
+class Sheets:
+    """Makes the sheets of one axis."""
+
+    def __init__(self, graph: Graph, cluster: Cluster, mesh: Mesh, kinds: list[Kind]) -> None:
+        self.graph, self.cluster, self.mesh, self.kinds = graph, cluster, mesh, kinds
+        self.sizes = np.array([a.size for a in mesh.axes], dtype=np.float64)
+
+    def on(self, axes: Sequence[int], now: Rows) -> Iterator[Sheet]:
+        """The sheets of all nodes: each has the row that stands now [nodes, axes], and those in which the given axes
+        take one of its options together."""
+        for kind in self.kinds:
+            rows = now[kind.members]
+            for at in same_columns(rows.T.astype(np.int64)):
+                yield from self._lawful(kind, at, together(kind.codes, rows[at[0]], axes, self.sizes))
+
+    def _lawful(self, kind: Kind, at: Numbers, choices: Rows) -> Iterator[Sheet]:
+        """`families.legal`, for the nodes `at` of a kind at once: those that are left with equal rows go together."""
+        codes, leaf_sizes = kind.codes, kind.leaf_sizes[at]
+        counts = block_counts(codes, choices, self.sizes)
+        roomy = np.all(counts[:, None, :] <= leaf_sizes, axis=2)  # [rows, nodes]
+        for some in same_columns(np.array(roomy, dtype=np.int64)):
+            room: np.ndarray = roomy.take(some[0], axis=1)
+            if room.all():
+                yield self._sheet(kind, at[some], distinct(choices))
+                continue
+            tight = choices[~room]
+            moved, alive = moved_on(
+                codes,
+                np.tile(tight, (len(some), 1)),
+                self.sizes,
+                np.repeat(leaf_sizes[some], len(tight), axis=0),
+            )
+            moved = moved.reshape(len(some), -1)
+            keys = np.concatenate([moved, alive.reshape(len(some), -1)], axis=1)
+            for few in same_columns(keys.T.astype(np.int64)):
+                rows = choices.copy()
+                rows[~room] = moved[few[0]].reshape(tight.shape)
+                gone = np.flatnonzero(~room)[~alive.reshape(len(some), -1)[few[0]]]
+                yield self._sheet(kind, at[some[few]], distinct(np.delete(rows, gone, axis=0)))
+
+    def _sheet(self, kind: Kind, at: Numbers, rows: Rows) -> Sheet:
+        codes, members = kind.codes, kind.members[at]
+        if kind.single:
+            found = node_states(codes, lambda *_: rows, self.graph, self.mesh, self.cluster)
+            total = (found.forward + found.backward + found.talk)[:, None]
+            return Sheet(kind, members, rows, found.ports, np.repeat(total, len(at), axis=1))
+        ports = tuple(
+            Port(forward[rows], grad[rows]) for forward, grad in zip(codes.forward, codes.grad, strict=True)
+        )
+        held = np.ceil(kind.leaf_sizes[at] / block_counts(codes, rows, self.sizes)[:, None, :])
+        local = letters_held(
+            codes, held.reshape(len(rows) * len(at), -1) if held.size else np.ones((len(rows) * len(at), 0))
+        )
+        wanted = [u in self.graph.needs_grad for u in codes.node.uses]
+        done = work(codes.node, codes.site.rule, local, self.graph.types, wanted)
+        forward, backward = seconds(done, *place(self.cluster, False))
+        total = np.broadcast_to(np.asarray(forward + backward, dtype=np.float64), (len(rows) * len(at),))
+        return Sheet(kind, members, rows, ports, total.reshape(len(rows), len(at)))

@@ -1,0 +1,148 @@
+"""What a space's variables are and which of them meet: what follows from the graph alone, whatever the states are.
+
+Variables are the nodes, the *hubs* (a value that several consumers read has one layout in which it is brought once, for
+all that want it so), and the parameters. Nodes that stand for each other (copies of a layer) are one variable.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from meshwright.cost.operators import VIEWS
+from meshwright.cost.saved import saved
+from meshwright.graph import Graph
+from meshwright.search.space.kept import owners_of
+from meshwright.search.space.waited import waited_edges
+
+Variable = tuple[str, str]  # (kind, name): node, hub, parameter
+Edge = tuple[Variable, int, Variable, int, str]
+"""A reshard that may be: from variable, its port, to variable, its port, value."""
+End = tuple[str, int]  # a node and its port: inputs, then outputs
+
+
+@dataclass(frozen=True)
+class Ties:
+    """Copies of one layer: name (node, value or parameter) → the one it equals; and how often a node of the graph
+    stands for nodes of the model."""
+
+    same: Mapping[str, str] = field(default_factory=dict)
+    weight: Mapping[str, int] = field(default_factory=dict)
+
+    def first(self, name: str) -> str:
+        """The one that a name equals; itself where there is none."""
+        return self.same.get(name, name)
+
+    def times(self, node: str) -> int:
+        """How many nodes of the model a node stands for."""
+        return self.weight.get(node, 1)
+
+
+class Wiring:
+    """The variables of a graph and the reshards that may be between them. `hubs` and `parameters`: name → the ports
+    that share its layouts; `times`: node → how many of the model are planned as it; `fixed`: value → how many results
+    of the program it is, which are whole."""
+
+    def __init__(self, graph: Graph, ties: Ties, nodes: Iterable[str]) -> None:
+        """`nodes`: those that are no copies."""
+        self.graph, self.ties = graph, ties
+        self.times: dict[str, int] = defaultdict(int)
+        for node in graph.nodes:
+            self.times[ties.first(node.name)] += ties.times(node.name)
+        self.fixed = _whole_readers(graph)
+        self.hubs = self._hubs()
+        self.parameters = self._parameters()
+        self.variables: list[Variable] = [
+            *(("node", name) for name in nodes),
+            *(("hub", name) for name in self.hubs),
+            *(("parameter", name) for name in self.parameters),
+        ]
+
+    def _hubs(self) -> dict[str, list[End]]:
+        graph, first = self.graph, self.ties.first
+        readers: dict[str, int] = defaultdict(int)
+        for value in graph.producers:
+            count = len(graph.consumers[value]) + self.fixed.get(value, 0)
+            readers[first(value)] = max(readers[first(value)], count)
+        found: dict[str, list[End]] = defaultdict(list)
+        for value, node in graph.producers.items():
+            if readers[first(value)] < 2:
+                continue
+            made = len(node.uses) + node.values.index(value)
+            found[first(value)] += [
+                (first(node.name), made),
+                *((first(n.name), p) for n, p in graph.consumers[value]),
+            ]
+        return {value: list(dict.fromkeys(ends)) for value, ends in found.items()}
+
+    def _parameters(self) -> dict[str, list[End]]:
+        found: dict[str, list[End]] = defaultdict(list)
+        for entry in self.graph.input_of("parameter"):
+            found[self.ties.first(entry.name)] += [
+                (self.ties.first(n.name), p) for n, p in self.graph.consumers[entry.name]
+            ]
+        return {name: list(dict.fromkeys(ends)) for name, ends in found.items() if ends}
+
+    @functools.cached_property
+    def owners(self) -> dict[str, int]:
+        """Parameter of the graph → how many of the model it stands for."""
+        return owners_of(self.graph, self.ties.first, self.ties.times)
+
+    @functools.cached_property
+    def waited(self) -> frozenset[tuple[Variable, Variable, str]]:
+        """The edges (from variable, to variable, value) that nothing can hide."""
+        return waited_edges(self.graph, self.ties.first, self.hubs)
+
+    @functools.cached_property
+    def edges(self) -> dict[Edge, int]:
+        """Every reshard that may be → how often."""
+        return self.found_edges()
+
+    def found_edges(self, start: int = 0, graded: bool = False) -> dict[Edge, int]:
+        """`edges`, found; only those of values that node number `start` or a later one makes, and if `graded` only of
+        those that need a gradient. Those of parameters are always among them."""
+        found: dict[Edge, int] = defaultdict(int)
+        first, times = self.ties.first, self.ties.times
+        made = {node.name for node in self.graph.nodes[start:]}
+        for value, node in self.graph.producers.items():
+            if node.name not in made or (graded and value not in self.graph.needs_grad):
+                continue
+            name = first(value)
+            source, port = ("node", first(node.name)), node.values.index(value)
+            if name in self.hubs:
+                hub = ("hub", name)
+                found[source, port, hub, -1, name] += times(node.name)
+                source, port = hub, -1
+            for consumer, number in self.graph.consumers[value]:
+                found[source, port, ("node", first(consumer.name)), number, name] += times(consumer.name)
+            if self.fixed.get(value):
+                found[source, port, ("whole", ""), -1, name] += self.fixed[value]
+        for entry in self.graph.input_of("parameter"):
+            name = first(entry.name)
+            for consumer, number in self.graph.consumers[entry.name]:
+                target = ("node", first(consumer.name))
+                found[("parameter", name), -1, target, number, name] += times(consumer.name)
+        return found
+
+
+def is_kept(graph: Graph, name: str) -> bool:
+    """Whether autograd keeps a parameter for some reader, through views of it too."""
+    todo = [name]
+    while todo:
+        for node, port in graph.consumers[todo.pop()]:
+            wanted = [u in graph.needs_grad for u in node.uses]
+            if any(node.needs_grad) and port in saved(node, graph.types, wanted).inputs:
+                return True
+            todo += node.values if node.op in VIEWS else ()
+    return False
+
+
+def _whole_readers(graph: Graph) -> dict[str, int]:
+    """Value → how many results of the program it is: those are whole."""
+    found: dict[str, int] = defaultdict(int)
+    for _, value in (*graph.outputs, *graph.mutations):
+        if value in graph.producers:
+            found[value] += 1
+    return found

@@ -1,0 +1,119 @@
+"""Graphs priced and solved as arrays over what is alike, held to the space that is made node by node."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from bench.graphs import distinct
+from meshwright.compile import captured_of
+from meshwright.cost.cluster import Cluster
+from meshwright.graph import Graph
+from meshwright.mesh import Mesh
+from meshwright.ops.analysis import factors_of
+from meshwright.search.alike.prices import Alike
+from meshwright.search.folded import Folded, folded, whole
+from meshwright.search.options import Scene
+from meshwright.search.planner import Planner, Request
+from meshwright.search.recursion import recursive_programming
+from meshwright.search.solve import NoStates, eliminate
+from meshwright.search.solve.rounds import Rounds, Tables, ends_of
+from meshwright.search.space.codes import NodeCodes
+from meshwright.search.space.families import one_option
+from meshwright.search.space.wiring import Wiring
+from tests.search.drawn import draw
+from tests.search.planned import built, cluster
+
+MODELS = ("mlp", "gpt", "llama", "resnet", "recommender", "wide gpt")
+TURNS: dict[str, Sequence[Sequence[int]]] = {"2x3": ([0], [1], [0]), "8": ([0, 1], [2], [0])}
+
+
+def planner(folds: Folded, on: Cluster, mesh: Mesh) -> Planner:
+    return Planner(Scene(folds.graph, factors_of(folds.graph), on.place(mesh)), folds, {}, Request(on))
+
+
+def alike(here: Planner) -> Alike:
+    graph = here.scene.graph
+    wiring = Wiring(graph, here.ties, here.codes)
+    return Alike(graph, here.codes, here.values, wiring, here.request.cluster, here.table, here.storage())
+
+
+def of_model(name: str, mesh: str) -> Planner:
+    captured = captured_of(*built(name))
+    on = cluster("gpu", mesh)
+    return planner(folded(captured.graph, captured.folding), on, on.mesh)
+
+
+def on_nodes(graph: Graph, nodes: int) -> Planner:
+    on = Cluster.preset("h100", nodes=nodes)
+    return planner(whole(graph), on, on.mesh)
+
+
+def of(rows: Mapping[str, np.ndarray]) -> Callable[[NodeCodes], np.ndarray]:
+    return lambda codes: rows[codes.node.name]
+
+
+def same_prices(here: Planner, turns: Sequence[Sequence[int]]) -> None:
+    """Every state and every pair costs what it costs in a space, beside what the turns before have fixed."""
+    arrays = alike(here)
+    now = np.zeros((len(arrays.names), len(here.scene.mesh.axes)), dtype=np.int8)
+    for turn in turns:
+        here_now = dict(zip(arrays.names, now, strict=True))
+        asked = arrays.priced(turn, now)
+        space = here.space(one_option(turn, of(here_now)))
+        found, wanted = asked.tables.problem(), space.problem()
+        assert list(space.variable.values()) == list(arrays.variable.values())
+        for one, other in zip(found.unary, wanted.unary, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9)
+        assert set(found.pairs) == set(wanted.pairs)
+        for key, other in wanted.pairs.items():
+            np.testing.assert_allclose(found.pairs[key], other, rtol=1e-9, atol=1e-15)
+        states, price = asked.tables.solved()
+        best = eliminate(wanted)
+        assert math.isclose(price, best.price, rel_tol=1e-9)
+        now = asked.rows(states)
+        assert math.isclose(wanted.price(states.tolist()), best.price, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("mesh", TURNS)
+@pytest.mark.parametrize("model", MODELS)
+def test_prices_are_those_of_a_space(model: str, mesh: str) -> None:
+    same_prices(of_model(model, mesh), TURNS[mesh])
+
+
+def test_prices_where_sizes_tell_nodes_apart() -> None:
+    """Sizes that powers of two do not divide, over more ranks than some sub-dims have room for."""
+    same_prices(on_nodes(distinct(12), 128), ([0, 1, 2], [3, 4, 5], [6], [7, 8], [9], [2]))
+
+
+def test_the_recursion_over_arrays_costs_what_its_space_says() -> None:
+    here = on_nodes(distinct(12), 16)
+    done = recursive_programming(here.space, here.scene.mesh, alike=lambda: alike(here))
+    node_by_node = recursive_programming(here.space, here.scene.mesh)
+    assert math.isclose(done.price, done.space.price(done.states).total, rel_tol=1e-9)
+    assert done.price <= 1.02 * node_by_node.price
+
+
+@pytest.mark.parametrize("start", range(0, 210, 30))
+def test_rounds_find_what_elimination_finds(start: int) -> None:
+    for seed in range(start, start + 30):
+        problem = draw(seed, most=12)
+        tables = Tables(Rounds(len(problem.unary), ends_of(list(problem.pairs))), np.array(problem.sizes))
+        for v, row in enumerate(problem.unary):
+            tables.add_states(np.array([v]), row[:, None])
+        for number, (u, v) in enumerate(tables.rounds.ends.tolist()):
+            tables.add_pairs(np.array([number]), problem.pairs[u, v][:, :, None])
+        try:
+            states, price = tables.solved()
+        except NoStates:
+            price = math.inf
+        else:
+            assert math.isclose(price, problem.price(states.tolist()), rel_tol=1e-12, abs_tol=1e-12), seed
+        try:
+            wanted = eliminate(problem).price
+        except NoStates:
+            wanted = math.inf
+        assert price == pytest.approx(wanted, abs=1e-9), seed
