@@ -18,6 +18,7 @@ _PUBLIC = {
     "Cluster": "meshwright.cost.cluster",
     "Layout": "meshwright.annotate",
     "Plan": "meshwright.plan",
+    "Metrics": "meshwright.metrics",
     "ManualStep": "meshwright.manual",
     "TrainStep": "meshwright.train",
     "on_host": "meshwright.annotate",

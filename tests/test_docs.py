@@ -27,7 +27,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CHECKED = ("README.md", "docs/tour.md", "docs/planner.md", "docs/techniques.md", "docs/pipeline.md")
+CHECKED = (
+    "README.md",
+    "docs/tour.md",
+    "docs/planner.md",
+    "docs/techniques.md",
+    "docs/pipeline.md",
+    "docs/data.md",
+)
 PROSE = tuple(
     str(p.relative_to(ROOT)) for p in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")))
 )

@@ -1,0 +1,211 @@
+"""`Metrics`: what a training loop reports. A call costs a step nothing that it would have to wait for."""
+
+from __future__ import annotations
+
+import queue
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+
+from meshwright.cost.cluster import Cluster
+from meshwright.errors import RunError
+from meshwright.metrics.amounts import model_flops, samples_of, seconds_at_peak, tokens_of
+from meshwright.metrics.waiting import Waiting
+from meshwright.metrics.writers import Bar, JsonLines, TensorBoard, Writer
+from meshwright.runtime.step import LocalStep
+from meshwright.train import TrainStep
+
+
+class Metrics:
+    """Reports steps: ``with mw.Metrics(step, "metrics.jsonl") as metrics:``, and in the loop ``metrics(step(batch))``.
+
+    A record has the loss, seconds of a step, samples and tokens per second, the model's FLOP/s, and their share of the
+    peak (with `cluster`, whose data sheet says it), bytes of memory in use and at the peak, seconds in which this
+    rank waited for others. The loss is read on another thread, once it is there, and files are written there too. Rank
+    0 writes; with `all_ranks` every rank does, rank r into ``metrics.r.jsonl``.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep | LocalStep,
+        path: str | Path | None = None,
+        *,
+        tensorboard: str | Path | None = None,
+        progress: bool = False,
+        total: int | None = None,
+        every: int = 1,
+        tokens: int | None = None,
+        cluster: Cluster | None = None,
+        all_ranks: bool = False,
+        trace_signal: int | None = None,
+    ) -> None:
+        """`path` takes lines of JSON, `tensorboard` is a folder, `progress` shows a bar of `total` steps on a terminal;
+        `every` so many steps there is a record. `tokens` of a step where the batch's shapes do not say it.
+        `trace_signal` (``signal.SIGUSR1``): a process that gets it traces its next three steps (`profile`). Raises
+        RunError."""
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise RunError(
+                f"every={every!r}", why="there is a record after so many steps", hint="a number from 1 on"
+            )
+        self.local = step.local if isinstance(step, TrainStep) else step
+        parts = self.local.parts
+        self.rank, self.every = self.local.world.rank, every
+        self.samples, self.tokens = samples_of(parts), tokens_of(parts) if tokens is None else tokens
+        self.flops = model_flops(parts)
+        peaks = dict(cluster.device.flops) if cluster is not None else {}
+        self._at_peak = seconds_at_peak(self.flops, peaks) if peaks else None
+        self._ranks = self.local.world.mesh.size
+        self._path = Path(path) if path is not None else None
+        self._writers: list[Writer] = []
+        if self.rank == 0 or all_ranks:
+            if self._path is not None:
+                self._writers.append(JsonLines(self._of_rank(self._path) if all_ranks else self._path))
+            if tensorboard is not None:
+                folder = Path(tensorboard)
+                self._writers.append(TensorBoard(folder / f"rank{self.rank}" if all_ranks else folder))
+        if progress and self.rank == 0:
+            self._writers.append(Bar(total))
+        self._waiting = Waiting(self.local.world)
+        self._records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._failed: Exception | None = None
+        self._profiler: Any = None
+        self._trace_left, self._trace_path = 0, Path()
+        self._before_signal: Any = None
+        self._signal = trace_signal
+        self._asked = False
+        if trace_signal is not None:
+            self._before_signal = signal.signal(trace_signal, self._heard)
+        self._count, self._since, self._waited = 0, time.perf_counter(), 0.0
+        self._thread = threading.Thread(target=self._write, name="meshwright-metrics", daemon=True)
+        self._thread.start()
+
+    def _of_rank(self, path: Path) -> Path:
+        return path.with_suffix(f".{self.rank}{path.suffix}")
+
+    def __enter__(self) -> Metrics:
+        self._since = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(wait=error is None)
+
+    def __call__(self, loss: torch.Tensor, **more: Any) -> torch.Tensor:
+        """A step is over: its loss, as the step returned it, and other numbers or tensors of one number under their
+        names. Returns the loss. Raises RunError where an earlier record could not be written."""
+        if self._failed is not None:
+            raise RunError("metrics cannot be written", why=str(self._failed)) from self._failed
+        self._trace()
+        self._count += 1
+        if self._count < self.every:
+            return loss
+        now, waited = time.perf_counter(), self._waiting.seconds
+        if self._writers:
+            self._records.put(
+                {
+                    "step": self.local.rank.step,
+                    "loss": loss.detach(),
+                    "step_s": (now - self._since) / self._count,
+                    "waited_s": (waited - self._waited) / self._count,
+                    "time": time.time(),
+                    **more,
+                }
+            )
+        self._count, self._since, self._waited = 0, now, waited
+        return loss
+
+    # ------------------------------------------------------------ traces
+
+    def profile(self, steps: int = 3, path: str | Path | None = None) -> Path:
+        """Trace the next steps with torch's profiler; returns the file that Perfetto or chrome://tracing opens. By
+        default it is beside the metrics, by step and rank."""
+        if self._trace_left:
+            raise RunError("a trace is being taken", hint=f"it ends in {self._trace_left} steps")
+        beside = self._path.parent if self._path is not None else Path()
+        named = beside / f"trace-{self.local.rank.step}-rank{self.rank}.json"
+        self._trace_path = Path(path) if path is not None else named
+        self._trace_left = steps
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if self.local.rank.device.type == "cuda":
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=kinds)
+        self._profiler.start()
+        return self._trace_path
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+
+    def _trace(self) -> None:
+        """Between two steps: end a trace, or begin the one that was asked for."""
+        if self._trace_left:
+            self._trace_left -= 1
+            if not self._trace_left:
+                self._profiler.stop()
+                self._profiler.export_chrome_trace(str(self._trace_path))
+                self._profiler = None
+        elif self._asked:
+            self._asked = False
+            self.profile()
+
+    # ------------------------------------------------------------ the other thread
+
+    def _write(self) -> None:
+        while (given := self._records.get()) is not None:
+            try:
+                record = self._finished(given)
+                for writer in self._writers:
+                    writer.write(record)
+            except Exception as error:
+                self._failed = self._failed or error
+
+    def _finished(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensors as numbers (here it is waited for them), and what follows from the seconds."""
+        record = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+        seconds = record["step_s"]
+        record["samples_per_s"] = self.samples / seconds
+        if self.tokens:
+            record["tokens_per_s"] = self.tokens / seconds
+        record["model_flops_per_s"] = sum(self.flops.values()) / seconds
+        if self._at_peak is not None:
+            record["flops_utilisation"] = self._at_peak / self._ranks / seconds
+        record["memory_bytes"], record["peak_memory_bytes"] = memory_bytes(self.local.rank.device)
+        record["rank"] = self.rank
+        return record
+
+    def close(self, wait: bool = True) -> None:
+        """Write what is left. Raises RunError where a record could not be written."""
+        if self._trace_left:
+            self._profiler.stop()
+            self._trace_left = 0
+        if self._signal is not None:
+            signal.signal(self._signal, self._before_signal)
+            self._signal = None
+        self._waiting.end()
+        self._records.put(None)
+        self._thread.join(timeout=None if wait else 5.0)
+        for writer in self._writers:
+            writer.close()
+        self._writers = []
+        if self._failed is not None and wait:
+            raise RunError("metrics cannot be written", why=str(self._failed)) from self._failed
+
+
+def memory_bytes(device: torch.device) -> tuple[int, int]:
+    """Bytes in use and at the peak: of torch's allocator on a GPU, of the process elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    try:
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+    except OSError:
+        return peak, peak
+    return min(pages * resource.getpagesize(), peak), peak
