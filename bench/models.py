@@ -29,6 +29,22 @@ _LLAMA = {
     "vocab_size": 128256,
     "max_position_embeddings": 131072,
 }
+_LLAMA_70B = {
+    **_LLAMA,
+    "dtype": "bfloat16",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+_LLAMA_405B = {
+    **_LLAMA,
+    "dtype": "bfloat16",
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+}
 _BERT = {
     "model_type": "bert",
     "architectures": ["BertForMaskedLM"],
@@ -104,12 +120,16 @@ _RESNET = {
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "Llama-8B": _LLAMA,
+    "Llama-8B bf16": {**_LLAMA, "dtype": "bfloat16"},
+    "Llama-70B": _LLAMA_70B,
+    "Llama-405B": _LLAMA_405B,
     "GPT-2 XL": _GPT2,
     "BERT-large": _BERT,
     "ViT-large": _VIT,
     "Qwen3-4B": _QWEN3,
     "T5-large": _T5,
     "Mixtral": _MIXTRAL,
+    "Mixtral bf16": {**_MIXTRAL, "dtype": "bfloat16"},
     "ResNet-50": _RESNET,
 }
 LAYERS = {"gpt2": "n_layer", "t5": "num_layers"}  # the key of the number of layers, by type of model

@@ -27,8 +27,9 @@ from meshwright.partition.micro_batches import nothing_to_hide
 from meshwright.partition.turns import with_turns
 from meshwright.partition.weighed import weighed
 from meshwright.pipeline.chosen import may_have_stages, with_stages
+from meshwright.pipeline.levels import mesh_over, taken_of, within_stage
 from meshwright.pipeline.meshes import meshes
-from meshwright.pipeline.planned import check_alone, check_axis, in_one_stage, staged, within_stage
+from meshwright.pipeline.planned import check_alone, check_axis, in_one_stage, staged
 from meshwright.pipeline.predicted import claims_of as pipeline_claims
 from meshwright.plan import Plan
 from meshwright.report.plan_table import plan_text
@@ -159,7 +160,9 @@ def plan_captured(
             request,
             techniques,
             lambda: _plan_in_one(captured, None, mode, pins, request, techniques),
-            lambda asked: _plan_staged(captured, None, mode, pins, request, asked),
+            lambda asked, taken: _plan_staged(
+                captured, mesh_over(request.cluster, taken), mode, pins, request, asked
+            ),
         )
     return _plan_in_one(captured, mesh, mode, pins, request, techniques)
 
@@ -238,9 +241,8 @@ def _plan_staged(
     if request is not None:
         # The search sees the whole model on the ranks of one stage, so as many times the memory.
         limit = None if request.memory_bytes is None else places * request.memory_bytes
-        inside = replace(
-            request, cluster=within_stage(request.cluster, places), memory_bytes=limit, places=places
-        )
+        cluster = within_stage(request.cluster, taken_of(request.cluster, world))
+        inside = replace(request, cluster=cluster, memory_bytes=limit, places=places)
     made = plan_captured(captured, world.stage, mode, pins, inside, in_one_stage(techniques))
     asked = {name: getattr(techniques, name) for name in ("pipeline", "schedule", "stages")}
     techniques = replace(made.techniques, **asked, given=techniques.given)

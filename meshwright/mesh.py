@@ -183,11 +183,20 @@ class Mesh:
 
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along `axes`; the first axis *given* is the slowest."""
-        run, base = list(axes), self.coordinate(rank)
-        members = [base]
+        run, at, strides = list(axes), self._places[rank], self._strides
+        found = [at - sum(at // strides[a] % self.sizes[a] * strides[a] for a in run)]
         for axis in run:
-            members = [{**m, axis: i} for m in members for i in range(self.sizes[axis])]
-        return tuple(self.rank(m) for m in members)
+            found = [place + i * strides[axis] for place in found for i in range(self.sizes[axis])]
+        return tuple([self.order[place] for place in found])
+
+    @functools.cached_property
+    def _strides(self) -> dict[str, int]:
+        """Prime axis → how far apart, in row-major order, neighbours along it are."""
+        found, stride = dict[str, int](), 1
+        for axis in reversed(self.axes):
+            found[axis.name] = stride
+            stride *= axis.size
+        return found
 
     def equally_near(self, axes: Iterable[str]) -> bool:
         """Whether the ranks along these axes reach one another over one kind of link. Then everybody may send to

@@ -12,8 +12,9 @@ from meshwright.compile import captured_of, check_size, lower
 from meshwright.cost.cluster import Cluster
 from meshwright.partition import Partition
 from meshwright.partition.price import on_cluster
+from meshwright.pipeline.levels import taken_of, within_stage
 from meshwright.pipeline.meshes import meshes_of
-from meshwright.pipeline.planned import in_one_stage, within_stage
+from meshwright.pipeline.planned import in_one_stage
 from meshwright.plan import Plan
 
 
@@ -44,7 +45,6 @@ def cut(captured: Captured, plan: Plan, cluster: Cluster | None = None) -> Parti
 
 def in_one(captured: Captured, plan: Plan, cluster: Cluster) -> tuple[Partition, Cluster]:
     """The program of a plan with stages before it is cut into them, and the part of the cluster that runs a stage."""
-    places = meshes_of(plan).places
     whole = replace(plan, stages={}, world=None, techniques=in_one_stage(plan.techniques))
-    inside = within_stage(cluster, places)
+    inside = within_stage(cluster, taken_of(cluster, meshes_of(plan)))
     return cut(captured, whole, inside), inside

@@ -126,6 +126,6 @@ def payload_elements(step: Step, mesh: Mesh, rank: int) -> int:
         case "all_gather" | "reduce_scatter":
             return plan.padded * len(plan.group)
         case "all_to_all":
-            return sum(s.numel for s in plan.send)
+            return plan.sent
         case _:
             return math.prod(plan.shape_before)

@@ -63,8 +63,7 @@ class Crossing:
             case "all_gather":
                 return heap.hold(x) if plan.even else heap.new(size)
             case "reduce_scatter":
-                apart = any(d for s in plan.send for d in s.cut_dims) or not plan.even
-                pieces = heap.new(math.prod(plan.shape_before) * self.itemsize if apart else 0)
+                pieces = heap.new(math.prod(plan.shape_before) * self.itemsize if plan.apart else 0)
                 rows = heap.new(size)
                 heap.drop(pieces)
                 return rows

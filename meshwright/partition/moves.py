@@ -55,8 +55,7 @@ def _moved(heap: Heap, x: Storage, plan: Exchange, itemsize: int, mesh: Mesh, st
             return heap.new(after)
         case "reduce_scatter":
             message = plan.padded * len(plan.group) * itemsize
-            apart = any(d for s in plan.send for d in s.cut_dims) or not plan.even
-            pieces = heap.new(before if apart else 0)
+            pieces = heap.new(before if plan.apart else 0)
             rows = heap.new(message)
             heap.drop(pieces)
             result = scatter(heap, message, len(plan.group), staged).wait()

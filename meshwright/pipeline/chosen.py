@@ -11,7 +11,7 @@ from meshwright.errors import PlanError
 from meshwright.graph import Graph
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.batch import by_micro_batch
-from meshwright.pipeline.planned import within_stage
+from meshwright.pipeline.meshes import AXIS
 from meshwright.plan import Plan
 from meshwright.search.folded import folded, whole
 from meshwright.search.joint.stages import Staged, stages
@@ -33,6 +33,8 @@ def may_have_stages(graph: Graph, request: Request, techniques: Techniques) -> b
     unpriced = techniques.offload or techniques.slice_activation or techniques.interleave > 1
     if unpriced or any("host" in n.marks for n in graph.nodes):
         return False
+    if any(level.name.startswith(AXIS) for level in request.cluster.levels):
+        return False  # their axes would have the names of the pipeline's
     return not by_micro_batch(graph, factors_of(graph))
 
 
@@ -42,10 +44,10 @@ def with_stages(
     request: Request,
     techniques: Techniques,
     plain: Callable[[], Plan],
-    in_stages: Callable[[Techniques], Plan],
+    in_stages: Callable[[Techniques, tuple[int, ...]], Plan],
 ) -> Plan:
     """The plan in one stage, or that in several where it alone fits or is quicker. `plain` makes the first, `in_stages`
-    the other for techniques that say how many.
+    the other for techniques that say how many, and for how many ranks of each level of the cluster follow one another.
 
     Raises the PlanError of `plain` where neither fits.
     """
@@ -61,12 +63,12 @@ def with_stages(
     request = replace(request, techniques=techniques)
     before = f"{enough / (1 - WORTH):.4g} s in one stage" if made is not None else "nothing fits in one stage"
     best: Plan | None = None
-    several: dict[Techniques, Staged] = {}
+    several: dict[tuple[Techniques, tuple[int, ...]], Staged] = {}
     for found in _searched(graph, folding, request, enough):
-        several.setdefault(_asked(found, techniques), found)
-    for asked, found in list(several.items())[:PLANNED]:
+        several.setdefault((_asked(found, techniques), found.outer.taken), found)
+    for (asked, taken), found in list(several.items())[:PLANNED]:
         try:
-            other = in_stages(asked)
+            other = in_stages(asked, taken)
         except PlanError:
             continue
         if _better(other, request, best.claims["step_seconds"] if best is not None else enough):
@@ -90,24 +92,7 @@ def _searched(graph: Graph, folding: Folding, request: Request, enough: float) -
         return Planner(Scene(folds.graph, factors, cluster.mesh), folds, {}, inside)
 
     layers = len({layer.name for layer in layers_of(graph)})
-    return stages(request.cluster, planner, layers, enough=enough, allowed=_outermost(request.cluster))
-
-
-def _outermost(cluster: Cluster) -> Callable[[tuple[int, ...]], bool]:
-    """Whether a pipeline takes the outermost ranks of a cluster, as plans lay it."""
-
-    def allowed(taken: tuple[int, ...]) -> bool:
-        ranks = 1
-        for number in taken:
-            ranks *= number
-        try:
-            inside = within_stage(cluster, ranks)
-        except PlanError:
-            return False
-        sizes = zip(cluster.levels, inside.levels, strict=True)
-        return taken == tuple(a.size // b.size for a, b in sizes)
-
-    return allowed
+    return stages(request.cluster, planner, layers, enough=enough)
 
 
 def _asked(found: Staged, techniques: Techniques) -> Techniques:

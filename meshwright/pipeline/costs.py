@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.operators import work
+from meshwright.cost.parts import Level
 from meshwright.partition import Partition
 from meshwright.partition.kept import state_bytes
 from meshwright.partition.peaks import optimizer_on
@@ -19,9 +20,11 @@ from meshwright.redistribute.steps import origin
 FLOPS_PER_S, BYTES_PER_S = 1e12, 1e11  # of no machine: what balances stages where no cluster is known
 
 
-def costs_of(parts: Partition, cluster: Cluster | None, optimizer_states: int = 2) -> Costs:
+def costs_of(
+    parts: Partition, cluster: Cluster | None, optimizer_states: int = 2, link: Level | None = None
+) -> Costs:
     """What operators cost on the rank that holds most, in the units of a cluster, or of no machine, which has no limit
-    of memory either."""
+    of memory either. `link`: what messages between stages cross, by default the slowest there is."""
     pieces = parts.plan.mesh.size  # into which ranks and micro-batches cut what crosses
     if cluster is None:
         return Costs(_nominal(parts), {}, {}, lambda size: size / BYTES_PER_S / pieces)
@@ -31,14 +34,14 @@ def costs_of(parts: Partition, cluster: Cluster | None, optimizer_states: int = 
         reader = _reader(parts, name)
         if reader in seconds:
             seconds[reader] += sum(halves) / parts.micro_batches
-    outer = next((level for level in cluster.levels if level.size > 1), cluster.levels[0])
+    over = link or next((level for level in cluster.levels if level.size > 1), cluster.levels[0])
     rank = parts.plan.mesh.rank(origin(parts.plan.mesh))
     optimizer = optimizer_on(cluster.device_type, optimizer_states)
     return Costs(
         seconds,
         kept_by_operator(parts),
         state_bytes(parts, rank, optimizer, cluster.device_type),
-        lambda size: outer.latency_seconds + size / pieces / outer.bytes_per_s if size else 0.0,
+        lambda size: over.latency_seconds + size / pieces / over.bytes_per_s if size else 0.0,
         1 / pieces,
     )
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from meshwright.cost.cluster import Cluster
+from meshwright.cost.parts import Level
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.graph import STAGE_MARK, Graph, Node
 from meshwright.mesh import Mesh
@@ -15,6 +15,7 @@ from meshwright.partition import Partition
 from meshwright.pipeline.actions import Schedule
 from meshwright.pipeline.check import play
 from meshwright.pipeline.costs import costs_of, stage_room
+from meshwright.pipeline.levels import link_between, taken_of
 from meshwright.pipeline.meshes import AXIS, Meshes
 from meshwright.pipeline.order import schedule_for
 from meshwright.pipeline.predicted import peaks_of
@@ -46,8 +47,9 @@ def staged(
     parts = lowered(plan)  # in one stage
     # What was claimed is of the whole model on the ranks of one stage.
     made = replace(plan, world=world.world, techniques=techniques, claims={})
+    link = link_between(request.cluster, taken_of(request.cluster, world)) if request is not None else None
     found = _within_memory(
-        graph, parts, pins, schedule, lambda of: lowered(replace(made, stages=of)), request
+        graph, parts, pins, schedule, lambda of: lowered(replace(made, stages=of)), request, link
     )
     made = replace(made, stages=dict(found.of))
     share = max(found.seconds) * len(found.seconds) / sum(found.seconds) if sum(found.seconds) else 1.0
@@ -68,6 +70,7 @@ def _within_memory(
     schedule: Schedule,
     in_stages: Callable[[dict[str, int]], Partition],
     request: Request | None,
+    link: Level | None,
 ) -> Split:
     """The stages that the ranks have memory for, if any do; else those that need least of what was looked at.
 
@@ -76,7 +79,7 @@ def _within_memory(
     """
     if request is None:
         return split(graph, schedule.stages, costs_of(parts, None), pins=pins)
-    costs = costs_of(parts, request.cluster, request.optimizer_states)
+    costs = costs_of(parts, request.cluster, request.optimizer_states, link)
     limit = math.inf if request.memory_bytes is None else request.memory_bytes
     room, in_flight = stage_room(parts, schedule, limit)
     found: list[tuple[float, Split]] = []
@@ -129,29 +132,6 @@ def check_axis(mesh: Mesh, techniques: Techniques) -> None:
         )
 
 
-def within_stage(cluster: Cluster, places: int) -> Cluster:
-    """The part of a cluster that shares a stage: its outermost levels are the pipeline's. Raises PlanError where that
-    many ranks are no whole levels or parts of them."""
-    left, levels = places, []
-    for level in cluster.levels:
-        taken = math.gcd(left, level.size)
-        if left > 1 and taken not in (left, level.size):
-            raise PlanError(
-                f"{places} pipeline ranks over the levels of {cluster.name}",
-                why=f"{left} of them do not divide {level.name}={level.size}",
-                hint="as many stages as divide the outermost level",
-            )
-        left //= taken
-        levels.append(replace(level, size=level.size // taken))
-    if left > 1:
-        raise PlanError(
-            f"{places} pipeline ranks on a cluster of {cluster.ranks}",
-            why="each rank of the pipeline is another device",
-            hint=f"pipeline={cluster.ranks}",
-        )
-    return replace(cluster, levels=tuple(levels))
-
-
 # ---------------------------------------------------------------- wishes
 
 
@@ -192,4 +172,4 @@ def _around(node: Node) -> list[str]:
     return [".".join(parts[: k + 1]) for k in range(len(parts))]
 
 
-__all__ = ["check_alone", "in_one_stage", "staged", "within_stage"]
+__all__ = ["check_alone", "in_one_stage", "staged"]

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.parts import Level
 from meshwright.partition import Partition
 from meshwright.partition.interleave import Interleaved
 from meshwright.partition.micro_batches import first_micro_batch, first_program
@@ -25,6 +24,7 @@ from meshwright.pipeline.actions import BACKWARD, FORWARD
 from meshwright.pipeline.check import Played
 from meshwright.pipeline.claimed import play_stages
 from meshwright.pipeline.held import holders
+from meshwright.pipeline.levels import link_between, taken_of
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.messages import Message, Messages
 from meshwright.pipeline.order import schedule_of
@@ -72,8 +72,7 @@ def predict(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Pr
     held = holders(parts, schedule)
     mine = [frozenset(n for n, places in held.items() if p in places) for p in range(meshes.places)]
     updates = [update_seconds_of(parts, cluster, optimizer_states, names) for names in mine]
-    link = link_of(cluster)
-
+    link = link_between(cluster, taken_of(cluster, meshes))
     messages = [link.latency_seconds + size / link.bytes_per_s for size in received]
     return Predicted(
         play_stages(schedule, times, messages, updates),
@@ -134,11 +133,6 @@ def claims_of(parts: Partition, cluster: Cluster, optimizer_states: int) -> dict
     }
 
 
-def link_of(cluster: Cluster) -> Level:
-    """The level of the cluster that messages between neighbours in a pipeline cross: the slowest that there is."""
-    return next((level for level in cluster.levels if level.size > 1), cluster.levels[0])
-
-
 def _received(stage: Stage) -> int:
     return sum(stage.segment.graph.types[value].size_bytes for value in stage.takes)
 
@@ -184,4 +178,4 @@ def peak_of(messages: Messages, place: int, memory: Sequence[StageMemory]) -> in
     return max(most, fixed + there + sum(sending.values()) + max(m.update for m in mine))
 
 
-__all__ = ["Predicted", "claims_of", "link_of", "peaks_of", "predict"]
+__all__ = ["Predicted", "claims_of", "peaks_of", "predict"]

@@ -79,24 +79,64 @@ class Selection:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Exchange:
     """What one rank does in one step; see the module's docstring for how to execute each kind.
 
     `group` are ranks of the mesh in the order of every tuple here, `me` this rank's place among them. `sizes` are the
     elements of one flat collective's chunk per member: for all_gather what each member sends, for reduce_scatter what
-    each receives.
+    each receives. What each member has is looked at when it is asked for: of thousands of members the sizes of the
+    first and the last tell most.
     """
 
-    kind: str
-    axes: tuple[str, ...]
+    step: Step
+    mesh: Mesh
+    rank: int
     group: tuple[int, ...]
-    me: int
     shape_before: tuple[int, ...]
     shape_after: tuple[int, ...]
-    send: tuple[Selection, ...]
-    place: tuple[Selection, ...]
     keeps: bool = True
+
+    @property
+    def kind(self) -> str:
+        """What the step does."""
+        return self.step.kind
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Over which axes."""
+        return self.step.axes
+
+    @functools.cached_property
+    def me(self) -> int:
+        """This rank's place in the group."""
+        return self.group.index(self.rank)
+
+    @functools.cached_property
+    def send(self) -> tuple[Selection, ...]:
+        """What of x goes where."""
+        if self.kind in ("reduce_scatter", "all_to_all"):
+            return self._selections(self.step.before, self.step.after)
+        if self.kind == "slice":
+            here = self.mesh.coordinate(self.rank)
+            mine, wanted = (_held(v, self.mesh, here) for v in (self.step.before, self.step.after))
+            return _selections(mine, [wanted])
+        return (everything(self.shape_before),)
+
+    @functools.cached_property
+    def place(self) -> tuple[Selection, ...]:
+        """Where in y what comes is put."""
+        if self.kind in ("all_gather", "all_to_all"):
+            return self._selections(self.step.after, self.step.before)
+        if self.kind == "pad":
+            here = self.mesh.coordinate(self.rank)
+            mine, wanted = (_held(v, self.mesh, here) for v in (self.step.before, self.step.after))
+            return _selections(wanted, [mine])
+        return (everything(self.shape_after),)
+
+    def _selections(self, mine: TensorLayout, theirs: TensorLayout) -> tuple[Selection, ...]:
+        here = self.mesh.coordinate(self.rank)
+        return _selections(_held(mine, self.mesh, here), _held_by(theirs, self.mesh, here, self.axes))
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -106,44 +146,59 @@ class Exchange:
     @functools.cached_property
     def received(self) -> Join | None:
         """How what arrives is put together: `joined(place)`, found once."""
+        if self.kind in ("all_gather", "all_to_all"):
+            cut = [d for d, dim in enumerate(self.step.before.dims) if set(dim_axes(dim)) & set(self.axes)]
+            if len(cut) == 1 and _ends_with(self.step.before.dims[cut[0]], self.axes):
+                return Join(cut[0], None, None)
         return joined(self.place)
 
     @functools.cached_property
     def padded(self) -> int:
-        """The largest of `sizes`: the chunk length of a flat collective."""
-        return max(self.sizes)
+        """The largest of `sizes`: the chunk length of a flat collective. The first member has it."""
+        if self.kind not in ("all_gather", "reduce_scatter"):
+            return max(self.sizes)
+        return math.prod(self._ends[0])
 
     @functools.cached_property
     def even(self) -> bool:
-        """All chunks have one size, so nothing needs padding."""
-        return len(set(self.sizes)) == 1
+        """All chunks have one size, so nothing needs padding. The last member has the smallest if any has less than the
+        first."""
+        if self.kind not in ("all_gather", "reduce_scatter"):
+            return len(set(self.sizes)) == 1
+        first, last = self._ends
+        return math.prod(first) == math.prod(last)
+
+    @functools.cached_property
+    def apart(self) -> bool:
+        """Whether the pieces for the members of a reduce-scatter do not lie behind one another: they are cut along
+        another dim than the first, or not evenly."""
+        ends = [shape[1:] for shape in self._ends]
+        return any(shape != self.shape_before[1:] for shape in ends) or not self.even
+
+    @functools.cached_property
+    def sent(self) -> int:
+        """Elements that leave the rank in an all-to-all, its own chunk among them."""
+        if all(isinstance(item, SubDim) for dim in self.step.after.dims for item in dim):
+            return math.prod(self.shape_before)
+        return sum(s.numel for s in self.send)
+
+    @functools.cached_property
+    def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes that the first and the last member send (all_gather), or receive (reduce_scatter)."""
+        layout = self.step.before if self.kind == "all_gather" else self.step.after
+        here, sizes = self.mesh.coordinate(self.rank), self.mesh.sizes
+        first = {**here, **dict.fromkeys(self.axes, 0)}
+        last = {**here, **{a: sizes[a] - 1 for a in self.axes}}
+        return _shape(_held(layout, self.mesh, first)), _shape(_held(layout, self.mesh, last))
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def exchange(step: Step, mesh: Mesh, rank: int) -> Exchange:
     """What `rank` does in a step. Remembered by its arguments."""
-    group = mesh.group(rank, step.axes)
-    here, me = mesh.coordinate(rank), group.index(rank)
-    mine, wanted = _held(step.before, mesh, here), _held(step.after, mesh, here)
-    shape_before, shape_after = _shape(mine), _shape(wanted)
-
-    def selections(held: Held, layout: TensorLayout) -> tuple[Selection, ...]:
-        return _selections(held, [_held(layout, mesh, mesh.coordinate(r)) for r in group])
-
-    send, place = (everything(shape_before),), (everything(shape_after),)
-    match step.kind:
-        case "reduce_scatter":
-            send = selections(mine, step.after)
-        case "all_gather":
-            place = selections(wanted, step.before)
-        case "all_to_all":
-            send, place = selections(mine, step.after), selections(wanted, step.before)
-        case "slice":
-            send = _selections(mine, [wanted])
-        case "pad":
-            place = _selections(wanted, [mine])
+    here = mesh.coordinate(rank)
+    before, after = (_shape(_held(layout, mesh, here)) for layout in (step.before, step.after))
     keeps = step.kind != "mask" or all(here[a] == 0 for a in step.axes)
-    return Exchange(step.kind, step.axes, group, me, shape_before, shape_after, send, place, keeps)
+    return Exchange(step, mesh, rank, mesh.group(rank, step.axes), before, after, keeps)
 
 
 def everything(shape: tuple[int, ...]) -> Selection:
@@ -192,6 +247,8 @@ def joined(chunks: tuple[Selection, ...]) -> Join | None:
     if len(cut) > 1 or not of:
         return None
     dim = cut.pop() if cut else 0
+    if _one_after_another([c.runs[dim] for c in chunks], of[dim]):
+        return Join(dim, None, None)
     positions, ascending = np.concatenate([c.index(dim) for c in chunks]), np.arange(of[dim])
     if np.array_equal(positions, ascending):
         return Join(dim, None, None)
@@ -200,8 +257,51 @@ def joined(chunks: tuple[Selection, ...]) -> Join | None:
     return Join(dim, positions, np.argsort(positions))
 
 
+def _ends_with(dim: Dim, axes: Sequence[str]) -> bool:
+    """Whether a dim is cut over these axes in this order, at its outermost sub-dim and as its minor axes: so that the
+    parts of members lie behind one another in the order of a group over them."""
+    first, *rest = dim
+    return (
+        isinstance(first, SubDim)
+        and all(isinstance(item, SubDim) and not item.axes for item in rest)
+        and first.axes[-len(axes) :] == tuple(axes)
+    )
+
+
+def _one_after_another(every: Sequence[Runs], size: int) -> bool:
+    """Whether each chunk has one run, which begins where the last one ended, and all together are the whole dim."""
+    end = 0
+    for runs in every:
+        if len(runs) > 1 or (runs and runs[0][0] != end):
+            return False
+        end += sum(n for _, n in runs)
+    return end == size
+
+
 def _held(layout: TensorLayout, mesh: Mesh, at: Mapping[str, int]) -> Held:
     return tuple(_dim_indices(d, mesh, tuple((a, at[a]) for a in dim_axes(d))) for d in layout.dims)
+
+
+def _held_by(layout: TensorLayout, mesh: Mesh, here: Mapping[str, int], axes: Sequence[str]) -> list[Held]:
+    """What each member of a group holds, the first of its axes the slowest; the other coordinates are those `here`.
+
+    Along a dim a member holds what all do that are at one place of the axes which cut it.
+    """
+    every = list(itertools.product(*(range(mesh.sizes[a]) for a in axes)))
+    by_dim: list[list[Indices]] = []
+    for dim in layout.dims:
+        names = dim_axes(dim)
+        cutting = [n for n, a in enumerate(axes) if a in names]
+        known: dict[tuple[int, ...], Indices] = {}
+        found: list[Indices] = []
+        for place in every:
+            key = tuple([place[n] for n in cutting])
+            if key not in known:
+                at = {**here, **{axes[n]: i for n, i in zip(cutting, key, strict=True)}}
+                known[key] = _dim_indices(dim, mesh, tuple((a, at[a]) for a in names))
+            found.append(known[key])
+        by_dim.append(found)
+    return list(zip(*by_dim, strict=True)) if by_dim else [() for _ in every]
 
 
 @functools.lru_cache(maxsize=1 << 12)

@@ -214,6 +214,18 @@ def test_a_flat_collective_can_execute_every_step(problem):
                 assert plan.padded == max(plans[r].send[0].numel for r in plan.group)
             if step.kind == "reduce_scatter":
                 assert [s.shape for s in plan.send] == [plans[r].shape_after for r in plan.group]
+            if step.kind in ("all_gather", "reduce_scatter"):  # told from two members, for thousands
+                assert plan.padded == max(plan.sizes) and plan.even == (len(set(plan.sizes)) == 1)
+            if step.kind == "reduce_scatter":
+                cut = any(d for s in plan.send for d in s.cut_dims)
+                assert plan.apart == (cut or not plan.even)
+            if step.kind == "all_to_all":
+                assert plan.sent == sum(s.numel for s in plan.send)
+            if step.kind in ("all_gather", "all_to_all"):
+                mine, asked = plan.received, joined(plan.place)
+                assert (mine is None) == (asked is None)
+                if mine is not None and asked is not None:
+                    assert (mine.order is None) == (asked.order is None)
             if len(plan.place) > 1 and (join := joined(plan.place)):
                 whole = np.arange(plan.shape_after[join.dim])
                 chunks = np.concatenate([p.index(join.dim) for p in plan.place])

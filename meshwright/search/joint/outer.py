@@ -30,6 +30,11 @@ class Schedule:
         share = (ranks - 1) / (micro_batches * self.chunks)
         return share / 3 if self.name == "zero_bubble" else share
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether what weights need of backward may wait."""
+        return self.name.startswith("zero_bubble")
+
     def in_flight(self, ranks: int, micro_batches: int) -> float:
         """Micro-batches of which the first rank holds the activations of all its stages at once, at most."""
         if self.name == "gpipe":

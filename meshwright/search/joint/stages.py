@@ -64,18 +64,17 @@ def stages(
     layers: int,
     *,
     enough: float = math.inf,
-    allowed: Callable[[tuple[int, ...]], bool] = lambda taken: True,
     tries: int = TRIES,
 ) -> list[Staged]:
     """The pipelines that were simulated, fit and are quicker than `enough` seconds, the best first.
 
     `planner_of` makes the planner for the ranks that share a stage from their part of the cluster. `layers`: stages
-    there can be at most. `allowed`: whether a pipeline may take so many ranks of each level.
+    there can be at most.
     """
     best = enough
     fitting: list[Staged] = []
     known = _Known()
-    rows = list(_rows(cluster, planner_of, layers, enough, allowed))
+    rows = list(_rows(cluster, planner_of, layers, enough))
     queue = [(row.seconds(0.0), row.order, number) for number, row in enumerate(rows)]
     heapq.heapify(queue)
     while queue and tries > 0:
@@ -138,13 +137,10 @@ def _rows(
     planner_of: Callable[[Cluster], Planner],
     layers: int,
     enough: float,
-    allowed: Callable[[tuple[int, ...]], bool],
 ) -> Iterator[_Row]:
     """All configurations that may be quicker than `enough`."""
     fronts: dict[tuple[int, ...], tuple[Front, tuple[Dimension, ...]]] = {}
     for number, outer in enumerate(outers(cluster, layers)):
-        if not allowed(outer.taken):
-            continue
         if outer.taken not in fronts:
             planner = planner_of(outer.inside(cluster))
             fronts[outer.taken] = recipe_front(planner), dimensions(planner, offload=False)
