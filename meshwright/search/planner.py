@@ -18,7 +18,8 @@ from meshwright.search.folded import Folded
 from meshwright.search.options import Scene
 from meshwright.search.pins import Seeds
 from meshwright.search.solve import Memory
-from meshwright.search.space.build import Choice, Space, all_codes
+from meshwright.search.space.alike_codes import all_codes
+from meshwright.search.space.build import Choice, Space
 from meshwright.search.space.codes import values_of
 from meshwright.search.space.families import Family, named, runs
 from meshwright.search.space.given import honouring, wished_options

@@ -17,7 +17,7 @@ from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.strategy import Strategy
 from meshwright.plan import Plan
-from meshwright.search.space.build import all_codes
+from meshwright.search.space.alike_codes import all_codes
 from meshwright.search.space.codes import values_of
 from meshwright.search.space.families import named
 from meshwright.search.space.given import honouring, option_on

@@ -94,10 +94,9 @@ def _key(codes: NodeCodes, graph: Graph) -> Hashable:
         tuple([(graph.types[u].dtype, u in graph.needs_grad) for u in node.uses]),
         tuple([t.dtype for t in node.outputs]),
         node.needs_grad,
-        (rule.inputs, rule.outputs, rule.terms, rule.whole, rule.inside),
+        tuple(map(id, (rule.inputs, rule.outputs, rule.terms, rule.whole, rule.inside))),
         tuple([(letter, _form(tree)) for letter, tree in codes.site.trees.items()]),
-        (codes.options, codes.spill, codes.starts),
-        (codes.forward.tobytes(), codes.grad.tobytes(), codes.cuts.tobytes()),
+        tuple(map(id, (codes.options, codes.spill, codes.starts, codes.forward, codes.grad, codes.cuts))),
     )
 
 

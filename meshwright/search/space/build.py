@@ -21,9 +21,10 @@ from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Strategy
 from meshwright.places import hosted_values, leaving_values
-from meshwright.redistribute.matrix import Table, Value
+from meshwright.redistribute.matrix import Table
 from meshwright.search.solve.problem import Builder, Problem
-from meshwright.search.space.codes import NodeCodes, Option, node_codes, values_of
+from meshwright.search.space.alike_codes import all_codes
+from meshwright.search.space.codes import NodeCodes, values_of
 from meshwright.search.space.families import Family
 from meshwright.search.space.kept import Kept
 from meshwright.search.space.layouts import Port, Prices, key_of, union
@@ -35,7 +36,6 @@ from meshwright.search.space.parameters import (
     parameter_states,
     storage_layout,
 )
-from meshwright.search.space.roles import roles
 from meshwright.search.space.wiring import Ties, Variable, Wiring, is_kept
 
 
@@ -322,19 +322,3 @@ class Space:
             at = state["node", self.ties.first(node.name)]
             found.add(self._layout(name, self.want(node.name, port), at).forward)
         return found.pop() if len(found) == 1 and not next(iter(found)).pending else whole
-
-
-def all_codes(
-    graph: Graph,
-    factors: Factors,
-    values: Mapping[str, Value],
-    ties: Ties,
-    wished: Mapping[str, Sequence[Option]] | None = None,
-) -> dict[str, NodeCodes]:
-    """The options of every node that is not a copy of another."""
-    marks, more = roles(graph, factors), wished or {}
-    return {
-        n.name: node_codes(n, factors.sites[n.name], graph, factors, values, marks, more.get(n.name, ()))
-        for n in graph.nodes
-        if ties.first(n.name) == n.name
-    }

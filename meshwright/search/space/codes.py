@@ -89,7 +89,15 @@ class NodeCodes:
 
 def values_of(graph: Graph, factors: Factors) -> dict[str, Value]:
     """Every value of a graph with its sub-dims. A place is one leaf, or one in each part of a concatenation."""
-    return {name: value_of(dims, DTYPES[graph.types[name].dtype]) for name, dims in factors.dims.items()}
+    known: dict[tuple[int, ...], Value] = {}  # by identities: analysis makes equal trees one object
+    found: dict[str, Value] = {}
+    for name, dims in factors.dims.items():
+        itemsize = DTYPES[graph.types[name].dtype]
+        key = (itemsize, *map(id, dims))
+        if (value := known.get(key)) is None:
+            value = known[key] = value_of(dims, itemsize)
+        found[name] = value
+    return found
 
 
 def value_of(dims: Sequence[Dim], itemsize: int) -> Value:

@@ -7,15 +7,13 @@ another in a dim of a parameter (the 128 of 8 heads): it is cut when the outer o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.graph import Graph, Node
-from meshwright.layout import leaves
+from meshwright.graph import Graph
+from meshwright.layout import Dim, leaves
 from meshwright.ops.factors import Factors, Site
-from meshwright.ops.rule import is_whole
-
-Leaf = tuple[str, str, int]  # node and letter, or value and "", and the number of the leaf
+from meshwright.ops.rule import Port, is_whole
 
 
 @dataclass(frozen=True)
@@ -28,61 +26,69 @@ class Roles:
 
 def roles(graph: Graph, factors: Factors) -> Roles:
     """The marks of all nodes of a graph."""
-    parent: dict[Leaf, Leaf] = {}
+    leaf_counts: dict[int, int] = {}  # of trees, by identity: analysis makes equal ones one object
 
-    def find(leaf: Leaf) -> Leaf:
-        while (above := parent.get(leaf, leaf)) != leaf:
-            parent[leaf] = parent.get(above, above)
-            leaf = above
+    def count(tree: Dim) -> int:
+        if (known := leaf_counts.get(id(tree))) is None:
+            known = leaf_counts[id(tree)] = len(list(leaves(tree)))
+        return known
+
+    parent: list[int] = []  # of leaves by number: of values, then of the letters of nodes
+
+    def numbered(many: int) -> range:
+        first = len(parent)
+        parent.extend(range(first, first + many))
+        return range(first, first + many)
+
+    def find(leaf: int) -> int:
+        while (above := parent[leaf]) != leaf:
+            parent[leaf] = leaf = parent[above]
         return leaf
 
-    held, inner = set[Leaf](), set[Leaf]()
+    values = {name: numbered(sum(map(count, dims))) for name, dims in factors.dims.items()}
+    letters: dict[str, dict[str, range]] = {}
+    for node in graph.nodes:
+        site = factors.sites[node.name]
+        own = letters[node.name] = {x: numbered(count(tree)) for x, tree in site.trees.items()}
+        ports = (*site.rule.inputs, *site.rule.outputs)
+        for port, value in zip(ports, (*node.uses, *node.values), strict=True):
+            found = _port_leaves(site, port, own)
+            if len(found) == len(values[value]):
+                for leaf, other in zip(found, values[value], strict=True):
+                    parent[find(leaf)] = find(other)
+    held, inner = set[int](), set[int]()
     parameters = {i.name for i in graph.input_of("parameter")}
-    counts = {name: sum(len(list(leaves(d))) for d in dims) for name, dims in factors.dims.items()}
     for node in graph.nodes:
-        site = factors.sites[node.name]
-        for number, value in enumerate((*node.uses, *node.values)):
-            own = list(_port_leaves(node, site, number))
-            if len(own) == counts[value]:
-                for place, leaf in enumerate(own):
-                    parent[find(leaf)] = find((value, "", place))
-    for node in graph.nodes:
-        site = factors.sites[node.name]
+        site, own = factors.sites[node.name], letters[node.name]
         if any(node.needs_grad):
-            for letter, tree in site.trees.items():
+            for letter, mine in own.items():
                 if is_whole(site.rule, letter):
-                    held.update(find((node.name, letter, i)) for i in range(len(list(leaves(tree)))))
-        for number, value in enumerate(node.uses):
+                    held.update(map(find, mine))
+        for port, value in zip(site.rule.inputs, node.uses, strict=True):
             if value not in parameters:
                 continue
-            for dim in site.rule.inputs[number]:
-                behind = [
-                    (node.name, x, i)
-                    for x in dim
-                    if "." not in x
-                    for i in range(len(list(leaves(site.trees[x]))))
-                ][1:]
-                inner.update(find(leaf) for leaf in behind)
+            for dim in port:
+                behind = [leaf for x in dim if "." not in x for leaf in own[x]][1:]
+                inner.update(map(find, behind))
     marks: list[dict[tuple[str, str], tuple[bool, ...]]] = [{}, {}]
-    for node in graph.nodes:
-        for letter, tree in factors.sites[node.name].trees.items():
-            found = [find((node.name, letter, i)) for i in range(len(list(leaves(tree))))]
+    for name, own in letters.items():
+        for letter, mine in own.items():
+            found = [find(leaf) for leaf in mine]
             for mark, chosen in zip(marks, (held, inner), strict=True):
-                mark[node.name, letter] = tuple(leaf in chosen for leaf in found)
+                mark[name, letter] = tuple([leaf in chosen for leaf in found])
     return Roles(*marks)
 
 
-def _port_leaves(node: Node, site: Site, number: int) -> Iterator[Leaf]:
+def _port_leaves(site: Site, port: Port, own: Mapping[str, range]) -> list[int]:
     """The leaves of a port, as leaves of the node's letters. A part counts from where it begins in its letter."""
-    port = (*site.rule.inputs, *site.rule.outputs)[number]
+    found: list[int] = []
     for dim in port:
         for item in dim:
             letter, _, part = item.partition(".")
-            trees = [site.trees[letter]]
-            start = 0
+            mine = own[letter]
             if part and len(site.trees[letter]) == 1:
                 parts = getattr(site.trees[letter][0], "parts", (site.trees[letter],))
                 start = sum(len(list(leaves(p))) for p in parts[: int(part)])
-                trees = [parts[int(part)]]
-            for place in range(sum(len(list(leaves(t))) for t in trees)):
-                yield (node.name, letter, start + place)
+                mine = mine[start : start + len(list(leaves(parts[int(part)])))]
+            found += mine
+    return found
