@@ -75,7 +75,8 @@ def plan(
 
     `mesh`: a `Mesh`, axis sizes (``{"dp": 2, "tp": 2}``) or a number of ranks; by default that of the layouts in the
     model, else the cluster's own, else the number of launched ranks. `mode`: by default ``auto`` with a `cluster`,
-    ``data_parallel`` without. `pins` cut the operators of modules by letter: ``{"blocks.*.up": {"n": "tp"}}``.
+    ``data_parallel`` without. `pins` cut the operators of modules by letter, ``{"blocks.*.up": {"n": "tp"}}``,
+    and parameters by dim, ``{"blocks.*.up.weight": {"0": "tp"}}``.
 
     With a cluster the plan says what it costs (`Plan.claims`). `memory` is the limit in bytes per rank (by default the
     device's); `optimizer_states` counts the moments per parameter (2 for Adam). `space` (``a``, ``b``, ``c``) is what

@@ -317,6 +317,6 @@ def _prices(data: Any) -> Prices | None:
 def plain_pins(pins: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Pins as they come back from a file: one axis as its name, several as a tuple."""
     return {
-        pattern: {letter: axes if isinstance(axes, str) else tuple(axes) for letter, axes in cuts.items()}
+        pattern: {str(what): axes if isinstance(axes, str) else tuple(axes) for what, axes in cuts.items()}
         for pattern, cuts in pins.items()
     }

@@ -1,4 +1,5 @@
-"""What the user pinned from outside: cuts of the operators of modules, by letter: ``{"blocks.*.up": {"n": "tp"}}``."""
+"""What the user pinned from outside: cuts of the operators of modules, by letter, ``{"blocks.*.up": {"n": "tp"}}``, and
+of parameters by the number of a dim, ``{"blocks.*.up.weight": {"0": "tp"}}``."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import StrategyError, did_you_mean
-from meshwright.graph import Graph, Node
+from meshwright.graph import Graph, Input, Node
 from meshwright.layout import Dim, show_dim
 from meshwright.ops.factors import Site
-from meshwright.ops.rule import SIZED, is_whole
+from meshwright.ops.rule import SIZED, dim_letters, is_whole
 from meshwright.ops.strategy import Strategy, at_path, cut, fits, splittable, unit_leaves, units, ways
 from meshwright.search.options import Scene
 
@@ -81,12 +82,20 @@ def _resolved(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Iterator[P
         matched = [
             n for n in scene.graph.nodes if fnmatch.fnmatchcase(n.module, pattern) or f"%{n.name}" == pattern
         ]
-        if not matched:
-            raise StrategyError(
-                f"no module of the model matches {pattern!r}",
-                hint=did_you_mean(pattern, modules),
-                why=f"{len(modules)} modules have operators",
+        named = () if matched else _parameters(scene.graph, pattern)
+        if not matched and not named:
+            names = sorted(
+                target for i in scene.graph.input_of("parameter") for target in (i.target, *i.ties)
             )
+            raise StrategyError(
+                f"no module of the model matches {pattern!r}, nor does a parameter",
+                hint=did_you_mean(pattern, [*modules, *names]),
+                why=f"{len(modules)} modules have operators, and there are {len(names)} parameters",
+            )
+        for entry in named:
+            yield from _of_parameter(scene, pattern, entry, cuts)
+        if named:
+            continue
         chosen = [n for n in matched if parameters.intersection(n.uses)] or matched
         for letter, axes in cuts.items():
             takers = tuple(n for n in chosen if letter in scene.site(n.name).trees)
@@ -98,16 +107,55 @@ def _resolved(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Iterator[P
                     where=chosen[0].where,
                     hint=did_you_mean(letter, set(splittable(site))),
                 )
-            names = (axes,) if isinstance(axes, str) else tuple(axes)
-            run = tuple(a for name in names for a in scene.mesh.resolve(name))
-            if len(set(run)) != len(run):
+            yield Pin(pattern, letter, _run(scene, pattern, letter, axes, takers[0]), takers)
+
+
+def _run(scene: Scene, pattern: str, what: str, axes: str | Sequence[str], taker: Node) -> tuple[str, ...]:
+    """The prime axes that a wish names. Raises StrategyError where one is named twice."""
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    run = tuple(a for name in names for a in scene.mesh.resolve(name))
+    if len(set(run)) != len(run):
+        raise StrategyError(
+            f"the pin of {pattern!r} uses an axis twice for {what}",
+            why=f"{names} is {', '.join(run)} on the mesh {scene.mesh}",
+            where=taker.where,
+            hint="name each axis once",
+        )
+    return run
+
+
+def _parameters(graph: Graph, pattern: str) -> tuple[Input, ...]:
+    """The parameters one of whose names matches."""
+    return tuple(
+        entry
+        for entry in graph.input_of("parameter")
+        if any(fnmatch.fnmatchcase(target, pattern) for target in (entry.target, *entry.ties))
+    )
+
+
+def _of_parameter(scene: Scene, pattern: str, entry: Input, cuts: Mapping[str, Any]) -> Iterator[Pin]:
+    """The wishes for a parameter: of each operator that reads it, the factor that the dim is. Raises StrategyError."""
+    rank = len(entry.type.shape)
+    for dim, axes in cuts.items():
+        if not str(dim).isdigit() or int(dim) >= rank:
+            raise StrategyError(
+                f"the pin of {pattern!r} cuts {dim!r} of a parameter",
+                why=f"{entry.target} is {entry.type}: its dims are {', '.join(map(str, range(rank))) or 'none'}",
+                hint='{"blocks.*.up.weight": {"0": "tp"}} cuts the first dim; letters are of modules: '
+                '{"blocks.*.up": {"n": "tp"}}',
+            )
+        for node, port in scene.graph.consumers[entry.name]:
+            site = scene.site(node.name)
+            found = dim_letters(site.rule.inputs[port][int(dim)])
+            letter = next((x for x in found if x in {*splittable(site)}), "")
+            if not letter:
                 raise StrategyError(
-                    f"the pin of {pattern!r} uses an axis twice for {letter}",
-                    why=f"{names} is {', '.join(run)} on the mesh {scene.mesh}",
-                    where=takers[0].where,
-                    hint="name each axis once",
+                    f"dim {dim} of {entry.target} cannot be cut",
+                    why=f"{node.op} reads it, and has {_letters_text(site)}",
+                    where=node.where,
+                    hint="another dim, or none",
                 )
-            yield Pin(pattern, letter, run, takers)
+            yield Pin(pattern, letter, _run(scene, pattern, f"dim {dim}", axes, node), (node,))
 
 
 def pinned_kinds(graph: Graph, pins: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
@@ -115,6 +163,7 @@ def pinned_kinds(graph: Graph, pins: Mapping[str, object]) -> dict[str, tuple[st
     known: dict[str, tuple[str, ...]] = {}
     found: dict[str, tuple[str, ...]] = {}
     named = {pattern[1:] for pattern in pins if pattern.startswith("%")}
+    inputs = {entry.name: p for p in pins for entry in _parameters(graph, p)} if pins else {}
     for node in graph.nodes if pins else ():
         matched = known.get(node.module)
         if matched is None:
@@ -122,6 +171,7 @@ def pinned_kinds(graph: Graph, pins: Mapping[str, object]) -> dict[str, tuple[st
             known[node.module] = matched
         if node.name in named:
             matched = (*matched, f"%{node.name}")
+        matched = (*matched, *(inputs[use] for use in node.uses if use in inputs))
         if matched:
             found[node.name] = matched
     return found
