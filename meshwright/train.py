@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -75,11 +76,13 @@ class TrainStep:
     there to look at.
     """
 
-    def __init__(self, local: LocalStep, parts: Partition) -> None:
+    def __init__(self, local: LocalStep, parts: Partition, temporary: Collection[str] = ()) -> None:
+        """`temporary`: buffers that the model makes anew, which no file need have."""
         # The model is not kept: the whole weights of parameters that are cut can be freed with it.
         self.local, self.plan = local, parts.asked
         self.parts = parts
-        self._saves = Saves(local, self.plan)
+        self._temporary = frozenset(temporary)
+        self._saves = Saves(local, self.plan, self._temporary)
 
     @property
     def mesh(self) -> Mesh:
@@ -207,7 +210,9 @@ class TrainStep:
         listed), another optimizer. Where a damaged part is only found while it is read, the step has some of the
         checkpoint's values and some of its own."""
         self._saves.wait()
-        return load(self.local, path, data=data, optimizer=optimizer, random=random)
+        return load(
+            self.local, path, data=data, optimizer=optimizer, random=random, temporary=self._temporary
+        )
 
     def copy_to(self, model: torch.nn.Module) -> torch.nn.Module:
         """Write the trained values back into a model (made of real tensors). Collective: all ranks call it."""
@@ -352,7 +357,8 @@ def train_step(
         bucket_bytes=bucket_bytes,
         held=made,
     )
-    return TrainStep(local, parts)
+    every = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    return TrainStep(local, parts, every.difference(model.state_dict(keep_vars=True)))
 
 
 def _predicted(parts: Partition, cluster: Cluster | None) -> tuple[Played | None, float, Timeline | None]:

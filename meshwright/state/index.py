@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.errors import CheckpointError
-from meshwright.redistribute.boxes import Box
+from meshwright.redistribute.boxes import Box, whole
 from meshwright.state.tensor_file import DAMAGED, ITEM_BYTES, Place, crc_of, read_into
 
 VERSION = 1
@@ -26,6 +27,13 @@ PLAN = "plan.json"
 MODEL = "model."  # before the names of parameters and buffers
 STATE = "optim.state."  # before `parameter.key`, for what an optimizer keeps of a parameter
 RANDOM = "random."  # before `rank.generator`
+ELEMENTS = {
+    1: np.uint8,
+    2: np.uint16,
+    4: np.uint32,
+    8: np.uint64,
+    16: np.complex128,
+}  # numpy lacks some dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +91,8 @@ class FileNote:
 @dataclass(frozen=True)
 class Index:
     """An opened checkpoint. `ties`: further name → name under which a tensor is there. `optimizer` is None where none
-    was saved; `data` is what the user gave. The rest is 0 for weights that come from elsewhere."""
+    was saved; `data` is what the user gave. `temporary`: buffers that a model makes anew, so other formats lack them.
+    The rest is 0 for weights that come from elsewhere."""
 
     folder: Path
     tensors: Mapping[str, Entry]
@@ -95,6 +104,7 @@ class Index:
     optimizer: Mapping[str, Any] | None = None
     data: Any = None
     made_by: str = ""
+    temporary: frozenset[str] = frozenset()
 
     @property
     def model(self) -> dict[str, Entry]:
@@ -126,13 +136,42 @@ class Index:
                     hint=DAMAGED,
                 )
 
-    def read(self, name: str, part: Part) -> np.ndarray:
-        """The bytes of a part. Raises CheckpointError for damaged ones."""
-        dtype = self.tensors[name].dtype
-        place = Place(dtype, part.box.shape, part.offset, part.crc)
-        memory = np.empty(place.size_bytes, dtype=np.uint8)
-        read_into(self.folder / part.file, name, place, memory.data)
-        return memory
+    def read(self, name: str, part: Part, wanted: Box) -> tuple[np.ndarray, Box]:
+        """The elements of a part, as numbers of the same size, and the box that they are: all of the part where it has
+        a checksum, else those of its rows that are wanted. Raises CheckpointError for damaged ones."""
+        dtype, box, offset = self.tensors[name].dtype, part.box, part.offset
+        if part.crc is None and box.shape:
+            row = ITEM_BYTES[dtype] * math.prod(box.shape[1:])
+            offset += (wanted.start[0] - box.start[0]) * row
+            box = Box((wanted.start[0], *box.start[1:]), (wanted.shape[0], *box.shape[1:]))
+        values = np.empty(box.shape, dtype=ELEMENTS[ITEM_BYTES[dtype]])
+        place = Place(dtype, box.shape, offset, part.crc)
+        read_into(self.folder / part.file, name, place, memoryview(values.reshape(-1)).cast("B"))
+        return values, box
+
+    def whole(self, name: str, box: Box | None = None) -> np.ndarray:
+        """A tensor put together, or a box of it, as numbers of the size of its elements."""
+        entry = self.tensors[name]
+        box = whole(entry.shape) if box is None else box
+        found: np.ndarray | None = None
+        for number, common in entry.meeting(box):
+            values, there = self.read(name, entry.parts[number], common)
+            if there == box:
+                return values
+            found = np.empty(box.shape, dtype=values.dtype) if found is None else found
+            found[common.within(box)] = values[common.within(there)]
+            del values  # before the next one is read
+        if found is None:
+            found = np.empty(box.shape, dtype=ELEMENTS[ITEM_BYTES[entry.dtype]])
+            assert not found.size, f"parts of {name} are missing"
+        return found
+
+
+def key_of(name: str, shape: tuple[int, ...], box: Box) -> str:
+    """The name in its file of a part of a tensor: the tensor's own for all of it, else ``name[0:16,8:24]``."""
+    if box.shape == shape:
+        return name
+    return f"{name}[{','.join(f'{s}:{s + n}' for s, n in zip(box.start, box.shape, strict=True))}]"
 
 
 # ---------------------------------------------------------------- text
@@ -149,6 +188,7 @@ def to_text(index: Index) -> str:
         "ranks": index.world,
         "files": {n: [f.size_bytes, f.head_bytes, f.head_crc] for n, f in index.files.items()},
         "ties": dict(index.ties),
+        "temporary": sorted(index.temporary),
         "data": index.data,
     }
     lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
@@ -236,6 +276,7 @@ def _index(folder: Path, data: dict[str, Any]) -> Index:
         data.get("optimizer"),
         data["data"],
         str(data["made by"]),
+        frozenset(data["temporary"]),
     )
 
 
@@ -249,6 +290,7 @@ __all__ = [
     "FileNote",
     "Index",
     "Part",
+    "key_of",
     "read_index",
     "to_text",
 ]

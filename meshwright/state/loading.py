@@ -6,7 +6,7 @@ files, names, shapes and dtypes. Checksums of tensors are checked as these are r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -15,7 +15,7 @@ import torch
 
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.layout import TensorLayout
-from meshwright.redistribute.boxes import Box, held_boxes
+from meshwright.redistribute.boxes import Box, held_boxes, whole
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.step import LocalStep
 from meshwright.state.folder import whole_ones
@@ -53,19 +53,27 @@ class Loaded:
 
 
 def load(
-    step: LocalStep, path: str | Path, *, data: Any = None, optimizer: bool = True, random: bool = True
+    step: LocalStep,
+    path: str | Path,
+    *,
+    data: Any = None,
+    optimizer: bool = True,
+    random: bool = True,
+    temporary: Collection[str] = (),
 ) -> Loaded:
     """Read a checkpoint into a rank's step. Collective. `data`: objects with ``load_state_dict``, as they were given to
-    `save`. Raises CheckpointError on all ranks."""
+    `save`. `temporary`: buffers that may be missing. Raises CheckpointError on all ranks."""
     first = step.world.rank == 0  # others might see a newer one, if somebody saves meanwhile
     place = _together(step, Path(path), lambda: str(resolved(Path(path)).absolute()) if first else "")
     found_at = Path(from_first(step, place))
-    index = _together(step, Path(path), lambda: _opened(step, found_at, optimizer))
+    index = _together(step, Path(path), lambda: _opened(step, found_at, optimizer, temporary))
     taken = optimizer and index.optimizer is not None
 
     def read() -> dict[str, torch.Tensor]:
         for item in model_items(step):
             name = _saved_name(index, step, item.name[len(MODEL) :])
+            if name is None:  # a buffer that the model makes anew
+                continue
             _fill(index, MODEL + name, item.tensor, item.layout, step)
         if taken:
             _load_optimizer(index, step)
@@ -79,11 +87,11 @@ def load(
     step.rank.step = index.step
     if index.seed is not None:
         step.rank.seed = index.seed
-    if states:
-        set_random_state(states, step.rank.device)
     found = from_plain(index.data)
     if data is not None:
         _together(step, Path(path), lambda: give_back(found, data))
+    if states:  # after all else: who goes on from a position may draw numbers
+        set_random_state(states, step.rank.device)
     return Loaded(index.folder, index.step, found, taken, bool(states))
 
 
@@ -108,24 +116,27 @@ def _with_way_out(error: MeshwrightError, path: Path) -> MeshwrightError:
     )
 
 
-def _opened(step: LocalStep, path: Path, optimizer: bool) -> Index:
+def _opened(step: LocalStep, path: Path, optimizer: bool, temporary: Collection[str]) -> Index:
     """The index, once all of it fits the step."""
     index = open_checkpoint(path)
     index.check_files()
-    check_model(index, step)
+    check_model(index, step, temporary)
     if optimizer and index.optimizer is not None and step.optimizer is not None:
         check_optimizer(index, step)
     return index
 
 
-def check_model(index: Index, step: LocalStep) -> None:
-    """Raise CheckpointError that lists the names, shapes and dtypes that differ."""
+def check_model(index: Index, step: LocalStep, temporary: Collection[str] = ()) -> None:
+    """Raise CheckpointError that lists the names, shapes and dtypes that differ. Buffers that are `temporary`, there or
+    here, may be missing."""
     saved = index.model
     problems, seen = [], set()
     for entry in kept_inputs(step):
         names = [n for n in (entry.target, *entry.ties) if n in saved]
         tied = {index.ties.get(n, n) for n in (entry.target, *entry.ties)} & set(saved)
         if not names and not tied:
+            if entry.target in temporary:
+                continue
             problems.append(
                 f"{entry.target} {_shown(entry.type.dtype, entry.type.shape)} is not in the checkpoint"
             )
@@ -140,7 +151,7 @@ def check_model(index: Index, step: LocalStep) -> None:
         if (there.dtype, there.shape) != (dtype, entry.type.shape):
             here = _shown(entry.type.dtype, entry.type.shape)
             problems.append(f"{entry.target} is {here} here and {there} in the checkpoint")
-    problems += [f"{n} {e} is not in the model" for n, e in saved.items() if n not in seen]
+    problems += [f"{n} {e} is not in the model" for n, e in saved.items() if n not in seen | index.temporary]
     if problems:
         more = f"\n         and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
         raise CheckpointError(
@@ -167,13 +178,13 @@ def check_optimizer(index: Index, step: LocalStep) -> None:
         )
 
 
-def _saved_name(index: Index, step: LocalStep, target: str) -> str:
-    """The name under which a parameter or buffer was saved: one of those that it is tied to, maybe."""
+def _saved_name(index: Index, step: LocalStep, target: str) -> str | None:
+    """The name under which a parameter or buffer was saved: one of those that it is tied to, maybe. None for none."""
     entry = next(e for e in kept_inputs(step) if e.target == target)
     for name in (target, *entry.ties):
         if MODEL + name in index.tensors:
             return name
-    return next(index.ties[n] for n in (target, *entry.ties) if n in index.ties)
+    return next((index.ties[n] for n in (target, *entry.ties) if n in index.ties), None)
 
 
 def _fill(index: Index, name: str, into: torch.Tensor, layout: TensorLayout, step: LocalStep) -> None:
@@ -188,17 +199,23 @@ def _fill(index: Index, name: str, into: torch.Tensor, layout: TensorLayout, ste
             count += common.numel
     if count != sum(held.box.numel for held in mine):
         raise CheckpointError(f"the checkpoint has only parts of {name}", where=str(index.folder))
-    dtype = DTYPES[entry.dtype]
+    dtype, outer = DTYPES[entry.dtype], whole(tuple(into.shape))
     for number, targets in wanted.items():
-        part = entry.parts[number]
-        values = torch.from_numpy(index.read(name, part)).view(dtype).view(part.box.shape)
+        rows = _around([common for common, _, _ in targets])
+        numbers, box = index.read(name, entry.parts[number], rows)
+        values = torch.from_numpy(numbers.reshape(-1)).view(dtype).view(box.shape)
         for common, there, here in targets:
-            place = Box(
-                tuple(c - t + h for c, t, h in zip(common.start, there.start, here.start, strict=True)),
-                common.shape,
-            )
-            inside = place.within(Box((0,) * into.dim(), tuple(into.shape)))
-            into[inside].copy_(values[common.within(part.box)])
+            moved = zip(common.start, there.start, here.start, strict=True)
+            place = Box(tuple(c - t + h for c, t, h in moved), common.shape)
+            into[place.within(outer)].copy_(values[common.within(box)])
+        del numbers, values  # before the next part is read
+
+
+def _around(boxes: Sequence[Box]) -> Box:
+    """The smallest box that has all of some."""
+    start = tuple(min(n) for n in zip(*(b.start for b in boxes), strict=True))
+    ends = zip(*((s + n for s, n in zip(b.start, b.shape, strict=True)) for b in boxes), strict=True)
+    return Box(start, tuple(max(e) - s for s, e in zip(start, ends, strict=True)))
 
 
 def _load_optimizer(index: Index, step: LocalStep) -> None:
@@ -238,7 +255,7 @@ def _random_state(index: Index, step: LocalStep) -> dict[str, torch.Tensor]:
         return {}
     rank = f"{RANDOM}{step.world.rank}."
     found = {name: entry for name, entry in index.tensors.items() if name.startswith(rank)}
-    return {n[len(rank) :]: torch.from_numpy(index.read(n, e.parts[0])) for n, e in found.items()}
+    return {n[len(rank) :]: torch.from_numpy(index.whole(n)) for n, e in found.items()}
 
 
 __all__ = ["Loaded", "load"]

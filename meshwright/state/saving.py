@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import threading
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from meshwright.state.held import (
     optimizer_values,
     state_items,
 )
-from meshwright.state.index import RANDOM
+from meshwright.state.index import RANDOM, key_of
 from meshwright.state.plain import to_plain
 from meshwright.state.share import own_pieces
 from meshwright.state.tensor_file import Tensor
@@ -37,8 +38,16 @@ PATIENCE_SECONDS = 1800.0  # how long a rank waits for the others' files
 class Saves:
     """The saves of one rank's step. One is under way at a time."""
 
-    def __init__(self, step: LocalStep, plan: Plan, patience_seconds: float = PATIENCE_SECONDS) -> None:
+    def __init__(
+        self,
+        step: LocalStep,
+        plan: Plan,
+        temporary: Collection[str] = (),
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> None:
+        """`temporary`: buffers that the model makes anew, of which other formats know nothing."""
         self.step, self.plan, self.patience_seconds = step, plan, patience_seconds
+        self.temporary = sorted(temporary)
         self._thread: threading.Thread | None = None
         self._problem: MeshwrightError | None = None
 
@@ -114,8 +123,7 @@ class Saves:
         def add(name: str, part: torch.Tensor, shape: tuple[int, ...], box: Box) -> None:
             if part.dtype not in SAFE_NAMES:
                 raise CheckpointError(f"{name} is {part.dtype}, which safetensors does not have")
-            pairs = zip(box.start, box.shape, strict=True)
-            key = name if box.shape == shape else f"{name}[{','.join(f'{s}:{s + n}' for s, n in pairs)}]"
+            key = key_of(name, shape, box)
             held = torch.empty(part.shape, dtype=part.dtype).copy_(part) if copied else part
             tensors.append(Tensor(key, SAFE_NAMES[part.dtype], box.shape, lambda: _bytes_of(held)))
             boxes[key] = [name, list(shape), list(box.start), list(box.shape)]
@@ -136,6 +144,7 @@ class Saves:
             "data": to_plain(data, "data"),
             "step": step.rank.step,
             "seed": step.rank.seed,
+            "temporary": self.temporary,
         }
         return tensors, note
 

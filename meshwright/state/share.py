@@ -52,11 +52,13 @@ def own_pieces(
 
 
 def _parts(piece: Piece, item_bytes: int) -> Iterator[Piece]:
-    """A piece in parts that are not too large, if its dims allow it."""
-    count = math.ceil(piece.box.numel * item_bytes / PART_BYTES)
-    for box, here in zip(piece.box.cut(count), piece.here.cut(count), strict=True):
-        if box.numel:
-            yield Piece(box, here)
+    boxes = zip(parts_of(piece.box, item_bytes), parts_of(piece.here, item_bytes), strict=True)
+    return (Piece(box, here) for box, here in boxes)
 
 
-__all__ = ["PART_BYTES", "Piece", "own_pieces"]
+def parts_of(box: Box, item_bytes: int) -> list[Box]:
+    """A box in parts that are not too large, if its dims allow it. Those without an element are left out."""
+    return [b for b in box.cut(math.ceil(box.numel * item_bytes / PART_BYTES)) if b.numel]
+
+
+__all__ = ["PART_BYTES", "Piece", "own_pieces", "parts_of"]

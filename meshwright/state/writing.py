@@ -212,6 +212,7 @@ def _index(final: Path, notes: list[dict[str, Any]], ties: dict[str, str]) -> In
         merged([n["optimizer"] for n in notes]),
         notes[0]["data"],
         f"meshwright {meshwright.__version__}, torch {torch.__version__}",
+        frozenset(notes[0]["temporary"]),
     )
 
 
