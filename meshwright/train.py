@@ -95,6 +95,11 @@ class TrainStep:
         return self.local.world.rank
 
     @property
+    def steps(self) -> int:
+        """How many steps have been done, those before a checkpoint that was loaded among them."""
+        return self.local.rank.step
+
+    @property
     def program(self) -> ProgramText:
         """What this rank runs, with every collective of forward and backward, its axis and its bytes."""
         local = self.local

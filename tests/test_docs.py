@@ -3,7 +3,8 @@
 A page is read from top to bottom. Its ``python`` blocks share one namespace, and the ``text`` block after
 one is what it printed, an error of ours included. A block that begins with the name of a file (``#
 train.py``) is that file, and a ``console`` block after it says how it is started; one that shows what a quick verb
-(``$ meshwright explain``) answers runs with the page. Rounding noise is not compared: it differs between machines.
+(``$ meshwright explain``) answers runs with the page, and on pages of `LAUNCHING` one that starts ranks does.
+Rounding noise is not compared: it differs between machines.
 
     python tests/test_docs.py docs/tour.md      writes the page with what its blocks print now
 """
@@ -39,10 +40,16 @@ PROSE = tuple(
     str(p.relative_to(ROOT)) for p in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")))
 )
 
+LAUNCHING = ("docs/checkpoints.md",)
+
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-VERB = re.compile(r"\$ meshwright ((?:plan|explain|estimate|diff) .*)\n(?!\$)(?=.)")
+VERB = re.compile(r"\$ meshwright ((?:plan|explain|estimate|diff|convert) .*)\n(?!\$)(?=.)")
+RUN = re.compile(r"\$ meshwright (run .*)\n")
 FILE = re.compile(r"# ([\w/]+\.py)\n")
-NOISE = re.compile(r"(?<=largest difference ).*|(?<= sum )(0|\d(\.\d+)?e-1\d)(?= %)|\b\d(\.\d+)?e-(09|1\d)\b")
+NOISE = re.compile(
+    r"(?<=largest difference ).*|(?<= sum )(0|\d(\.\d+)?e-1\d)(?= %)|\b\d(\.\d+)?e-(09|1\d)\b"
+    r"|(?<=its checksum is )[0-9a-f]{8}, [0-9a-f]{8}"
+)
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,8 @@ def with_outputs(page: str, name: str) -> str:
         elif verb := VERB.match(block.text):
             said = f"$ meshwright {verb[1]}\n{_answer(shlex.split(verb[1]))}"
             found.append(replace(block, text=said))
+        elif name in LAUNCHING and (run := RUN.match(block.text)):
+            found.append(replace(block, text=f"$ meshwright {run[1]}\n{_launched(shlex.split(run[1]))}"))
         elif block.language == "text":
             same = NOISE.sub("…", printed) == NOISE.sub("…", block.text)
             found.append(block if same else replace(block, text=printed))
@@ -116,6 +125,13 @@ def _answer(arguments: list[str]) -> str:
     return "".join(f"{row.rstrip()}\n" for row in out.getvalue().splitlines())
 
 
+def _launched(arguments: list[str]) -> str:
+    """What ranks print."""
+    command = [sys.executable, "-X", "utf8", "-m", "meshwright.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return "".join(f"{row.rstrip()}\n" for row in done.stdout.splitlines())
+
+
 def main(name: str) -> None:
     """Write the page anew. Files that it makes are made elsewhere, where its imports find them."""
     path = ROOT / name
@@ -129,7 +145,10 @@ def main(name: str) -> None:
 COPY = "import sys; sys.path.insert(0, {folder!r}); import test_docs as t; t.ROOT = t.Path({root!r}); t.main({name!r})"
 
 
-@pytest.mark.parametrize("name", CHECKED)
+PAGES = (*CHECKED, *(pytest.param(name, marks=pytest.mark.procs) for name in LAUNCHING))
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_every_block_prints_what_the_page_says(name: str, tmp_path: Path) -> None:
     """In a process of its own, as a reader would run it: pages may give operators rules."""
     page = (ROOT / name).read_text("utf-8")

@@ -64,7 +64,7 @@ def load(
     """Read a checkpoint into a rank's step. Collective. `data`: objects with ``load_state_dict``, as they were given to
     `save`. `temporary`: buffers that may be missing. Raises CheckpointError on all ranks."""
     first = step.world.rank == 0  # others might see a newer one, if somebody saves meanwhile
-    place = _together(step, Path(path), lambda: str(resolved(Path(path)).absolute()) if first else "")
+    place = _together(step, Path(path), lambda: str(resolved(Path(path))) if first else "")
     found_at = Path(from_first(step, place))
     index = _together(step, Path(path), lambda: _opened(step, found_at, optimizer, temporary))
     taken = optimizer and index.optimizer is not None

@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from torch.distributed import checkpoint
 
 import meshwright as mw
 from meshwright.errors import CheckpointError
@@ -178,3 +179,25 @@ def test_a_damaged_list_of_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "b.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"b.safetensors cannot be read"):
         open_checkpoint(tmp_path)
+
+
+def test_torch_loads_our_checkpoints(tmp_path: Path) -> None:
+    """`torch.distributed.checkpoint` into a plain model, tied names and optimizer states too."""
+    expected = alone_trained("gpt", tmp_path / "alone", "adamw")
+
+    def spread(step: LocalStep) -> None:
+        load(step, tmp_path / "alone")
+        Saves(step, step.parts.asked).save(tmp_path / "ckpt")
+
+    run("gpt", MIXED, spread)
+    weights = {n[6:]: torch.zeros_like(v) for n, v in expected.items() if n.startswith("model.")}
+    weights["head.weight"] = torch.zeros_like(weights["tokens.weight"])
+    moment = "blocks.0.up.weight.exp_avg"
+    moments = {moment: torch.zeros_like(expected[f"optim.state.{moment}"])}
+    state = {"model": weights, "optim": {"state": moments}}
+    with pytest.warns(UserWarning, match="single process"):
+        checkpoint.load(state, storage_reader=mw.CheckpointReader(tmp_path / "ckpt"))
+    weights["tokens.weight"] += 0  # no tensor was replaced
+    assert torch.equal(weights.pop("head.weight"), weights["tokens.weight"])
+    assert all(torch.equal(w, expected[f"model.{n}"]) for n, w in weights.items())
+    assert torch.equal(moments[moment], expected[f"optim.state.{moment}"])

@@ -80,3 +80,21 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     mw.shutdown()
     """
     assert "refused" in succeed(tmp_path, 2, TWO + full.replace("\n    ", "\n"))
+
+
+def test_fsdp_loads_what_we_have_saved(tmp_path: Path) -> None:
+    fsdp = """
+    from torch.distributed import checkpoint
+    from torch.distributed.fsdp import fully_shard
+    twin, _, _ = gpt.build(batch=6, seed=5)
+    for block in twin.blocks:
+        fully_shard(block)
+    fully_shard(twin)
+    found = {"model": twin.state_dict()}
+    checkpoint.load(found, storage_reader=mw.CheckpointReader("ckpt"))
+    state = step.full_state()
+    for name, value in twin.state_dict().items():
+        assert torch.equal(value.full_tensor(), state[name]), name
+    mw.shutdown()
+    """
+    succeed(tmp_path, 2, TWO + "step.save('ckpt')" + fsdp.replace("\n    ", "\n"))
