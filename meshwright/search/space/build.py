@@ -22,7 +22,7 @@ from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Strategy
 from meshwright.places import hosted_values, leaving_values
 from meshwright.redistribute.matrix import Table
-from meshwright.search.solve.problem import Builder, Problem
+from meshwright.search.solve.problem import Problem
 from meshwright.search.space.alike_codes import all_codes
 from meshwright.search.space.codes import NodeCodes, values_of
 from meshwright.search.space.families import Family
@@ -203,8 +203,8 @@ class Space:
         waited = self.wiring.waited
         for (source, out, target, at, value), times in edges.items():
             have, want = self.port(source, out, gives=True), self.port(target, at, gives=False)
-            matrix = times * self.prices.between(
-                self.values[value], have, want, value in self.graph.needs_grad
+            matrix = self.prices.between(
+                self.values[value], have, want, value in self.graph.needs_grad, times
             )
             u = self.variable[source]
             if source[0] == "parameter" and (again := self.parameters[source[1]].again).any():
@@ -232,12 +232,10 @@ class Space:
         less some may, where two collectives run beside each other over different axes.
         """
         compute, hideable = (1.0, 1.0) if alpha is None else (alpha, 1.0 - alpha)
-        builder = Builder()
-        for parts in self.unary:
-            builder.add_variable(compute * parts[0] + parts[1] + hideable * (parts[2] + parts[3]))
-        for (u, v), matrix in self.pairs.items():
-            builder.add_pair(u, v, matrix if hideable == 1.0 else self._weighed((u, v), matrix, hideable))
-        return builder.problem()
+        unary = tuple(compute * p[0] + p[1] + hideable * (p[2] + p[3]) for p in self.unary)
+        if hideable == 1.0:
+            return Problem(unary, dict(self.pairs))
+        return Problem(unary, {k: self._weighed(k, matrix, hideable) for k, matrix in self.pairs.items()})
 
     def _weighed(self, key: tuple[int, int], matrix: np.ndarray, hideable: float) -> np.ndarray:
         """A pair's seconds where those that may hide count in part. What cannot be stays so."""

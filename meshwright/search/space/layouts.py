@@ -67,47 +67,66 @@ class Prices:
     _seen: dict[Value, list[Codes]] = field(default_factory=dict)
     _keys: dict[Value, np.ndarray] = field(default_factory=dict)
     _seconds: dict[Value, np.ndarray] = field(default_factory=dict)
-    _places: dict[tuple[Value, int, bool], tuple[Port, np.ndarray]] = field(default_factory=dict)
-    _between: dict[tuple[Value, int, int, bool], np.ndarray] = field(default_factory=dict)
+    _ports: dict[int, tuple[Port, Port]] = field(
+        default_factory=dict
+    )  # by identity, with the first one like it
+    _first: dict[tuple[tuple[int, ...], bytes, bytes], Port] = field(default_factory=dict)
+    _places: dict[tuple[Value, int, bool], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    _between: dict[tuple[Value, int, int, bool, float], np.ndarray] = field(default_factory=dict)
     _met: dict[tuple[Value, int, bool], Port] = field(default_factory=dict)
 
     def meet(self, value: Value, port: Port, needs_grad: bool) -> None:
         """Say that a value may have these layouts; before any price is asked."""
+        port = self._same(port)
         if (value, id(port), needs_grad) in self._met:
             return
-        self._met[value, id(port), needs_grad] = port  # kept, so that no other port gets its identity
+        self._met[value, id(port), needs_grad] = port
         rows = self._seen.setdefault(value, [])
         rows.append(port.forward)
         if needs_grad:
             rows.append(port.backward)
 
-    def between(self, value: Value, have: Port, want: Port, needs_grad: bool) -> np.ndarray:
-        """Forward and backward seconds of a reshard: float64[states of have, states of want]."""
-        key = (value, id(have), id(want), needs_grad)
+    def between(
+        self, value: Value, have: Port, want: Port, needs_grad: bool, times: float = 1.0
+    ) -> np.ndarray:
+        """Forward and backward seconds of so many reshards: float64[states of have, states of want]. Whoever asks for the
+        same is given one array, which nobody writes to."""
+        have, want = self._same(have), self._same(want)
+        key = (value, id(have), id(want), needs_grad, times)
         found = self._between.get(key)
         if found is None:
-            found = self._between[key] = self._between_ports(value, have, want, needs_grad)
+            found = self._between[key] = self._between_ports(value, have, want, needs_grad, times)
         return found
 
-    def _between_ports(self, value: Value, have: Port, want: Port, needs_grad: bool) -> np.ndarray:
-        seconds = self.forward(value, have, want)
-        return seconds + self.backward(value, have, want) if needs_grad else seconds
+    def _between_ports(
+        self, value: Value, have: Port, want: Port, needs_grad: bool, times: float
+    ) -> np.ndarray:
+        """Priced for the distinct layouts of the two, forward and backward together, and then spread over states."""
+        matrix = self._matrix(value) if times == 1 else times * self._matrix(value)
+        (rows, row), (columns, column) = (self._layouts(value, port, needs_grad) for port in (have, want))
+        seconds = matrix[rows[0][:, None], columns[0]]
+        if needs_grad:
+            seconds += matrix[columns[1][:, None], rows[1]].T
+        return seconds.take(row, axis=0).take(column, axis=1)
 
-    def forward(self, value: Value, have: Port, want: Port) -> np.ndarray:
-        """The first half of `between`."""
-        return self._matrix(value)[self._index(value, have, False)[:, None], self._index(value, want, False)]
-
-    def backward(self, value: Value, have: Port, want: Port) -> np.ndarray:
-        """The second half of `between`."""
-        return self._matrix(value)[self._index(value, want, True)[:, None], self._index(value, have, True)].T
-
-    def _index(self, value: Value, port: Port, backward: bool) -> np.ndarray:
-        """The numbers of a port's layouts. Ports are kept, so that none gets the identity of another."""
-        key = (value, id(port), backward)
+    def _layouts(self, value: Value, port: Port, needs_grad: bool) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers of a port's distinct layouts, forward and backward [2, layouts], and [states] which it is."""
+        key = (value, id(port), needs_grad)
         if key not in self._places:
-            codes = port.backward if backward else port.forward
-            self._places[key] = (port, np.searchsorted(self._keys[value], key_of(codes)))
-        return self._places[key][1]
+            keys = self._keys[value]
+            forward = np.searchsorted(keys, key_of(port.forward))
+            backward = np.searchsorted(keys, key_of(port.backward)) if needs_grad else forward
+            both, which = np.unique(forward * len(keys) + backward, return_inverse=True)
+            self._places[key] = (np.stack(np.divmod(both, len(keys))), which)
+        return self._places[key]
+
+    def _same(self, port: Port) -> Port:
+        """The first port met with these layouts. Ports are kept, so that none gets the identity of another."""
+        known = self._ports.get(id(port))
+        if known is None:
+            layouts = (port.forward.shape, port.forward.tobytes(), port.grad.tobytes())
+            known = self._ports[id(port)] = (port, self._first.setdefault(layouts, port))
+        return known[1]
 
     def _matrix(self, value: Value) -> np.ndarray:
         if value not in self._seconds:

@@ -117,8 +117,8 @@ class _Chain:
                 continue
             have, want = space.port(source, out, gives=True), space.port(target, at, gives=False)
             graded = value in space.graph.needs_grad
-            matrix = space.prices.between(space.values[value], have, want, graded)
-            self._add(space.variable[source], space.variable[target], times * matrix)
+            matrix = space.prices.between(space.values[value], have, want, graded, times)
+            self._add(space.variable[source], space.variable[target], matrix)
         if self.entry:
             self._enter()
 
