@@ -8,7 +8,7 @@ python -m bench joint [--markdown]    how long the search over stages, meshes an
 python -m bench techniques            what each technique costs and saves, and what was predicted
 python -m bench interleave            copies that take turns on a slow link; has options of its own: --help
 python -m bench recompute             layers computed again, against torch.utils.checkpoint
-python -m bench pipeline              two stages on two ranks, against torch.distributed.pipelining
+python -m bench pipeline              stages on two and four ranks, against torch.distributed.pipelining, and predicted
 python -m bench predict               predicted against measured steps; has options of its own: --help
 """
 

@@ -1,170 +1,155 @@
-"""A pipeline of ours against torch.distributed.pipelining: the same two stages, schedule, weights, batches and threads.
+"""Pipelines on real ranks: against torch.distributed.pipelining, schedules and splits of ours against one another, and
+predicted against measured steps.
 
-    python -m bench pipeline [--rounds N] [--schedules 1f1b gpipe] [--json FILE]
+    python -m bench pipeline [--group torch zero balanced] [--ranks 2 4] [--rounds N] [--cluster C2.YAML ...]
 
-A GPT of even layers on two gloo ranks. Theirs is the model cut by hand into two modules at the middle of its blocks,
-each in a `PipelineStage`; ours is the captured program cut at the same place (`stages=`). Both update with the same
-fused AdamW. Each round runs both, in alternating order, after a barrier; the slowest rank counts, and the ratio is
-taken within a round. Memory is the most live bytes in a step, of the first rank and of the last.
+A GPT of even layers. Theirs is the model cut by hand into modules, each in a `PipelineStage`; ours is the captured
+program cut at the same places (`stages=`), or where the planner likes (`balanced`). All update with the same fused
+AdamW. Each round runs both, in alternating order, after a barrier; the slowest rank counts, and the ratio is taken
+within a round. Memory is the most live bytes in a step, of the first rank and of the last. With files that `meshwright
+calibrate` has written, for as many ranks each, it is also said what was predicted of ours.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import dataclasses
 import json
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.nn import functional as F
 
 import meshwright as mw
 from bench.memory import peak_bytes
+from bench.pipeline_cases import Row, Way, rows, step_of
 from bench.ranks import on_ranks
-from bench.steps import WARM_UP, Case, Step, adamw, cycled, timed
+from bench.steps import WARM_UP, Case, timed
+from meshwright.pipeline.predicted import predict
 
-RANKS = 2
-SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-# (model, micro-batches): short ones, where what each message costs shows, and long ones.
-CASES = ((Case("GPT", 256, 4, 64, 8), 4), (Case("GPT", 256, 4, 64, 8), 8), (Case("GPT", 512, 4, 128, 8), 4))
+NAMES = ("one", "other")
 
 
-class Half(nn.Module):
-    """The blocks of a GPT that a rank has, with the embeddings before the first and the head after the last."""
-
-    def __init__(self, model: Any, rank: int) -> None:
-        super().__init__()
-        half = len(model.blocks) // RANKS
-        self.first, self.last = rank == 0, rank == RANKS - 1
-        self.blocks = model.blocks[rank * half : (rank + 1) * half]
-        if self.first:
-            self.tokens, self.positions = model.tokens, model.positions
-        if self.last:
-            self.norm, self.head = model.norm, model.head
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Token ids [batch, sequence] or activations [batch, sequence, width] → activations or logits."""
-        if self.first:
-            x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)) if self.last else x
+def _measure_all(plain: Sequence[dict[str, Any]], rounds: int, cluster: str) -> list[dict[str, Any]]:
+    return [_measure(_row(one), rounds, cluster) for one in plain]
 
 
-def ours(case: Case, count: int, schedule: str) -> Step:
-    """The step that Meshwright builds. The loss is on both ranks."""
-    model, batches, loss = case.build()
-    half = case.layers // RANKS
-    first = {"tokens": 0, "positions": 0, f"blocks.0-{half - 1}": 0}
-    stages = {**first, f"blocks.{half}-{case.layers - 1}": 1, "norm": 1, "head": 1}
-    how = {"mesh": RANKS, "pipeline": RANKS, "micro_batches": count, "schedule": schedule, "stages": stages}
-    return cycled(mw.train_step(model, adamw, batches[0], loss=loss, **how), batches)
+def _row(plain: dict[str, Any]) -> Row:
+    ways = {name: Way(**plain[name]) for name in NAMES}
+    return Row(**{**plain, **ways, "case": Case(**plain["case"])})
 
 
-def theirs(case: Case, count: int, schedule: str) -> Step:
-    """The same of torch. The loss is on the last rank; the first has none."""
-    model, batches, _ = case.build()
-    rank, device = dist.get_rank(), torch.device("cpu")
-    half = Half(model, rank)
-    del model
-    optimizer = adamw(half.parameters())
-    stage = PipelineStage(half, rank, RANKS, device)
-    order = SCHEDULES[schedule](stage, count, loss_fn=_loss)
-
-    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        optimizer.zero_grad()
-        losses: list[torch.Tensor] = []
-        if half.last:
-            order.step(target=batch["targets"], losses=losses, return_outputs=False)
-        else:
-            order.step(batch["ids"])
-        optimizer.step()
-        return torch.stack(losses).mean().detach() if losses else torch.tensor(0.0)
-
-    return cycled(step, batches)
-
-
-def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-# ---------------------------------------------------------------- measuring
-
-
-def _measure_all(schedules: Sequence[str], rounds: int) -> list[dict[str, Any]]:
-    return [_measure(case, count, name, rounds) for name in schedules for case, count in CASES]
-
-
-def _measure(case: Case, count: int, schedule: str, rounds: int) -> dict[str, Any]:
-    """Seconds of each round of both, and the peaks of both on both ranks."""
-    makers: dict[str, Callable[[], Step]] = {
-        "ours": functools.partial(ours, case, count, schedule),
-        "theirs": functools.partial(theirs, case, count, schedule),
-    }
-    pair = {name: make() for name, make in makers.items()}
+def _measure(row: Row, rounds: int, cluster: str) -> dict[str, Any]:
+    """Seconds of each round of both, what was predicted of those that are ours, and the peaks of both on all ranks."""
+    ways = {"one": row.one, "other": row.other}
+    built = {name: step_of(row.case, way) for name, way in ways.items()}
     for _ in range(WARM_UP):
-        a, b = pair["ours"](), pair["theirs"]()
-        dist.broadcast(b, RANKS - 1)
+        a, b = (_everywhere(built[name][0](), way) for name, way in ways.items())
         if abs(float(a - b)) > 1e-4 * abs(float(b)):
-            raise SystemExit(f"{case}, {schedule}: losses differ, ours {float(a):.6f}, theirs {float(b):.6f}")
-    seconds: dict[str, list[float]] = {name: [] for name in pair}
+            raise SystemExit(f"{row.case}, {row.about}: losses differ, {float(a):.6f} and {float(b):.6f}")
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
-        for name in pair if number % 2 == 0 else reversed(pair):
-            seconds[name].append(timed(pair[name]))
-    pair.clear()
-    peaks = {name: _of_all(peak_bytes(make)) for name, make in makers.items()}
-    return {
-        "case": str(case),
-        "micro_batches": count,
-        "schedule": schedule,
-        "seconds": seconds,
-        "peaks": peaks,
+        for name in ways if number % 2 == 0 else reversed(ways):
+            seconds[name].append(timed(built[name][0]))
+    predicted: dict[str, float] = {}
+    if cluster:
+        known = mw.Cluster.load(cluster)
+        predicted = {n: predict(s.parts, known).step_seconds for n, (_, s) in built.items() if s is not None}
+    built.clear()
+    peaks = {
+        name: _of_all(peak_bytes(lambda way=way: step_of(row.case, way)[0])) for name, way in ways.items()
     }
+    return {"row": dataclasses.asdict(row), "seconds": seconds, "predicted": predicted, "peaks": peaks}
+
+
+def _everywhere(loss: torch.Tensor, way: Way) -> torch.Tensor:
+    """Theirs is on the last rank alone."""
+    if way.torch:
+        dist.broadcast(loss, dist.get_world_size() - 1)
+    return loss
 
 
 def _of_all(size: int) -> list[int]:
-    found = [torch.zeros(1, dtype=torch.int64) for _ in range(RANKS)]
+    found = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(found, torch.tensor([size]))
     return [int(one) for one in found]
 
 
-def _row(one: dict[str, Any]) -> str:
-    mine, other = one["seconds"]["ours"], one["seconds"]["theirs"]
+# ---------------------------------------------------------------- printing
+
+
+def _line(one: dict[str, Any]) -> str:
+    row = _row(one["row"])
+    mine, other = (one["seconds"][name] for name in NAMES)
     low, middle, high = statistics.quantiles([a / b for a, b in zip(mine, other, strict=True)], n=4)
-    memory = (
+    memory = "  ".join(
         f"{a / 1e6:.1f} / {b / 1e6:.1f}"
-        for a, b in zip(*(one["peaks"][n] for n in ("ours", "theirs")), strict=True)
+        for a, b in list(zip(*(one["peaks"][name] for name in NAMES), strict=True))[:: row.ranks - 1]
     )
+    told = " ".join(_error(one, name) for name in one["predicted"])
     return (
-        f"{one['schedule']:6} {one['micro_batches']:3}  {one['case']:32}"
-        f"{1e3 * statistics.median(mine):8.1f}{1e3 * statistics.median(other):9.1f}{middle:7.2f}"
-        f"   {low:.2f} – {high:.2f}   {'   '.join(memory)}"
+        f"{row.group:9}{row.ranks:2}  {row.case!s:44}{row.about:44}"
+        f"{1e3 * statistics.median(mine):8.1f}{1e3 * statistics.median(other):8.1f}{middle:7.2f}"
+        f"   {low:.2f} – {high:.2f}   {memory:28} {told}"
     )
+
+
+def _error(one: dict[str, Any], name: str) -> str:
+    return f"{100 * (one['predicted'][name] / statistics.median(one['seconds'][name]) - 1):+.1f} %"
+
+
+def _errors(found: Sequence[dict[str, Any]]) -> list[str]:
+    """How far predictions are off, by number of ranks; a step that stands in several rows counts once."""
+    lines: list[str] = []
+    for ranks in sorted({one["row"]["ranks"] for one in found}):
+        errors: dict[str, float] = {}
+        for one in (one for one in found if one["row"]["ranks"] == ranks):
+            for name, seconds in one["predicted"].items():
+                way = json.dumps([one["row"]["case"], one["row"][name]])
+                errors.setdefault(way, abs(seconds / statistics.median(one["seconds"][name]) - 1))
+        if errors:
+            mean, most = statistics.fmean(errors.values()), max(errors.values())
+            lines.append(
+                f"predicted steps on {ranks} ranks: off by {100 * mean:.1f} % in the mean of {len(errors)}, "
+                f"{100 * most:.1f} % at most"
+            )
+    return lines
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """Print times and memory, ours over theirs."""
+    """Print times and memory, the first over the second."""
+    every = rows()
+    groups, counts = (tuple(dict.fromkeys(getattr(r, name) for r in every)) for name in ("group", "ranks"))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--group", nargs="*", choices=groups, default=list(groups))
+    parser.add_argument("--ranks", nargs="*", type=int, choices=counts, default=list(counts))
+    parser.add_argument("--schedules", nargs="*", help="of the first of a row")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1, help="per rank")
-    parser.add_argument("--schedules", nargs="*", choices=tuple(SCHEDULES), default=list(SCHEDULES))
+    parser.add_argument(
+        "--cluster", type=Path, nargs="*", default=[], help="calibrated, one for each --ranks"
+    )
     parser.add_argument("--json", type=Path, help="also write what was measured to this file")
     options = parser.parse_args(given)
-    busy = os.getloadavg()[0]
-    found = on_ranks(RANKS, options.threads, _measure_all, options.schedules, max(2, options.rounds))
-    print(
-        "order   m  model                             ours ms theirs ms  ratio  quartiles     MB of rank 0, rank 1"
-    )
-    print("\n".join(map(_row, found)))
+    clusters = {mw.Cluster.load(path).ranks: str(path.resolve()) for path in options.cluster}
+    busy, found = os.getloadavg()[0], list[dict[str, Any]]()
+    print(f"{'':67}{'':44}  one ms other ms  ratio  quartiles     MB of the first rank, the last   predicted")
+    for ranks in options.ranks:
+        wanted = [r for r in every if r.ranks == ranks and r.group in options.group]
+        wanted = [r for r in wanted if not options.schedules or r.one.schedule in options.schedules]
+        if wanted:
+            plain = [dataclasses.asdict(r) for r in wanted]
+            rounds, cluster = max(2, options.rounds), clusters.get(ranks, "")
+            here = on_ranks(ranks, options.threads, _measure_all, plain, rounds, cluster)
+            print("\n".join(map(_line, here)), flush=True)
+            found += here
+    print("\n".join(_errors(found)))
     if busy > 0.5:
         print(f"the machine was not quiet: load {busy:.1f} before this table")
     if options.json:

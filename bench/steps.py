@@ -47,13 +47,20 @@ class Case:
     layers: int
     sequence: int
     batch: int
+    vocabulary: int = 1024
 
     def __str__(self) -> str:
-        return f"{self.model} {self.width} × {self.layers}, batch {self.batch} × {self.sequence}"
+        head = f", {self.vocabulary:,} tokens" if self.vocabulary != 1024 else ""
+        return f"{self.model} {self.width} × {self.layers}, batch {self.batch} × {self.sequence}{head}"
 
     def build(self) -> tuple[torch.nn.Module, list[dict[str, torch.Tensor]], Any]:
         """The model, the same weights at each call, some batches, and the loss."""
-        sizes = {"vocabulary": 1024, "width": self.width, "layers": self.layers, "heads": self.width // 64}
+        sizes = {
+            "vocabulary": self.vocabulary,
+            "width": self.width,
+            "layers": self.layers,
+            "heads": self.width // 64,
+        }
         match self.model:
             case "GPT":
                 config: Any = gpt.GPTConfig(**sizes, sequence=self.sequence, tied=False)
@@ -65,7 +72,7 @@ class Case:
             case other:
                 raise ValueError(f"no model {other!r}")
         random = torch.Generator().manual_seed(1)
-        texts = torch.randint(0, 1024, (BATCHES, self.batch, self.sequence + 1), generator=random)
+        texts = torch.randint(0, self.vocabulary, (BATCHES, self.batch, self.sequence + 1), generator=random)
         return model, [{"ids": t[:, :-1].clone(), "targets": t[:, 1:].clone()} for t in texts], loss
 
 

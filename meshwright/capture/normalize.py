@@ -53,6 +53,10 @@ def _expand(b: Rewriter, n: Node) -> Values:
     return b.expand(n.args[0], n.outputs[0].shape)
 
 
+def _broadcast(b: Rewriter, n: Node) -> Values:
+    return tuple(b.expand(x, out.shape) for x, out in zip(n.args[0], n.outputs, strict=True))
+
+
 def _cast(b: Rewriter, n: Node) -> Values:
     return b.cast(n.args[0], n.outputs[0].dtype)
 
@@ -389,6 +393,7 @@ TABLE: dict[str, Rule] = {
     **_named("permute.default", _permute),
     **_named("transpose.int t.default numpy_T.default", _transpose),
     **_named("expand.default expand_as.default broadcast_to.default", _expand),
+    **_named("broadcast_tensors.default", _broadcast),
     **_named("clone.default contiguous.default alias.default lift_fresh_copy.default lift.default "
              "lift_fresh.default", _first),
     **_named("_to_copy.default to.dtype to.dtype_layout to.device type_as.default", _cast),

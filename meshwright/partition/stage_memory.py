@@ -61,10 +61,11 @@ def stage_memory(
         walk.stashes.settle()
         middle = len(heap.timeline)
         kept = heap.total - base
+        for _, value in stage.outputs:  # what others read is theirs by now
+            heap.drop(walk.values[value])
+            walk.notes.dropped(walk.values[value])
         walk.backward(halves)
         walk.gradients.drop(borders)
-        for _, value in stage.outputs:
-            heap.drop(walk.values[value])
         forward = max((size for _, size in heap.timeline[begin:middle]), default=base) - base
         between = len(heap.timeline)
         later = _left(walk)

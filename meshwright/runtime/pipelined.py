@@ -42,6 +42,22 @@ class _Pass:
     queue: list[Any] = field(default_factory=list)  # what the weights still need
 
 
+class _Seed(torch.autograd.Function):
+    """Gives the roots of a backward pass their gradients, and holds them no longer: what `torch.autograd.backward` is
+    given lives until it returns."""
+
+    @staticmethod
+    def forward(ctx, gradients: list[torch.Tensor], *roots: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        found = (None, *ctx.gradients)
+        ctx.gradients.clear()
+        return found
+
+
 class Pipelined:
     """Runs action lists over the stages of one rank.
 
@@ -222,6 +238,27 @@ class Pipelined:
     def _backward_input(self, action: Action) -> None:
         self._input_half(action)
 
+    def _seeded(self, stage: Stage, one: _Pass, m: int) -> torch.Tensor | None:
+        """A scalar whose backward is that of a stage, from the gradients of what it made; None if there are none."""
+        readers: dict[str, list[int]] = {}
+        for value, reader in self._graded(stage):
+            readers.setdefault(value, []).append(reader)
+        roots, gradients = [], []
+        for value, result in one.results.items():
+            total = torch.full_like(result, self.scale) if value == self.loss else None
+            for reader in readers.get(value, ()):
+                found = self._back.pop((value, reader, m))
+                term = found if found is None or isinstance(found, torch.Tensor) else found.wait()
+                total = term if total is None else total if term is None else total + term
+            if total is not None:
+                roots.append(result)
+                gradients.append(total)
+        for value, reader in self._graded(stage):  # of what turned out to need none
+            found = self._back.pop((value, reader, m), None)
+            if found is not None and not isinstance(found, torch.Tensor):
+                found.wait()
+        return _Seed.apply(gradients, *roots) if roots else None
+
     def _backward_weight(self, action: Action) -> None:
         with self._reducing(action.segment):
             self._weight_half(action)
@@ -245,29 +282,13 @@ class Pipelined:
         stage, one = self.pipe.cut[s], self._passes[s, m]
         self._enter(m)
         self._count("input", s)
-        readers: dict[str, list[int]] = {}
-        for value, reader in self._graded(stage):
-            readers.setdefault(value, []).append(reader)
-        roots, gradients = [], []
-        for value, result in one.results.items():
-            total = torch.full_like(result, self.scale) if value == self.loss else None
-            for reader in readers.get(value, ()):
-                found = self._back.pop((value, reader, m))
-                term = found if found is None or isinstance(found, torch.Tensor) else found.wait()
-                total = term if total is None else total if term is None else total + term
-            if total is not None:
-                roots.append(result)
-                gradients.append(total)
-        for value, reader in self._graded(stage):  # of what turned out to need none
-            found = self._back.pop((value, reader, m), None)
-            if found is not None and not isinstance(found, torch.Tensor):
-                found.wait()
+        end = self._seeded(stage, one, m)
         self._let_go(action)
         one.results = {}
-        if roots:
+        if end is not None:
             with nullcontext() if self.queue is None else self.queue.into(one.queue):
-                torch.autograd.backward(roots, gradients)
-        del roots, gradients
+                end.backward()
+        del end
         for value, maker in stage.takes.items():
             if value not in stage.segment.graph.needs_grad:
                 continue

@@ -42,6 +42,12 @@ def lowered(options: dict[str, Any], mesh: Any) -> Any:
     ],
 )
 def test_the_peak_of_each_rank_is_the_allocators(options: dict[str, Any], mesh: Any, place: int) -> None:
+    expected, measured = peaks(options, mesh, place)
+    assert expected == pytest.approx(measured, rel=0.02)
+
+
+def peaks(options: dict[str, Any], mesh: Any, place: int) -> tuple[int, int]:
+    """The most bytes on a rank at a place of the pipeline: predicted, and by the allocator."""
     parts = lowered(options, mesh)[2]
     world = parts.asked.ranks
     expected = predict(parts, Cluster.local(world.size)).peaks[place]
@@ -58,7 +64,7 @@ def test_the_peak_of_each_rank_is_the_allocators(options: dict[str, Any], mesh: 
         gc.collect()
         return lambda: step(batch)
 
-    assert expected == pytest.approx(peak_bytes(make, warm_up=2, steps=2), rel=0.05)
+    return expected, peak_bytes(make, warm_up=2, steps=2)
 
 
 def test_who_looks_at_one_rank_alone_is_refused() -> None:

@@ -24,6 +24,7 @@ PARTS = {"optimizer_parallel": 3, "gradient_accumulation_shard": True, "threshol
     ids=lambda options: "-".join(map(str, options)),
 )
 def test_the_peak_beside_techniques_is_the_allocators(options: dict[str, Any], place: int) -> None:
-    test_predicted.test_the_peak_of_each_rank_is_the_allocators(
+    expected, measured = test_predicted.peaks(
         {"pipeline": 2, "micro_batches": 4, **options}, {"dp": 2}, place
     )
+    assert expected == pytest.approx(measured, rel=0.03)

@@ -129,6 +129,21 @@ def test_a_traced_step_is_a_step_and_says_what_each_rank_did(tmp_path: Path) -> 
     assert "predicted: " in said and "waits" in said, said
 
 
+@pytest.mark.slow
+def test_the_example_of_everything_at_once_learns_what_one_device_learns(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples" / "hybrid.py"
+    result = launch(
+        tmp_path, 8, f"import runpy, sys\nsys.argv += ['--steps', '12', '--hidden', '256', '--trace', 'trace.json']\n"
+        f"runpy.run_path({str(script)!r}, run_name='__main__')\n",
+    )  # fmt: skip
+    said = result.stdout
+    assert result.returncode == 0, said + result.stderr
+    for what in ("computed again in backward", "optimizer parallel", "on 8 simulated ranks", "the slowest"):
+        assert what in said, said
+    assert "stage 1 on rank 1 of the pipeline" in said and "updated weights over" in said, said
+    assert (tmp_path / "trace.json").stat().st_size > 1000
+
+
 def test_a_rank_that_fails_in_the_middle_is_named_and_no_process_stays(tmp_path: Path) -> None:
     begin = time.monotonic()
     result = launch(tmp_path, 3, DIES)

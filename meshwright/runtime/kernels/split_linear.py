@@ -99,7 +99,8 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
         x, weight = ctx.saved_tensors
-        ctx.queue.put(*ctx.edges, gradient, x, ctx.transposed)
+        # Detached: with its history what waits would hold all that came into the stage, and its gradient.
+        ctx.queue.put(*ctx.edges, gradient, x.detach(), ctx.transposed)
         dx = gradient @ (weight.t() if ctx.transposed else weight)
         return dx, None, None, None, None, None
 
