@@ -25,6 +25,7 @@ import torch
 from bench.memory import peak_bytes
 from bench.predict_cases import captured, model
 from bench.ranks import on_ranks
+from meshwright.agreed import axis_sets
 from meshwright.calibrate.bench import Bench
 from meshwright.calibrate.quiet import unrest
 from meshwright.capture import Captured
@@ -37,7 +38,6 @@ from meshwright.runtime.communicator import Communicator, ProcessGroups, Work
 from meshwright.runtime.connect import Meeting
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
-from meshwright.train import axis_sets
 
 WARM_UP = 2
 PAUSE_SECONDS = 0.02

@@ -31,6 +31,7 @@ DTYPES: dict[str, int] = {  # our short name → bytes of one element
     "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "b8": 1, "c64": 8, "c128": 16,
 }  # fmt: skip
 ROLES = ("parameter", "buffer", "constant", "batch")
+LOSS = "loss"  # the label of a training step's first output
 PIN = "meshwright.pin.default"  # the mark an annotation leaves: an identity
 RESHARD = "meshwright.reshard"  # a change of layout: an identity in global shapes
 START = "meshwright.start"  # one or several reshards under way, in a rank's program; its result is a token

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
-import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Unpack
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from meshwright.agreed import (
+    axis_sets,
+    device_of,
+    over_gloo,
+    own_device,
+    pack,
+    same_model,
+    source_of,
+    unpack,
+)
 from meshwright.capture import Captured
 from meshwright.capture.batch import leaves, map_leaves
 from meshwright.capture.fold import fold
@@ -35,13 +41,12 @@ from meshwright.compile import (
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.timeline import Timeline
 from meshwright.errors import PlanError, RunError
-from meshwright.graph import Graph, parse
+from meshwright.forward import ForwardStep, Outputs, default_outputs, shared_forward
+from meshwright.graph import Graph
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
-from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.tasks import simulate
-from meshwright.partition.updates import updates
 from meshwright.pipeline.check import Played
 from meshwright.pipeline.claimed import claimed
 from meshwright.pipeline.measured import Measured, from_text, to_text
@@ -54,7 +59,7 @@ from meshwright.report.program import ProgramText
 from meshwright.report.step_trace import StepTrace
 from meshwright.runtime.batches import Given, LocalBatch, taker
 from meshwright.runtime.communicator import ProcessGroups, leave
-from meshwright.runtime.connect import Meeting, check_world, launched_world
+from meshwright.runtime.connect import Meeting, check_world
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.elementwise import check_optimizer
 from meshwright.runtime.optimizers import OptimizerFactory
@@ -155,6 +160,23 @@ class TrainStep:
         count = plan.ranks.size
         places = [meshes_of(plan).place(rank) for rank in range(count)] if plan.stages else [0] * count
         return StepTrace(loss, Measured.of(every, places), played, prologue, timeline)
+
+    def forward_step(
+        self, model: torch.nn.Module, batch: Any, outputs: Outputs = default_outputs
+    ) -> ForwardStep:
+        """What gives ``outputs(model, batch)`` without gradients, on the very parameters and buffers that this step
+        trains: no second copy of them. Collective, once: call what it returns as often as needed.
+
+        `model` is the one that the step was built from, in the mode it shall run in (``model.eval()``); of it only the
+        code is looked at, so it may have been moved to the meta device. `batch` is an example of shapes, of another
+        size than the training batch if need be. Operators are cut as the step's plan cuts them. Raises CaptureError,
+        and PlanError for a model with other parameters.
+        """
+        local = self.local
+        tag = 0 if local.pipe is None else local.last_tag + 2
+        return shared_forward(self.plan, local.world, local.rank, local.leaves, local.parked, tag)(
+            model, batch, outputs
+        )
 
     def full_state(self) -> dict[str, torch.Tensor]:
         """Every parameter and buffer, whole, under its name in the model. Collective: all ranks call it."""
@@ -296,9 +318,9 @@ def train_step(
             hint="mw.manual_step(model, optimizer, loss=…, mesh=…), with collectives from mw.world(mesh)",
         )
     request = request_for(cluster, memory)
-    source = _source(broadcast)
+    source = source_of(broadcast)
     check_init(model, init, source is not None)
-    place = _device(model) if init is None else _own_device(torch.device(device or "cpu"))
+    place = device_of(model) if init is None else own_device(torch.device(device or "cpu"))
     if device is not None and init is None:
         raise RunError(
             f"device={str(device)!r} without init=",
@@ -313,33 +335,23 @@ def train_step(
         captured = captured_of(model, example, loss, cache)
         chosen = plan if plan is not None else plan_captured(captured, mesh, mode, pins, request, asked)
         check_world(chosen.ranks)
-        return _pack(captured, chosen.check(captured.graph), model, state)
+        return pack(captured, chosen.check(captured.graph), model, state)
 
-    graph, constants, chosen, signature, state = _unpack(meeting.agree(compute))
-    differs = signature != _signature(model)
-    meeting.confirm(
-        f"rank {meeting.rank} has another model than rank 0: names, shapes or dtypes of parameters differ"
-        if differs
-        else "",
-        hint="build the model in the same way on every rank",
-    )
+    agreed = unpack(meeting.agree(compute))
+    graph, chosen = agreed.graph, agreed.plan
+    same_model(meeting, agreed, model)
     initial = None
     if init is not None:
-        initial = Initial(init, graph.inputs, state)
+        initial = Initial(init, graph.inputs, agreed.state)
         meeting.confirm(
             initial.problem(model), hint="init is what built the model, with the same configuration"
         )
-    captured = Captured(graph, constants, fold(graph), ())
+    captured = Captured(graph, agreed.constants, fold(graph), ())
     chosen = with_origin(
         chosen.check(graph), captured
     )  # as it came it may say many equal layers by two of them
     check_optimizer(optimizer, _cut_parameter(graph, chosen))
-    meeting.confirm(
-        f"pipeline={chosen.techniques.pipeline} on {place.type}: messages between stages go over gloo alone yet"
-        if chosen.stages and place.type != "cpu"
-        else "",
-        hint="leave out pipeline=, or train on the CPU",
-    )
+    over_gloo(meeting, chosen, place)
     comm = meeting.connect(chosen.ranks, place, host=bool(chosen.hosts))
     parts = lower(captured, chosen)
     rank = Rank(comm, place, seed=seed, exact=exact_random)
@@ -389,100 +401,6 @@ def _cut_parameter(graph: Graph, plan: Plan) -> str:
         if entry.needs_grad and plan.states.get(entry.name, plan.inputs[entry.name]).split_axes:
             return entry.target
     return ""
-
-
-def _source(broadcast: bool | int) -> int | None:
-    """The rank whose values all take, if any. Raises RunError for a rank that was not launched."""
-    world = launched_world()
-    if isinstance(broadcast, bool):
-        return 0 if broadcast else None
-    if not isinstance(broadcast, int) or not 0 <= broadcast < world:
-        raise RunError(
-            f"broadcast={broadcast!r} is no rank",
-            why=f"{world} {'was' if world == 1 else 'were'} launched, numbered from 0",
-            hint="broadcast=True takes the values of rank 0",
-        )
-    return broadcast
-
-
-def axis_sets(parts: Partition, local: Graph) -> list[frozenset[str]]:
-    """The sets of axes over which a program, its kernels, its reductions and its checkpoints may communicate."""
-    mesh = parts.plan.mesh
-    found: set[frozenset[str]] = set()
-    for pair in parts.resharded.pairs.values():
-        found |= {frozenset(s.axes) for s in (*pair.forward, *pair.backward)}
-    for update in updates(parts).values():
-        found |= {frozenset(step.axes) for step in (update.scatter, update.gather) if step is not None}
-    for gradient in pending_gradients(parts):
-        found |= {frozenset(gradient.cut), frozenset(a for a in gradient.axes if a not in gradient.cut)}
-    for layout in (*parts.resharded.layouts.values(), *parts.plan.states.values()):
-        found |= {frozenset(layout.split_axes), frozenset(layout.pending), frozenset(layout.grad)}
-        whole = TensorLayout.whole(layout.shape)
-        found |= (
-            {frozenset(s.axes) for s in redistribute(layout.forward, whole, mesh, 4)}
-            if layout.split_axes
-            else set()
-        )
-    for node in local.nodes:
-        # Kernels name their axes as the literals "axes" joined by dots.
-        found |= {frozenset(axes.split(".")) for axes in _axis_literals(node.args, mesh)}
-        found |= {
-            frozenset(axes.split(".")) for axes in _axis_literals(tuple(v for _, v in node.kwargs), mesh)
-        }
-    found = {s.difference(mesh.time) for s in found}
-    return [s for s in found if s and mesh.count(s) > 1]
-
-
-def _axis_literals(value: Any, mesh: Mesh) -> list[str]:
-    if isinstance(value, tuple):
-        if value and all(isinstance(v, str) and v in mesh.sizes for v in value):
-            return [".".join(value)]
-        return [a for v in value for a in _axis_literals(v, mesh)]
-    if isinstance(value, str) and value and all(part in mesh.sizes for part in value.split(".")):
-        return [value]
-    return []
-
-
-def _device(model: torch.nn.Module) -> torch.device:
-    found = [p.device for p in model.parameters()]
-    # A table may have been made in the host's memory: what is not there says where the model lives.
-    device = next((d for d in found if d.type != "cpu"), found[0] if found else torch.device("cpu"))
-    return _own_device(device)
-
-
-def _own_device(device: torch.device) -> torch.device:
-    """A device of this rank: the GPU of its own where none is named."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return device
-
-
-def _signature(model: torch.nn.Module) -> str:
-    text = "\n".join(f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in model.named_parameters())
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _pack(captured: Captured, plan: Plan, model: torch.nn.Module, state: torch.Tensor) -> bytes:
-    """Graph, plan, constants and the state of the random generator as bytes, without pickle: a JSON head, then
-    safetensors."""
-    rng = state.numpy().tobytes().hex()
-    head = json.dumps(
-        {"rng": rng, "graph": str(captured.graph), "plan": plan.to_json(), "model": _signature(model)}
-    ).encode()
-    body = safetensors.torch.save({k: v.contiguous().cpu() for k, v in captured.constants.items()})
-    return len(head).to_bytes(8, "little") + head + body
-
-
-def _unpack(data: bytes) -> tuple[Graph, dict[str, torch.Tensor], Plan, str, torch.Tensor]:
-    end = 8 + int.from_bytes(data[:8], "little")
-    head = json.loads(data[8:end])
-    return (
-        parse(head["graph"]),
-        safetensors.torch.load(data[end:]),
-        Plan.from_json(head["plan"]),
-        head["model"],
-        torch.frombuffer(bytearray.fromhex(head["rng"]), dtype=torch.uint8),
-    )
 
 
 def shutdown() -> None:

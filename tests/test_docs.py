@@ -35,6 +35,7 @@ CHECKED = (
     "docs/techniques.md",
     "docs/pipeline.md",
     "docs/data.md",
+    "docs/inference.md",
 )
 PROSE = tuple(
     str(p.relative_to(ROOT)) for p in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")))
@@ -170,9 +171,10 @@ def test_every_block_prints_what_the_page_says(name: str, tmp_path: Path) -> Non
 
 
 def launched() -> list[tuple[Block, Block]]:
-    """Each file of the README and the console block that starts it."""
-    found = blocks((ROOT / "README.md").read_text("utf-8"))
-    return [(block, after) for block, after in itertools.pairwise(found) if block.file]
+    """Each file of these pages and the console block that starts it."""
+    found = [blocks((ROOT / page).read_text("utf-8")) for page in ("README.md", "docs/inference.md")]
+    pairs = itertools.chain(*map(itertools.pairwise, found))
+    return [(block, after) for block, after in pairs if block.file]
 
 
 @pytest.mark.procs

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from meshwright.agreed import axis_sets
 from meshwright.calibrate.bench import Bench
 from meshwright.calibrate.models import MODELS, Built
 from meshwright.calibrate.plan import LEVEL, Pace, Point
@@ -27,7 +28,6 @@ from meshwright.plan import Plan
 from meshwright.runtime.communicator import ProcessGroups
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
-from meshwright.train import axis_sets
 
 DATA_PARALLEL, CUT, STORED = "data parallel", "cut", "stored in parts"
 

@@ -72,7 +72,7 @@ def convert(traced: Trace, model: torch.nn.Module) -> tuple[Graph, dict[str, tor
             )
         nodes.append(_node(fx, refs, traced))
         refs[fx.name] = Ref(fx.name)
-    outputs, mutations = _results(program, refs)
+    outputs, mutations = _results(program, refs, traced.labels)
     name = type(model).__name__
     return Graph(name, tuple(inputs), tuple(nodes), outputs, mutations), constants
 
@@ -185,14 +185,15 @@ def _ties(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _results(
-    program: torch.export.ExportedProgram, refs: dict[str, Ref]
+    program: torch.export.ExportedProgram, refs: dict[str, Ref], labels: Iterable[str]
 ) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
     kinds = torch.export.graph_signature.OutputKind
     outputs: list[tuple[str, str]] = []
     mutations: list[tuple[str, str]] = []
+    label = iter(labels)
     for spec in program.graph_signature.output_specs:
         if spec.kind == kinds.USER_OUTPUT:
-            outputs.append(("loss", refs[spec.arg.name].name))
+            outputs.append((next(label), refs[spec.arg.name].name))
         elif spec.kind == kinds.BUFFER_MUTATION:
             mutations.append(((spec.target or "").removeprefix(PREFIX), refs[spec.arg.name].name))
         else:

@@ -25,6 +25,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from meshwright.capture.batch import leaves, rebuild, without_aliases
 from meshwright.errors import CaptureError, MeshwrightError
+from meshwright.graph import LOSS
 
 TORCH_ROOT = str(Path(torch.__file__).parent)
 HERE = str(Path(__file__).parent)
@@ -42,7 +43,8 @@ class Trace:
     """What the export saw.
 
     `paths` are the batch's tensors in placeholder order, `origins` the places of nodes inside blocks, by name;
-    `loss_line` is where the loss is defined: torch remembers lines of `forward` methods only.
+    `loss_line` is where the loss is defined: torch remembers lines of `forward` methods only. `labels`: what the
+    results are called.
     """
 
     program: torch.export.ExportedProgram
@@ -50,9 +52,10 @@ class Trace:
     origins: dict[str, dict[str, Any]]
     notes: tuple[str, ...]
     loss_line: str = ""
+    labels: tuple[str, ...] = (LOSS,)
 
 
-class _Loss(torch.nn.Module):
+class Loss(torch.nn.Module):
     """`loss(model, batch)` as a module over the batch's tensors."""
 
     def __init__(self, model: torch.nn.Module, batch: Any, loss: Callable[..., torch.Tensor]) -> None:
@@ -61,17 +64,27 @@ class _Loss(torch.nn.Module):
         self.train(model.training)
         self.batch, self.loss, self.watch, self.autocast = batch, loss, _Watch(), _ambient_autocast()
 
-    def train(self, mode: bool = True) -> _Loss:
+    def train(self, mode: bool = True) -> Loss:
         """Leave the model's own training flags alone: a user may freeze some of its modules in eval mode."""
         self.training = mode
         return self
 
-    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What the results are called, when it has run."""
+        return (LOSS,)
+
+    def value(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """What the user's function gives for the batch's tensors."""
         with contextlib.ExitStack() as stack:
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype))
             stack.enter_context(self.watch)
-            value = self.loss(self.model, rebuild(self.batch, tensors))
+            return self.loss(self.model, rebuild(self.batch, tensors))
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        """The loss. Raises CaptureError for what is none."""
+        value = self.value(tensors)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             shown = (
                 f"a tensor of shape {list(value.shape)}"
@@ -160,11 +173,11 @@ def _ambient_autocast() -> tuple[tuple[str, torch.dtype], ...]:
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
 
 
-def trace(model: torch.nn.Module, batch: Any, loss: Callable[..., torch.Tensor]) -> Trace:
-    """Export `loss(model, batch)` and make it functional. Raises CaptureError."""
+def trace(model: torch.nn.Module, batch: Any, loss: Callable[..., Any], wrap: type[Loss] = Loss) -> Trace:
+    """Export `loss(model, batch)` and make it functional. `wrap` says what it gives. Raises CaptureError."""
     found = list(leaves(batch))
     paths, tensors = tuple(p for p, _ in found), without_aliases(t for _, t in found)
-    wrapper = _Loss(model, batch, loss)
+    wrapper = wrap(model, batch, loss)
     with warnings.catch_warnings(), torch.enable_grad(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
         for device, _ in wrapper.autocast:  # it is applied again inside the traced function
@@ -178,9 +191,8 @@ def trace(model: torch.nn.Module, batch: Any, loss: Callable[..., torch.Tensor])
         except Exception as error:
             nested = _own_error_in(error)
             raise nested or _explain(error) from error
-    return Trace(
-        program, paths, origins, tuple(NO_CHECKPOINT.format(line) for line in wrapper.watch.checkpoints)
-    )
+    notes = tuple(NO_CHECKPOINT.format(line) for line in wrapper.watch.checkpoints)
+    return Trace(program, paths, origins, notes, labels=wrapper.labels)
 
 
 def _origins(module: torch.nn.Module) -> dict[str, dict[str, Any]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from meshwright.graph import DTYPES, PIN, RESHARD, TO_DEVICE, TO_HOST, Graph, Node, Ref, TensorType
+from meshwright.graph import DTYPES, LOSS, PIN, RESHARD, TO_DEVICE, TO_HOST, Graph, Node, Ref, TensorType
 from meshwright.layout import TensorLayout, normalize, parse_layout
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors
@@ -56,7 +56,10 @@ def insert_reshards(
         there = node.name in plan.hosts if node.op != PIN else node.uses[0] in work.hosted
         names = [work.bring(value, want, there) for value, want in zip(node.uses, wants, strict=True)]
         nodes += [*work.fresh_nodes(), node.with_uses(names)]
-    outputs = tuple((label, work.final(v, TensorLayout(factors.dims[v]))) for label, v in graph.outputs)
+    outputs = tuple(
+        (label, work.final(v, TensorLayout(factors.dims[v]) if label == LOSS else work.summed(v)))
+        for label, v in graph.outputs
+    )
     by_target = {i.target: i.name for i in graph.inputs}
     mutations = tuple(
         (target, work.final(v, plan.inputs[by_target[target]], by_target[target] in work.hosted))
@@ -137,6 +140,10 @@ class _Insertion:
         have = self.plan.hubs.get(value, self.have[value])
         late = not set(self.plan.mesh.time).isdisjoint(have.pending)
         return self.bring(value, have if late else want, host)
+
+    def summed(self, value: str) -> TensorLayout:
+        """A value as it is cut, with no sums pending: what a program gives that is no loss stays split."""
+        return TensorLayout(self.plan.hubs.get(value, self.have[value]).dims)
 
     def fresh_nodes(self) -> list[Node]:
         """The reshards made since the last call, in order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.errors import PlanError, did_you_mean
-from meshwright.pipeline.actions import MESSAGES, Schedule
+from meshwright.pipeline.actions import FORWARD, MESSAGES, Schedule
 from meshwright.pipeline.check import play
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.parse import parse
@@ -14,6 +14,13 @@ from meshwright.plan import Plan
 from meshwright.techniques import Techniques
 
 TRAINING = tuple(name for name in SCHEDULES if name != "forward")
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The same without backward, for inference: each rank goes forward in the same order. It ends like the whole, since
+    what a forward waits for are forwards."""
+    lists = tuple(tuple(a for a in actions if a.kind == FORWARD) for actions in schedule.actions)
+    return replace(schedule, actions=lists)
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -63,4 +70,4 @@ def schedule_for(techniques: Techniques, places: int) -> Schedule:
     return replace(found, actions=plain)
 
 
-__all__ = ["schedule_for", "schedule_of"]
+__all__ = ["forward_only", "schedule_for", "schedule_of"]

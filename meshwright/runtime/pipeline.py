@@ -13,7 +13,7 @@ from meshwright.partition.stages import Stage
 from meshwright.pipeline.held import holders
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.messages import Messages
-from meshwright.pipeline.order import schedule_of
+from meshwright.pipeline.order import forward_only, schedule_of
 from meshwright.runtime.communicator import Communicator, InStage
 from meshwright.runtime.executor import Action
 
@@ -22,10 +22,12 @@ class Pipeline:
     """One rank's view of a plan with stages. `mine`: the numbers of its stages. `cut`: the stages of the program of its
     first micro-batch, all of them: what crosses is the same in each."""
 
-    def __init__(self, parts: Partition, comm: Communicator) -> None:
+    def __init__(self, parts: Partition, comm: Communicator, *, training: bool = True) -> None:
+        """Without `training` the schedule goes forward alone."""
         self.parts, self.meshes = parts, meshes_of(parts.asked)
         self.comm = InStage(comm, self.meshes)
-        self.schedule = schedule_of(parts.asked)
+        whole = schedule_of(parts.asked)
+        self.schedule = whole if training else forward_only(whole)
         self.mine = self.schedule.held_by(self.comm.place)
         self.cut: tuple[Stage, ...] = ()
         self.messages = Messages((), self.schedule)
@@ -83,7 +85,9 @@ class Pipeline:
             found += [Action("terms", number, m) for m in range(self.parts.micro_batches)]
             found.append(Action("sums", number))
         found += [Action(a.kind, a.stage, a.micro_batch) for a in self.messages.listed(self.comm.place)]
-        return (*found, *(Action(kind) for kind in ("late", "share", "reduce_wait", "update", "end")))
+        ends = ("late", "share", "reduce_wait", "update", "end")
+        ends = ends if self.schedule.has_backward else ("late", "end")
+        return (*found, *(Action(kind) for kind in ends))
 
     def shared(self, names: Iterable[str]) -> Mapping[str, tuple[int, ...]]:
         """Those of some inputs that several places hold."""

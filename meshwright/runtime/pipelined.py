@@ -79,14 +79,17 @@ class Pipelined:
         saving: Callable[[], AbstractContextManager[Any]] = nullcontext,
         scale: float = 1.0,
         stores: Mapping[int, Store] = NO_STORES,
+        first_tag: int = 0,
     ) -> None:
         """`programs`: stage → its segment and module in each micro-batch. `enter` puts the rank into a micro-batch.
         `sums`: stage → where gradients of its weights are added up before they are sent. `queue`: where linears leave
-        what their weights need. `stores`: what some stages keep elsewhere."""
+        what their weights need. `stores`: what some stages keep elsewhere. `first_tag`:
+        messages have tags from here on."""
         self.pipe, self.comm, self.programs = pipe, pipe.comm, programs
         self.leaves, self.buckets, self.update, self.enter = leaves, buckets, update, enter
         self.sums, self.loss, self.device, self.queue = sums, loss, device, queue
-        self.saving, self.scale, self.stores = saving, scale, stores
+        self.saving, self.scale, self.stores, self.first_tag = saving, scale, stores, first_tag
+        self.pieces: dict[tuple[str, int], torch.Tensor] | None = None  # results by micro-batch, if wanted
         self.values: dict[str, torch.Tensor] = {}
         self.time: InTime | None = None  # what runs before and after the micro-batches
         self.count = pipe.schedule.micro_batches
@@ -138,7 +141,7 @@ class Pipelined:
     def _tag(self, message: Message) -> int:
         edge = message.value, message.maker, message.reader
         number = 2 * self.pipe.messages.number[edge] + message.back
-        return (number * self.count + message.micro_batch) * PARITY + self._step % PARITY
+        return self.first_tag + (number * self.count + message.micro_batch) * PARITY + self._step % PARITY
 
     def _empty(self, kind: TensorType) -> torch.Tensor:
         return torch.empty(kind.shape, dtype=TORCH_DTYPES[kind.dtype], device=self.device)
@@ -224,6 +227,8 @@ class Pipelined:
             if value in stage.ends:
                 time.shared[name] = results[value].detach()
         self.values |= {value: results[value].detach() for value in stage.ends}
+        if self.pieces is not None:
+            self.pieces |= {(value, m): results[value].detach() for value in stage.ends}
 
     # ------------------------------------------------------------ backward
 
@@ -328,7 +333,7 @@ class Pipelined:
     @property
     def first_free_tag(self) -> int:
         """Tags from here on are of nothing that a stage reads; the loss takes two of them."""
-        return 2 * len(self.pipe.messages.number) * self.count * PARITY
+        return self.first_tag + 2 * len(self.pipe.messages.number) * self.count * PARITY
 
     def _end(self, action: Action) -> None:
         if self._shared is not None:

@@ -43,8 +43,11 @@ class Programs:
         parked: Parked,
         pipe: Pipeline | None,
         cuts: Sequence[int] = (),
+        *,
+        training: bool = True,
     ) -> None:
-        """`cuts`: nodes before which a plain program is cut into segments."""
+        """`cuts`: nodes before which a plain program is cut into segments. Without `training` no result may end
+        late."""
         self.parts, self.rank, self.handle, self.parked, self.pipe = parts, rank, handle, parked, pipe
         cut = parts.micro_batches > 1 or pipe is not None
         in_time = micro_batches_of(parts, rank.comm.rank) if cut else None
@@ -54,7 +57,8 @@ class Programs:
         self.graph: Graph = parts.local(rank.comm.rank) if in_time is None else in_time.programs[0]
         self.copy_of = {} if in_time is None else in_time.copy_of
         late = late_values(self.graph if in_time is None else in_time.late)
-        self._late = frozenset[str]() if pipe is not None else late  # a pipeline's loss is sent on at once
+        # A pipeline's loss is sent on at once.
+        self._late = late if pipe is None and training else frozenset[str]()
         keeps = keeps_of(self.graph, in_copies(parts.resharded.keeps, parts.copies))
         asked = keeps or parts.stashes or any(n.kwarg("again") for n in self.graph.nodes)
         self.again, self._keeps = Again() if asked else None, keeps

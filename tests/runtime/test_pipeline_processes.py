@@ -100,6 +100,26 @@ step(batch)
 """
 
 
+KILLED = """
+import os, signal, torch
+import meshwright as mw
+from meshwright.examples import mlp
+
+model, batch, loss = mlp.build()
+step = mw.train_step(model, lambda p: torch.optim.SGD(p, lr=0.1), batch, loss=loss, mesh=4, pipeline=2, micro_batches=3)
+step(batch)
+if step.rank == RANK:
+    kinds, forward, seen = step.local.executor.kinds, step.local.executor.kinds["forward"], []
+    def die(action):
+        seen.append(action)
+        if len(seen) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        forward(action)
+    kinds["forward"] = die
+step(batch)
+"""
+
+
 def launch(folder: Path, ranks: int, body: str) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(textwrap.dedent(body))
     command = [sys.executable, "-m", "meshwright.cli", "run", "--nproc", str(ranks), "script.py"]
@@ -153,6 +173,17 @@ def test_a_rank_that_fails_in_the_middle_is_named_and_no_process_stays(tmp_path:
     assert time.monotonic() - begin < 200  # not the half hour for which a lost peer is waited
     alive = [p for p in Path("/proc").glob("[0-9]*") if _marked(p, str(tmp_path))]
     assert not alive
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_that_is_killed_in_the_middle_is_named_within_seconds(tmp_path: Path, rank: int) -> None:
+    begin = time.monotonic()
+    result = launch(tmp_path, 4, KILLED.replace("RANK", str(rank)))
+    assert result.returncode != 0
+    said = result.stdout + result.stderr
+    assert f"rank {rank}" in said and "SIGKILL" in said, said
+    assert time.monotonic() - begin < 120  # the starts of four processes, and seconds
+    assert not [p for p in Path("/proc").glob("[0-9]*") if _marked(p, str(tmp_path))]
 
 
 def _marked(process: Path, mark: str) -> bool:

@@ -37,7 +37,7 @@ PINS: dict[str, dict[str, dict[str, str]]] = {
     "recommender": {"deep_tables.*": {"v": "tp"}, "layers.0": {"n": "tp"}},
     "bert": {"*.query": {"n": "tp"}, "*.intermediate.dense": {"n": "tp"}},
     "gpt2": {"*.c_attn": {"n": "tp"}, "*.c_fc": {"n": "tp"}},
-    "vit": {"*.query": {"n": "tp"}, "*.intermediate.dense": {"n": "tp"}},
+    "vit": {"*.q_proj": {"n": "tp"}, "*.fc1": {"n": "tp"}},
     "t5": {"*.wi": {"n": "tp"}},
     "resnet": {"*.layer.0.convolution": {"o": "tp"}},
 }

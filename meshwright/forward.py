@@ -1,0 +1,240 @@
+"""`forward_step`: what a model gives, without gradients, under any plan: for inference, and for evaluation on the
+weights that a training step holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+
+from meshwright.agreed import Agreed, axis_sets, device_of, over_gloo, pack, same_model, source_of, unpack
+from meshwright.capture import Captured
+from meshwright.capture.batch import leaves
+from meshwright.capture.fold import fold
+from meshwright.capture.forward import Forward, capture_forward, filled
+from meshwright.compile import MeshLike, Pins, lower, mesh_from, plan_captured, values_of, with_origin
+from meshwright.errors import PlanError, RunError
+from meshwright.layout import TensorLayout
+from meshwright.partition import Partition
+from meshwright.pipeline.meshes import meshes, meshes_of
+from meshwright.plan import Plan
+from meshwright.report.program import ProgramText
+from meshwright.runtime.batches import LocalBatch
+from meshwright.runtime.communicator import Communicator, ProcessGroups
+from meshwright.runtime.connect import Meeting, check_world
+from meshwright.runtime.fetches import Parked
+from meshwright.runtime.forward import LocalForward, leaves_of
+from meshwright.runtime.rank import Rank
+from meshwright.search.carried import carried
+from meshwright.techniques import Options, Techniques, asked_beside
+
+Outputs = Callable[[Any, Any], Any]
+
+
+def default_outputs(model: Any, batch: Any) -> Any:
+    """``model(**batch)`` for a mapping (as Hugging Face models are called), else ``model(batch)``."""
+    return model(**batch) if isinstance(batch, Mapping) else model(batch)
+
+
+class ForwardStep:
+    """What `mw.forward_step` returns. Call it with a batch; it returns what the model gives.
+
+    `plan`, `program` (print it) and `layouts` (for each tensor of the results, in their order, how ranks hold it) are
+    there to look at.
+    """
+
+    def __init__(self, local: LocalForward, parts: Partition, shape: Any) -> None:
+        self.local, self.parts, self.plan = local, parts, parts.asked
+        self._shape = shape
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self.local.world.rank
+
+    @property
+    def layouts(self) -> tuple[TensorLayout, ...]:
+        """How the ranks hold each tensor of the results; axes in time count micro-batches."""
+        return tuple(self.local.layouts.values())
+
+    @property
+    def program(self) -> ProgramText:
+        """What this rank runs, with every collective, its axis and its bytes."""
+        local = self.local
+        stages = {} if local.pipe is None else {s: local.pipe.cut[s] for s in local.pipe.mine}
+        return ProgramText(local.made.graph, self.parts, [], [], local.rank.comm.rank, stages)
+
+    def __call__(self, batch: Any, *, gather: bool = True, share: bool = True) -> Any:
+        """The results for a batch that every rank gives whole, or as `mw.shard_loader` reads it: the tensors of
+        ``outputs(model, batch)`` in a nest of dicts, lists and tuples.
+
+        With `gather` every rank has them whole, else as it holds them: its part of each (`layouts`), with those of
+        several micro-batches one after the other. In a pipeline `share` sends whole results to the ranks of all
+        stages; without it, or without `gather`, ranks that did not make a result have None in its place. Collective:
+        all ranks call it alike. Raises BatchError.
+        """
+        given = batch if isinstance(batch, LocalBatch) else dict(leaves(batch))
+        found = self.local(given, gather=gather, share=share)
+        return filled(self._shape, found.values())
+
+
+def forward_step(
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    outputs: Outputs = default_outputs,
+    plan: Plan | str | Path | None = None,
+    mesh: MeshLike = None,
+    mode: str | None = None,
+    pins: Pins | None = None,
+    seed: int = 0,
+    exact_random: bool = False,
+    broadcast: bool | int = False,
+    **techniques: Unpack[Options],
+) -> ForwardStep:
+    """Build what gives ``outputs(model, batch)`` on the launched ranks, without gradients. Collective, once.
+
+    `outputs` returns a tensor, or a nest of dicts, lists, tuples and dataclasses of them; by default what the model
+    does. `model` runs in the mode it is in: call ``model.eval()`` before. `batch` is an example of shapes.
+
+    `plan`: one of this program, or that of a training step of the model (or the path of its file), whose cuts, stages
+    and storage hold here too. Without it one is made with `mesh`, `mode`, `pins` and `techniques` as `mw.plan` does,
+    where those that are about gradients have no meaning and are refused. `broadcast` as in `mw.train_step`.
+
+    Parameters that the plan keeps whole stay the model's own tensors; of those it cuts, the step keeps this rank's
+    part. Raises a subclass of MeshwrightError before a process group is made.
+    """
+    asked = asked_beside(plan, techniques)
+    plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
+    _check_forward(asked, mode)
+    if plan is not None:
+        check_world(plan.ranks)
+    elif mesh is not None:
+        given = mesh_from(mesh)
+        check_world(given if asked.pipeline == 1 else meshes(given, asked, total=isinstance(mesh, int)).world)
+    source, place, meeting = source_of(broadcast), device_of(model), Meeting()
+    if place.type == "meta":
+        raise RunError(
+            "the model is on the meta device",
+            why="its parameters have no values",
+            hint="load it on the CPU, or take the weights of a training step: step.forward_step(model, batch)",
+        )
+
+    def chosen(found: Forward) -> Plan:
+        captured = found.captured
+        if plan is None:
+            made = plan_captured(captured, mesh, mode, pins, techniques=asked)
+        elif plan.fingerprint == captured.graph.fingerprint:
+            made = plan.check(captured.graph)
+        else:
+            made = carried(plan, captured.graph, captured.folding)
+        check_world(made.ranks)
+        return made
+
+    agreed = _agree(meeting, model, batch, outputs, chosen)
+    captured, parts = _lowered(agreed)
+    over_gloo(meeting, parts.asked, place)
+    comm = meeting.connect(parts.asked.ranks, place, host=bool(parts.asked.hosts))
+    _prepare(comm, parts)
+    values = values_of(model, captured, place)
+    if source is not None:
+        for entry in captured.graph.inputs:
+            if entry.role in ("parameter", "buffer"):
+                comm.broadcast(values[entry.name].detach(), source)
+    rank = Rank(comm, place, seed=seed, exact=exact_random)
+    mine = leaves_of(parts, comm, place, values)
+    return ForwardStep(LocalForward(parts, rank, mine), parts, agreed.more)
+
+
+def forward(model: torch.nn.Module, batch: Any, **how: Any) -> Any:
+    """``outputs(model, batch)`` once, without gradients, under any plan: ``mw.forward(model, batch, plan=plan)``.
+
+    `gather` and `share` are those of `ForwardStep`, all else is as in `forward_step`. To run more batches of one shape
+    keep what that returns.
+    """
+    asked = {name: how.pop(name) for name in ("gather", "share") if name in how}
+    return forward_step(model, batch, **how)(batch, **asked)
+
+
+def shared_forward(
+    plan: Plan,
+    comm: Communicator,
+    rank: Rank,
+    leaves: Mapping[str, torch.Tensor],
+    parked: Parked,
+    first_tag: int,
+) -> Callable[[torch.nn.Module, Any, Outputs], ForwardStep]:
+    """`forward_step` on what the step of a plan holds on a rank: its communicator, and its tensors by the names of the
+    program's inputs. Messages between stages have tags from `first_tag` on."""
+
+    def build(model: torch.nn.Module, batch: Any, outputs: Outputs) -> ForwardStep:
+        meeting = Meeting()
+
+        def chosen(found: Forward) -> Plan:
+            return carried(plan, found.captured.graph, found.captured.folding)
+
+        agreed = _agree(meeting, model, batch, outputs, chosen)
+        captured, parts = _lowered(agreed)
+        _prepare(comm, parts)
+        own = {
+            i.name: agreed.constants[i.target].to(rank.device) for i in captured.graph.input_of("constant")
+        }
+        twin = Rank(comm, rank.device, rank.seed, rank.exact)
+        local = LocalForward(parts, twin, {**leaves, **own}, parked, first_tag)
+        return ForwardStep(local, parts, agreed.more)
+
+    return build
+
+
+# ---------------------------------------------------------------- steps
+
+
+def _check_forward(asked: Techniques, mode: str | None) -> None:
+    """Raise PlanError for what has no meaning without a backward pass."""
+    left = {"pipeline", "schedule", "stages", "micro_batches", "threshold_kb", "fusion", "offload"}
+    given = sorted(set(asked.asked()) - left)
+    given += [f"offload={word!r}" for word in asked.offload if word != "parameters"]
+    given += ["micro_batches without pipeline="] if asked.micro_batches > 1 and asked.pipeline == 1 else []
+    if given:
+        raise PlanError(
+            f"{given[0]} for a forward pass",
+            why="it is about gradients, updates, or what is kept for them"
+            if "micro" not in given[0]
+            else "nothing is kept from one to the next: each may as well be a batch of its own",
+            hint="leave it out",
+        )
+    if mode == "manual":
+        raise PlanError('mode="manual" has no plan', hint="call the model itself, under torch.no_grad()")
+
+
+def _agree(
+    meeting: Meeting,
+    model: torch.nn.Module,
+    batch: Any,
+    outputs: Outputs,
+    chosen: Callable[[Forward], Plan],
+) -> Agreed:
+    def compute() -> bytes:
+        found = capture_forward(model, batch, outputs)
+        plan = chosen(found)
+        return pack(found.captured, plan, model, torch.get_rng_state(), found.shape)
+
+    agreed = unpack(meeting.agree(compute))
+    same_model(meeting, agreed, model)
+    return agreed
+
+
+def _lowered(agreed: Agreed) -> tuple[Captured, Partition]:
+    captured = Captured(agreed.graph, agreed.constants, fold(agreed.graph), ())
+    return captured, lower(captured, with_origin(agreed.plan.check(agreed.graph), captured))
+
+
+def _prepare(comm: Communicator, parts: Partition) -> None:
+    """Make the process groups that the program and the gathering of its results need."""
+    if isinstance(comm, ProcessGroups):
+        comm.prepare(axis_sets(parts, parts.local(meshes_of(parts.asked).within(comm.rank))))
+
+
+__all__ = ["ForwardStep", "Outputs", "default_outputs", "forward", "forward_step", "shared_forward"]

@@ -1,0 +1,207 @@
+"""What a rank runs without gradients: one program, or the stages of a pipeline forward alone, on weights it has."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+
+from meshwright.graph import LOSS
+from meshwright.layout import Dim, TensorLayout, dim_axes, without_axes
+from meshwright.mesh import Mesh
+from meshwright.partition import Partition
+from meshwright.redistribute import redistribute
+from meshwright.redistribute.positions import exchange
+from meshwright.redistribute.steps import Step
+from meshwright.runtime.batches import BatchParts, Given, taker
+from meshwright.runtime.buckets import GradientBuckets
+from meshwright.runtime.collectives import Handle
+from meshwright.runtime.communicator import Communicator
+from meshwright.runtime.dtypes import TORCH_DTYPES
+from meshwright.runtime.fetches import Parked
+from meshwright.runtime.micro_batches import InTime
+from meshwright.runtime.pipeline import Pipeline
+from meshwright.runtime.pipelined import Pipelined
+from meshwright.runtime.program import HOST
+from meshwright.runtime.programs import Programs
+from meshwright.runtime.rank import Rank
+from meshwright.runtime.reshard import Mover
+
+
+class LocalForward:
+    """A forward pass of one rank. `__call__` takes a batch as a training step does, and gives the results of the
+    program by label.
+
+    `leaves` are the program's parameters, buffers and constants as this rank has them: those of a training step, or its
+    own. `layouts`: label → how the ranks hold a result; its axes in time are micro-batches.
+    """
+
+    def __init__(
+        self,
+        parts: Partition,
+        rank: Rank,
+        leaves: Mapping[str, torch.Tensor],
+        parked: Parked | None = None,
+        first_tag: int = 0,
+    ) -> None:
+        """`parked`: those of the leaves that live on the host between their uses, if somebody has parked them already.
+        `first_tag`: messages between stages have tags from here on."""
+        self.parts, self.rank, self.world, self.leaves = parts, rank, rank.comm, leaves
+        self.pipe = Pipeline(parts, rank.comm, training=False) if parts.plan.stages else None
+        if self.pipe is not None:
+            rank.comm = self.pipe.comm
+        rank.runs_on(parts.plan.mesh)
+        self.handle = Handle(rank.comm)
+        found = parts.resharded
+        here = {n: leaves[n] for n in found.parked if n in leaves}
+        self.parked = Parked(here, rank.device) if parked is None else parked
+        self.batches = BatchParts(parts, rank.comm.rank, self.world.rank, self._place)
+        self.made = Programs(parts, rank, self.handle, self.parked, self.pipe, training=False)
+        self.layouts = {label: found.layouts[value] for label, value in found.graph.outputs}
+        self._values = dict(found.graph.outputs)
+        self.in_time: InTime | None = None
+        self.executor: Pipelined | None = None
+        if self.pipe is not None and self.made.in_time is not None:
+            self.batches.only(self.made.reads)
+            self.executor = Pipelined(
+                self.pipe,
+                self.made.stages,
+                leaves,
+                GradientBuckets(rank.comm, []),
+                lambda: None,
+                self.made.enter,
+                self.made.sums,
+                LOSS,
+                rank.device,
+                first_tag=first_tag,
+            )
+            takers = [functools.partial(self.batches.taken, number) for number in range(parts.micro_batches)]
+            self.in_time = InTime(self.made.in_time, self.executor, self.made.enter, self.made.build, takers)
+            self.executor.time = self.in_time
+            self.actions = self.pipe.actions(len(self.made.in_time.rounds))
+
+    def _place(self, name: str) -> torch.device:
+        """Where the program reads an input."""
+        found = self.parts.resharded
+        return HOST if name in found.hosted or name in found.parked else self.rank.device
+
+    def __call__(
+        self, batch: Given, *, gather: bool = True, share: bool = True
+    ) -> dict[str, torch.Tensor | None]:
+        """Results by label. With `gather` whole, else as this rank holds them: its part, those of micro-batches one
+        after the other. In a pipeline results come to all ranks with `share`; without it (and without `gather`) ranks
+        whose stages make none have None. Raises BatchError."""
+        self.batches.check(batch)
+        with torch.no_grad(), self.parked.away():
+            self.made.begin()
+            pieces = self._run(batch)
+            return {label: self._result(label, pieces[label], gather, share) for label in self.layouts}
+
+    def _run(self, batch: Given) -> dict[str, list[torch.Tensor]]:
+        """Label → this rank's part of the result in each micro-batch; none where its stages do not make it."""
+        if self.executor is None or self.in_time is None:
+            given = {**self.leaves, **self.batches.taken(0, batch)}
+            ((segments, (module,)),) = self.made.found
+            made = module(*(given[entry.name] for entry in segments[0].graph.inputs))
+            results = dict(zip(segments[0].results, made, strict=True))
+            return {label: [results[value]] for label, value in self._values.items()}
+        self.in_time.begin(batch)
+        self.executor.pieces = {}
+        try:
+            sums = self.executor.run(self.actions, {}, [v for v in self._values.values() if self._summed(v)])
+            pieces = self.executor.pieces
+        finally:
+            self.in_time.end()
+            self.executor.pieces = None
+        count, found = self.executor.count, dict[str, list[torch.Tensor]]()
+        for label, value in self._values.items():
+            mine = [pieces[value, m] for m in range(count) if (value, m) in pieces]
+            found[label] = [sums[value]] if value in sums else mine
+        return found
+
+    def _summed(self, value: str) -> bool:
+        """Whether a result is a sum over micro-batches."""
+        mesh = self.parts.plan.mesh
+        return not set(mesh.time).isdisjoint(self.parts.resharded.layouts[value].pending)
+
+    # ------------------------------------------------------------ results
+
+    def _result(
+        self, label: str, pieces: list[torch.Tensor], gather: bool, share: bool
+    ) -> torch.Tensor | None:
+        layout, mesh = self.layouts[label], self.parts.plan.mesh
+        whole = self._summed(self._values[label])  # what was added up is whole on all that made it
+        found: torch.Tensor | None = None
+        if pieces and whole:
+            found = pieces[-1]
+        elif pieces and gather:
+            found = self._joined([self._gathered(x, layout, m) for m, x in enumerate(pieces)], layout)
+        elif pieces:
+            found = _after(pieces, layout, mesh)
+        if self.pipe is None or not share or not (gather or whole):
+            return found
+        kind = self.parts.resharded.graph.types[self._values[label]]
+        empty = functools.partial(
+            torch.empty, kind.shape, dtype=TORCH_DTYPES[kind.dtype], device=self.rank.device
+        )
+        maker = self.pipe.maker(self._values[label])
+        assert self.executor is not None
+        found = found if found is None else found.contiguous()
+        return self.pipe.comm.from_first(found, empty, (maker,), self.executor.first_free_tag)
+
+    def _gathered(self, x: torch.Tensor, layout: TensorLayout, micro_batch: int) -> torch.Tensor:
+        """A result of one micro-batch, put together over the ranks."""
+        mesh, whole = self.parts.plan.mesh, _in_time(layout, self.parts.plan.mesh)
+        number = self.parts.of_rank(self.rank.comm.rank)[micro_batch]
+        for step in redistribute(layout.forward, whole, mesh, x.element_size()):
+            x = Mover(exchange(step, mesh, number))(x, self.handle)
+        return x
+
+    def _joined(self, pieces: list[torch.Tensor], layout: TensorLayout) -> torch.Tensor:
+        """The results of all micro-batches in their places."""
+        mesh, parts = self.parts.plan.mesh, _in_time(layout, self.parts.plan.mesh)
+        if len(pieces) == 1 or not parts.split_axes:
+            return pieces[-1]
+        step = Step("all_gather", mesh.sort(parts.split_axes), parts, TensorLayout.whole(layout.shape))
+        mover = Mover(exchange(step, mesh, self.parts.of_rank(self.rank.comm.rank)[0]))
+        found = pieces[0].new_empty(layout.shape)
+        for place, piece in zip(mover.place, pieces, strict=True):
+            place.put(found, piece)
+        return found
+
+
+def leaves_of(
+    parts: Partition, comm: Communicator, device: torch.device, values: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What a rank holds of whole parameters, buffers and constants, by input: what is whole is the tensor itself, what
+    is cut lies in memory of its own."""
+    pipe = Pipeline(parts, comm, training=False) if parts.asked.stages else None
+    inside = Rank(comm if pipe is None else pipe.comm, device)
+    found: dict[str, torch.Tensor] = {}
+    for name, whole in values.items():
+        if pipe is None or pipe.holds(name):
+            part = taker(name, parts, inside)(whole.detach())
+            found[name] = (
+                part if part.shape == whole.shape else part.clone(memory_format=torch.contiguous_format)
+            )
+    return found
+
+
+def _in_time(layout: TensorLayout, mesh: Mesh) -> TensorLayout:
+    """A layout whose dims are cut into micro-batches alone."""
+    ranks = {a for a in layout.split_axes if a not in mesh.time}
+    return TensorLayout(tuple(without_axes(d, ranks) for d in layout.dims))
+
+
+def _after(pieces: list[torch.Tensor], layout: TensorLayout, mesh: Mesh) -> torch.Tensor:
+    """A rank's parts of all micro-batches, one after the other in the dim that they cut."""
+
+    def cut(dim: Dim) -> bool:
+        return not set(mesh.time).isdisjoint(dim_axes(dim))
+
+    dims = [number for number, dim in enumerate(layout.dims) if cut(dim)]
+    return torch.cat(pieces, dims[0]) if len(pieces) > 1 and dims else pieces[-1]
+
+
+__all__ = ["LocalForward", "leaves_of"]
