@@ -25,6 +25,13 @@ TABLE_BYTES = 400e6
 MODEST_WORK = 3e7  # about 0.05 s: not worth trying a part of it first
 BISECTIONS = 8
 CALLS = 1e5  # sums that take as long as the calls for one variable in a round
+FEW = (
+    64,
+    32,
+    16,
+    8,
+)  # states of a variable among which a first good choice is looked for, as the work allows
+FEW_AFTER = (1, 3)  # rounds after which it is
 SELDOM = 3  # rounds from one try of a part to the next
 SLOW = 0.05  # a round that closes less of the gap than this is the last
 NOT_ALLOWED = 1e30
@@ -153,6 +160,8 @@ class _Search:
             before = self.bound
             self._round(sweeps)
             self._offer(self.kept, settle(sweeps.problem, sweeps.decode()))
+            if done in FEW_AFTER:
+                self._of_few(sweeps)
             if whole:
                 self.messages = sweeps.messages()
             self._tell("bound", done + 1, MOST_ROUNDS)
@@ -206,6 +215,22 @@ class _Search:
             beyond = (least[least > few.level].min(initial=math.inf) for least in sweeps.least)
             self.bound = max(self.bound, min(self.price, *map(float, beyond)))
         return self._pruned(sweeps)
+
+    def _of_few(self, sweeps: Sweeps) -> None:
+        """The best choice among the states of each variable that look best: what it costs says what to leave out."""
+        whole, sizes = estimate(sweeps.problem), sweeps.problem.sizes
+        for few in FEW:
+            plan = whole.resized([min(few, size) for size in sizes])
+            if plan.work <= max(sweeps.cost, self._easy(sweeps.problem, 0)):
+                break
+        else:
+            return
+        places = [np.sort(least.argsort(kind="stable")[:few]) for least in sweeps.least]
+        try:
+            kept = [k[p] for k, p in zip(self.kept, places, strict=True)]
+            self._finish(sweeps.problem.only(places), plan, kept)
+        except NoStates:
+            pass
 
     def _affordable(self, sweeps: Sweeps, whole: Estimate, budget: float) -> _Few:
         """The states below a level between bound and price, which a bisection pushes up as far as `budget` allows."""

@@ -89,8 +89,8 @@ class Prices:
     def between(
         self, value: Value, have: Port, want: Port, needs_grad: bool, times: float = 1.0
     ) -> np.ndarray:
-        """Forward and backward seconds of so many reshards: float64[states of have, states of want]. Whoever asks for the
-        same is given one array, which nobody writes to."""
+        """Forward and backward seconds of so many reshards: float64[states of have, states of want]. Whoever asks for
+        the same is given one array, which nobody writes to."""
         have, want = self._same(have), self._same(want)
         key = (value, id(have), id(want), needs_grad, times)
         found = self._between.get(key)
