@@ -25,6 +25,7 @@ _PUBLIC = {
     "TrainStep": "meshwright.train",
     "forward": "meshwright.forward",
     "forward_step": "meshwright.forward",
+    "manual_split": "meshwright.annotate",
     "on_host": "meshwright.annotate",
     "plan": "meshwright.compile",
     "recompute": "meshwright.annotate",

@@ -1,5 +1,5 @@
 """Annotations in a model's own code: `mw.shard`, `mw.reshard`, `mw.on_host`, `mw.recompute`, `mw.stage`,
-`mw.Layout`. On one device they do nothing.
+`mw.manual_split`, `mw.Layout`. On one device they do nothing.
 
 While the model is captured they leave marks at their inputs and outputs; the planner turns the marks into cuts.
 """
@@ -18,7 +18,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from meshwright.errors import PlanError, StrategyError, did_you_mean
-from meshwright.graph import AGAIN_MARK, STAGE_MARK
+from meshwright.graph import AGAIN_MARK, ROWS_MARK, STAGE_MARK
 from meshwright.techniques import RECOMPUTE
 
 Blocks = tuple[int, ...]
@@ -200,6 +200,34 @@ def on_host(target: F) -> F:
     """
     name = f"mw.on_host of {getattr(target, '__name__', type(target).__name__)}"
     return _marked(target, name, mark="host")
+
+
+def manual_split(target: F, rows: Sequence[int]) -> F:
+    """Cut a table where the columns of its indices want it: ``mw.manual_split(nn.Embedding(64, 16), (10, 20, 30, 4))``.
+
+    `rows` has, for each column (the last dim) of the indices, how many rows of the table belong to it, one after the
+    other: column 1 holds indices from 10 to 29. So columns and their rows may be cut alike, into blocks as uneven as
+    they are, and nothing is sent: pin the columns, ``{"table": {"c": "tp"}}``. A module is returned itself, with its
+    hooks; a function as a wrapper. On one device it does nothing. Raises StrategyError for what are no numbers of
+    rows.
+    """
+    name = f"mw.manual_split of {getattr(target, '__name__', type(target).__name__)}"
+    given = tuple(rows) if isinstance(rows, Sequence) and not isinstance(rows, str) else ()
+    if not given or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in given):
+        raise StrategyError(
+            f"{name} is given {rows!r}",
+            why="it is the number of rows of each column of the indices",
+            where=_caller(),
+            hint="mw.manual_split(table, (10, 20, 30, 4))",
+        )
+    table = getattr(target, "num_embeddings", None)
+    if table is not None and table != sum(given):
+        raise StrategyError(
+            f"{name} is given {' + '.join(map(str, given))} = {sum(given)} rows",
+            why=f"the table has {table}",
+            where=_caller(),
+        )
+    return _marked(target, name, mark=f"{ROWS_MARK}{','.join(map(str, given))}")
 
 
 def recompute(target: F, enabled: bool = True, *, policy: str = "full") -> F:

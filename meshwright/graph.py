@@ -43,6 +43,7 @@ AGAIN_MARK = (
     "recompute:"  # a word for operators in a call of `mw.recompute`; a policy follows, or "end" for results
 )
 
+ROWS_MARK = "rows:"  # a word for lookups in a call of `mw.manual_split`; the rows of each column follow
 STAGE_MARK = "stage:"  # a word for operators in a call of `mw.stage`; the number of the stage follows
 
 

@@ -26,13 +26,32 @@ Coordinate = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class SubDim:
-    """`size` elements, split over `axes` (major first); whole when there are none."""
+    """`size` elements, split over `axes` (major first); whole when there are none. `groups`: the elements go in groups
+    of these sizes, and are only cut between them; so blocks may be as uneven as they are."""
 
     size: int
     axes: tuple[str, ...] = ()
+    groups: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.size}/{'.'.join(self.axes)}" if self.axes else str(self.size)
+        groups = f":{'+'.join(map(str, self.groups))}" if self.groups else ""
+        return f"{self.size}{groups}/{'.'.join(self.axes)}" if self.axes else f"{self.size}{groups}"
+
+    @property
+    def pieces(self) -> int:
+        """How many blocks there may be at most."""
+        return len(self.groups) or self.size
+
+    def on(self, axes: Iterable[str]) -> SubDim:
+        """The same elements over other axes."""
+        return SubDim(self.size, tuple(axes), self.groups)
+
+    def block(self, mesh: Mesh, at: Coordinate) -> tuple[int, int]:
+        """Start and length of what the rank at a coordinate holds."""
+        start, length = block(self.pieces, self.axes, mesh, at)
+        if not self.groups:
+            return start, length
+        return sum(self.groups[:start]), sum(self.groups[start : start + length])
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +164,13 @@ def map_leaves(dim: Dim, change: Callable[[SubDim], SubDim]) -> Dim:
 def without_axes(dim: Dim, axes: Iterable[str]) -> Dim:
     """A dim whole on the given axes."""
     gone = set(axes)
-    return map_leaves(dim, lambda s: SubDim(s.size, tuple(a for a in s.axes if a not in gone)))
+    return map_leaves(dim, lambda s: s.on(a for a in s.axes if a not in gone))
 
 
 def only_axes(layout: TensorLayout, axes: Iterable[str]) -> TensorLayout:
     """The layout seen on some axes alone, whole on the others."""
     kept = set(axes)
-    dims = tuple(
-        map_leaves(d, lambda s: SubDim(s.size, tuple(a for a in s.axes if a in kept))) for d in layout.dims
-    )
+    dims = tuple(map_leaves(d, lambda s: s.on(a for a in s.axes if a in kept)) for d in layout.dims)
     return TensorLayout(
         dims, tuple(a for a in layout.pending if a in kept), tuple(a for a in layout.grad if a in kept)
     )
@@ -172,9 +189,7 @@ def block(size: int, axes: Iterable[str], mesh: Mesh, at: Coordinate) -> tuple[i
 def local_size(dim: Dim, mesh: Mesh, at: Coordinate) -> int:
     """The number of elements along a dim that the rank at a coordinate holds."""
     return math.prod(
-        block(i.size, i.axes, mesh, at)[1]
-        if isinstance(i, SubDim)
-        else sum(local_size(p, mesh, at) for p in i.parts)
+        i.block(mesh, at)[1] if isinstance(i, SubDim) else sum(local_size(p, mesh, at) for p in i.parts)
         for i in dim
     )
 
@@ -184,7 +199,7 @@ def local_indices(dim: Dim, mesh: Mesh, at: Coordinate) -> np.ndarray:
     result = np.zeros(1, dtype=np.int64)
     for item in dim:
         if isinstance(item, SubDim):
-            start, length = block(item.size, item.axes, mesh, at)
+            start, length = item.block(mesh, at)
             inner, size = np.arange(start, start + length), item.size
         else:
             starts = np.cumsum([0] + [dim_size(p) for p in item.parts])
@@ -218,6 +233,8 @@ def normalize_dim(dim: Dim, mesh: Mesh) -> Dim:
 def _joins(major: SubDim, minor: SubDim, mesh: Mesh) -> bool:
     """The two are one sub-dim: evenly cut and then whole, or cut to single elements and then cut further."""
     blocks = mesh.count(major.axes)
+    if major.groups or minor.groups:
+        return False
     return major.size == blocks or (not minor.axes and major.size % blocks == 0)
 
 
@@ -270,11 +287,17 @@ def verify(layout: TensorLayout, mesh: Mesh, what: str = "the layout") -> Tensor
                 )
             seen[axis] = number
         for sub in leaves(dim):
-            if sub.axes and sub.size < mesh.count(sub.axes):
+            if sub.groups and (sum(sub.groups) != sub.size or min(sub.groups) < 0):
                 raise LayoutError(
-                    f"{what} cuts {sub.size} elements of dim {number} into {mesh.count(sub.axes)} blocks",
+                    f"{what} groups {sub.size} elements of dim {number} wrongly",
+                    why=f"{' + '.join(map(str, sub.groups))} is {sum(sub.groups)}",
+                )
+            kind = "groups" if sub.groups else "elements"
+            if sub.axes and sub.pieces < mesh.count(sub.axes):
+                raise LayoutError(
+                    f"{what} cuts {sub.pieces} {kind} of dim {number} into {mesh.count(sub.axes)} blocks",
                     why=f"{show_dim(dim)} over {mesh.show(sub.axes)}",
-                    hint=f"at most {sub.size} blocks, or keep it whole",
+                    hint=f"at most {sub.pieces} blocks, or keep it whole",
                 )
     for axis in (*layout.pending, *layout.grad):
         if axis not in mesh.sizes:
@@ -305,7 +328,7 @@ def _paths(dim: Dim) -> Iterator[tuple[SubDim, ...]]:
 
 # ---------------------------------------------------------------- parse
 
-_TOKEN = re.compile(r"\s*(?:(\d+(?:/[\w.]+)?)|([\[\](){}|,])|(pending|grad)\s+([\w.]+))")
+_TOKEN = re.compile(r"\s*(?:(\d+(?::[\d+]+)?(?:/[\w.]+)?)|([\[\](){}|,])|(pending|grad)\s+([\w.]+))")
 
 
 def parse_layout(text: str) -> TensorLayout:
@@ -371,5 +394,7 @@ def _parse_item(tokens: list[str]) -> tuple[Item, list[str]]:
             head, tokens = tokens[0], tokens[1:]
             if head == "}":
                 return Cat(tuple(parts)), tokens
-    size, _, axes = head.partition("/")
-    return SubDim(int(size), tuple(axes.split(".")) if axes else ()), tokens
+    count, _, axes = head.partition("/")
+    size, _, groups = count.partition(":")
+    split = tuple(axes.split(".")) if axes else ()
+    return SubDim(int(size), split, tuple(map(int, groups.split("+"))) if groups else ()), tokens

@@ -82,7 +82,7 @@ def shard_loader(
 
     Collective: all ranks call it, with equal arguments. Raises BatchError and RunError, on all ranks where they differ.
     """
-    local = step.local if isinstance(step, TrainStep) else step
+    local: LocalStep = getattr(step, "local", step)  # a step, or one of simulated ranks as it is
     if last not in (None, *LAST):
         raise BatchError(
             f"last={last!r}", why=f"a last batch that is too small: {' or '.join(map(repr, LAST))}"

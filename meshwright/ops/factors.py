@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.graph import Graph, Node
-from meshwright.layout import Cat, Dim, SubDim
+from meshwright.layout import Cat, Dim, SubDim, dim_size
 from meshwright.ops.rule import Rule, RuleDim, is_whole
 
 
@@ -209,6 +209,9 @@ class Site:
         items: list[SubDim | Cat] = []
         for item in dim:
             letter, _, part = item.partition(".")
+            if letter in self.rule.follows and letter not in cuts:
+                items.append(self._following(letter, cuts))
+                continue
             tree = cuts.get(letter, self.trees[letter])
             if part:
                 (cat,) = tree
@@ -216,6 +219,15 @@ class Site:
                 tree = cat.parts[int(part)]
             items += tree
         return tuple(items)
+
+    def _following(self, letter: str, cuts: Mapping[str, Dim]) -> SubDim:
+        """A letter that is cut where another one is: groups of its elements, one for each block of that."""
+        leader, groups = self.rule.follows[letter]
+        (first, *inner) = cuts.get(leader, self.trees[leader])
+        assert isinstance(first, SubDim), "a letter that others follow is cut at its outermost sub-dim"
+        each = dim_size(tuple(inner))
+        joined = tuple(sum(groups[n : n + each]) for n in range(0, len(groups), each))
+        return SubDim(sum(groups), first.axes, joined if first.axes else ())
 
 
 @dataclass(frozen=True)

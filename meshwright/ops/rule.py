@@ -41,7 +41,8 @@ class Rule:
     letters. `terms` says how pending sums pass: the operator is a sum of terms, each a product of the named input
     ports; empty for an operator that is not linear. `whole` letters may not be split, `inside` letters are reduced by
     the operator itself, `outer` letters are cut into runs alone (windows reach over to the neighbours): at their
-    outermost sub-dim.
+    outermost sub-dim. `follows`: letter → another one, and how many of its elements belong to each element of that: it
+    is cut where that is, into groups of these sizes.
     """
 
     inputs: tuple[Port, ...]
@@ -54,6 +55,7 @@ class Rule:
     flattened: bool = False  # a view: its letters are found once the whole graph is known
     notes: Mapping[str, int] = field(default_factory=dict)
     outer: frozenset[str] = frozenset()
+    follows: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
     def letters(self, port: Port) -> tuple[str, ...]:
         """The letters of a port, in order, each once; a part counts as its concatenation."""
@@ -62,7 +64,11 @@ class Rule:
     @functools.cached_property
     def holds(self) -> tuple[frozenset[str], ...]:
         """The letters of each input port."""
-        return tuple(frozenset(self.letters(p)) for p in self.inputs)
+        return tuple(self._leaders(self.letters(p)) for p in self.inputs)
+
+    def _leaders(self, letters: Sequence[str]) -> frozenset[str]:
+        """These letters, and those that some of them follow."""
+        return frozenset((*letters, *(self.follows[x][0] for x in letters if x in self.follows)))
 
     @functools.cached_property
     def gives(self) -> tuple[frozenset[str], ...]:

@@ -65,7 +65,7 @@ def cut(tree: Dim, unit: tuple[tuple[int, ...], ...], axis: str) -> Dim:
         if not inner:
             continue
         if isinstance(item, SubDim):
-            result[place] = SubDim(item.size, (*item.axes, axis))
+            result[place] = item.on((*item.axes, axis))
         else:
             parts = list(item.parts)
             for p in range(len(parts)):
@@ -219,7 +219,7 @@ def merge(first: Strategy, second: Strategy) -> Strategy:
 
 def _overlay(tree: Dim, other: Dim) -> Dim:
     return tuple(
-        SubDim(x.size, (*x.axes, *y.axes))
+        x.on((*x.axes, *y.axes))
         if isinstance(x, SubDim) and isinstance(y, SubDim)
         else Cat(tuple(_overlay(p, q) for p, q in zip(x.parts, y.parts, strict=True)))  # type: ignore[union-attr]
         for x, y in zip(tree, other, strict=True)

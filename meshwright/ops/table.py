@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.errors import MeshwrightError, RuleError
-from meshwright.graph import Graph, Node, Ref, TensorType
+from meshwright.graph import ROWS_MARK, Graph, Node, Ref, TensorType
 from meshwright.ops.rule import Rule, parse_pattern
 from meshwright.ops.special import SPECIAL
 from meshwright.ops.special.build import line, whole
@@ -173,7 +173,8 @@ def _signature(node: Node, types: Mapping[str, TensorType]) -> Any:
     uses: list[str] = []
     literals = _literals((node.args, node.kwargs), uses)
     repeated = tuple(map(uses.index, uses)) if len(set(uses)) < len(uses) else ()
-    return node.op, literals, tuple([types[u] for u in uses]), node.outputs, repeated
+    marks = node.marks if any(m.startswith(ROWS_MARK) for m in node.marks) else ()
+    return node.op, literals, tuple([types[u] for u in uses]), node.outputs, repeated, marks
 
 
 def _literals(value: Any, uses: list[str]) -> Any:

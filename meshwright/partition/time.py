@@ -166,11 +166,11 @@ def _joined(dim: Dim, other: Dim, time: Sequence[str]) -> Dim:
     if not set(time).intersection(dim_axes(other)):
         return dim
     if not dim_axes(dim):
-        return map_leaves(other, lambda s: SubDim(s.size, tuple(a for a in s.axes if a in time)))
+        return map_leaves(other, lambda s: s.on(a for a in s.axes if a in time))
     items: list[Item] = []
     for mine, theirs in zip(dim, other, strict=False):
         if isinstance(mine, SubDim) and isinstance(theirs, SubDim) and mine.size == theirs.size:
-            items.append(SubDim(mine.size, (*(a for a in theirs.axes if a in time), *mine.axes)))
+            items.append(mine.on((*(a for a in theirs.axes if a in time), *mine.axes)))
         else:
             items.append(mine)
     return (*items, *dim[len(items) :])
@@ -191,7 +191,7 @@ def _without(tree: Dim, path: tuple[int, ...], axis: str) -> Dim:
     result = list(tree)
     item = result[path[0]]
     if isinstance(item, SubDim):
-        result[path[0]] = SubDim(item.size, tuple(a for a in item.axes if a != axis))
+        result[path[0]] = item.on(a for a in item.axes if a != axis)
     else:
         parts = list(item.parts)
         parts[path[1]] = _without(parts[path[1]], path[2:], axis)

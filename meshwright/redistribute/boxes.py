@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.layout import Cat, Dim, SubDim, TensorLayout, block, dim_size
+from meshwright.layout import Cat, Dim, SubDim, TensorLayout, dim_size
 from meshwright.mesh import Mesh
 
 
@@ -121,7 +121,7 @@ def _runs_of(dim: Dim, mesh: Mesh, at: Mapping[str, int]) -> list[_Run]:
 
 def _heads(item: SubDim | Cat, mesh: Mesh, at: Mapping[str, int]) -> list[_Run]:
     if isinstance(item, SubDim):
-        start, length = block(item.size, item.axes, mesh, at)
+        start, length = item.block(mesh, at)
         cut = frozenset(a for a in item.axes if mesh.sizes[a] > 1)
         return [_Run(start, length, cut)] if length else []
     found, offset = [], 0

@@ -20,7 +20,6 @@ from meshwright.errors import LayoutError
 from meshwright.layout import (
     Cat,
     Dim,
-    SubDim,
     TensorLayout,
     dim_axes,
     leaves,
@@ -341,7 +340,7 @@ class _Problem:
             filled = []
             for tree in trees:
                 stacks = iter(state[0][leaf:])
-                filled.append(map_leaves(tree, lambda s, stacks=stacks: SubDim(s.size, _flat(next(stacks)))))
+                filled.append(map_leaves(tree, lambda s, stacks=stacks: s.on(_flat(next(stacks)))))
                 leaf += sum(1 for _ in leaves(tree))
             dims.append(next((t for t in filled if dim_axes(t)), filled[0]))
         return TensorLayout(tuple(dims), _flat(state[1]))

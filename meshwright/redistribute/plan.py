@@ -21,6 +21,7 @@ from meshwright.errors import LayoutError
 from meshwright.layout import TensorLayout, verify
 from meshwright.mesh import Mesh
 from meshwright.redistribute.exact import cheapest
+from meshwright.redistribute.grouped import has_groups, past_groups
 from meshwright.redistribute.prices import TWO_CORE_GLOO, Prices
 from meshwright.redistribute.route import route
 from meshwright.redistribute.steps import Step
@@ -89,6 +90,10 @@ def _redistribute(
             f"cannot redistribute a tensor of shape {list(src.shape)} to shape {list(dst.shape)}",
             why=f"{src} -> {dst}",
             hint="a redistribution moves elements between ranks; a change of shape is a view of its own",
+        )
+    if has_groups(src) or has_groups(dst):
+        return past_groups(
+            src, dst, mesh, lambda one, other: _redistribute(one, other, mesh, itemsize, prices, exact)
         )
     steps = None if exact else route(src, dst, mesh, itemsize, prices)
     return cheapest(src, dst, mesh, itemsize, prices) if steps is None else steps

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.layout import Dim, SubDim, TensorLayout, block, dim_axes, dim_size, local_indices
+from meshwright.layout import Dim, SubDim, TensorLayout, dim_axes, dim_size, local_indices
 from meshwright.mesh import Mesh
 from meshwright.redistribute.steps import Step
 
@@ -309,7 +309,7 @@ def _dim_indices(dim: Dim, mesh: Mesh, at: tuple[tuple[str, int], ...]) -> Indic
     """The global indices along a dim that the ranks at some coordinates hold: a range where they follow one another."""
     first, *rest = dim or (SubDim(1),)
     if isinstance(first, SubDim) and all(isinstance(i, SubDim) and not i.axes for i in rest):
-        start, length = block(first.size, first.axes, mesh, dict(at))
+        start, length = first.block(mesh, dict(at))
         inner = dim_size(tuple(rest))
         return range(start * inner, (start + length) * inner)
     return local_indices(dim, mesh, dict(at))

@@ -32,7 +32,6 @@ from meshwright.layout import (
     Cat,
     Dim,
     Item,
-    SubDim,
     TensorLayout,
     dim_axes,
     leaves,
@@ -128,13 +127,13 @@ class Pair:
     def layout(self, stacks: Iterable[Iterable[str]], pending: Iterable[str]) -> TensorLayout:
         """The tensor with these axes on its leaves."""
         axes = iter(stacks)
-        filled = (map_leaves(tree, lambda s: SubDim(s.size, tuple(next(axes)))) for tree in self.trees)
+        filled = (map_leaves(tree, lambda s: s.on(next(axes))) for tree in self.trees)
         return TensorLayout(tuple(filled), tuple(pending))
 
 
 def live(dim: Dim, mesh: Mesh) -> Dim:
     """Without axes of size 1, which split nothing."""
-    return map_leaves(dim, lambda s: SubDim(s.size, tuple(a for a in s.axes if mesh.sizes[a] > 1)))
+    return map_leaves(dim, lambda s: s.on(a for a in s.axes if mesh.sizes[a] > 1))
 
 
 def on_every_path(dim: Dim, axis: str) -> bool:

@@ -73,6 +73,8 @@ def _places(layout: TensorLayout, mesh: Mesh) -> list[_Place]:
     ahead = 1  # elements that lie before, on the rank that holds most
     for number, dim in enumerate(layout.dims):
         for index, item in enumerate(dim):
+            if isinstance(item, SubDim) and item.groups:
+                continue  # its blocks are as uneven as its groups: another dim is cut
             if isinstance(item, SubDim):
                 found.append(_Place(number, index, (item,), ahead == 1))
             else:
@@ -94,7 +96,7 @@ def _with_axes(layout: TensorLayout, place: _Place, axes: tuple[str, ...]) -> Te
 
 def _cut_item(item: Item, axes: tuple[str, ...]) -> Item:
     if isinstance(item, SubDim):
-        return SubDim(item.size, (*item.axes, *axes))
+        return item.on((*item.axes, *axes))
     parts: list[Dim] = []
     for part in item.parts:
         head = part[0] if part else None

@@ -62,7 +62,7 @@ def _pair(x: Item, y: Item, mesh: Mesh) -> tuple[Item, Item] | None:
 
 def _cut(sub: SubDim, major: int, mesh: Mesh) -> tuple[SubDim, SubDim] | None:
     """``32/a`` as ``(major …, 32/major …)`` with the same blocks, where that is possible."""
-    if sub.size % major:
+    if sub.size % major or sub.groups:
         return None
     if major % mesh.count(sub.axes) == 0:
         return SubDim(major, sub.axes), SubDim(sub.size // major)

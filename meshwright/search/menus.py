@@ -115,8 +115,11 @@ class Choices:
     def _place(self, port: tuple[tuple[str, ...], ...], cuts: dict[str, Dim], mesh: Mesh) -> int:
         (letter,) = cuts
         found: list[tuple[int, Dim]] = []
+        follows = self.site.rule.follows
         for number, letters in enumerate(port):
-            if letter in dim_letters(letters):
+            if letter in dim_letters(letters) or any(
+                follows[x][0] == letter for x in letters if x in follows
+            ):
                 dim = self.site.dim(letters, cuts)
                 if dim_axes(dim):
                     dim = normalize_dim(dim, mesh)

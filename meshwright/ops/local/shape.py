@@ -96,9 +96,27 @@ def groups(at: int) -> Callable[[Cut], tuple[Node, ...]]:
     return localizer
 
 
+def _by_column(cut: Cut) -> tuple[Node, ...]:
+    """Columns of indices read rows of their own: those of this rank begin at 0 here. An index of another column's rows
+    is an error of the lookup."""
+    if not cut.axes(["c"]):
+        return (cut.last(),)
+    weight, ids = cut.node.args[:2]
+    if 0 in cut.outputs[0].shape or 0 in cut.input_shape(0):
+        return (cut.nothing(),)
+    start = cut.start(cut.ports.inputs[0].dims[0])
+    assert start is not None, "groups of rows are cut into runs"
+    local = cut.helper(0, "aten.sub.Scalar", (ids, start), TensorType(INT, cut.input_shape(1)))
+    padding = int(cut.node.arg(2, "padding_idx", -1))
+    inside = 0 <= padding - start < cut.input_shape(0)[0]
+    return (local, cut.last(args=(weight, ref(local), padding - start if inside else -1), kwargs={}))
+
+
 def embedding(cut: Cut) -> tuple[Node, ...]:
     """Rows of other ranks give zeros, so the result is pending on the axes that split the table."""
     weight, ids = cut.node.args[:2]
+    if cut.site.rule.follows:
+        return _by_column(cut)
     if "v" not in cut.letters or not cut.axes(["v"]):
         return (cut.last(),)
     padding = int(cut.node.arg(2, "padding_idx", -1))

@@ -45,6 +45,7 @@ def make(
     whole: Collection[str] = (),
     inside: Collection[str] = (),
     outer: Collection[str] = (),
+    follows: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
     terms: Iterable[tuple[int, ...]] = (),
     why: str = "",
 ) -> Rule:
@@ -60,6 +61,7 @@ def make(
         tuple(terms),
         why,
         outer=frozenset(outer),
+        follows=dict(follows or {}),
     )
 
 

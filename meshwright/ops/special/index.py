@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from meshwright.graph import Node, Ref
+from meshwright.errors import StrategyError
+from meshwright.graph import ROWS_MARK, Node, Ref
 from meshwright.ops.rule import Rule, RuleDim
 from meshwright.ops.special.build import Special, Types, broadcast, letters, line, make, shapes_in, whole
 
@@ -171,7 +172,38 @@ def embedding(node: Node, types: Types) -> Rule:
     """``v h, @... -> ... h``: the rows of other ranks give zeros, so a cut table leaves the result pending."""
     if node.arg(3, "scale_grad_by_freq", False):
         return whole(node, types, "its gradient is scaled by how often a row is read")
+    rows = rows_by_column(node)
+    if len(rows) > 1:
+        return _by_column(node, types, rows)
     return line(node, types, "v h, @... -> ... h")
+
+
+def rows_by_column(node: Node) -> tuple[int, ...]:
+    """How many rows of a table belong to each column of its indices, as `mw.manual_split` says; empty without it."""
+    word = next((m for m in node.marks if m.startswith(ROWS_MARK)), "")
+    return tuple(int(n) for n in word.removeprefix(ROWS_MARK).split(",")) if word else ()
+
+
+def _by_column(node: Node, types: Types, rows: tuple[int, ...]) -> Rule:
+    """``v h, ... c -> ... c h`` where v is cut as c is: a column of indices reads rows of its own."""
+    table, ids = shapes_in(node, types)
+    if sum(rows) != table[0] or not ids or len(rows) != ids[-1]:
+        raise StrategyError(
+            f"mw.manual_split says {len(rows)} columns of {' + '.join(map(str, rows))} rows",
+            why=f"the table has {table[0]} rows, the indices are {list(ids)}: their last dim counts the columns",
+            hint="as many numbers as columns, which add up to the rows",
+        )
+    lead = [(f"a{i}",) for i in range(len(ids) - 1)]
+    sizes = {
+        "v": table[0],
+        "h": table[1],
+        "c": ids[-1],
+        **{name: n for (name,), n in zip(lead, ids, strict=False)},
+    }
+    ports = [[("v",), ("h",)], [*lead, ("c",)]]
+    result = [*lead, ("c",), ("h",)]
+    terms = [(0,)]
+    return make(ports, [result], sizes, whole={"v"}, outer={"c"}, follows={"v": ("c", rows)}, terms=terms)
 
 
 def histc(node: Node, types: Types) -> Rule:
