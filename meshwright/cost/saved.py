@@ -51,8 +51,8 @@ KEEPS: dict[str, str | Callable[[Node, Types, Sequence[bool]], Saved]] = {
             "prelu maximum minimum max.other min.other atan2 logaddexp xlogy.Tensor gather", "0 1"),
     "transformers.grouped_mm_fallback.default": "0 1",
     # ---- pooling and images
-    **_each("max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
-            "adaptive_avg_pool2d adaptive_avg_pool3d _adaptive_avg_pool2d", "0"),
+    **_each("max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d", "0"),
+    **dict.fromkeys((f"aten.adaptive_avg_pool{n}d.default" for n in (1, 2, 3)), lambda *call: _image_mean(*call)),
     **_each("max_pool2d_with_indices adaptive_max_pool2d cummax cummin", "0 o1"),
     **_each("upsample_bilinear2d.vec upsample_bicubic2d.vec upsample_nearest2d.vec upsample_nearest1d.vec "
             "im2col col2im", ""),
@@ -263,6 +263,11 @@ def _attention(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
     extra += v.size_bytes * repeat if inner and repeat > 1 else 0
     ports = [] if copied else [p for p in (0, 1) if needs_grad[1 - p] and (p == 0 or repeat == 1)]
     return Saved((*ports, *([2] if inner and repeat == 1 else [])), (), extra)
+
+
+def _image_mean(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
+    """The mean of whole images is a plain mean to torch, whose gradient needs no values."""
+    return NOTHING if all(n == 1 for n in node.args[1]) else Saved((0,))
 
 
 def _pad(node: Node) -> Saved:

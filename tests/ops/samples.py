@@ -151,6 +151,8 @@ add("aten.avg_pool2d.default", T(f, 2, 3, 10, 8), [3, 3], [2, 2], [1, 1])
 add("aten.avg_pool2d.default", T(f, 2, 3, 10, 8), [3, 3], [2, 2], [1, 1], False, False)
 for op in ("adaptive_avg_pool2d", "_adaptive_avg_pool2d"):
     add(f"aten.{op}.default", T(f, 4, 5, 6, 4), [1, 1])
+add("aten.adaptive_avg_pool1d.default", T(f, 4, 5, 6), [1])
+add("aten.adaptive_avg_pool3d.default", T(f, 4, 5, 4, 4, 4), [1, 1, 1])
 for op, *rest in (("max_pool3d", [2, 2, 2]), ("avg_pool3d", [2, 2, 2]), ("adaptive_avg_pool3d", [2, 2, 2])):
     add(f"aten.{op}.default", T(f, 4, 5, 4, 4, 4), *rest)
 for op in ("upsample_bilinear2d", "upsample_bicubic2d"):
