@@ -213,7 +213,7 @@ def _plan_in_one(
         if techniques.pieces > 1:
             made = made.with_notes(*nothing_to_hide(parts))
         if summed is not None:
-            joint = ("bound_seconds", "gaps") if "joint" in made.claims.get("gaps", ()) else ()
+            joint = ("bound_seconds", "gaps", "space") if "joint" in made.claims.get("gaps", ()) else ()
             kept = {k: v for k, v in made.claims.items() if k in ("chosen", "search_seconds", *joint)}
             claims = claims_of(parts, summed.cluster, summed.optimizer_states)
             made = replace(made, claims={**claims, **kept})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,12 +12,16 @@ from meshwright.errors import PlanError
 from meshwright.graph import Graph
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.batch import by_micro_batch
+from meshwright.pipeline.bounds import Bounds
 from meshwright.pipeline.meshes import AXIS
 from meshwright.plan import Plan
 from meshwright.search.folded import folded, whole
+from meshwright.search.joint.bounds import Least
+from meshwright.search.joint.dimensions import pieces_of
 from meshwright.search.joint.stages import Staged, stages
 from meshwright.search.options import Scene
 from meshwright.search.planner import Planner, Request
+from meshwright.search.space.build import Ties
 from meshwright.search.techniques.layers import layers_of
 from meshwright.techniques import Techniques
 
@@ -59,40 +64,106 @@ def with_stages(
         refused = error
     if made is not None and min(made.claims.get("gaps", {}).get(k, 1.0) for k in ("joint", "step")) <= NEAR:
         return made
-    enough = (1 - WORTH) * made.claims["step_seconds"] if made is not None else float("inf")
     request = replace(request, techniques=techniques)
-    before = f"{enough / (1 - WORTH):.4g} s in one stage" if made is not None else "nothing fits in one stage"
+    world = _World(graph, folding, request)
+    best: Plan | None = None
+    try:
+        best = _best(world, techniques, made, in_stages)
+        chosen = best or made
+        if chosen is None:
+            assert refused is not None
+            raise refused
+        return world.bounded(chosen, made)
+    except KeyboardInterrupt:
+        if best is None and made is None:
+            raise
+        return best or made  # type: ignore[return-value]
+
+
+def _best(
+    world: _World,
+    techniques: Techniques,
+    made: Plan | None,
+    in_stages: Callable[[Techniques, tuple[int, ...]], Plan],
+) -> Plan | None:
+    """The best plan in stages that is worth it, if any is."""
+    enough = (1 - WORTH) * made.claims["step_seconds"] if made is not None else float("inf")
+    before = (
+        f"{made.claims['step_seconds']:.4g} s in one stage"
+        if made is not None
+        else "nothing fits in one stage"
+    )
     best: Plan | None = None
     several: dict[tuple[Techniques, tuple[int, ...]], Staged] = {}
-    for found in _searched(graph, folding, request, enough):
+    request = world.request
+    for found in stages(request.cluster, world.planner, world.layers, enough=enough, least=world.bounds.mean):
         several.setdefault((_asked(found, techniques), found.outer.taken), found)
     for (asked, taken), found in list(several.items())[:PLANNED]:
+        if best is not None and found.seconds >= best.claims["step_seconds"]:
+            break
         try:
             other = in_stages(asked, taken)
         except PlanError:
             continue
+        except KeyboardInterrupt:
+            if best is None and made is None:
+                raise
+            return best
         if _better(other, request, best.claims["step_seconds"] if best is not None else enough):
             given = replace(other.techniques, given=techniques.given)
             note = f"auto chose {other.techniques.pipeline} stages, {found.outer.schedule.name}: {before}"
             best = replace(other, techniques=given).with_notes(note)
-    if best is not None:
-        return best
-    if made is None:
-        assert refused is not None
-        raise refused
-    return made
+            request.progress(f"{other.techniques.pipeline} stages", best.claims["step_seconds"], None)
+    return best
 
 
-def _searched(graph: Graph, folding: Folding, request: Request, enough: float) -> list[Staged]:
-    folds = folded(graph, folding) if folding.blocks else whole(graph)
-    factors = factors_of(folds.graph)
+class _World:
+    """What the searches for stages share: planners of the parts of a cluster, and bounds."""
 
-    def planner(cluster: Cluster) -> Planner:
-        inside = replace(request, cluster=cluster)
-        return Planner(Scene(folds.graph, factors, cluster.mesh), folds, {}, inside)
+    def __init__(self, graph: Graph, folding: Folding, request: Request) -> None:
+        self.request = request
+        self.folds = folded(graph, folding) if folding.blocks else whole(graph)
+        self.factors = factors_of(self.folds.graph)
+        self.layers = len({layer.name for layer in layers_of(graph)})
+        self._planners: dict[tuple[int, ...], Planner] = {}
 
-    layers = len({layer.name for layer in layers_of(graph)})
-    return stages(request.cluster, planner, layers, enough=enough)
+    def planner(self, cluster: Cluster) -> Planner:
+        """The planner of the ranks that share a stage."""
+        sizes = tuple(level.size for level in cluster.levels)
+        if sizes not in self._planners:
+            scene = Scene(self.folds.graph, self.factors, cluster.mesh)
+            self._planners[sizes] = Planner(scene, self.folds, {}, replace(self.request, cluster=cluster))
+        return self._planners[sizes]
+
+    @functools.cached_property
+    def bounds(self) -> Bounds:
+        """Bounds of all configurations of stages."""
+        request, graph = self.request, self.folds.graph
+        ties = Ties(self.folds.same, self.folds.weight)
+        least = Least(graph, self.factors, ties, request.cluster, request.optimizer_states)
+        asked = request.techniques
+        pieces: tuple[int, ...] = (asked.micro_batches,)
+        if "micro_batches" not in asked.given:
+            pieces = pieces_of(graph, self.factors, asked.interleave).values
+        return Bounds(request.cluster, self.layers, pieces, least, self.planner)
+
+    def bounded(self, plan: Plan, alone: Plan | None) -> Plan:
+        """The plan with how far from the least of all configurations it is; `alone`: the plan in one stage."""
+        bounds, asked = self.bounds, self.request.techniques
+        floor = bounds.least.in_one(1)
+        if alone is not None:
+            floor = max(floor, alone.claims.get("bound_seconds", 0.0))
+        if "interleave" not in asked.given and 2 in pieces_of(self.folds.graph, self.factors, 1).values:
+            floor = min(floor, bounds.least.in_one(2))  # copies that take turns hide what others wait for
+        step = plan.claims["step_seconds"]
+        found = bounds.all(floor, step)
+        gaps = {k: v for k, v in plan.claims.get("gaps", {}).items() if k not in ("step", "joint")}
+        gaps["joint"] = max(0.0, step / found.seconds - 1)
+        what = f"{found.configurations:,} configurations of stages, levels, schedules and micro-batches"
+        one = (alone or plan).claims.get("space", "")
+        space = f"{one}; {what}" if one else what
+        claims = {**plan.claims, "bound_seconds": found.seconds, "gaps": gaps, "space": space}
+        return replace(plan, claims=claims)
 
 
 def _asked(found: Staged, techniques: Techniques) -> Techniques:

@@ -31,7 +31,7 @@ def claim_lines(claims: Mapping[str, Any]) -> list[tuple[str, str]]:
         add("peak memory", f"{show_bytes(claims['peak_bytes'])} a rank", str(claims.get("peak_where") or ""))
     if claims.get("bound_seconds") is not None:
         found = claims.get("gaps")
-        sums = isinstance(found, Mapping) and "step" not in found  # the bound of prices, not of steps
+        sums = isinstance(found, Mapping) and not {"step", "joint"} & set(found)  # of prices, not of steps
         what = "if nothing overlaps" if sums else ""
         add("bound", f"no plan of this space is below {show_seconds(claims['bound_seconds'])}", what)
     for name, text in gaps(claims):

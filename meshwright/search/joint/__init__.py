@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from meshwright.errors import PlanError
+from meshwright.search.joint.bounds import Least
 from meshwright.search.joint.dimensions import (
     Dimension,
     Point,
@@ -20,7 +21,7 @@ from meshwright.search.joint.dimensions import (
     micro_batches_of,
     points,
 )
-from meshwright.search.joint.fronts import Front, front, least_bytes
+from meshwright.search.joint.fronts import Front, first_front, front, least_bytes
 from meshwright.search.joint.layers import fewer_layers
 from meshwright.search.joint.told import told
 from meshwright.search.planner import Found, Planner, families_of
@@ -59,19 +60,56 @@ def joint(planner: Planner, auto: Callable[[Planner], Found], *, offload: bool =
         return _turns(planner, base)
     if base is None and least_bytes(planner.under(_last(planner, over)), space) > limit:
         raise _hopeless(planner, over, refused)
+    seen = [base] if base is not None else []
+    try:
+        return _best(planner, space, over, base, refused, seen)
+    except KeyboardInterrupt:
+        if not seen:
+            raise
+        return seen[-1]
+
+
+def _best(
+    planner: Planner,
+    space: Space,
+    over: tuple[Dimension, ...],
+    base: Found | None,
+    refused: PlanError | None,
+    seen: list[Found],
+) -> Found:
+    """The best with the techniques that it takes; `seen` gets each that is the best so far."""
+    if base is None:
+        _first(planner, over, seen)
     made = front(planner, space)
-    best = _searched(planner, made, over, base) or _last_resort(planner, space, over)
+    best = _searched(planner, made, over, base, seen) or _last_resort(planner, space, over)
     if best is None:
         raise _hopeless(planner, over, refused)
     if best is not base:
         best = fewer_layers(planner, _again(planner, best))
+        seen.append(best)
     best = _turns(planner, best)
-    bound = solve(
-        space.problem(1.0)
-    ).bound  # of all techniques but copies that take turns: they add to a step
+    bound = solve(space.problem(1.0)).bound
+    if best.techniques.interleave > 1 or "interleave" not in planner.techniques.given:
+        bound = min(bound, least_of(planner).in_one(2))  # copies that take turns hide what others wait for
     gap = max(0.0, _step(best) / bound - 1) if bound > 0 else 0.0
     claims = {**best.claims, "bound_seconds": bound, "gaps": {"joint": gap}}
     return replace(best, claims={**claims, "choices": told(made, over, best)})
+
+
+def _first(planner: Planner, over: tuple[Dimension, ...], seen: list[Found]) -> None:
+    """A first answer, before fronts are made: data parallel over tensor parallel inside, storage cut, with layers
+    computed again."""
+    made = first_front(planner)
+    for point in points(tuple(d for d in over if d.name == "recompute"), planner.techniques):
+        if not made.candidates or made.peak_bytes(made.candidates[0], point.techniques) > (
+            planner.request.memory_bytes or 0.0
+        ):
+            continue
+        found = made.judged(made.candidates[0], point.techniques)
+        if fits_in_both(planner, found):
+            seen.append(found)
+            planner.tell("recipe", _step(found), None)
+            return
 
 
 def _last(planner: Planner, over: tuple[Dimension, ...]) -> Techniques:
@@ -79,7 +117,9 @@ def _last(planner: Planner, over: tuple[Dimension, ...]) -> Techniques:
     return list(points(over, planner.techniques))[-1].techniques
 
 
-def _searched(planner: Planner, made: Front, over: tuple[Dimension, ...], base: Found | None) -> Found | None:
+def _searched(
+    planner: Planner, made: Front, over: tuple[Dimension, ...], base: Found | None, seen: list[Found]
+) -> Found | None:
     """The quickest of what is simulated: candidates and points in the order of what they cannot be quicker than."""
     limit = planner.request.memory_bytes
     assert limit is not None
@@ -108,7 +148,9 @@ def _searched(planner: Planner, made: Front, over: tuple[Dimension, ...], base: 
             fitting.append((number, point))
             if best is None or _step(found) < _step(best):
                 found = planner.under(found.techniques).settled(found)
-                best = found if fits_in_both(planner, found) else best
+                if fits_in_both(planner, found):
+                    best = found
+                    seen.append(found)
             planner.tell("techniques", _step(best) if best else None, None)
     return best
 
@@ -149,7 +191,21 @@ def _turns(planner: Planner, best: Found) -> Found:
         found = under.settled(under.found(best.space, best.states, {}))
     except PlanError:
         return best
-    return found if fits_in_both(planner, found) and _step(found) < (1 - NEAR) * _step(best) else best
+    if not fits_in_both(planner, found) or _step(found) >= (1 - NEAR) * _step(best):
+        return best
+    # What one copy waits for another computes beside: of a chain only what is computed is left.
+    bound = least_of(planner).in_one(2)
+    known = best.claims.get("bound_seconds")
+    bound = bound if known is None else min(bound, known)
+    kept = {k: v for k, v in best.claims.items() if k in ("space", "chosen", "candidates", "choices")}
+    gaps = {"joint": max(0.0, _step(found) / bound - 1)}
+    return replace(found, claims={**found.claims, **kept, "bound_seconds": bound, "gaps": gaps})
+
+
+def least_of(planner: Planner) -> Least:
+    """What a rank computes at least."""
+    scene, request = planner.scene, planner.request
+    return Least(scene.graph, scene.factors, planner.ties, request.cluster, request.optimizer_states)
 
 
 def _step(found: Found) -> float:

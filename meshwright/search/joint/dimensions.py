@@ -13,6 +13,7 @@ from typing import Any
 
 from meshwright.graph import Graph
 from meshwright.ops.batch import by_micro_batch
+from meshwright.ops.factors import Factors
 from meshwright.search.planner import Found, Planner
 from meshwright.search.techniques.recompute import again_of
 from meshwright.search.within import fits
@@ -78,21 +79,26 @@ def _recompute(graph: Graph) -> Dimension:
 
 def micro_batches_of(planner: Planner, copies: int) -> Dimension:
     """The numbers of micro-batches that can be, each in so many copies."""
-    graph = planner.scene.graph
-    inexact = by_micro_batch(graph, planner.scene.factors)
+    return pieces_of(planner.scene.graph, planner.scene.factors, copies)
+
+
+def pieces_of(graph: Graph, factors: Factors, copies: int) -> Dimension:
+    """The same of a graph."""
+    inexact = by_micro_batch(graph, factors)
     if inexact:
         why = f"%{inexact[0].name} ({inexact[0].op}) looks at all examples together, so that they would be inexact"
         return Dimension("micro_batches", (1,), why)
     rows = {i.type.shape[i.batch_dim] for i in graph.input_of("batch") if i.batch_dim is not None}
-    counts = [n for n in _powers() if rows and all(r % (n * copies) == 0 for r in rows)]
+    counts = [n for n in powers() if rows and all(r % (n * copies) == 0 for r in rows)]
     return Dimension("micro_batches", tuple(counts) or (1,))
 
 
-def _powers() -> Iterator[int]:
+def powers() -> Iterator[int]:
+    """Numbers of micro-batches that are looked at."""
     number = 1
     while number <= MOST:
         yield number
         number *= 2
 
 
-__all__ = ["Dimension", "Point", "dimensions", "points"]
+__all__ = ["Dimension", "Point", "dimensions", "points", "powers"]

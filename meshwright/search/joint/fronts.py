@@ -61,12 +61,8 @@ class Front:
 
     @functools.cached_property
     def launching(self) -> float:
-        """Seconds that a micro-batch more costs at least: each operator that computes is started once more, forward and
-        backward."""
-        graph, times = self.planner.scene.graph, self.planner.ties.times
-        started = sum(times(n.name) * (1 + any(n.needs_grad)) for n in graph.nodes if n.op not in SHARING)
-        cluster = self.planner.request.cluster
-        return started * launch_seconds(cluster.device, cluster.measured)
+        """Seconds that a micro-batch more costs at least."""
+        return launching(self.planner)
 
     def memory(self, space: Space, techniques: Techniques) -> Memory:
         """The sums under techniques."""
@@ -109,6 +105,15 @@ class Front:
         return found
 
 
+def launching(planner: Planner) -> float:
+    """Seconds that a micro-batch more costs at least: each operator that computes is started once more, forward and
+    backward."""
+    graph, times = planner.scene.graph, planner.ties.times
+    started = sum(times(n.name) * (1 + any(n.needs_grad)) for n in graph.nodes if n.op not in SHARING)
+    cluster = planner.request.cluster
+    return started * launch_seconds(cluster.device, cluster.measured)
+
+
 def least_bytes(planner: Planner, space: Space) -> float:
     """What no choice of a space is below under the planner's techniques."""
     memory, problem = planner.memory(space), space.problem()
@@ -133,8 +138,17 @@ def recipe_front(planner: Planner) -> Front:
     return made
 
 
-def _recipes(planner: Planner) -> Iterator[tuple[str, Space]]:
-    """Data parallel outside, one cut of every operator inside; none where the user pinned something."""
+def first_front(planner: Planner) -> Front:
+    """One choice: the recipe with most ranks inside, its storage cut."""
+    made = Front(planner)
+    for name, recipe in _recipes(planner, INNER):
+        _add(made, name, recipe, RECIPES[1:])
+    return made
+
+
+def _recipes(planner: Planner, least: int = 0) -> Iterator[tuple[str, Space]]:
+    """Data parallel outside, one cut of every operator on at `least` so many axes inside, if there are as many; none
+    where the user pinned something."""
     scene = planner.scene
     axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)
     if planner.seeds or not axes:
@@ -143,7 +157,7 @@ def _recipes(planner: Planner) -> Iterator[tuple[str, Space]]:
     if rows is None:
         return
     count = len(scene.mesh.axes)
-    for inner in range(min(INNER, count) + 1):
+    for inner in range(min(least, count), min(INNER, count) + 1):
         ranks = scene.mesh.count([a.name for a in scene.mesh.axes[count - inner :]])
         name = f"data parallel × {ranks} ranks of the best cut" if inner else "data parallel"
         yield name, planner.space(outside(rows, count - inner) if inner else exactly(rows))
@@ -213,4 +227,13 @@ def _priced(problem: Problem, memory: Memory, owned: set[int], states: float, ac
     return Memory(amounts, pairs).weighed(problem, at)
 
 
-__all__ = ["Candidate", "Front", "examples_of", "front", "least_bytes", "recipe_front"]
+__all__ = [
+    "Candidate",
+    "Front",
+    "examples_of",
+    "first_front",
+    "front",
+    "launching",
+    "least_bytes",
+    "recipe_front",
+]

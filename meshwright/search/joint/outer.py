@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from meshwright.cost.cluster import Cluster
 from meshwright.mesh import prime_factors
 
-CHUNKS = (1, 2)  # stages of a rank that schedules are looked at with
+CHUNKS = (1, 2, 4)  # stages of a rank that schedules are looked at with
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,6 @@ class Schedule:
         """Seconds in which a rank has nothing to do, as a share of those in which it computes."""
         share = (ranks - 1) / (micro_batches * self.chunks)
         return share / 3 if self.name == "zero_bubble" else share
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether what weights need of backward may wait."""
-        return self.name.startswith("zero_bubble")
 
     def in_flight(self, ranks: int, micro_batches: int) -> float:
         """Micro-batches of which the first rank holds the activations of all its stages at once, at most."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.search.joint.dimensions import Dimension, dimensions, points
+from meshwright.search.joint.dimensions import Dimension, dimensions, points, powers
 from meshwright.search.joint.fronts import Candidate, Front, recipe_front
 from meshwright.search.joint.outer import Outer, Whole, outers, peak_bytes, step_seconds
 from meshwright.search.planner import Found, Planner
@@ -64,17 +64,20 @@ def stages(
     layers: int,
     *,
     enough: float = math.inf,
+    least: Callable[[Outer, int], float] = lambda outer, micro_batches: 0.0,
     tries: int = TRIES,
 ) -> list[Staged]:
     """The pipelines that were simulated, fit and are quicker than `enough` seconds, the best first.
 
     `planner_of` makes the planner for the ranks that share a stage from their part of the cluster. `layers`: stages
-    there can be at most.
+    there can be at most. `least`: what no plan of a configuration with so many micro-batches is quicker than.
+
+    An interrupt ends the search with the best so far, where there is one and nothing else is (`enough` is infinite).
     """
     best = enough
     fitting: list[Staged] = []
     known = _Known()
-    rows = list(_rows(cluster, planner_of, layers, enough))
+    rows = list(_rows(cluster, planner_of, layers, enough, least))
     queue = [(row.seconds(0.0), row.order, number) for number, row in enumerate(rows)]
     heapq.heapify(queue)
     while queue and tries > 0:
@@ -90,7 +93,12 @@ def stages(
         if peak_bytes(whole, row.outer, row.techniques.micro_batches) > SLACK * limit:
             continue
         tries -= not known.has(row)
-        found = known.judged(row)
+        try:
+            found = known.judged(row)
+        except KeyboardInterrupt:
+            if not fitting or enough < math.inf:
+                raise
+            break
         if found is None:
             continue
         made = staged(row.front, row.candidate, found, row.outer, cluster)
@@ -137,21 +145,31 @@ def _rows(
     planner_of: Callable[[Cluster], Planner],
     layers: int,
     enough: float,
+    least: Callable[[Outer, int], float],
 ) -> Iterator[_Row]:
     """All configurations that may be quicker than `enough`."""
     fronts: dict[tuple[int, ...], tuple[Front, tuple[Dimension, ...]]] = {}
+    known: dict[tuple[Outer, int], float] = {}
     for number, outer in enumerate(outers(cluster, layers)):
+        if all(least(outer, count) >= enough for count in powers()):
+            continue
         if outer.taken not in fronts:
             planner = planner_of(outer.inside(cluster))
             fronts[outer.taken] = recipe_front(planner), dimensions(planner, offload=False)
         made, over = fronts[outer.taken]
-        for candidate in made.candidates:
-            for point in points(over, made.planner.techniques):
-                pieces = point.techniques.micro_batches
-                if pieces > candidate.examples or (outer.schedule.chunks > 1 and pieces < outer.ranks):
+        for point in points(over, made.planner.techniques):
+            pieces = point.techniques.micro_batches
+            if outer.schedule.chunks > 1 and pieces < outer.ranks:
+                continue
+            if (outer, pieces) not in known:
+                known[outer, pieces] = least(outer, pieces)
+            if known[outer, pieces] >= enough:
+                continue
+            for candidate in made.candidates:
+                if pieces > candidate.examples:
                     continue
-                least = made.least_seconds(candidate, point.techniques)
-                row = _Row(least, (sum(point.places), number), outer, point.techniques, made, candidate)
+                whole = made.least_seconds(candidate, point.techniques)
+                row = _Row(whole, (sum(point.places), number), outer, point.techniques, made, candidate)
                 if row.seconds(0.0) < enough:
                     yield row
 

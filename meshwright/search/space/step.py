@@ -28,12 +28,14 @@ EARLY = 0.15  # of the step: what may be computed before the reader of a paramet
 ENTRIES = 3  # parameters that are tried
 
 
-def step_problem(space: Space, entry: str = "") -> Problem:
+def step_problem(space: Space, entry: str = "", *, update: bool = True) -> Problem:
     """The seconds of a chain as a problem over the space's variables: all of computing, or what begins and ends with
-    `entry`, a parameter. Choices that the space does not allow stay so."""
+    `entry`, a parameter. Without `update` only what is done for every micro-batch. Choices that the space does not
+    allow stay so."""
     chain = _Chain(space, entry)
     chain.operators()
-    chain.parameters()
+    if update:
+        chain.parameters()
     chain.reshards()
     pairs = {
         key: np.where(np.isinf(matrix), np.inf, chain.pairs.get(key, 0.0))
