@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 # public name -> the module that defines it
 _PUBLIC = {
     "Axis": "meshwright.mesh",
+    "Autosave": "meshwright.autosave",
     "CheckpointReader": "meshwright.state.dcp",
     "Cluster": "meshwright.cost.cluster",
     "Layout": "meshwright.annotate",

@@ -85,6 +85,10 @@ class CheckpointError(MeshwrightError):
     """A checkpoint that cannot be written, or that is damaged, of another model or of a newer version."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint of which something is missing or is not what was written."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint with the closest known names, or the list of them when none is close."""
     names = sorted(set(known) - {name})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Unpack
@@ -68,7 +69,7 @@ from meshwright.runtime.rank import Rank
 from meshwright.runtime.recorder import Recorder, ahead_of_first
 from meshwright.runtime.reshard import Mover
 from meshwright.runtime.step import LocalStep
-from meshwright.state.loading import Loaded, load
+from meshwright.state.loading import Loaded, load, resume
 from meshwright.state.saving import Saves
 from meshwright.techniques import Options, asked_beside
 
@@ -240,6 +241,15 @@ class TrainStep:
         return load(
             self.local, path, data=data, optimizer=optimizer, random=random, temporary=self._temporary
         )
+
+    def resume(self, path: str | Path, *, data: Any = None) -> Loaded | None:
+        """`load` of the newest checkpoint in `path` that is not damaged, or nothing where there is none: what a script
+        that may have been started again begins with. Collective. Rank 0 prints which ones are damaged on stderr.
+
+        Raises CheckpointError where all are, and for those of another model or optimizer."""
+        self._saves.wait()
+        told = functools.partial(print, file=sys.stderr, flush=True)
+        return resume(self.local, path, told=told, data=data, temporary=self._temporary)
 
     def copy_to(self, model: torch.nn.Module) -> torch.nn.Module:
         """Write the trained values back into a model (made of real tensors). Collective: all ranks call it."""

@@ -55,6 +55,13 @@ def whole_ones(path: Path) -> list[Path]:
     return sorted(found, key=lambda p: ((p / NAME).stat().st_mtime_ns, p.name), reverse=True)
 
 
+def in_turn(path: Path) -> list[Path]:
+    """The whole checkpoints of a folder, that which is named as the newest first."""
+    found = whole_ones(path)
+    first = newest(path) if found else None
+    return sorted(found, key=lambda p: p != first)
+
+
 def begin(path: Path, step: int, word: str) -> tuple[Path, Path]:
     """Make the folder in which a checkpoint is written; its name and the one that it gets at the end.
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, DamagedError
 from meshwright.redistribute.boxes import Box, whole
 from meshwright.state.tensor_file import DAMAGED, ITEM_BYTES, Place, crc_of, read_into
 
@@ -118,18 +118,18 @@ class Index:
             try:
                 size = path.stat().st_size
             except OSError as error:
-                raise CheckpointError(
+                raise DamagedError(
                     f"the checkpoint lacks {name}", why=error.strerror, where=str(self.folder), hint=DAMAGED
                 ) from None
             if size != note.size_bytes:
-                raise CheckpointError(
+                raise DamagedError(
                     f"{name} was cut short" if size < note.size_bytes else f"something was added to {name}",
                     why=f"it has {size:,} bytes, {note.size_bytes:,} were written",
                     where=str(path),
                     hint=DAMAGED,
                 )
             if note.head_crc is not None and crc_of(path, note.head_bytes) != note.head_crc:
-                raise CheckpointError(
+                raise DamagedError(
                     f"{name} is damaged",
                     why="the checksum of its header is another",
                     where=str(path),
@@ -248,8 +248,8 @@ def read_index(folder: Path) -> Index:
         raise _damaged(path, f"it does not parse: {error}") from None
 
 
-def _damaged(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{NAME} is damaged, or was cut short", why=why, where=str(path), hint=DAMAGED)
+def _damaged(path: Path, why: str) -> DamagedError:
+    return DamagedError(f"{NAME} is damaged, or was cut short", why=why, where=str(path), hint=DAMAGED)
 
 
 def _index(folder: Path, data: dict[str, Any]) -> Index:

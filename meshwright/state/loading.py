@@ -6,6 +6,7 @@ files, names, shapes and dtypes. Checksums of tensors are checked as these are r
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from meshwright.errors import CheckpointError, MeshwrightError
+from meshwright.errors import CheckpointError, DamagedError, MeshwrightError
 from meshwright.layout import TensorLayout
 from meshwright.redistribute.boxes import Box, held_boxes, whole
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.step import LocalStep
-from meshwright.state.folder import whole_ones
+from meshwright.state.folder import in_turn, whole_ones
 from meshwright.state.generators import set_random_state
 from meshwright.state.held import (
     DTYPES,
@@ -33,10 +34,10 @@ from meshwright.state.held import (
 from meshwright.state.index import MODEL, RANDOM, STATE, Index
 from meshwright.state.plain import from_plain, give_back
 from meshwright.state.sources import open_checkpoint, resolved
-from meshwright.state.tensor_file import DAMAGED
 from meshwright.state.words import confirm, from_first
 
 T = TypeVar("T")
+Told = Callable[[str], None]
 LISTED = 8  # differences between models that an error lists
 
 
@@ -95,6 +96,23 @@ def load(
     return Loaded(index.folder, index.step, found, taken, bool(states))
 
 
+def resume(step: LocalStep, path: str | Path, *, told: Told, **options: Any) -> Loaded | None:
+    """`load` of the newest checkpoint in a folder that is not damaged; None where there is none. Collective.
+
+    `told` is called on rank 0 with a sentence for each one that is damaged. Raises CheckpointError."""
+    first = step.world.rank == 0
+    found = json.loads(from_first(step, json.dumps([str(p) for p in in_turn(Path(path))] if first else [])))
+    for number, place in enumerate(found):
+        try:
+            return load(step, place, **options)
+        except DamagedError as error:
+            if number + 1 == len(found):
+                raise
+            if first:
+                told(f"{place} is damaged ({error.what}): the one before is taken")
+    return None
+
+
 def _together(step: LocalStep, path: Path, do: Callable[[], T]) -> T:
     """Do something on every rank; an error of one is raised on all."""
     problem, found = None, None
@@ -108,10 +126,10 @@ def _together(step: LocalStep, path: Path, do: Callable[[], T]) -> T:
 
 def _with_way_out(error: MeshwrightError, path: Path) -> MeshwrightError:
     """Of a damaged checkpoint that is not the only one, an error that names the one before."""
-    others = whole_ones(path)[1:] if error.hint == DAMAGED else []
+    others = whole_ones(path)[1:] if isinstance(error, DamagedError) else []
     if not others:
         return error
-    return CheckpointError(
+    return DamagedError(
         error.what, why=error.why, where=error.where, hint=f"the one before: step.load({str(others[0])!r})"
     )
 
@@ -198,7 +216,7 @@ def _fill(index: Index, name: str, into: torch.Tensor, layout: TensorLayout, ste
             wanted.setdefault(number, []).append((common, held.box, held.here))
             count += common.numel
     if count != sum(held.box.numel for held in mine):
-        raise CheckpointError(f"the checkpoint has only parts of {name}", where=str(index.folder))
+        raise DamagedError(f"the checkpoint has only parts of {name}", where=str(index.folder))
     dtype, outer = DTYPES[entry.dtype], whole(tuple(into.shape))
     for number, targets in wanted.items():
         rows = _around([common for common, _, _ in targets])
@@ -258,4 +276,4 @@ def _random_state(index: Index, step: LocalStep) -> dict[str, torch.Tensor]:
     return {n[len(rank) :]: torch.from_numpy(index.whole(n)) for n, e in found.items()}
 
 
-__all__ = ["Loaded", "load"]
+__all__ = ["Loaded", "load", "resume"]

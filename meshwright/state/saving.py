@@ -29,7 +29,7 @@ from meshwright.state.index import RANDOM, key_of
 from meshwright.state.plain import to_plain
 from meshwright.state.share import own_pieces
 from meshwright.state.tensor_file import Tensor
-from meshwright.state.words import from_first
+from meshwright.state.words import from_first, packed, unpacked
 from meshwright.state.writing import Job
 
 PATIENCE_SECONDS = 1800.0  # how long a rank waits for the others' files
@@ -98,19 +98,17 @@ class Saves:
 
     def _agree(self, path: Path) -> tuple[Path, Path]:
         """The folders to write in, which rank 0 makes."""
-        text, mine = "", None
+        told, mine = "", None
         if self.step.world.rank == 0:
             try:
                 temporary, final = begin(path.absolute(), self.step.rank.step, uuid.uuid4().hex[:12])
-                text = json.dumps([str(temporary), str(final)])
+                told = json.dumps([str(temporary), str(final)])
             except MeshwrightError as error:
-                mine = error
-                text = json.dumps([t[:900] for t in (error.what, error.why, error.where, error.hint)])
-        told = json.loads(from_first(self.step, text))
-        if len(told) == 4:
-            what, why, where, hint = told
-            raise mine or CheckpointError(what, why=why, where=where, hint=hint)
-        return Path(told[0]), Path(told[1])
+                told, mine = packed(error), error
+        found = json.loads(from_first(self.step, told))
+        if len(found) > 2:
+            raise mine or unpacked(json.dumps(found))
+        return Path(found[0]), Path(found[1])
 
     def _collected(self, data: Any, copied: bool) -> tuple[list[Tensor], dict[str, Any]]:
         """What this rank writes: tensors, and a note of what is no tensor."""

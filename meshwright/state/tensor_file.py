@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, DamagedError
 
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
@@ -146,14 +146,14 @@ def read_head(path: Path) -> tuple[dict[str, Place], dict[str, str], int]:
             f"{path.name} cannot be read", why=error.strerror or str(error), where=str(path.parent)
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
+        raise DamagedError(
             f"{path.name} is no safetensors file, or was cut short",
             why=f"no {error} in an entry" if isinstance(error, KeyError) else str(error),
             where=str(path),
             hint=DAMAGED,
         ) from None
     if 8 + length + end != size:
-        raise CheckpointError(
+        raise DamagedError(
             f"{path.name} has {size:,} bytes, its header speaks of {8 + length + end:,}",
             why="it was cut short, or something was added"
             if size < 8 + length + end
@@ -189,11 +189,11 @@ def read_into(path: Path, name: str, place: Place, memory: memoryview) -> None:
             f"{path.name} cannot be read", why=error.strerror or str(error), where=str(path.parent)
         ) from None
     if count != len(memory):
-        raise CheckpointError(
+        raise DamagedError(
             f"{path.name} was cut short", why=f"it ends within {name}", where=str(path), hint=DAMAGED
         )
     if place.crc is not None and zlib.crc32(memory) != place.crc:
-        raise CheckpointError(
+        raise DamagedError(
             f"{name} in {path.name} is damaged",
             why=f"its checksum is {zlib.crc32(memory):08x}, {place.crc:08x} was written",
             where=f"{path}, {len(memory):,} bytes from byte {place.offset:,}",

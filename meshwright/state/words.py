@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 
-from meshwright.errors import CheckpointError, MeshwrightError
+from meshwright.errors import CheckpointError, DamagedError, MeshwrightError
 from meshwright.runtime.step import LocalStep
 
-TEXT_BYTES = 4096
+TEXT_BYTES = 1 << 15
+SAID = 1500  # letters of a sentence of an error that others are told
 
 
 def from_first(step: LocalStep, text: str) -> str:
@@ -16,18 +19,30 @@ def from_first(step: LocalStep, text: str) -> str:
 
 
 def confirm(step: LocalStep, problem: MeshwrightError | None) -> None:
-    """Go on only if no rank has a problem; else all raise that of the last one that has, which raises its own.
-    Collective."""
+    """Go on only if no rank has a problem; else all raise that of the last one that has. Collective."""
     world = step.world
     mine = torch.tensor([world.rank + 1 if problem is not None else 0], device=step.rank.device)
     axes = [a.name for a in world.mesh.axes]
     who = int(world.all_reduce(mine, axes, "max").item()) - 1
     if who < 0:
         return
-    told = _told(step, "" if problem is None else str(problem), who)
-    if problem is not None:
+    told = _told(step, "" if problem is None else packed(problem), who)
+    if who == world.rank and problem is not None:
         raise problem
-    raise CheckpointError(f"rank {who}: {told}")
+    raise unpacked(told, f"rank {who}: ")
+
+
+def packed(error: MeshwrightError) -> str:
+    """An error as a text for other ranks."""
+    parts = (error.what, error.why, error.where, error.hint)
+    return json.dumps([isinstance(error, DamagedError), *(p[:SAID] for p in parts)], ensure_ascii=False)
+
+
+def unpacked(text: str, before: str = "") -> CheckpointError:
+    """The error again; `before` is said before it."""
+    damaged, what, why, where, hint = json.loads(text)
+    kind = DamagedError if damaged else CheckpointError
+    return kind(before + what, why=why, where=where, hint=hint)
 
 
 def _told(step: LocalStep, text: str, source: int) -> str:
@@ -41,4 +56,4 @@ def _told(step: LocalStep, text: str, source: int) -> str:
     return found[: int.from_bytes(found[TEXT_BYTES:], "little")].decode(errors="ignore")
 
 
-__all__ = ["confirm", "from_first"]
+__all__ = ["confirm", "from_first", "packed", "unpacked"]

@@ -25,6 +25,7 @@ from meshwright.state import tensor_file
 from meshwright.state.folder import commit, prune, write_whole
 from meshwright.state.held import merged
 from meshwright.state.index import NAME, PLAN, Entry, FileNote, Index, Part, to_text
+from meshwright.state.words import packed, unpacked
 
 LOOKS = (0.002, 0.2)  # seconds between two looks for files of others: first, and at most
 OUTCOME = "problem.json"
@@ -66,7 +67,7 @@ class Job:
         except (MeshwrightError, OSError) as error:
             file.unlink(missing_ok=True)
             found = error if isinstance(error, MeshwrightError) else tensor_file.cannot_write(file, error)
-            self._tell({"problem": _said(found)})
+            self._tell({"problem": packed(found)})
             self.problem = found
         if self.rank == 0:
             self._finish()
@@ -97,9 +98,8 @@ class Job:
             )
         if self.problem is None:
             notes = [json.loads((self.temporary / n).read_text("utf-8")) for n in names]
-            self.problem = next(
-                (_error(r, n["problem"]) for r, n in enumerate(notes) if "problem" in n), None
-            )
+            told = (unpacked(n["problem"], f"rank {r}: ") for r, n in enumerate(notes) if "problem" in n)
+            self.problem = next(told, None)
             if self.problem is None:
                 try:
                     self._commit(notes)
@@ -125,7 +125,7 @@ class Job:
         for path in self.temporary.glob("*"):
             path.unlink(missing_ok=True)
         try:
-            write_whole(self.temporary / OUTCOME, json.dumps(_said(problem)))
+            write_whole(self.temporary / OUTCOME, packed(problem))
         except OSError:
             shutil.rmtree(self.temporary, ignore_errors=True)
         if self.world == 1:
@@ -144,25 +144,11 @@ class Job:
         if self.problem is not None:
             raise self.problem
         if outcome.exists():
-            raise _error(0, json.loads(outcome.read_text("utf-8")), others=True)
+            raise unpacked(outcome.read_text("utf-8"))
         raise CheckpointError(
             "rank 0 has not ended the checkpoint" if not ended else "rank 0 gave the checkpoint up",
             where=str(self.temporary),
         )
-
-
-def _said(error: MeshwrightError) -> list[str]:
-    return [error.what, error.why, error.where, error.hint]
-
-
-def _error(rank: int, said: list[str], others: bool = False) -> CheckpointError:
-    what, why, where, hint = said
-    return CheckpointError(
-        what if others or what.startswith("rank ") else f"rank {rank}: {what}",
-        why=why,
-        where=where,
-        hint=hint,
-    )
 
 
 def _eventually(true: Callable[[], bool], seconds: float) -> bool:

@@ -1,0 +1,128 @@
+"""Training that goes on by itself after a failure: it begins with the newest checkpoint, saves every so many steps, and
+once more when it is asked to stop.
+
+    autosave = mw.Autosave(step, "ckpt", every=100, data=loader)
+    for batch in loader:
+        step(batch)
+        autosave()
+
+Under ``meshwright run --max-restarts 3`` a rank that is killed costs the steps since the last save.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import uuid
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from meshwright.errors import CheckpointError
+from meshwright.state.folder import write_whole
+from meshwright.state.loading import Loaded
+from meshwright.state.words import from_first
+from meshwright.train import TrainStep, shutdown
+
+STOP = ".stop-"  # begins the names of files that announce a stop
+NOTICE_STEPS = 2  # a stop is announced so many steps ahead
+
+
+class Autosave:
+    """Call it after every step. `loaded`: what training went on from, None where it began anew.
+
+    On SIGTERM (`meshwright run` hands it to all ranks) the ranks agree on a step, save there, leave the process groups
+    and exit with code 0; a second one ends a rank at once. Rank 0 announces the step in a file of the folder. No rank
+    passes it unseen where steps end on none before they have begun on all, as wherever something is reduced over all.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        path: str | Path,
+        *,
+        every: int,
+        data: Any = None,
+        async_: bool = False,
+        keep: int | None = 2,
+    ) -> None:
+        """Load the newest checkpoint of `path` that is not damaged, if there is one. Collective. `every`: steps from
+        save to save; `data`, `async_` and `keep` as for `TrainStep.save`. Raises CheckpointError."""
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise CheckpointError(
+                f"every={every!r} steps", why="a whole number is expected", hint="every=100"
+            )
+        self.step, self.path, self.every, self.data = step, Path(path), every, data
+        self.async_, self.keep = async_, keep
+        self.loaded: Loaded | None = step.resume(path, data=data)
+        self.saved = step.steps if self.loaded is not None else -1
+        word = from_first(step.local, uuid.uuid4().hex[:12] if step.rank == 0 else "")
+        self._stop = self.path / f"{STOP}{word}"
+        for left in self.path.glob(f"{STOP}*"):
+            if step.rank == 0 and word not in left.name:
+                left.unlink(missing_ok=True)
+        self._asked, self._last = False, -1
+        self._before: Any = None
+        self._process = os.getpid()
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._heard)
+
+    def __call__(self) -> None:
+        """Save if it is time. Exits where the ranks have agreed to stop. Collective."""
+        now, last = self.step.steps, self._last_step()
+        if 0 <= last <= now:
+            self._end()
+        if now % self.every == 0 and now != self.saved:
+            self.step.save(self.path, data=self.data, async_=self.async_, keep=self.keep)
+            self.saved = now
+
+    def close(self) -> None:
+        """At the end: wait for a save that is under way, and hear no more signals. Raises CheckpointError."""
+        self.step.wait()
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+            self._before = None
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
+        if os.getpid() != self._process:  # a loader's worker, which was forked with this handler
+            os.kill(os.getpid(), signal.SIGTERM)
+        self._asked = True
+
+    def _last_step(self) -> int:
+        """The step after which all stop; -1 while none has asked for it."""
+        if self._last >= 0:
+            return self._last
+        asking = self._stop.with_name(f"{self._stop.name}.asked")
+        if self.step.rank == 0 and (self._asked or asking.exists()):
+            alone = self.step.mesh.size == 1
+            self._last = self.step.steps + (0 if alone else NOTICE_STEPS)
+            if not alone:
+                self.path.mkdir(parents=True, exist_ok=True)
+                write_whole(self._stop, str(self._last))
+        elif self._stop.exists():
+            self._last = int(self._stop.read_text("utf-8"))
+        elif self._asked and self.step.rank != 0:
+            self.path.mkdir(parents=True, exist_ok=True)
+            asking.touch()
+        return self._last
+
+    def _end(self) -> None:
+        self.step.wait()
+        if self.saved != self.step.steps:
+            self.step.save(self.path, data=self.data, keep=self.keep)
+        if self.step.rank == 0:
+            print(
+                f"asked to stop: saved after step {self.step.steps} in {self.path}",
+                file=sys.stderr,
+                flush=True,
+            )
+            for left in self.path.glob(f"{self._stop.name}*"):
+                left.unlink(missing_ok=True)
+        shutdown()
+        sys.exit(0)
+
+
+__all__ = ["Autosave"]
