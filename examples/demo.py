@@ -94,7 +94,7 @@ def main() -> None:
         console.print(Padding(plan_view(step.program.parts), (0, 0, 0, 2)))
         prove(untouched, loss, text, how)
         heading("The run", f"{options.steps} steps of {BATCH} × {CONFIG.sequence} bytes on {step.mesh}")
-    losses = train(step, text, options.steps, shown=first)
+    losses = train(step, text, options.steps, options.resume, shown=first)
     remember(step, model, example, shown=first)
     state = step.full_state()  # all ranks: each holds a part
     if first:
@@ -111,6 +111,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--compared", type=int, default=25, help="steps that one device repeats")
+    parser.add_argument(
+        "--resume", type=Path, metavar="FOLDER", help="save there, and go on from what is there"
+    )
     parser.add_argument("--sample", type=int, default=200, help="bytes to write at the end")
     return parser.parse_args()
 
@@ -141,9 +144,26 @@ def prove(model: torch.nn.Module, loss: Any, text: torch.Tensor, how: dict[str, 
     )
 
 
-def train(step: mw.TrainStep, text: torch.Tensor, steps: int, shown: bool) -> list[float]:
-    """The loss of every step. Rank 0 shows it."""
-    stream, losses = batches(text), []
+class Losses(list[float]):
+    """The loss of every step; a part of checkpoints."""
+
+    def state_dict(self) -> dict[str, list[float]]:
+        return {"losses": list(self)}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        self[:] = state["losses"]
+
+
+def train(
+    step: mw.TrainStep, text: torch.Tensor, steps: int, resume: Path | None, shown: bool
+) -> list[float]:
+    """The loss of every step. Rank 0 shows it. With a folder to `resume` from, those before it too."""
+    stream, losses = batches(text), Losses()
+    autosave = mw.Autosave(step, resume, every=20, data=losses) if resume else None
+    if shown and step.steps:
+        console.print(f"  goes on after step {step.steps}")
+    for _ in range(step.steps):  # the same batches as without a break
+        next(stream)
     columns = (
         TextColumn(" "),
         BarColumn(32, complete_style="cyan"),
@@ -151,13 +171,17 @@ def train(step: mw.TrainStep, text: torch.Tensor, steps: int, shown: bool) -> li
         TextColumn("{task.fields[now]}"),
     )
     with Progress(*columns, console=console, disable=not shown) as bar:
-        task = bar.add_task("", total=steps, now="")
-        began = time.perf_counter()
-        for number in range(steps):
+        task = bar.add_task("", total=steps, completed=step.steps, now="")
+        began, first = time.perf_counter(), step.steps
+        for number in range(first, steps):
             set_rate(step.optimizer, number, steps)
             losses.append(step(next(stream)).item())
-            speed = (number + 1) * BATCH * CONFIG.sequence / (time.perf_counter() - began)
+            speed = (number + 1 - first) * BATCH * CONFIG.sequence / (time.perf_counter() - began)
             bar.update(task, advance=1, now=f"loss {losses[-1]:.3f}   {speed:,.0f} tokens/s")
+            if autosave:
+                autosave()
+    if autosave:
+        autosave.close()
     if shown:
         marks = [steps * n // 5 for n in range(6)]
         shown_losses = (f"[dim]{n or 1}:[/] {losses[max(n - 1, 0)]:.2f}" for n in dict.fromkeys(marks))

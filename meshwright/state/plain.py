@@ -21,6 +21,8 @@ TAG = "!"
 
 def to_plain(value: Any, what: str) -> Any:
     """A value as JSON has it. Raises CheckpointError that says where in `what` something else stands."""
+    if callable(state := getattr(value, "state_dict", None)):
+        return to_plain(state(), f"{what}.state_dict()")
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -38,8 +40,6 @@ def to_plain(value: Any, what: str) -> Any:
                 return {k: to_plain(v, f"{what}[{k!r}]") for k, v in value.items()}
             pairs = [[to_plain(k, what), to_plain(v, f"{what}[{k!r}]")] for k, v in value.items()]
             return {f"{TAG}items": pairs}
-    if callable(state := getattr(value, "state_dict", None)):
-        return to_plain(state(), f"{what}.state_dict()")
     raise CheckpointError(
         f"{what} is a {type(value).__name__}, which a checkpoint cannot hold",
         why="beside tensors it is JSON, so that nothing has to be unpickled",
