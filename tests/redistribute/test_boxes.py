@@ -69,3 +69,12 @@ def test_replicas_share_the_work() -> None:
     counts = [sum(len([*share.own_pieces(f"w{n}", small, 4, mesh, r)]) for n in range(800)) for r in range(8)]
     assert sum(counts) == 800
     assert min(counts) > 60
+
+
+def test_groups_of_unequal_sizes_are_boxes_of_their_own() -> None:
+    mesh, layout = Mesh.of(tp=2), parse_layout("[(2 16:3+10+1+2/tp), 4]")
+    boxes = [[h.box for h in held_boxes(layout, mesh, rank)] for rank in range(2)]
+    assert boxes == [
+        [Box((0, 0), (13, 4)), Box((16, 0), (13, 4))],
+        [Box((13, 0), (3, 4)), Box((29, 0), (3, 4))],
+    ]
