@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -34,7 +34,7 @@ Build = Callable[[], Any]
 class Run:
     """A model on a mesh. `gathered`: parameters stored in parts, ``keep`` or ``again`` in backward; `level` of
     optimizer parallel; `recompute` by a policy; `micro_batches`, each in `copies` that take turns; `shard`: sums over
-    them are kept in parts. `wire`: the dtype in which gradients are reduced."""
+    them are kept in parts. `wire`: the dtype in which gradients are reduced. `more`: further options."""
 
     build: Build
     mesh: Mapping[str, int] | None = None
@@ -48,6 +48,7 @@ class Run:
     shard: bool = False
     wire: str = ""
     mode: str = "semi_auto"
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     def lowered(self) -> tuple[Any, Any, Partition]:
         """Captured program, batch, and what the ranks run."""
@@ -57,7 +58,7 @@ class Run:
         asked: dict[str, Any] = {"optimizer_parallel": self.level, "threshold_kb": 0} if self.level else {}
         asked |= {"offload": self.offload, "recompute": self.recompute}
         asked |= {"micro_batches": self.micro_batches, "interleave": self.copies}
-        asked |= {"gradient_accumulation_shard": self.shard, "reduce_dtype": self.wire}
+        asked |= {"gradient_accumulation_shard": self.shard, "reduce_dtype": self.wire, **self.more}
         plan = stages.plan_captured(
             captured, Mesh.of(self.mesh or {}), mode, self.pins, techniques=techniques_from(asked)
         )
