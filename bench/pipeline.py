@@ -1,7 +1,7 @@
 """Pipelines on real ranks: against torch.distributed.pipelining, schedules and splits of ours against one another, and
 predicted against measured steps.
 
-    python -m bench pipeline [--group torch zero balanced] [--ranks 2 4] [--rounds N] [--cluster C2.YAML ...]
+    python -m bench pipeline [--group torch zero balanced] [--ranks 2 4] [--only TEXT] [--cluster C2.YAML ...]
 
 A GPT of even layers. Theirs is the model cut by hand into modules, each in a `PipelineStage`; ours is the captured
 program cut at the same places (`stages=`), or where the planner likes (`balanced`). All update with the same fused
@@ -35,7 +35,12 @@ NAMES = ("one", "other")
 
 
 def _measure_all(plain: Sequence[dict[str, Any]], rounds: int, cluster: str) -> list[dict[str, Any]]:
-    return [_measure(_row(one), rounds, cluster) for one in plain]
+    found: list[dict[str, Any]] = []
+    for one in plain:
+        found.append(_measure(_row(one), rounds, cluster))
+        if dist.get_rank() == 0:  # as it goes: who ends it early has the rows until then
+            print(_line(found[-1]), flush=True)
+    return found
 
 
 def _row(plain: dict[str, Any]) -> Row:
@@ -129,7 +134,7 @@ def main(given: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--group", nargs="*", choices=groups, default=list(groups))
     parser.add_argument("--ranks", nargs="*", type=int, choices=counts, default=list(counts))
-    parser.add_argument("--schedules", nargs="*", help="of the first of a row")
+    parser.add_argument("--only", help="rows with this in their line, as 'GPT 512' or 'gpipe, 4'")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1, help="per rank")
     parser.add_argument(
@@ -139,16 +144,14 @@ def main(given: Sequence[str] | None = None) -> None:
     options = parser.parse_args(given)
     clusters = {mw.Cluster.load(path).ranks: str(path.resolve()) for path in options.cluster}
     busy, found = os.getloadavg()[0], list[dict[str, Any]]()
-    print(f"{'':67}{'':44}  one ms other ms  ratio  quartiles     MB of the first rank, the last   predicted")
+    print(f"{'':100}  one ms other ms  ratio  quartiles     MB: first rank, last rank    predicted")
     for ranks in options.ranks:
         wanted = [r for r in every if r.ranks == ranks and r.group in options.group]
-        wanted = [r for r in wanted if not options.schedules or r.one.schedule in options.schedules]
+        wanted = [r for r in wanted if (options.only or "") in f"{r.case} {r.about}"]
         if wanted:
             plain = [dataclasses.asdict(r) for r in wanted]
             rounds, cluster = max(2, options.rounds), clusters.get(ranks, "")
-            here = on_ranks(ranks, options.threads, _measure_all, plain, rounds, cluster)
-            print("\n".join(map(_line, here)), flush=True)
-            found += here
+            found += on_ranks(ranks, options.threads, _measure_all, plain, rounds, cluster)
     print("\n".join(_errors(found)))
     if busy > 0.5:
         print(f"the machine was not quiet: load {busy:.1f} before this table")

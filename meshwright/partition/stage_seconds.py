@@ -7,10 +7,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.machine import seconds
+from meshwright.cost.operators import Work
 from meshwright.cost.timeline import play
 from meshwright.graph import Graph
 from meshwright.partition import Partition
-from meshwright.partition.accumulation import scattered_each_time, summed_first
+from meshwright.partition.accumulation import programs_in_time, scattered_each_time, summed_first
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.halves import splittable
@@ -57,9 +59,18 @@ def stage_seconds(
     prices = step.nodes
     later = math.fsum(prices[name].backward_seconds / 2 for name in splittable(graph) if name in prices)
     later *= parts.copies
-    return StageSeconds(
-        ends[0], ends[1] - ends[0], min(later, ends[1] - ends[0]), max(0.0, ends[2] - ends[1])
-    )
+    added, backward = adding_seconds(parts, cluster, graph), ends[1] - ends[0]
+    return StageSeconds(ends[0], backward + added, min(later, backward) + added, max(0.0, ends[2] - ends[1]))
+
+
+def adding_seconds(parts: Partition, cluster: Cluster, graph: Graph) -> float:
+    """Adding the weights' gradients of a micro-batch of a stage to those before it, the first having none: two are
+    read, one is written, all of them once for each micro-batch, so that no cache holds them until the next."""
+    count = programs_in_time(parts)
+    sizes = [i.type.size_bytes for i in graph.inputs if i.role == "parameter" and i.needs_grad]
+    moved, elements = 3.0 * sum(sizes), float(sum(sizes)) / 4
+    one = Work("memory", "f32", elements, 0.0, moved, 0.0, float(len(sizes)), 0.0)
+    return (1 - 1 / count) * float(seconds(one, cluster.device, cluster.measured)[0])
 
 
 def update_seconds_of(

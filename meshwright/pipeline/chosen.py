@@ -19,6 +19,7 @@ from meshwright.search.folded import folded, whole
 from meshwright.search.joint.bounds import Least
 from meshwright.search.joint.dimensions import pieces_of
 from meshwright.search.joint.stages import Staged, stages
+from meshwright.search.joint.told_stages import told_stages
 from meshwright.search.options import Scene
 from meshwright.search.planner import Planner, Request
 from meshwright.search.space.build import Ties
@@ -112,7 +113,8 @@ def _best(
         if _better(other, request, best.claims["step_seconds"] if best is not None else enough):
             given = replace(other.techniques, given=techniques.given)
             note = f"auto chose {other.techniques.pipeline} stages, {found.outer.schedule.name}: {before}"
-            best = replace(other, techniques=given).with_notes(note)
+            told = told_stages(found, list(several.values()), techniques.given)
+            best = replace(other, techniques=given).with_notes(note, *told)
             request.progress(f"{other.techniques.pipeline} stages", best.claims["step_seconds"], None)
     return best
 

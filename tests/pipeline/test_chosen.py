@@ -27,6 +27,14 @@ def test_stages_lie_on_both_sides_of_a_link_that_nothing_else_may_cross() -> Non
     assert plan.techniques.pipeline > 1 and plan.techniques.micro_batches > 1
     assert plan.claims["step_seconds"] < 0.95 * alone.claims["step_seconds"]
     assert any("auto chose" in note and "stages" in note for note in plan.notes)
+    for name in ("pipeline", "schedule", "micro_batches", "recompute"):
+        value = getattr(plan.techniques, name)
+        (told,) = (n for n in plan.notes if n.startswith(f"auto chose {name}={value!r}; "))
+        assert "next best" in told or "nothing else fits" in told
+    assert any("; next best" in n for n in plan.notes)
+    axis = plan.mesh.names[0][0]
+    pinned = plan.pin("lm_head", n=axis)  # stages that a search chose stay with a pin
+    assert pinned.techniques.pipeline == plan.techniques.pipeline and pinned.ranks == plan.ranks
     net, batch, loss = built("wide gpt")
     mw.verify(net, batch, loss=loss, plan=plan).raise_if_different()
 
@@ -52,3 +60,4 @@ def test_what_the_user_fixed_stays_beside_stages(given) -> None:
     assert plan.techniques.pipeline > 1
     assert all(getattr(plan.techniques, name) == value for name, value in given.items())
     assert plan.techniques == replace(plan.techniques, **given)
+    assert not any(n.startswith(f"auto chose {name}=") for n in plan.notes for name in given)

@@ -1,0 +1,41 @@
+"""What a reader is told of each dimension of a pipeline that a search has chosen: the value, and what the next best of
+the others would cost, by the sums that ranked them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from meshwright.search.joint.stages import Staged
+from meshwright.search.joint.told import shown
+
+DIMENSIONS: dict[str, Callable[[Staged], Any]] = {
+    "pipeline": lambda one: one.outer.stages,
+    "schedule": lambda one: one.outer.schedule.name,
+    "micro_batches": lambda one: one.found.techniques.micro_batches,
+    "recompute": lambda one: one.found.techniques.recompute,
+    "ranks of each level": lambda one: one.outer.taken,
+}
+
+
+def told_stages(best: Staged, found: Sequence[Staged], given: frozenset[str] = frozenset()) -> list[str]:
+    """A line for each dimension that was open: `found` are the pipelines that were simulated and fit, `best` the one of
+    them that was taken, and the user has `given` what is not told."""
+    lines: list[str] = []
+    for name, value_of in DIMENSIONS.items():
+        mine = value_of(best)
+        if name in given or (name == "ranks of each level" and len(mine) == 1):
+            continue
+        others = [one for one in found if value_of(one) != mine]
+        said = f"auto chose {name}={shown(mine)}"
+        if others:
+            other = min(others, key=lambda one: one.seconds)
+            more = 1e3 * (other.seconds - best.seconds)
+            said += f"; next best {shown(value_of(other))} at about {more:+.3g} ms"
+        else:
+            said += "; nothing else fits and is quicker than one stage, of what was simulated"
+        lines.append(said)
+    return lines
+
+
+__all__ = ["told_stages"]
