@@ -128,8 +128,15 @@ def _as_arrays(alike: Alike, make: MakeSpace, mesh: Mesh, sweeps: int) -> Recurs
         if sweep > 1 and best >= before * (1 - GAIN):
             break
     space = make(exactly(dict(zip(alike.names, now, strict=True))))
-    found = eliminate(space.problem())
-    return Recursed(space, found.states, found.price, sweep)
+    asked = space.problem()
+    tables = alike.priced((), now).tables
+    if asked.sizes == tuple(
+        tables.sizes.tolist()
+    ):  # one storage for each use: states are those of the arrays
+        states = tuple(tables.solved()[0].tolist())
+    else:
+        states = eliminate(asked).states
+    return Recursed(space, states, asked.price(states), sweep)
 
 
 def greedy(problem: Problem) -> tuple[int, ...]:
