@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,9 +16,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from meshwright.capture.batch import leaves
 from meshwright.data.agree import told_by_all
 from meshwright.data.order import check_state, order_of_dataset, order_of_loader
-from meshwright.data.padding import fills
+from meshwright.data.padding import fills, fills_forward
 from meshwright.data.reading import Collate, Failed, Item, Reading, Samples, kinds_of, parts_of, reading_of
-from meshwright.errors import BatchError
+from meshwright.errors import BatchError, RunError
 from meshwright.runtime.batches import LocalBatch
 from meshwright.runtime.step import LocalStep
 from meshwright.train import TrainStep
@@ -26,6 +27,17 @@ from meshwright.train import TrainStep
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
 
 LAST = ("drop", "pad")
+OPTIONS = (
+    "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+    "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
+)  # fmt: skip
+OURS = {
+    "batch_size": "the batch is as large as that of the step",
+    "drop_last": 'last="drop" says it',
+    "sampler": "a DataLoader with that sampler says it",
+    "batch_sampler": "a DataLoader with that sampler says it",
+    "generator": "seed= says how samples are shuffled; a DataLoader may have a generator",
+}
 _KEPT = (
     "num_workers pin_memory timeout worker_init_fn prefetch_factor persistent_workers multiprocessing_context"
 )
@@ -77,16 +89,14 @@ def shard_loader(
 
     The order is that of one device: of a DataLoader with its generator, of a dataset that of ``generator=
     torch.Generator().manual_seed(seed)``. `last`: a last batch that is too small is left out ("drop") or filled up with
-    samples that the loss ignores ("pad"); without it, such a dataset is refused. `sample_seeds`: random augmentation of
+    samples that the loss ignores ("pad"; of a forward pass, ``batch.samples`` says how many rows count); without it,
+    such a dataset is refused. `sample_seeds`: random augmentation of
     a sample is drawn from `seed`, the epoch and its number, so that it is the same whoever reads it.
 
     Collective: all ranks call it, with equal arguments. Raises BatchError and RunError, on all ranks where they differ.
     """
     local: LocalStep = getattr(step, "local", step)  # a step, or one of simulated ranks as it is
-    if last not in (None, *LAST):
-        raise BatchError(
-            f"last={last!r}", why=f"a last batch that is too small: {' or '.join(map(repr, LAST))}"
-        )
+    _check(source, local, last, seed, options)
     if isinstance(source, DataLoader):
         given = [name for name, value in (("shuffle", shuffle), *options.items()) if value is not None]
         if given:
@@ -109,15 +119,71 @@ def shard_loader(
                 why="it has no samples by number, and cannot be iterated over",
                 hint="a DataLoader, a dataset with __len__ and __getitem__, or an iterable of whole batches",
             )
+        _in_its_own_order(source, shuffle)
         if isinstance(source, IterableDataset):
             size = reading_of(local.batches, 0).batch_size
             source = StatefulDataLoader(source, batch_size=size, **options)
         return _Stream(source, local, last)
     if isinstance(source, list | tuple) and not isinstance(source, Dataset):
+        _in_its_own_order(source, shuffle)
+        _check_batches(source, local)
         return _Stream(source, local, last)
     options = dict(options)
     collate = options.pop("collate_fn", None)
     return _Numbered(source, local, last, seed, sample_seeds, options, collate, bool(shuffle))
+
+
+def _check(source: Any, local: Any, last: str | None, seed: Any, options: Mapping[str, Any]) -> None:
+    """Raise BatchError for arguments that cannot be."""
+    if not hasattr(local, "batches"):
+        raise BatchError(
+            f"{type(local).__name__} is no step",
+            why="what a rank reads depends on the step that takes the batches",
+            hint="mw.shard_loader(dataset, step), with step = mw.train_step(…) or mw.forward_step(…)",
+        )
+    if last not in (None, *LAST):
+        raise BatchError(
+            f"last={last!r}",
+            why=f"a last batch that is too small: {' or '.join(map(repr, LAST))}",
+            hint='last="drop" leaves it out, last="pad" fills it up',
+        )
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise BatchError(f"seed={seed!r}", why="it is a whole number", hint="seed=0")
+    for name in options:
+        if name in OURS:
+            raise BatchError(f"{name}=", why=OURS[name], hint="mw.shard_loader(dataset, step, shuffle=True)")
+        if name not in OPTIONS:
+            near = difflib.get_close_matches(name, ["shuffle", "last", "seed", *OPTIONS], 1)
+            raise BatchError(
+                f"no option {name}=",
+                why="options are those of torch.utils.data.DataLoader",
+                hint=f"did you mean {near[0]}=?" if near else ", ".join(OPTIONS),
+            )
+
+
+def _in_its_own_order(source: Any, shuffle: bool | None) -> None:
+    if shuffle:
+        raise BatchError(
+            f"shuffle=True beside a {type(source).__name__}",
+            why="what is iterated over, batch by batch, comes in its own order",
+            hint="a dataset with __len__ and __getitem__, or a source that shuffles, alike on all ranks",
+        )
+
+
+def _check_batches(source: Sequence[Any], local: LocalStep) -> None:
+    """Raise BatchError for a list of samples, which is no list of batches."""
+    held = dict(leaves(source[0])) if source else {}
+    shapes = {e.target: e.type.shape for e in local.batches.entries}
+    size = max((shape[0] for shape in shapes.values() if shape), default=0)
+    one = [path for path, shape in shapes.items() if path in held and tuple(held[path].shape) == shape[1:]]
+    if source and (one or not held) and all(tuple(x.shape) != shapes.get(p) for p, x in held.items()):
+        raise BatchError(
+            f"a {type(source).__name__} of samples"
+            if one
+            else f"a {type(source).__name__} of what has no tensors",
+            why="a list is taken for one of whole batches, as the example batch is",
+            hint=f"DataLoader(samples, batch_size={size})",
+        )
 
 
 def _is_default(loader: DataLoader[Any]) -> bool:
@@ -160,7 +226,7 @@ class _Numbered(ShardedLoader):
             )
         self.last, self.fill = last, dict[str, int]()
         if last == "pad":
-            self.fill = fills(local.parts.resharded.graph, local.parts.factors)
+            self.fill = _fills(local, self.batch_size)
         shuffle = f"shuffle={order}" if isinstance(order, bool) else type(order.sampler).__name__
         told = f"{len(dataset)} samples, {shuffle}, seed {seed}, batches of {self.batch_size}, last={last!r}"
         if isinstance(order, bool):
@@ -206,33 +272,50 @@ class _Numbered(ShardedLoader):
         """Draw the order of this epoch, equal on all ranks."""
         drawn, sizes = self.order.draw()
         self._agree({f"the order of samples of epoch {self.epoch}": self.order.mark(drawn)})
-        whole, left = divmod(len(drawn), self.batch_size)
-        if any(n != self.batch_size for n in sizes[: -1 if left else None]):
+        if not 0 <= self._taken <= len(drawn):
+            raise RunError(
+                f"the position is after {self._taken} samples, an epoch has {len(drawn)}",
+                hint="the dataset that was read when the position was saved",
+            )
+        left = (len(drawn) - self._taken) % self.batch_size
+        if any(n != self.batch_size for n in sizes[: -1 if len(drawn) % self.batch_size else None]):
             raise BatchError(
                 f"the batch sampler makes batches of {min(sizes)} to {max(sizes)} samples",
                 why=f"the step takes {self.batch_size}",
             )
         if left and self.last is None:
             raise BatchError(
-                f"{len(drawn)} samples leave {left} for the last batch, the step takes {self.batch_size}",
-                why="a step is one program of fixed shapes",
+                f"{len(drawn) - self._taken} samples leave {left} for the last batch, the step takes {self.batch_size}",
+                why=(
+                    "" if not self._taken else f"{self._taken} of {len(drawn)} were taken in other batches; "
+                )
+                + "a step is one program of fixed shapes",
                 hint='last="drop" leaves them out, last="pad" fills up with samples that the loss ignores',
             )
-        self._drawn, self._count = drawn, whole + (1 if left and self.last == "pad" else 0)
+        if not len(drawn) or (self.last == "drop" and len(drawn) < self.batch_size):
+            raise BatchError(
+                f"{len(drawn)} samples make no batch of {self.batch_size}",
+                why="there would be nothing to train on"
+                + (': last="drop" leaves them out' if len(drawn) else ""),
+                hint='last="pad", or an example batch of fewer rows'
+                if len(drawn)
+                else "a dataset with samples",
+            )
+        self._drawn, self._size = drawn, len(drawn)
+        self._end = len(drawn) - left if self.last != "pad" else len(drawn)
 
     def __len__(self) -> int:
-        return self._count
+        return -(-self._size // self.batch_size) if self.last == "pad" else self._size // self.batch_size
 
     def __iter__(self) -> Iterator[LocalBatch]:
         if self._drawn is None:
             self._begin()
         assert self._drawn is not None
-        self._indices.begin(self._drawn, self._taken, self._count, self.epoch)
-        end = min(self._count * self.batch_size, len(self._drawn))
+        self._indices.begin(self._drawn, self._taken, self._end, self.epoch)
         for batch in self._loader:
             if isinstance(batch, Failed):
                 raise BatchError(batch.what, why=batch.why, where=batch.where, hint=batch.hint)
-            samples = min(self.batch_size, end - self._taken)
+            samples = min(self.batch_size, self._end - self._taken)
             self._taken += samples
             yield replace(batch, samples=samples)
         self.epoch, self._taken, self._drawn = self.epoch + 1, 0, None
@@ -267,6 +350,11 @@ class _Numbered(ShardedLoader):
             )
 
 
+def _fills(local: Any, size: int) -> dict[str, int]:
+    graph, factors = local.parts.resharded.graph, local.parts.factors
+    return fills(graph, factors) if isinstance(local, LocalStep) else fills_forward(graph, factors, size)
+
+
 def _named(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
@@ -279,16 +367,16 @@ class _Indices:
         self.reading, self.seed = reading, seed
         self.begin(torch.zeros(0, dtype=torch.int64), 0, 0, 0)
 
-    def begin(self, drawn: torch.Tensor, taken: int, count: int, epoch: int) -> None:
-        """Go through what is left of an epoch of `count` batches."""
-        self.drawn, self.taken, self.count, self.epoch = drawn, taken, count, epoch
+    def begin(self, drawn: torch.Tensor, taken: int, end: int, epoch: int) -> None:
+        """Go through the samples of an epoch from `taken` up to `end`."""
+        self.drawn, self.taken, self.end, self.epoch = drawn, taken, end, epoch
 
     def __len__(self) -> int:
-        return self.count - self.taken // self.reading.batch_size
+        return len(range(self.taken, self.end, self.reading.batch_size))
 
     def __iter__(self) -> Iterator[list[Item]]:
         size, rows = self.reading.batch_size, torch.from_numpy(self.reading.rows)
-        for start in range(self.taken, self.count * size, size):
+        for start in range(self.taken, self.end, size):
             places = start + rows
             fills = places >= len(self.drawn)
             # What fills a batch up is its first sample once more: nothing that the model has never seen.
@@ -308,7 +396,7 @@ class _Stream(ShardedLoader):
         self.epoch, self._taken, self._skip = 0, 0, 0
         self.reading = reading_of(local.batches, local.world.rank, by_sample=False)
         self.batch_size = self.reading.batch_size
-        self.fill = fills(local.parts.resharded.graph, local.parts.factors) if last == "pad" else {}
+        self.fill = _fills(local, self.batch_size) if last == "pad" else {}
 
     def __len__(self) -> int:
         return len(self.source)  # type: ignore[arg-type]

@@ -63,6 +63,18 @@ def fills(graph: Graph, factors: Factors) -> dict[str, int]:
     return found
 
 
+def fills_forward(graph: Graph, factors: Factors, size: int) -> dict[str, int]:
+    """The same of a forward pass: nothing has to be filled up where every result has a row for each of `size` samples,
+    which depends on that sample alone; else as `fills`."""
+    types = [graph.types[value] for _, value in graph.outputs]
+    if not all(t.shape[:1] == (size,) for t in types):
+        return fills(graph, factors)
+    for node in graph.nodes:
+        if node.name in factors.sites and _looks_across(node, factors):
+            raise _cannot(node, "it looks at several samples together", "results")
+    return {}
+
+
 def _target(node: Node) -> str:
     return node.args[1].name
 
@@ -86,9 +98,9 @@ def _looks_across(node: Node, factors: Factors) -> bool:
     return False
 
 
-def _cannot(node: Node, why: str) -> BatchError:
+def _cannot(node: Node, why: str, what: str = "loss") -> BatchError:
     return BatchError(
-        "the last batch cannot be filled up: the loss would change",
+        f"the last batch cannot be filled up: the {what} would change",
         why=f"{node.op}: {why}",
         where=node.where,
         hint='last="drop", or a dataset whose length divides by the batch',

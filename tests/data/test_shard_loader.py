@@ -433,6 +433,105 @@ def test_items_of_other_shapes_are_refused_with_the_ranks() -> None:
     t.on_ranks(parts, model, example, loss, narrow)
 
 
+@pytest.mark.parametrize("taken", (4, 5))
+@pytest.mark.parametrize("size", (8, 12))
+def test_a_position_at_the_end_or_between_batches_goes_on(taken: int, size: int) -> None:
+    """41 samples in batches of 9, of which the last is filled up; the rest in batches of another size."""
+    model, example, loss = t.classifier(9)
+    parts = t.parts_for(model, example, loss, 2)
+
+    def begun(step):
+        loader = mw.shard_loader(t.Points(41), step, shuffle=True, seed=5, last="pad")
+        found = []
+        for batch in loader:
+            found.append(batch.samples)
+            if len(found) == taken:
+                return found, loader.state_dict()
+        raise AssertionError
+
+    (counts, state), *_ = t.on_ranks(parts, model, example, loss, begun)
+    assert counts == [9, 9, 9, 9, 5][:taken]
+    model, example, loss = t.classifier(size)
+
+    def ended(step):
+        loader = mw.shard_loader(t.Points(41), step, shuffle=True, last="pad")
+        loader.load_state_dict(state)
+        return [b.samples for b in loader], [b.samples for b in loader], len(loader)
+
+    rest, whole, batches = t.on_ranks(t.parts_for(model, example, loss, 2), model, example, loss, ended)[0]
+    assert rest == ([5] if taken == 4 else [])
+    assert sum(whole) == 41 and len(whole) == batches
+
+    def strict(step):
+        loader = mw.shard_loader(t.Points(48), step, shuffle=True)
+        with pytest.raises(BatchError, match=f"{48 - 9 * taken} samples leave"):
+            loader.load_state_dict({**state, "samples": 9 * taken})
+
+    if (48 - 9 * taken) % size:
+        t.on_ranks(t.parts_for(model, example, loss, 2), model, example, loss, strict)
+
+    def beyond(step):
+        loader = mw.shard_loader(t.Points(41), step, shuffle=True, last="pad")
+        with pytest.raises(RunError, match="after 42 samples, an epoch has 41"):
+            loader.load_state_dict({**state, "samples": 42})
+
+    t.on_ranks(t.parts_for(model, example, loss, 2), model, example, loss, beyond)
+
+
+def test_a_forward_step_reads_its_part_and_what_fills_up_does_not_count() -> None:
+    """Results of a ragged dataset, row by row, as the plain model gives them; a mean over rows is refused."""
+    model, example, _ = t.classifier(8)
+    points = t.Points(21)
+
+    def results(outputs):
+        forward = mw.forward_step(model, {"x": example["x"]}, outputs=outputs, mesh=1)
+        return forward, mw.shard_loader(_Inputs(points), forward, last="pad")
+
+    forward, loader = results(lambda model, batch: model(batch["x"]))
+    found = torch.cat([forward(batch)[: batch.samples] for batch in loader])
+    assert torch.allclose(found, model(points.x), atol=1e-12)
+    with pytest.raises(BatchError, match="no loss of this model ignores labels"):
+        results(lambda model, batch: model(batch["x"]).mean())
+    with pytest.raises(BatchError, match=r"results would change(.|\n)*several samples together"):
+        results(lambda model, batch: model(batch["x"]).softmax(0))
+
+
+class _Inputs(torch.utils.data.Dataset):
+    def __init__(self, points: t.Points) -> None:
+        self.points = points
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": self.points.x[index]}
+
+
+def test_arguments_that_cannot_be_are_refused() -> None:
+    model, example, loss = t.classifier(8)
+
+    def body(step):
+        points = t.Points(16)
+        samples = [points[n] for n in range(16)]
+        for said, source, options in (
+            ("did you mean shuffle=", points, {"shufle": True}),
+            ("as large as that of the step", points, {"batch_size": 4}),
+            ("seed=None", points, {"seed": None}),
+            ("shuffle=True beside a list", [example, example], {"shuffle": True}),
+            ("a list of samples", samples, {}),
+            ("a list of what has no tensors", [{"x": p["x"].numpy()} for p in samples], {}),
+            ("0 samples make no batch of 8", t.Points(0), {}),
+            ("3 samples make no batch of 8", t.Points(3), {"last": "drop"}),
+        ):
+            with pytest.raises(BatchError) as told:
+                mw.shard_loader(source, step, **options)
+            assert said in str(told.value)
+        with pytest.raises(BatchError, match="function is no step"):
+            mw.shard_loader(points, loss)
+
+    t.on_ranks(t.parts_for(model, example, loss, 1), model, example, loss, body)
+
+
 def test_what_cannot_be_read_right_is_refused() -> None:
     model, example, loss = t.classifier(8)
     parts = t.parts_for(model, example, loss, 2)
