@@ -97,17 +97,17 @@ class ForwardWalk:
                 case "parameter":
                     self.values[entry.name] = self.heap.new(entry.type.size_bytes, "parameters")
                 case "batch":  # every rank is given the whole batch and looks at its part
-                    self.values[entry.name] = batch[self._of_one(entry.name)]
+                    self.values[entry.name] = batch[self.of_one(entry.name)]
                 case _:
                     self.values[entry.name] = self.heap.new(entry.type.size_bytes, "buffers")
         self.heap.on_host = False
 
-    def _of_one(self, name: str) -> str:
+    def of_one(self, name: str) -> str:
         """What a value of a copy is called in the program of one."""
         return original(name, self.copy_of[name]) if name in self.copy_of else name
 
     def _pair(self, reshard: Node) -> Reshard:
-        return self.parts.resharded.pairs[self._of_one(reshard.name)]
+        return self.parts.resharded.pairs[self.of_one(reshard.name)]
 
     def _number(self, node: Node) -> int:
         """This rank's number on the plan's mesh in the copy that a node is of: copies may be of several sizes."""

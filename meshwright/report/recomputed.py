@@ -41,7 +41,7 @@ def recomputed(parts: Partition) -> list[str]:
     for these, name in ((parts, "kept"), (plain, "plain")):
         modules = {n.name: n.module for n in these.local(rank).nodes}
         for node, size in kept_bytes(these, rank).items():
-            layer = layers.setdefault(_layer_of(modules[node]), _Layer())
+            layer = layers.setdefault(_layer_of(modules.get(node, "")), _Layer())
             setattr(layer, name, getattr(layer, name) + size)
     kinds: dict[tuple[str, int, int, int, int], list[str]] = {}
     for name, layer in layers.items():
