@@ -12,7 +12,8 @@ from meshwright.partition.peaks import ADAMW, Optimizer
 
 def kept_bytes(parts: Partition, rank: int = 0) -> Mapping[str, int]:
     """Node of a rank's program → bytes of what it makes that are kept when forward has ended, its results and what
-    autograd keeps beside them, of all copies that take turns. What is a parameter, or of the batch, or in the host's memory is not counted."""
+    autograd keeps beside them, of all copies that take turns. What is a parameter, or of the batch, or in the host's
+    memory is not counted."""
     walk = StepWalk(parts, rank, ADAMW, "cpu", None, True)
     walk.start()
     walk.forward()
