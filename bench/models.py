@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,7 +190,14 @@ def built(
     kind = config["model_type"]
     if layers is not None and kind != "resnet":
         config[LAYERS.get(kind, "num_hidden_layers")] = layers
+    return built_from(config, batch, sequence)
+
+
+def built_from(
+    config: Mapping[str, Any], batch: int, sequence: int | None = None
+) -> tuple[torch.nn.Module, Any, Callable[..., torch.Tensor]]:
+    """The same of a configuration."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
-        images = kind in ("vit", "resnet")
+        images = config["model_type"] in ("vit", "resnet")
         return from_config(folder, batch=batch, sequence=None if images else sequence)

@@ -1,0 +1,235 @@
+"""A plan for thousands of GPUs without any, and one rank of it run here at a fraction of the width.
+
+python -m bench one-rank Llama-405B --nodes 2048 --batch 2048 --sequence 8192
+python -m bench one-rank Llama-70B --nodes 128 --batch 1024 --rank 77
+
+A model is planned as it is published. Then the same layers with narrow matrices are cut by the same plan: one rank of
+all builds its program and runs a step, and a communicator that only counts answers for the thousands of others. What it
+sent, and the memory it took, stand beside what was predicted for that program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections import Counter as Multiset
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from bench.memory import peak_bytes
+from bench.models import CONFIGS, built_from, opened
+from meshwright.capture import Captured
+from meshwright.capture.batch import leaves
+from meshwright.compile import captured_of, lower, plan_captured, request_for
+from meshwright.cost.cluster import Cluster
+from meshwright.graph import Graph
+from meshwright.layout import Dim, TensorLayout, map_leaves
+from meshwright.layout import leaves as sub_dims
+from meshwright.ops.analysis import factors_of
+from meshwright.ops.strategy import Strategy
+from meshwright.partition import Partition
+from meshwright.partition.collectives import step_collectives
+from meshwright.partition.memory import peak
+from meshwright.partition.micro_batches import first_micro_batch
+from meshwright.partition.peaks import optimizer_on
+from meshwright.pipeline.meshes import meshes_of
+from meshwright.pipeline.messages import Messages
+from meshwright.pipeline.order import schedule_of
+from meshwright.pipeline.predicted import peaks_of
+from meshwright.plan import Plan, fingerprint
+from meshwright.report.claims import claim_lines
+from meshwright.runtime.communicator import Counter
+from meshwright.runtime.dtypes import TORCH_DTYPES
+from meshwright.runtime.rank import Rank
+from meshwright.runtime.step import LocalStep
+
+WIDTHS = ("hidden_size", "intermediate_size", "vocab_size")
+CPU = torch.device("cpu")
+Call = tuple[str, frozenset[str], int]  # kind, axes, bytes
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What one rank sent in a step, and the most bytes it had, beside what was predicted."""
+
+    sent: Multiset[Call]
+    expected: Multiset[Call]
+    peak_bytes: int
+    expected_bytes: int
+
+
+def narrow(config: Mapping[str, Any], share: int) -> dict[str, Any]:
+    """A configuration with matrices of a fraction of the width, and as many layers and heads."""
+    found = {**config, **{name: config[name] // share for name in WIDTHS}}
+    if "head_dim" in config:
+        found["head_dim"] = config["head_dim"] // share
+    return found
+
+
+def resized(plan: Plan, wide: Graph, small: Graph) -> Plan:
+    """The plan of a graph for one that differs in sizes alone: the same axes at the same sub-dims."""
+    before, after = factors_of(wide), factors_of(small)
+    trees = {n: (before.sites[n].trees, after.sites[n].trees) for n in before.sites}
+
+    def layout(name: str, given: TensorLayout) -> TensorLayout:
+        dims = tuple(map(_resized, given.dims, after.dims[name]))
+        return TensorLayout(dims, given.pending, given.grad)
+
+    def strategy(name: str, given: Strategy) -> Strategy:
+        return replace(given, cuts=tuple((x, _resized(dim, trees[name][1][x])) for x, dim in given.cuts))
+
+    return replace(
+        plan,
+        fingerprint=fingerprint(small),
+        strategies={n: strategy(n, s) for n, s in plan.strategies.items()},
+        inputs={n: layout(n, v) for n, v in plan.inputs.items()},
+        hubs={n: layout(n, v) for n, v in plan.hubs.items()},
+        states={n: layout(n, v) for n, v in plan.states.items()},
+        claims={},
+        origin=None,
+    )
+
+
+def _resized(dim: Dim, like: Dim) -> Dim:
+    """The axes of a dim at the sub-dims of another."""
+    axes = [leaf.axes for leaf in sub_dims(dim)]
+    if len(axes) != len(list(sub_dims(like))):
+        raise SystemExit(f"{dim} and {like} have other sub-dims: take another width")
+    at = iter(axes)
+    return map_leaves(like, lambda leaf: replace(leaf, axes=next(at)))
+
+
+def run(parts: Partition, captured: Captured, batch: Any, rank: int) -> Ran:
+    """One step of a rank with the counting communicator, its weights drawn at random."""
+    plan, world = parts.asked, parts.asked.ranks
+    comm = Counter(world, rank)
+    within = meshes_of(plan).within(rank) if plan.stages else rank
+    example = {path: torch.zeros(x.shape, dtype=x.dtype) for path, x in leaves(batch)}
+
+    def make() -> Callable[[], torch.Tensor]:
+        # Only this rank's part of a weight is ever made.
+        values, held = _values(parts, captured, within)
+        step = LocalStep(parts, Rank(comm, CPU), values, lambda p: torch.optim.AdamW(p, lr=1e-3), held=held)
+        made.append(step)
+        return lambda: step(example)
+
+    made: list[LocalStep] = []
+    most = peak_bytes(make, warm_up=1, steps=1)
+    calls = comm.calls[len(comm.calls) // 2 :]  # of the second of two steps
+    buckets = [("all_reduce", frozenset(axes), size) for axes, _, size in made[0].bucket_summary()]
+    made.clear()
+    gc.collect()
+    sent = Multiset((kind, frozenset(axes), size) for kind, axes, size in calls)
+    return Ran(sent, _expected(parts, rank, within) + Multiset(buckets), most, _peak(parts, rank, within))
+
+
+def _values(parts: Partition, captured: Captured, within: int) -> tuple[dict[str, torch.Tensor], list[str]]:
+    mesh, values, held = parts.plan.mesh, dict[str, torch.Tensor](), list[str]()
+    for entry in parts.resharded.graph.inputs:
+        shape, dtype = entry.type.shape, TORCH_DTYPES[entry.type.dtype]
+        match entry.role:
+            case "parameter":
+                here = parts.resharded.layouts[entry.name].local_shape(mesh, mesh.coordinate(within))
+                values[entry.name] = (0.02 * torch.randn(here)).to(dtype)
+                held.append(entry.name)
+            case "buffer":
+                values[entry.name] = torch.ones(shape).to(dtype)
+            case "constant":
+                values[entry.name] = captured.constants[entry.target]
+    return values, held
+
+
+def _expected(parts: Partition, rank: int, within: int) -> Multiset[Call]:
+    """The collectives of the rank's stages, and their messages."""
+    every = step_collectives(parts, within)
+    plan = parts.asked
+    if not plan.stages:
+        return Multiset((c.kind, frozenset(c.axes), c.payload_bytes) for c in every)
+    programs, schedule = first_micro_batch(parts, within), schedule_of(plan)
+    cut = parts.stages(programs.programs[0])
+    place = meshes_of(plan).place(rank)
+    mine = {n.name for s in schedule.held_by(place) for n in cut[s].segment.graph.nodes}
+    all_of = {n.name for stage in cut for n in stage.segment.graph.nodes}
+    graph, late = parts.resharded.graph, {n.name for n in programs.late.nodes}
+    maker = next(schedule.ranks[n] for n, stage in enumerate(cut) if graph.loss in stage.ends)
+    # What follows from the last micro-batch is done where the loss is made; the loss goes to all places.
+    kept = [
+        c
+        for c in every
+        if c.node in mine or (c.node not in all_of and (c.node not in late or place == maker))
+    ]
+    found = Multiset((c.kind, frozenset(c.axes), c.payload_bytes) for c in kept)
+    others, size = len(schedule.actions) - 1, graph.types[graph.loss].size_bytes
+    found["send" if place == maker else "receive", frozenset(), size] += others if place == maker else 1
+    messages = Messages(cut, schedule)
+    for action in messages.compute(place):
+        for kind, listed in (("receive", messages.needed(action)), ("send", messages.sent(action))):
+            for message in listed:
+                size = cut[message.maker].segment.graph.types[message.value].size_bytes
+                found[kind, frozenset(), size] += 1
+    return found
+
+
+def _peak(parts: Partition, rank: int, within: int) -> int:
+    plan = parts.asked
+    if not plan.stages:
+        return peak(parts, within, optimizer=optimizer_on("cpu", 2), staged=False).bytes
+    return peaks_of(parts, Cluster.local(plan.ranks.size))[meshes_of(plan).place(rank)]
+
+
+def show(ran: Ran) -> list[str]:
+    """What was sent and predicted, kind by kind, and the memory."""
+    lines = []
+    for kind in sorted({k for k, _, _ in ran.sent | ran.expected}):
+        mine, told = (
+            [(n, s) for (k, _, s), n in calls.items() if k == kind] for calls in (ran.sent, ran.expected)
+        )
+        count, size = (sum(n for n, _ in mine), sum(n * s for n, s in mine))
+        asked, wanted = (sum(n for n, _ in told), sum(n * s for n, s in told))
+        lines.append(
+            f"{kind:15} {count:6,} {size / 1e6:12,.3f} MB   predicted {asked:6,} {wanted / 1e6:12,.3f} MB"
+        )
+    lines.append("each as predicted" if ran.sent == ran.expected else "NOT as predicted")
+    off = 100 * (ran.expected_bytes / ran.peak_bytes - 1)
+    had, told = (f"{size / 1e6:19,.3f} MB" for size in (ran.peak_bytes, ran.expected_bytes))
+    lines.append(f"{'peak':15} {had}   predicted {told} ({off:+.2f} %)")
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Plan, cut the narrow model by that plan, run one rank."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench one-rank",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", choices=sorted(CONFIGS), metavar="MODEL")
+    parser.add_argument("--nodes", type=int, default=2048, help="of eight H100")
+    parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--sequence", type=int, default=8192)
+    parser.add_argument("--share", type=int, default=8, help="of the width, run here")
+    parser.add_argument("--short", type=int, default=64, help="tokens of an example, run here")
+    parser.add_argument("--rank", type=int, default=0)
+    options = parser.parse_args(arguments)
+    wide = opened(options.model, batch=options.batch, sequence=options.sequence).captured
+    cluster = Cluster.preset("h100", nodes=options.nodes)
+    started = time.perf_counter()
+    plan = plan_captured(wide, None, None, None, request_for(cluster))
+    print(f"planned for {cluster.ranks:,} ranks in {time.perf_counter() - started:.1f} s: {plan.ranks}")
+    for what, text in (*claim_lines(plan.claims), ("techniques", str(plan.techniques))):
+        print(f"{what:13} {text}")
+    model, batch, loss = built_from(
+        narrow(CONFIGS[options.model], options.share), options.batch, options.short
+    )
+    captured = captured_of(model, batch, loss)
+    parts = lower(captured, resized(plan, wide.graph, captured.graph))
+    print(f"\nrank {options.rank:,}, 1/{options.share} of the width, {options.short} tokens")
+    print("\n".join(show(run(parts, captured, batch, options.rank))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""One rank of a plan for many, run alone: it sends what was predicted and has as much memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bench.models import built_from
+from bench.one_rank import narrow, resized, run
+from meshwright.compile import captured_of, lower, plan_captured, request_for
+from meshwright.cost.cluster import Cluster
+from meshwright.techniques import techniques_from
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 4,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 4096, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [0, 13])
+@pytest.mark.parametrize(
+    ("config", "nodes", "asked"),
+    [
+        (LLAMA, 16, {"pipeline": 1}),
+        (LLAMA, 16, {"pipeline": 1, "recompute": "full", "micro_batches": 2}),
+        (LLAMA, 2, {"pipeline": 2, "micro_batches": 2}),
+    ],
+    ids=("in one", "micro-batches", "stages"),
+)
+def test_one_rank_of_many_does_what_was_predicted(
+    config: Any, nodes: int, asked: dict[str, Any], rank: int
+) -> None:
+    wide, little = captured_of(*built_from(config, 256, 512)), built_from(narrow(config, 4), 256, 16)
+    small = captured_of(*little)
+    request = request_for(Cluster.preset("h100", nodes=nodes))
+    plan = plan_captured(wide, None, "recursive_programming", None, request, techniques_from(asked))
+    assert plan.ranks.size == 8 * nodes
+    parts = lower(small, resized(plan, wide.graph, small.graph))
+    ran = run(parts, small, little[1], rank)
+    assert sum(ran.sent.values()) > 10
+    assert ran.sent == ran.expected
+    if (
+        plan.stages
+    ):  # what is predicted has the rows that gloo holds until they are added up; who counts has none
+        assert 0.95 * ran.peak_bytes <= ran.expected_bytes <= 1.3 * ran.peak_bytes
+    else:
+        assert ran.expected_bytes == pytest.approx(ran.peak_bytes, rel=0.05)
