@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from meshwright.capture.batch import leaves
 from meshwright.capture.capture import Captured, simplify
 from meshwright.capture.convert import convert
 from meshwright.capture.dtypes import check_dtypes
@@ -92,18 +91,22 @@ def _filled(shape: Shape, tensors: list[Any]) -> Any:
             return [_filled(item, tensors) for item in items]
         case {"dict": list(items)}:
             return {key: _filled(item, tensors) for key, item in items}
+        case {"plain": value}:
+            return value
     raise AssertionError(shape)
 
 
 def _shape(value: Any, made: list[torch.Tensor]) -> Shape:
-    """The nest of a value, whose tensors are added to `made`. What holds no tensor (a cache, None) is left out."""
+    """The nest of a value, whose tensors are added to `made`. Words and numbers stay what they are. Any other object
+    without tensors (a cache) is left out of a dict, and None in a list, so that all else keeps its place."""
     if isinstance(value, torch.Tensor):
         made.append(value)
         return {"tensor": len(made) - 1}
-    if isinstance(value, tuple):
-        return {"tuple": [_shape(v, made) for v in value if _holds(v)]}
-    if isinstance(value, list):
-        return {"list": [_shape(v, made) for v in value if _holds(v)]}
+    if value is None or isinstance(value, str | int | float):
+        return {"plain": value}
+    if isinstance(value, tuple | list):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [_shape(v, made) if _holds(v) else {"plain": None} for v in value]}
     return {"dict": [[str(key), _shape(v, made)] for key, v in _items(value) if _holds(v)]}
 
 
@@ -115,7 +118,12 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _holds(value: Any) -> bool:
-    return next(leaves(value), None) is not None
+    """Whether there is something to give: a tensor, a word or a number."""
+    if isinstance(value, torch.Tensor | str | int | float):
+        return True
+    if isinstance(value, tuple | list):
+        return any(map(_holds, value))
+    return any(_holds(v) for _, v in _items(value))
 
 
 def _count(shape: Shape) -> int:
@@ -126,6 +134,8 @@ def _count(shape: Shape) -> int:
             return sum(map(_count, items))
         case {"dict": list(items)}:
             return sum(_count(item) for _, item in items)
+        case {"plain": _}:
+            return 0
     raise AssertionError(shape)
 
 

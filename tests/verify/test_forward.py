@@ -243,6 +243,26 @@ def test_a_mean_over_the_batch_is_that_of_the_whole_batch() -> None:
 # ---------------------------------------------------------------- plans carried over
 
 
+def test_words_and_numbers_come_back_where_they_were() -> None:
+    model = torch.nn.Linear(4, 3)
+    x = torch.randn(2, 4)
+
+    def outputs(model: Any, batch: Any) -> Any:
+        return {
+            "a": model(batch),
+            "n": "x",
+            "k": 3,
+            "cache": object(),
+            "pair": (None, model(batch), object()),
+        }
+
+    found = mw.forward(model, x, outputs=outputs, mesh=1)
+    assert list(found) == ["a", "n", "k", "pair"] and (found["n"], found["k"]) == ("x", 3)
+    none, value, left = found["pair"]
+    assert none is None and left is None and torch.equal(value, found["a"])
+    assert torch.equal(found["a"], model(x))
+
+
 def test_a_carried_plan_cuts_as_the_step_does_and_says_nothing_of_gradients() -> None:
     plan = planned("gpt", MIXED, optimizer_parallel=2, threshold_kb=0, recompute="full", micro_batches=2)
     found = captured_forward("gpt")
