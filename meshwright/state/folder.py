@@ -45,7 +45,10 @@ def newest(path: Path) -> Path:
         else f"a save was begun there and not ended: {begun[0]}"
         if begun
         else f"neither it nor a folder {PREFIX}… in it has a {NAME}",
-        hint="step.save(path) writes one",
+        hint="a folder of checkpoints, a .safetensors file, or the folder of a Hugging Face model; "
+        "pickles (.pt, .bin) are not read"
+        if path.is_file()
+        else "step.save(path) writes one",
     )
 
 
@@ -71,6 +74,12 @@ def begin(path: Path, step: int, word: str) -> tuple[Path, Path]:
             f"{str(path)!r} is a checkpoint itself",
             why=f"it has a {NAME}; checkpoints are saved as folders {PREFIX}… in the folder that is named",
             hint=f"step.save({str(path.parent)!r})",
+        )
+    if path.is_file():
+        raise CheckpointError(
+            f"{str(path)!r} is a file",
+            why="a checkpoint is a folder in the folder that is named",
+            hint="step.save('checkpoints')",
         )
     final = path / f"{PREFIX}{step:08d}"
     number = 1

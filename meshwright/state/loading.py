@@ -68,9 +68,20 @@ def load(
     place = _together(step, Path(path), lambda: str(resolved(Path(path))) if first else "")
     found_at = Path(from_first(step, place))
     index = _together(step, Path(path), lambda: _opened(step, found_at, optimizer, temporary))
+    if data is not None and index.data is None:  # so on all ranks
+        raise CheckpointError(
+            "there is no data= in the checkpoint",
+            why="step.save(path) was called without it, or the file is of elsewhere",
+            where=str(index.folder),
+            hint="step.load(path) without data=",
+        )
     taken = optimizer and index.optimizer is not None
+    found = from_plain(index.data)
+    if data is not None:
+        _together(step, Path(path), lambda: give_back(found, data, only_look=True))
 
     def read() -> dict[str, torch.Tensor]:
+        states = _random_state(index, step) if random else {}
         for item in model_items(step):
             name = _saved_name(index, step, item.name[len(MODEL) :])
             if name is None:  # a buffer that the model makes anew
@@ -78,17 +89,21 @@ def load(
             _fill(index, MODEL + name, item.tensor, item.layout, step)
         if taken:
             _load_optimizer(index, step)
-        return _random_state(index, step) if random else {}
+        return states
 
     with torch.no_grad():
-        states = _together(step, Path(path), read)
+        try:
+            states = _together(step, Path(path), read)
+        except CheckpointError as error:
+            mixed = "tensors of this step may be those of the checkpoint already"
+            why = f"{error.why}; {mixed}" if error.why else mixed
+            raise type(error)(error.what, why=why, where=error.where, hint=error.hint) from None
         if step.hosted is not None:
             step.hosted.give_back()
         step.sharded.gather()
     step.rank.step = index.step
     if index.seed is not None:
         step.rank.seed = index.seed
-    found = from_plain(index.data)
     if data is not None:
         _together(step, Path(path), lambda: give_back(found, data))
     if states:  # after all else: who goes on from a position may draw numbers

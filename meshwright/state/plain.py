@@ -68,12 +68,13 @@ def from_plain(value: Any) -> Any:
     return value
 
 
-def give_back(value: Any, to: Any, what: str = "data") -> None:
+def give_back(value: Any, to: Any, what: str = "data", *, only_look: bool = False) -> None:
     """Hand a saved value to the objects with `load_state_dict` that stand in `to`, which looks as what was saved did.
 
-    Raises CheckpointError where it looks otherwise."""
+    Raises CheckpointError where it looks otherwise; with `only_look` that is all."""
     if callable(load := getattr(to, "load_state_dict", None)):
-        load(value)
+        if not only_look:
+            load(value)
     elif isinstance(to, Mapping | list | tuple):
         keys = list(to) if isinstance(to, Mapping) else range(len(to))
         known = (
@@ -88,7 +89,7 @@ def give_back(value: Any, to: Any, what: str = "data") -> None:
                     why=f"saved were {', '.join(map(repr, known)) or 'none'}",
                     hint="data= as it was given to step.save",
                 )
-            give_back(value[key], to[key], f"{what}[{key!r}]")
+            give_back(value[key], to[key], f"{what}[{key!r}]", only_look=only_look)
 
 
 __all__ = ["from_plain", "give_back", "to_plain"]

@@ -29,7 +29,7 @@ from meshwright.state.index import RANDOM, key_of
 from meshwright.state.plain import to_plain
 from meshwright.state.share import own_pieces
 from meshwright.state.tensor_file import Tensor
-from meshwright.state.words import from_first, packed, unpacked
+from meshwright.state.words import confirm, from_first, packed, unpacked
 from meshwright.state.writing import Job
 
 PATIENCE_SECONDS = 1800.0  # how long a rank waits for the others' files
@@ -98,16 +98,31 @@ class Saves:
 
     def _agree(self, path: Path) -> tuple[Path, Path]:
         """The folders to write in, which rank 0 makes."""
-        told, mine = "", None
+        told, mine, where = "", None, ""
         if self.step.world.rank == 0:
             try:
                 temporary, final = begin(path.absolute(), self.step.rank.step, uuid.uuid4().hex[:12])
                 told = json.dumps([str(temporary), str(final)])
+                where = str(path)
             except MeshwrightError as error:
                 told, mine = packed(error), error
         found = json.loads(from_first(self.step, told))
         if len(found) > 2:
             raise mine or unpacked(json.dumps(found))
+        where = from_first(self.step, where)
+        other = None
+        if str(path) != where:
+            other = CheckpointError(
+                f"this rank saves in {str(path)!r}, rank 0 in {where!r}",
+                why="a checkpoint is one folder, in which all ranks write",
+                hint="step.save(path) with one path on all ranks",
+            )
+        try:
+            confirm(self.step, other)
+        except CheckpointError:
+            if self.step.world.rank == 0:
+                Path(found[0]).rmdir()
+            raise
         return Path(found[0]), Path(found[1])
 
     def _collected(self, data: Any, copied: bool) -> tuple[list[Tensor], dict[str, Any]]:

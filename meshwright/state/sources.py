@@ -12,7 +12,7 @@ from pathlib import Path
 from meshwright.errors import CheckpointError
 from meshwright.redistribute.boxes import whole
 from meshwright.state.folder import newest
-from meshwright.state.index import MODEL, Entry, FileNote, Index, Part, read_index
+from meshwright.state.index import MODEL, NAME, Entry, FileNote, Index, Part, read_index
 from meshwright.state.tensor_file import read_head
 
 SUFFIX = ".safetensors"
@@ -36,6 +36,12 @@ def open_checkpoint(path: Path) -> Index:
     """Open what is there. Raises CheckpointError for what is damaged or not there."""
     match kind_of(path):
         case "file":
+            if path.name.startswith("rank") and (path.parent / NAME).is_file():
+                raise CheckpointError(
+                    f"{path.name} is what one rank wrote of a checkpoint",
+                    why=f"{path.parent.name} is the whole, with {NAME}",
+                    hint=f"step.load({str(path.parent)!r})",
+                )
             return _from_files(path.parent, [path.name])
         case "hugging face":
             return _from_files(path, _files_of(path))

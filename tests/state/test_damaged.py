@@ -126,6 +126,13 @@ def test_nothing_there_says_why(tmp_path: Path) -> None:
     assert "why:   it does not exist" in refused(tmp_path / "none")[0]
     (tmp_path / ".saving-step-00000003-abc").mkdir()
     assert "a save was begun there and not ended" in refused(tmp_path)[0]
+    (tmp_path / "x.pt").write_bytes(b"PK")
+    assert "pickles (.pt, .bin) are not read" in refused(tmp_path / "x.pt")[0]
+
+
+def test_a_file_of_one_rank_is_no_checkpoint(saved: Path) -> None:
+    told = refused(saved / "step-00000002" / "rank00000.safetensors")[0]
+    assert "what one rank wrote" in told and f"step.load('{saved / 'step-00000002'}')" in told
 
 
 def test_another_model_is_refused_with_what_differs(saved: Path) -> None:
@@ -171,5 +178,7 @@ def test_a_checkpoint_is_no_place_for_others(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is a checkpoint itself"):
         step.save(made)
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="could not be written"):
+    with pytest.raises(CheckpointError, match="is a file"):
         step.save(tmp_path / "file")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        step.save(tmp_path / "file" / "inside")

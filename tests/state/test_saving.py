@@ -77,8 +77,14 @@ def test_what_the_user_gives_comes_back(alone: Any, tmp_path: Path) -> None:
     assert torch.equal(found.data["position"].pop("seen"), position.pop("seen"))
     assert found.data["position"] == position
     assert (scheduler.last_epoch, step.optimizer.param_groups[0]["lr"]) == (1, rate)
+    step(batch)
+    before = step.full_state()
     with pytest.raises(CheckpointError, match=r"the checkpoint has no data\['loader'\]"):
         step.load(tmp_path, data={"loader": scheduler})
+    step.save(tmp_path / "bare")
+    with pytest.raises(CheckpointError, match="there is no data= in the checkpoint"):
+        step.load(tmp_path / "bare", data=scheduler)
+    assert step.steps == 2 and all(torch.equal(v, before[n]) for n, v in step.full_state().items())
     with pytest.raises(CheckpointError, match=r"data\['f'\] is a function"):
         step.save(tmp_path, data={"f": names})
 
@@ -163,6 +169,15 @@ def test_ranks_that_say_different_things_are_refused(tmp_path: Path) -> None:
 
     run("gpt", TWO, body)
     assert not list(tmp_path.glob("step-*"))
+
+
+def test_ranks_that_save_in_several_places_are_refused(tmp_path: Path) -> None:
+    def body(step: LocalStep) -> None:
+        with pytest.raises(CheckpointError, match=r"rank 1: this rank saves in .*b'|this rank saves in .*b'"):
+            Saves(step, step.parts.asked).save(tmp_path / "ab"[step.world.rank])
+
+    run("gpt", TWO, body)
+    assert not list(tmp_path.glob("*/*"))
 
 
 def test_a_rank_that_never_writes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
