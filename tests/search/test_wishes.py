@@ -149,11 +149,18 @@ def test_an_interrupt_ends_the_exact_search_with_the_best_so_far(after: int) -> 
     assert plan.claims["peak_bytes"] <= limit
 
 
-def test_an_interrupt_before_anything_was_found_is_an_interrupt() -> None:
-    """Under a limit that the first candidate is over."""
-    limit = 0.5 * tight("wide mlp", "2x2", "auto", "gloo").claims["peak_bytes"]
-    with pytest.raises(KeyboardInterrupt):
-        made("wide mlp", "2x2", "auto", "gloo", memory=limit, progress=Stop(1))
+@pytest.mark.parametrize("after", (1, 2, 3))
+@pytest.mark.parametrize("share", (0.5, 0.6, 0.7))
+def test_an_interrupt_under_a_limit_gives_what_fits_or_is_an_interrupt(share: float, after: int) -> None:
+    """Below what the first candidate takes. It is an interrupt only while nothing that fits was found."""
+    limit = share * tight("wide mlp", "2x2", "auto", "gloo").claims["peak_bytes"]
+    stop = Stop(after)
+    try:
+        plan = made("wide mlp", "2x2", "auto", "gloo", memory=limit, progress=stop)
+    except KeyboardInterrupt:
+        assert all(price is None for _, price, _ in stop.told)
+        return
+    assert plan.claims["peak_bytes"] <= limit
 
 
 def test_progress_gets_better_and_ends_at_what_was_found() -> None:
