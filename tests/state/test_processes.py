@@ -82,6 +82,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     assert "refused" in succeed(tmp_path, 2, TWO + full.replace("\n    ", "\n"))
 
 
+@pytest.mark.slow
 def test_fsdp_loads_what_we_have_saved(tmp_path: Path) -> None:
     fsdp = """
     from torch.distributed import checkpoint

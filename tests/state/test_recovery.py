@@ -61,6 +61,7 @@ def test_a_kill_in_the_middle_of_a_save_costs_the_steps_since_the_one_before(lau
 
 
 @pytest.mark.procs
+@pytest.mark.slow
 def test_asked_to_stop_it_saves_first(launches: Launches) -> None:
     folder = launches.folder / "stopped"
     process = start(launches, folder, 400)
