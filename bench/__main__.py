@@ -10,6 +10,7 @@ python -m bench techniques            what each technique costs and saves, and w
 python -m bench interleave            copies that take turns on a slow link; has options of its own: --help
 python -m bench recompute             layers computed again, against torch.utils.checkpoint
 python -m bench pipeline              stages on two and four ranks, against torch.distributed.pipelining, and predicted
+python -m bench state                 saving and loading, against torch.distributed.checkpoint
 python -m bench predict               predicted against measured steps; has options of its own: --help
 """
 
@@ -47,6 +48,11 @@ def main() -> None:
         from bench.one_rank import main as one_rank
 
         one_rank(sys.argv[2:])
+        return
+    if sys.argv[1:2] == ["state"]:
+        from bench.state import main as state
+
+        state(sys.argv[2:])
         return
     if sys.argv[1:2] == ["predict"]:
         from bench.predict import main as predict

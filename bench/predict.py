@@ -154,7 +154,7 @@ def _planned(todo: tuple[str, int, mw.Cluster, tuple[str, ...]]) -> tuple[list[R
             continue
         try:
             plan = make(built, cluster)
-            content = (plan.strategies, plan.inputs, plan.hubs, plan.again)
+            content = (plan.strategies, plan.inputs, plan.hubs, plan.again, plan.techniques)
             if content in known:
                 same = rows[known.index(content)]
                 same.plans = (*same.plans, label)

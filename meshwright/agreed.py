@@ -19,8 +19,10 @@ from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.updates import updates
+from meshwright.pipeline.meshes import meshes_of
 from meshwright.plan import Plan
 from meshwright.redistribute import redistribute
+from meshwright.runtime.communicator import Communicator, ProcessGroups
 from meshwright.runtime.connect import Meeting, launched_world
 
 
@@ -64,6 +66,21 @@ def axis_sets(parts: Partition, local: Graph) -> list[frozenset[str]]:
         }
     found = {s.difference(mesh.time) for s in found}
     return [s for s in found if s and mesh.count(s) > 1]
+
+
+def prepare(comm: Communicator, parts: Partition) -> None:
+    """Make the process groups that a program and the gathering of its results need; where stages have meshes of their
+    own those of all places, since all ranks make them together."""
+    if not isinstance(comm, ProcessGroups):
+        return
+    everybody, meshes = frozenset(a.name for a in comm.mesh.axes), meshes_of(parts.asked)
+    if not parts.own:
+        comm.prepare([*axis_sets(parts, parts.local(meshes.within(comm.rank))), everybody])
+        return
+    comm.prepare([everybody])
+    for place, mesh in enumerate(meshes.own):
+        theirs = parts.of_place(place)
+        comm.part(meshes.ranks_at(place), mesh).prepare(axis_sets(theirs, theirs.local(0)))
 
 
 def _axis_literals(value: Any, mesh: Mesh) -> list[str]:

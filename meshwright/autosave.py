@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from meshwright.errors import CheckpointError
-from meshwright.state.folder import write_whole
+from meshwright.state.folder import as_path, write_whole
 from meshwright.state.loading import Loaded
 from meshwright.state.words import from_first
 from meshwright.train import TrainStep, shutdown
@@ -54,7 +54,7 @@ class Autosave:
             raise CheckpointError(
                 f"every={every!r} steps", why="a whole number is expected", hint="every=100"
             )
-        self.step, self.path, self.every, self.data = step, Path(path), every, data
+        self.step, self.path, self.every, self.data = step, as_path(path), every, data
         self.async_, self.keep = async_, keep
         self.loaded: Loaded | None = step.resume(path, data=data)
         self.saved = step.steps if self.loaded is not None else -1

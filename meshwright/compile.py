@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -27,10 +27,12 @@ from meshwright.partition.micro_batches import nothing_to_hide
 from meshwright.partition.turns import with_turns
 from meshwright.partition.weighed import weighed
 from meshwright.pipeline.chosen import may_have_stages, with_stages
-from meshwright.pipeline.levels import mesh_over, taken_of, within_stage
-from meshwright.pipeline.meshes import meshes
+from meshwright.pipeline.levels import mesh_over, part_of, taken_of, within_stage
+from meshwright.pipeline.meshes import Meshes, check_chunks, meshes, own_meshes
+from meshwright.pipeline.own import check_own, check_pins, pins_on
 from meshwright.pipeline.planned import check_alone, check_axis, in_one_stage, staged
 from meshwright.pipeline.predicted import claims_of as pipeline_claims
+from meshwright.pipeline.schedules import SCHEDULES
 from meshwright.plan import Plan
 from meshwright.report.plan_table import plan_text
 from meshwright.search.folded import Folded
@@ -43,7 +45,8 @@ from meshwright.techniques import NONE, Options, Techniques, techniques_from
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Pins = Mapping[str, Mapping[str, Any]]
-MeshLike = Mesh | int | Mapping[str, int] | None
+OneMesh = Mesh | int | Mapping[str, int] | None
+MeshLike = OneMesh | Sequence[Mesh | int | Mapping[str, int]]
 
 
 def default_loss(model: Any, batch: Any) -> torch.Tensor:
@@ -74,7 +77,8 @@ def plan(
     """Choose how to cut a model. No process group is needed, and meta tensors are fine.
 
     `mesh`: a `Mesh`, axis sizes (``{"dp": 2, "tp": 2}``) or a number of ranks; by default that of the layouts in the
-    model, else the cluster's own, else the number of launched ranks. `mode`: by default ``auto`` with a `cluster`,
+    model, else the cluster's own, else the number of launched ranks. A list of meshes is of a pipeline whose ranks have
+    meshes of their own, in their order. `mode`: by default ``auto`` with a `cluster`,
     ``data_parallel`` without. `pins` cut the operators of modules by letter, ``{"blocks.*.up": {"n": "tp"}}``,
     and parameters by dim, ``{"blocks.*.up.weight": {"0": "tp"}}``.
 
@@ -149,6 +153,8 @@ def plan_captured(
     techniques: Techniques = NONE,
 ) -> Plan:
     """The plan of a captured program. It keeps the capture, so that it can explain itself and take more pins."""
+    if isinstance(mesh, list | tuple):
+        return _plan_own(captured, mesh, mode, pins, request, techniques)
     if techniques.pipeline > 1:
         return _plan_staged(captured, mesh, mode, pins, request, techniques)
     check_alone(techniques)
@@ -245,8 +251,57 @@ def _plan_staged(
         cluster = within_stage(request.cluster, taken_of(request.cluster, world))
         inside = replace(request, cluster=cluster, memory_bytes=limit, places=places)
     made = plan_captured(captured, world.stage, mode, pins, inside, in_one_stage(techniques))
-    asked = {name: getattr(techniques, name) for name in ("pipeline", "schedule", "stages")}
-    techniques = replace(made.techniques, **asked, given=techniques.given)
+    return _in_stages(captured, made, world, request, techniques)
+
+
+def _plan_own(
+    captured: Captured,
+    given: Sequence[Mesh | int | Mapping[str, int]],
+    mode: str | None,
+    pins: Pins | None,
+    request: Request | None,
+    techniques: Techniques,
+) -> Plan:
+    """The plan of a pipeline whose places have meshes of their own: one for each, of which it runs its stages."""
+    world, techniques = own_world(given, techniques)
+    check_own(captured.graph, techniques)
+    alone, known = in_one_stage(techniques), dict[Any, Plan]()
+    own: list[Plan] = []
+    for place, mesh in enumerate(world.own):
+        inside, key = request, (mesh, "")
+        if request is not None:
+            share = world.world.size / mesh.size  # the search sees the whole model on the ranks of one place
+            limit = None if request.memory_bytes is None else share * request.memory_bytes
+            cluster = part_of(request.cluster, world, place)
+            inside = replace(request, cluster=cluster, memory_bytes=limit, places=world.places)
+            key = (mesh, str([level.size for level in cluster.levels]))
+        if key not in known:
+            there = pins_on(mesh, world.own, pins)
+            known[key] = plan_captured(captured, mesh, mode, there, inside, alone)
+        own.append(known[key])
+    made = replace(own[0], own=tuple(replace(plan, origin=None) for plan in own), pins=dict(pins or {}))
+    made = _in_stages(captured, made, world, request, techniques)
+    return made.with_notes(*check_pins(captured.graph, made))
+
+
+def own_world(
+    given: Sequence[Mesh | int | Mapping[str, int]], techniques: Techniques
+) -> tuple[Meshes, Techniques]:
+    """The meshes of a pipeline from a list of them, one for each of its ranks, and the techniques with as many stages
+    where nobody said how many."""
+    world = own_meshes([mesh_from(mesh) for mesh in given])
+    if "pipeline" not in techniques.given:
+        least = SCHEDULES[techniques.schedule].least if techniques.schedule in SCHEDULES else 1
+        stages = least * world.places
+        techniques = replace(techniques, pipeline=stages, given=techniques.given | {"pipeline"})
+    check_chunks(techniques.pipeline, world.places)
+    return world, techniques
+
+
+def _in_stages(
+    captured: Captured, made: Plan, world: Meshes, request: Request | None, techniques: Techniques
+) -> Plan:
+    """A plan of the ranks that share a stage, cut into stages."""
     made = staged(captured.graph, made, techniques, world, functools.partial(lower, captured), request)
     if request is not None:
         said = pipeline_claims(lower(captured, made), request.cluster, request.optimizer_states)
@@ -279,10 +334,11 @@ class _Origin:
             given = replace(
                 given, **{k: getattr(plan.techniques, k) for k in chosen}, given=given.given | {*chosen}
             )
-        return plan_captured(self.captured, plan.ranks, plan.mode, pins, self.request, given)
+        return plan_captured(self.captured, plan.meshes or plan.ranks, plan.mode, pins, self.request, given)
 
     def staged(self, plan: Plan, techniques: Techniques) -> Plan:
-        return plan_captured(self.captured, plan.ranks, plan.mode, plan.pins, self.request, techniques)
+        mesh = plan.meshes or plan.ranks
+        return plan_captured(self.captured, mesh, plan.mode, plan.pins, self.request, techniques)
 
 
 def rule(op: str, line: str) -> None:
@@ -312,6 +368,8 @@ def check_size(plan: Plan, cluster: Cluster) -> None:
 
 def mesh_from(mesh: MeshLike, captured: Captured | None = None) -> Mesh:
     """A mesh from what the user gave. Raises MeshError."""
+    if isinstance(mesh, list | tuple):
+        mesh = own_meshes([mesh_from(one) for one in mesh]).world
     match mesh:
         case Mesh():
             return mesh

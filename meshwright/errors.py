@@ -7,7 +7,14 @@ invariants are `assert`s.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+# What back ends say on a rank that did nothing wrong when another one has gone away.
+PEER_LOST = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Broken pipe|recvFromPeer|sendBytes failed"
+    r"|remote process exited|Connection refused|Socket Timeout|Timed out waiting .*ms for (recv|send)"
+)
 
 
 class MeshwrightError(ValueError):
@@ -81,6 +88,10 @@ class RunError(MeshwrightError):
     """A step that cannot run here: wrong world size, a backend that is missing, replicas that drifted apart."""
 
 
+class PeerLost(RunError):
+    """Another rank has gone: what ended it is its error, and not this rank's."""
+
+
 class CheckpointError(MeshwrightError):
     """A checkpoint that cannot be written, or that is damaged, of another model or of a newer version."""
 
@@ -96,7 +107,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     head, dot, tail = name.rpartition(".")
     if not close and dot:  # a pattern such as *.qvk is compared by what it ends with
         tails = sorted({n.rpartition(".")[2] for n in names})
-        close = [f"{head}.{t}" for t in difflib.get_close_matches(tail, tails, n=3)]
+        ends = difflib.get_close_matches(tail, tails, n=3)
+        close = [found for t in ends if (found := f"{head}.{t}") != name]
     if close:
         return "did you mean " + " or ".join(repr(c) for c in close) + "?"
     shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")

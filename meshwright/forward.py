@@ -9,7 +9,17 @@ from typing import Any, Unpack
 
 import torch
 
-from meshwright.agreed import Agreed, axis_sets, device_of, over_gloo, pack, same_model, source_of, unpack
+from meshwright import pulse
+from meshwright.agreed import (
+    Agreed,
+    device_of,
+    over_gloo,
+    pack,
+    prepare,
+    same_model,
+    source_of,
+    unpack,
+)
 from meshwright.capture import Captured
 from meshwright.capture.batch import leaves
 from meshwright.capture.fold import fold
@@ -18,11 +28,11 @@ from meshwright.compile import MeshLike, Pins, lower, mesh_from, plan_captured, 
 from meshwright.errors import PlanError, RunError
 from meshwright.layout import TensorLayout
 from meshwright.partition import Partition
-from meshwright.pipeline.meshes import meshes, meshes_of
+from meshwright.pipeline.meshes import meshes
 from meshwright.plan import Plan
 from meshwright.report.program import ProgramText
 from meshwright.runtime.batches import LocalBatch
-from meshwright.runtime.communicator import Communicator, ProcessGroups
+from meshwright.runtime.communicator import Communicator
 from meshwright.runtime.connect import Meeting, check_world
 from meshwright.runtime.fetches import Parked
 from meshwright.runtime.forward import LocalForward, leaves_of
@@ -64,7 +74,7 @@ class ForwardStep:
         """What this rank runs, with every collective, its axis and its bytes."""
         local = self.local
         stages = {} if local.pipe is None else {s: local.pipe.cut[s] for s in local.pipe.mine}
-        return ProgramText(local.made.graph, self.parts, [], [], local.rank.comm.rank, stages)
+        return ProgramText(local.made.graph, local.parts, [], [], local.rank.comm.rank, stages)
 
     def __call__(self, batch: Any, *, gather: bool = True, share: bool = True) -> Any:
         """The results for a batch that every rank gives whole, or as `mw.shard_loader` reads it: the tensors of
@@ -80,6 +90,7 @@ class ForwardStep:
         return filled(self._shape, found.values())
 
 
+@pulse.during("building a forward step", patient=True)
 def forward_step(
     model: torch.nn.Module,
     batch: Any,
@@ -112,8 +123,9 @@ def forward_step(
     if plan is not None:
         check_world(plan.ranks)
     elif mesh is not None:
-        given = mesh_from(mesh)
-        check_world(given if asked.pipeline == 1 else meshes(given, asked, total=isinstance(mesh, int)).world)
+        given, total = mesh_from(mesh), isinstance(mesh, int)
+        plain = asked.pipeline == 1 or isinstance(mesh, list | tuple)
+        check_world(given if plain else meshes(given, asked, total=total).world)
     source, place, meeting = source_of(broadcast), device_of(model), Meeting()
     if place.type == "meta":
         raise RunError(
@@ -137,7 +149,7 @@ def forward_step(
     captured, parts = _lowered(agreed)
     over_gloo(meeting, parts.asked, place)
     comm = meeting.connect(parts.asked.ranks, place, host=bool(parts.asked.hosts))
-    _prepare(comm, parts)
+    prepare(comm, parts)
     values = values_of(model, captured, place)
     if source is not None:
         for entry in captured.graph.inputs:
@@ -169,6 +181,7 @@ def shared_forward(
     """`forward_step` on what the step of a plan holds on a rank: its communicator, and its tensors by the names of the
     program's inputs. Messages between stages have tags from `first_tag` on."""
 
+    @pulse.during("building a forward step", patient=True)
     def build(model: torch.nn.Module, batch: Any, outputs: Outputs) -> ForwardStep:
         meeting = Meeting()
 
@@ -177,7 +190,7 @@ def shared_forward(
 
         agreed = _agree(meeting, model, batch, outputs, chosen)
         captured, parts = _lowered(agreed)
-        _prepare(comm, parts)
+        prepare(comm, parts)
         own = {
             i.name: agreed.constants[i.target].to(rank.device) for i in captured.graph.input_of("constant")
         }
@@ -229,12 +242,6 @@ def _agree(
 def _lowered(agreed: Agreed) -> tuple[Captured, Partition]:
     captured = Captured(agreed.graph, agreed.constants, fold(agreed.graph), ())
     return captured, lower(captured, with_origin(agreed.plan.check(agreed.graph), captured))
-
-
-def _prepare(comm: Communicator, parts: Partition) -> None:
-    """Make the process groups that the program and the gathering of its results need."""
-    if isinstance(comm, ProcessGroups):
-        comm.prepare(axis_sets(parts, parts.local(meshes_of(parts.asked).within(comm.rank))))
 
 
 __all__ = ["ForwardStep", "Outputs", "default_outputs", "forward", "forward_step", "shared_forward"]

@@ -73,6 +73,10 @@ class Plan:
     `stages`: operator → its stage in a pipeline, none without one; what it lacks is made wherever it is read. `mesh` is
     then that of the ranks which share a stage, and `world` that of all ranks: it has the pipeline's axis, too.
 
+    `meshes`: of each place in a pipeline, where stages have meshes of their own; none where all share `mesh`. `own` are
+    then the plans of the places, each of the whole model on the mesh of its place, of which the ranks there run their
+    stages; the plan that has them is the first of them otherwise. `world` counts all ranks, place after place.
+
     `hosts`: the nodes that the host runs; what only they read lives in its memory (`meshwright.places`).
 
     `prices` are those of collectives by which the plan was made, so that what was priced is what runs. `claims` is what
@@ -106,6 +110,8 @@ class Plan:
     turns: str = TURNS[0]
     stages: Mapping[str, int] = field(default_factory=dict)
     world: Mesh | None = None
+    meshes: tuple[Mesh, ...] = ()
+    own: tuple[Plan, ...] = ()
     prices: Prices | None = None
     claims: Mapping[str, Any] = field(default_factory=dict)
     nexts: Mapping[str, str] = field(default_factory=dict)
@@ -114,6 +120,11 @@ class Plan:
     times: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
     stand_ins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     origin: Origin | None = field(default=None, compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        count = len(self.strategies)
+        stages = f", {len(set(self.stages.values()))} stages" if self.stages else ""
+        return f"<plan by {self.mode} on {self.told_mesh}: {count} operators{stages}; print(plan.explain())>"
 
     def explain(self) -> str:
         """The plan for a reader: how operators and parameters are cut, what is sent, and why.
@@ -125,17 +136,24 @@ class Plan:
         claims = [f"the search says: {', '.join(said)}"] if self.claims else []
         if self.origin is not None:
             return "\n".join([*claims, self.origin.explain(self)])
-        lines = [f"plan ({self.mode}) on {self.mesh}", *claims]
+        lines = [f"plan ({self.mode}) on {self.told_mesh if self.meshes else self.mesh}", *claims]
+        for place, plan in enumerate(self.own or (self,)):
+            lines += [f"rank {place} of the pipeline, mesh {plan.mesh}"] if self.own else []
+            lines += plan._strategy_lines()
+        if self.folds and not self.stand_ins:
+            told = ", ".join(str(repeats) for _, _, repeats in self.folds)
+            lines.append(f"  the second of equal layers stands for all after it (of {told})")
+        return "\n".join([*lines, *(f"note: {n}" for n in self.notes)])
+
+    def _strategy_lines(self) -> list[str]:
+        lines: list[str] = []
         for name, strategy in self.strategies.items():
             op, module = self.about.get(name, ("", ""))
             why = self.reasons.get(name, "")
             why = f"  ({why})" if why else ""
             best = f"  next best: {self.nexts[name]}" if name in self.nexts else ""
             lines.append(f"  {module or '%' + name:40} {op:44} {strategy}{why}{best}")
-        if self.folds and not self.stand_ins:
-            told = ", ".join(str(repeats) for _, _, repeats in self.folds)
-            lines.append(f"  the second of equal layers stands for all after it (of {told})")
-        return "\n".join([*lines, *(f"note: {n}" for n in self.notes)])
+        return lines
 
     def pin(self, pattern: str, **cuts: Any) -> Plan:
         """The plan made again with one more wish: ``plan.pin("blocks.*.up", n="tp")``.
@@ -172,6 +190,15 @@ class Plan:
         """The mesh of all ranks: with the pipeline's axis, where there is one."""
         return self.mesh if self.world is None else self.world
 
+    @property
+    def told_mesh(self) -> str:
+        """The mesh of all ranks for a reader, or those of the places that have meshes of their own."""
+        return " / ".join(map(str, self.meshes)) or str(self.ranks)
+
+    def of_place(self, place: int) -> Plan:
+        """The plan that the ranks at a place of a pipeline run."""
+        return self.own[place] if self.own else self
+
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON (UTF-8, one node a line)."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
@@ -189,12 +216,34 @@ class Plan:
 
     def to_json(self) -> str:
         """The text of a plan file."""
-        return write(vars(self), self._left_out())
+        shared = {"world": None, "meshes": (), "stages": {}, "notes": (), "claims": {}}
+        own = tuple(replace(plan, **shared).to_json() for plan in self.own[1:])
+        return write({**vars(self), "own": own}, self._left_out())
 
     @staticmethod
     def from_json(text: str, source: str = "the plan") -> Plan:
         """Parse the text of a plan file. Raises PlanError that says which entry is wrong, and on which line."""
-        return Plan(**read(text, source))
+        fields = read(text, source)
+        further = [Plan(**each) for each in fields.pop("own")]
+        found = Plan(**fields)
+        return found._with_own(further, source) if further else found
+
+    def _with_own(self, further: list[Plan], source: str) -> Plan:
+        """The plan with those of the places after the first."""
+        every = [replace(self, notes=(), claims={}), *further]
+        meshes = tuple(plan.mesh for plan in every)
+        wrong = [plan for plan in further if plan.fingerprint != self.fingerprint]
+        ranks = sum(mesh.size for mesh in meshes)
+        if wrong or self.world is None or self.world.size != ranks:
+            raise PlanError(
+                f"{source} is damaged: the plans of its places do not belong together",
+                why="they are of different graphs"
+                if wrong
+                else f"their meshes have {ranks} ranks, the plan {self.ranks.size}",
+                hint=AGAIN,
+            )
+        shared = {"world": self.world, "meshes": meshes, "stages": self.stages}
+        return replace(self, meshes=meshes, own=tuple(replace(plan, **shared) for plan in every))
 
     def folded(self, graph: Graph, folds: Iterable[Fold]) -> Plan:
         """The plan of a graph whose file says equal layers twice. Layers that differ in the plan are said in full."""
@@ -235,12 +284,14 @@ class Plan:
     def _left_out(self) -> frozenset[str]:
         """Names that a file need not say; none where a later copy lacks what the second has."""
         names = self.stand_ins.items()
-        told = (self.strategies, self.inputs, self.reasons, self.nexts, self.hubs, self.states, self.keeps)
         left = set(self.stand_ins)
-        for entries in filter(None, told):
-            if entries is not self.strategies and entries is not self.inputs and _lacks(entries, names):
+        for entries in filter(None, (self.strategies, self.inputs)):
+            left.difference_update(_unlike(entries, names))
+        for entries in filter(None, (self.reasons, self.nexts, self.hubs, self.states, self.keeps)):
+            unlike = _unlike(entries, names)
+            if any(name not in entries for name in unlike):  # and the second copy has one
                 return frozenset()
-            left &= {name for name, here in names if _same(entries.get(name), entries.get(here))}
+            left.difference_update(unlike)
         for marked in filter(None, (self.again, self.hosts)):
             if _lacks(marked, names):
                 return frozenset()
@@ -249,6 +300,8 @@ class Plan:
 
     def check(self, graph: Graph) -> Plan:
         """The plan with all layers, if it was made for this graph. Raises PlanError that lists what differs."""
+        if self.own:
+            return replace(replace(self, own=()).check(graph), own=tuple(p.check(graph) for p in self.own))
         if self.folds and not self.stand_ins and self.fingerprint == fingerprint(graph):
             return self.unfolded(graph).check(graph)
         missing = [n.name for n in graph.nodes if n.name not in self.strategies]
@@ -272,6 +325,8 @@ class Plan:
 
     def check_cuts(self, factors: Factors) -> Plan:
         """The plan, if every cut is one that its operator can take. Raises PlanError: a file may have been edited."""
+        for plan in self.own:
+            plan.check_cuts(factors)
         for name, site in factors.sites.items():
             for letter, dim in self.strategies[name].cuts:
                 tree = site.trees.get(letter)
@@ -400,9 +455,10 @@ def _lacks(entries: Container[str], names: Iterable[tuple[str, str]]) -> bool:
     return any(here in entries and name not in entries for name, here in names)
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Equal; layers of one kind mostly share their entries."""
-    return one is other or one == other
+def _unlike(entries: Mapping[str, Any], names: Iterable[tuple[str, str]]) -> list[str]:
+    """Names whose entry is not that of what they stand beside; layers of one kind mostly share theirs."""
+    get = entries.get
+    return [name for name, here in names if (one := get(name)) is not (other := get(here)) and one != other]
 
 
 def _some(names: list[str]) -> str:

@@ -35,7 +35,8 @@ AGAIN = "make it again with mw.plan(model, batch, …).save(path)"
 
 
 def write(plan: Mapping[str, Any], left_out: Collection[str] = ()) -> str:
-    """The text of a plan given by its fields, without the names that are left out (and folds, if there are none)."""
+    """The text of a plan given by its fields (those of further places as texts), without the names that are left out
+    (and folds, if there are none)."""
     mesh: Mesh = plan["mesh"]
     head: dict[str, Any] = {
         "meshwright plan": VERSION,
@@ -89,6 +90,9 @@ def write(plan: Mapping[str, Any], left_out: Collection[str] = ()) -> str:
             stages.setdefault(stage, []).append(name)
         parts.append(_block("stages", (f'"{k}": {json.dumps(v)}' for k, v in sorted(stages.items()))))
     parts.append(_block("nodes", (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in nodes.items())))
+    if plan["own"]:  # of the places after the first, whose plan this is; stages are the same in all
+        texts = [text.rstrip().replace("\n", "\n    ") for text in plan["own"]]
+        parts.append(_block("own", texts, "[]"))
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
@@ -131,14 +135,18 @@ def _strategy_data(
 
 KEYS = (
     "meshwright plan", "mode", "graph", "mesh", "notes", "pins", "prices", "claims", "techniques", "turns", "folds",
-    "times", "inputs", "hubs", "states", "again", "keeps", "hosts", "nodes", "world", "stages",
+    "times", "inputs", "hubs", "states", "again", "keeps", "hosts", "nodes", "world", "stages", "own",
 )  # fmt: skip
 
 
 def read(text: str, source: str) -> dict[str, Any]:
-    """The fields of a plan. Raises PlanError that says which entry is wrong, and on which line."""
-    file = _File(text, source)
-    data = file.data
+    """The fields of a plan, `own` with those of each further place. Raises PlanError that says which entry is wrong,
+    and on which line."""
+    return _fields(_File(text, source))
+
+
+def _fields(file: _File) -> dict[str, Any]:
+    data, source = file.data, file.source
     mesh: Mesh = file.entry("mesh", _mesh, data.get("mesh"))
 
     def laid(entry: Any) -> TensorLayout:
@@ -180,6 +188,7 @@ def read(text: str, source: str) -> dict[str, Any]:
         "techniques": file.entry("techniques", techniques_from, data.get("techniques", {})),
         "turns": file.entry("turns", _turns, data.get("turns", TURNS[0])),
         "nexts": {name: str(entry["next"]) for name, entry in raw.items() if "next" in entry},
+        "own": [_fields(one) for one in file.inside("own")],
     }
     for key in data:
         if key not in KEYS:
@@ -194,10 +203,12 @@ def read(text: str, source: str) -> dict[str, Any]:
 class _File:
     """A parsed file, and where in its text each entry stands."""
 
-    def __init__(self, text: str, source: str) -> None:
-        self.lines, self.source = text.splitlines(), source
+    def __init__(self, text: str, source: str, data: Any = None, first: int = 0) -> None:
+        """`data`: of a plan inside of the text, which begins after the line `first`."""
+        self.lines, self.source, self.first = text.splitlines(), source, first
+        self.text = text
         try:
-            self.data: dict[str, Any] = json.loads(text)
+            self.data: dict[str, Any] = json.loads(text) if data is None else data
         except json.JSONDecodeError as error:
             raise PlanError(
                 f"{source} is not JSON, or it was cut short",
@@ -235,6 +246,14 @@ class _File:
         found = self.entry(section, lambda d: dict(d[section].items()), self.data)
         return {name: self.entry(name, convert, entry, section) for name, entry in found.items()}
 
+    def inside(self, section: str) -> list[_File]:
+        """The plans in a section."""
+        found, line = list[_File](), self._line(section)
+        for data in self.entry(section, list, self.data.get(section, [])):
+            line = self._line("meshwright plan", line)
+            found.append(_File(self.text, self.source, data, line - 1))
+        return found
+
     def place(self, name: str, section: str = "") -> str:
         """``plan.json:12``, where an entry begins; the file alone where it is nowhere."""
         line = self._line(name, self._line(section) if section else 0)
@@ -243,6 +262,7 @@ class _File:
     def _line(self, name: str, after: int = 0) -> int:
         """The number of the line at which an entry begins, 0 if it is nowhere."""
         start = f"{json.dumps(name)}:"
+        after = max(after, self.first)
         return next((n for n, x in enumerate(self.lines, 1) if n > after and x.strip().startswith(start)), 0)
 
 

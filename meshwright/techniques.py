@@ -15,9 +15,7 @@ from typing import Any, TypedDict
 from meshwright.errors import PlanError, did_you_mean
 
 RECOMPUTE = ("full", "selective")
-ACTIVATIONS = "activations"
-PARAMETERS = "parameters"
-OFFLOAD = ("optimizer", ACTIVATIONS, PARAMETERS)
+OPTIMIZER, ACTIVATIONS, PARAMETERS = OFFLOAD = ("optimizer", "activations", "parameters")
 SPAN = re.compile(r"(\d+)-(\d+)")  # of numbered modules in a pattern
 TURNS = ("halves", "level", "backward")  # orders in which copies take turns; the planner picks one
 
@@ -117,7 +115,8 @@ class Techniques:
     @property
     def names_layers(self) -> bool:
         """Whether something is asked of single layers, or of all together, so that one does not tell of the others."""
-        return bool(self.keep_whole) or isinstance(self.fusion, tuple) or not isinstance(self.recompute, str)
+        some = isinstance(self.fusion, tuple) or any(":" in word for word in self.offload)
+        return bool(self.keep_whole) or some or not isinstance(self.recompute, str)
 
     @property
     def pieces_told(self) -> str:

@@ -11,16 +11,18 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 
+from meshwright import pulse
 from meshwright.agreed import (
-    axis_sets,
     device_of,
     over_gloo,
     own_device,
     pack,
+    prepare,
     same_model,
     source_of,
     unpack,
 )
+from meshwright.asked import check_beside, check_numbers, check_trains
 from meshwright.capture import Captured
 from meshwright.capture.batch import leaves, map_leaves
 from meshwright.capture.fold import fold
@@ -59,7 +61,7 @@ from meshwright.redistribute.positions import exchange
 from meshwright.report.program import ProgramText
 from meshwright.report.step_trace import StepTrace
 from meshwright.runtime.batches import Given, LocalBatch, taker
-from meshwright.runtime.communicator import ProcessGroups, leave
+from meshwright.runtime.communicator import leave
 from meshwright.runtime.connect import Meeting, check_world
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.elementwise import check_optimizer
@@ -90,6 +92,9 @@ class TrainStep:
         self._temporary = frozenset(temporary)
         self._saves = Saves(local, self.plan, self._temporary)
 
+    def __repr__(self) -> str:
+        return f"<rank {self.rank} of {self.plan!r}, {self.steps} steps done>"
+
     @property
     def mesh(self) -> Mesh:
         """The mesh of all ranks."""
@@ -112,7 +117,7 @@ class TrainStep:
         stages = {} if local.pipe is None else {s: local.pipe.cut[s] for s in local.pipe.mine}
         return ProgramText(
             local.graph,
-            self.parts,
+            local.parts,
             local.buckets.groups,
             local.sharded.groups,
             local.rank.comm.rank,
@@ -154,7 +159,7 @@ class TrainStep:
         recorder = Recorder(local.rank.device)
         tag = 0 if local.pipe is None else local.last_tag + 1
         ahead = ahead_of_first(local.world, local.rank.device, tag)
-        with recorder.watching(local.executor):
+        with recorder.watching(local):
             loss = self(batch)
         mine = [span.later(-ahead) for span in recorder.spans()]
         every = map(from_text, Meeting().collect(to_text(mine)))
@@ -179,8 +184,19 @@ class TrainStep:
             model, batch, outputs
         )
 
+    @pulse.during("putting the state together")
     def full_state(self) -> dict[str, torch.Tensor]:
-        """Every parameter and buffer, whole, under its name in the model. Collective: all ranks call it."""
+        """A copy of every parameter and buffer, whole, as `load_state_dict` of the model takes them: those that a model
+        makes anew are left out. Collective: all ranks call it."""
+        ours = {x.untyped_storage().data_ptr() for x in self.local.leaves.values()}
+        return {
+            name: x.clone() if x.untyped_storage().data_ptr() in ours else x
+            for name, x in self._whole().items()
+            if name not in self._temporary
+        }
+
+    def _whole(self) -> dict[str, torch.Tensor]:
+        """Every parameter and buffer, whole, under its name in the model; some are those of the step. Collective."""
         found: dict[str, torch.Tensor] = {}
         local, pipe = self.local, self.local.pipe
         mesh, rank = local.mesh, local.rank.comm.rank
@@ -220,26 +236,44 @@ class TrainStep:
         CheckpointError on all ranks."""
         return self._saves.save(path, data=data, async_=async_, keep=keep)
 
+    @property
+    def saving(self) -> bool:
+        """Whether a save goes on beside the steps."""
+        return self._saves.under_way
+
     def wait(self) -> None:
         """Wait for a save that is under way. Raises CheckpointError where it went wrong."""
         self._saves.wait()
 
     def load(
-        self, path: str | Path, *, data: Any = None, optimizer: bool = True, random: bool = True
+        self,
+        path: str | Path,
+        *,
+        data: Any = None,
+        optimizer: bool = True,
+        random: bool = True,
+        cast: bool = False,
     ) -> Loaded:
         """Go on from a checkpoint: the newest in `path`, or the one that `path` is. Collective.
 
         Parameters, buffers, the optimizer's states and options and the count of steps are as they were, whatever plan
-        they were saved under; states of the process's random generators where as many ranks saved them. `path` may also
-        be a safetensors file or the folder of a Hugging Face model: then the weights alone are taken. `data`: objects
-        with ``load_state_dict`` in the places where they stood when saving.
+        they were saved under. Each rank has the random generators that the rank of its number had; a rank that was not
+        there begins new ones. `path` may also be a safetensors file or the folder of a Hugging Face model: then the
+        weights alone are taken, also where their names have a prefix more or less. `data`: objects with
+        ``load_state_dict`` in the places where they stood when saving. `cast`: values of another floating dtype are
+        taken into that of the step.
 
         Raises CheckpointError on all ranks: for damaged files, a newer version, another model (what differs is
-        listed), another optimizer. Where a damaged part is only found while it is read, the step has some of the
-        checkpoint's values and some of its own."""
+        listed), another optimizer. The step is untouched then: each rank checks what it will read before it does."""
         self._saves.wait()
         return load(
-            self.local, path, data=data, optimizer=optimizer, random=random, temporary=self._temporary
+            self.local,
+            path,
+            data=data,
+            optimizer=optimizer,
+            random=random,
+            cast=cast,
+            temporary=self._temporary,
         )
 
     def resume(self, path: str | Path, *, data: Any = None) -> Loaded | None:
@@ -253,7 +287,7 @@ class TrainStep:
 
     def copy_to(self, model: torch.nn.Module) -> torch.nn.Module:
         """Write the trained values back into a model (made of real tensors). Collective: all ranks call it."""
-        state = self.full_state()
+        state = self._whole()
         targets = dict(model.named_parameters(remove_duplicate=False)) | dict(
             model.named_buffers(remove_duplicate=False)
         )
@@ -267,6 +301,7 @@ def _given(batch: Any) -> Given:
     return batch if isinstance(batch, LocalBatch) else dict(leaves(batch))
 
 
+@pulse.during("building a step", patient=True)
 def train_step(
     model: torch.nn.Module,
     optimizer: OptimizerFactory,
@@ -307,13 +342,15 @@ def train_step(
     Raises a subclass of MeshwrightError before a process group is made.
     """
     asked = asked_beside(plan, techniques)
+    check_beside(plan, {"mesh": mesh, "mode": mode, "pins": pins, "memory": memory})
+    check_numbers(clip_norm, seed)
     plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
     if plan is not None:
         check_world(plan.ranks)
     elif mesh is not None:
-        given = mesh_from(mesh)
-        total = isinstance(mesh, int)
-        check_world(given if asked.pipeline == 1 else meshes(given, asked, total=total).world)
+        given, total = mesh_from(mesh), isinstance(mesh, int)
+        plain = asked.pipeline == 1 or isinstance(mesh, list | tuple)
+        check_world(given if plain else meshes(given, asked, total=total).world)
     elif cluster is not None:
         check_world(cluster.mesh)
     if not callable(optimizer):
@@ -343,6 +380,7 @@ def train_step(
         state = torch.get_rng_state()
         example = batch if init is None else map_leaves(batch, lambda t: t.to("meta"))
         captured = captured_of(model, example, loss, cache)
+        check_trains(captured.graph)
         chosen = plan if plan is not None else plan_captured(captured, mesh, mode, pins, request, asked)
         check_world(chosen.ranks)
         return pack(captured, chosen.check(captured.graph), model, state)
@@ -365,11 +403,13 @@ def train_step(
     comm = meeting.connect(chosen.ranks, place, host=bool(chosen.hosts))
     parts = lower(captured, chosen)
     rank = Rank(comm, place, seed=seed, exact=exact_random)
-    if isinstance(comm, ProcessGroups):
-        everybody = frozenset(a.name for a in comm.mesh.axes)
-        comm.prepare([*axis_sets(parts, parts.local(meshes_of(chosen).within(comm.rank))), everybody])
-    holds = Pipeline(parts, comm).holds if chosen.stages else lambda _: True
-    made = {} if initial is None else initial.parts(lambda entry: taker(entry.name, parts, rank), holds)
+    prepare(comm, parts)
+    pipe = Pipeline(parts, comm) if chosen.stages else None
+    holds = pipe.holds if pipe is not None else lambda _: True
+    mine, inside = parts, rank
+    if pipe is not None:
+        mine, inside = pipe.parts, Rank(pipe.comm, place)
+    made = {} if initial is None else initial.parts(lambda entry: taker(entry.name, mine, inside), holds)
     values = {**values_of(model, captured, place), **made}
     if source is not None:
         for entry in graph.inputs:
@@ -392,9 +432,9 @@ def _predicted(parts: Partition, cluster: Cluster | None) -> tuple[Played | None
     """A step as it is predicted: the schedule of a plan with stages and what comes before it, else a rank's timeline;
     without a cluster what the plan claims."""
     if cluster is None:
-        known = bool(parts.plan.claims.get("stages"))
+        known = bool(parts.asked.claims.get("stages"))
         return (
-            (claimed(parts.asked), parts.plan.claims.get("prologue_seconds", 0.0), None)
+            (claimed(parts.asked), parts.asked.claims.get("prologue_seconds", 0.0), None)
             if known
             else (None, 0.0, None)
         )
@@ -407,9 +447,10 @@ def _predicted(parts: Partition, cluster: Cluster | None) -> tuple[Played | None
 
 def _cut_parameter(graph: Graph, plan: Plan) -> str:
     """A trained parameter of which a rank updates a part alone, empty where there is none."""
-    for entry in graph.input_of("parameter"):
-        if entry.needs_grad and plan.states.get(entry.name, plan.inputs[entry.name]).split_axes:
-            return entry.target
+    for one in plan.own or (plan,):
+        for entry in graph.input_of("parameter"):
+            if entry.needs_grad and one.states.get(entry.name, one.inputs[entry.name]).split_axes:
+                return entry.target
     return ""
 
 

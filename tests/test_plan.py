@@ -156,6 +156,13 @@ def test_plans_of_two_cuts_differ_in_the_lines_of_what_is_cut_otherwise() -> Non
     assert not changed & {"linear", "linear_1", "linear_2", "mesh", "graph", "up_0_weight"}
 
 
+def test_a_plan_is_shown_in_a_line() -> None:
+    model, batch, loss = gpt.build(batch=8)
+    plan = mw.plan(model, batch, loss=loss, mesh={"dp": 2}, pipeline=2, micro_batches=2)
+    shown = repr(plan)
+    assert shown.startswith("<plan by ") and "2 stages" in shown and "\n" not in shown and len(shown) < 120
+
+
 def test_a_plan_from_a_file_is_the_plan_that_runs() -> None:
     model, batch, loss = built("gpt")
     plan = Plan.from_json(plan_of("gpt", {"dp": 2, "tp": 2}, "sharding_propagation").to_json())

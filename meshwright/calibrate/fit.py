@@ -10,12 +10,16 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from meshwright.calibrate.plan import Point
-from meshwright.calibrate.whole import Prediction
+from meshwright.calibrate.whole import LAUNCH, Prediction
 from meshwright.cost.parts import Curve
 from meshwright.redistribute.prices import rounds
 
 GROWTHS = ("ring", "tree")
 ROUNDS = 4  # of a fit whose shares change with its factors
+# An operator of a step starts with cold caches, and with the views before it: 5 to 8 times what it takes in a loop over
+# one. So its factor is known less by this much, in logarithms.
+STARTED = 2.5
+DIP = 0.75  # of a rate's neighbours: no machine is so much slower at one size alone
 LEAST_SHARE = 0.1  # of a time that is left when launches are taken off: below, the launch is all there is
 
 
@@ -78,7 +82,15 @@ def curve(points: Iterable[Point], launch_seconds: float, launches: float = 1.0)
     for point in points:
         busy = max(point.seconds - launches * launch_seconds, LEAST_SHARE * point.seconds)
         found[_short(point.work)] = _short(point.work / busy)
-    return tuple(sorted(found.items()))
+    return without_dips(tuple(sorted(found.items())))
+
+
+def without_dips(found: Curve) -> Curve:
+    """A curve without the points whose rate is far below those of both its neighbours: something else ran then."""
+    rates = [rate for _, rate in found]
+    inner = range(1, len(found) - 1)
+    dips = {n for n in inner if rates[n] < DIP * min(rates[n - 1], rates[n + 1])}
+    return tuple(point for n, point in enumerate(found) if n not in dips)
 
 
 def corrections(
@@ -87,7 +99,8 @@ def corrections(
     """A factor for each class from whole steps: seconds predicted for each class in each step, against the step's own.
 
     Least squares of the relative misses, with factors between 1/4 and 4 drawn towards 1: a class that hardly occurs
-    keeps its price (`doubt` is how far from 1 a factor is expected to be, in logarithms)."""
+    keeps its price (`doubt` is how far from 1 a factor is expected to be, in logarithms). What starting an operator
+    takes may be far more than it is in a loop over one of them (`STARTED`)."""
     names = sorted({name for row in predicted for name in row})
     if not names or not measured:
         return {}
@@ -95,10 +108,13 @@ def corrections(
         np.array([[row.get(name, 0.0) for name in names] for row in predicted]) / np.array(measured)[:, None]
     )
 
-    def miss(logs: np.ndarray) -> np.ndarray:
-        return np.concatenate([table @ np.exp(logs) - 1, 0.1 * logs / doubt])
+    wide = [STARTED if name == LAUNCH else 1.0 for name in names]
+    doubts, most = doubt * np.array(wide), math.log(4) * np.array(wide)
 
-    found = least_squares(miss, np.zeros(len(names)), bounds=(-math.log(4), math.log(4))).x
+    def miss(logs: np.ndarray) -> np.ndarray:
+        return np.concatenate([table @ np.exp(logs) - 1, 0.1 * logs / doubts])
+
+    found = least_squares(miss, np.zeros(len(names)), bounds=(-most, most)).x
     return {name: _short(float(np.exp(log))) for name, log in zip(names, found, strict=True)}
 
 

@@ -9,12 +9,15 @@ from typing import Any
 
 from meshwright.calibrate import fit
 from meshwright.calibrate.operators import TABLE
-from meshwright.calibrate.plan import KINDS, LEVEL, WAITED, Found, Point
+from meshwright.calibrate.plan import KINDS, LEVEL, POST, WAITED, Found, Point
 from meshwright.calibrate.quiet import LIMIT
 from meshwright.calibrate.whole import priced
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.local import LINK_BYTES_PER_S, LINK_LATENCY_SECONDS
 from meshwright.cost.parts import Curve, Device, Level, Measured
+
+ENOUGH = 6  # quiet steps from which factors are found without others
+NEAR = 1.25  # how much longer a probe takes beside a little of other work
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ def calibration(machine: Mapping[str, Any], rows: Sequence[Found]) -> Calibratio
         waited=_level(waited),
         slowdown={name: _short(p.seconds) for name, p in zip(("compute", "collective"), slow, strict=False)},
         void=tuple(row.name for row in rows if row.unrest > LIMIT),
+        post_seconds=_short(points[POST][0].seconds) if POST in points else 0.0,
     )
     first = links.get("all_reduce")
     level = Level(
@@ -102,31 +106,38 @@ def _curve(name: str, points: Sequence[Point], launch: float) -> Curve:
 
 
 def _corrected(cluster: Cluster, rows: Sequence[Found]) -> tuple[Cluster, dict[str, tuple[float, float]]]:
-    """The cluster with a factor for each class, from the whole steps (the quiet ones, if any was), and for each step
-    the predicted seconds before and after."""
+    """The cluster with a factor for each class, from the whole steps that may be used, and for each step the predicted
+    seconds before and after."""
     whole = [row for row in rows if "tasks" in row.about]
     if not whole:
         return cluster, {}
     steps = {row.name: priced(row.about, cluster) for row in whole}
-    quiet = [row for row in whole if row.unrest <= LIMIT] or whole
-    factors = fit.corrected([steps[row.name] for row in quiet], [row.points[0].seconds for row in quiet])
+    usable = _usable(whole)
+    factors = fit.corrected([steps[row.name] for row in usable], [row.points[0].seconds for row in usable])
     made = replace(cluster, measured=replace(cluster.measured, corrections=factors))
     return made, {row.name: (steps[row.name].seconds(), priced(row.about, made).seconds()) for row in whole}
+
+
+def _usable(whole: Sequence[Found]) -> Sequence[Found]:
+    """The quiet ones of whole steps; where these are few, those too that were disturbed a little: that costs less than
+    a class that none of them shows. All, where there is none of either."""
+    quiet = [row for row in whole if row.unrest <= LIMIT]
+    near = [row for row in whole if row.unrest <= NEAR]
+    return quiet if len(quiet) >= ENOUGH else near or whole
 
 
 def _fit(
     rows: Sequence[Found], steps_seconds: Mapping[str, tuple[float, float]], factors: Mapping[str, float]
 ) -> str:
-    """The mean error of the quiet whole steps before and after the corrections, and these."""
-    whole = [row for row in rows if row.name in steps_seconds]
-    quiet = [row for row in whole if row.unrest <= LIMIT] or whole
-    if not quiet:
+    """The mean error of the whole steps that were used before and after the corrections, and these."""
+    usable = _usable([row for row in rows if row.name in steps_seconds])
+    if not usable:
         return ""
     before, after = (
-        fmean(abs(steps_seconds[row.name][n] / row.points[0].seconds - 1) for row in quiet) for n in (0, 1)
+        fmean(abs(steps_seconds[row.name][n] / row.points[0].seconds - 1) for row in usable) for n in (0, 1)
     )
     said = ", ".join(f"{name} × {factor:.2f}" for name, factor in sorted(factors.items()))
-    return f"{count(len(quiet), 'whole step')}: mean error {before:.1%} without corrections, {after:.1%} with {said}"
+    return f"{count(len(usable), 'whole step')}: mean error {before:.1%} without corrections, {after:.1%} with {said}"
 
 
 def _line(
@@ -155,6 +166,8 @@ def _line(
         )
     if row.name == "slowdown":
         return f"computing × {row.points[0].seconds:.2f}, collective × {row.points[1].seconds:.2f}", ""
+    if row.name == POST:
+        return f"{row.points[0].seconds * 1e6:.1f} µs a message", ""
     if row.name == "launch":
         return f"{row.points[0].seconds * 1e6:.1f} µs an operator", ""
     return f"{si(row.points[-1].work / row.points[-1].seconds)}B/s", ""

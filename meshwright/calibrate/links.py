@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -31,6 +33,7 @@ SIZES = (
 LARGE = (1 << 26, 1 << 28)  # on an accelerator
 WAITED_SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 LAYERS = 16
+POSTED = 1 << 12  # elements of a message whose start is timed: an activation of a small micro-batch
 PRODUCT = {"cpu": 448, "cuda": 4096}  # rows of a layer's matrices: a millisecond or two
 TOO_LONG = 0.3  # seconds of one call after which no larger size is tried
 ROWS = (
@@ -115,6 +118,27 @@ def started_sum(bench: Bench, kind: str, axes: Sequence[str], count: int) -> tup
     flat = torch.zeros(count, device=bench.device)
     sent = wire_elements(kind, bench.comm.mesh.count(axes), count, count)
     return lambda: bench.comm.all_reduce_start(flat, axes).wait(), sent
+
+
+def posted(bench: Bench, pace: Pace) -> Point:
+    """What starting one message takes, of sends and receives in equal numbers: of the time of the rank, not until it
+    has arrived."""
+    mesh = bench.comm.mesh
+    group = mesh.group(bench.comm.rank, bench.axes)
+    place = group.index(bench.comm.rank)
+    after, before = group[(place + 1) % len(group)], group[place - 1]
+    full = torch.ones(POSTED, device=bench.device)
+    into = [torch.empty_like(full) for _ in range(LAYERS)]
+    found: list[float] = []
+    for _ in range(3 if pace.few else 15):
+        bench.meet()
+        began = time.perf_counter()
+        works = [bench.comm.receive_start(x, before, tag) for tag, x in enumerate(into)]
+        works += [bench.comm.send_start(full, after, tag) for tag in range(len(into))]
+        found.append((time.perf_counter() - began) / len(works))
+        for work in works:
+            work.wait()
+    return Point(1.0, bench.slowest(statistics.median(found)))
 
 
 def _matrix(count: int, ranks: int) -> tuple[int, int]:

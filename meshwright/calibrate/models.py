@@ -101,4 +101,12 @@ MODELS: dict[str, tuple[Callable[[int], Built], Callable[[int], Built]]] = {
     "step convolution": (
         lambda ranks: convolutions(24, 2 * ranks, 32), lambda ranks: convolutions(128, 32 * ranks, 64),
     ),
+    "step broad": (
+        lambda ranks: transformer(512, 8, 1, ranks, 256, gated=False),
+        lambda ranks: transformer(8192, 64, 1, 2 * ranks, 2048, gated=False),
+    ),
+    "step small": (
+        lambda ranks: transformer(32, 2, 6, ranks, 8, gated=False),
+        lambda ranks: transformer(64, 2, 12, ranks, 32, gated=False),
+    ),
 }  # fmt: skip

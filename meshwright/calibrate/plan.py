@@ -10,6 +10,7 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send")
 WAITED = tuple(
     f"{kind} waited for" for kind in KINDS if kind != "send"
 )  # rows of the same, within what is computed
+POST = "post"  # a row: what starting a message takes
 LEVEL = "rank"  # all ranks of one machine are neighbours: one level
 QUICK, FULL = "quick", "full"
 

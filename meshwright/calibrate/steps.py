@@ -42,7 +42,8 @@ class Row:
 
 
 BLOCK_CUT = {"*.q": "n", "*.k": "n", "*.v": "n", "*.up": "n"}
-# Each class of work weighs in some: products, updates and their sums, collectives waited for (small and large), memory.
+# Each class of work weighs in some: products, updates and their sums, collectives waited for (small and large), memory;
+# large products in the last but one, small tensors alone in the last, so what starting operators takes.
 ROWS: Mapping[str, Row] = {
     f"{row.model}, {row.way}": row
     for row in (
@@ -56,6 +57,8 @@ ROWS: Mapping[str, Row] = {
         Row("step llama", STORED),
         Row("step long", DATA_PARALLEL),
         Row("step convolution", DATA_PARALLEL),
+        Row("step broad", DATA_PARALLEL),
+        Row("step small", DATA_PARALLEL),
     )
 }
 

@@ -22,6 +22,8 @@ from meshwright.cost.timeline import COMPUTE, Task, play
 from meshwright.graph import DTYPES
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
+from meshwright.partition.interleave import original
+from meshwright.partition.micro_batches import first_program
 from meshwright.partition.price import letter_sizes, on_cluster
 from meshwright.partition.tasks import step_tasks
 from meshwright.partition.updates import update_layout
@@ -69,6 +71,7 @@ def told(parts: Partition, cluster: Cluster) -> dict[str, Any]:
     The cluster says on which level each axis of the mesh lies; its rates do not matter."""
     mesh = on_cluster(parts.plan.mesh, cluster)
     done = works(parts)
+    copy_of = first_program(parts, mesh.rank(origin(mesh))).copy_of if parts.copies > 1 else {}
     entry: dict[str, Any]
     tasks: list[dict[str, Any]] = []
     for task in step_tasks(parts, cluster, STATES):
@@ -82,13 +85,15 @@ def told(parts: Partition, cluster: Cluster) -> dict[str, Any]:
         elif task.seconds == 0.0:  # a wait for another stream
             entry = {}
         else:
-            entry = {"work": _half(done[task.name], task.kind)}
+            copy = copy_of.get(task.name)
+            name = task.name if copy is None else original(task.name, copy)
+            entry = {"work": _half(done[name], task.kind)}
         tasks.append({"name": task.name, "phase": task.kind, "after": list(task.after), **entry})
     return {"mesh": [[a.name, a.size, a.link] for a in mesh.axes], "tasks": tasks}
 
 
 def works(parts: Partition) -> dict[str, Work]:
-    """The work of every operator on the rank at the origin."""
+    """The work of every operator on the rank at the origin, in one micro-batch and one copy."""
     mesh, graph = parts.plan.mesh, parts.resharded.graph
     found: dict[str, Work] = {}
     for name, site in parts.factors.sites.items():

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from meshwright.calibrate import links, operators, overlap, steps
 from meshwright.calibrate.bench import Bench
-from meshwright.calibrate.plan import KINDS, PACES, WAITED, Found, Pace, Point
+from meshwright.calibrate.plan import KINDS, PACES, POST, WAITED, Found, Pace, Point
 from meshwright.calibrate.quiet import LIMIT, unrest
 from meshwright.cost import local
 from meshwright.mesh import Mesh
@@ -98,6 +98,7 @@ def all_rows(bench: Bench, pace: Pace) -> Iterable[tuple[str, Measure]]:
         for name in WAITED:
             kind = name.partition(" ")[0]
             yield name, lambda kind=kind: (links.measure_waited(bench, kind, pace), {})
+        yield POST, lambda: ([links.posted(bench, pace)], {})
         yield "slowdown", lambda: (overlap.measure(bench, pace), {})
     if pace.step_seconds:
         for name, row in steps.rows(bench.ranks).items():

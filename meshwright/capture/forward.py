@@ -13,10 +13,13 @@ from meshwright.capture.capture import Captured, simplify
 from meshwright.capture.convert import convert
 from meshwright.capture.dtypes import check_dtypes
 from meshwright.capture.fold import fold
-from meshwright.capture.trace import Loss, trace
+from meshwright.capture.trace import AS_IT_IS, Loss, trace
 from meshwright.errors import CaptureError
 
 Shape = Any  # a nest of dicts and lists, JSON: numbers of tensors as {"tensor": 3}, tuples as {"tuple": […]}
+
+
+WANTED = "outputs=lambda model, batch: model(**batch).logits"
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def capture_forward(model: torch.nn.Module, batch: Any, outputs: Callable[[Any, 
                 raise CaptureError(
                     "the model gives no tensor",
                     why=f"outputs(model, batch) returned {type(value).__name__}",
-                    hint="outputs=lambda model, batch: model(**batch).logits",
+                    hint=WANTED,
                 )
             for result in made:
                 if any(result is given for given in tensors):
@@ -62,7 +65,13 @@ def capture_forward(model: torch.nn.Module, batch: Any, outputs: Callable[[Any, 
                     )
             return tuple(made)
 
-    traced = trace(model, batch, outputs, Results)
+    try:
+        traced = trace(model, batch, outputs, Results)
+    except CaptureError as error:
+        if AS_IT_IS not in error.hint:
+            raise
+        hint = error.hint.replace(AS_IT_IS, f"say what is wanted: {WANTED}")
+        raise CaptureError(error.what, why=error.why, where=error.where, hint=hint) from None
     graph, constants = convert(traced, model)
     graph = replace(graph, inputs=tuple(replace(i, needs_grad=False) for i in graph.inputs))
     if graph.mutations:

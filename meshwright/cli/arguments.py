@@ -54,10 +54,13 @@ def _whole(digits: str, text: str) -> int:
     return int(digits)
 
 
-def mesh_sizes(text: str | None) -> dict[str, int] | int | None:
-    """``dp=2,tp=4`` → sizes by axis, ``8`` → so many ranks. Raises MeshError."""
+def mesh_sizes(text: str | None) -> Any:
+    """``dp=2,tp=4`` → sizes by axis, ``8`` → so many ranks, ``dp=4/dp=2,tp=2`` → a list of such, one for each rank of a
+    pipeline. Raises MeshError."""
     if text is None:
         return None
+    if "/" in text:
+        return [mesh_sizes(part) for part in text.split("/")]
     if text.strip().isdigit():
         return int(text)
     found: dict[str, int] = {}

@@ -40,6 +40,12 @@ def answer(base: Base, changes: Mapping[str, str], asked: Mapping[str, Any]) -> 
     from meshwright.report.estimate import estimate as estimated
 
     plan, opened, captured, cluster = base.plan, base.opened, base.captured, base.cluster
+    if plan.own and (changes or asked):
+        raise PlanError(
+            "a what-if of a plan whose stages have meshes of their own",
+            why="its places are planned apart from one another",
+            hint="meshwright plan --mesh dp=4/dp=2,tp=2 with the other options",
+        )
     remarks, capturing = [], 0.0
     if "batch" in changes or "seq" in changes:
         began = time.perf_counter()

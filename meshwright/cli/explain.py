@@ -128,7 +128,7 @@ def _with_model(
 
 def _print(loaded: Plan, found: Any, what: str | None, every: bool, others: Any, step_seconds: float) -> None:
     from meshwright.cli.screen import out
-    from meshwright.report.choice import folded
+    from meshwright.report.choice import folded, plan_of
     from meshwright.report.choice_view import choice_page, choices_table
 
     screen = out()
@@ -146,7 +146,8 @@ def _print(loaded: Plan, found: Any, what: str | None, every: bool, others: Any,
         if number:
             screen.print()
             screen.rule(style="dim")
-        screen.print(choice_page(module, count, c, loaded.mesh, others(c), step_seconds))
+        mesh = plan_of(loaded, c.node).mesh
+        screen.print(choice_page(module, count, c, mesh, others(c), step_seconds))
 
 
 def _print_stages(loaded: Plan) -> None:
@@ -169,7 +170,7 @@ def _print_claims(loaded: Plan) -> None:
     from meshwright.report.claims import claim_lines, claims_table, technique_lines
 
     lines = [
-        ("mesh", f"{loaded.ranks}   {loaded.ranks.size} ranks"),
+        ("mesh", f"{loaded.told_mesh}   {loaded.ranks.size} ranks"),
         ("mode", loaded.mode),
         *technique_lines(loaded.techniques),
         *claim_lines(loaded.claims),
@@ -185,8 +186,10 @@ def _print_json(loaded: Plan, rows: Any) -> None:
     from meshwright.report.choice_view import choice_data
     from meshwright.report.stages import drawing
 
+    meshes = loaded.meshes or (loaded.mesh,)
+    sizes = [{name: mesh.count(run) for name, run in mesh.names} for mesh in meshes]
     data = {
-        "mesh": {name: loaded.mesh.count(run) for name, run in loaded.mesh.names},
+        "mesh": sizes[0] if len(sizes) == 1 else sizes,
         **({"schedule": drawing(loaded).splitlines()} if loaded.stages else {}),
         "mode": loaded.mode,
         "claims": dict(loaded.claims),

@@ -10,9 +10,10 @@ from meshwright.cli.progress import Watch
 from meshwright.cli.screen import err
 from meshwright.compile import captured_of, check_size, lower
 from meshwright.cost.cluster import Cluster
+from meshwright.errors import PlanError
 from meshwright.partition import Partition
 from meshwright.partition.price import on_cluster
-from meshwright.pipeline.levels import taken_of, within_stage
+from meshwright.pipeline.levels import part_of, taken_of, within_stage
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.planned import in_one_stage
 from meshwright.plan import Plan
@@ -39,12 +40,30 @@ def cut(captured: Captured, plan: Plan, cluster: Cluster | None = None) -> Parti
     if (
         cluster is not None and plan.prices is None
     ):  # made without a cluster: move values as is cheapest on this one
-        plan = replace(plan, mesh=on_cluster(plan.mesh, cluster), prices=cluster.prices)
+        plan = _priced(plan, cluster)
     return lower(captured, plan)
 
 
+def _priced(plan: Plan, cluster: Cluster) -> Plan:
+    """The plan with the links and prices of a cluster."""
+    if not plan.own:
+        return replace(plan, mesh=on_cluster(plan.mesh, cluster), prices=cluster.prices)
+    world = meshes_of(plan)
+    own = [_priced(one, part_of(cluster, world, place)) for place, one in enumerate(plan.own)]
+    shared = {"meshes": tuple(one.mesh for one in own), "prices": cluster.prices}
+    return replace(plan, mesh=own[0].mesh, own=tuple(replace(one, **shared) for one in own), **shared)
+
+
 def in_one(captured: Captured, plan: Plan, cluster: Cluster) -> tuple[Partition, Cluster]:
-    """The program of a plan with stages before it is cut into them, and the part of the cluster that runs a stage."""
+    """The program of a plan with stages before it is cut into them, and the part of the cluster that runs a stage.
+
+    Raises PlanError where stages have meshes of their own."""
+    if plan.own:
+        raise PlanError(
+            "prices of single operators where stages have meshes of their own",
+            why="there is no one mesh on which all of them run",
+            hint="explain without --cluster, or estimate, which looks at stages as a whole",
+        )
     whole = replace(plan, stages={}, world=None, techniques=in_one_stage(plan.techniques))
     inside = within_stage(cluster, taken_of(cluster, meshes_of(plan)))
     return cut(captured, whole, inside), inside

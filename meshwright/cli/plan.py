@@ -47,7 +47,11 @@ def plan(
     ] = None,
     mesh: Annotated[
         str | None,
-        typer.Option("--mesh", metavar="SIZES", help="dp=2,tp=4; by default the cluster's own levels."),
+        typer.Option(
+            "--mesh",
+            metavar="SIZES",
+            help="dp=2,tp=4; dp=4/dp=2,tp=2 for each rank of a pipeline; by default the cluster's own levels.",
+        ),
     ] = None,
     pin: Annotated[
         list[str] | None,
@@ -225,7 +229,7 @@ def show(
     from meshwright.report.plan_table import plan_view
     from meshwright.report.quantities import show_seconds
 
-    lines = [("mesh", f"{made.ranks}   {made.ranks.size} ranks"), ("mode", made.mode)]
+    lines = [("mesh", f"{made.told_mesh}   {made.ranks.size} ranks"), ("mode", made.mode)]
     lines += [*technique_lines(made.techniques), *claim_lines(made.claims)]
     lines.append(("took", ", ".join(f"{k} {show_seconds(v)}" for k, v in spent(seconds).items())))
     lines.append(("written", f"{output}" + (f", {trace}" if trace else "")))

@@ -42,6 +42,15 @@ def run(
     grace: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long a rank may take to stop before it is killed.")
     ] = 5.0,
+    hang_after: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            envvar="MESHWRIGHT_HANG_AFTER",
+            help="When no rank has moved for so long: say which one hangs, where, and what the others wait for, and "
+            "end the attempt. 0: never.",
+        ),
+    ] = 600.0,
 ) -> None:
     """Start N ranks of a script on this machine.
 
@@ -59,6 +68,7 @@ def run(
         restarts=count(max_restarts, "--max-restarts"),
         poll_seconds=monitor_interval,
         grace_seconds=grace,
+        hang_seconds=hang_after,
     )
     check(job)  # before torch is imported: a typing error is answered at once
 

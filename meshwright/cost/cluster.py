@@ -104,6 +104,12 @@ class Cluster(Description):
                 rows[kind][level.name] = (before * latency, rate / each)
         return Prices.of(rows, self.growth)
 
+    def message_seconds(self, level: Level, size_bytes: float) -> float:
+        """What a message between two ranks takes over a level, from when it is sent: as measured, else by its link."""
+        known = self.measured.collectives.get(level.name, {})
+        latency, rate = known.get("send", (level.latency_seconds, level.bytes_per_s))
+        return latency + size_bytes / rate
+
     def place(self, mesh: Mesh) -> Mesh:
         """The mesh with the link of every axis: axes are laid over the levels from the innermost outwards, and one
         that spans two levels runs over the slower."""

@@ -256,7 +256,7 @@ def _levels(reader: Reader, value: Any) -> tuple[Level, ...]:
 
 
 def _measured(reader: Reader, value: Any, levels: Sequence[str]) -> Measured:
-    keys = ("rates", "collectives", "waited", "slowdown", "corrections", "void")
+    keys = ("rates", "collectives", "waited", "post_seconds", "slowdown", "corrections", "void")
     data = reader.mapping(value, ["measured"], keys)
     known_rates = (*CLASSES, *(f"{kind} {dtype}" for kind in CLASSES for dtype in DTYPES))
 
@@ -294,6 +294,9 @@ def _measured(reader: Reader, value: Any, levels: Sequence[str]) -> Measured:
             data.get("corrections"), ["measured", "corrections"], (*known_rates, *BESIDE_CLASSES), factor
         ),
         void=tuple(reader.text(row, ["measured", "void", n]) for n, row in enumerate(void)),
+        post_seconds=reader.number(data["post_seconds"], ["measured", "post_seconds"], LATENCY)
+        if "post_seconds" in data
+        else 0.0,
     )
 
 

@@ -59,6 +59,9 @@ def _measured(measured: Measured) -> Iterator[str]:
     law = "seconds = rounds · latency_seconds + bytes that a rank sends / bytes_per_s"
     yield from _links("collectives", law, measured.collectives)
     yield from _links("waited", "the same, waited for between what a rank computes", measured.waited)
+    if measured.post_seconds:
+        said = "what a rank needs to start sending or receiving a message"
+        yield f"  post_seconds: {number(measured.post_seconds)} # {said}"
     yield from _factors("slowdown", "while the other of the two runs", measured.slowdown)
     yield from _factors(
         "corrections", "of the time of a class of operators, from whole steps", measured.corrections

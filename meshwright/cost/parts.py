@@ -46,7 +46,7 @@ class Measured:
     costs), ``meeting`` and ``waited`` (latency and bytes of collectives that the program waits for), ``hidden``
     (sums that run beside compute) or ``hidden_rows`` (gathers and scatters that do; as ``hidden`` where it is missing)
     → factor from whole training steps. `void`: rows that were measured while the
-    machine was not quiet.
+    machine was not quiet. `post_seconds`: what starting to send or to receive a message takes of the time of a rank.
     """
 
     rates: Mapping[str, Curve] = field(default_factory=dict)
@@ -55,6 +55,7 @@ class Measured:
     corrections: Mapping[str, float] = field(default_factory=dict)
     void: tuple[str, ...] = ()
     waited: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
+    post_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

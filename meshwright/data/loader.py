@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import difflib
 import hashlib
 import warnings
@@ -13,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from meshwright import pulse
 from meshwright.capture.batch import leaves
 from meshwright.data.agree import told_by_all
 from meshwright.data.order import check_state, order_of_dataset, order_of_loader
@@ -27,10 +29,12 @@ from meshwright.train import TrainStep
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
 
 LAST = ("drop", "pad")
-OPTIONS = (
-    "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
-    "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
+READING = "reading a batch"
+KEPT = (  # of a loader that is given: how it reads, and not what
+    "num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "persistent_workers",
+    "multiprocessing_context",
 )  # fmt: skip
+OPTIONS = (*KEPT, "collate_fn", "pin_memory_device", "in_order")
 OURS = {
     "batch_size": "the batch is as large as that of the step",
     "drop_last": 'last="drop" says it',
@@ -38,12 +42,9 @@ OURS = {
     "batch_sampler": "a DataLoader with that sampler says it",
     "generator": "seed= says how samples are shuffled; a DataLoader may have a generator",
 }
-_KEPT = (
-    "num_workers pin_memory timeout worker_init_fn prefetch_factor persistent_workers multiprocessing_context"
-)
 
 
-class ShardedLoader:
+class ShardedLoader(abc.ABC):
     """What `mw.shard_loader` returns: iterate over it for the batches of one epoch after the other.
 
     `len` counts the batches of an epoch, `epoch` those that are over. `state_dict` says where it is, in samples that
@@ -53,19 +54,26 @@ class ShardedLoader:
     epoch: int
     batch_size: int
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    def __repr__(self) -> str:
+        try:
+            count = f"{len(self)} batches"
+        except TypeError:  # of a stream without a length
+            count = "batches"
+        return f"<{count} of {self.batch_size}, in epoch {self.epoch}>"
 
-    def __iter__(self) -> Iterator[LocalBatch]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
 
+    @abc.abstractmethod
+    def __iter__(self) -> Iterator[LocalBatch]: ...
+
+    @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is, as plain data: the same on all ranks."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there: the next iteration gives what is left of that epoch."""
-        raise NotImplementedError
 
 
 def shard_loader(
@@ -107,7 +115,7 @@ def shard_loader(
             )
         if isinstance(source.dataset, IterableDataset) or source.batch_sampler is None:
             return _Stream(_stateful(source), local, last)
-        kept = {name: getattr(source, name) for name in _KEPT.split()}
+        kept = {name: getattr(source, name) for name in KEPT}
         collate = None if _is_default(source) else source.collate_fn
         last = last or ("drop" if source.drop_last else None)
         size = source.batch_size
@@ -194,7 +202,7 @@ def _stateful(loader: DataLoader[Any]) -> Any:
     """The same loader of a stream, with a state."""
     if isinstance(loader, StatefulDataLoader) or not isinstance(loader.dataset, IterableDataset):
         return loader
-    kept = {name: getattr(loader, name) for name in _KEPT.split()}
+    kept = {name: getattr(loader, name) for name in KEPT}
     more = {"collate_fn": loader.collate_fn, "drop_last": loader.drop_last}
     return StatefulDataLoader(loader.dataset, batch_size=loader.batch_size, **more, **kept)  # type: ignore[arg-type]
 
@@ -238,7 +246,11 @@ class _Numbered(ShardedLoader):
             self.order = order_of_loader(order, drawn)
         reads = len(dataset) and len(self.reading.rows)
         kinds = kinds_of(Samples(dataset, {}, sample_seeds)[Item(0, seed)][1]) if reads else {}
-        self._agree({"dataset": told, **{f"sample 0's {path!r}": kind for path, kind in kinds.items()}})
+        found = self._agree(
+            {"dataset": told, **{f"sample 0's {path!r}": kind for path, kind in kinds.items()}}
+        )
+        if collate is None:
+            _check_names(local, found)
         self._drawn: torch.Tensor | None = None
         self._indices = _Indices(self.reading, seed)
         self._loader = DataLoader(
@@ -252,8 +264,8 @@ class _Numbered(ShardedLoader):
         )
         self._begin()
 
-    def _agree(self, told: Mapping[str, str]) -> None:
-        """Raise BatchError, on all ranks, where ranks have different datasets or samples."""
+    def _agree(self, told: Mapping[str, str]) -> list[Mapping[str, str]]:
+        """What all ranks say. Raises BatchError, on all ranks, where they have different datasets or samples."""
         found = told_by_all(self.local.world, self.local.rank.device, told)
         for what in dict.fromkeys(k for each in found for k in each):
             ranks: dict[str, list[int]] = {}
@@ -267,6 +279,7 @@ class _Numbered(ShardedLoader):
                     why=shown,
                     hint="every rank opens the same dataset, with the same arguments",
                 )
+        return found
 
     def _begin(self) -> None:
         """Draw the order of this epoch, equal on all ranks."""
@@ -312,7 +325,7 @@ class _Numbered(ShardedLoader):
             self._begin()
         assert self._drawn is not None
         self._indices.begin(self._drawn, self._taken, self._end, self.epoch)
-        for batch in self._loader:
+        for batch in _read(self._loader):
             if isinstance(batch, Failed):
                 raise BatchError(batch.what, why=batch.why, where=batch.where, hint=batch.hint)
             samples = min(self.batch_size, self._end - self._taken)
@@ -348,6 +361,33 @@ class _Numbered(ShardedLoader):
                 why=f"{self._taken} of {len(self._drawn)} were taken; going on would repeat some and skip others",
                 hint="the same dataset and sampler; a sampler of your own draws from a `generator` attribute",
             )
+
+
+def _check_names(local: LocalStep, told: Sequence[Mapping[str, str]]) -> None:
+    """Raise BatchError, on all ranks, where samples lack an input of the step."""
+    names = {what for each in told for what in each if what.startswith("sample 0's ")}
+    lack = [e.target for e in local.batches.entries if f"sample 0's {e.target!r}" not in names]
+    if names and lack:
+        has = ", ".join(sorted(n.removeprefix("sample 0's ") for n in names))
+        raise BatchError(
+            f"sample 0 has no {lack[0]!r}",
+            why=f"it has {has}; the step was built for a batch with "
+            + ", ".join(repr(e.target) for e in local.batches.entries),
+            hint="samples have the structure of the example batch; collate_fn= can give it to them",
+        )
+
+
+def _read(source: Iterable[Any]) -> Iterator[Any]:
+    """What a source gives; the record of this rank says when it is waited for."""
+    with pulse.during(READING):
+        found = iter(source)
+    while True:
+        try:
+            with pulse.during(READING):
+                batch = next(found)
+        except StopIteration:
+            return
+        yield batch
 
 
 def _fills(local: Any, size: int) -> dict[str, int]:
@@ -402,7 +442,7 @@ class _Stream(ShardedLoader):
         return len(self.source)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[LocalBatch]:
-        for number, batch in enumerate(self.source):
+        for number, batch in enumerate(_read(self.source)):
             if number < self._skip:
                 continue
             held = dict(leaves(batch))

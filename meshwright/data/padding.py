@@ -44,8 +44,9 @@ def fills(graph: Graph, factors: Factors) -> dict[str, int]:
             raise _cannot(node, f"two losses ignore two labels, {found[entry.target]} and {label}")
     if not found:
         raise BatchError(
-            "no loss of this model ignores labels",
-            why="what fills a batch up must not count: a cross entropy leaves out labels of its ignore_index",
+            "no loss of this model is sure to ignore the labels that fill a batch up",
+            why="what fills up must not count: a cross entropy leaves out labels of its ignore_index, where they are "
+            "the batch's own, moved and viewed at most",
             hint='last="drop", or a dataset whose length divides by the batch',
         )
     for node in graph.nodes:

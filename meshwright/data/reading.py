@@ -274,8 +274,12 @@ def _some(numbers: Sequence[int]) -> str:
 
 
 def _tensors(tree: Any) -> Any:
-    """The tree with arrays as tensors."""
+    """The tree with arrays and numbers as the tensors that a collate function makes of them."""
     match tree:
+        case float():
+            return torch.tensor(tree, dtype=torch.float64)
+        case bool() | int() | np.number():
+            return torch.as_tensor(tree)
         case np.ndarray():
             return torch.from_numpy(tree)
         case Mapping():

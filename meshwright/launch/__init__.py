@@ -2,7 +2,8 @@
 
 `job.py` says what to start and refuses what cannot be; `agent.py` runs attempts through torch's elastic agent;
 `bootstrap.py` is the first thing a rank executes; `terminal.py` shows rank 0; `failure.py` finds out which rank
-failed first and why; `warden.py` ends what is left, also when the launcher itself was killed.
+failed first and why; `hang.py` and `blame.py` find out which one hangs; `warden.py` ends what is left, also when the
+launcher itself was killed.
 """
 
 from meshwright.launch.job import Job

@@ -23,10 +23,13 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from meshwright.errors import LaunchError
 from meshwright.launch import bootstrap, failure, terminal, warden
+from meshwright.launch.hang import Watch
 from meshwright.launch.job import Job, check
 from meshwright.launch.outcome import Outcome
 
+HANGS = 124  # the exit code of a job that was ended because it hung, as that of `timeout`
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -46,21 +49,23 @@ def run(job: Job) -> Outcome:
     """Run a job to its end: see `meshwright.launch.launch`."""
     check(job)
     folder = job.log_dir.resolve() if job.log_dir else Path(tempfile.mkdtemp(prefix="meshwright-"))
+    records = Path(tempfile.mkdtemp(prefix="meshwright-"))
     outcome = Outcome(0)
     try:
         with _signals_restored():
-            outcome = _attempts(job, folder)
+            outcome = _attempts(job, folder, records)
     except SignalException as stopped:
         outcome = Outcome(128 + stopped.sigval)
     except KeyboardInterrupt:  # before torch's agent took the signals over
         outcome = Outcome(128 + signal.SIGINT)
     finally:
+        shutil.rmtree(records, ignore_errors=True)
         if job.log_dir is None and outcome.failure is None:
             shutil.rmtree(folder, ignore_errors=True)
     return outcome
 
 
-def _attempts(job: Job, folder: Path) -> Outcome:
+def _attempts(job: Job, folder: Path, records: Path) -> Outcome:
     """As many attempts as the job may have, until one succeeds."""
     run_id = f"meshwright-{uuid.uuid4().hex}"
     outcome = Outcome(0)
@@ -68,7 +73,7 @@ def _attempts(job: Job, folder: Path) -> Outcome:
         for rank in range(job.nproc):
             (folder / f"rank{rank}.log").unlink(missing_ok=True)
         for attempt in range(job.restarts + 1):
-            outcome = _attempt(job, attempt, f"{run_id}-{attempt}", folder)
+            outcome = _attempt(job, attempt, f"{run_id}-{attempt}", folder, records)
             if outcome.failure is None or attempt == job.restarts:
                 break
             print(f"{outcome.failure}\nattempt {attempt + 2} of {job.restarts + 1}:", file=sys.stderr)
@@ -77,10 +82,11 @@ def _attempts(job: Job, folder: Path) -> Outcome:
     return outcome
 
 
-def _attempt(job: Job, attempt: int, run_id: str, folder: Path) -> Outcome:
+def _attempt(job: Job, attempt: int, run_id: str, folder: Path, records: Path) -> Outcome:
     settings = {
         "launcher": os.getpid(),
         "log_dir": str(folder),
+        "records": str(records) if job.hang_seconds else "",
         "env": _default_env(job),
         "fixed_env": {
             "PYTHONUNBUFFERED": "1",
@@ -91,16 +97,23 @@ def _attempt(job: Job, attempt: int, run_id: str, folder: Path) -> Outcome:
     }
     command = ("-I", "-S", bootstrap.__file__, json.dumps(settings), *job.command)
     arguments = [a.replace("$", "$$") for a in command]  # torch substitutes ${macros} in arguments
+    watch = Watch(records, folder, job.nproc, job.hang_seconds, run_id)
     try:
-        with terminal.shown(folder / "rank0.log"):
+        with terminal.shown(folder / "rank0.log"), watch:
             elastic_launch(_config(job, run_id), sys.executable)(*arguments)
     except ChildFailedError as failed:
+        if watch.found is not None:
+            return Outcome(HANGS, watch.found, folder)
         ends = [
             failure.RankEnd(rank, f.exitcode, folder / f"rank{rank}.log")
             for rank, f in failed.failures.items()
         ]
         end = failure.first(ends)
         error = failure.explain(end, ends, job.nproc, attempt=attempt + 1)
+        if odd := watch.left_out():
+            error = LaunchError(
+                error.what, why=f"{odd}\n         {error.why}", where=error.where, hint=error.hint
+            )
         return Outcome(end.status, error, folder)
     return Outcome(0, None, job.log_dir)
 

@@ -9,16 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.errors import LaunchError
+from meshwright.errors import PEER_LOST, LaunchError, PeerLost
 
 TAIL_BYTES = 1 << 16  # what is read of a log
 HEAD_LINES, TAIL_LINES = 4, 26  # what is shown of it
 
-# What a rank says when it did nothing wrong but another one went away.
-PEER_LOST = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Broken pipe|recvFromPeer|sendBytes failed"
-    r"|remote process exited|Connection refused|Socket Timeout|Timed out waiting .*ms for (recv|send)"
-)
+TOLD_LOST = re.compile(
+    rf"^{PeerLost.__module__}\.{PeerLost.__qualname__}: ", re.MULTILINE
+)  # without a traceback
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 PREFIX = re.compile(r"^\[rank\d+\]:\s?", re.MULTILINE)  # torch's own mark on an uncaught exception
 FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
@@ -70,8 +68,9 @@ def first(ends: Sequence[RankEnd]) -> RankEnd:
 
 
 def lost_a_peer(text: str) -> bool:
-    """Whether the last traceback of a log only says that another rank went away."""
-    return PEER_LOST.search(final_error(text)) is not None
+    """Whether the last error of a log only says that another rank went away."""
+    found = final_error(text)
+    return (PEER_LOST if found else TOLD_LOST).search(found or text) is not None
 
 
 def tail(log: Path) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from meshwright.errors import LaunchError, did_you_mean
 
+HANG_SECONDS = 600.0  # as long as NCCL waits for a collective
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -17,7 +19,8 @@ class Job:
 
     `log_dir` None means a temporary folder, kept only when a rank fails. `restarts` counts whole new attempts after
     a failure; each has a store and a port of its own. `poll_seconds` is the time between two looks at the ranks;
-    `grace_seconds` is how long a rank may take to stop when asked, before it is killed.
+    `grace_seconds` is how long a rank may take to stop when asked, before it is killed. `hang_seconds` is how long all
+    ranks may be silent before it is looked who hangs, 0 for ever.
     """
 
     nproc: int
@@ -28,6 +31,7 @@ class Job:
     restarts: int = 0
     poll_seconds: float = 0.1
     grace_seconds: float = 5.0
+    hang_seconds: float = HANG_SECONDS
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -50,6 +54,12 @@ def check(job: Job) -> Job:
             raise LaunchError(
                 f"{option} is {seconds:g} seconds", why="it is a time: more than 0, at most an hour"
             )
+    if not (job.hang_seconds == 0 or 1 <= job.hang_seconds <= 86400):
+        raise LaunchError(
+            f"--hang-after is {job.hang_seconds:g} seconds",
+            why="it is a time, from a second to a day",
+            hint="--hang-after 0 never looks who hangs",
+        )
     (_check_module if job.module else _check_script)(job.target)
     if job.log_dir is not None:
         _check_log_dir(job.log_dir)

@@ -18,6 +18,7 @@ import torch
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import RunError
 from meshwright.metrics.amounts import model_flops, samples_of, seconds_at_peak, tokens_of
+from meshwright.metrics.traces import in_trace, name_process, rank_named
 from meshwright.metrics.waiting import Waiting
 from meshwright.metrics.writers import Bar, JsonLines, TensorBoard, Writer
 from meshwright.runtime.step import LocalStep
@@ -73,10 +74,15 @@ class Metrics:
                 self._writers.append(TensorBoard(folder / f"rank{self.rank}" if all_ranks else folder))
         if progress and self.rank == 0:
             self._writers.append(Bar(total))
-        self._waiting = Waiting(self.local.world)
+        world, pipe = self.local.world, self.local.pipe
+        apart = pipe is not None and pipe.comm.collectives is not world  # stages on meshes of their own
+        self._waiting = (
+            Waiting(world, pipe.comm.collectives) if pipe is not None and apart else Waiting(world)
+        )
         self._records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._failed: Exception | None = None
         self._profiler: Any = None
+        self._kinds = self.local.executor.kinds
         self._trace_left, self._trace_path = 0, Path()
         self._before_signal: Any = None
         self._signal = trace_signal
@@ -101,9 +107,12 @@ class Metrics:
 
     def __call__(self, loss: torch.Tensor, **more: Any) -> torch.Tensor:
         """A step is over: its loss, as the step returned it, and other numbers or tensors of one number under their
-        names. Returns the loss. Raises RunError where an earlier record could not be written."""
+        names. Returns the loss. Raises RunError for what is no number, and where an earlier record could not be
+        written."""
         if self._failed is not None:
             raise RunError("metrics cannot be written", why=str(self._failed)) from self._failed
+        for name, value in more.items():
+            _check_number(name, value)
         self._trace()
         self._count += 1
         if self._count < self.every:
@@ -127,7 +136,8 @@ class Metrics:
 
     def profile(self, steps: int = 3, path: str | Path | None = None) -> Path:
         """Trace the next steps with torch's profiler; returns the file that Perfetto or chrome://tracing opens. By
-        default it is beside the metrics, by step and rank."""
+        default it is beside the metrics, by step and rank. It names the rank, its stages, and around the operators the
+        actions of the step: forward of a stage and micro-batch, reduction, update."""
         if self._trace_left:
             raise RunError("a trace is being taken", hint=f"it ends in {self._trace_left} steps")
         beside = self._path.parent if self._path is not None else Path()
@@ -138,6 +148,9 @@ class Metrics:
         if self.local.rank.device.type == "cuda":
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(activities=kinds)
+        self._kinds = self.local.executor.kinds
+        part = "segment" if self.local.pipe is None else "stage"
+        self.local.executor.kinds = {kind: in_trace(done, part) for kind, done in self._kinds.items()}
         self._profiler.start()
         return self._trace_path
 
@@ -151,7 +164,8 @@ class Metrics:
             if not self._trace_left:
                 self._profiler.stop()
                 self._profiler.export_chrome_trace(str(self._trace_path))
-                self._profiler = None
+                name_process(self._trace_path, rank_named(self.local))
+                self._profiler, self.local.executor.kinds = None, self._kinds
         elif self._asked:
             self._asked = False
             self.profile()
@@ -185,7 +199,7 @@ class Metrics:
         """Write what is left. Raises RunError where a record could not be written."""
         if self._trace_left:
             self._profiler.stop()
-            self._trace_left = 0
+            self.local.executor.kinds, self._trace_left = self._kinds, 0
         if self._signal is not None:
             signal.signal(self._signal, self._before_signal)
             self._signal = None
@@ -209,3 +223,14 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     except OSError:
         return peak, peak
     return min(pages * resource.getpagesize(), peak), peak
+
+
+def _check_number(name: str, value: Any) -> None:
+    one = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float | str)
+    if not one:
+        shown = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+        raise RunError(
+            f"{name}= is a {type(value).__name__} {shown}".rstrip(),
+            why="a record has numbers, words and tensors of one number",
+            hint=f"metrics(loss, {name}={name}.mean())" if shown else f"metrics(loss, {name}=float({name}))",
+        )

@@ -31,18 +31,19 @@ class _Timed:
 
 
 class Waiting:
-    """Adds up the seconds in which the processor waits in a communicator. What runs beside compute does not count, so
-    this is what communication costs a step. On a GPU collectives are waited for by its stream: look at a trace.
+    """Adds up the seconds in which the processor waits in some communicators. What runs beside compute does not count,
+    so this is what communication costs a step. On a GPU collectives are waited for by its stream: look at a trace.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self.seconds, self._comm = 0.0, comm
+    def __init__(self, *comms: Communicator) -> None:
+        self.seconds, self._comms = 0.0, comms
         self._inside = threading.local()
-        for name in BLOCKING:
-            setattr(comm, name, functools.partial(self.timed, getattr(comm, name)))
-        for name in STARTS:
-            if hasattr(comm, name):  # a rank alone sends no messages
-                setattr(comm, name, self._started(getattr(comm, name)))
+        for comm in comms:
+            for name in BLOCKING:
+                setattr(comm, name, functools.partial(self.timed, getattr(comm, name)))
+            for name in STARTS:
+                if hasattr(comm, name):  # a rank alone sends no messages
+                    setattr(comm, name, self._started(getattr(comm, name)))
 
     def timed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call it; the outermost call of a thread counts."""
@@ -64,6 +65,7 @@ class Waiting:
         return started
 
     def end(self) -> None:
-        """The communicator is as it was."""
-        for name in (*BLOCKING, *STARTS):
-            vars(self._comm).pop(name, None)
+        """The communicators are as they were."""
+        for comm in self._comms:
+            for name in (*BLOCKING, *STARTS):
+                vars(comm).pop(name, None)

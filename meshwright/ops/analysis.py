@@ -27,10 +27,16 @@ def factors_of(graph: Graph) -> Factors:
     return keep_factors(graph, analyze(graph, rules_of(graph)))
 
 
+def _forget(key: int) -> Callable[[object], object]:
+    """Drops what is remembered, also where the interpreter goes down and this module is empty."""
+    known = _known
+    return lambda _: known.pop(key, None)
+
+
 def keep_factors(graph: Graph, factors: Factors) -> Factors:
     """Remember the factors of a graph."""
     key = id(graph)
-    _known[key] = (weakref.ref(graph, lambda _: _known.pop(key, None)), user_rules(), factors)
+    _known[key] = (weakref.ref(graph, _forget(key)), user_rules(), factors)
     return factors
 
 
@@ -38,4 +44,4 @@ def expect_factors(graph: Graph, make: Callable[[Graph], Factors]) -> None:
     """Find the factors of a graph otherwise (unfolded from those of two layers), once somebody asks for them. `make`
     is given the graph, and must not hold it."""
     key = id(graph)
-    _known[key] = (weakref.ref(graph, lambda _: _known.pop(key, None)), user_rules(), make)
+    _known[key] = (weakref.ref(graph, _forget(key)), user_rules(), make)

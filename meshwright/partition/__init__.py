@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshwright.graph import RESHARD, START, TO_DEVICE, TO_HOST, Graph, Node
 from meshwright.mesh import Mesh
@@ -16,7 +16,7 @@ from meshwright.partition.again import Keeps
 from meshwright.partition.interleave import STARTED, SUMMED, original
 from meshwright.partition.keeps import stashed, with_keeps
 from meshwright.partition.localize import localize_graph
-from meshwright.partition.overlap import Flight, flights, overlapped
+from meshwright.partition.overlap import Flight, flights, overlapped, stored_in
 from meshwright.partition.reshards import Resharded, insert_reshards
 from meshwright.partition.stages import Places, Stage, cut_stages, flights_within, places
 from meshwright.partition.stashes import Stash
@@ -34,7 +34,8 @@ class Partition:
     `asked` is the plan as it was given. `plan` is the same, but that with micro-batches its mesh has an axis in time,
     on which strategies and layouts are cut too; a "rank" of that mesh is a rank in a micro-batch. `stashes`: value →
     how it is kept for backward, where that is elsewhere than where it lies. `fetched`: transfer of a parked parameter →
-    the node whose backward is the first to ask for it.
+    the node whose backward is the first to ask for it. `own`: where stages have meshes of their own, what the ranks at
+    each place of the pipeline share; this one is the first of them.
     """
 
     plan: Plan
@@ -43,10 +44,15 @@ class Partition:
     asked: Plan
     stashes: Mapping[str, Stash] = field(default_factory=dict)
     fetched: Mapping[str, str] = field(default_factory=dict)
+    own: tuple[Partition, ...] = ()
+
+    def of_place(self, place: int) -> Partition:
+        """What the ranks at a place of a pipeline share."""
+        return self.own[place] if self.own else self
 
     @property
     def ranks(self) -> Mesh:
-        """The mesh of the ranks that run it."""
+        """The mesh of the ranks that run it, in a pipeline of those that share a stage."""
         return self.asked.mesh
 
     @property
@@ -71,13 +77,13 @@ class Partition:
             return found
         graph = self.resharded.graph
         inputs = frozenset(
-            n.name for n in graph.nodes if n.op == RESHARD and n.uses[0] not in graph.producers
+            n.name for n in graph.nodes if n.op == RESHARD and stored_in(graph, n) not in graph.producers
         )
         return flights_within(found, self._places, inputs)
 
     @functools.cached_property
     def _places(self) -> Places:
-        return places(self.resharded.graph, self.plan.stages)
+        return places(self.resharded.graph, {**self.plan.stages, **self.resharded.borders})
 
     def stages(self, program: Graph, copy_of: Mapping[str, int] = NO_COPIES) -> tuple[Stage, ...]:
         """The stages of a pipeline into which a local program (or one of a micro-batch) is cut. `copy_of`: which copy
@@ -137,6 +143,14 @@ def partition(
     plan = plan.check(graph)
     factors = factors_of(graph)
     plan.check_cuts(factors)
+    if plan.own:
+        own = tuple(_one(graph, factors, one, prices, keeps) for one in plan.own)
+        return replace(own[0], asked=plan, own=own)
+    return _one(graph, factors, plan, prices, keeps)
+
+
+def _one(graph: Graph, factors: Factors, plan: Plan, prices: Prices | None, keeps: Keeps | None) -> Partition:
+    """On one mesh."""
     timed = in_time(graph, factors, plan)
     resharded = insert_reshards(graph, factors, timed, prices or plan.prices or TWO_CORE_GLOO, keeps)
     if timed is not plan:

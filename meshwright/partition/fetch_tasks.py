@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.timeline import COMPUTE, Task
-from meshwright.graph import Graph, Node
+from meshwright.graph import START, Graph, Node
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.fetch_prices import fetch_seconds
@@ -23,11 +25,14 @@ class FetchTasks:
         self.parts, self.mesh, self.cluster, self.tasks = parts, mesh, cluster, tasks
         self.runs = fetch_runs(program)
         self._run_of = {name: number for number, run in enumerate(self.runs) for name in run}
-        self._asked: dict[str, list[str]] = {}  # node → what its backward is the first to ask for
         last = parts.copies - 1
-        asked = {v: named(n, last) if last else n for v, n in parts.fetched.items()}
-        for name, node in asked_within(asked, program).items():
-            self._asked.setdefault(node, []).append(name)
+        asked = asked_within({v: named(n, last) if last else n for v, n in parts.fetched.items()}, program)
+        self._wanted = frozenset(asked)
+        self._asked: dict[str, list[str]] = {}  # node → what its backward is the first to ask for
+        flown = {use for n in program.nodes if n.op == START for use in n.uses}
+        for name, node in asked.items():
+            if name not in flown:  # else its flight asks, when it starts again
+                self._asked.setdefault(node, []).append(name)
         self._ahead: dict[str, int] = {}  # brought, and not taken yet → its task
         self._left: set[str] = set()
         self._still: set[str] = set()  # what backward has not brought yet
@@ -36,7 +41,7 @@ class FetchTasks:
     def begin(self) -> None:
         """A forward pass begins."""
         self._ahead, self._left, self._opened = {}, set(self._run_of), set()
-        self._still = {name for names in self._asked.values() for name in names}
+        self._still = set(self._wanted)
 
     def forward(self, node: Node, last: int) -> int:
         """A transfer of forward, after the task `last`; the place of the wait for it."""
@@ -51,7 +56,14 @@ class FetchTasks:
 
     def backward(self, node: Node, last: int) -> int:
         """Before the backward of a node, after the task `last`: what it is the first to ask for."""
-        for name in self._asked.get(node.name, ()):
+        return self.again(self._asked.get(node.name, ()), last)
+
+    def again(self, names: Iterable[str], last: int) -> int:
+        """Those of some values that are parked parameters are brought for backward, after the task `last`; the place of
+        the wait for them."""
+        for name in names:
+            if name not in self._wanted:
+                continue
             run = self._run_of[name]
             self._restart(run, last)
             last = self._wait(name)

@@ -17,9 +17,12 @@ from meshwright.redistribute import Reshard
 
 @dataclass(eq=False)
 class _Once:
-    """What of a flight backward brings again: its waits with their sources, and the flight before it."""
+    """What of a flight backward brings again: its waits with their sources, and the flight before it. `sources`: what
+    went into it, there until its last wait; `notes`: those of them that have to be brought for it themselves."""
 
     before: _Once | None
+    sources: list[Storage]
+    notes: list[Held]
     waits: list[tuple[Node, Storage, Held]] = field(default_factory=list)
     crossing: Crossing | None = None
     opened: bool = False
@@ -62,17 +65,25 @@ class FlightMemory:
             crossing.give(index, source)
         crossing.launch()
         if node.kwarg("again"):
-            self._latest = self._once[node.name] = _Once(self._latest)
+            notes = [n for i in node.kwarg("again") if (n := self.notes.of(sources[i])) is not None]
+            for note in notes:
+                self.notes.hold(note)
+            mine = [self.heap.hold(source) for source in sources]
+            self._latest = self._once[node.name] = _Once(self._latest, mine, notes)
 
     def wait(self, node: Node, source: Storage) -> Storage:
         """What a wait takes out of its flight; `source` went into it."""
         (start,), index = node.uses, node.args[1]
         made = self._under_way[start].take(index)
-        if node.kwarg("again"):
-            once, place = self._once[start], len(self._once[start].waits)
-            # A flight holds what it brings, also where that would be made again.
-            held = self.notes.watch([made], (), lambda _: [self._taken(once, place)], held=[source])
-            once.waits.append((node, source, (held, 0)))
+        once = self._once.get(start)
+        if once is not None and node.kwarg("again"):
+            place = len(once.waits)
+            call = self.notes.watch([made], [source], lambda _: [self._taken(once, place)])
+            once.waits.append((node, source, (call, 0)))
+        if once is not None and index == len(once.sources) - 1:
+            for storage in once.sources:
+                self.heap.drop(storage)
+                self.notes.dropped(storage)
         return made
 
     def _taken(self, once: _Once, place: int) -> Storage:
@@ -87,11 +98,13 @@ class FlightMemory:
         return made
 
     def _bring(self, once: _Once) -> None:
-        """The waits of a flight that are still read are made again."""
+        """A flight starts again, when what it sends has been brought."""
         if once.crossing is None:
             once.crossing = self._crossing([node for node, _, _ in once.waits])
             for index, (_, source, _) in enumerate(once.waits):
-                once.crossing.give(index, source)
+                once.crossing.give(index, self.notes.opened(source))
+            for note in once.notes:
+                self.notes.release(note)
             once.crossing.launch()
 
     # ------------------------------------------------------------ backward

@@ -106,6 +106,14 @@ class Notes:
                 self._let_go(call)
             todo.pop()
 
+    def opened(self, storage: Storage) -> Storage:
+        """Where what lay in a memory lies now: made again if need be."""
+        held = self.of(storage)
+        if held is None:
+            return storage
+        self.open(held)
+        return _made(held)
+
     def _let_go(self, call: Call) -> None:
         """What the results are made from."""
         kept, call.kept = call.kept, []

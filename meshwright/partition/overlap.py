@@ -7,7 +7,7 @@ communication starts where forward waited, and is waited for where forward start
 
 - Parameters that are gathered for their use are taken in stretches: one layer, or less where a layer is larger than a
   bucket. A stretch starts when the program enters the one before it, so at most one is there before it is needed. Its
-  equal reshards go as one collective.
+  equal reshards go as one collective. What they send of parked parameters has come from the host by then.
 - Other values start right after they are made (at most a layer early), where something is computed before they are
   read. Neighbours that can start together, and are small, go together.
 """
@@ -19,7 +19,9 @@ from dataclasses import dataclass, replace
 
 from meshwright.graph import MOVES, PIN, RESHARD, START, WAIT, Graph, Node, Ref, TensorType, verify
 from meshwright.partition.again import VIEWS
+from meshwright.partition.fetches import is_fetch
 from meshwright.partition.fusion import sizes
+from meshwright.partition.layers import layer_of
 from meshwright.partition.reshards import Resharded, local_type
 from meshwright.plan import Plan
 from meshwright.redistribute import Step
@@ -51,20 +53,26 @@ def flights(resharded: Resharded, plan: Plan) -> tuple[Flight, ...]:
 
 
 def overlapped(local: Graph, schedule: Sequence[Flight]) -> Graph:
-    """The program of a rank with its flights: each reshard of one becomes a wait, under the name it had."""
+    """The program of a rank with its flights: each reshard of one becomes a wait, under the name it had. What brings a
+    parked parameter for one stands right before its start."""
     if not schedule:
         return local
     nodes = {n.name: n for n in local.nodes}
+    moved: set[str] = set()
     waits: dict[str, Node] = {}
     after: dict[str, list[Node]] = {}
     for flight in schedule:
         start = _start(flight, [nodes[name] for name in flight.members])
         for index, name in enumerate(flight.members):
             waits[name] = replace(nodes[name], op=WAIT, args=(Ref(start.name), index))
-        after.setdefault(flight.after, []).append(start)
+        brought = [nodes[u] for u in start.uses if u in nodes and is_fetch(nodes[u]) and u not in moved]
+        moved.update(n.name for n in brought)
+        after.setdefault(flight.after, []).extend((*brought, start))
     made = list(after.get("", ()))
     for node in local.nodes:
-        made += (waits.get(node.name, node), *after.get(node.name, ()))
+        if node.name not in moved:
+            made.append(waits.get(node.name, node))
+        made += after.get(node.name, ())
     return verify(replace(local, nodes=tuple(made)))
 
 
@@ -107,7 +115,7 @@ class _Schedule:
         stretch: list[Node] = []
         filled, unit = 0, ""
         for node in self.graph.nodes:
-            entry = self.stored.get(node.uses[0]) if node.op == RESHARD else None
+            entry = self.stored.get(stored_in(self.graph, node)) if node.op == RESHARD else None
             if entry is None or not _sent(self._pair(node)[0]) or not self.graph.consumers[node.name]:
                 continue
             group = self.plan.techniques.fusion_group(entry.target, *entry.ties)
@@ -138,7 +146,7 @@ class _Schedule:
         latest: dict[Hashable, _Open] = {}
         changes = self._changes()
         for node in self.graph.nodes:
-            producer = self.graph.producers.get(node.uses[0]) if node.op == RESHARD else None
+            producer = self.graph.producers.get(stored_in(self.graph, node)) if node.op == RESHARD else None
             if producer is None or not any(node.needs_grad) or not self.graph.consumers[node.name]:
                 continue
             # What backward makes again it makes from what is kept, blocking.
@@ -224,11 +232,10 @@ class _Open:
         return after < self.first and self.size_bytes + size_bytes <= limit
 
 
-def layer_of(module: str) -> str:
-    """The repeated layer that a module is in, by the first number in its name; empty outside of layers."""
-    parts = module.split(".")
-    number = next((n for n, part in enumerate(parts) if part.isdigit()), None)
-    return "" if number is None else ".".join(parts[: number + 1])
+def stored_in(graph: Graph, reshard: Node) -> str:
+    """What a reshard brings in another layout: of a parked parameter itself, not its copy on the device."""
+    source = graph.producers.get(reshard.uses[0])
+    return reshard.uses[0] if source is None or not is_fetch(source) else source.uses[0]
 
 
 def _sent(steps: Sequence[Step]) -> tuple[Step, ...]:
@@ -241,4 +248,4 @@ def members_of(local: Graph, start: Node) -> tuple[Node, ...]:
     return tuple(waits[index] for index in range(len(start.args[0])))
 
 
-__all__ = ["Flight", "flights", "layer_of", "members_of", "overlapped"]
+__all__ = ["Flight", "flights", "members_of", "overlapped", "stored_in"]

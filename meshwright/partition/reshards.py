@@ -30,7 +30,8 @@ StepText = tuple[str, str, str, str]  # kind, axes joined by ".", layout before,
 class Resharded:
     """The graph with reshard nodes (still in global shapes), the layout of every value, the pair of every reshard, and
     the values that live in the host's memory. `keeps`: value → how it is kept for backward, where autograd's own way
-    is not taken. `parked`: the parameters that live in the host's memory between their uses."""
+    is not taken. `parked`: the parameters that live in the host's memory between their uses. `borders`: reshard between
+    stages with meshes of their own → the stage that runs it, and sends what it gives to one later stage."""
 
     graph: Graph
     layouts: Mapping[str, TensorLayout]
@@ -39,6 +40,7 @@ class Resharded:
     keeps: Mapping[str, str] = field(default_factory=dict)
     hosted: frozenset[str] = frozenset()
     parked: frozenset[str] = frozenset()
+    borders: Mapping[str, int] = field(default_factory=dict)
 
 
 def insert_reshards(
@@ -54,7 +56,8 @@ def insert_reshards(
     for node in graph.nodes:
         wants = work.ports[node.name].inputs
         there = node.name in plan.hosts if node.op != PIN else node.uses[0] in work.hosted
-        names = [work.bring(value, want, there) for value, want in zip(node.uses, wants, strict=True)]
+        here = work.stages.get(node.name)
+        names = [work.bring(value, want, there, here) for value, want in zip(node.uses, wants, strict=True)]
         nodes += [*work.fresh_nodes(), node.with_uses(names)]
     outputs = tuple(
         (label, work.final(v, TensorLayout(factors.dims[v]) if label == LOSS else work.summed(v)))
@@ -69,8 +72,25 @@ def insert_reshards(
     result = replace(graph, nodes=tuple(nodes), outputs=outputs, mutations=mutations)
     result = work.marked_again(result, keeps)
     return Resharded(
-        result, work.have, work.ports, work.pairs, hosted=frozenset(work.hosted), parked=work.parked
+        result,
+        work.have,
+        work.ports,
+        work.pairs,
+        hosted=frozenset(work.hosted),
+        parked=work.parked,
+        borders=work.borders,
     )
+
+
+def stages_of(graph: Graph, given: Mapping[str, int]) -> dict[str, int]:
+    """Node → its stage, also of those that follow from operators with one and have none of their own."""
+    found, made = dict(given), dict[str, int]()
+    for node in graph.nodes:
+        before = max((made[use] for use in node.uses if use in made), default=None)
+        if node.name not in found and before is not None:
+            found[node.name] = before
+        made.update(dict.fromkeys(node.values, found[node.name]) if node.name in found else {})
+    return found
 
 
 def _ports(graph: Graph, factors: Factors, plan: Plan) -> dict[str, Ports]:
@@ -106,12 +126,21 @@ class _Insertion:
         self.leaving = leaving_values(graph, plan.hosts, self.hosted)
         self._shared: dict[tuple[str, TensorLayout], str] = {}  # by the name it starts from
         self._hubs: dict[str, str] = {}
+        # Where stages have meshes of their own: node → its stage, value → that of what makes it.
+        self.stages = stages_of(graph, plan.stages) if plan.meshes else {}
+        self._made = {v: self.stages[n.name] for n in graph.nodes if n.name in self.stages for v in n.values}
+        self.borders: dict[str, int] = {}
+        self._border_of: dict[tuple[str, int], str] = {}
         self._copies: dict[str, str] = {}
         self._taken = {*graph.types}
         self._fresh: list[Node] = []
 
-    def bring(self, value: str, want: TensorLayout, host: bool = False) -> str:
-        """The name under which a value has the wanted layout, and is on the host or the device, with what it takes."""
+    def bring(self, value: str, want: TensorLayout, host: bool = False, stage: int | None = None) -> str:
+        """The name under which a value has the wanted layout, and is on the host or the device, with what it takes.
+        `stage`: of the node that reads it."""
+        maker = self._made.get(value)
+        if stage is not None and maker is not None and maker != stage:
+            return self._laid_out(value, self._border(value, maker, stage), want)
         start, lives = value, value in self.hosted or value in self.parked
         # The hub of what leaves the host is on the device, for all.
         if lives and (not host or (value in self.leaving and value in self.plan.hubs)):
@@ -127,12 +156,28 @@ class _Insertion:
         if value in self.plan.hubs:
             hub = self._laid(value, self.plan.hubs[value])
             if start not in self._hubs:
-                self._hubs[start] = self._reshard(value, start, self.have[value], hub, "hub")
+                self._hubs[start] = self._reshard(value, start, self.have[start], hub, "hub")
             return self._reshard(value, self._hubs[start], hub, want, "to")
         key = (start, normalize(want, self.plan.mesh))
         if key not in self._shared:
-            self._shared[key] = self._reshard(value, start, self.have[value], want, "to")
+            self._shared[key] = self._reshard(value, start, self.have[start], want, "to")
         return self._shared[key]
+
+    def _border(self, value: str, maker: int, reader: int) -> str:
+        """A value as it leaves its stage for another whose mesh is its own: as it is cut at its hub, or where it is
+        made, with no sums pending among the ranks, neither of it nor of its gradient. What makes it and what reads it
+        each have their own idea of that, and messages lead from one to the other."""
+        if (value, reader) not in self._border_of:
+            hub, start = self.plan.hubs.get(value), value
+            if hub is not None:
+                start = self._laid_out(value, value, hub)
+            have, time = self.have[start], set(self.plan.mesh.time)
+            pending, grad = (tuple(a for a in axes if a in time) for axes in (have.pending, have.grad))
+            name = self._reshard(
+                value, start, have, TensorLayout(have.dims, pending, grad), f"at{reader}", always=True
+            )
+            self._border_of[value, reader], self.borders[name] = name, maker
+        return self._border_of[value, reader]
 
     def final(self, value: str, want: TensorLayout, host: bool = False) -> str:
         """The name of a result of the step. One that is pending in time stays so: its terms are added up when the last
@@ -165,14 +210,24 @@ class _Insertion:
         )
         return replace(graph, nodes=tuple(marked)) if again else graph
 
-    def _reshard(self, value: str, start: str, have: TensorLayout, want: TensorLayout, suffix: str) -> str:
-        """A node from `start`, the name under which `value` is there as `have`; `start` itself if none is needed."""
+    def _reshard(
+        self,
+        value: str,
+        start: str,
+        have: TensorLayout,
+        want: TensorLayout,
+        suffix: str,
+        *,
+        always: bool = False,
+    ) -> str:
+        """A node from `start`, the name under which `value` is there as `have`; `start` itself if none is needed, but
+        for a border, which is `always` one."""
         mesh, graph = self.plan.mesh, self.graph
-        if have == want or normalize(have, mesh) == normalize(want, mesh):
+        if not always and (have == want or normalize(have, mesh) == normalize(want, mesh)):
             return start
         kind, needs_grad = graph.types[value], value in graph.needs_grad
         pair = reshard(have, want, mesh, DTYPES[kind.dtype], self.prices, needs_grad)
-        if pair.is_identity:
+        if pair.is_identity and not always:
             return start
         name = self._name(f"{value.replace('.', '_')}_{suffix}")
         texts = (step_texts(pair.forward), step_texts(pair.backward))

@@ -14,22 +14,34 @@ from meshwright.partition.peaks import Optimizer
 
 
 @dataclass(frozen=True)
+class Backward:
+    """Bytes of one micro-batch's backward on one rank, beside gradients of those before: the most while it runs
+    (`most`) and in the weights' half where that comes later (`weights`); `held` of buckets from the one half to the
+    other. `gradients`: those that stay after it."""
+
+    most: int
+    weights: int
+    held: int
+    gradients: int
+
+
+@dataclass(frozen=True)
 class StageMemory:
     """Bytes on one rank. `fixed`: parameters, states, buffers, buckets and the batch (`batch` alone is shared with the
-    rank's other stages). `gradients`: those that stay from one micro-batch to the next. `kept`: what one micro-batch
-    keeps between forward and backward, with what it received. `forward`, `backward`: the most that there is of it while
-    it runs; `later`: what linears leave of it for the weights' half of backward, and `weights` the most in that half;
-    `update`: the most beside what is fixed and the gradients when the weights are updated."""
+    rank's other stages). `kept`: what one micro-batch keeps between forward and backward, with what it received.
+    `forward`: the most that there is of it while it runs. `first`, `middle`, `last`: its backward, where it finds no
+    gradients yet, finds some, and is the one after which what was added up is reduced. `later`: what linears leave for
+    the weights' half of backward; `update`: the most beside what is fixed and the gradients when the weights are
+    updated."""
 
     fixed: int
     batch: int
-    gradients: int
-    received: int
     kept: int
     forward: int
-    backward: int
+    first: Backward
+    middle: Backward
+    last: Backward
     later: int
-    weights: int
     update: int
 
 
@@ -41,18 +53,19 @@ def stage_memory(
     device: str = "cpu",
     in_halves: bool = False,
 ) -> StageMemory:
-    """Walk a stage's program once for a micro-batch that finds no gradients, and once for one that does. `in_halves`:
+    """Walk a stage's program for a micro-batch that finds no gradients, one that does, and the last. `in_halves`:
     whether linears leave the weights' half of backward for later."""
     walk = StepWalk(parts, rank, optimizer, device, None, device == "cpu", stage=stage)
     heap = walk.heap
     walk.start()
     borders = [i.name for i in stage.inputs if i.role == "boundary"]
     received = sum(walk.values[name].size_bytes for name in borders)
-    first = heap.total
-    base = kept = forward = backward = later = weights = 0
+    fixed = heap.total - received
+    kept = forward = later = 0
     again = {n.name for n in walk.graph.nodes if not walk.again.isdisjoint(n.values)}
     halves = splittable(walk.graph, again) if in_halves else frozenset()
-    for is_last in (False, True) if programs_in_time(parts) > 1 else (True,):
+    found: list[Backward] = []
+    for is_last in _turns(walk, programs_in_time(parts)):
         base = heap.total
         walk.gradients.begin(is_last)
         begin = len(heap.timeline)
@@ -60,36 +73,43 @@ def stage_memory(
         walk.forward()
         walk.stashes.settle()
         middle = len(heap.timeline)
-        kept = heap.total - base
+        kept = heap.total - base + received
         for _, value in stage.outputs:  # what others read is theirs by now
             heap.drop(walk.values[value])
             walk.notes.dropped(walk.values[value])
         walk.backward(halves)
         walk.gradients.drop(borders)
-        forward = max((size for _, size in heap.timeline[begin:middle]), default=base) - base
+        forward = _most(walk, begin, middle, base) + received
         between = len(heap.timeline)
         later = _left(walk)
+        held = heap.total - later - base if halves else 0
         if halves:
             walk.drain()
-        backward = max((size for _, size in heap.timeline[middle:between]), default=base) - base
-        weights = max((size for _, size in heap.timeline[between:]), default=base) - base
-    end = len(heap.timeline)
-    whole = heap.total
+        most, weights = _most(walk, middle, between, base), _most(walk, between, len(heap.timeline), base)
+        found.append(Backward(most + received, weights, held, heap.total - fixed - received))
+    end, whole = len(heap.timeline), heap.total
     walk.update()
-    update = max((size for _, size in heap.timeline[end:]), default=whole) - whole
-    batch = heap.live["batch"]
+    update = _most(walk, end, len(heap.timeline), whole)
+    # Where the last reduces nothing, it is like those between.
     return StageMemory(
-        first - received,
-        batch,
-        max(base, whole) - first,
-        received,
-        kept + received,
-        forward + received,
-        backward + received,
-        later,
-        weights,
-        update,
+        fixed, heap.live["batch"], kept, forward, found[0], found[len(found) // 2], found[-1], later, update
     )
+
+
+def _turns(walk: StepWalk, count: int) -> tuple[bool, ...]:
+    """The micro-batches to look at, by whether they are the last: of several the first, the last, and one between if it
+    leaves to the last what that reduces."""
+    if count == 1:
+        return (True,)
+    left = walk.gradients.summed_first or (
+        walk.update_parts.buckets and not walk.gradients.scattered_each_time
+    )
+    return (False, False, True) if left and count > 2 else (False, True)
+
+
+def _most(walk: StepWalk, begin: int, end: int, base: int) -> int:
+    """The most bytes beside `base` at some instants."""
+    return max((size for _, size in walk.heap.timeline[begin:end]), default=base) - base
 
 
 def _left(walk: StepWalk) -> int:
@@ -98,4 +118,4 @@ def _left(walk: StepWalk) -> int:
     return sum({id(s): s.size_bytes for s in waits if s.category == "temporary"}.values())
 
 
-__all__ = ["StageMemory", "stage_memory"]
+__all__ = ["Backward", "StageMemory", "stage_memory"]

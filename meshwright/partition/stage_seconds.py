@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.machine import seconds
+from meshwright.cost.machine import launch_seconds, seconds
 from meshwright.cost.operators import Work
 from meshwright.cost.timeline import play
 from meshwright.graph import Graph
@@ -34,11 +34,25 @@ class StageSeconds:
     weights: float
     reduce: float
 
+    def with_posts(self, forward: float, backward: float) -> StageSeconds:
+        """The same with what starting messages takes."""
+        return replace(self, forward=self.forward + forward, backward=self.backward + backward)
+
+
+# What a linear costs more whose weights' half of backward waits, in operators that are started (profiled): forward and
+# backward an autograd function of our own, later a place in the queue and a second walk to the parameters.
+QUEUED = (2.0, 0.5, 1.5)
+
 
 def stage_seconds(
-    parts: Partition, cluster: Cluster, graph: Graph, turns: Interleaved | None = None
+    parts: Partition,
+    cluster: Cluster,
+    graph: Graph,
+    turns: Interleaved | None = None,
+    halves: bool = False,
 ) -> StageSeconds:
-    """The seconds of a stage, whose program this is. `turns`: that of all copies, where several take turns."""
+    """The seconds of a stage, whose program this is. `turns`: that of all copies, where several take turns. `halves`:
+    whether the two halves of backward are apart."""
     mesh = on_cluster(parts.plan.mesh, cluster)
     mine = frozenset(i.name for i in graph.inputs)
     groups = fill(pending_gradients(parts), cluster.device_type, gradient_bytes(parts.plan))
@@ -57,19 +71,30 @@ def stage_seconds(
             step.update(0.0)
         ends.append(play(step.tasks, cluster.measured.slowdown).step_seconds)
     prices = step.nodes
-    later = math.fsum(prices[name].backward_seconds / 2 for name in splittable(graph) if name in prices)
-    later *= parts.copies
-    added, backward = adding_seconds(parts, cluster, graph), ends[1] - ends[0]
-    return StageSeconds(ends[0], backward + added, min(later, backward) + added, max(0.0, ends[2] - ends[1]))
+    split = [prices[name].backward_seconds / 2 for name in splittable(graph) if name in prices]
+    later, added, backward = (
+        math.fsum(split) * parts.copies,
+        adding_seconds(parts, cluster, graph),
+        ends[1] - ends[0],
+    )
+    each = len(split) * parts.copies * launch_seconds(cluster.device, cluster.measured) if halves else 0.0
+    forward, inputs, weights = (each * count for count in QUEUED)
+    return StageSeconds(
+        ends[0] + forward,
+        backward + added + inputs + weights,
+        min(later, backward) + added + weights,
+        max(0.0, ends[2] - ends[1]),
+    )
 
 
 def adding_seconds(parts: Partition, cluster: Cluster, graph: Graph) -> float:
     """Adding the weights' gradients of a micro-batch of a stage to those before it, the first having none: two are
-    read, one is written, all of them once for each micro-batch, so that no cache holds them until the next."""
+    read, one is written, all of them once for each micro-batch, so that no cache holds them until the next. It is done
+    where autograd ends, which starts in half of an operator's time."""
     count = programs_in_time(parts)
     sizes = [i.type.size_bytes for i in graph.inputs if i.role == "parameter" and i.needs_grad]
     moved, elements = 3.0 * sum(sizes), float(sum(sizes)) / 4
-    one = Work("memory", "f32", elements, 0.0, moved, 0.0, float(len(sizes)), 0.0)
+    one = Work("memory", "f32", elements, 0.0, moved, 0.0, 0.5 * len(sizes), 0.0)
     return (1 - 1 / count) * float(seconds(one, cluster.device, cluster.measured)[0])
 
 

@@ -16,7 +16,7 @@ from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.partition.again import VIEWS, Keeps, readers_alike
 from meshwright.partition.interleave import named
-from meshwright.partition.overlap import layer_of
+from meshwright.partition.layers import layer_of
 from meshwright.partition.reshards import Resharded
 from meshwright.plan import Plan
 from meshwright.redistribute import TWO_CORE_GLOO, Step, redistribute

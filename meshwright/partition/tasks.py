@@ -304,6 +304,8 @@ class StepTasks:
         again = [members[index] for index in start.kwarg("again")]
         if start.name not in self._repeated and any(m.name in kept for m in again):
             self._repeated.add(start.name)
+            sources = (start.uses[index] for index in start.kwarg("again"))
+            self._last = self.fetches.again(sources, self._last)
             self._launch(start, again, "again", "backward")
 
     def _made_again(self) -> dict[str, list[Node]]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.pipeline.chains import ACTIONS, Counts, counts, shares_of
+from meshwright.pipeline.chains import ACTIONS, RACED, Counts, counts, shares_of
 from meshwright.search.joint.bounds import Least
 from meshwright.search.joint.examples import chain_seconds
 from meshwright.search.joint.outer import Outer, outers
@@ -90,7 +90,8 @@ class Bounds:
     def _counts(self, outer: Outer, micro_batches: int) -> tuple[np.ndarray, Counts | None]:
         seconds = self.least.computing(self.cluster.ranks // outer.ranks * micro_batches)
         schedule = outer.schedule
-        if outer.stages * micro_batches > ACTIONS or not seconds.any():
+        most = RACED if schedule.name == "zero_bubble_v" else ACTIONS
+        if outer.stages * micro_batches > most or not seconds.any():
             return seconds, None
         try:
             shares = shares_of(seconds.sum(axis=0))

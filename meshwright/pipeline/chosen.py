@@ -55,30 +55,32 @@ def with_stages(
     """The plan in one stage, or that in several where it alone fits or is quicker. `plain` makes the first, `in_stages`
     the other for techniques that say how many, and for how many ranks of each level of the cluster follow one another.
 
-    Raises the PlanError of `plain` where neither fits.
+    An interrupt ends it with the best so far. Raises the PlanError of `plain` where neither fits.
     """
     made: Plan | None = None
     refused: PlanError | None = None
+    request.interrupts.clear()
     try:
         made = plain()
     except PlanError as error:
         refused = error
     if made is not None and min(made.claims.get("gaps", {}).get(k, 1.0) for k in ("joint", "step")) <= NEAR:
         return made
+    if made is not None and request.interrupts:
+        return made
     request = replace(request, techniques=techniques)
     world = _World(graph, folding, request)
-    best: Plan | None = None
+    seen: list[Plan] = []
     try:
-        best = _best(world, techniques, made, in_stages)
-        chosen = best or made
+        chosen = _best(world, techniques, made, in_stages, seen) or made
         if chosen is None:
             assert refused is not None
             raise refused
         return world.bounded(chosen, made)
     except KeyboardInterrupt:
-        if best is None and made is None:
+        if not seen and made is None:
             raise
-        return best or made  # type: ignore[return-value]
+        return seen[-1] if seen else made  # type: ignore[return-value]
 
 
 def _best(
@@ -86,8 +88,9 @@ def _best(
     techniques: Techniques,
     made: Plan | None,
     in_stages: Callable[[Techniques, tuple[int, ...]], Plan],
+    seen: list[Plan],
 ) -> Plan | None:
-    """The best plan in stages that is worth it, if any is."""
+    """The best plan in stages that is worth it, if any is; `seen` gets each that is the best so far."""
     enough = (1 - WORTH) * made.claims["step_seconds"] if made is not None else float("inf")
     before = (
         f"{made.claims['step_seconds']:.4g} s in one stage"
@@ -106,15 +109,12 @@ def _best(
             other = in_stages(asked, taken)
         except PlanError:
             continue
-        except KeyboardInterrupt:
-            if best is None and made is None:
-                raise
-            return best
         if _better(other, request, best.claims["step_seconds"] if best is not None else enough):
             given = replace(other.techniques, given=techniques.given)
             note = f"auto chose {other.techniques.pipeline} stages, {found.outer.schedule.name}: {before}"
             told = told_stages(found, list(several.values()), techniques.given)
             best = replace(other, techniques=given).with_notes(note, *told)
+            seen.append(best)
             request.progress(f"{other.techniques.pipeline} stages", best.claims["step_seconds"], None)
     return best
 

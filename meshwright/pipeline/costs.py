@@ -41,7 +41,7 @@ def costs_of(
         seconds,
         kept_by_operator(parts),
         state_bytes(parts, rank, optimizer, cluster.device_type),
-        lambda size: over.latency_seconds + size / pieces / over.bytes_per_s if size else 0.0,
+        lambda size: cluster.message_seconds(over, size / pieces) if size else 0.0,
         1 / pieces,
     )
 

@@ -49,12 +49,7 @@ def taken_of(cluster: Cluster, world: Meshes) -> tuple[int, ...]:
             why="each rank of the pipeline is another device",
             hint=f"pipeline={cluster.ranks}",
         )
-    if mesh.size != cluster.ranks:
-        raise PlanError(
-            f"the mesh has {mesh.size} ranks, the cluster {cluster.ranks}",
-            why=f"mesh of all ranks: {mesh}",
-            hint="leave out mesh= to use the cluster's own, or make the sizes agree",
-        )
+    check_all(cluster, world)
     found, inner = [1] * len(cluster.levels), 1
     for axis in reversed(mesh.axes):
         outer = inner * axis.size
@@ -94,4 +89,51 @@ def link_between(cluster: Cluster, taken: Sequence[int]) -> Level:
     return along[0] if along else cluster.levels[-1]
 
 
-__all__ = ["link_between", "mesh_over", "taken_of", "within_stage"]
+def link_of(cluster: Cluster, world: Meshes) -> Level:
+    """The level that messages between neighbours in a pipeline cross, of whatever meshes."""
+    if not world.own:
+        return link_between(cluster, taken_of(cluster, world))
+    check_all(cluster, world)
+    outermost, unit = len(cluster.levels) - 1, 1
+    for number in range(len(cluster.levels) - 1, -1, -1):
+        for place in range(world.places - 1):
+            first, last = world.at(place, 0), world.at(place + 1, world.own[place + 1].size - 1)
+            if first // unit != last // unit:
+                outermost = number
+        unit *= cluster.levels[number].size
+    return cluster.levels[outermost]
+
+
+def check_all(cluster: Cluster, world: Meshes) -> None:
+    """Raise PlanError where the ranks of a pipeline are not those of a cluster."""
+    if world.world.size != cluster.ranks:
+        told = f" ({' + '.join(str(mesh.size) for mesh in world.own)})" if world.own else ""
+        raise PlanError(
+            f"the mesh has {world.world.size} ranks{told}, the cluster {cluster.ranks}",
+            why=f"mesh of all ranks: {world.world}",
+            hint="leave out mesh= to use the cluster's own, or make the sizes agree",
+        )
+
+
+def part_of(cluster: Cluster, world: Meshes, place: int) -> Cluster:
+    """The part of a cluster on which a place of a pipeline has a mesh of its own: whole units of some levels, or some
+    ranks of one. Raises PlanError for ranks that are neither."""
+    check_all(cluster, world)
+    first, count = world.at(place, 0), world.own[place].size
+    sizes, unit, left = list[int](), 1, count
+    for level in reversed(cluster.levels):
+        inside = first % (unit * level.size) // unit
+        whole = inside == 0 and left % level.size == 0
+        sizes.append(level.size if whole else left)
+        if not whole and (first % unit or inside + left > level.size):
+            raise PlanError(
+                f"ranks {first} to {first + count - 1} of {cluster.name} as one mesh",
+                why=f"they begin or end within a {level.name} of {level.size}",
+                hint="an order of meshes in which each fills whole units of a level, or fits into one",
+            )
+        unit, left = unit * level.size, left // sizes[-1]
+    levels = (replace(v, size=n) for v, n in zip(cluster.levels, reversed(sizes), strict=True))
+    return replace(cluster, levels=tuple(levels))
+
+
+__all__ = ["link_between", "link_of", "mesh_over", "part_of", "taken_of", "within_stage"]

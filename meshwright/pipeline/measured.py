@@ -20,12 +20,13 @@ from meshwright.pipeline.actions import (
 @dataclass(frozen=True, slots=True)
 class Span:
     """An action of a rank from `begin` to `end`, in seconds. `waits`: (begin, end) of what of it went into waiting for
-    other stages."""
+    other stages; `talks`: into collectives with the ranks that share its stage, those that it waited for."""
 
     action: Action
     begin: float
     end: float
     waits: tuple[tuple[float, float], ...] = ()
+    talks: tuple[tuple[float, float], ...] = ()
 
     @property
     def waited(self) -> float:
@@ -33,14 +34,19 @@ class Span:
         return sum(end - begin for begin, end in self.waits)
 
     @property
+    def talked(self) -> float:
+        """Seconds of waiting for collectives."""
+        return sum(end - begin for begin, end in self.talks)
+
+    @property
     def busy(self) -> float:
-        """Seconds of the rest."""
+        """Seconds in which it did not wait for other stages."""
         return self.end - self.begin - self.waited
 
     def later(self, seconds: float) -> Span:
         """The same on a clock that says `seconds` more."""
-        waits = tuple((begin + seconds, end + seconds) for begin, end in self.waits)
-        return replace(self, begin=self.begin + seconds, end=self.end + seconds, waits=waits)
+        waits, talks = (tuple((a + seconds, b + seconds) for a, b in of) for of in (self.waits, self.talks))
+        return replace(self, begin=self.begin + seconds, end=self.end + seconds, waits=waits, talks=talks)
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,10 @@ class Measured:
         busy = sum(span.busy for span in self.spans[rank])
         return 1.0 - busy / self.end if self.end else 0.0
 
+    def talking(self, rank: int) -> float:
+        """The share of the step in which a rank waited for collectives."""
+        return sum(span.talked for span in self.spans[rank]) / self.end if self.end else 0.0
+
     @property
     def bubble(self) -> float:
         """The same of all ranks together."""
@@ -94,8 +104,7 @@ class Measured:
 def to_text(spans: Sequence[Span]) -> str:
     """Spans as JSON: how ranks tell one another."""
     rows = [
-        [s.action.kind, s.action.stage, s.action.micro_batch, s.begin, s.end, [list(w) for w in s.waits]]
-        for s in spans
+        [s.action.kind, s.action.stage, s.action.micro_batch, s.begin, s.end, s.waits, s.talks] for s in spans
     ]
     return json.dumps(rows)
 
@@ -103,8 +112,8 @@ def to_text(spans: Sequence[Span]) -> str:
 def from_text(text: str) -> tuple[Span, ...]:
     """What `to_text` wrote."""
     return tuple(
-        Span(Action(kind, stage, m), begin, end, tuple((a, b) for a, b in waits))
-        for kind, stage, m, begin, end, waits in json.loads(text)
+        Span(Action(kind, stage, m), begin, end, *(tuple((a, b) for a, b in of) for of in (waits, talks)))
+        for kind, stage, m, begin, end, waits, talks in json.loads(text)
     )
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.errors import MeshError, PlanError
@@ -16,23 +20,36 @@ AXIS = "pp"
 
 @dataclass(frozen=True)
 class Meshes:
-    """`world`: all ranks. `stage`: those that share one, as its mesh without the pipeline's axis."""
+    """`world`: all ranks. `stage`: those that share one, as its mesh without the pipeline's axis. `own`: where places
+    of the pipeline have meshes of their own, that of each; their ranks follow one another in the world."""
 
     world: Mesh
     stage: Mesh
+    own: tuple[Mesh, ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The prime axes of the pipeline."""
-        return tuple(a.name for a in self.world.axes if a.name not in self.stage.sizes)
+        """The prime axes of the pipeline; none where places have meshes of their own."""
+        return () if self.own else tuple(a.name for a in self.world.axes if a.name not in self.stage.sizes)
 
     @property
     def places(self) -> int:
         """How many ranks follow one another."""
-        return self.world.count(self.axes)
+        return len(self.own) or self.world.count(self.axes)
+
+    def mesh_at(self, place: int) -> Mesh:
+        """The mesh of the ranks at a place of the pipeline."""
+        return self.own[place] if self.own else self.stage
+
+    @functools.cached_property
+    def _edges(self) -> tuple[int, ...]:
+        """Where the ranks of each place begin, and where the last ones end."""
+        return tuple(itertools.accumulate((mesh.size for mesh in self.own), initial=0))
 
     def place(self, rank: int) -> int:
         """Where in the pipeline a rank of the world is."""
+        if self.own:
+            return bisect.bisect_right(self._edges, rank) - 1
         at, place = self.world.coordinate(rank), 0
         for axis in self.axes:
             place = place * self.world.sizes[axis] + at[axis]
@@ -40,19 +57,27 @@ class Meshes:
 
     def within(self, rank: int) -> int:
         """Its number among those that share its stages."""
+        if self.own:
+            return rank - self._edges[self.place(rank)]
         return self.stage.rank(self.world.coordinate(rank))
 
     def at(self, place: int, within: int) -> int:
         """The rank of the world at a place of the pipeline, with such a number among those that share its stages."""
+        if self.own:
+            return self._edges[place] + within
         where = dict(self.stage.coordinate(within))
         for axis in reversed(self.axes):
             place, where[axis] = divmod(place, self.world.sizes[axis])
         return self.world.rank(where)
 
+    def ranks_at(self, place: int) -> tuple[int, ...]:
+        """The ranks of the world at a place, by their numbers there."""
+        return tuple(self.at(place, within) for within in range(self.mesh_at(place).size))
+
 
 def meshes_of(plan: Plan) -> Meshes:
     """The meshes of a plan with stages."""
-    return Meshes(plan.ranks, plan.mesh)
+    return Meshes(plan.ranks, plan.mesh, plan.meshes)
 
 
 def meshes(mesh: Mesh, techniques: Techniques, *, total: bool) -> Meshes:
@@ -82,6 +107,24 @@ def meshes(mesh: Mesh, techniques: Techniques, *, total: bool) -> Meshes:
             )
         mesh = Mesh.of(ranks=mesh.size // count)
     return Meshes(_before(mesh, count), mesh)
+
+
+def own_meshes(given: Sequence[Mesh]) -> Meshes:
+    """The meshes for stages whose places have meshes of their own, in the order of the pipeline. Raises PlanError."""
+    if len(given) < 2:
+        raise PlanError(
+            f"mesh={list(map(str, given))} is a list of {len(given)}",
+            why="a list has the mesh of each rank of a pipeline, which are two or more",
+            hint='mesh=[{"dp": 4}, {"dp": 2, "tp": 2}]; the mesh alone where all stages have one shape',
+        )
+    along = next((mesh for mesh in given if AXIS in dict(mesh.names)), None)
+    if along is not None:
+        raise PlanError(
+            f"a mesh of a list has an axis {AXIS} ({along})",
+            why="that is the name of the axis along which a pipeline runs, and the list says that already",
+            hint="leave the axis out, or give it another name",
+        )
+    return Meshes(Mesh.of(ranks=sum(mesh.size for mesh in given)), given[0], tuple(given))
 
 
 def _ranks(techniques: Techniques) -> int:
@@ -121,4 +164,4 @@ def _before(mesh: Mesh, count: int) -> Mesh:
     return Mesh((*made.axes, *mesh.axes), (*made.names, *mesh.names), order)
 
 
-__all__ = ["AXIS", "Meshes", "check_chunks", "meshes", "meshes_of"]
+__all__ = ["AXIS", "Meshes", "check_chunks", "meshes", "meshes_of", "own_meshes"]

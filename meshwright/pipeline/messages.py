@@ -36,8 +36,9 @@ class Messages:
             for v, later in stage.gives.items()
             for reader in later
         ]
-        self.number = {edge: number for number, edge in enumerate(edges)}
         away = [e for e in edges if schedule.ranks[e[1]] != schedule.ranks[e[2]]]
+        # In an order that does not depend on a rank's program: where stages have meshes of their own they differ.
+        self.number = {edge: number for number, edge in enumerate(sorted(away))}
         graded = [e for e in away if e[0] in cut[e[1]].segment.graph.needs_grad]
         stages = range(len(cut))
         self._values_in = [[e for e in away if e[2] == s] for s in stages]

@@ -4,10 +4,10 @@ ranks take them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
-from meshwright.cost.parts import Level
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.graph import STAGE_MARK, Graph, Node
 from meshwright.mesh import Mesh
@@ -15,7 +15,7 @@ from meshwright.partition import Partition
 from meshwright.pipeline.actions import Schedule
 from meshwright.pipeline.check import play
 from meshwright.pipeline.costs import costs_of, stage_room
-from meshwright.pipeline.levels import link_between, taken_of
+from meshwright.pipeline.levels import link_of
 from meshwright.pipeline.meshes import AXIS, Meshes
 from meshwright.pipeline.order import schedule_for
 from meshwright.pipeline.predicted import peaks_of
@@ -36,8 +36,8 @@ def staged(
     lowered: Callable[[Plan], Partition],
     request: Request | None,
 ) -> Plan:
-    """The plan of a stage's mesh, cut into stages. `lowered` makes the program of a plan, whose seconds balance them
-    and whose bytes must fit into what `request` says of a rank.
+    """The plan of a stage's mesh, or those of the places that have meshes of their own, cut into stages. `lowered`
+    makes the program of a plan, whose seconds balance them and whose bytes must fit into what `request` says of a rank.
 
     Raises PlanError for wishes that cannot be, for a schedule that does not fit, and for techniques that do not go
     together with stages.
@@ -46,12 +46,22 @@ def staged(
     pins = _wishes(graph, techniques)
     parts = lowered(plan)  # in one stage
     # What was claimed is of the whole model on the ranks of one stage.
-    made = replace(plan, world=world.world, techniques=techniques, claims={})
-    link = link_between(request.cluster, taken_of(request.cluster, world)) if request is not None else None
-    found = _within_memory(
-        graph, parts, pins, schedule, lambda of: lowered(replace(made, stages=of)), request, link
+    made = _each(
+        plan,
+        lambda one: replace(
+            one,
+            world=world.world,
+            meshes=tuple(p.mesh for p in plan.own),
+            techniques=replace(one.techniques, **_asked(techniques), given=techniques.given),
+            claims={},
+        ),
     )
-    made = replace(made, stages=dict(found.of))
+
+    def cut(of: Mapping[str, int]) -> Plan:
+        return _each(made, lambda one: replace(one, stages=dict(of)))
+
+    found = _within_memory(graph, parts, pins, schedule, lambda of: lowered(cut(of)), request, world)
+    made = cut(found.of)
     share = max(found.seconds) * len(found.seconds) / sum(found.seconds) if sum(found.seconds) else 1.0
     played = play(schedule)
     ranks, pieces = world.places, techniques.micro_batches
@@ -70,7 +80,7 @@ def _within_memory(
     schedule: Schedule,
     in_stages: Callable[[dict[str, int]], Partition],
     request: Request | None,
-    link: Level | None,
+    world: Meshes,
 ) -> Split:
     """The stages that the ranks have memory for, if any do; else those that need least of what was looked at.
 
@@ -78,8 +88,14 @@ def _within_memory(
     the limit, and what they are over it is kept free in the next try.
     """
     if request is None:
-        return split(graph, schedule.stages, costs_of(parts, None), pins=pins)
-    costs = costs_of(parts, request.cluster, request.optimizer_states, link)
+        each = [costs_of(parts.of_place(place), None) for place in range(world.places)]
+        return split(graph, schedule.stages, [each[place] for place in schedule.ranks], pins=pins)
+    link = link_of(request.cluster, world)
+    each = [
+        costs_of(parts.of_place(place), request.cluster, request.optimizer_states, link)
+        for place in range(world.places)
+    ]
+    costs = [each[place] for place in schedule.ranks]
     limit = math.inf if request.memory_bytes is None else request.memory_bytes
     room, in_flight = stage_room(parts, schedule, limit)
     found: list[tuple[float, Split]] = []
@@ -98,6 +114,16 @@ def _within_memory(
     if not found:
         return split(graph, schedule.stages, costs, pins=pins)
     return min(found, key=lambda one: one[0])[1]
+
+
+def _each(plan: Plan, change: Callable[[Plan], Plan]) -> Plan:
+    """A plan with a change, made in those of its places too."""
+    return replace(change(plan), own=tuple(map(change, plan.own)))
+
+
+def _asked(techniques: Techniques) -> dict[str, Any]:
+    """What of the techniques is about stages."""
+    return {name: getattr(techniques, name) for name in ("pipeline", "schedule", "stages")}
 
 
 def in_one_stage(techniques: Techniques) -> Techniques:

@@ -3,16 +3,17 @@ bytes on each rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshwright.cost.cluster import Cluster
 from meshwright.partition import Partition
 from meshwright.partition.interleave import Interleaved
-from meshwright.partition.micro_batches import first_micro_batch, first_program
+from meshwright.partition.micro_batches import MicroBatches, first_micro_batch, first_program
 from meshwright.partition.peaks import optimizer_on
-from meshwright.partition.stage_memory import StageMemory, stage_memory
+from meshwright.partition.stage_memory import Backward, StageMemory, stage_memory
 from meshwright.partition.stage_seconds import (
     StageSeconds,
     prologue_seconds,
@@ -20,14 +21,15 @@ from meshwright.partition.stage_seconds import (
     update_seconds_of,
 )
 from meshwright.partition.stages import Stage
-from meshwright.pipeline.actions import BACKWARD, FORWARD
+from meshwright.pipeline.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
 from meshwright.pipeline.check import Played
 from meshwright.pipeline.claimed import play_stages
 from meshwright.pipeline.held import holders
-from meshwright.pipeline.levels import link_between, taken_of
+from meshwright.pipeline.levels import link_of
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.messages import Message, Messages
 from meshwright.pipeline.order import schedule_of
+from meshwright.pipeline.routes import Routes
 from meshwright.redistribute.steps import origin
 
 
@@ -60,35 +62,99 @@ class Predicted:
 def predict(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Predicted:
     """Play the schedule of a plan with stages. `optimizer_states`: moments per parameter."""
     schedule, meshes = schedule_of(parts.asked), meshes_of(parts.asked)
-    mesh = parts.plan.mesh
-    rank = mesh.rank(origin(mesh))
-    programs = first_micro_batch(parts, rank)
-    one, (cut, turns) = parts.stages(programs.programs[0]), stages_in_copies(parts, rank)
+    cuts = [_cut_at(parts.of_place(place)) for place in range(meshes.places)]
+    told = Messages(cuts[0].together, schedule)
+    routes = Routes(parts, schedule.ranks, cuts[0].copy_of)
+    posts = posting_seconds(told, cluster, routes)
     times = tuple(
-        stage_seconds(parts, cluster, stage.segment.graph, taken)
-        for stage, taken in zip(one, turns, strict=True)
+        stage_seconds(
+            parts.of_place(place),
+            cluster,
+            cuts[place].one[s].segment.graph,
+            cuts[place].turns[s],
+            schedule.splits_backward(place),
+        ).with_posts(*posts[s])
+        for s, place in enumerate(schedule.ranks)
     )
-    received = tuple(map(_received, cut))
     held = holders(parts, schedule)
     mine = [frozenset(n for n, places in held.items() if p in places) for p in range(meshes.places)]
-    updates = [update_seconds_of(parts, cluster, optimizer_states, names) for names in mine]
-    link = link_between(cluster, taken_of(cluster, meshes))
-    messages = [link.latency_seconds + size / link.bytes_per_s for size in received]
+    updates = [
+        update_seconds_of(parts.of_place(place), cluster, optimizer_states, names)
+        for place, names in enumerate(mine)
+    ]
+    received = tuple(_received(cuts[place].together[s]) for s, place in enumerate(schedule.ranks))
+    link = link_of(cluster, meshes)
+    messages = [
+        cluster.message_seconds(link, max(size, _sent(told, routes, s))) for s, size in enumerate(received)
+    ]
     return Predicted(
         play_stages(schedule, times, messages, updates),
         times,
         received,
         tuple(messages),
         tuple(updates),
-        prologue_seconds(parts, cluster, programs.rounds),
-        _peaks(parts, cluster, optimizer_states, cut),
+        max(
+            prologue_seconds(parts.of_place(place), cluster, cut.programs.rounds)
+            for place, cut in enumerate(cuts)
+        ),
+        _peaks(parts, cluster, optimizer_states, [cut.together for cut in cuts]),
     )
+
+
+def _sent(messages: Messages, routes: Routes, stage: int) -> int:
+    """Bytes that one rank sends to a stage for a micro-batch, the one that sends most, where places have meshes of
+    their own: several ranks may want the same of it."""
+    sizes: dict[tuple[int, int], int] = {}
+    for message in messages.needed(Action(FORWARD, stage, 0)):
+        for rank, size in enumerate(routes.sent_bytes(message)):
+            sizes[message.maker, rank] = sizes.get((message.maker, rank), 0) + size
+    return max(sizes.values(), default=0)
+
+
+def posting_seconds(messages: Messages, cluster: Cluster, routes: Routes) -> list[tuple[float, float]]:
+    """What the first rank of a place needs to start the messages of a micro-batch of each stage, forward and backward.
+    A GPU's stream does not wait for its host to do so."""
+    each = 0.0 if cluster.device_type == "cuda" else cluster.measured.post_seconds
+    found: list[tuple[float, float]] = []
+    for stage in range(messages.schedule.stages):
+        forward, backward = (Action(kind, stage, 0) for kind in (FORWARD, BACKWARD))
+        counts = (
+            sum(routes.receives(m, 0) for m in messages.needed(a))
+            + sum(routes.sends(m, 0) for m in messages.sent(a))
+            for a in (forward, backward)
+        )
+        there, back = (each * count for count in counts)
+        found.append((there, back))
+    return found
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The program of a place's first micro-batch, cut into stages: of `one` copy, and of all `together`."""
+
+    programs: MicroBatches
+    one: tuple[Stage, ...]
+    together: tuple[Stage, ...]
+    turns: list[Interleaved | None]
+
+    @property
+    def copy_of(self) -> Mapping[str, int]:
+        """Which copy a value of them all is of."""
+        return self.turns[0].copy_of if self.turns[0] is not None else {}
+
+
+def _cut_at(parts: Partition) -> _Cut:
+    mesh = parts.plan.mesh
+    rank = mesh.rank(origin(mesh))
+    programs = first_micro_batch(parts, rank)
+    return _Cut(programs, parts.stages(programs.programs[0]), *stages_in_copies(parts, rank))
 
 
 def peaks_of(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> tuple[int, ...]:
     """The most bytes on a rank of each place in the pipeline, as `Predicted` has them."""
-    mesh = parts.plan.mesh
-    return _peaks(parts, cluster, optimizer_states, stages_in_copies(parts, mesh.rank(origin(mesh)))[0])
+    every = [parts.of_place(place) for place in range(meshes_of(parts.asked).places)]
+    cuts = [stages_in_copies(one, one.plan.mesh.rank(origin(one.plan.mesh)))[0] for one in every]
+    return _peaks(parts, cluster, optimizer_states, cuts)
 
 
 def stages_in_copies(parts: Partition, rank: int) -> tuple[tuple[Stage, ...], list[Interleaved | None]]:
@@ -102,18 +168,17 @@ def stages_in_copies(parts: Partition, rank: int) -> tuple[tuple[Stage, ...], li
 
 
 def _peaks(
-    parts: Partition, cluster: Cluster, optimizer_states: int, cut: Sequence[Stage]
+    parts: Partition, cluster: Cluster, optimizer_states: int, cuts: Sequence[Sequence[Stage]]
 ) -> tuple[int, ...]:
-    mesh, device = parts.plan.mesh, cluster.device_type
-    rank, optimizer = mesh.rank(origin(mesh)), optimizer_on(device, optimizer_states)
-    schedule = schedule_of(parts.asked)
-    halves = [schedule.splits_backward(place) for place in schedule.ranks]
-    memory = [
-        stage_memory(parts, rank, stage.segment.graph, optimizer, device, apart)
-        for stage, apart in zip(cut, halves, strict=True)
-    ]
-    messages = Messages(cut, schedule)
-    return tuple(peak_of(messages, place, memory) for place in range(meshes_of(parts.asked).places))
+    """`cuts`: of each place the stages of its program, of which it runs its own."""
+    device = cluster.device_type
+    optimizer, schedule = optimizer_on(device, optimizer_states), schedule_of(parts.asked)
+    memory: list[StageMemory] = []
+    for s, place in enumerate(schedule.ranks):
+        there, apart = parts.of_place(place), schedule.splits_backward(place)
+        rank = there.plan.mesh.rank(origin(there.plan.mesh))
+        memory.append(stage_memory(there, rank, cuts[place][s].segment.graph, optimizer, device, apart))
+    return tuple(peak_of(Messages(cut, schedule), place, memory) for place, cut in enumerate(cuts))
 
 
 def claims_of(parts: Partition, cluster: Cluster, optimizer_states: int) -> dict[str, Any]:
@@ -144,8 +209,8 @@ def peak_of(messages: Messages, place: int, memory: Sequence[StageMemory]) -> in
     types = [stage.segment.graph.types for stage in messages.cut]
     known = messages.acknowledged(place)
     fixed = sum(m.fixed for m in mine) - (len(mine) - 1) * mine[0].batch
-    gradients = sum(m.gradients for m in mine)
-    live = early = there = 0
+    turns = _Turns(messages, place, memory)
+    live = early = 0
     sending: dict[Message, int] = {}
     most = fixed
     for action in messages.listed(place):
@@ -158,24 +223,58 @@ def peak_of(messages: Messages, place: int, memory: Sequence[StageMemory]) -> in
             early += arriving
             continue
         early -= arriving
-        beside = fixed + live + early + sum(sending.values())
+        turns.begin(action)
+        beside = fixed + live + early + sum(sending.values()) + sum(turns.gradients.values())
         match action.kind:
             case "forward":
-                most = max(most, beside + there + one.forward)
+                most = max(most, beside + one.forward)
                 live += one.kept
             case "backward" | "backward_input":
-                there = gradients
-                both = action.kind == "backward"
-                at_once = max(one.backward, one.weights) if both else one.backward
-                most = max(most, beside + there - one.kept + at_once)
-                live -= one.kept - (0 if both else one.later)
+                both = action.kind == BACKWARD
+                now = turns.take(action)
+                at_once = max(now.most, now.weights) if both else now.most
+                most = max(most, beside - one.kept + at_once)
+                live -= one.kept - (0 if both else one.later + now.held)
             case "backward_weight":
-                most = max(most, beside + there - one.later + one.weights)
-                live -= one.later
+                now = turns.take(action)
+                most = max(most, beside - one.later - now.held + now.weights)
+                live -= one.later + now.held
         for message in known.get(action, ()):
             sending.pop(message, None)
         sending |= {m: types[action.stage][m.value].size_bytes for m in messages.sent(action) if m.back}
-    return max(most, fixed + there + sum(sending.values()) + max(m.update for m in mine))
+    return max(
+        most,
+        fixed + sum(turns.gradients.values()) + sum(sending.values()) + max(m.update for m in mine),
+    )
+
+
+class _Turns:
+    """Which backward of its stage an action is part of: the first, one between, or the last. `gradients`: bytes that
+    stay of each stage so far; where the halves come apart, all from the first half on."""
+
+    def __init__(self, messages: Messages, place: int, memory: Sequence[StageMemory]) -> None:
+        self.memory = memory
+        self.gradients: dict[int, int] = {}
+        ends = (a for a in messages.listed(place) if a.kind in (BACKWARD, BACKWARD_INPUT))
+        self.count = Counter(action.stage for action in ends)
+        self.done: Counter[tuple[str, int]] = Counter()
+
+    def begin(self, action: Action) -> None:
+        """Before an action."""
+        if action.kind == BACKWARD_INPUT and self.count[action.stage] > 1:
+            self.gradients.setdefault(action.stage, self.memory[action.stage].middle.gradients)
+
+    def take(self, action: Action) -> Backward:
+        """What an action's backward takes beside the gradients before it; those after it are there from now on."""
+        stage, one = action.stage, self.memory[action.stage]
+        for half in (BACKWARD_INPUT, BACKWARD_WEIGHT) if action.kind == BACKWARD else (action.kind,):
+            self.done[half, stage] += 1
+        half = BACKWARD_INPUT if action.kind == BACKWARD_INPUT else BACKWARD_WEIGHT
+        is_last = self.done[half, stage] == self.count[stage]
+        now = one.last if is_last else one.middle if stage in self.gradients else one.first
+        if action.kind != BACKWARD_INPUT:
+            self.gradients[stage] = now.gradients
+        return now
 
 
 __all__ = ["Predicted", "claims_of", "peaks_of", "predict"]

@@ -58,14 +58,15 @@ class Split:
 def split(
     graph: Graph,
     stages: int,
-    costs: Costs,
+    costs: Costs | Sequence[Costs],
     *,
     pins: Mapping[str, int] | None = None,
     limit_bytes: float = math.inf,
     in_flight: Sequence[int] = (),
 ) -> Split:
-    """Cut a graph into so many stages. `pins`: node → the stage that the user wants it in. `in_flight`: micro-batches
-    of which each stage holds the activations at once (by default one), for `limit_bytes` per rank.
+    """Cut a graph into so many stages. `costs`: of all of them, or of each, where their meshes are not alike. `pins`:
+    node → the stage that the user wants it in. `in_flight`: micro-batches of which each stage holds the activations at
+    once (by default one), for `limit_bytes` per rank.
 
     Raises PlanError when there are too few operators, pins go backward, or no split fits into the memory.
     """
@@ -78,26 +79,30 @@ def split(
             hint=f"pipeline={min(max(len(nodes) // 4, 1), 4)}",
         )
     wishes = {name: stage for name, stage in (pins or {}).items() if name not in free}
-    room = _Room(graph, nodes, costs)
-    places = room.places(stages, wishes)
-    cost = room.seconds(places)
+    known: dict[int, _Room] = {}
+    each = [costs] * stages if isinstance(costs, Costs) else costs
+    rooms = [known.setdefault(id(c), _Room(graph, nodes, c)) for c in each]
+    places = rooms[0].places(stages, wishes)
+    cost = [room.seconds(places) for room in rooms]
     allowed = [_allowed(nodes, places, wishes, stage) for stage in range(stages)]
     _check_order(nodes, wishes, stages)
     flights = tuple(in_flight) or (1,) * stages
-    memory = [room.memory(places, flights[stage]) for stage in range(stages)]
+    memory = [room.memory(places, flights[stage]) for stage, room in enumerate(rooms)]
     fits = [ok & (m <= limit_bytes) for ok, m in zip(allowed, memory, strict=True)]
-    least, _ = _shortest([np.where(ok, cost, np.inf) for ok in fits], np.maximum)
+    least, _ = _shortest([np.where(ok, c, np.inf) for ok, c in zip(fits, cost, strict=True)], np.maximum)
     if math.isinf(least):
         raise _no_split(nodes, places, allowed, memory, limit_bytes, stages)
     enough = least * (1 + SLACK)
-    sent = room.crossing[places][None, :] + np.zeros_like(cost)  # what leaves at the end of a stage
-    _, ends = _shortest([np.where(ok & (cost <= enough), sent, np.inf) for ok in fits], np.add)
+    sent = rooms[0].crossing[places][None, :] + np.zeros_like(cost[0])  # what leaves at the end of a stage
+    _, ends = _shortest(
+        [np.where(ok & (c <= enough), sent, np.inf) for ok, c in zip(fits, cost, strict=True)], np.add
+    )
     edges = [0, *ends]
     of = {nodes[n].name: s for s in range(stages) for n in range(places[edges[s]], places[edges[s + 1]])}
     return Split(
         of,
         free,
-        tuple(float(cost[a, b]) for a, b in itertools.pairwise(edges)),
+        tuple(float(cost[s][a, b]) for s, (a, b) in enumerate(itertools.pairwise(edges))),
         tuple(crossing(graph, of, cut) for cut in range(1, stages)),
         tuple(float(memory[s][a, b]) for s, (a, b) in enumerate(itertools.pairwise(edges))),
     )

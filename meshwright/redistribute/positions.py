@@ -201,6 +201,19 @@ def exchange(step: Step, mesh: Mesh, rank: int) -> Exchange:
     return Exchange(step, mesh, rank, mesh.group(rank, step.axes), before, after, keeps)
 
 
+def overlap(
+    mine: TensorLayout,
+    mesh: Mesh,
+    at: Mapping[str, int],
+    theirs: TensorLayout,
+    their_mesh: Mesh,
+    there: Mapping[str, int],
+) -> Selection:
+    """Where, in what a rank holds by a layout, the elements are that a rank of another mesh holds by another."""
+    (found,) = _selections(_held(mine, mesh, at), [_held(theirs, their_mesh, there)])
+    return found
+
+
 def everything(shape: tuple[int, ...]) -> Selection:
     """The selection of a whole tensor."""
     return Selection(tuple(((0, n),) if n else () for n in shape), shape)

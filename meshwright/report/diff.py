@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
+from meshwright.errors import PlanError
 from meshwright.layout import TensorLayout, dim_axes
 from meshwright.mesh import Mesh
 from meshwright.ops.strategy import Strategy
@@ -72,7 +73,14 @@ class Difference:
 
 
 def difference(a: Plan, b: Plan) -> Difference:
-    """What differs from plan `a` to plan `b`; cuts by the user's names of the axes, each on its own mesh."""
+    """What differs from plan `a` to plan `b`; cuts by the user's names of the axes, each on its own mesh. Raises
+    PlanError for plans whose stages have meshes of their own."""
+    if a.own or b.own:
+        raise PlanError(
+            "plans are compared whose stages have meshes of their own",
+            why="an operator is cut in the way of its place, and the places of two plans need not be the same",
+            hint="meshwright explain shows each",
+        )
     return Difference(
         facts=tuple(_facts(a, b)),
         claims=tuple(_claims(a.claims, b.claims)),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from io import StringIO
 
@@ -30,7 +30,7 @@ from meshwright.redistribute import Step
 from meshwright.redistribute.steps import LOCAL, origin, show_bytes, wire_bytes, wire_elements
 from meshwright.report.fitted import FittedTable
 from meshwright.report.recomputed import recomputed
-from meshwright.report.stages import most_parameters, stage_lines
+from meshwright.report.stages import most_parameters, run_at, stage_lines
 from meshwright.report.stashed import stashed
 
 HEAVY = ("scaled_dot_product_attention", "matmul", "bmm", "einsum", "cross_entropy_loss")
@@ -70,13 +70,14 @@ class Traffic:
 # ---------------------------------------------------------------- facts
 
 
-def rows(parts: Partition, *, every: bool = False) -> list[Row]:
-    """The lines of the table; with `every`, one for each operator, also those that only follow."""
+def rows(parts: Partition, *, every: bool = False, only: Collection[str] | None = None) -> list[Row]:
+    """The lines of the table; with `every`, one for each operator, also those that only follow. `only`: of these nodes
+    and inputs."""
     graph, mesh = parts.resharded.graph, parts.plan.mesh
     entries = {i.name: i for i in graph.inputs}
     moved: dict[str, list[Node]] = {}
     for node in graph.nodes:
-        if node.op in MOVES:
+        if node.op in MOVES and (only is None or node.name in only):
             moved.setdefault(next(iter(_sources(parts, node))), []).append(node)
     found: list[Row] = []
     gathered: dict[Hashable, list[tuple[Row, Node]]] = {}  # what is sent, without its bytes → those alike
@@ -98,7 +99,7 @@ def rows(parts: Partition, *, every: bool = False) -> list[Row]:
         found += [_gathered(parts, [node for _, node in alike])] if several else [row for row, _ in alike]
     inside = _inside(parts)
     for node in graph.nodes:
-        if node.op in MOVES or node.op == PIN:
+        if node.op in MOVES or node.op == PIN or (only is not None and node.name not in only):
             continue
         own = [entries[u] for u in _sources(parts, node) if u in entries and entries[u].role == "parameter"]
         forward, backward = _moves(parts, [m for v in node.values for m in moved.get(v, ())])
@@ -112,17 +113,21 @@ def rows(parts: Partition, *, every: bool = False) -> list[Row]:
     return _folded(found)
 
 
-def traffic(parts: Partition) -> list[Traffic]:
-    """What one rank sends in a step: forward, backward, and to reduce the gradients of parameters."""
+def traffic(parts: Partition, only: Collection[str] | None = None) -> list[Traffic]:
+    """What one rank sends in a step: forward, backward, and to reduce the gradients of parameters. `only`: for these
+    nodes and inputs."""
     graph, mesh = parts.resharded.graph, parts.plan.mesh
     totals: dict[tuple[str, str], list[float]] = {}
 
     def add(kind: str, axes: Iterable[str], size: float) -> None:
         totals.setdefault((kind, mesh.show(axes)), []).append(size)
 
-    for c in _collectives(parts):
+    def mine(name: str) -> bool:
+        return only is None or name in only or name.rpartition("_k")[0] in only
+
+    for c in filter(lambda c: mine(c.node), _collectives(parts)):
         add(c.phase, c.axes, sent_bytes(c, mesh))
-    for gradient in pending_gradients(parts):
+    for gradient in filter(lambda g: mine(g.name), pending_gradients(parts)):
         size, rest = gradient.size_bytes, gradient.axes
         if gradient.parted:
             rest = tuple(a for a in gradient.axes if a not in gradient.cut)
@@ -136,7 +141,7 @@ def traffic(parts: Partition) -> list[Traffic]:
             size = part
         if rest:
             add("gradients", rest, wire_elements("all_reduce", mesh.count(rest), size, 0))
-    for update in updates(parts).values():
+    for update in filter(lambda u: mine(u.name), updates(parts).values()):
         itemsize = DTYPES[graph.types[update.name].dtype]
         add("updated weights", update.gather.axes, wire_bytes(update.gather, mesh, itemsize))
     found = [Traffic(kind, axes, len(sizes), sum(sizes)) for (kind, axes), sizes in totals.items()]
@@ -280,8 +285,8 @@ def _folded(found: Sequence[Row]) -> list[Row]:
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue")
 
 
-def plan_table(parts: Partition, *, every: bool = False) -> FittedTable:
-    """The plan as a rich table; every axis of the mesh has a colour."""
+def plan_table(parts: Partition, *, every: bool = False, only: Collection[str] | None = None) -> FittedTable:
+    """The plan as a rich table (`only` some nodes and inputs of it); every axis of the mesh has a colour."""
     axes = [name for name, _ in parts.ranks.names]
     colours = {name: COLOURS[n % len(COLOURS)] for n, name in enumerate(axes)}
 
@@ -292,7 +297,7 @@ def plan_table(parts: Partition, *, every: bool = False) -> FittedTable:
         return shown
 
     table = FittedTable(("module", "operator", "cut", "parameter", "sends  → forward  ← backward"))
-    found = rows(parts, every=every)
+    found = rows(parts, every=every, only=only)
     prefix = long_prefix(r.module for r in found)
     for row in found:
         module = row.module.removeprefix(prefix)
@@ -317,7 +322,7 @@ def long_prefix(modules: Iterable[str]) -> str:
 def summary(parts: Partition, *, every: bool = False) -> list[str]:
     """What the table leaves out, as sentences: operators that follow, parameters of a rank, bytes it sends."""
     shown = sum(r.count for r in rows(parts, every=every) if r.operator not in ROLES)
-    others = sum(n.op not in MOVES for n in parts.resharded.graph.nodes) - shown
+    others = sum(n.op not in MOVES for n in parts.resharded.graph.nodes) - shown if not parts.own else 0
     whole, mine = parameter_bytes(parts)
     prefix = long_prefix(r.module for r in rows(parts, every=every))
     lines = [f"… is {prefix}"] if prefix else []
@@ -329,20 +334,24 @@ def summary(parts: Partition, *, every: bool = False) -> list[str]:
         lines.append(
             f"{parts.copies} copies take turns: each computes while what the others wait for is sent"
         )
-    lines += [*recomputed(parts), *stashed(parts)]
+    lines += [*recomputed(parts), *stashed(parts)] if not parts.own else []
     there = hosted_bytes(parts)
     aside = f", {show_bytes(there)} of that in its host's memory" if there else ""
     lines.append(
         f"parameters: {show_bytes(whole)}, of which a rank holds {show_bytes(mine)}{aside}{_updated(parts)}"
     )
-    sent = (f"{show_bytes(t.size_bytes)} {t.kind} over {t.axes}" for t in traffic(parts))
     who = "one rank of each stage, together, send" if parts.plan.stages else "a rank sends"
-    return [*lines, f"{who} in a step: " + (", ".join(sent) or "nothing"), *stage_lines(parts)]
+    lines += [] if parts.own else [f"{who} in a step: {_sent_text(traffic(parts))}"]
+    return [*lines, *stage_lines(parts)]
+
+
+def _sent_text(found: Iterable[Traffic]) -> str:
+    return ", ".join(f"{show_bytes(t.size_bytes)} {t.kind} over {t.axes}" for t in found) or "nothing"
 
 
 def _updated(parts: Partition) -> str:
     """What a rank updates of the trained parameters, where that is less than it holds."""
-    if not parts.plan.states:
+    if not parts.plan.states or parts.own:
         return ""
     trained = [i for i in parts.resharded.graph.input_of("parameter") if i.needs_grad]
     size = sum(held(update_layout(parts, i), parts.plan.mesh) * DTYPES[i.type.dtype] for i in trained)
@@ -350,9 +359,20 @@ def _updated(parts: Partition) -> str:
 
 
 def plan_view(parts: Partition, *, every: bool = False) -> Group:
-    """Table and sentences, to print with rich."""
-    sentences = [Text(line, style="dim") for line in (*summary(parts, every=every), *parts.plan.notes)]
-    return Group(plan_table(parts, every=every), Text(""), *sentences)
+    """Table and sentences, to print with rich; where stages have meshes of their own a table for each of these."""
+    sentences = [Text(line, style="dim") for line in (*summary(parts, every=every), *parts.asked.notes)]
+    tables: list[FittedTable | Text] = []
+    for place, one in enumerate(parts.own):
+        only = run_at(one, place)
+        tables += [
+            Text(f"rank {place} of the pipeline, mesh {one.ranks}"),
+            plan_table(one, every=every, only=only),
+        ]
+        tables += [
+            Text(f"a rank there sends in a step: {_sent_text(traffic(one, only))}", style="dim"),
+            Text(""),
+        ]
+    return Group(*(tables or [plan_table(parts, every=every), Text("")]), *sentences)
 
 
 def plan_text(parts: Partition, *, every: bool = False, width: int = 240) -> str:

@@ -20,7 +20,7 @@ def played_processes(played: Played, prologue: float = 0.0) -> list[Process]:
 
 
 def measured_processes(measured: Measured, *, pipeline: bool) -> list[Process]:
-    """A step that ran, a process for each rank of the world: its actions, and within them what it waited."""
+    """A step that ran, a process for each rank of the world: its actions, and within them what it waited for."""
     found: list[Process] = []
     for rank, spans in enumerate(measured.spans):
         place = f" ({measured.places[rank]} of the pipeline)" if pipeline else ""
@@ -46,8 +46,9 @@ def _slice(action: Action, begin: float, end: float) -> Slice:
 
 
 def _slices(span: Span) -> list[Slice]:
-    waits = [Slice("wait", "wait", begin, end) for begin, end in span.waits]
-    return [_slice(span.action, span.begin, span.end), *waits]
+    waits = [Slice("wait for a stage", "wait", begin, end) for begin, end in span.waits]
+    talks = [Slice("wait for a collective", "collective", begin, end) for begin, end in span.talks]
+    return [_slice(span.action, span.begin, span.end), *sorted((*waits, *talks), key=lambda s: s.begin)]
 
 
 __all__ = ["measured_processes", "played_processes", "side_by_side"]

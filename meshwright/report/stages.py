@@ -23,24 +23,26 @@ def stage_lines(parts: Partition) -> list[str]:
     """A line for each stage, one for weights that several ranks have, and the drawing; none without stages."""
     if not parts.plan.stages:
         return []
-    schedule, graph = schedule_of(parts.asked), parts.resharded.graph
-    told = claimed_stages(parts.plan)
-    lines = []
-    for number, stage in enumerate(parts.stages(graph)):
+    schedule, told = schedule_of(parts.asked), claimed_stages(parts.asked)
+    every, lines = parts, []
+    for number, place in enumerate(schedule.ranks):
+        parts = every.of_place(place)
+        graph = parts.resharded.graph
+        stage = parts.stages(graph)[number]
         mine = [n for n in graph.nodes if parts.plan.stages.get(n.name) == number and n.op not in MOVES]
         first, last = (n.module or f"%{n.name}" for n in (mine[0], mine[-1]))
         sent = sum(_bytes(parts, value) * len(later) for value, later in stage.gives.items())
         weights = sum(_bytes(parts, i.name) for i in graph.input_of("parameter") if i.name in stage.reads)
-        text = _head(number, schedule, len(mine), first, last)
+        text = _head(number, schedule, len(mine), first, last, parts.asked)
         text += f", parameters {show_bytes(weights)}"
         text += f", sends {show_bytes(sent)} forward for each micro-batch" if sent else ""
         lines.append(text + _seconds(told, number))
-    held = holders(parts, schedule)
+    held, graph = holders(every, schedule), every.resharded.graph
     tied = [i.target for i in graph.input_of("parameter") if i.needs_grad and len(held[i.name]) > 1]
     if tied:
         more = f" and {len(tied) - 3} more" if len(tied) > 3 else ""
         lines.append(f"on several ranks of the pipeline, gradients added up: {', '.join(tied[:3])}{more}")
-    return [*lines, *drawing(parts.asked).splitlines()]
+    return [*lines, *drawing(every.asked).splitlines()]
 
 
 def plan_stage_lines(plan: Plan) -> list[str]:
@@ -51,12 +53,14 @@ def plan_stage_lines(plan: Plan) -> list[str]:
     for number in range(schedule.stages):
         mine = [n for n, stage in plan.stages.items() if stage == number]
         first, last = (plan.about.get(n, ("", ""))[1] or f"%{n}" for n in (mine[0], mine[-1]))
-        lines.append(_head(number, schedule, len(mine), first, last) + _seconds(told, number))
+        there = plan.of_place(schedule.ranks[number])
+        lines.append(_head(number, schedule, len(mine), first, last, there) + _seconds(told, number))
     return [*lines, *drawing(plan).splitlines()]
 
 
-def _head(number: int, schedule: Schedule, operators: int, first: str, last: str) -> str:
-    text = f"stage {number} on rank {schedule.ranks[number]} of the pipeline: "
+def _head(number: int, schedule: Schedule, operators: int, first: str, last: str, plan: Plan) -> str:
+    text = f"stage {number} on rank {schedule.ranks[number]} of the pipeline"
+    text += f" (mesh {plan.mesh}): " if plan.meshes else ": "
     text += f"{operators} operator{'s' * (operators > 1)}, "
     return text + (first if first == last else f"{first} to {last}")
 
@@ -73,13 +77,22 @@ def drawing(plan: Plan, width: int = WIDTH) -> str:
     return draw(claimed(plan), width)
 
 
+def run_at(parts: Partition, place: int) -> frozenset[str]:
+    """The nodes that the ranks at a place of the pipeline run, and the inputs that they read."""
+    ranks, found = schedule_of(parts.asked).ranks, set[str]()
+    for at, stage in zip(ranks, parts.stages(parts.resharded.graph), strict=True):
+        if at == place:
+            found |= stage.reads | {n.name for n in stage.segment.graph.nodes}
+    return frozenset(found)
+
+
 def most_parameters(parts: Partition) -> int:
     """Bytes of parameters on the rank of the pipeline that holds most."""
     schedule = schedule_of(parts.asked)
     held = holders(parts, schedule)
     entries = parts.resharded.graph.input_of("parameter")
     return max(
-        sum(_bytes(parts, i.name) for i in entries if place in held[i.name])
+        sum(_bytes(parts.of_place(place), i.name) for i in entries if place in held[i.name])
         for place in range(len(schedule.actions))
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.cost.timeline import Timeline
 from meshwright.pipeline.actions import BACKWARD, FORWARD
 from meshwright.pipeline.check import Played
-from meshwright.pipeline.draw import SHOWN, Bar, bars, rows_of
+from meshwright.pipeline.draw import SHOWN, TALKS, Bar, bars, rows_of
 from meshwright.pipeline.measured import Measured, Span
 from meshwright.report.quantities import show_seconds
 from meshwright.report.schedule_trace import measured_processes, side_by_side
@@ -106,9 +106,13 @@ def _rows(measured: Measured, several: bool) -> list[tuple[str, list[Bar], str]]
     rows: list[tuple[str, list[Bar], str]] = []
     for rank, spans in enumerate(measured.spans):
         # What a rank waits for is waited for at the beginning of an action.
-        found = [(s.action.short, s.begin + s.waited, s.end) for s in spans if s.action.kind in SHOWN]
-        behind = f"waits {100 * measured.idle(rank):.0f} %" if several else ""
-        rows.append((f"rank {rank:>3}", found, behind))
+        shown = [s for s in spans if s.action.kind in SHOWN]
+        found = [(s.action.short, s.begin + s.waited, s.end) for s in shown]
+        found += [(TALKS, begin, end) for s in shown for begin, end in s.talks]
+        behind = [f"waits {100 * measured.idle(rank):.0f} %"] if several else []
+        if measured.talking(rank):
+            behind.append(f"{TALKS} {100 * measured.talking(rank):.0f} % for collectives")
+        rows.append((f"rank {rank:>3}", found, ", ".join(behind)))
     return rows
 
 

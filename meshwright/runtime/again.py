@@ -69,7 +69,7 @@ class Result:
                 result._run()
 
     def _missing(self) -> list[Result]:
-        notes = (x.kept for x in _items((self.args, self.kwargs)) if isinstance(x, _Argument))
+        notes = (x.kept for x in _items((self.args, self.kwargs)) if isinstance(x, Argument))
         found = (n.place.result for n in notes if isinstance(n, Note))
         return [result for result in found if result is not None]
 
@@ -139,11 +139,16 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class _Argument:
+class Argument:
     """An argument as it is kept, and whether its gradient was wanted."""
 
     kept: torch.Tensor | Note
     needs_grad: bool
+
+    def opened(self) -> torch.Tensor:
+        """The tensor, brought back if need be."""
+        found = self.kept.opened() if isinstance(self.kept, Note) else self.kept.detach()
+        return found.requires_grad_() if self.needs_grad else found
 
 
 class Again:
@@ -160,7 +165,7 @@ class Again:
     def watch(self, result: torch.Tensor, source: torch.Tensor, steps: Callable[[torch.Tensor], Any]) -> None:
         """From now on nothing that lies in `result` is kept for backward; ``steps(source)`` makes it again."""
         made = Result(steps, nullcontext)
-        made.args = (self._kept(source),)
+        made.args = (self.argument(source),)
         self._know([result], made, [source.untyped_storage()])
 
     def keep(self, result: torch.Tensor, make: Callable[[], torch.Tensor]) -> weakref.ref[Result]:
@@ -173,6 +178,10 @@ class Again:
     def knows(self, x: torch.Tensor) -> bool:
         """Whether what lies in a tensor's memory is made again already."""
         return x.untyped_storage() in self._known
+
+    def argument(self, x: torch.Tensor) -> Argument:
+        """A tensor as it is kept by whoever needs it in backward."""
+        return Argument(self._note(x) or x.detach(), x.requires_grad)
 
     def call(
         self,
@@ -216,9 +225,7 @@ class Again:
 
     def _kept(self, x: Any) -> Any:
         """An argument as it is kept."""
-        if not isinstance(x, torch.Tensor):
-            return x
-        return _Argument(self._note(x) or x.detach(), x.requires_grad)
+        return self.argument(x) if isinstance(x, torch.Tensor) else x
 
     def _note(self, x: torch.Tensor) -> Note | None:
         if x.layout != torch.strided:
@@ -254,10 +261,7 @@ def tensors_of(found: Any) -> list[torch.Tensor]:
 
 
 def _opened(x: Any) -> Any:
-    if not isinstance(x, _Argument):
-        return x
-    found = x.kept.opened() if isinstance(x.kept, Note) else x.kept.detach()
-    return found.requires_grad_() if x.needs_grad else found
+    return x.opened() if isinstance(x, Argument) else x
 
 
 def _items(value: Any) -> Iterator[Any]:

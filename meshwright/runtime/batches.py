@@ -56,11 +56,16 @@ def slicer(layout: TensorLayout, mesh: Mesh, rank: int) -> Callable[[torch.Tenso
     return lambda x: mover.send[0].take(x)
 
 
+def place_of(name: str, parts: Partition, device: torch.device) -> torch.device:
+    """Where an input lives: in the host's memory, or on the given device."""
+    found = parts.resharded
+    return HOST if name in found.hosted or name in found.parked else device
+
+
 def taker(name: str, parts: Partition, rank: Rank) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function from the whole tensor of an input to what a rank holds of it, where that lives."""
     take = slicer(parts.resharded.layouts[name], rank.comm.mesh, rank.comm.rank)
-    there = name in parts.resharded.hosted or name in parts.resharded.parked
-    place = HOST if there else rank.device
+    place = place_of(name, parts, rank.device)
     return lambda x: take(x).to(place)
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from meshwright import pulse
 from meshwright.redistribute.buckets import BUCKET_BYTES, BucketBytes, Gradient, Group, fill
 from meshwright.runtime.communicator import Communicator, Work
 from meshwright.runtime.dtypes import TORCH_DTYPES
@@ -119,6 +120,7 @@ class GradientBuckets:
         made = list(_buckets(pending, bucket_bytes, described, shards or {}))
         self.groups = [group for group, _ in made]
         self.buckets = [bucket for _, bucket in made]
+        self._told = {id(b): f"gradients, bucket {n}" for n, b in enumerate(self.buckets)}
         self._place = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.parameters)}
         self._next = 0
         self._active = self.buckets  # those that this backward reduces, in their order
@@ -170,6 +172,7 @@ class GradientBuckets:
         while self._next < len(self._active) and not self._active[self._next].missing:
             if self._next:
                 self._active[self._next - 1].settle(self.comm)
+            pulse.of(self._told[id(self._active[self._next])])
             self._active[self._next].start(self.comm)
             self._next += 1
 

@@ -10,8 +10,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from meshwright import pulse
 from meshwright.errors import MeshwrightError, RunError
 from meshwright.mesh import Mesh
+from meshwright.runtime import peers
 from meshwright.runtime.communicator import Alone, Communicator, ProcessGroups
 
 
@@ -36,24 +38,55 @@ class _StoreChannel:
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
         self.store, self.rank, self.world = store, rank, world
         self._number = 0
+        self._came: dict[str, int] = {}
 
     def share(self, word: bytes | None) -> bytes:
         """Rank 0's word on every rank."""
         self._number += 1
         key = f"meshwright/word/{self._number}"
+        entry = self._begun()
         if word is not None:
             self.store.set(key, word)
             return word
-        return bytes(self.store.get(key))
+        with pulse.waiting(entry):
+            return bytes(self.store.get(key))
+
+    def _begun(self) -> pulse.Entry | None:
+        """This rank is here, in the record of what it does."""
+        return pulse.begun("word of all ranks", tuple(range(self.world)), "before the process groups")
 
     def collect(self, word: str) -> list[str]:
         """Everybody's word on every rank, through rank 0, so that the store is read as often as there are ranks."""
         key = f"meshwright/collected/{self._number}"
+        entry = self._begun()
         if self.rank != 0:
             self.store.set(f"{key}/{self.rank}", word.encode())
             return json.loads(self.share(None))
-        told = [word, *(bytes(self.store.get(f"{key}/{r}")).decode() for r in range(1, self.world))]
+        with pulse.waiting(entry):
+            told = [word, *(bytes(self.store.get(f"{key}/{r}")).decode() for r in range(1, self.world))]
         return json.loads(self.share(json.dumps(told).encode()))
+
+    def come(self, what: str, seconds: float) -> list[int]:
+        """Wait until all ranks have come to something; those that have not within a time. Who was here in vain comes to
+        the same place again."""
+        place = f"meshwright/came/{what}/{self._came.get(what, 0)}"
+        keys = [f"{place}/{rank}" for rank in range(self.world)]
+        self.store.set(keys[self.rank], b"here")
+        entry = pulse.begun(what, tuple(range(self.world)), "to come to it", "")
+        try:
+            with pulse.waiting(entry):
+                if self.rank == 0:
+                    self.store.wait(keys, timedelta(seconds=seconds))
+                    self.store.set(f"{place}/all", b"here")
+                else:
+                    self.store.wait([f"{place}/all"], timedelta(seconds=seconds))
+        except RuntimeError:  # in vain, or the store has gone: then the next line says so
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            if missing:
+                return missing
+            raise
+        self._came[what] = self._came.get(what, 0) + 1
+        return []
 
 
 class _GroupChannel:
@@ -79,6 +112,13 @@ class _GroupChannel:
 _store_channel: list[_StoreChannel] = []  # the one of this process: keys must not repeat within a job
 
 
+def late(what: str, seconds: float) -> list[int]:
+    """The ranks that have not come to something that all call, within a time; empty also where there is no store to
+    meet at. It comes before the first collective, which would have to be waited for as long as the back end likes."""
+    channel = _store_channel[0] if _store_channel else None
+    return [] if channel is None else channel.come(what, seconds)
+
+
 class Meeting:
     """The rendezvous of one job: rank 0 computes once for all, and all agree to go on, before any process
     group exists."""
@@ -91,8 +131,10 @@ class Meeting:
         elif dist.is_initialized():
             self.channel = _GroupChannel()
         elif launched_world() > 1:
-            _store_channel.append(_StoreChannel(*next(dist.rendezvous("env://", timeout=timeout))))
-            self.channel = _store_channel[0]
+            made = _StoreChannel(*next(dist.rendezvous("env://", timeout=timeout)))
+            _store_channel.append(made)
+            peers.begin(made.store, made.rank)
+            self.channel = made
         self.rank = self.channel.rank if self.channel is not None else 0
 
     def agree(self, compute: Callable[[], bytes]) -> bytes:
@@ -102,7 +144,8 @@ class Meeting:
         word: bytes | None = None
         if self.rank == 0:
             try:
-                word = b"ok" + compute()
+                with pulse.during("capturing and planning", patient=True):
+                    word = b"ok" + compute()
             except BaseException as error:
                 told = [f"rank 0 failed: {type(error).__name__}: {error}", "", "", ""]
                 if isinstance(error, MeshwrightError):
@@ -139,5 +182,8 @@ class Meeting:
             backend = "cpu:gloo,cuda:nccl" if host and device.type == "cuda" else backend
             store = dist.PrefixStore("meshwright/group", self.channel.store)
             rank, world = self.channel.rank, self.channel.world
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=self.timeout)
+            with pulse.waiting(pulse.begun("making of process groups", tuple(range(world)))):
+                dist.init_process_group(
+                    backend, store=store, rank=rank, world_size=world, timeout=self.timeout
+                )
         return ProcessGroups(mesh, self.rank)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from meshwright import pulse
 from meshwright.partition.segments import Segment
 from meshwright.runtime.buckets import GradientBuckets
 
@@ -83,6 +84,7 @@ class Executor:
         self.values = dict(batch)
         try:
             for action in actions:
+                pulse.doing(action.kind, action.segment, action.micro_batch)
                 self.kinds[action.kind](action)
             return {name: self.value(name).detach() for name in results}
         finally:

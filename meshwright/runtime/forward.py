@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from meshwright import pulse
 from meshwright.graph import LOSS
 from meshwright.layout import Dim, TensorLayout, dim_axes, without_axes
 from meshwright.mesh import Mesh
@@ -14,7 +15,7 @@ from meshwright.partition import Partition
 from meshwright.redistribute import redistribute
 from meshwright.redistribute.positions import exchange
 from meshwright.redistribute.steps import Step
-from meshwright.runtime.batches import BatchParts, Given, taker
+from meshwright.runtime.batches import BatchParts, Given, place_of, taker
 from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.communicator import Communicator
@@ -23,7 +24,6 @@ from meshwright.runtime.fetches import Parked
 from meshwright.runtime.micro_batches import InTime
 from meshwright.runtime.pipeline import Pipeline
 from meshwright.runtime.pipelined import Pipelined
-from meshwright.runtime.program import HOST
 from meshwright.runtime.programs import Programs
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Mover
@@ -47,16 +47,19 @@ class LocalForward:
     ) -> None:
         """`parked`: those of the leaves that live on the host between their uses, if somebody has parked them already.
         `first_tag`: messages between stages have tags from here on."""
-        self.parts, self.rank, self.world, self.leaves = parts, rank, rank.comm, leaves
+        self.rank, self.world, self.leaves = rank, rank.comm, leaves
         self.pipe = Pipeline(parts, rank.comm, training=False) if parts.plan.stages else None
         if self.pipe is not None:
-            rank.comm = self.pipe.comm
+            parts, rank.comm = self.pipe.parts, self.pipe.comm
+        self.parts = parts
         rank.runs_on(parts.plan.mesh)
         self.handle = Handle(rank.comm)
         found = parts.resharded
         here = {n: leaves[n] for n in found.parked if n in leaves}
         self.parked = Parked(here, rank.device) if parked is None else parked
-        self.batches = BatchParts(parts, rank.comm.rank, self.world.rank, self._place)
+        self.batches = BatchParts(
+            parts, rank.comm.rank, self.world.rank, lambda name: place_of(name, parts, rank.device)
+        )
         self.made = Programs(parts, rank, self.handle, self.parked, self.pipe, training=False)
         self.layouts = {label: found.layouts[value] for label, value in found.graph.outputs}
         self._values = dict(found.graph.outputs)
@@ -81,11 +84,6 @@ class LocalForward:
             self.executor.time = self.in_time
             self.actions = self.pipe.actions(len(self.made.in_time.rounds))
 
-    def _place(self, name: str) -> torch.device:
-        """Where the program reads an input."""
-        found = self.parts.resharded
-        return HOST if name in found.hosted or name in found.parked else self.rank.device
-
     def __call__(
         self, batch: Given, *, gather: bool = True, share: bool = True
     ) -> dict[str, torch.Tensor | None]:
@@ -93,7 +91,7 @@ class LocalForward:
         after the other. In a pipeline results come to all ranks with `share`; without it (and without `gather`) ranks
         whose stages make none have None. Raises BatchError."""
         self.batches.check(batch)
-        with torch.no_grad(), self.parked.away():
+        with pulse.during("a forward pass"), torch.no_grad(), self.parked.away():
             self.made.begin()
             pieces = self._run(batch)
             return {label: self._result(label, pieces[label], gather, share) for label in self.layouts}
@@ -155,6 +153,7 @@ class LocalForward:
         mesh, whole = self.parts.plan.mesh, _in_time(layout, self.parts.plan.mesh)
         number = self.parts.of_rank(self.rank.comm.rank)[micro_batch]
         for step in redistribute(layout.forward, whole, mesh, x.element_size()):
+            pulse.of("a result put together")
             x = Mover(exchange(step, mesh, number))(x, self.handle)
         return x
 
@@ -177,6 +176,7 @@ def leaves_of(
     """What a rank holds of whole parameters, buffers and constants, by input: what is whole is the tensor itself, what
     is cut lies in memory of its own."""
     pipe = Pipeline(parts, comm, training=False) if parts.asked.stages else None
+    parts = parts if pipe is None else pipe.parts
     inside = Rank(comm if pipe is None else pipe.comm, device)
     found: dict[str, torch.Tensor] = {}
     for name, whole in values.items():

@@ -24,20 +24,21 @@ from meshwright.partition.reshards import parse_steps
 from meshwright.redistribute.positions import exchange
 from meshwright.redistribute.steps import COLLECTIVES
 from meshwright.runtime.accumulation import Accumulation
-from meshwright.runtime.again import Again
+from meshwright.runtime.again import Again, Argument
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.communicator import Communicator, Work
 from meshwright.runtime.dtypes import TORCH_DTYPES
-from meshwright.runtime.reshard import Mover, StepTexts
+from meshwright.runtime.reshard import Mover, StepTexts, say, told_as
 
 
 class Way:
     """The steps of one tensor in one direction: those before its first collective, that one, and those after."""
 
-    def __init__(self, texts: StepTexts, mesh: Mesh, number: int, handle: Handle) -> None:
+    def __init__(self, texts: StepTexts, mesh: Mesh, number: int, handle: Handle, told: str) -> None:
+        """`told`: what the record of the rank says of its collectives."""
         movers = [Mover(exchange(s, mesh, number)) for s in parse_steps(texts)]
         first = next((n for n, m in enumerate(movers) if m.kind in COLLECTIVES), len(movers))
-        self.handle = handle
+        self.handle, self.told = handle, told
         self.early, self.late = movers[:first], movers[first + 1 :]
         self.sent = movers[first] if first < len(movers) else None
         self.only_slices = [m.kind for m in movers] == ["slice"]
@@ -52,6 +53,7 @@ class Way:
 
     def _run(self, x: torch.Tensor, movers: Sequence[Mover], first: bool = False) -> torch.Tensor:
         for mover in movers:
+            say(self.told)
             x = mover(x, self.handle)
             # A part of what an earlier step made is copied, so that the rest can go.
             if mover.kind == "slice" and not (first and mover is movers[0]):
@@ -114,6 +116,7 @@ class Crossing:
             for index in self.missing:
                 self._part(index).zero_()
             own, self._buffer = self._buffer, None
+        say(self.ways[0].told)
         match sent.kind:
             case "all_reduce":
                 self._work = self.comm.all_reduce_start(own, sent.axes)
@@ -149,10 +152,11 @@ class Flight:
 
 
 class Once:
-    """What of a flight is not kept, brought again in backward: launched by its first reader or the flight after it."""
+    """What of a flight is not kept, brought again in backward: launched by its first reader or the flight after it.
+    `sources`: what it sends, which may have to be brought from the host before."""
 
-    def __init__(self, start: Start, sources: Sequence[torch.Tensor], before: Once | None) -> None:
-        self.start, self.sources = start, [sources[index].detach() for index in start.repeats]
+    def __init__(self, start: Start, sources: Sequence[Argument], before: Once | None) -> None:
+        self.start, self.sources = start, sources
         self._before = weakref.ref(before) if before is not None else None
         self._crossing: Crossing | None = None
         self._opened = False
@@ -162,8 +166,9 @@ class Once:
         if self._crossing is None:
             ways = [self.start.onward[index] for index in self.start.repeats]
             self._crossing = Crossing(ways, self.start.handle.comm)
-            for place, x in enumerate(self.sources):
-                self._crossing.give(place, x)
+            for place, source in enumerate(self.sources):
+                self._crossing.give(place, source.opened())
+            self.sources = ()
             self._crossing.launch()
 
     def take(self, index: int, _: torch.Tensor) -> torch.Tensor:
@@ -187,7 +192,7 @@ class Prefetch:
     def __init__(self) -> None:
         self._latest: weakref.ref[Once] | None = None
 
-    def follow(self, start: Start, sources: Sequence[torch.Tensor]) -> Once:
+    def follow(self, start: Start, sources: Sequence[Argument]) -> Once:
         """The next of them."""
         before = self._latest() if self._latest is not None else None
         made = Once(start, sources, before)
@@ -209,8 +214,9 @@ class Start(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.handle, self.again, self.prefetch = handle, again, prefetch
-        self.onward = [Way(texts, mesh, number, handle) for texts in node.args[1]]
-        self.back = [Way(texts, mesh, number, handle) for texts in node.args[2]]
+        told = [told_as(node, way) for way in ("forward", "backward")]
+        self.onward = [Way(texts, mesh, number, handle, told[0]) for texts in node.args[1]]
+        self.back = [Way(texts, mesh, number, handle, told[1]) for texts in node.args[2]]
         wire = node.kwarg("wire")
         self.wire = TORCH_DTYPES[str(wire)] if wire else None  # in which gradients are added up
         self.repeats: tuple[int, ...] = node.kwarg("again", ())  # members that backward brings again
@@ -223,7 +229,8 @@ class Start(torch.nn.Module):
         self.flight = Flight(self)
         token = _Start.apply(self.flight, *xs)
         if self.again is not None and self.prefetch is not None and self.repeats and torch.is_grad_enabled():
-            self.once, self.sources = self.prefetch.follow(self, xs), xs
+            sent = [self.again.argument(xs[index]) for index in self.repeats]
+            self.once, self.sources = self.prefetch.follow(self, sent), xs
         return token
 
 

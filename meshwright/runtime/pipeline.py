@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from meshwright.graph import Graph
@@ -14,27 +15,33 @@ from meshwright.pipeline.held import holders
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.messages import Messages
 from meshwright.pipeline.order import forward_only, schedule_of
+from meshwright.pipeline.routes import Routes
+from meshwright.redistribute.between import Laid
 from meshwright.runtime.communicator import Communicator, InStage
 from meshwright.runtime.executor import Action
 
 
 class Pipeline:
-    """One rank's view of a plan with stages. `mine`: the numbers of its stages. `cut`: the stages of the program of its
-    first micro-batch, all of them: what crosses is the same in each."""
+    """One rank's view of a plan with stages. `parts`: what the ranks at its place share. `mine`: the numbers of its
+    stages. `cut`: the stages of the program of its first micro-batch, all of them: what
+    crosses is the same in each."""
 
     def __init__(self, parts: Partition, comm: Communicator, *, training: bool = True) -> None:
         """Without `training` the schedule goes forward alone."""
-        self.parts, self.meshes = parts, meshes_of(parts.asked)
+        self.meshes = meshes_of(parts.asked)
         self.comm = InStage(comm, self.meshes)
+        self.parts = parts.of_place(self.comm.place)
         whole = schedule_of(parts.asked)
         self.schedule = whole if training else forward_only(whole)
         self.mine = self.schedule.held_by(self.comm.place)
         self.cut: tuple[Stage, ...] = ()
         self.messages = Messages((), self.schedule)
-        self.holders = holders(parts, self.schedule)
+        self.holders = holders(self.parts, self.schedule)
+        self.routes = Routes(parts, self.schedule.ranks)
 
     def begin(self, programs: MicroBatches) -> MicroBatches:
         """Look at the programs of this rank; those that come after the last micro-batch, for its stages alone."""
+        self.routes = replace(self.routes, copy_of=programs.copy_of)
         self.cut = self.parts.stages(programs.programs[0], programs.copy_of)
         self.messages = Messages(self.cut, self.schedule)
         return replace(programs, late=self._late(programs.late), carried=self._own(programs.carried))
@@ -88,6 +95,10 @@ class Pipeline:
         ends = ("late", "share", "reduce_wait", "update", "end")
         ends = ends if self.schedule.has_backward else ("late", "end")
         return (*found, *(Action(kind) for kind in ends))
+
+    def updated(self, name: str) -> Callable[[int], Laid] | None:
+        """How the ranks of each place hold the gradient of a parameter; None where all are of one mesh."""
+        return functools.partial(self.routes.updated, name) if self.meshes.own else None
 
     def shared(self, names: Iterable[str]) -> Mapping[str, tuple[int, ...]]:
         """Those of some inputs that several places hold."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from meshwright import pulse
 from meshwright.graph import TensorType
 from meshwright.partition.stages import Stage
 from meshwright.pipeline.actions import BACKWARD, FORWARD
@@ -40,6 +41,13 @@ class _Pass:
     results: dict[str, torch.Tensor]  # with their autograd history
     borders: dict[str, torch.Tensor]  # detached leaves, as values of earlier stages were read
     queue: list[Any] = field(default_factory=list)  # what the weights still need
+
+
+def _told(message: Message) -> str:
+    """What the record of a rank says of a message."""
+    from_, to = message.maker, message.reader
+    way = f"gradient of %{message.value}, stage {to} to {from_}" if message.back else ""
+    return f"{way or f'%{message.value}, stage {from_} to {to}'}, micro-batch {message.micro_batch}"
 
 
 class _Seed(torch.autograd.Function):
@@ -126,6 +134,7 @@ class Pipelined:
         self._done, self._ended = {}, 0
         try:
             for action in actions:
+                pulse.doing(action.kind, action.segment, action.micro_batch)
                 self.kinds[action.kind](action)
             return {n: self.values[n].detach() for n in results if n in self.values}
         finally:
@@ -151,16 +160,20 @@ class Pipelined:
 
     def _receive(self, action: Action, kind: str) -> None:
         """Post what an action of a kind needs."""
+        (segment,), _ = self.programs[action.segment][action.micro_batch]  # of fewer examples, if a later one
         for message in self.pipe.messages.needed(Planned(kind, action.segment, action.micro_batch)):
-            empty = self._empty(self.pipe.cut[action.segment].segment.graph.types[message.value])
+            empty = self._empty(segment.graph.types[message.value])
+            pulse.of(_told(message))
             source = message.reader if message.back else message.maker
-            arriving = self.comm.receive_from(empty, self.pipe.place_of(source), self._tag(message))
+            place, route = self.pipe.place_of(source), self.pipe.routes.of(message)
+            arriving = self.comm.receive_from(empty, place, self._tag(message), route)
             key = message.value, message.reader, message.micro_batch
             (self._back if message.back else self._inbox)[key] = arriving
 
     def _send(self, x: torch.Tensor, message: Message) -> None:
         to = self.pipe.place_of(message.maker if message.back else message.reader)
-        self._sending[message] = self.comm.send_to(x, to, self._tag(message))
+        pulse.of(_told(message))
+        self._sending[message] = self.comm.send_to(x, to, self._tag(message), self.pipe.routes.of(message))
 
     def _let_go(self, action: Action) -> None:
         """What an action waited for tells that some messages of this rank have been read."""
@@ -323,6 +336,7 @@ class Pipelined:
         """The loss goes to the ranks that did not make it."""
         maker, count = self.pipe.maker(self.loss), self.comm.places
         tag = self.first_free_tag + self._step % PARITY
+        pulse.of("the loss")
         if self.comm.place != maker:
             empty = self._empty(self.pipe.parts.resharded.graph.types[self.loss])
             self._shared = self.comm.receive_from(empty, maker, tag)

@@ -28,7 +28,7 @@ from meshwright.runtime.kernels.random import drawn_mask, masked
 from meshwright.runtime.kernels.split_linear import Queue, SplitLinear
 from meshwright.runtime.overlap import Prefetch, Start, Wait
 from meshwright.runtime.rank import Rank
-from meshwright.runtime.reshard import Pair
+from meshwright.runtime.reshard import Pair, say, told_as
 from meshwright.runtime.stashes import Keeper, Settle, Store
 
 NO_KEEPS: Mapping[str, str] = {}
@@ -42,12 +42,14 @@ HOST = torch.device("cpu")
 class Kernel(torch.nn.Module):
     """One call of one of our kernels, with its literal arguments, on its rank."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], told: str) -> None:
+        """`told`: what the record of the rank says of its collectives."""
         super().__init__()
-        self.function = function
+        self.function, self.told = function, told
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the kernel."""
+        say(self.told)
         return self.function(*args, **kwargs)
 
 
@@ -207,7 +209,7 @@ def build_module(
                 root.add_module(name, Recomputed(torch_operator(node), again, outputs=outputs))
             result = made.call_module(name, args, kwargs)
         elif node.op in KERNELS:
-            kernel = Kernel(_on_rank(KERNELS[node.op], rank, device))
+            kernel = Kernel(_on_rank(KERNELS[node.op], rank, device), told_as(node, "forward"))
             root.add_module(name, _in_copy(kernel, rank, copy))
             result = made.call_module(name, args, kwargs)
         else:

@@ -1,7 +1,8 @@
-"""When a rank does what: each action of a step with its beginning and end, and when it waited for other stages.
+"""When a rank does what: each action of a step with its beginning and end, and when it waited for other stages or for
+collectives within its own.
 
 A step that nobody looks at knows nothing of this: for the one that is recorded, the kinds of actions of its executor
-and the messages between stages are wrapped.
+and the communicators that it uses are wrapped.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 from meshwright.pipeline.actions import Action as Planned
 from meshwright.pipeline.measured import Span
 from meshwright.runtime.communicator import Communicator, Work
-from meshwright.runtime.executor import Action, Executor
-from meshwright.runtime.pipelined import Pipelined
+from meshwright.runtime.executor import Action
+from meshwright.runtime.step import LocalStep
 
 TRIPS = 8  # round trips, of which the quickest says how far two clocks are apart
 Mark = Any  # seconds, or an event on a GPU's stream
@@ -53,6 +54,7 @@ class _Span:
     begin: Mark
     end: Mark
     waits: list[tuple[Mark, Mark]]
+    talks: list[tuple[Mark, Mark]]
 
 
 class Recorder:
@@ -61,21 +63,23 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self.clock = Clock(device)
         self._spans: list[_Span] = []
+        self._open = False  # whether an action runs
 
     @contextlib.contextmanager
-    def watching(self, executor: Executor | Pipelined) -> Iterator[None]:
-        """Record what an executor runs."""
-        kinds = executor.kinds
-        executor.kinds = {kind: self._timed(done) for kind, done in kinds.items()}
-        comm = executor.comm if isinstance(executor, Pipelined) else None
-        if isinstance(executor, Pipelined):
-            executor.comm = _Watched(executor.comm, self)  # pyright: ignore[reportAttributeAccessIssue]
+    def watching(self, step: LocalStep) -> Iterator[None]:
+        """Record what a step runs."""
+        kinds = step.executor.kinds
+        step.executor.kinds = {kind: self._timed(done) for kind, done in kinds.items()}
+        talkers: list[Any] = [step.executor, step.pipe, step.handle, step.rank, step.buckets, step.sharded]
+        before = [(one, one.comm) for one in talkers if hasattr(one, "comm")]
+        for one, comm in before:
+            one.comm = _Watched(comm, self)
         try:
             yield
         finally:
-            executor.kinds = kinds
-            if isinstance(executor, Pipelined) and comm is not None:
-                executor.comm = comm
+            step.executor.kinds = kinds
+            for one, comm in before:
+                one.comm = comm
 
     def spans(self) -> tuple[Span, ...]:
         """What was recorded, on this process's clock."""
@@ -86,23 +90,32 @@ class Recorder:
                 at(s.begin),
                 at(s.end),
                 tuple((at(begin), at(end)) for begin, end in s.waits),
+                tuple((at(begin), at(end)) for begin, end in s.talks),
             )
             for s in self._spans
         )
 
-    def wait(self, work: Work) -> torch.Tensor:
-        """Wait for a message, within an action."""
+    def waiting(self, done: Callable[[], torch.Tensor], *, within: bool) -> torch.Tensor:
+        """Wait for a message, or for a collective `within` the stage; what lies before and after the actions has no
+        place among them."""
+        if not self._open:
+            return done()
         begin = self.clock.mark()
-        found = work.wait()
-        self._spans[-1].waits.append((begin, self.clock.mark()))
+        found = done()
+        span = self._spans[-1]
+        (span.talks if within else span.waits).append((begin, self.clock.mark()))
         return found
 
     def _timed(self, done: Callable[[Action], None]) -> Callable[[Action], None]:
         def run(action: Action) -> None:
             begin = self.clock.mark()
-            span = _Span(action, begin, begin, [])
+            span = _Span(action, begin, begin, [], [])
             self._spans.append(span)
-            done(action)
+            self._open = True
+            try:
+                done(action)
+            finally:
+                self._open = False
             span.end = self.clock.mark()
 
         return run
@@ -111,31 +124,35 @@ class Recorder:
 _NAMES = {"reduce_wait": "reduce"}
 
 
+MESSAGES = ("send_to", "receive_from")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
 class _Watched:
-    """The ranks around a stage, whose messages tell a recorder when they are waited for."""
+    """A communicator that tells a recorder when its messages and its collectives are waited for."""
 
     def __init__(self, comm: Any, recorder: Recorder) -> None:
         self._comm, self._recorder = comm, recorder
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
-
-    def send_to(self, *given: Any) -> Work:
-        """See `InStage`."""
-        return _WatchedWork(self._comm.send_to(*given), self._recorder)
-
-    def receive_from(self, *given: Any) -> Work:
-        """See `InStage`."""
-        return _WatchedWork(self._comm.receive_from(*given), self._recorder)
+        found, recorder = getattr(self._comm, name), self._recorder
+        if name in MESSAGES:
+            return lambda *a, **k: _WatchedWork(found(*a, **k), recorder, within=False)
+        if name.removesuffix("_start") not in COLLECTIVES and name != "sum_over":
+            return found
+        if name.endswith("_start"):
+            return lambda *a, **k: _WatchedWork(found(*a, **k), recorder, within=True)
+        return lambda *a, **k: recorder.waiting(lambda: found(*a, **k), within=name != "sum_over")
 
 
 @dataclass
 class _WatchedWork:
     work: Work
     recorder: Recorder
+    within: bool
 
     def wait(self) -> torch.Tensor:
-        return self.recorder.wait(self.work)
+        return self.recorder.waiting(self.work.wait, within=self.within)
 
 
 def ahead_of_first(comm: Communicator, device: torch.device, tag: int) -> float:

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 
 import torch
 
+from meshwright import pulse
 from meshwright.graph import Node
 from meshwright.mesh import Mesh
 from meshwright.partition.reshards import parse_steps
-from meshwright.redistribute.positions import Exchange, Selection, exchange, joined
+from meshwright.redistribute.positions import Exchange, exchange, joined
 from meshwright.runtime import collectives
 from meshwright.runtime.accumulation import Accumulation
 from meshwright.runtime.again import Again
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.dtypes import TORCH_DTYPES
+from meshwright.runtime.picker import Picker
 
 StepTexts = Sequence[Sequence[str]]  # per step: kind, axes joined by ".", layout before, layout after
 
@@ -26,11 +28,11 @@ class Mover:
     def __init__(self, plan: Exchange) -> None:
         self.plan = plan
         self.kind, self.axes = plan.kind, plan.axes
-        self.send = [_Picker(s) for s in plan.send]
+        self.send = [Picker(s) for s in plan.send]
         self.joined = joined(plan.place) if plan.kind in ("all_gather", "all_to_all") else None
         order = self.joined.order if self.joined is not None else None
         self.order = torch.from_numpy(order) if order is not None else None
-        self.place = [_Picker(s) for s in plan.place]
+        self.place = [Picker(s) for s in plan.place]
         self.send_sizes, self.sizes = [s.numel for s in plan.send], [s.numel for s in plan.place]
 
     def __call__(self, x: torch.Tensor, comm: Handle) -> torch.Tensor:
@@ -99,54 +101,6 @@ class Mover:
         return y
 
 
-class _Picker:
-    """A selection, as narrows where it has one run and as an index where it has several."""
-
-    def __init__(self, selection: Selection) -> None:
-        self.shape = selection.shape
-        self.cuts: list[tuple[int, int, int, torch.Tensor | None]] = []
-        for dim in selection.cut_dims:
-            runs = selection.runs[dim]
-            start, length = runs[0] if runs else (0, 0)
-            index = torch.from_numpy(selection.index(dim)) if len(runs) > 1 else None
-            self.cuts.append((dim, start, length, index))
-
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        for dim, start, length, index in self.cuts:
-            x = x.narrow(dim, start, length) if index is None else x.index_select(dim, index.to(x.device))
-        return x
-
-    def put(self, y: torch.Tensor, piece: torch.Tensor) -> None:
-        view = y
-        spread = [c for c in self.cuts if c[3] is not None]
-        for dim, start, length, index in self.cuts:
-            if index is None:
-                view = view.narrow(dim, start, length)
-        if not spread:
-            view.copy_(piece)
-        elif len(spread) == 1:
-            dim, _, _, index = spread[0]
-            assert index is not None
-            view.index_copy_(dim, index.to(y.device), piece)
-        else:
-            where: list[torch.Tensor | slice] = [slice(None)] * y.dim()
-            for place, (dim, _, _, index) in enumerate(spread):
-                assert index is not None
-                where[dim] = index.to(y.device).view([-1] + [1] * (len(spread) - place - 1))
-            # Index tensors on several dims land in one block only when the dims between them are whole
-            # slices moved along.
-            grid = torch.meshgrid(
-                *[
-                    i.reshape(-1)
-                    if isinstance(i, torch.Tensor)
-                    else torch.arange(view.shape[d], device=y.device)
-                    for d, i in enumerate(where)
-                ],
-                indexing="ij",
-            )
-            view[grid] = piece
-
-
 def _padded(x: torch.Tensor, count: int) -> torch.Tensor:
     flat = x.reshape(-1)
     missing = count - flat.numel()
@@ -180,6 +134,7 @@ class Pair(torch.nn.Module):
         wire = node.kwarg("wire")
         self.wire = TORCH_DTYPES[str(wire)] if wire else None
         self.late = late and [m.kind for m in self.onward] == ["all_reduce"]
+        self.told = tuple(told_as(node, way) for way in ("forward", "backward"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The value in its new layout; its gradient comes back through the other half."""
@@ -190,7 +145,7 @@ class Pair(torch.nn.Module):
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """The steps forward, without autograd."""
-        return _run(x, self.onward, self.comm)
+        return _run(x, self.onward, self.comm, self.told[0])
 
 
 class _Reshard(torch.autograd.Function):
@@ -198,6 +153,7 @@ class _Reshard(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, pair: Pair) -> torch.Tensor:
         ctx.pair, ctx.leaf = pair, x.is_leaf
         if pair.late:
+            say(pair.told[0])
             return collectives.all_reduce_late(x, pair.comm, pair.onward[0].axes)
         y = pair.run(x)
         # A result that is the argument itself must be marked as a view of it for autograd.
@@ -210,7 +166,8 @@ class _Reshard(torch.autograd.Function):
             gradient = pair.sums.added(pair.name, gradient)
             if gradient is None:
                 return None, None
-        mine = _run(gradient if pair.wire is None else gradient.to(pair.wire), pair.back, pair.comm)
+        sent = gradient if pair.wire is None else gradient.to(pair.wire)
+        mine = _run(sent, pair.back, pair.comm, pair.told[1])
         if pair.wire is not None:
             mine = mine.to(gradient.dtype)
         # A leaf keeps its gradient into the next step, and a view would keep the whole of it.
@@ -218,9 +175,21 @@ class _Reshard(torch.autograd.Function):
         return _copied(mine) if lone else mine, None
 
 
-def _run(x: torch.Tensor, steps: Sequence[Mover], comm: Handle) -> torch.Tensor:
+def told_as(node: Node, way: str) -> str:
+    """What the record of a rank says of the collectives of a node."""
+    return f"%{node.name} {way} ({node.where})" if node.where else f"%{node.name} {way}"
+
+
+def say(told: str) -> None:
+    """Say what the next collective is of; a compiled program says nothing."""
+    if not torch.compiler.is_compiling():
+        pulse.of(told)
+
+
+def _run(x: torch.Tensor, steps: Sequence[Mover], comm: Handle, told: str) -> torch.Tensor:
     """The steps one after the other. A part of what an earlier step made is copied, so that the rest can go."""
     for number, step in enumerate(steps):
+        say(told)
         x = step(x, comm)
         if number and step.kind == "slice":
             x = _copied(x)

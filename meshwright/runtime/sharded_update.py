@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from meshwright import pulse
 from meshwright.mesh import Mesh
 from meshwright.partition.updates import Update
 from meshwright.redistribute.buckets import Group
@@ -127,6 +128,7 @@ class ScatterBucket:
             return
         mine = self._work.wait()
         self._work = self._rows = None
+        pulse.of("gradients, over the copies of their parts")
         self._sum = comm.all_reduce_start(mine, self.summed) if self.summed else Done(mine)
 
     def finish(self, comm: Communicator) -> None:
@@ -205,6 +207,7 @@ class ShardedUpdate:
     def gather(self) -> None:
         """After the update: every weight is whole again, as it is used. Two buckets are under way at a time."""
         for number, bucket in enumerate(self.buckets):
+            pulse.of(f"weights, bucket {number}")
             bucket.start(self.comm)
             if number:
                 self.buckets[number - 1].finish()

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from meshwright import pulse
 from meshwright.graph import Input
 from meshwright.layout import TensorLayout, dim_axes
 from meshwright.partition import Partition
@@ -16,7 +17,7 @@ from meshwright.partition.accumulation import scattered_each_time
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import loss_scale, pending_gradients
 from meshwright.partition.updates import gathers, update_layout, updates
-from meshwright.runtime.batches import BatchParts, Given, slicer
+from meshwright.runtime.batches import BatchParts, Given, place_of, slicer
 from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.clipping import clip_by_global_norm
 from meshwright.runtime.collectives import Handle
@@ -27,7 +28,6 @@ from meshwright.runtime.micro_batches import InTime, actions_in_time
 from meshwright.runtime.optimizers import OptimizerFactory, make_optimizer
 from meshwright.runtime.pipeline import Pipeline
 from meshwright.runtime.pipelined import Pipelined
-from meshwright.runtime.program import HOST
 from meshwright.runtime.programs import Programs
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.sharded_update import ShardedUpdate
@@ -57,10 +57,11 @@ class LocalStep:
         """`values`: input name → whole tensor of every parameter, buffer and constant, or this rank's part already for
         the names in `held`. `bucket_bytes`: of gradients that are reduced together, instead of what the plan's
         ``fusion`` says."""
-        self.parts, self.rank, self.world = parts, rank, rank.comm
+        self.rank, self.world = rank, rank.comm
         self.pipe = Pipeline(parts, rank.comm) if parts.plan.stages else None
         if self.pipe is not None:
-            rank.comm = self.pipe.comm  # from here on, the ranks that share its stages
+            parts, rank.comm = self.pipe.parts, self.pipe.comm  # those of the ranks that share its stages
+        self.parts = parts
         self.mesh = rank.comm.mesh
         self.handle = Handle(rank.comm)
         rank.runs_on(parts.plan.mesh)
@@ -73,10 +74,10 @@ class LocalStep:
         self._named = {(i.role, i.target): i.name for i in self.inputs.values()}
         for name, entry in self.inputs.items():
             if entry.role != "batch" and (self.pipe is None or self.pipe.holds(name)):
-                value = values[name].to(self._place(name, values[name].device))
+                value = values[name].to(place_of(name, parts, values[name].device))
                 self._make_leaf(entry, value, name in held)
         self.batches = BatchParts(
-            parts, rank.comm.rank, self.world.rank, lambda name: self._place(name, rank.device)
+            parts, rank.comm.rank, self.world.rank, lambda name: place_of(name, parts, rank.device)
         )
         self.parked = Parked(
             {n: self.leaves[n] for n in parts.resharded.parked if n in self.leaves}, rank.device
@@ -152,11 +153,6 @@ class LocalStep:
                 else self.pipe.actions(rounds)
             )
 
-    def _place(self, name: str, device: torch.device) -> torch.device:
-        """Where an input lives: in the host's memory, or on the given device."""
-        found = self.parts.resharded
-        return HOST if name in found.hosted or name in found.parked else device
-
     def _make_leaf(self, entry: Input, value: torch.Tensor, held: bool) -> None:
         local = value.detach()
         if not held:
@@ -216,6 +212,13 @@ class LocalStep:
             parameter.grad = None
 
     def _run(self, actions: Sequence[Action], batch: Given, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
+        pulse.step(self.rank.step + 1)
+        with pulse.during(pulse.IN_STEP):
+            return self._run_all(actions, batch, wanted)
+
+    def _run_all(
+        self, actions: Sequence[Action], batch: Given, wanted: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
         local = self.local_batch(batch)
         self.made.begin()
         with self.handle.deferring(), self.parked.away():
@@ -238,11 +241,13 @@ class LocalStep:
     def _sum_over_stages(self, pipe: Pipeline) -> None:
         """Gradients of weights that stages of several ranks use are added up over these."""
         assert isinstance(self.executor, Pipelined)
-        for number, (name, places) in enumerate(pipe.shared(self.weights).items()):
+        numbers = {name: number for number, name in enumerate(self.inputs)}  # equal on all ranks
+        for name, places in pipe.shared(self.weights).items():
+            tag = self.executor.first_free_tag + 2 + numbers[name]
             shard = self.sharded.shards.get(name)
             leaf = self.weights[name] if shard is None else shard.leaf
             mine = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            leaf.grad = pipe.comm.sum_over(mine, places, self.executor.first_free_tag + 2 + number)
+            leaf.grad = pipe.comm.sum_over(mine, places, tag, pipe.updated(name))
 
     def _update(self) -> None:
         if self.clip_norm is not None:

@@ -25,7 +25,8 @@ from meshwright.search.space.step import entries, step_problem
 from meshwright.search.within import NEAR, Limited, fits, limited, priced_by_bytes, too_large
 
 ALPHAS = (0.5, 0.3)  # weights of computing against what can hide beside it, as long as there is a gap
-SURE = 2  # candidates that are judged in full, at most
+SURE = 4  # candidates that are judged in full, at most
+DOUBT = 0.15  # by how much two and three layers may be wrong about many: they do not tell which of two streams is full
 MOST_SOLVES = 12  # for one bound under a limit of memory
 INNER = 3  # how many of the innermost axes a recipe leaves to tensor parallel, at most
 
@@ -60,33 +61,42 @@ def auto(planner: Planner) -> Found:
     except KeyboardInterrupt:
         if not any(fits(planner, f) for _, f in tried.found):
             raise
+        planner.request.interrupts.append("auto")
     fitting = [(name, found) for name, found in tried.found if fits(planner, found)]
     if not fitting:
         seen = [f.verdict for _, f in tried.found if f.verdict] + tried.nearest
         raise too_large(planner, min(seen, key=lambda v: v.peak_bytes, default=None))
-    label, best = _settled(planner, fitting)
+    label, best, sure = _settled(planner, fitting)
+    steps = {n: step_of(f) if fits(planner, f) else None for n, f in tried.found}
     claims = {
         **best.claims,
         "space": " and ".join(tried.steps) or best.claims.get("space", "recipes"),
         "chosen": label,
         **_certificate(tried, fitting, best),
-        "candidates": {n: step_of(f) if fits(planner, f) else None for n, f in tried.found},
+        "candidates": {**steps, **sure},
     }
     return replace(best, claims=claims)
 
 
-def _settled(planner: Planner, fitting: list[tuple[str, Found]]) -> tuple[str, Found]:
-    """The best, judged in full; so are those that look better than it does then, up to `SURE`. Where none of these fits
-    then, the best of all as they were judged."""
+def _settled(
+    planner: Planner, fitting: list[tuple[str, Found]]
+) -> tuple[str, Found, dict[str, float | None]]:
+    """The best, judged in full, as are those within `DOUBT` of what looks best, up to `SURE`, and those that look
+    better than the best of them. Where none of these fits then, the best of all as they were judged. And the steps of
+    those that were judged in full."""
     ranked = sorted(fitting, key=lambda named: step_of(named[1]))
     kept: list[tuple[str, Found]] = []
+    judged: dict[str, float | None] = {}
     for name, found in ranked[:SURE]:
-        if kept and step_of(kept[0][1]) <= step_of(found):
+        best = min((step_of(f) for _, f in kept), default=np.inf)
+        if kept and step_of(found) >= max(best, (1 + DOUBT) * step_of(ranked[0][1])):
             break
         sure = planner.settled(found)
+        judged[name] = step_of(sure) if fits(planner, sure) else None
         if fits(planner, sure):
             kept.append((name, sure))
-    return min(kept or ranked, key=lambda named: step_of(named[1]))
+    label, best_found = min(kept or ranked, key=lambda named: step_of(named[1]))
+    return label, best_found, judged
 
 
 def _optima(planner: Planner, tried: _Tried, name: str, space: Space) -> None:

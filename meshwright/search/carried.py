@@ -32,6 +32,9 @@ def carried(plan: Plan, graph: Graph, folding: Folding = UNFOLDED) -> Plan:
 
     Raises PlanError where the parameters of the graph are not those of the plan, or a stage has nothing to do.
     """
+    if plan.own:
+        own = tuple(carried(one, graph, folding) for one in plan.own)
+        return replace(own[0], own=own)
     scene = Scene(graph, factors_of(graph), plan.mesh)
     stand = stand_ins(graph, [(b.start, b.length, b.repeats) for b in folding.blocks if b.repeats > 2])
     same = _same_operators(plan, graph, stand)

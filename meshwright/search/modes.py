@@ -88,9 +88,11 @@ def _make_plan(
             found, moved = searched(hosts), []
         remarks += moved
         assignment, reasons = dict(found.choice.strategies), {}
+        check_layouts(scene, assignment)
     else:
         assignment, reasons = _assign(scene, mode, specs, wishes)
         pass_gradients_back(scene, assignment)
+        check_layouts(scene, assignment)
         if request is not None:
             found = priced(Planner(scene, folds, {}, request, hosts), assignment)
     notes = remarks + check_annotated(scene, specs, assignment) + _unused(graph, mode)
@@ -110,7 +112,6 @@ def _make_plan(
         plan = _with_choice(plan, folds, found)
     if request is not None:
         notes += _rough(request)
-    check_layouts(scene, assignment)
     if not folds.is_whole:
         expect_factors(full, unfolding(folds, scene.factors))
     notes += [*unknown(full, mesh, plan), *repeated(full, mesh, plan.strategies)]

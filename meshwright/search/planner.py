@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from meshwright.search.options import Scene
 from meshwright.search.pins import Seeds
 from meshwright.search.solve import Memory
 from meshwright.search.space.alike_codes import all_codes
-from meshwright.search.space.build import Choice, Space
+from meshwright.search.space.build import Choice, Made, Space
 from meshwright.search.space.codes import values_of
 from meshwright.search.space.families import Family, named, runs
 from meshwright.search.space.given import honouring, wished_options
@@ -27,6 +28,7 @@ from meshwright.search.space.kept import Kept
 from meshwright.search.space.memory import fixed_bytes, memory_of
 from meshwright.search.space.parameters import Storage
 from meshwright.search.space.wiring import Ties, Wiring
+from meshwright.search.techniques.elsewhere import elsewhere
 from meshwright.search.techniques.recompute import again_of
 from meshwright.techniques import NONE, Techniques
 
@@ -72,7 +74,8 @@ class Request:
     choose what is searched and how, where a mode has a choice. `judge` makes the simulation that has the last word on
     time and memory from a folded graph, a mesh, the nodes that the host runs and techniques; without it sums decide.
     `techniques`: what the user asked for beside the mode; what is not `given` there, `auto` may choose. `places`: ranks
-    of a pipeline among which the model will be divided; `memory_bytes` is then what they have together."""
+    of a pipeline among which the model will be divided; `memory_bytes` is then what they have together. `interrupts`:
+    a search that an interrupt has ended, and that has something to give, says so here: nothing else begins then."""
 
     cluster: Cluster
     memory_bytes: float | None = None
@@ -83,6 +86,7 @@ class Request:
     judge: Callable[[Folded, Mesh, frozenset[str], Techniques], Judge] | None = None
     techniques: Techniques = NONE
     places: int = 1
+    interrupts: list[str] = field(default_factory=list, compare=False)
 
 
 @dataclass(frozen=True)
@@ -118,8 +122,9 @@ class Planner:
         self.table = Table(scene.mesh, request.cluster.prices)
         self.values = values_of(scene.graph, scene.factors)
         self.codes = all_codes(scene.graph, scene.factors, self.values, self.ties)
-        if seeds:
-            wished = {name: wished_options(seeds, codes) for name, codes in self.codes.items()}
+        pinned = {name for nodes in seeds.values() for name in nodes if name in self.codes}
+        wished = {name: more for name in pinned if (more := wished_options(seeds, self.codes[name]))}
+        if wished:
             self.codes = all_codes(scene.graph, scene.factors, self.values, self.ties, wished)
         priced = hosts if request.cluster.host_bytes_per_s else ()
         self.kept = Kept(scene.graph, self.values, self.codes, priced)
@@ -139,48 +144,68 @@ class Planner:
 
     def memory(self, space: Space, optimizer_states: int | None = None) -> Memory:
         """What a choice takes of a rank, at least, under the techniques."""
-        asked = self.techniques
-        states = self.request.optimizer_states if optimizer_states is None else optimizer_states
-        if "optimizer" in asked.offload and self.request.cluster.host_bytes_per_s:
-            states = 0
-        found = memory_of(space, states, again_of(space.graph, asked.recompute))
+        asked, states = self.techniques, self._states(optimizer_states)
+        away = elsewhere(space.graph, asked, self.hosts, self.ties.times)
+        found = memory_of(space, states, again_of(space.graph, asked.recompute), away)
+        return self.in_pieces(space, found, states)
+
+    def _states(self, optimizer_states: int | None) -> int:
+        """Moments of a parameter element on the device."""
+        if "optimizer" in self.techniques.offload and self.request.cluster.host_bytes_per_s:
+            return 0
+        return self.request.optimizer_states if optimizer_states is None else optimizer_states
+
+    def in_pieces(self, space: Space, whole: Memory, states: int | None = None) -> Memory:
+        """What a whole batch takes, with activations of a micro-batch; `states`: moments of an element."""
+        asked, moments = self.techniques, self._states(states)
         if asked.micro_batches == 1:
-            return found
+            return whole
+        away = elsewhere(space.graph, asked, self.hosts, self.ties.times)
         owned = {number: name for (kind, name), number in space.variable.items() if kind == "parameter"}
-        amounts = [a if v in owned else a / asked.micro_batches for v, a in enumerate(found.amounts)]
+        amounts = [a if v in owned else a / asked.micro_batches for v, a in enumerate(whole.amounts)]
         for number, name in owned.items():
             if (
                 name in space.graph.needs_grad and name not in space.hosted
             ):  # gradients of those before are there
-                gradients = amounts[number][:, 1:2] / (2 + states)
+                weights = 0 if name in away.parked and away.updated_there else 1
+                gradients = amounts[number][:, 1:2] / (weights + 1 + moments)
                 amounts[number] = amounts[number] + gradients * np.array([1.0, 0.0, 1.0])
-        return Memory(tuple(amounts), found.pairs)
+        return Memory(tuple(amounts), whole.pairs)
 
-    def space(self, family: Family, storage: Storage | None = None) -> Space:
-        """The space of a family, the user's cuts honoured."""
+    def space(self, family: Family | Made, storage: Storage | None = None, most: float = math.inf) -> Space:
+        """The space of a family, the user's cuts honoured, or of what is made; large ones without what only choices
+        dearer than `most` seconds have."""
         return Space(
             self.scene.graph,
             self.scene.factors,
             self.scene.mesh,
             self.request.cluster,
-            honouring(family, self.seeds, self.scene.mesh),
+            family if isinstance(family, Made) else honouring(family, self.seeds, self.scene.mesh),
             storage or self.storage(),
             ties=self.ties,
             codes=self.codes,
             table=self.table,
             kept=self.kept,
             hosts=self.hosts,
+            most=most,
         )
 
     def alike(self) -> Callable[[], Alike] | None:
-        """What makes the arrays of a graph of very many nodes; None where one space is quick enough, or what users ask
-        of single nodes tells them apart."""
-        if len(self.codes) <= MOST_NODES or self.seeds or self.hosts:
+        """What makes the arrays of a graph of very many nodes; None where one space is quick enough."""
+        if len(self.codes) <= MOST_NODES:
             return None
         graph = self.scene.graph
         wiring = self.kept.once("wiring", lambda: Wiring(graph, self.ties, self.codes))
         return lambda: Alike(
-            graph, self.codes, self.values, wiring, self.request.cluster, self.table, self.storage()
+            graph,
+            self.codes,
+            self.values,
+            wiring,
+            self.request.cluster,
+            self.table,
+            self.storage(),
+            self.seeds,
+            self.hosts if self.request.cluster.host_bytes_per_s else (),
         )
 
     def storage(self, allowed: bool = True) -> Storage:
@@ -251,7 +276,7 @@ def families_of(planner: Planner) -> list[tuple[str, Family]]:
     groups = planner.groups()
     names = " × ".join(name for name, run in mesh.names if mesh.count(run) > 1)
     named_axes = (f"(a) {SPACES['a']}: {names or 'none'}", named(_all(groups, len(mesh.axes))))
-    two = (f"(b) {SPACES['b']}, {axes} prime axes", runs(len(mesh.axes), 2))
+    two = two_runs(planner)
     single = [[n] for n in range(len(mesh.axes))]
     match planner.request.space:
         case "a":
@@ -272,6 +297,12 @@ def families_of(planner: Planner) -> list[tuple[str, Family]]:
         return [(f"(a) product states of all {axes} prime axes", named(single))]
     own = 2 <= len(groups) <= LARGEST - 1 and not _is_levels(planner)
     return [two, named_axes] if own else [two]
+
+
+def two_runs(planner: Planner) -> tuple[str, Family]:
+    """Space (b)."""
+    axes = planner.scene.mesh.axes
+    return f"(b) {SPACES['b']}, {sum(a.size > 1 for a in axes)} prime axes", runs(len(axes), 2)
 
 
 def _is_levels(planner: Planner) -> bool:

@@ -22,13 +22,14 @@ import numpy as np
 
 from meshwright.mesh import Mesh
 from meshwright.search.alike.prices import Alike
-from meshwright.search.solve import Problem, completed, eliminate, solve
-from meshwright.search.space.build import Space
+from meshwright.search.alike.spaces import made
+from meshwright.search.solve import Problem, eliminate, solve
+from meshwright.search.space.build import Made, Space
 from meshwright.search.space.codes import NodeCodes
 from meshwright.search.space.families import Family, one_change, one_option
-from meshwright.search.space.given import exactly
+from meshwright.search.space.given import rows_chosen, states_with
 
-MakeSpace = Callable[[Family], Space]
+MakeSpace = Callable[[Family | Made], Space]
 TOGETHER = 3  # axes of a turn
 GAIN = 5e-4  # of the price: a sweep that gains less is the last
 MOST_WORK = 2e8  # sums of a joint sweep, a third of a second: it must be better, not the best
@@ -78,20 +79,8 @@ def recursive_programming(
         return rows.setdefault(codes.node.name, np.zeros(axes, dtype=np.int8))
 
     def take(space: Space, states: Sequence[int], price: float, sweep: int) -> Recursed:
-        for name, found in space.nodes.items():
-            rows[name] = found.rows[states[space.variable["node", name]]]
+        rows.update(rows_chosen(space, states))
         return Recursed(space, tuple(states), price, sweep)
-
-    def as_before(space: Space, asked: Problem) -> tuple[int, ...] | None:
-        """What was found so far, in a space that has and allows it."""
-        known: dict[int, int] = {}
-        for name, found in space.nodes.items():
-            same = np.flatnonzero((found.rows == rows[name]).all(axis=1))
-            if not len(same):
-                return None
-            known[space.variable["node", name]] = int(same[0])
-        states = completed(asked, known)
-        return states if math.isfinite(asked.price(states)) else None
 
     best: Recursed | None = None
     for turn in turns(mesh):
@@ -104,7 +93,7 @@ def recursive_programming(
         before = best.price
         space = make(one_change(axes, fixed))
         asked = objective(space)
-        states = solve(asked, limit_work=MOST_WORK, first=as_before(space, asked)).states
+        states = solve(asked, limit_work=MOST_WORK, first=states_with(space, asked, rows)).states
         if (price := asked.price(states)) < best.price * (1 - 1e-12):
             best = take(space, states, price, sweep)
         if best.price >= before * (1 - GAIN):
@@ -127,16 +116,10 @@ def _as_arrays(alike: Alike, make: MakeSpace, mesh: Mesh, sweeps: int) -> Recurs
                 now, best, last = asked.rows(states), price, number
         if sweep > 1 and best >= before * (1 - GAIN):
             break
-    space = make(exactly(dict(zip(alike.names, now, strict=True))))
-    asked = space.problem()
-    tables = alike.priced((), now).tables
-    if asked.sizes == tuple(
-        tables.sizes.tolist()
-    ):  # one storage for each use: states are those of the arrays
-        states = tuple(tables.solved()[0].tolist())
-    else:
-        states = eliminate(asked).states
-    return Recursed(space, states, asked.price(states), sweep)
+    asked = alike.priced((), now)
+    space = make(made(asked))
+    states = tuple(asked.tables.solved()[0].tolist())
+    return Recursed(space, states, space.problem().price(states), sweep)
 
 
 def greedy(problem: Problem) -> tuple[int, ...]:

@@ -17,12 +17,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from meshwright.errors import LayoutError
 from meshwright.ops.strategy import Strategy
 from meshwright.search.auto import auto
 from meshwright.search.joint import joint
-from meshwright.search.planner import Found, Planner, Verdict, check_request, families_of
+from meshwright.search.planner import Found, Planner, Verdict, check_request, families_of, two_runs
 from meshwright.search.recursed import recursion
-from meshwright.search.solve import solve
+from meshwright.search.refused import not_allowed, not_lowered
+from meshwright.search.solve import NoStates, solve
 from meshwright.search.space.given import exactly, rows_of
 from meshwright.search.within import limited, too_large, within_memory
 
@@ -32,17 +34,25 @@ SEARCHES = ("recursive_programming", "dynamic_programming", "auto")
 def search(planner: Planner, mode: str, *, offload: bool = True) -> Found:
     """The choice of a mode. `offload`: whether `auto` may keep an optimizer's states on the host.
 
-    Raises PlanError for a space or an inner search that does not exist, and where nothing fits.
+    Raises PlanError for a space or an inner search that does not exist, and where nothing fits or is allowed; for a
+    folded graph LayoutError where a choice cannot be lowered.
     """
     check_request(planner.request)
     started = time.perf_counter()
-    match mode:
-        case "recursive_programming":
-            found = planner.settled(within_memory(planner, recursion(planner, planner.request.inner)))
-        case "dynamic_programming":
-            found = planner.settled(_exact(planner))
-        case _:
-            found = joint(planner, auto, offload=offload)
+    try:
+        match mode:
+            case "recursive_programming":
+                found = planner.settled(within_memory(planner, recursion(planner, planner.request.inner)))
+            case "dynamic_programming":
+                found = planner.settled(_exact(planner))
+            case _:
+                found = joint(planner, auto, offload=offload)
+    except NoStates as error:
+        raise not_allowed(planner, error) from error
+    except LayoutError as error:
+        if not planner.folds.is_whole:
+            raise  # it is said again of the whole model
+        raise not_lowered(error) from error
     return replace(found, claims={**found.claims, "search_seconds": time.perf_counter() - started})
 
 
@@ -58,11 +68,12 @@ def priced(planner: Planner, strategies: Mapping[str, Strategy]) -> Found | None
 
 
 def _exact(planner: Planner) -> Found:
-    best: Found | None = None
+    best = _smaller(planner) if planner.request.space == "c" else None
+    most = best.claims["price_seconds"] if best else np.inf
     nearest: Verdict | None = None
-    bound = np.inf
+    bound = most  # what the space has not is dearer than that
     for name, family in families_of(planner):
-        solution = limited(planner, planner.space(family), None)
+        solution = limited(planner, planner.space(family, most=most), None, known=best)
         bound = min(bound, solution.bound)
         if solution.stopped and solution.found is None and best is None:
             raise KeyboardInterrupt
@@ -70,13 +81,22 @@ def _exact(planner: Planner) -> Found:
             nearest = nearest or solution.nearest
             continue
         found = replace(solution.found, claims={**solution.found.claims, "space": name})
-        if best is None or found.claims["price_seconds"] < best.claims["price_seconds"]:
+        if best is None or found.claims["price_seconds"] <= best.claims["price_seconds"]:
             best = found
         if solution.stopped:
             break
     if best is None:
         raise too_large(planner, nearest)
     return replace(best, claims={**best.claims, "bound_seconds": bound, "gaps": _gaps(planner, best, bound)})
+
+
+def _smaller(planner: Planner) -> Found | None:
+    """The best that fits of two runs, which are among the three and among the product states of four axes."""
+    name, family = two_runs(planner)
+    found = limited(planner, planner.space(family), None, alone=False).found
+    if found is not None:
+        planner.tell(name, found.claims["price_seconds"], None)
+    return found
 
 
 def _gaps(planner: Planner, found: Found, bound: float) -> dict[str, float]:

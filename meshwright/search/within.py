@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,9 @@ from meshwright.redistribute.steps import show_bytes
 from meshwright.search.planner import Found, Planner, Verdict, families_of
 from meshwright.search.solve import Memory, Problem, solve, solve_limited
 from meshwright.search.space.build import Space
+from meshwright.search.space.given import rows_chosen, states_with
 from meshwright.search.space.memory import INSTANTS
+from meshwright.techniques import OFFLOAD
 
 TIGHTENINGS = 8
 DOUBLINGS, HALVINGS = 12, 4
@@ -35,11 +38,13 @@ class Limited:
     stopped: bool = False
 
 
-def limited(planner: Planner, space: Space, alpha: float | None, *, alone: bool = True) -> Limited:
+def limited(
+    planner: Planner, space: Space, alpha: float | None, *, alone: bool = True, known: Found | None = None
+) -> Limited:
     """The optimum of a space under the request's memory limit; without one, the optimum.
 
     `alone`: whether its price and bound are what the user waits for; one search of several only says that it goes on.
-    An interrupt ends it with the best so far, and `stopped`.
+    `known`: a choice to begin with where memory has no limit. An interrupt ends it with the best so far, and `stopped`.
     """
     problem, limit = space.problem(alpha), planner.limit(space)
 
@@ -47,7 +52,8 @@ def limited(planner: Planner, space: Space, alpha: float | None, *, alone: bool 
         planner.tell(stage, price if alone else None, bound if alone else None)
 
     if limit is None:
-        solution = solve(problem, progress=tell)
+        begin = states_with(space, problem, rows_chosen(known.space, known.states)) if known else None
+        solution = solve(problem, progress=tell, first=begin)
         return Limited(planner.found(space, solution.states, {}), solution.bound, None, solution.stopped)
     memory = planner.memory(space)
     limits = np.full(memory.instants, limit)
@@ -194,6 +200,7 @@ def too_large(planner: Planner, nearest: Verdict | None = None) -> PlanError:
         if max(_least(space, smaller, t) for t in range(memory.instants)) + extra / parts <= limit:
             changes.append(f"a batch of 1/{parts} of this one")
             break
+    changes += _techniques_that_fit(planner, space)
     changes.append(f"{show_bytes(1.01 * (need + extra) / places)} per rank{' or more' * (places > 1)}")
     instant = nearest.instant if nearest else "its peak"
     together = f" on the {places} ranks of a pipeline together" if places > 1 else ""
@@ -206,6 +213,25 @@ def too_large(planner: Planner, nearest: Verdict | None = None) -> PlanError:
         f"{show_bytes(need + extra - wanted)} over the limit",
         hint="the smallest single changes that would fit: " + "; or ".join(changes),
     )
+
+
+def _techniques_that_fit(planner: Planner, space: Space) -> list[str]:
+    """Those of which one alone, beside what is asked, lets a choice fit by simulation."""
+    asked, limit = planner.techniques, planner.request.memory_bytes or 0.0
+    single: list[dict[str, Any]] = [{"recompute": "full"}] if not asked.recompute else []
+    single += [{"slice_activation": True}] if not asked.slice_activation else []
+    words = OFFLOAD if planner.request.cluster.host_bytes_per_s else ()
+    single += [{"offload": (*asked.offload, word)} for word in words if word not in asked.offload]
+    found: list[str] = []
+    for change in single:
+        under = planner.under(replace(asked, **change))
+        try:
+            verdict = _frugal(under, space, under.memory(space))
+        except PlanError:
+            continue
+        if verdict is not None and verdict.peak_bytes <= limit:
+            found.append(", ".join(f"{name}={value!r}" for name, value in change.items()))
+    return found
 
 
 def _frugal(planner: Planner, space: Space, memory: Memory) -> Verdict | None:

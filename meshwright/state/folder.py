@@ -24,6 +24,18 @@ UNFINISHED = ".saving-"
 PREFIX = "step-"
 
 
+def as_path(path: str | Path) -> Path:
+    """What a user gives as a path. Raises CheckpointError for what is none."""
+    if not isinstance(path, str | Path):
+        raise CheckpointError(
+            f"the path of a checkpoint is {path!r}",
+            why=f"it is a {type(path).__name__}",
+            hint='a folder of checkpoints such as "ckpt"; step.load takes one of them, a .safetensors file and a '
+            "Hugging Face folder too",
+        )
+    return Path(path)
+
+
 def newest(path: Path) -> Path:
     """The folder of the checkpoint that a path means: itself, or the newest of those in it. Raises CheckpointError."""
     if (path / NAME).is_file():
@@ -142,6 +154,7 @@ def _beyond(path: Path, keep: int | None) -> Iterator[Path]:
 __all__ = [
     "LATEST",
     "UNFINISHED",
+    "as_path",
     "begin",
     "commit",
     "newest",

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import random
+import zlib
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,18 +16,35 @@ import torch
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
     """The states of the random generators of this process, each as bytes."""
-    version, words, gauss = random.getstate()
-    python = np.array([version, *words], dtype=np.uint32).tobytes() + json.dumps(gauss).encode()
-    _, keys, position, has, cached = np.random.get_state(legacy=True)
-    numpy = np.asarray(keys, dtype=np.uint32).tobytes() + json.dumps([position, has, cached]).encode()
-    found = {
-        "torch": torch.get_rng_state(),
-        "python": torch.frombuffer(bytearray(python), dtype=torch.uint8),
-        "numpy": torch.frombuffer(bytearray(numpy), dtype=torch.uint8),
-    }
+    found = {"torch": torch.get_rng_state(), "python": _python(random), "numpy": _numpy(np.random)}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
     return found
+
+
+def begun_anew(found: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """States for a rank that was not there when those of another were saved: they follow from these and its number."""
+    seed = zlib.crc32(found["torch"].numpy().tobytes(), rank)
+    made = {
+        "torch": torch.Generator().manual_seed(seed).get_state(),
+        "python": _python(random.Random(seed)),
+        "numpy": _numpy(np.random.RandomState(seed)),
+    }
+    if "cuda" in found:
+        made["cuda"] = torch.Generator("cuda").manual_seed(seed).get_state()
+    return made
+
+
+def _python(generator: Any) -> torch.Tensor:
+    version, words, gauss = generator.getstate()
+    data = np.array([version, *words], dtype=np.uint32).tobytes() + json.dumps(gauss).encode()
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _numpy(generator: Any) -> torch.Tensor:
+    _, keys, position, has, cached = generator.get_state(legacy=True)
+    data = np.asarray(keys, dtype=np.uint32).tobytes() + json.dumps([position, has, cached]).encode()
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def set_random_state(found: dict[str, torch.Tensor], device: torch.device) -> None:

@@ -27,8 +27,8 @@ DTYPES = {name: dtype for dtype, name in SAFE_NAMES.items()}
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor of a checkpoint, and this rank's part of it in a layout. `places`: those in a pipeline that hold it, of
-    which this rank's is one."""
+    """A tensor of a checkpoint, and this rank's part of it in a layout. `places`: those in a pipeline that share its
+    writing."""
 
     name: str
     tensor: torch.Tensor
@@ -48,8 +48,11 @@ def layout_of(step: LocalStep, entry: Input) -> TensorLayout:
 
 
 def places_of(step: LocalStep, entry: Input) -> tuple[int, ...]:
-    """The places in a pipeline that hold an input."""
-    return (0,) if step.pipe is None else step.pipe.holders[entry.name]
+    """The places in a pipeline that share the writing of an input: all that hold the same parts of it."""
+    if step.pipe is None:
+        return (0,)
+    found = step.pipe.holders[entry.name]
+    return found[:1] if step.parts.plan.meshes else found  # others hold other parts
 
 
 def model_items(step: LocalStep) -> Iterator[Item]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from meshwright.errors import CheckpointError, DamagedError
 from meshwright.redistribute.boxes import Box, whole
-from meshwright.state.tensor_file import DAMAGED, ITEM_BYTES, Place, crc_of, read_into
+from meshwright.state.tensor_file import DAMAGED, ITEM_BYTES, Place, crc_of, damaged, read_into
 
 VERSION = 1
 NAME = "checkpoint.json"
@@ -135,6 +135,14 @@ class Index:
                     where=str(path),
                     hint=DAMAGED,
                 )
+
+    def check(self, name: str, part: Part) -> None:
+        """Raise CheckpointError for a part whose checksum is another, or which cannot be read."""
+        if part.crc is not None:
+            size = part.box.numel * ITEM_BYTES[self.tensors[name].dtype]
+            found = crc_of(self.folder / part.file, size, part.offset)
+            if found != part.crc:
+                raise damaged(self.folder / part.file, name, part.offset, size, found, part.crc)
 
     def read(self, name: str, part: Part, wanted: Box) -> tuple[np.ndarray, Box]:
         """The elements of a part, as numbers of the same size, and the box that they are: all of the part where it has

@@ -1,30 +1,28 @@
 """Reading a checkpoint under any plan: each rank reads the parts that meet what it holds.
 
 All is checked before anything is written into the step: version, checksum of the index, the lengths and headers of the
-files, names, shapes and dtypes. Checksums of tensors are checked as these are read.
+files, names, shapes, dtypes, and the checksum of every part that a rank reads.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 
+from meshwright import pulse
 from meshwright.errors import CheckpointError, DamagedError, MeshwrightError
 from meshwright.layout import TensorLayout
 from meshwright.redistribute.boxes import Box, held_boxes, whole
-from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.step import LocalStep
-from meshwright.state.folder import in_turn, whole_ones
-from meshwright.state.generators import set_random_state
+from meshwright.state.folder import as_path, in_turn, whole_ones
+from meshwright.state.generators import begun_anew, set_random_state
 from meshwright.state.held import (
     DTYPES,
-    SAFE_NAMES,
-    kept_inputs,
     layout_of,
     model_items,
     place_of_state,
@@ -32,13 +30,13 @@ from meshwright.state.held import (
     trained_inputs,
 )
 from meshwright.state.index import MODEL, RANDOM, STATE, Index
+from meshwright.state.matching import as_named_here, check_model, check_optimizer, saved_name
 from meshwright.state.plain import from_plain, give_back
 from meshwright.state.sources import open_checkpoint, resolved
 from meshwright.state.words import confirm, from_first
 
 T = TypeVar("T")
 Told = Callable[[str], None]
-LISTED = 8  # differences between models that an error lists
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,7 @@ class Loaded:
     random: bool
 
 
+@pulse.during("loading a checkpoint")
 def load(
     step: LocalStep,
     path: str | Path,
@@ -60,14 +59,16 @@ def load(
     data: Any = None,
     optimizer: bool = True,
     random: bool = True,
+    cast: bool = False,
     temporary: Collection[str] = (),
 ) -> Loaded:
     """Read a checkpoint into a rank's step. Collective. `data`: objects with ``load_state_dict``, as they were given to
     `save`. `temporary`: buffers that may be missing. Raises CheckpointError on all ranks."""
+    path = as_path(path)
     first = step.world.rank == 0  # others might see a newer one, if somebody saves meanwhile
-    place = _together(step, Path(path), lambda: str(resolved(Path(path))) if first else "")
+    place = _together(step, path, lambda: str(resolved(path)) if first else "")
     found_at = Path(from_first(step, place))
-    index = _together(step, Path(path), lambda: _opened(step, found_at, optimizer, temporary))
+    index = _together(step, path, lambda: _opened(step, found_at, optimizer, temporary, cast))
     if data is not None and index.data is None:  # so on all ranks
         raise CheckpointError(
             "there is no data= in the checkpoint",
@@ -78,26 +79,19 @@ def load(
     taken = optimizer and index.optimizer is not None
     found = from_plain(index.data)
     if data is not None:
-        _together(step, Path(path), lambda: give_back(found, data, only_look=True))
+        _together(step, path, lambda: give_back(found, data, only_look=True))
 
     def read() -> dict[str, torch.Tensor]:
-        states = _random_state(index, step) if random else {}
-        for item in model_items(step):
-            name = _saved_name(index, step, item.name[len(MODEL) :])
-            if name is None:  # a buffer that the model makes anew
-                continue
-            _fill(index, MODEL + name, item.tensor, item.layout, step)
+        states = random_of(index, step) if random else {}
+        for name, tensor, layout in _model_parts(index, step):
+            _fill(index, name, tensor, layout, step)
         if taken:
-            _load_optimizer(index, step)
+            _load_optimizer(index, step, cast)
         return states
 
+    _together(step, path, lambda: _check_parts(index, step, taken))
     with torch.no_grad():
-        try:
-            states = _together(step, Path(path), read)
-        except CheckpointError as error:
-            mixed = "tensors of this step may be those of the checkpoint already"
-            why = f"{error.why}; {mixed}" if error.why else mixed
-            raise type(error)(error.what, why=why, where=error.where, hint=error.hint) from None
+        states = _together(step, path, read)
         if step.hosted is not None:
             step.hosted.give_back()
         step.sharded.gather()
@@ -105,7 +99,7 @@ def load(
     if index.seed is not None:
         step.rank.seed = index.seed
     if data is not None:
-        _together(step, Path(path), lambda: give_back(found, data))
+        _together(step, path, lambda: give_back(found, data))
     if states:  # after all else: who goes on from a position may draw numbers
         set_random_state(states, step.rank.device)
     return Loaded(index.folder, index.step, found, taken, bool(states))
@@ -115,8 +109,8 @@ def resume(step: LocalStep, path: str | Path, *, told: Told, **options: Any) -> 
     """`load` of the newest checkpoint in a folder that is not damaged; None where there is none. Collective.
 
     `told` is called on rank 0 with a sentence for each one that is damaged. Raises CheckpointError."""
-    first = step.world.rank == 0
-    found = json.loads(from_first(step, json.dumps([str(p) for p in in_turn(Path(path))] if first else [])))
+    first, path = step.world.rank == 0, as_path(path)
+    found = json.loads(from_first(step, json.dumps([str(p) for p in in_turn(path)] if first else [])))
     for number, place in enumerate(found):
         try:
             return load(step, place, **options)
@@ -149,79 +143,53 @@ def _with_way_out(error: MeshwrightError, path: Path) -> MeshwrightError:
     )
 
 
-def _opened(step: LocalStep, path: Path, optimizer: bool, temporary: Collection[str]) -> Index:
+def _opened(step: LocalStep, path: Path, optimizer: bool, temporary: Collection[str], cast: bool) -> Index:
     """The index, once all of it fits the step."""
     index = open_checkpoint(path)
     index.check_files()
-    check_model(index, step, temporary)
+    index = as_named_here(index, step)
+    check_model(index, step, temporary, cast)
     if optimizer and index.optimizer is not None and step.optimizer is not None:
         check_optimizer(index, step)
     return index
 
 
-def check_model(index: Index, step: LocalStep, temporary: Collection[str] = ()) -> None:
-    """Raise CheckpointError that lists the names, shapes and dtypes that differ. Buffers that are `temporary`, there or
-    here, may be missing."""
-    saved = index.model
-    problems, seen = [], set()
-    for entry in kept_inputs(step):
-        names = [n for n in (entry.target, *entry.ties) if n in saved]
-        tied = {index.ties.get(n, n) for n in (entry.target, *entry.ties)} & set(saved)
-        if not names and not tied:
-            if entry.target in temporary:
-                continue
-            problems.append(
-                f"{entry.target} {_shown(entry.type.dtype, entry.type.shape)} is not in the checkpoint"
-            )
-            continue
-        name = (*names, *tied)[0]
-        if len(names) > 1:
-            problems.append(f"{names[1]} is tied to {names[0]} here, and of its own in the checkpoint")
-        if name in seen:
-            problems.append(f"{entry.target} is of its own here, and tied to {name} in the checkpoint")
-        seen.update(names, tied)
-        there, dtype = saved[name], SAFE_NAMES[TORCH_DTYPES[entry.type.dtype]]
-        if (there.dtype, there.shape) != (dtype, entry.type.shape):
-            here = _shown(entry.type.dtype, entry.type.shape)
-            problems.append(f"{entry.target} is {here} here and {there} in the checkpoint")
-    problems += [f"{n} {e} is not in the model" for n, e in saved.items() if n not in seen | index.temporary]
-    if problems:
-        more = f"\n         and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
-        raise CheckpointError(
-            f"the checkpoint is of another model: {len(problems)} of its tensors differ from this one's",
-            why="\n         ".join(problems[:LISTED]) + more,
-            where=str(index.folder),
-            hint="build the model that was saved, with the same configuration",
-        )
+def _model_parts(index: Index, step: LocalStep) -> Iterator[tuple[str, torch.Tensor, TensorLayout]]:
+    """What this rank reads of parameters and buffers: saved name, where it goes, and in which layout."""
+    for item in model_items(step):
+        name = saved_name(index, step, item.name[len(MODEL) :])
+        if name is not None:  # else a buffer that the model makes anew
+            yield MODEL + name, item.tensor, item.layout
 
 
-def _shown(dtype: str, shape: Iterable[int]) -> str:
-    return f"{SAFE_NAMES[TORCH_DTYPES[dtype]]}[{', '.join(map(str, shape))}]"
+def _state_parts(index: Index, step: LocalStep) -> Iterator[tuple[str, TensorLayout]]:
+    """What this rank reads of the optimizer's states."""
+    assert index.optimizer is not None
+    of = index.optimizer["parameters"]
+    for entry, _ in trained_inputs(step):
+        named = next((n for n in (entry.target, *entry.ties) if n in of), entry.target)
+        for key in of.get(named, {}).get("tensors", ()):
+            name = f"{STATE}{named}.{key}"
+            shape = index.tensors[name].shape
+            yield name, layout_of(step, entry) if shape == entry.type.shape else TensorLayout.whole(shape)
 
 
-def check_optimizer(index: Index, step: LocalStep) -> None:
-    """Raise CheckpointError for the states of another optimizer, or of other parameters."""
-    saved, optimizer = index.optimizer, step.optimizer
-    assert saved is not None and optimizer is not None
-    if saved["class"] != type(optimizer).__name__:
-        raise CheckpointError(
-            f"the checkpoint has the states of {saved['class']}, the step runs {type(optimizer).__name__}",
-            where=str(index.folder),
-            hint="the optimizer that was saved, or step.load(path, optimizer=False) to start with fresh states",
-        )
+def _check_parts(index: Index, step: LocalStep, optimizer: bool) -> None:
+    """Raise CheckpointError for a part of a tensor that is damaged or not there, before the step is touched. What is
+    read twice so is in the host's memory the second time, as far as that goes, and nothing else is held."""
+    wanted = [(name, layout) for name, _, layout in _model_parts(index, step)]
+    if optimizer and step.optimizer is not None:
+        wanted += _state_parts(index, step)
+    for name, layout in wanted:
+        for number in _met(index, name, layout, step):
+            index.check(name, index.tensors[name].parts[number])
 
 
-def _saved_name(index: Index, step: LocalStep, target: str) -> str | None:
-    """The name under which a parameter or buffer was saved: one of those that it is tied to, maybe. None for none."""
-    entry = next(e for e in kept_inputs(step) if e.target == target)
-    for name in (target, *entry.ties):
-        if MODEL + name in index.tensors:
-            return name
-    return next((index.ties[n] for n in (target, *entry.ties) if n in index.ties), None)
-
-
-def _fill(index: Index, name: str, into: torch.Tensor, layout: TensorLayout, step: LocalStep) -> None:
-    """Read what this rank holds of a tensor."""
+def _met(
+    index: Index, name: str, layout: TensorLayout, step: LocalStep
+) -> dict[int, list[tuple[Box, Box, Box]]]:
+    """The parts of a tensor that have what this rank holds of it: number of the part → common box, the box that is
+    held, and where that lies in the rank's tensor."""
     entry = index.tensors[name]
     mine = held_boxes(layout, step.mesh, step.rank.comm.rank)
     wanted: dict[int, list[tuple[Box, Box, Box]]] = {}
@@ -232,10 +200,16 @@ def _fill(index: Index, name: str, into: torch.Tensor, layout: TensorLayout, ste
             count += common.numel
     if count != sum(held.box.numel for held in mine):
         raise DamagedError(f"the checkpoint has only parts of {name}", where=str(index.folder))
+    return wanted
+
+
+def _fill(index: Index, name: str, into: torch.Tensor, layout: TensorLayout, step: LocalStep) -> None:
+    """Read what this rank holds of a tensor, whose parts are known to be sound."""
+    entry = index.tensors[name]
     dtype, outer = DTYPES[entry.dtype], whole(tuple(into.shape))
-    for number, targets in wanted.items():
+    for number, targets in _met(index, name, layout, step).items():
         rows = _around([common for common, _, _ in targets])
-        numbers, box = index.read(name, entry.parts[number], rows)
+        numbers, box = index.read(name, replace(entry.parts[number], crc=None), rows)
         values = torch.from_numpy(numbers.reshape(-1)).view(dtype).view(box.shape)
         for common, there, here in targets:
             moved = zip(common.start, there.start, here.start, strict=True)
@@ -251,7 +225,7 @@ def _around(boxes: Sequence[Box]) -> Box:
     return Box(start, tuple(max(e) - s for s, e in zip(start, ends, strict=True)))
 
 
-def _load_optimizer(index: Index, step: LocalStep) -> None:
+def _load_optimizer(index: Index, step: LocalStep, cast: bool) -> None:
     saved, optimizer = index.optimizer, step.optimizer
     if optimizer is None:
         return
@@ -272,7 +246,12 @@ def _load_optimizer(index: Index, step: LocalStep) -> None:
             name = f"{STATE}{names[id(leaf)]}.{key}"
             there = index.tensors[name]
             if there.shape == entry.type.shape:
-                made, layout = torch.empty_like(leaf, dtype=DTYPES[there.dtype]), layout_of(step, entry)
+                dtype = DTYPES[there.dtype]
+                if (
+                    cast and there.dtype == index.tensors[MODEL + names[id(leaf)]].dtype
+                ):  # as the parameter is
+                    dtype = leaf.dtype
+                made, layout = torch.empty_like(leaf, dtype=dtype), layout_of(step, entry)
             else:
                 layout = TensorLayout.whole(there.shape)
                 made = torch.empty(there.shape, dtype=DTYPES[there.dtype], device=leaf.device)
@@ -282,13 +261,15 @@ def _load_optimizer(index: Index, step: LocalStep) -> None:
         optimizer.state[leaf] = state
 
 
-def _random_state(index: Index, step: LocalStep) -> dict[str, torch.Tensor]:
-    """The states of this rank's generators. Where as many ranks were not there, each keeps its own."""
-    if index.world != step.world.mesh.size:
+def random_of(index: Index, step: LocalStep) -> dict[str, torch.Tensor]:
+    """The states of this rank's generators. Of a rank that was not there when they were saved there are none: its
+    generators are begun anew, from the state of one that was and its own number."""
+    if not index.world:
         return {}
-    rank = f"{RANDOM}{step.world.rank}."
-    found = {name: entry for name, entry in index.tensors.items() if name.startswith(rank)}
-    return {n[len(rank) :]: torch.from_numpy(index.whole(n)) for n, e in found.items()}
+    mine = step.world.rank
+    rank = f"{RANDOM}{mine % index.world}."
+    found = {n[len(rank) :]: torch.from_numpy(index.whole(n)) for n in index.tensors if n.startswith(rank)}
+    return found if mine < index.world else begun_anew(found, mine)
 
 
-__all__ = ["Loaded", "load", "resume"]
+__all__ = ["Loaded", "load", "random_of", "resume"]

@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 
+from meshwright import pulse
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.plan import Plan
 from meshwright.redistribute.boxes import Box, whole
+from meshwright.runtime.communicator import ProcessGroups
+from meshwright.runtime.connect import late
 from meshwright.runtime.step import LocalStep
-from meshwright.state.folder import begin
+from meshwright.state.folder import as_path, begin
 from meshwright.state.generators import random_state
 from meshwright.state.held import (
     SAFE_NAMES,
@@ -32,6 +35,8 @@ from meshwright.state.tensor_file import Tensor
 from meshwright.state.words import confirm, from_first, packed, unpacked
 from meshwright.state.writing import Job
 
+SAVING = "saving a checkpoint"
+COME_SECONDS = 600.0  # how long a rank waits for the others to come
 PATIENCE_SECONDS = 1800.0  # how long a rank waits for the others' files
 
 
@@ -48,6 +53,7 @@ class Saves:
         """`temporary`: buffers that the model makes anew, of which other formats know nothing."""
         self.step, self.plan, self.patience_seconds = step, plan, patience_seconds
         self.temporary = sorted(temporary)
+        self.come_seconds = COME_SECONDS
         self._thread: threading.Thread | None = None
         self._problem: MeshwrightError | None = None
 
@@ -57,13 +63,17 @@ class Saves:
         With `async_` only a copy is made here, in the host's memory, and the rest happens beside the next steps.
         Raises CheckpointError, on all ranks, also for an earlier save that went wrong meanwhile."""
         self.wait()
+        with pulse.during(SAVING):
+            return self._save(as_path(path), data, async_, keep)
+
+    def _save(self, path: Path, data: Any, async_: bool, keep: int | None) -> Path:
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise CheckpointError(
                 f"keep={keep!r} checkpoints",
                 why="the new one is kept at least",
                 hint="keep=2, or None for all",
             )
-        temporary, final = self._agree(Path(path))
+        temporary, final = self._agree(path)
         note, problem = {}, None
         try:
             tensors, note = self._collected(data, copied=async_)
@@ -81,10 +91,16 @@ class Saves:
         self._thread.start()
         return final
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a save goes on beside the steps."""
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> None:
         """Wait for the save that is under way. Raises what went wrong with it."""
         if self._thread is not None:
-            self._thread.join()
+            with pulse.during(pulse.FOR_SAVE):
+                self._thread.join()
             self._thread = None
         problem, self._problem = self._problem, None
         if problem is not None:
@@ -97,19 +113,29 @@ class Saves:
             self._problem = error
 
     def _agree(self, path: Path) -> tuple[Path, Path]:
-        """The folders to write in, which rank 0 makes."""
-        told, mine, where = "", None, ""
+        """The folders to write in, which rank 0 makes. Raises CheckpointError on all ranks."""
+        if isinstance(self.step.world, ProcessGroups) and (missing := late("step.save", self.come_seconds)):
+            named = (
+                f"rank {missing[0]} has"
+                if len(missing) == 1
+                else f"ranks {', '.join(map(str, missing))} have"
+            )
+            raise CheckpointError(
+                f"{named} not come to step.save within {self.come_seconds:.0f} s",
+                why="a checkpoint has the parts of all ranks, each writes its own",
+                hint="call step.save on every rank, not under `if rank == 0`",
+            )
+        told, mine = "", None
         if self.step.world.rank == 0:
             try:
                 temporary, final = begin(path.absolute(), self.step.rank.step, uuid.uuid4().hex[:12])
-                told = json.dumps([str(temporary), str(final)])
-                where = str(path)
+                told = json.dumps({"paths": [str(temporary), str(final), str(path)]})
             except MeshwrightError as error:
                 told, mine = packed(error), error
         found = json.loads(from_first(self.step, told))
-        if len(found) > 2:
+        if "paths" not in found:
             raise mine or unpacked(json.dumps(found))
-        where = from_first(self.step, where)
+        made, named, where = found["paths"]
         other = None
         if str(path) != where:
             other = CheckpointError(
@@ -121,9 +147,9 @@ class Saves:
             confirm(self.step, other)
         except CheckpointError:
             if self.step.world.rank == 0:
-                Path(found[0]).rmdir()
+                Path(made).rmdir()
             raise
-        return Path(found[0]), Path(found[1])
+        return Path(made), Path(named)
 
     def _collected(self, data: Any, copied: bool) -> tuple[list[Tensor], dict[str, Any]]:
         """What this rank writes: tensors, and a note of what is no tensor."""
@@ -142,6 +168,8 @@ class Saves:
             boxes[key] = [name, list(shape), list(box.start), list(box.shape)]
 
         for item in (*model_items(step), *state_items(step)):
+            if place not in item.places:
+                continue
             size, rank = item.tensor.element_size(), step.rank.comm.rank
             outer = whole(tuple(item.tensor.shape))
             for piece in own_pieces(item.name, item.layout, size, step.mesh, rank, place, item.places):

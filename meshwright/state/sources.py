@@ -13,7 +13,7 @@ from meshwright.errors import CheckpointError
 from meshwright.redistribute.boxes import whole
 from meshwright.state.folder import newest
 from meshwright.state.index import MODEL, NAME, Entry, FileNote, Index, Part, read_index
-from meshwright.state.tensor_file import read_head
+from meshwright.state.tensor_file import ITEM_BYTES, read_head, same_bytes
 
 SUFFIX = ".safetensors"
 ONE = "model.safetensors"
@@ -69,16 +69,36 @@ def _from_files(folder: Path, names: Iterable[str]) -> Index:
     for name in names:
         places, notes, length = read_head(folder / name)
         for key, place in places.items():
-            if MODEL + key in tensors:
-                raise CheckpointError(f"{key} is in two files", why=f"one is {name}", where=str(folder))
             box = whole(place.shape)
-            tensors[MODEL + key] = Entry(
-                place.dtype, place.shape, (Part(name, box, place.offset),) if box.numel else ()
-            )
+            entry = Entry(place.dtype, place.shape, (Part(name, box, place.offset),) if box.numel else ())
+            if not same_tensors(folder, entry, tensors.setdefault(MODEL + key, entry)):
+                raise CheckpointError(
+                    f"{key} is in two files, with other values in each",
+                    why=f"one is {name}",
+                    where=str(folder),
+                )
         # `safetensors.torch.save_model` notes the further names of a tensor so.
         ties |= {alias: kept for alias, kept in notes.items() if kept in places and alias not in places}
         files[name] = FileNote((folder / name).stat().st_size, length)
     return Index(folder, tensors, files, ties=ties)
 
 
-__all__ = ["ONE", "SPREAD", "SUFFIX", "kind_of", "open_checkpoint", "resolved"]
+def same_tensors(folder: Path, one: Entry, other: Entry) -> bool:
+    """Whether two tensors of files are equal, byte for byte."""
+    if one is other:
+        return True
+    if (one.dtype, one.shape, [p.box for p in one.parts]) != (
+        other.dtype,
+        other.shape,
+        [p.box for p in other.parts],
+    ):
+        return False
+    return all(
+        same_bytes(
+            (folder / a.file, a.offset), (folder / b.file, b.offset), a.box.numel * ITEM_BYTES[one.dtype]
+        )
+        for a, b in zip(one.parts, other.parts, strict=True)
+    )
+
+
+__all__ = ["ONE", "SPREAD", "SUFFIX", "kind_of", "open_checkpoint", "resolved", "same_tensors"]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright import pulse
 from meshwright.errors import CheckpointError, DamagedError
 
 ITEM_BYTES = {
@@ -96,6 +97,7 @@ def write(path: Path, tensors: Sequence[Tensor], notes: Mapping[str, str] | None
                 places[tensor.key] = Place(tensor.dtype, tensor.shape, offset, zlib.crc32(data))
                 offset += len(data)
                 del data
+                pulse.alive()
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -142,9 +144,7 @@ def read_head(path: Path) -> tuple[dict[str, Place], dict[str, str], int]:
                 raise ValueError(f"{key!r} does not lie where the header says")
             places[key], end = place, stop
     except OSError as error:
-        raise CheckpointError(
-            f"{path.name} cannot be read", why=error.strerror or str(error), where=str(path.parent)
-        ) from None
+        raise _cannot_read(path, error) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(
             f"{path.name} is no safetensors file, or was cut short",
@@ -164,16 +164,49 @@ def read_head(path: Path) -> tuple[dict[str, Place], dict[str, str], int]:
     return places, notes, 8 + length
 
 
-def crc_of(path: Path, length: int) -> int:
-    """The checksum of the first bytes of a file."""
+def crc_of(path: Path, length: int, offset: int = 0) -> int:
+    """The checksum of some bytes of a file. Raises CheckpointError where it cannot be read."""
     found = 0
-    with path.open("rb") as file:
-        while length:
-            data = file.read(min(length, STEP_BYTES))
-            if not data:
-                break
-            found, length = zlib.crc32(data, found), length - len(data)
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            while length and (data := file.read(min(length, STEP_BYTES))):
+                found, length = zlib.crc32(data, found), length - len(data)
+    except OSError as error:
+        raise _cannot_read(path, error) from None
+    pulse.alive()
     return found
+
+
+def same_bytes(one: tuple[Path, int], other: tuple[Path, int], length: int) -> bool:
+    """Whether so many bytes are the same from two places in files. Raises CheckpointError where they cannot be read."""
+    try:
+        with one[0].open("rb") as first, other[0].open("rb") as second:
+            first.seek(one[1])
+            second.seek(other[1])
+            for start in range(0, length, STEP_BYTES):
+                size = min(STEP_BYTES, length - start)
+                if first.read(size) != second.read(size):
+                    return False
+    except OSError as error:
+        raise _cannot_read(one[0], error) from None
+    return True
+
+
+def damaged(path: Path, name: str, offset: int, size: int, found: int, written: int) -> DamagedError:
+    """The error of a tensor whose bytes are not those that were written."""
+    return DamagedError(
+        f"{name} in {path.name} is damaged",
+        why=f"its checksum is {found:08x}, {written:08x} was written",
+        where=f"{path}, {size:,} bytes from byte {offset:,}",
+        hint=DAMAGED,
+    )
+
+
+def _cannot_read(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path.name} cannot be read", why=error.strerror or str(error), where=str(path.parent)
+    )
 
 
 def read_into(path: Path, name: str, place: Place, memory: memoryview) -> None:
@@ -185,20 +218,14 @@ def read_into(path: Path, name: str, place: Place, memory: memoryview) -> None:
             while count < len(memory) and (more := file.readinto(memory[count:])):
                 count += more
     except OSError as error:
-        raise CheckpointError(
-            f"{path.name} cannot be read", why=error.strerror or str(error), where=str(path.parent)
-        ) from None
+        raise _cannot_read(path, error) from None
     if count != len(memory):
         raise DamagedError(
             f"{path.name} was cut short", why=f"it ends within {name}", where=str(path), hint=DAMAGED
         )
-    if place.crc is not None and zlib.crc32(memory) != place.crc:
-        raise DamagedError(
-            f"{name} in {path.name} is damaged",
-            why=f"its checksum is {zlib.crc32(memory):08x}, {place.crc:08x} was written",
-            where=f"{path}, {len(memory):,} bytes from byte {place.offset:,}",
-            hint=DAMAGED,
-        )
+    if place.crc is not None and (found := zlib.crc32(memory)) != place.crc:
+        raise damaged(path, name, place.offset, len(memory), found, place.crc)
+    pulse.alive()
 
 
 __all__ = [
@@ -208,7 +235,9 @@ __all__ = [
     "Written",
     "cannot_write",
     "crc_of",
+    "damaged",
     "read_head",
     "read_into",
+    "same_bytes",
     "write",
 ]

@@ -6,6 +6,7 @@ import json
 
 import torch
 
+from meshwright import pulse
 from meshwright.errors import CheckpointError, DamagedError, MeshwrightError
 from meshwright.runtime.step import LocalStep
 
@@ -23,6 +24,7 @@ def confirm(step: LocalStep, problem: MeshwrightError | None) -> None:
     world = step.world
     mine = torch.tensor([world.rank + 1 if problem is not None else 0], device=step.rank.device)
     axes = [a.name for a in world.mesh.axes]
+    pulse.of("whether a rank has a problem")
     who = int(world.all_reduce(mine, axes, "max").item()) - 1
     if who < 0:
         return
@@ -51,6 +53,7 @@ def _told(step: LocalStep, text: str, source: int) -> str:
     box[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
     box[TEXT_BYTES:] = torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8)
     box = box.to(step.rank.device)
+    pulse.of("a word")
     step.world.broadcast(box, source)
     found = box.cpu().numpy().tobytes()
     return found[: int.from_bytes(found[TEXT_BYTES:], "little")].decode(errors="ignore")

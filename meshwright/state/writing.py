@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 import meshwright
+from meshwright import pulse
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.redistribute.boxes import Box
 from meshwright.state import tensor_file
@@ -69,10 +71,12 @@ class Job:
             found = error if isinstance(error, MeshwrightError) else tensor_file.cannot_write(file, error)
             self._tell({"problem": packed(found)})
             self.problem = found
-        if self.rank == 0:
-            self._finish()
-        else:
-            self._await()
+        told = pulse.begun("checkpoint", tuple(range(self.world)), "save", self.final.name)
+        with pulse.waiting(told, beside=threading.current_thread() is not threading.main_thread()):
+            if self.rank == 0:
+                self._finish()
+            else:
+                self._await()
 
     def _tell(self, note: dict[str, Any]) -> None:
         try:

@@ -79,10 +79,14 @@ def verify(
         graph = widen(captured.graph)
         captured = replace(captured, graph=graph)
         # The dtype in which gradients are reduced is a cast like any other, and widened with them.
-        chosen = replace(
-            chosen, fingerprint=fingerprint(graph), techniques=replace(chosen.techniques, reduce_dtype="")
-        )
+        chosen = _widened(chosen, fingerprint(graph))
     return verify_partition(model, batch, loss, captured, lower(captured, chosen), dtype)
+
+
+def _widened(plan: Plan, name: str) -> Plan:
+    techniques = replace(plan.techniques, reduce_dtype="")
+    own = tuple(_widened(one, name) for one in plan.own)
+    return replace(plan, fingerprint=name, techniques=techniques, own=own)
 
 
 def verify_partition(
@@ -186,19 +190,20 @@ class _Comparison:
         updated: bool = False,
     ) -> None:
         """A value that the ranks hold by its layout, or by that in which it is updated."""
-        states = self.parts.plan.states if updated else {}
-        layout = states.get(name) or self.parts.resharded.layouts[name]
         having = [name in run.holds for run in self.ranks]
         if any(v is None for v, has in zip(values, having, strict=True) if has) or not any(having):
             self.differences.append(Difference(what, float("inf"), "a rank has none"))
             return
         errors = [0.0]
-        mesh, within = self.parts.plan.mesh, meshes_of(self.parts.asked).within
+        meshes = meshes_of(self.parts.asked)
         for number, value in enumerate(values):
             if value is None:
                 continue
-            rank = within(number)
-            errors.append(relative_error(value, take(expected, layout, mesh, rank), expected))
+            parts = self.parts.of_place(meshes.place(number))
+            states = parts.plan.states if updated else {}
+            layout = states.get(name) or parts.resharded.layouts[name]
+            part = take(expected, layout, parts.plan.mesh, meshes.within(number))
+            errors.append(relative_error(value, part, expected))
         self.differences.append(Difference(what, max(errors)))
 
 

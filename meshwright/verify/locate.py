@@ -49,11 +49,16 @@ def first_difference(
 
 def _in_one_stage(parts: Partition, batch: Any, start: Mapping[str, torch.Tensor], tolerance: float) -> str:
     """The same of the plan without stages: a cut that is wrong is wrong there too."""
-    graph, asked = replace_reshards(parts), parts.asked
-    once = replace(asked.techniques, micro_batches=1, pipeline=1, schedule="", stages=())
-    plan = replace(asked, techniques=once, stages={}, world=None, fingerprint=fingerprint(graph))
-    found = first_difference(partition(graph, plan), batch, start, tolerance)
-    return f"between stages only, if this is all that one stage says: {found}"
+    found = ""
+    for one in parts.own or (parts,):
+        graph, asked = replace_reshards(one), one.asked
+        once = replace(asked.techniques, micro_batches=1, pipeline=1, schedule="", stages=())
+        plan = replace(
+            asked, techniques=once, stages={}, world=None, meshes=(), fingerprint=fingerprint(graph)
+        )
+        told = first_difference(partition(graph, plan), batch, start, tolerance)
+        found += (f"; on {plan.mesh}: " if parts.own else "") + told
+    return f"between stages only, if this is all that one stage says: {found.removeprefix('; ')}"
 
 
 def _in_time(parts: Partition, batch: Any, start: Mapping[str, torch.Tensor], tolerance: float) -> str:

@@ -67,12 +67,13 @@ class Report:
     def __str__(self) -> str:
         verdict = "equal to one device" if self.ok else "DIFFERENT from one device"
         verdict += " in the same micro-batches" if self.inexact else ""
+        mesh = self.plan.told_mesh if self.plan.meshes else self.plan.mesh
         asked = f", {self.plan.techniques}" if str(self.plan.techniques) else ""
         kinds: dict[str, list[Difference]] = {}
         for d in self.differences:
             kinds.setdefault(d.what.split(" of ")[0].split(" after ")[0], []).append(d)
         lines = [
-            f"{verdict} ({self.plan.mode} on {self.plan.mesh}{asked}, "
+            f"{verdict} ({self.plan.mode} on {mesh}{asked}, "
             f"{str(self.dtype).removeprefix('torch.')}, tolerance {self.tolerance:g})"
         ]
         if self.inexact:

@@ -65,6 +65,15 @@ def test_a_curve_is_of_the_work_without_its_launches() -> None:
     assert fit.curve(points, 5e-6) == ((1e3, 2e9), (1e6, 1e12), (1e9, 1e12))
 
 
+def test_a_size_that_was_disturbed_is_left_out_of_a_curve() -> None:
+    """A dip between two sizes is; a slope is what a machine does."""
+    even = [Point(w, w / 80e9) for w in (1e6, 1e7, 1e8, 1e9)]
+    dip = [*even[:2], Point(1e8, 1e8 / 45e9), even[3]]
+    assert fit.curve(dip, 0.0) == ((1e6, 80e9), (1e7, 80e9), (1e9, 80e9))
+    slope = [Point(w, w / r) for w, r in ((1e6, 80e9), (1e7, 40e9), (1e8, 20e9))]
+    assert [rate for _, rate in fit.curve(slope, 0.0)] == [80e9, 40e9, 20e9]
+
+
 def test_corrections_come_out() -> None:
     truth = {"matmul": 1.3, "memory": 0.7, "attention": 2.0}
     dice = random.Random(1)
@@ -72,6 +81,15 @@ def test_corrections_come_out() -> None:
     measured = [sum(truth[k] * s for k, s in row.items()) for row in parts]
     assert fit.corrections(parts, measured) == pytest.approx(truth, rel=0.15)
     assert fit.corrections(parts, measured, doubt=100) == pytest.approx(truth, rel=1e-3)
+
+
+def test_operators_may_start_far_slower_in_a_step_than_in_a_loop() -> None:
+    small, large = {"launch": 1e-3, "matmul": 1e-4}, {"launch": 1e-4, "matmul": 1e-1}
+    found = fit.corrections([small, large], [7e-3, 0.1007])
+    assert found["launch"] == pytest.approx(7.0, rel=0.05)
+    assert found["matmul"] == pytest.approx(1.0, rel=0.05)
+    other = fit.corrections([{"memory": 1e-3, "matmul": 1e-4}], [9e-3])
+    assert other["memory"] <= 4.0  # of what was measured as it is in a step nothing is so far off
 
 
 def test_a_class_that_hardly_occurs_keeps_its_price() -> None:
@@ -180,6 +198,17 @@ def test_whole_steps_correct_each_class_and_void_ones_do_not_count() -> None:
     assert found.void == ("step x",)
     assert found.fit.startswith("7 whole steps: mean error") and "meeting × " in found.fit
     assert Cluster.from_yaml(found.cluster.to_yaml()) == found.cluster
+
+
+def test_steps_that_were_disturbed_a_little_count_where_quiet_ones_are_few() -> None:
+    """Of six steps one was quiet, and shows nothing of what is sent; a loud one never counts."""
+    truth = {"matmul": 1.2, "waited": 1.5}
+    amounts = [(1e9, 0, 0, 0), (1e9, 1e6, 1e5, 0), (1e6, 3e7, 0, 0), (4e8, 1e7, 0, 0), (1e7, 2e7, 1e4, 0)]
+    steps = [whole(f"step {n}", *amount, slower=truth) for n, amount in enumerate(amounts)]
+    near = [steps[0], *(replace(step, unrest=1.15) for step in steps[1:])]
+    loud = replace(whole("step x", 1e9, 1e6, 1e6, 1e3, {"matmul": 9.0}), unrest=3.0)
+    known = calibration(MACHINE, [*rows()[:-1], *near, loud]).cluster.measured.corrections
+    assert {name: known[name] for name in truth} == pytest.approx(truth, rel=0.15)
 
 
 def test_collectives_that_are_waited_for_have_rows_of_their_own() -> None:

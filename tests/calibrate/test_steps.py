@@ -22,13 +22,23 @@ from tests.partition.models import UNEVEN
 
 
 @pytest.mark.parametrize(
-    "name", ["step gpt, cut", "step llama, stored in parts", "step convolution, data parallel"]
+    ("name", "asked"),
+    [
+        ("step gpt, cut", {}),
+        ("step llama, stored in parts", {}),
+        ("step convolution, data parallel", {}),
+        ("step gpt, cut", {"interleave": 2}),
+        ("step gpt, data parallel", {"micro_batches": 2, "interleave": 2}),
+    ],
 )
-def test_what_is_told_of_a_step_is_priced_as_the_planner_simulates_it(name: str) -> None:
+def test_what_is_told_of_a_step_is_priced_as_the_planner_simulates_it(
+    name: str, asked: dict[str, int]
+) -> None:
     """On any cluster, whatever the rates were when it was told."""
     row = steps.ROWS[name]
-    captured = captured_of(*MODELS[row.model][0](4))
-    parts = lower(captured, steps.plan(captured, Mesh.of(rank=4), row))
+    captured = captured_of(*MODELS[row.model][0](8))
+    plan = steps.plan(captured, Mesh.of(rank=4), row)
+    parts = lower(captured, replace(plan, techniques=replace(plan.techniques, **asked)))
     told = Found(name, (Point(1.0, 1.0),), about=whole.told(parts, steps.neighbours(4)))
     about = Found.of(json.loads(json.dumps(told.data()))).about
     cluster = replace(Cluster.preset("cpu", ranks_per_node=4), measured=UNEVEN)
@@ -40,7 +50,7 @@ def test_what_is_told_of_a_step_is_priced_as_the_planner_simulates_it(name: str)
     talks = {
         "step llama, stored in parts": ["meeting", "waited"],
         "step wide, stored in parts": ["hidden_rows"],
-        "step gpt, cut": ["meeting", "hidden"],
+        "step gpt, cut": ["hidden"] if asked else ["meeting", "hidden"],
     }.get(name, ["hidden"])
     assert {"memory", "update", "launch", *talks} <= set(shares)
 

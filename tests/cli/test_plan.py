@@ -111,6 +111,7 @@ def test_meshes_pins_and_optimizers():
     assert (
         mesh_sizes("dp=2, tp=4") == {"dp": 2, "tp": 4} and mesh_sizes("8") == 8 and mesh_sizes(None) is None
     )
+    assert mesh_sizes("dp=4/dp=2,tp=2") == [{"dp": 4}, {"dp": 2, "tp": 2}]
     with pytest.raises(MeshError, match="twice"):
         mesh_sizes("dp=2,dp=2")
     assert pins_of(["a.*:n=tp,k=dp", "b:m=dp+tp"]) == {

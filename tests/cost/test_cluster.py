@@ -42,6 +42,7 @@ measured:
   corrections: {matmul: 1.05, meeting: 3.0, waited: 2.0, hidden: 0.5}
   void: [memory]
   waited: {gpu: {"all_reduce": {latency_seconds: 10e-6, bytes_per_s: 115e9}}}
+  post_seconds: 40e-6
 """
 
 
@@ -60,6 +61,7 @@ def test_a_file_says_what_it_says() -> None:
             {"matmul": 1.05, "meeting": 3.0, "waited": 2.0, "hidden": 0.5},
             ("memory",),
             {"gpu": {"all_reduce": (10e-6, 115e9)}},
+            40e-6,
         ),
     )
     assert cluster.ranks == 8

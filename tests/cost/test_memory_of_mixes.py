@@ -1,5 +1,4 @@
-"""Predicted peaks of several techniques at once against the allocator: each within 5 %, all together within 3 %."""
-# One is not: of small layers whose weights are gathered again, and whose operators run again, too much is predicted.
+"""Predicted peaks of several techniques at once against the allocator: each within 3 %, all together within 1 %."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ MIXES = {
     ),
     "a budget, level 3": Run(DEEP, {"dp": 4}, level=3, recompute=2e6),
 }
-OVER = {"level 3, parts added up, layers again": 0.15}
-QUICK = (*OVER, "copies, layers again, slices", "all on the host")
+QUICK = ("level 3, parts added up, layers again", "copies, layers again, slices", "all on the host")
 
 
 def error(name: str) -> float:
@@ -43,11 +41,11 @@ def error(name: str) -> float:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_the_peak_of_a_mix_is_the_allocators(name: str) -> None:
-    assert -0.05 <= error(name) <= OVER.get(name, 0.05)
+    assert abs(error(name)) <= 0.03
 
 
 @pytest.mark.slow
-def test_peaks_of_mixes_are_within_three_percent_on_average_and_five_at_worst() -> None:
+def test_peaks_of_mixes_are_within_one_percent_on_average_and_three_at_worst() -> None:
     found = {name: error(name) for name in MIXES}
-    assert all(-0.05 <= e <= OVER.get(name, 0.05) for name, e in found.items()), found
-    assert sum(map(abs, found.values())) / len(found) <= 0.03, found
+    assert max(map(abs, found.values())) <= 0.03, found
+    assert sum(map(abs, found.values())) / len(found) <= 0.01, found

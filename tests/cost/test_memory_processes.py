@@ -38,7 +38,8 @@ if __name__ == "__main__":
         print(name, measured, predicted)
         assert abs(predicted / measured - 1) < 0.02, f"{name}: {measured} measured, {predicted} predicted"
 """
-SPLIT = {"optimizer_parallel": 2, "micro_batches": 4, "gradient_accumulation_shard": True}
+SHARED = {"micro_batches": 4, "gradient_accumulation_shard": True}
+SPLIT = {"optimizer_parallel": 2, **SHARED}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ SPLIT = {"optimizer_parallel": 2, "micro_batches": 4, "gradient_accumulation_sha
             {"mesh": {"dp": 2}, "mode": "data_parallel"},
             [
                 {"optimizer_parallel": 3},
-                {"optimizer_parallel": 3, "recompute": "full", "micro_batches": 2},
+                {"optimizer_parallel": 3, "recompute": "full", **SHARED},
             ],
         ),
     ],

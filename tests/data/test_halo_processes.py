@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.runtime.test_processes import run_script
 
 pytestmark = pytest.mark.procs
 
@@ -58,13 +57,6 @@ mw.shutdown()
 
 
 def test_height_over_three_ranks(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    environment = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")}
-    root = str(Path(__file__).parents[2])
-    environment["PYTHONPATH"] = root + os.pathsep + environment.get("PYTHONPATH", "")
-    command = [sys.executable, "-m", "meshwright.cli", "run", "--nproc", "3", "script.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = run_script(tmp_path, 3, SCRIPT)
     assert done.returncode == 0 and "equal" in done.stdout, done.stdout + done.stderr
     assert '"waited_s"' in (tmp_path / "metrics.jsonl").read_text("utf-8")

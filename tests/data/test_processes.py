@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.runtime.test_processes import run_script
 
 pytestmark = pytest.mark.procs
 
@@ -44,11 +43,7 @@ mw.shutdown()
 
 
 def test_a_position_is_for_any_number_of_ranks(tmp_path: Path) -> None:
-    script, state = tmp_path / "script.py", tmp_path / "state.json"
-    script.write_text(SCRIPT)
-    root = str(Path(__file__).parents[2])
-    environment = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")}
-    environment["PYTHONPATH"] = root + os.pathsep + environment.get("PYTHONPATH", "")
+    state = tmp_path / "state.json"
     import json
 
     import torch
@@ -57,16 +52,7 @@ def test_a_position_is_for_any_number_of_ranks(tmp_path: Path) -> None:
     from tests.data import train as t
 
     for ranks, first in ((2, 4), (3, 0)):
-        command = [sys.executable, "-m", "meshwright.cli", "run", "--nproc", str(ranks), str(script)]
-        done = subprocess.run(
-            [*command, str(first), str(state)],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        done = run_script(tmp_path, ranks, SCRIPT, first, state)
         assert done.returncode == 0, done.stdout + done.stderr
 
     def seen(ranks: int, first: int) -> list[list[float]]:

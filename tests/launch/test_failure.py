@@ -103,3 +103,11 @@ def test_explain_shortens_a_deep_traceback_and_keeps_its_ends(end):
 @pytest.mark.parametrize(("exit_code", "status"), [(3, 3), (-signal.SIGKILL, 137), (-signal.SIGSEGV, 139)])
 def test_status_is_what_a_shell_would_say(end, exit_code, status):
     assert end(0, exit_code).status == status
+
+
+def test_who_says_that_a_peer_was_lost_is_not_to_blame(end):
+    told = (
+        "meshwright.errors.PeerLost: rank 1 failed: ValueError: bad batch\n  why:   this rank waited for it\n"
+    )
+    ends = [end(0, 1, told, 1), end(1, 1, OWN, 2)]
+    assert first(ends).rank == 1

@@ -132,7 +132,14 @@ def test_a_trace_on_demand_and_by_a_signal(tmp_path: Path) -> None:
     traces = sorted(tmp_path.glob("trace-*.json"))
     assert len(traces) == 2 and asked in traces
     for path in traces:
-        names = {e.get("name", "") for e in json.loads(path.read_text("utf-8"))["traceEvents"]}
+        events = json.loads(path.read_text("utf-8"))["traceEvents"]
+        names = {e.get("name", "") for e in events}
+        assert {
+            "forward of segment 0, micro-batch 0",
+            "backward of segment 0, micro-batch 0",
+            "update",
+        } <= names
+        assert "rank 0" in {e["args"]["name"] for e in events if e["name"] == "process_name"}
         assert any("addmm" in n or "linear" in n for n in names)
 
 
@@ -143,6 +150,9 @@ def test_what_cannot_be_written_is_said(tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(RunError, match="every=0"):
         mw.Metrics(step, every=0)
     metrics = mw.Metrics(step, tmp_path / "m.jsonl")
+    for value in (torch.zeros(3), [1.0]):
+        with pytest.raises(RunError, match="norms= is a"):  # at once, and of this call alone
+            metrics(step(batch), norms=value)
 
     def full(record):
         raise OSError(28, "No space left on device")

@@ -16,7 +16,7 @@ from meshwright.compile import captured_of, lower, plan_captured, values_of
 from meshwright.examples import gpt, llama, recommender
 from meshwright.graph import START, WAIT
 from meshwright.partition import Partition
-from meshwright.partition.overlap import layer_of
+from meshwright.partition.layers import layer_of
 from meshwright.runtime.communicator import Counter, Work
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep

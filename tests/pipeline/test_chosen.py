@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 import meshwright as mw
 from meshwright.cost.cluster import Cluster, Level
+from meshwright.pipeline import chosen
 from tests.search.planned import GPU, built
 
 
@@ -15,6 +17,19 @@ def cluster(slow: float) -> Cluster:
     """Two nodes of two ranks, the link between nodes so many times slower than that inside."""
     levels = (Level("node", 2, 1e10 / slow, 1e-7 * slow), Level("gpu", 2, 1e10, 1e-7))
     return Cluster("nodes far apart", GPU, levels, 1 << 36, 0.0)
+
+
+class Stop:
+    """Raises KeyboardInterrupt at the first report of some, and counts those after it."""
+
+    def __init__(self, wanted: Callable[[str], bool]) -> None:
+        self.wanted, self.interrupted, self.later = wanted, False, 0
+
+    def __call__(self, stage: str, price: float | None, bound: float | None) -> None:
+        self.later += self.interrupted
+        if not self.interrupted and self.wanted(stage):
+            self.interrupted = True
+            raise KeyboardInterrupt
 
 
 def planned(slow: float, **how):
@@ -61,3 +76,37 @@ def test_what_the_user_fixed_stays_beside_stages(given) -> None:
     assert all(getattr(plan.techniques, name) == value for name, value in given.items())
     assert plan.techniques == replace(plan.techniques, **given)
     assert not any(n.startswith(f"auto chose {name}=") for n in plan.notes for name in given)
+
+
+# ---------------------------------------------------------------- an interrupt
+
+
+def test_an_interrupt_before_stages_are_looked_at_ends_all() -> None:
+    stop = Stop(lambda _: True)
+    plan = planned(1e4, progress=stop)
+    assert stop.interrupted and stop.later <= 1  # what the interrupted search had found is told
+    assert plan.techniques.pipeline == 1
+
+
+def test_an_interrupt_while_stages_are_looked_for_gives_the_plan_in_one() -> None:
+    stop = Stop(lambda stage: stage.endswith("stages"))
+    plan = planned(1e4, progress=stop)
+    assert stop.interrupted and not stop.later
+    assert plan.techniques.pipeline == 1 and plan.claims["step_seconds"] > 0
+
+
+def test_an_interrupt_after_a_plan_in_stages_gives_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    search = chosen.stages
+
+    def searched(*given, **named):
+        found = search(*given, **named)
+        looked.append(len(found))
+        return found
+
+    monkeypatch.setattr(chosen, "stages", searched)
+    stop = Stop(lambda stage: bool(looked) and stage.endswith("stages"))
+    plan = planned(1e4, progress=stop)
+    assert stop.interrupted and not stop.later and looked[0] > 1
+    assert plan.techniques.pipeline > 1
+    assert plan.claims["step_seconds"] < planned(1e4, pipeline=1).claims["step_seconds"]

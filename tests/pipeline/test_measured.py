@@ -42,11 +42,30 @@ def test_a_step_that_runs_as_predicted_has_its_bubble_and_its_stages() -> None:
 
 
 def test_waiting_is_no_work() -> None:
-    span = Span(Action("forward", 1, 0), 1.0, 4.0, ((1.0, 2.5),))
+    span = Span(Action("forward", 1, 0), 1.0, 4.0, ((1.0, 2.5),), ((3.0, 3.25), (3.5, 3.75)))
     measured = Measured.of([[span], [Span(Action("forward"), 0.0, 1.0)]], (1, 0))
     assert measured.stages()[1]["forward"] == 1.5
     assert measured.idle(0) == 1 - 1.5 / 4 and measured.bubble == 1 - 2.5 / 8
+    assert (
+        measured.talking(0) == 0.5 / 4 and measured.talking(1) == 0.0
+    )  # collectives are part of a stage's work
     assert from_text(to_text([span])) == (span,)
+
+
+def test_waiting_for_a_stage_and_for_a_collective_are_told_apart(tmp_path: Path) -> None:
+    span = Span(Action("forward", 1, 0), 0.0, 8.0, ((0.0, 2.0),), ((4.0, 6.0),))
+    traced = StepTrace(None, Measured.of([[span]], (0,)))
+    (line,) = [text for text in str(traced).splitlines() if text.startswith("rank")]
+    bar = line.partition("│")[2].partition("│")[0]
+    quarter = len(bar) // 4
+    assert [set(bar[n * quarter + 1 : (n + 1) * quarter - 1]) for n in (0, 2)] == [{"·"}, {"~"}]
+    assert "~" not in bar[quarter : 2 * quarter] + bar[3 * quarter :]
+    assert line.endswith("~ 25 % for collectives")
+    traced.save(tmp_path / "trace.json")
+    found = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert [(e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in found] == [
+        ("F0", 0.0, 8.0), ("wait for a stage", 0.0, 2.0), ("wait for a collective", 4.0, 2.0),
+    ]  # fmt: skip
 
 
 def test_the_text_names_the_slow_stage_and_draws_both_on_one_scale() -> None:
@@ -81,11 +100,14 @@ def test_a_file_has_a_process_for_each_rank_predicted_and_measured(tmp_path: Pat
     assert data["otherData"] == {"step_seconds": measured.end, "predicted_seconds": predicted.end + 0.5}
 
 
-def test_what_ranks_record_is_their_list_and_leaves_no_trace_behind() -> None:
+@pytest.mark.parametrize("level", (0, 3))
+def test_what_ranks_record_is_their_list_and_leaves_no_trace_behind(level: int) -> None:
     model, batch, loss = gpt.build(batch=4)
     captured = captured_of(model, batch, loss)
-    options = techniques_from({"pipeline": 2, "micro_batches": 2, "schedule": "zero_bubble"})
-    parts = lower(captured, plan_captured(captured, 2, None, None, techniques=options))
+    asked = {"optimizer_parallel": level, "threshold_kb": 0} if level else {}
+    options = techniques_from({"pipeline": 2, "micro_batches": 2, "schedule": "zero_bubble", **asked})
+    mesh = {"dp": 2} if level else 2
+    parts = lower(captured, plan_captured(captured, mesh, None, None, techniques=options))
     values, whole = values_of(model, captured), dict(leaves(batch))
 
     def body(comm):
@@ -93,14 +115,16 @@ def test_what_ranks_record_is_their_list_and_leaves_no_trace_behind() -> None:
         step = LocalStep(parts, rank, {k: v.detach().clone() for k, v in values.items()}, torch.optim.SGD)
         recorder = Recorder(rank.device)
         ahead = ahead_of_first(step.world, rank.device, step.last_tag + 1)
-        before = dict(step.executor.kinds), step.executor.comm
-        with recorder.watching(step.executor):
+        talkers = (step.executor, step.pipe, step.handle, rank, step.buckets, step.sharded)
+        before = dict(step.executor.kinds), [one.comm for one in talkers]
+        with recorder.watching(step):
             step.gradients(whole)
-        assert (dict(step.executor.kinds), step.executor.comm) == before
+        assert (dict(step.executor.kinds), [one.comm for one in talkers]) == before
         return ahead, recorder.spans(), [(a.kind, a.segment, a.micro_batch) for a in step.actions]
 
     found = SimulatedWorld(meshes_of(parts.asked).world).run(body)
-    for place, (ahead, spans, actions) in enumerate(found):
+    for rank, (ahead, spans, actions) in enumerate(found):
+        place = meshes_of(parts.asked).place(rank)
         listed = [a for a in actions if a[0] != "update"]
         told = [(s.action.kind, s.action.stage, s.action.micro_batch) for s in spans]
         assert [a if a[0] != "reduce_wait" else ("reduce", *a[1:]) for a in listed] == told
@@ -108,3 +132,7 @@ def test_what_ranks_record_is_their_list_and_leaves_no_trace_behind() -> None:
         assert abs(ahead) < 1.0  # one clock, in one process
         waiting = {s.action.kind for s in spans if s.waits}
         assert "backward_input" in waiting if place == 0 else "forward" in waiting
+        talking = {s.action.kind for s in spans if s.talks}
+        # Weights are gathered forward and for each half of backward, and their gradients' parts end the step.
+        assert ({"forward", "backward_input"} <= talking) if level else not talking
+        assert all(s.begin <= a <= b <= s.end for s in spans for a, b in (*s.waits, *s.talks))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,21 +13,25 @@ import torch
 import meshwright.compile as stages
 from bench.memory import peak_bytes
 from meshwright.capture.batch import leaves
-from meshwright.cost.cluster import Cluster
+from meshwright.cost.cluster import Cluster, Measured
 from meshwright.errors import PlanError
 from meshwright.examples import gpt
 from meshwright.partition.memory import peak
+from meshwright.partition.stage_seconds import QUEUED
 from meshwright.partition.tasks import simulate
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.predicted import predict
 from meshwright.runtime.communicator import Counter
+from meshwright.runtime.kernels.split_linear import SplitLinear
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
 from meshwright.techniques import techniques_from
 
 
 def lowered(options: dict[str, Any], mesh: Any) -> Any:
-    model, batch, loss = gpt.build(gpt.GPTConfig(256, 64, 4, 4, 64), batch=16)
+    wide = options.get("micro_batches") == 8  # so that weights' gradients are more than a micro-batch keeps
+    config = gpt.GPTConfig(256, 128, 4, 4, 32) if wide else gpt.GPTConfig(256, 64, 4, 4, 64)
+    model, batch, loss = gpt.build(config, batch=32 if wide else 16)
     captured = stages.captured_of(model, batch, loss)
     plan = stages.plan_captured(captured, mesh, "data_parallel", None, techniques=techniques_from(options))
     return stages.values_of(model, captured), dict(leaves(batch)), stages.lower(captured, plan)
@@ -39,11 +44,20 @@ def lowered(options: dict[str, Any], mesh: Any) -> Any:
         ({"pipeline": 2, "micro_batches": 4}, {"dp": 2}),
         ({"pipeline": 2, "micro_batches": 4, "recompute": "full"}, 2),
         ({"pipeline": 2, "micro_batches": 4, "schedule": "zero_bubble"}, 2),
+        ({"micro_batches": 4}, [{"dp": 1}, {"dp": 2}]),
     ],
 )
 def test_the_peak_of_each_rank_is_the_allocators(options: dict[str, Any], mesh: Any, place: int) -> None:
     expected, measured = peaks(options, mesh, place)
     assert expected == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("level", (2, 3))
+def test_only_the_last_backward_of_a_stage_reduces(level: int) -> None:
+    """While others run more is kept, so what the last one needs beside is not there at their peak."""
+    options = {"pipeline": 2, "micro_batches": 8, "optimizer_parallel": level, "threshold_kb": 0}
+    expected, measured = peaks(options, {"dp": 2}, 0)
+    assert expected == pytest.approx(measured, rel=0.03)
 
 
 def peaks(options: dict[str, Any], mesh: Any, place: int) -> tuple[int, int]:
@@ -65,6 +79,59 @@ def peaks(options: dict[str, Any], mesh: Any, place: int) -> tuple[int, int]:
         return lambda: step(batch)
 
     return expected, peak_bytes(make, warm_up=2, steps=2)
+
+
+def test_a_micro_batch_pays_for_starting_each_of_its_messages() -> None:
+    """As many as a rank that counts does start, forward and backward."""
+    parts = lowered({"pipeline": 2, "micro_batches": 4}, {"dp": 2})[2]
+    machine = Cluster.preset("cpu", ranks_per_node=4)
+    free, paid = (
+        predict(parts, replace(machine, measured=Measured(post_seconds=each))).stages for each in (0.0, 1e-3)
+    )
+    for place in (0, 1):
+        values, batch, parts = lowered({"pipeline": 2, "micro_batches": 4}, {"dp": 2})
+        comm = Counter(parts.asked.ranks, meshes_of(parts.asked).at(place, 0))
+        LocalStep(parts, Rank(comm, torch.device("cpu")), values, None).gradients(batch)
+        tied = 256 * 64 * 4  # the table's gradient, added up at the end; and there is the loss
+        passed = [k for k, _, size in comm.calls if k in ("send", "receive") and size not in (4, tied)]
+        more = [
+            getattr(b, half) - getattr(a, half)
+            for a, b in [(free[place], paid[place])]
+            for half in ("forward", "backward")
+        ]
+        assert passed and sum(more) == pytest.approx(1e-3 * len(passed) / 4)
+        assert more[0] == pytest.approx(more[1])
+
+
+def test_a_message_takes_what_a_message_was_measured_to_take() -> None:
+    parts = lowered({"pipeline": 2, "micro_batches": 4}, 2)[2]
+    machine = Cluster.preset("cpu", ranks_per_node=2)
+    name = machine.levels[0].name
+    sends = Measured(collectives={name: {"send": (7e-3, 1e9), "all_reduce": (1.0, 1e3)}})
+    found = predict(parts, replace(machine, measured=sends))
+    assert found.messages[1] == pytest.approx(7e-3 + found.received[1] / 1e9)
+    assert predict(parts, machine).messages[1] < 7e-3
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_linears_whose_weights_wait_pay_for_the_queue(schedule: str) -> None:
+    """By what starting operators takes, for as many linears as leave something in the queue."""
+    options = {"pipeline": 2, "micro_batches": 4, "schedule": schedule}
+    values, _, parts = lowered(options, 2)
+    plain, split = (
+        predict(parts, Cluster.preset("cpu", ranks_per_node=2), 2),
+        predict(lowered({**options, "schedule": "1f1b"}, 2)[2], Cluster.preset("cpu", ranks_per_node=2), 2),
+    )
+    launch = Cluster.preset("cpu", ranks_per_node=2).device.launch_seconds
+    for place in (0, 1):
+        step = LocalStep(parts, Rank(Counter(parts.asked.ranks, place), torch.device("cpu")), values, None)
+        (module,) = step.made.stages[place][0][1]
+        linears = sum(isinstance(m, SplitLinear) for m in module.modules())
+        assert bool(linears) == (schedule == "zero_bubble")
+        more, (ours, theirs) = linears * launch, (plain.stages[place], split.stages[place])
+        assert ours.forward - theirs.forward == pytest.approx(QUEUED[0] * more)
+        assert ours.backward - theirs.backward == pytest.approx((QUEUED[1] + QUEUED[2]) * more)
+        assert ours.weights - theirs.weights == pytest.approx(QUEUED[2] * more)
 
 
 def test_who_looks_at_one_rank_alone_is_refused() -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.runtime.test_processes import run_script
 
 pytestmark = pytest.mark.procs
 
@@ -121,11 +121,7 @@ step(batch)
 
 
 def launch(folder: Path, ranks: int, body: str) -> subprocess.CompletedProcess[str]:
-    (folder / "script.py").write_text(textwrap.dedent(body))
-    command = [sys.executable, "-m", "meshwright.cli", "run", "--nproc", str(ranks), "script.py"]
-    environment = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")}
-    environment["MESHWRIGHT_TEST"] = str(folder)
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    return run_script(folder, ranks, textwrap.dedent(body), MESHWRIGHT_TEST=str(folder))
 
 
 @pytest.mark.parametrize(
@@ -134,6 +130,11 @@ def launch(folder: Path, ranks: int, body: str) -> subprocess.CompletedProcess[s
         (4, 'mesh={"dp": 2}, pipeline=2, micro_batches=4, optimizer_parallel=1, threshold_kb=0'),
         (2, 'mesh=2, pipeline=4, micro_batches=4, schedule="zero_bubble_v"'),
         (2, 'mesh={"pp": 2}, pipeline=4, micro_batches=2, schedule="interleaved"'),
+        (
+            3,
+            'mesh=[{"dp": 1}, {"tp": 2}], micro_batches=2, mode="sharding_propagation", '
+            'pins={"*.up": {"n": "tp"}, "head": {"n": "tp"}}, optimizer_parallel=1, threshold_kb=0',
+        ),
     ],
 )
 def test_a_pipeline_trains_as_one_device_does(tmp_path: Path, ranks: int, options: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.procs
 
+ROOT = str(Path(__file__).parents[2])
 COMMON = """
 import sys, torch
 import meshwright as mw
@@ -38,10 +39,21 @@ def reference(model, batch, loss, steps=3, clip=None):
 
 
 def launch(folder: Path, ranks: int, body: str) -> subprocess.CompletedProcess[str]:
-    (folder / "script.py").write_text(COMMON + textwrap.dedent(body))
+    return run_script(folder, ranks, COMMON + textwrap.dedent(body))
+
+
+def run_script(
+    folder: Path, ranks: int, script: str, *arguments: object, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A script on so many ranks, in a folder of its own; it may import tests."""
+    (folder / "script.py").write_text(script)
     command = [sys.executable, "-m", "meshwright.cli", "run", "--nproc", str(ranks), "script.py"]
-    environment = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    known = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")}
+    known["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [known.get("PYTHONPATH")])])
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        cwd=folder, env={**known, **environment}, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
 
 
 def succeed(folder: Path, ranks: int, body: str) -> str:

@@ -15,36 +15,46 @@ from meshwright.graph import Graph
 from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
 from meshwright.search.alike.prices import Alike
+from meshwright.search.alike.spaces import made
 from meshwright.search.folded import Folded, folded, whole
 from meshwright.search.options import Scene
+from meshwright.search.pins import module_seeds
 from meshwright.search.planner import Planner, Request
-from meshwright.search.recursion import recursive_programming
+from meshwright.search.recursion import recursive_programming, turns
 from meshwright.search.solve import NoStates, eliminate
 from meshwright.search.solve.rounds import Rounds, Tables, ends_of
+from meshwright.search.space.build import Space
 from meshwright.search.space.codes import NodeCodes
 from meshwright.search.space.families import one_option
+from meshwright.search.space.given import exactly
+from meshwright.search.space.memory import memory_of
 from meshwright.search.space.wiring import Wiring
 from tests.search.drawn import draw
-from tests.search.planned import built, cluster
+from tests.search.planned import PINS, built, cluster
 
+Pins = Mapping[str, Mapping[str, str]]
 MODELS = ("mlp", "gpt", "llama", "resnet", "recommender", "wide gpt")
 TURNS: dict[str, Sequence[Sequence[int]]] = {"2x3": ([0], [1], [0]), "8": ([0, 1], [2], [0])}
 
 
-def planner(folds: Folded, on: Cluster, mesh: Mesh) -> Planner:
-    return Planner(Scene(folds.graph, factors_of(folds.graph), on.place(mesh)), folds, {}, Request(on))
+def planner(
+    folds: Folded, on: Cluster, mesh: Mesh, pins: Pins | None = None, hosts: Sequence[str] = ()
+) -> Planner:
+    scene = Scene(folds.graph, factors_of(folds.graph), on.place(mesh))
+    return Planner(scene, folds, module_seeds(scene, pins or {}), Request(on), frozenset(hosts))
 
 
 def alike(here: Planner) -> Alike:
     graph = here.scene.graph
     wiring = Wiring(graph, here.ties, here.codes)
-    return Alike(graph, here.codes, here.values, wiring, here.request.cluster, here.table, here.storage())
+    cluster, storage = here.request.cluster, here.storage()
+    return Alike(graph, here.codes, here.values, wiring, cluster, here.table, storage, here.seeds, here.hosts)
 
 
-def of_model(name: str, mesh: str) -> Planner:
+def of_model(name: str, mesh: str, pins: Pins | None = None, hosts: Sequence[str] = ()) -> Planner:
     captured = captured_of(*built(name))
     on = cluster("gpu", mesh)
-    return planner(folded(captured.graph, captured.folding), on, on.mesh)
+    return planner(folded(captured.graph, captured.folding), on, on.mesh, pins, hosts)
 
 
 def on_nodes(graph: Graph, nodes: int) -> Planner:
@@ -95,6 +105,61 @@ def test_the_recursion_over_arrays_costs_what_its_space_says() -> None:
     node_by_node = recursive_programming(here.space, here.scene.mesh)
     assert math.isclose(done.price, done.space.price(done.states).total, rel_tol=1e-9)
     assert done.price <= 1.02 * node_by_node.price
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt", "recommender"])
+def test_prices_beside_what_users_pin(model: str) -> None:
+    same_prices(of_model(model, "2x3", PINS[model]), TURNS["2x3"])
+
+
+def test_pins_tell_sizes_no_more_apart_than_they_are() -> None:
+    """Twelve products of twelve sizes, all pinned alike: one kind more, and the prices of a space."""
+    plain = on_nodes(distinct(12), 16)
+    pins = {f"%up{i}": {"n": plain.scene.mesh.axes[-1].name} for i in range(11)}
+    here = planner(plain.folds, plain.request.cluster, plain.scene.mesh, pins)
+    assert len(alike(here).sheets.kinds) == len(alike(plain).sheets.kinds) + 1
+    same_prices(here, ([0], [1, 2, 3], [0]))
+
+
+def test_prices_where_the_host_runs_some_operators() -> None:
+    graph = of_model("recommender", "2x3").scene.graph
+    tables = [n.name for n in graph.nodes if n.op == "aten.embedding.default"]
+    assert tables
+    same_prices(of_model("recommender", "2x3", hosts=tables), TURNS["2x3"])
+
+
+def same_space(here: Planner) -> None:
+    """The space that the recursion hands on is the one that is made node by node."""
+    arrays = alike(here)
+    now = np.zeros((len(arrays.names), len(here.scene.mesh.axes)), dtype=np.int8)
+    for turn in turns(here.scene.mesh):
+        asked = arrays.priced(turn, now)
+        now = asked.rows(asked.tables.solved()[0])
+    found = here.space(made(arrays.priced((), now)))
+    wanted = here.space(exactly(dict(zip(arrays.names, now, strict=True))))
+    assert found.variable == wanted.variable
+    for one, other in zip(found.unary, wanted.unary, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-18)
+    assert set(found.pairs) == set(wanted.pairs)
+    for key, other in wanted.pairs.items():
+        np.testing.assert_allclose(found.pairs[key], other, rtol=1e-9, atol=1e-15)
+    states = eliminate(wanted.problem()).states
+    assert found.choice(states) == wanted.choice(states)
+    for one, other in zip(planner_memory(found), planner_memory(wanted), strict=True):
+        np.testing.assert_allclose(one, other)
+
+
+def planner_memory(space: Space) -> Sequence[np.ndarray]:
+    return memory_of(space, 2).amounts
+
+
+@pytest.mark.parametrize("model", ["wide gpt", "llama", "resnet"])
+def test_the_space_of_one_choice_is_that_made_node_by_node(model: str) -> None:
+    same_space(of_model(model, "2x3", PINS.get(model)))
+
+
+def test_the_space_of_one_choice_where_weights_are_stored_cut_and_sizes_differ() -> None:
+    same_space(on_nodes(distinct(12), 16))
 
 
 @pytest.mark.parametrize("start", range(0, 210, 30))

@@ -11,6 +11,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.compile import captured_of, lower
+from meshwright.examples import gpt
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import analyze
 from meshwright.ops.table import rules_of
@@ -137,3 +138,13 @@ def test_no_strategies_of_a_tiny_model_are_cheaper_than_those_found(kind: str) -
     found = mw.plan(model, batch, loss=loss, cluster=where, mesh={"tp": 2}, mode="dynamic_programming")
     assert count > 100
     assert found.claims["price_seconds"] == pytest.approx(best, rel=1e-9)
+
+
+def test_candidates_near_the_best_are_told_as_the_whole_program_is_simulated() -> None:
+    # Of eight layers, two and three tell 13 % too much or too little: which of two streams is full changes.
+    model, batch, loss = gpt.build(gpt.GPTConfig(layers=8))
+    cluster = mw.Cluster.preset("cpu", nodes=2, ranks_per_node=2)
+    plan = mw.plan(model, batch, loss=loss, cluster=cluster, mode="auto", pipeline=1, interleave=1)
+    step = simulate(lower(captured_of(model, batch, loss), plan), cluster).step_seconds
+    assert plan.claims["step_seconds"] == pytest.approx(step, rel=1e-9)
+    assert plan.claims["candidates"][plan.claims["chosen"]] == plan.claims["step_seconds"]

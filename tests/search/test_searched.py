@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 
 import meshwright as mw
 from meshwright.partition.price import program_price
 from meshwright.plan import Plan
+from tests.runtime.test_processes import run_script
 from tests.search.planned import (
     MESHES,
     MODELS,
@@ -166,10 +164,5 @@ def test_two_processes_run_a_searched_plan(tmp_path) -> None:
     plan = free("mlp", "2", "auto", "gpu")
     assert any(strategy.cuts for strategy in plan.strategies.values())
     plan.save(tmp_path / "plan.json")
-    (tmp_path / "script.py").write_text(TWO_RANKS)
-    command = [sys.executable, "-m", "meshwright.cli", "run", "--nproc", "2", "script.py"]
-    environment = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")}
-    result = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
-    )
+    result = run_script(tmp_path, 2, TWO_RANKS)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -93,11 +93,18 @@ def test_two_hundred_random_pairs(
     prove(tmp_path, name, optimizer, first, second)
 
 
+def test_meshes_of_places_are_plans_like_others(tmp_path: Path) -> None:
+    own = case({}, meshes="dp=2/tp=2", micro_batches=2, optimizer_parallel=1, threshold_kb=0)
+    prove(tmp_path / "from", "gpt", "adamw", own, case({"dp": 3}))
+    prove(tmp_path / "to", "gpt", "adamw", case({"dp": 2, "tp": 2}), own)
+
+
 GOES_ON = (
     case({"dp": 2, "tp": 2}),
     case({"dp": 3}, optimizer_parallel=3, threshold_kb=0),
     case({"dp": 2}, optimizer_parallel=1, threshold_kb=0, offload=("optimizer",)),
     case({"dp": 2}, pipeline=2, micro_batches=2, schedule="zero_bubble"),
+    case({}, meshes="dp=1/tp=2", micro_batches=2),
 )
 
 

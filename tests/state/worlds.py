@@ -12,6 +12,7 @@ import torch
 
 import meshwright as mw
 from meshwright.capture.batch import leaves
+from meshwright.cli.arguments import mesh_sizes
 from meshwright.compile import captured_of, lower, values_of
 from meshwright.examples import gpt, llama, recommender, zoo
 from meshwright.partition import Partition
@@ -43,7 +44,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A plan to be made: mesh and techniques."""
+    """A plan to be made: mesh and techniques. ``meshes="dp=2/tp=2"`` among these is one for each rank of a pipeline."""
 
     mesh: tuple[tuple[str, int], ...]
     options: tuple[tuple[str, Any], ...] = field(default=())
@@ -64,9 +65,12 @@ def built(name: str) -> Any:
 @functools.cache
 def partitioned(name: str, wanted: Case) -> Partition:
     model, batch, loss = built(name)
-    captured, mesh = captured_of(model, batch, loss), dict(wanted.mesh)
-    cut = {"mode": "sharding_propagation", "pins": PINS[name]} if "tp" in mesh else {"mode": "data_parallel"}
-    plan = mw.plan(model, batch, loss=loss, mesh=mesh, **cut, **dict(wanted.options))
+    captured, options = captured_of(model, batch, loss), dict(wanted.options)
+    meshes = options.pop("meshes", None)
+    mesh = dict(wanted.mesh) if meshes is None else mesh_sizes(meshes)
+    mixed = "tp" in (meshes or mesh)
+    cut = {"mode": "sharding_propagation", "pins": PINS[name]} if mixed else {"mode": "data_parallel"}
+    plan = mw.plan(model, batch, loss=loss, mesh=mesh, **cut, **options)
     return lower(captured, plan)
 
 

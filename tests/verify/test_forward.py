@@ -128,6 +128,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     },
     "1f1b": {"mesh": MIXED, "pipeline": 2, "micro_batches": 4},
     "zero bubble, V": {"mesh": 2, "pipeline": 4, "micro_batches": 4, "schedule": "zero_bubble_v"},
+    "a mesh for each stage": {"mesh": [{"dp": 2}, {"dp": 1}], "micro_batches": 4},
     "stages of copies, parked": {
         "mesh": 2,
         "pipeline": 2,
@@ -300,6 +301,8 @@ def test_a_plan_file_of_a_training_step_that_says_equal_layers_once_is_carried(t
 
 def test_what_cannot_be_run_forward_is_refused() -> None:
     model, batch, _ = built("gpt")
+    with pytest.raises(CaptureError, match=r"say what is wanted: outputs=lambda"):
+        mw.forward(torch.nn.Linear(2, 2), {"x": torch.ones(2, 2)}, mesh=1)
     with pytest.raises(CaptureError, match="gives no tensor"):
         capture_forward(model, batch, lambda model, batch: None)
     with pytest.raises(CaptureError, match="a tensor of the batch as it came"):

@@ -3,6 +3,7 @@ are, and both memories."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter as Multiset
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 
 import meshwright as mw
 from bench.memory import peak_bytes
-from meshwright.compile import captured_of, lower
+from meshwright.capture.batch import leaves
+from meshwright.compile import captured_of, lower, values_of
 from meshwright.errors import PlanError
 from meshwright.examples import gpt
 from meshwright.graph import TO_DEVICE
@@ -20,6 +22,11 @@ from meshwright.partition.memory import peak
 from meshwright.partition.price import program_price
 from meshwright.partition.tasks import simulate
 from meshwright.runtime.fetches import Fetches
+from meshwright.runtime.host_link import HostLink
+from meshwright.runtime.rank import Rank
+from meshwright.runtime.step import LocalStep
+from tests.partition.test_overlap import Log
+from tests.partition.test_tasks import check_order
 from tests.verify.test_stashes import BOTH, built, counted, planned, trained_on_gpu
 
 PARKED: dict[str, Any] = {"offload": ("parameters",), "threshold_kb": 0}
@@ -129,6 +136,63 @@ def test_price_and_timeline_have_every_copy() -> None:
     assert sum(t.seconds for t in tasks) == pytest.approx(
         sum(f + b for n, (f, b) in price.by_reshard.items() if n in brought)
     )
+
+
+def test_parts_of_parked_weights_come_before_their_gathers_which_start_a_layer_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, batch, loss = built("gpt")
+    _, parts = planned("gpt", {"dp": 2}, **PARKED, optimizer_parallel=3)
+    log = Log(parts.ranks, 0)
+    back = HostLink.back
+
+    def copied(link: HostLink, x: torch.Tensor) -> Any:
+        log.events.append("copy")
+        return back(link, x)
+
+    monkeypatch.setattr(HostLink, "back", copied)
+    values = values_of(model, captured_of(model, batch, loss))
+    step = LocalStep(parts, Rank(log, torch.device("cpu")), values, None)
+    step.gradients(dict(leaves(batch)))
+    found = [(e.removeprefix("start "), len(list(same))) for e, same in itertools.groupby(log.events)]
+    order = [f"{count} copies" if e == "copy" else e for e, count in found if "sum" not in e]
+    # Embeddings, three layers of twelve, the last norm: each is copied before the gather ahead of its own starts.
+    assert order[:8] == [
+        "14 copies",
+        "gather 0",
+        "wait gather 0",
+        "12 copies",
+        "gather 1",
+        "wait gather 1",
+        "12 copies",
+        "gather 2",
+    ]
+    assert order[8:14] == [
+        "wait gather 2",
+        "2 copies",
+        "gather 3",
+        "wait gather 3",
+        "gather 4",
+        "wait gather 4",
+    ]
+    # Backward: the table that the head reads, the norm's with the last layer's, then each layer's two ahead.
+    assert order[14:20] == ["1 copies", "gather 5", "wait gather 5", "10 copies", "gather 6", "wait gather 6"]
+    assert order[20:] == [
+        "8 copies",
+        "gather 7",
+        "wait gather 7",
+        "8 copies",
+        "gather 8",
+        "wait gather 8",
+        "gather 9",
+        "wait gather 9",
+    ]
+
+
+def test_the_timeline_has_collectives_of_parked_weights_in_the_order_of_a_step() -> None:
+    model, batch, loss = built("gpt")
+    _, parts = planned("gpt", {"dp": 2}, **PARKED, optimizer_parallel=3)
+    check_order(parts, values_of(model, captured_of(model, batch, loss)), dict(leaves(batch)), 4 << 10)
 
 
 def test_the_plan_says_it() -> None:

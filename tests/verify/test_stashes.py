@@ -20,8 +20,8 @@ from meshwright.examples import gpt, llama, recommender, zoo
 from meshwright.partition import Partition
 from meshwright.partition.collectives import step_collectives
 from meshwright.partition.kept import kept_bytes
+from meshwright.partition.layers import layer_of
 from meshwright.partition.memory import peak
-from meshwright.partition.overlap import layer_of
 from meshwright.partition.price import program_price
 from meshwright.partition.tasks import simulate
 from meshwright.plan import Plan

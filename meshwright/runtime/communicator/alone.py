@@ -23,17 +23,17 @@ class AtOnce:
     ) -> Work:
         """See `Communicator`."""
         rows = self.all_gather(x_n, axes)
-        return Done(rows if into is None else into.copy_(rows))
+        return Done(rows if into is None else into.copy_(rows), x_n)
 
     def reduce_scatter_start(self, x_mn: torch.Tensor, axes: Sequence[str]) -> Work:
         """See `Communicator`."""
-        return Done(self.reduce_scatter(x_mn, axes))
+        return Done(self.reduce_scatter(x_mn, axes), x_mn)
 
     def all_to_all_start(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
     ) -> Work:
         """See `Communicator`."""
-        return Done(self.all_to_all(x, send, receive, axes))
+        return Done(self.all_to_all(x, send, receive, axes), x)
 
 
 @dataclass
@@ -42,6 +42,10 @@ class Alone(AtOnce):
 
     mesh: Mesh
     rank: int = 0
+
+    def part(self, ranks: Sequence[int], mesh: Mesh) -> Alone:
+        """The same rank on another mesh of one."""
+        return Alone(mesh)
 
     def all_reduce(self, x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> torch.Tensor:
         """The value itself."""
@@ -80,6 +84,10 @@ class Counter(AtOnce):
     mesh: Mesh
     rank: int = 0
     calls: list[tuple[str, tuple[str, ...], int]] = field(default_factory=list)
+
+    def part(self, ranks: Sequence[int], mesh: Mesh) -> Counter:
+        """See `Communicator`. What is sent there is counted here."""
+        return Counter(mesh, ranks.index(self.rank), self.calls)
 
     def _count(self, kind: str, axes: Sequence[str], size_bytes: int) -> None:
         self.calls.append((kind, tuple(axes), size_bytes))

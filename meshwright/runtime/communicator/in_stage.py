@@ -2,34 +2,79 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from meshwright.layout import TensorLayout
 from meshwright.pipeline.meshes import Meshes
-from meshwright.runtime.communicator.protocol import Communicator, Work
+from meshwright.redistribute.between import Laid, arriving, leaving
+from meshwright.runtime.communicator.protocol import Communicator, Later, Work
+from meshwright.runtime.picker import Picker
+
+Route = tuple[Laid, Laid]  # how the ranks that send hold a tensor, and how those that receive it do
 
 
 class InStage:
-    """A communicator whose mesh and rank are those within a stage. Collectives are those of the `whole` world, which
-    knows the same axes; `place` is where along the pipeline this rank is."""
+    """A communicator whose mesh and rank are those within a stage; `place` is where along the pipeline this rank is.
+
+    Its `collectives` are those of the `whole` world, which knows the same axes, or, where places have meshes of their
+    own, of the ranks of this one. Messages then go to all ranks of another place that hold some of the same elements,
+    by a route; without one a tensor is whole on both sides.
+    """
 
     def __init__(self, whole: Communicator, meshes: Meshes) -> None:
         self.whole, self.meshes = whole, meshes
-        self.mesh, self.rank = meshes.stage, meshes.within(whole.rank)
         self.place, self.places = meshes.place(whole.rank), meshes.places
+        self.mesh, self.rank = meshes.mesh_at(self.place), meshes.within(whole.rank)
+        self.collectives = whole.part(meshes.ranks_at(self.place), self.mesh) if meshes.own else whole
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.whole, name)
+        return getattr(self.collectives, name)
 
-    def send_to(self, x: torch.Tensor, place: int, tag: int) -> Work:
-        """Start a message to the rank of another place that has this one's number within its stages."""
-        return self.whole.send_start(x, self.meshes.at(place, self.rank), tag)
+    def send_to(self, x: torch.Tensor, place: int, tag: int, route: Route | None = None) -> Work:
+        """Start a message to the rank of another place that has this one's number within its stages, or by a route."""
+        if not self.meshes.own:
+            return self.whole.send_start(x, self.meshes.at(place, self.rank), tag)
+        here, there = route or self._route(x, self.place, place)
+        return _All(
+            [
+                self.whole.send_start(picker.take(x), self.meshes.at(place, receiver), tag)
+                for receiver, picker in _leaving(here, there, self.rank)
+            ],
+            x,
+        )
 
-    def receive_from(self, into: torch.Tensor, place: int, tag: int) -> Work:
+    def receive_from(self, into: torch.Tensor, place: int, tag: int, route: Route | None = None) -> Work:
         """Start to receive one from there."""
-        return self.whole.receive_start(into, self.meshes.at(place, self.rank), tag)
+        if not self.meshes.own:
+            return self.whole.receive_start(into, self.meshes.at(place, self.rank), tag)
+        there, here = route or self._route(into, place, self.place)
+        pieces = _arriving(there, here, self.rank)
+        at = [self.meshes.at(place, sender) for sender, _ in pieces]
+        if len(pieces) == 1 and not pieces[0][1].cuts:
+            return self.whole.receive_start(into, at[0], tag)
+        works: list[tuple[torch.Tensor | None, Picker, Work]] = []
+        for sender, (_, picker) in zip(at, pieces, strict=True):
+            inside = picker.taken_in_place(into)
+            buffer = into.new_empty(picker.shape) if inside is None else inside
+            works.append((inside, picker, self.whole.receive_start(buffer, sender, tag)))
+
+        def put() -> torch.Tensor:
+            for inside, picker, work in works:
+                piece = work.wait()
+                if inside is None or piece.data_ptr() != inside.data_ptr():
+                    picker.put(into, piece)
+            return into
+
+        return Later(put)
+
+    def _route(self, x: torch.Tensor, source: int, to: int) -> Route:
+        layout = TensorLayout.whole(tuple(x.shape))
+        return Laid(layout, self.meshes.mesh_at(source)), Laid(layout, self.meshes.mesh_at(to))
 
     def from_first(
         self, x: torch.Tensor | None, empty: Callable[[], torch.Tensor], holders: Sequence[int], tag: int
@@ -44,12 +89,25 @@ class InStage:
             work.wait()
         return x
 
-    def sum_over(self, x: torch.Tensor, places: Sequence[int], tag: int) -> torch.Tensor:
-        """The sum over some places, this one among them: a new tensor, of the same bits on all of them."""
-        others = [p for p in places if p != self.place]
+    def sum_over(
+        self,
+        x: torch.Tensor,
+        places: Sequence[int],
+        tag: int,
+        laid: Callable[[int], Laid] | None = None,
+    ) -> torch.Tensor:
+        """The sum over some places, this one among them: a new tensor, of the same bits on all of them. `laid`: how the
+        ranks of each hold it, where they have meshes of their own."""
+
+        def route(source: int, to: int) -> Route | None:
+            return None if laid is None else (laid(source), laid(to))
+
+        others, mine = [p for p in places if p != self.place], self.place
         empty = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in others)
-        arriving = {p: self.receive_from(e, p, tag) for p, e in zip(others, empty, strict=True)}
-        sending = [self.send_to(x, p, tag) for p in others]
+        arriving = {
+            p: self.receive_from(e, p, tag, route(p, mine)) for p, e in zip(others, empty, strict=True)
+        }
+        sending = [self.send_to(x, p, tag, route(mine, p)) for p in others]
         terms = {p: x if p == self.place else arriving[p].wait() for p in places}
         first, *rest = sorted(terms)
         total = terms[first].clone(memory_format=torch.contiguous_format)
@@ -58,3 +116,26 @@ class InStage:
         for work in sending:
             work.wait()
         return total
+
+
+@dataclass
+class _All:
+    """Messages to several ranks."""
+
+    works: list[Work]
+    result: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        for work in self.works:
+            work.wait()
+        return self.result
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _leaving(here: Laid, there: Laid, rank: int) -> list[tuple[int, Picker]]:
+    return [(receiver, Picker(piece)) for receiver, piece in leaving(here, there, rank)]
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _arriving(there: Laid, here: Laid, rank: int) -> list[tuple[int, Picker]]:
+    return [(sender, Picker(piece)) for sender, piece in arriving(there, here, rank)]

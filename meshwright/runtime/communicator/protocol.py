@@ -19,12 +19,14 @@ class Work(Protocol):
 
 @dataclass
 class Done:
-    """A collective that has already finished."""
+    """A collective that has already finished. `sent` lives until it is waited for, as where it takes its time."""
 
     result: torch.Tensor
+    sent: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
         """The result."""
+        self.sent = None
         return self.result
 
 
@@ -119,4 +121,9 @@ class Communicator(Protocol):
     def receive_start(self, into: torch.Tensor, source: int, tag: int) -> Work:
         """Start to receive what a rank sends under a tag. `into` is the caller's buffer for it, which the result need
         not be. Messages of one tag between two ranks arrive in the order in which they were sent."""
+        ...
+
+    def part(self, ranks: Sequence[int], mesh: Mesh) -> Communicator:
+        """Some ranks of the world, this one among them, as a mesh of their own: collectives over its axes. Messages
+        stay those of the world."""
         ...

@@ -86,16 +86,32 @@ class SimulatedRank(Waited):
     """One simulated rank. Every collective is a rendezvous keyed by its group and its number within the group.
 
     Rank and group travel with this object, never in thread-locals: on CUDA, backward runs on threads of its own.
+    `mesh` and `rank` are those of the world, or of a `part` of it, whose ranks in the world `ranks` lists.
     """
 
     world: SimulatedWorld
     rank: int
+    mesh: Mesh = field(init=False)
+    ranks: tuple[int, ...] = ()
     _numbers: dict[tuple[int, ...], int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.mesh = self.world.mesh
+
+    def part(self, ranks: Sequence[int], mesh: Mesh) -> SimulatedRank:
+        """See `Communicator`."""
+        found = SimulatedRank(self.world, ranks.index(self.rank), tuple(ranks), self._numbers)
+        found.mesh = mesh
+        return found
+
     @property
-    def mesh(self) -> Mesh:
-        """The mesh of the world."""
-        return self.world.mesh
+    def _me(self) -> int:
+        """This rank's number in the world."""
+        return self.ranks[self.rank] if self.ranks else self.rank
+
+    def _group(self, axes: Sequence[str]) -> tuple[int, ...]:
+        group = self.mesh.group(self.rank, axes)
+        return tuple(self.ranks[r] for r in group) if self.ranks else group
 
     def _start(
         self,
@@ -104,11 +120,11 @@ class SimulatedRank(Waited):
         finish: Callable[[Mapping[int, Any], Sequence[int]], torch.Tensor],
     ) -> Work:
         """Bring a value; `finish` makes the result of everybody's values and the group once they are waited for."""
-        group = self.mesh.group(self.rank, axes)
+        group, me = self._group(axes), self._me
         kept = tuple(sorted(group))
         number = self._numbers[kept] = self._numbers.get(kept, 0) + 1
-        self.world.bring((kept, number), self.rank, value)
-        return Later(lambda: finish(self.world.take((kept, number), self.rank, group), group))
+        self.world.bring((kept, number), me, value)
+        return Later(lambda: finish(self.world.take((kept, number), me, group), group))
 
     def all_reduce(self, x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> torch.Tensor:
         """See `Communicator`. Adds in group order, so that all members get the same bits."""
@@ -137,7 +153,7 @@ class SimulatedRank(Waited):
         """See `Communicator`."""
 
         def finish(values: Mapping[int, torch.Tensor], group: Sequence[int]) -> torch.Tensor:
-            mine = group.index(self.rank)
+            mine = group.index(self._me)
             return _reduced({rank: rows[mine] for rank, rows in values.items()})
 
         return self._start(x_mn.detach().clone(), axes, finish)
@@ -148,7 +164,7 @@ class SimulatedRank(Waited):
         """See `Communicator`."""
 
         def finish(values: Mapping[int, Sequence[torch.Tensor]], group: Sequence[int]) -> torch.Tensor:
-            mine = group.index(self.rank)
+            mine = group.index(self._me)
             received = [values[r][mine] for r in group]
             assert [r.numel() for r in received] == list(receive), (
                 "members disagree about the sizes of an all-to-all"
@@ -159,13 +175,13 @@ class SimulatedRank(Waited):
 
     def send_start(self, x: torch.Tensor, to: int, tag: int) -> Work:
         """See `Communicator`."""
-        self.world.bring(self._message(self.rank, to, tag), self.rank, x.detach().clone())
+        self.world.bring(self._message(self._me, to, tag), self._me, x.detach().clone())
         return Done(x)
 
     def receive_start(self, into: torch.Tensor, source: int, tag: int) -> Work:
         """See `Communicator`."""
-        key = self._message(source, self.rank, tag)
-        return Later(lambda: self.world.take(key, self.rank, (source,))[source])
+        key = self._message(source, self._me, tag)
+        return Later(lambda: self.world.take(key, self._me, (source,))[source])
 
     def _message(self, source: int, to: int, tag: int) -> Any:
         """The name of the next message of a tag."""

@@ -69,6 +69,7 @@ class SplitLinear(torch.nn.Module):
     def __init__(self, op: str, queue: Queue) -> None:
         super().__init__()
         self.op, self.queue = op, queue
+        self._leaves: dict[int, tuple[torch.Tensor, GradientEdge]] = {}
 
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
         """The product. Arguments are those of the operator."""
@@ -82,9 +83,20 @@ class SplitLinear(torch.nn.Module):
             if not transposed:
                 return F.linear(x, weight, bias)
             return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
-        edges = [None if w is None or not w.requires_grad else get_gradient_edge(w) for w in (weight, bias)]
+        edges = [self._edge(number, w) for number, w in enumerate((weight, bias))]
         plain = None if bias is None else bias.detach()
         return _Split.apply(x, weight.detach(), plain, edges, transposed, self.queue)
+
+    def _edge(self, number: int, weight: torch.Tensor | None) -> GradientEdge | None:
+        """Where a weight's gradient goes. That of a leaf is found once: it takes a view of it."""
+        if weight is None or not weight.requires_grad:
+            return None
+        if weight.grad_fn is not None:
+            return get_gradient_edge(weight)
+        known = self._leaves.get(number)
+        if known is None or known[0] is not weight:
+            known = self._leaves[number] = weight, get_gradient_edge(weight)
+        return known[1]
 
 
 class _Split(torch.autograd.Function):

@@ -7,7 +7,7 @@ equal rows are a *sheet*: one array of codes for all of them, and their seconds 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,20 +25,24 @@ from meshwright.search.alike.sizes import Floats, Numbers
 from meshwright.search.solve.rounds import same_columns
 from meshwright.search.space.codes import NodeCodes
 from meshwright.search.space.families import Rows, block_counts, distinct, letters_held, moved_on, together
+from meshwright.search.space.given import Seeds, forced, no_room, numbers_of, wishes_of
 from meshwright.search.space.kept import kind_of
 from meshwright.search.space.layouts import Port
-from meshwright.search.space.nodes import node_states
+from meshwright.search.space.nodes import NodeStates, node_states
 
 
 @dataclass(frozen=True)
 class Kind:
     """Nodes by number, the codes of one of them, and the sizes of the leaves of each [nodes, leaves]. What only sizes
-    tell apart is told in arrays, unless the operator's work asks for more of them (`single`: they are all alike)."""
+    tell apart is told in arrays, unless the operator's work asks for more of them (`single`: they are all alike).
+    `wishes`: what the user asks of each, axis → number of an option; `host`: it runs there."""
 
     codes: NodeCodes
     members: Numbers
     leaf_sizes: Floats
     single: bool
+    wishes: Mapping[str, int]
+    host: bool
 
 
 @dataclass(frozen=True)
@@ -49,23 +53,42 @@ class Sheet:
     members: Numbers
     rows: Rows
     ports: tuple[Port, ...]
-    seconds: Floats
+    forward: Floats
+    backward: Floats
+    talk: Floats
+
+    @property
+    def seconds(self) -> Floats:
+        """All that a node takes."""
+        return self.forward + self.backward + self.talk
+
+    def states(self, codes: NodeCodes, column: int) -> NodeStates:
+        """Those of one of the nodes."""
+        seconds = (a[:, column] for a in (self.forward, self.backward, self.talk))
+        return NodeStates(codes, self.rows, self.ports, *seconds)
 
 
-def kinds_of(codes: Mapping[str, NodeCodes], graph: Graph) -> list[Kind]:
-    """The kinds of all nodes, numbered in the order of `codes`."""
-    found: dict[Hashable, list[int]] = defaultdict(list)
+def kinds_of(
+    codes: Mapping[str, NodeCodes], graph: Graph, seeds: Seeds, hosts: Collection[str]
+) -> list[Kind]:
+    """The kinds of all nodes, numbered in the order of `codes`. What users ask of nodes (`seeds`), and whether the host
+    runs them, tells them apart too."""
+    found: dict[tuple[Hashable, tuple[tuple[str, int], ...], bool], list[int]] = defaultdict(list)
     every = list(codes.values())
-    for number, node in enumerate(every):
-        found[_key(node, graph)].append(number)
+    asked = {name for nodes in seeds.values() for name in nodes}
+    for number, (name, node) in enumerate(codes.items()):
+        wishes = numbers_of(node, wishes_of(seeds, name)) if name in asked else {}
+        found[_key(node, graph), tuple(wishes.items()), name in hosts].append(number)
     return [
         Kind(
             every[members[0]],
             np.array(members),
             np.stack([every[n].leaf_sizes for n in members]),
             _is_special(every[members[0]].node),
+            dict(wishes),
+            host,
         )
-        for members in found.values()
+        for (_, wishes, host), members in found.items()
     ]
 
 
@@ -128,7 +151,7 @@ class Sheets:
         for some in same_columns(np.array(roomy, dtype=np.int64)):
             room: np.ndarray = roomy.take(some[0], axis=1)
             if room.all():
-                yield self._sheet(kind, at[some], distinct(choices))
+                yield from self._wished(kind, at[some], distinct(choices))
                 continue
             tight = choices[~room]
             moved, alive = moved_on(
@@ -143,23 +166,39 @@ class Sheets:
                 rows = choices.copy()
                 rows[~room] = moved[few[0]].reshape(tight.shape)
                 gone = np.flatnonzero(~room)[~alive.reshape(len(some), -1)[few[0]]]
-                yield self._sheet(kind, at[some[few]], distinct(np.delete(rows, gone, axis=0)))
+                yield from self._wished(kind, at[some[few]], distinct(np.delete(rows, gone, axis=0)))
+
+    def _wished(self, kind: Kind, at: Numbers, rows: Rows) -> Iterator[Sheet]:
+        """`given.honoured`, for the nodes `at` at once."""
+        if not kind.wishes:
+            yield self._sheet(kind, at, rows)
+            return
+        rows = forced(rows, kind.wishes, self.mesh)
+        counts = block_counts(kind.codes, rows, self.sizes)
+        roomy = np.all(counts[:, None, :] <= kind.leaf_sizes[at], axis=2)
+        for some in same_columns(np.array(roomy, dtype=np.int64)):
+            room = roomy[:, some[0]]
+            if not room.any():
+                raise no_room(kind.codes, kind.wishes)
+            yield self._sheet(kind, at[some], rows[room])
 
     def _sheet(self, kind: Kind, at: Numbers, rows: Rows) -> Sheet:
         codes, members = kind.codes, kind.members[at]
+        shape = len(rows), len(at)
         if kind.single:
-            found = node_states(codes, lambda *_: rows, self.graph, self.mesh, self.cluster)
-            total = (found.forward + found.backward + found.talk)[:, None]
-            return Sheet(kind, members, rows, found.ports, np.repeat(total, len(at), axis=1))
+            found = node_states(codes, lambda *_: rows, self.graph, self.mesh, self.cluster, host=kind.host)
+            parts = (np.broadcast_to(a[:, None], shape) for a in (found.forward, found.backward, found.talk))
+            return Sheet(kind, members, rows, found.ports, *parts)
         ports = tuple(
             Port(forward[rows], grad[rows]) for forward, grad in zip(codes.forward, codes.grad, strict=True)
         )
         held = np.ceil(kind.leaf_sizes[at] / block_counts(codes, rows, self.sizes)[:, None, :])
-        local = letters_held(
-            codes, held.reshape(len(rows) * len(at), -1) if held.size else np.ones((len(rows) * len(at), 0))
-        )
+        count = len(rows) * len(at)
+        local = letters_held(codes, held.reshape(count, -1) if held.size else np.ones((count, 0)))
         wanted = [u in self.graph.needs_grad for u in codes.node.uses]
         done = work(codes.node, codes.site.rule, local, self.graph.types, wanted)
-        forward, backward = seconds(done, *place(self.cluster, False))
-        total = np.broadcast_to(np.asarray(forward + backward, dtype=np.float64), (len(rows) * len(at),))
-        return Sheet(kind, members, rows, ports, total.reshape(len(rows), len(at)))
+        forward, backward = (
+            np.broadcast_to(np.asarray(half, dtype=np.float64), (count,)).reshape(shape)
+            for half in seconds(done, *place(self.cluster, kind.host))
+        )
+        return Sheet(kind, members, rows, ports, forward, backward, np.zeros(shape))

@@ -7,30 +7,75 @@ choices and the formulas are those of `space/parameters.py`.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from meshwright.cost.cluster import Cluster
-from meshwright.mesh import Mesh
 from meshwright.redistribute.matrix import WHOLE, Table
 from meshwright.search.alike.sizes import Floats, Numbers, Sizes
 from meshwright.search.space.layouts import Port
-from meshwright.search.space.parameters import Storage, parameter_states, stored_seconds, subsets
+from meshwright.search.space.parameters import (
+    ParameterStates,
+    Storage,
+    parameter_states,
+    stored_seconds,
+    subsets,
+)
 
 
-def best_stored(
-    sizes: Sizes, use: Port, needs_grad: bool, mesh: Mesh, cluster: Cluster, table: Table, how: Storage
-) -> Floats:
-    """Seconds of each use for each parameter, stored as is best: [uses, V]. Memory has no say here."""
+@dataclass(frozen=True)
+class Stored:
+    """Every storage of each use for each parameter, [uses, storages, V] or what spreads to that: seconds by what they
+    are of (infinite where there is no room), the place that storage is cut at and the set of axes [uses, storages], and
+    the elements of a rank as used and as stored."""
+
+    blocking: Floats
+    reduction: Floats
+    update: Floats
+    place: Numbers
+    cut: Numbers
+    used: Floats
+    elements: Floats
+
+    @functools.cached_property
+    def seconds(self) -> Floats:
+        """All that a storage takes."""
+        return self.blocking + self.reduction + self.update
+
+    @property
+    def least(self) -> Floats:
+        """The seconds of the best storage of each use: [uses, V]."""
+        return self.seconds.min(axis=1)
+
+    def best(self, use: Port, of: Numbers, table: Table) -> list[ParameterStates]:
+        """For some of the parameters the states in which each use is stored best."""
+        rows, chosen = np.arange(len(use.forward)), self.seconds.argmin(axis=1)  # [uses, V]
+        arrays = [
+            np.broadcast_to(a, self.seconds.shape)[rows[:, None], chosen, np.arange(chosen.shape[1])]
+            for a in (self.blocking, self.reduction, self.update, self.place, self.used, self.elements)
+        ]
+        cut = self.cut[rows[:, None], chosen]  # [uses, V]
+        found = []
+        for v in of.tolist():
+            blocking, reduction, update, place, used, elements = (a[:, v] for a in arrays)
+            stored = (cut[:, v, None] & table.bits) != 0
+            kept = np.where(cut[:, v] != 0, used, 0.0)
+            again = np.zeros(len(rows), dtype=bool)
+            place = np.where(cut[:, v] != 0, place, 0)
+            found.append(
+                ParameterStates(use, stored, place, again, blocking, reduction, update, elements, kept)
+            )
+        return found
+
+
+def all_stored(
+    sizes: Sizes, use: Port, needs_grad: bool, cluster: Cluster, table: Table, how: Storage, host: bool
+) -> Stored:
+    """What each storage of each use takes. Memory has no say here, so nothing is gathered again. `host`: they live
+    there."""
     if not sizes.plain:
-        (value,) = sizes.values
-        found = parameter_states(
-            value, [use], needs_grad, False, mesh, cluster, table, replace(how, again=False)
-        )
-        total = found.blocking + found.reduction + found.update
-        order = {key: number for number, key in enumerate(found.use.keys().tolist())}
-        return total[[order[key] for key in use.keys().tolist()]][:, None]
+        return _one_by_one(sizes, use, needs_grad, cluster, table, how, host)
     at = [table.sets(use.forward, 2 + place) for place in range(sizes.places)]  # per place [uses]
     free = table.sets(use.forward, WHOLE)
     bits = [0, *(int(sum(table.bits[list(axes)])) for axes in subsets(how.groups))] if how.allowed else [0]
@@ -54,22 +99,39 @@ def best_stored(
         ]
         return _elements(sizes, parts) * np.ones((*cut.shape, 1))  # a scalar has no place
 
-    found = stored_seconds(
+    stored = held(cut)
+    blocking, reduction, update = stored_seconds(
         used,
-        held(cut),
+        stored,
         lambda: held(cut & ~pending),
         cut[:, :, None],
         pending[:, :, None],
         np.zeros(1, dtype=bool),
         sizes.itemsize,
         needs_grad,
-        mesh,
+        table.mesh,
         cluster,
         table,
         how.states,
-        False,
+        host,
     )
-    return np.where(lawful, functools.reduce(np.add, found), np.inf).min(axis=1)
+    return Stored(np.where(lawful, blocking, np.inf), reduction, update, place, cut, used, stored)
+
+
+def _one_by_one(
+    sizes: Sizes, use: Port, needs_grad: bool, cluster: Cluster, table: Table, how: Storage, host: bool
+) -> Stored:
+    """The same for a value whose places are not apart: its best storage alone."""
+    (value,) = sizes.values
+    found = parameter_states(
+        value, [use], needs_grad, False, table.mesh, cluster, table, replace(how, again=False), host
+    )
+    order = {key: number for number, key in enumerate(found.use.keys().tolist())}
+    found = found.take(np.array([order[key] for key in use.keys().tolist()]))
+    used = table.local_elements(value, use.forward)
+    one = [found.blocking, found.reduction, found.update, found.place, used, found.elements]
+    blocking, reduction, update, place, used, elements = (a[:, None, None] for a in one)
+    return Stored(blocking, reduction, update, place, (found.stored @ table.bits)[:, None], used, elements)
 
 
 def _elements(sizes: Sizes, parts: list[Floats]) -> Floats:

@@ -9,21 +9,25 @@ millisecond for, a thousand take together.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.host import transfer_seconds
 from meshwright.graph import Graph
+from meshwright.places import hosted_values
 from meshwright.redistribute.matrix import Table, Value
 from meshwright.search.alike.kinds import Sheet, Sheets, kinds_of
-from meshwright.search.alike.parameters import best_stored
+from meshwright.search.alike.parameters import Stored, all_stored
 from meshwright.search.alike.sizes import Floats, Numbers, Values
 from meshwright.search.alike.ways import Ways, ways
 from meshwright.search.solve.rounds import Rounds, Tables, ends_of, same_columns
 from meshwright.search.space.codes import NodeCodes
+from meshwright.search.space.crossings import Crossing, crossings
 from meshwright.search.space.families import Rows
+from meshwright.search.space.given import Seeds
 from meshwright.search.space.layouts import Port, union
 from meshwright.search.space.parameters import Storage
 from meshwright.search.space.wiring import End, Wiring
@@ -41,6 +45,7 @@ class _Sort:
     ports: Numbers
     structure: int
     graded: bool
+    hosted: bool
     columns: Numbers
 
 
@@ -82,29 +87,37 @@ class Alike:
         cluster: Cluster,
         table: Table,
         storage: Storage,
+        seeds: Seeds | None = None,
+        hosts: Collection[str] = (),
     ) -> None:
+        """`seeds`: the user's cuts; `hosts`: the nodes that the host runs."""
         self.cluster, self.table, self.storage = cluster, table, storage
-        self.names = list(codes)
+        self.codes, self.names = codes, list(codes)
         self.nodes = {name: number for number, name in enumerate(codes)}
         self.variable = {v: number for number, v in enumerate(wiring.variables)}
-        self.sheets = Sheets(graph, cluster, table.mesh, kinds_of(codes, graph))
+        self.sheets = Sheets(graph, cluster, table.mesh, kinds_of(codes, graph, seeds or {}, hosts))
         self.values = Values(values)
         self.times = np.array([wiring.times[name] for name in codes], dtype=np.float64)
         self.owners = np.array([wiring.owners.get(name, 1) for _, name in wiring.variables], dtype=np.float64)
-        self.hubs = self._sorted(wiring.hubs, "hub", graph)
-        self.parameters = self._sorted(wiring.parameters, "parameter", graph)
+        self.crossings = list(crossings(graph, wiring, hosts))
+        self.of_graph = values
+        hosted = hosted_values(graph, hosts)
+        self.hubs = self._sorted(wiring.hubs, "hub", graph, ())
+        self.parameters = self._sorted(wiring.parameters, "parameter", graph, hosted)
         pairs = [(self.variable[s], self.variable.get(t, TO_RESULT)) for s, _, t, _, _ in wiring.edges]
         self.rounds = Rounds(
             len(self.variable), ends_of([p for p in pairs if len(set(p)) == 2 and p[1] >= 0])
         )
         self.edges = self._columns(wiring, pairs, graph)
 
-    def _sorted(self, found: Mapping[str, Sequence[End]], kind: str, graph: Graph) -> list[_Sort]:
+    def _sorted(
+        self, found: Mapping[str, Sequence[End]], kind: str, graph: Graph, hosted: Collection[str]
+    ) -> list[_Sort]:
         """By the number of ports, and parameters by what else tells them apart."""
-        sorts: dict[tuple[int, int, bool], list[str]] = defaultdict(list)
+        sorts: dict[tuple[int, int, bool, bool], list[str]] = defaultdict(list)
         for name, ends in found.items():
             structure = self.values.structure[name] if kind == "parameter" else -1
-            sorts[len(ends), structure, name in graph.needs_grad].append(name)
+            sorts[len(ends), structure, name in graph.needs_grad, name in hosted].append(name)
         return [
             _Sort(
                 np.array([self.variable[kind, name] for name in names]),
@@ -112,9 +125,10 @@ class Alike:
                 np.array([[port for _, port in found[name]] for name in names]),
                 structure,
                 graded,
+                there,
                 np.array([self.values.column[name] for name in names]),
             )
-            for (_, structure, graded), names in sorts.items()
+            for (_, structure, graded, there), names in sorts.items()
         ]
 
     def _columns(self, wiring: Wiring, pairs: Sequence[tuple[int, int]], graph: Graph) -> _Edges:
@@ -151,6 +165,12 @@ class Priced:
         self.sheet_of, self.place = np.zeros((2, count), dtype=np.int64)  # of nodes; which column of it
         self.group: Numbers = np.zeros(count, dtype=np.int64)  # variables with equal layouts at all ports
         self.states: Numbers = np.zeros(count, dtype=np.int64)
+        self.stored: list[
+            tuple[Numbers, Port, Stored, Numbers]
+        ] = []  # parameters, use, storages, which of them
+        self.back: list[
+            tuple[int, Floats]
+        ] = []  # variables and what comes back to them, goes to results or crosses
         self.ports: list[dict[int, Port]] = []  # of each group, by port; -1 is that of a hub or parameter
         seconds: list[tuple[Numbers, Floats]] = []
         for number, sheet in enumerate(sheets):
@@ -163,11 +183,25 @@ class Priced:
         for sort in alike.parameters:
             for some, use in self._unions(sort):
                 self._join(sort.variables[some], {-1: use}, len(use.forward))
-                seconds.append((sort.variables[some], self._stored(sort, some, use)))
+                stored, which = self._stored(sort, some, use)
+                self.stored.append((sort.variables[some], use, stored, which))
+                owners = alike.owners[sort.variables[some]]
+                seconds.append((sort.variables[some], stored.least[:, which] * owners))
         self.tables = Tables(alike.rounds, self.states)
         for variables, amount in seconds:
             self.tables.add_states(variables, amount)
+        for crossing in alike.crossings:
+            self._cross(crossing)
         self._reshards()
+
+    def _cross(self, crossing: Crossing) -> None:
+        """Add what goes between a device and its host."""
+        alike, node = self.alike, self.alike.nodes[crossing.node]
+        value, port = alike.of_graph[crossing.value], self.ports[self.group[node]][crossing.port]
+        size_bytes = value.itemsize * alike.table.local_elements(value, port.forward)
+        seconds = crossing.times * np.asarray(transfer_seconds(size_bytes, alike.cluster))
+        self.tables.add_states(np.array([node]), seconds[:, None])
+        self.back.append((node, seconds))
 
     def _join(self, variables: Numbers, ports: dict[int, Port], states: int) -> None:
         self.group[variables], self.states[variables] = len(self.ports), states
@@ -180,14 +214,13 @@ class Priced:
             ends = zip(self.sheet_of[sort.nodes[some[0]]].tolist(), sort.ports[some[0]].tolist(), strict=True)
             yield some, union([self.sheets[sheet].ports[port] for sheet, port in ends])
 
-    def _stored(self, sort: _Sort, some: Numbers, use: Port) -> Floats:
+    def _stored(self, sort: _Sort, some: Numbers, use: Port) -> tuple[Stored, Numbers]:
+        """The storages of those of a sort that are of one size, and which of these each parameter is."""
         alike = self.alike
         columns, which = np.unique(sort.columns[some], return_inverse=True)
         sizes = alike.values.sizes[sort.structure].take(columns)
-        seconds = best_stored(
-            sizes, use, sort.graded, alike.table.mesh, alike.cluster, alike.table, alike.storage
-        )
-        return seconds[:, which] * alike.owners[sort.variables[some]]
+        table, cluster = alike.table, alike.cluster
+        return all_stored(sizes, use, sort.graded, cluster, table, alike.storage, sort.hosted), which
 
     # ------------------------------------------------------------------------------------------------ reshards
 
@@ -261,6 +294,7 @@ class Priced:
             own = seconds[:, 0] if target[0] == TO_RESULT else np.diagonal(seconds).T
             for variable, column in zip(source[back].tolist(), np.flatnonzero(back).tolist(), strict=True):
                 self.tables.add_states(np.array([variable]), own[:, [column]])
+                self.back.append((variable, own[:, column]))
         for ahead in (True, False):
             some = np.flatnonzero(~back & ((source < target) == ahead))
             if len(some):

@@ -20,6 +20,7 @@ from meshwright.search.joint.dimensions import (
     fits_in_both,
     micro_batches_of,
     points,
+    wider,
 )
 from meshwright.search.joint.fronts import Front, first_front, front, least_bytes
 from meshwright.search.joint.layers import fewer_layers
@@ -32,7 +33,9 @@ from meshwright.techniques import Techniques
 
 TRIES = 20  # simulations of a choice under techniques
 SLACK = 1.1  # how far over the limit an estimate may be and still be simulated
-NEAR = 0.01  # of a step: what copies that take turns must save
+NEAR = 0.01  # of a step: what copies that take turns, or techniques of little use, must save
+MUCH = 0.05  # of a step: what a search under other techniques may save to be made
+SOUGHT = 3  # such searches
 EXPOSED = 0.05  # of the step is sent while nothing computes: copies that take turns are looked at
 
 
@@ -53,37 +56,43 @@ def joint(planner: Planner, auto: Callable[[Planner], Found], *, offload: bool =
         except PlanError as error:
             refused = error
     over = dimensions(planner, offload=offload)
+    wide = wider(planner, over, offload=offload)
     decided = base is None or base.claims.get("memory_decided", False)
-    if not decided or all(len(d.values) == 1 for d in over):
+    if not decided or all(len(d.values) == 1 for d in wide):
         if base is None:
             raise refused or too_large(planner)
         return _turns(planner, base)
-    if base is None and least_bytes(planner.under(_last(planner, over)), space) > limit:
-        raise _hopeless(planner, over, refused)
+    if base is None and least_bytes(planner.under(_last(planner, wide)), space) > limit:
+        raise _hopeless(planner, wide, refused)
     seen = [base] if base is not None else []
     try:
-        return _best(planner, space, over, base, refused, seen)
+        return _best(planner, space, (over, wide), base, refused, seen)
     except KeyboardInterrupt:
         if not seen:
             raise
+        planner.request.interrupts.append("techniques")
         return seen[-1]
 
 
 def _best(
     planner: Planner,
     space: Space,
-    over: tuple[Dimension, ...],
+    overs: tuple[tuple[Dimension, ...], tuple[Dimension, ...]],
     base: Found | None,
     refused: PlanError | None,
     seen: list[Found],
 ) -> Found:
-    """The best with the techniques that it takes; `seen` gets each that is the best so far."""
+    """The best with the techniques that it takes; `seen` gets each that is the best so far. `overs`: dimensions, and
+    those with what is looked at next."""
+    over, wide = overs
     if base is None:
         _first(planner, over, seen)
     made = front(planner, space)
-    best = _searched(planner, made, over, base, seen) or _last_resort(planner, space, over)
+    best = _searched(planner, made, over, base, seen)
+    best = _searched(planner, made, wide, best, seen, over)
+    best = _sought(planner, made, wide, best, space) or _last_resort(planner, space, wide)
     if best is None:
-        raise _hopeless(planner, over, refused)
+        raise _hopeless(planner, wide, refused)
     if best is not base:
         best = fewer_layers(planner, _again(planner, best))
         seen.append(best)
@@ -93,7 +102,7 @@ def _best(
         bound = min(bound, least_of(planner).in_one(2))  # copies that take turns hide what others wait for
     gap = max(0.0, _step(best) / bound - 1) if bound > 0 else 0.0
     claims = {**best.claims, "bound_seconds": bound, "gaps": {"joint": gap}}
-    return replace(best, claims={**claims, "choices": told(made, over, best)})
+    return replace(best, claims={**claims, "choices": told(made, wide, best)})
 
 
 def _first(planner: Planner, over: tuple[Dimension, ...], seen: list[Found]) -> None:
@@ -118,26 +127,36 @@ def _last(planner: Planner, over: tuple[Dimension, ...]) -> Techniques:
 
 
 def _searched(
-    planner: Planner, made: Front, over: tuple[Dimension, ...], base: Found | None, seen: list[Found]
+    planner: Planner,
+    made: Front,
+    over: tuple[Dimension, ...],
+    base: Found | None,
+    seen: list[Found],
+    known: tuple[Dimension, ...] = (),
 ) -> Found | None:
-    """The quickest of what is simulated: candidates and points in the order of what they cannot be quicker than."""
+    """The quickest of what is simulated: candidates and points in the order of what they cannot be quicker than.
+    `known`: dimensions whose points were looked at; of what is beyond them only what saves time and memory is."""
     limit = planner.request.memory_bytes
     assert limit is not None
+    old = {point.techniques for point in points(known, planner.techniques)} if known else set[Techniques]()
     rows = [
         (made.least_seconds(candidate, point.techniques), sum(point.places), number, point)
         for number, candidate in enumerate(made.candidates)
         for point in points(over, planner.techniques)
-        if point.techniques.pieces <= candidate.examples
+        if point.techniques.pieces <= candidate.examples and point.techniques not in old
     ]
     best, tries = base, 0
+    share = 1 - NEAR if known else 1.0
     fitting: list[tuple[int, Point]] = []
     for least, _, number, point in sorted(rows, key=lambda row: row[:3]):
-        if tries >= TRIES or (best is not None and least >= _step(best)):
+        if tries >= TRIES or (best is not None and least >= share * _step(best)):
             break
         candidate = made.candidates[number]
         if any(n == number and point.beyond(p) for n, p in fitting):
             continue
         if made.peak_bytes(candidate, point.techniques) > SLACK * limit:
+            continue
+        if known and not made.saves(candidate, point.techniques):
             continue
         try:
             found = made.judged(candidate, point.techniques)
@@ -146,12 +165,39 @@ def _searched(
         tries += 1
         if fits_in_both(planner, found):
             fitting.append((number, point))
-            if best is None or _step(found) < _step(best):
+            if best is None or _step(found) < share * _step(best):
                 found = planner.under(found.techniques).settled(found)
                 if fits_in_both(planner, found):
                     best = found
                     seen.append(found)
             planner.tell("techniques", _step(best) if best else None, None)
+    return best
+
+
+def _sought(
+    planner: Planner, made: Front, wide: tuple[Dimension, ...], best: Found | None, space: Space
+) -> Found | None:
+    """What a search under the quickest techniques finds whose sums say that they fit, where that may save much: what
+    lives for a moment only no candidate was chosen by."""
+    limit = planner.request.memory_bytes or 0.0
+    rows: list[tuple[float, int, Techniques]] = []
+    for point in points(wide, planner.techniques):
+        asked = point.techniques
+        least = [c for c in made.candidates if asked.pieces <= c.examples]
+        least = [made.least_seconds(c, asked) for c in least if made.sums(c, asked) <= limit]
+        if least and (best is None or min(least) < (1 - MUCH) * _step(best)):
+            rows.append((min(least), sum(point.places), asked))
+    for _, _, asked in sorted(rows, key=lambda row: row[:2])[:SOUGHT]:
+        under = planner.under(asked)
+        try:
+            found = limited(under, space, None, alone=False).found
+        except PlanError:
+            continue
+        if found is not None and fits_in_both(planner, found := under.settled(found)):
+            if best is None or _step(found) < (1 - NEAR) * _step(best):
+                best = replace(found, claims={**found.claims, "chosen": "searched under techniques"})
+                planner.tell("techniques", _step(best), None)
+            break
     return best
 
 

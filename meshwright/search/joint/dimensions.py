@@ -17,7 +17,7 @@ from meshwright.ops.factors import Factors
 from meshwright.search.planner import Found, Planner
 from meshwright.search.techniques.recompute import again_of
 from meshwright.search.within import fits
-from meshwright.techniques import Techniques
+from meshwright.techniques import ACTIVATIONS, OPTIMIZER, PARAMETERS, Techniques
 
 MOST = 4096  # micro-batches
 
@@ -40,7 +40,8 @@ class Point:
 
     def beyond(self, other: Point) -> bool:
         """Whether no technique is plainer than in another point."""
-        return all(a >= b for a, b in zip(self.places, other.places, strict=True))
+        words = set(self.techniques.offload) >= set(other.techniques.offload)
+        return words and all(a >= b for a, b in zip(self.places, other.places, strict=True))
 
 
 def dimensions(planner: Planner, *, offload: bool = True) -> tuple[Dimension, ...]:
@@ -48,8 +49,27 @@ def dimensions(planner: Planner, *, offload: bool = True) -> tuple[Dimension, ..
     graph, asked = planner.scene.graph, planner.techniques
     found = [_recompute(graph), micro_batches_of(planner, asked.interleave)]
     if offload and planner.request.cluster.host_bytes_per_s and planner.request.optimizer_states:
-        found.append(Dimension("offload", ((), ("optimizer",))))
+        found.append(Dimension("offload", ((), (OPTIMIZER,))))
     return tuple(d for d in found if d.name not in asked.given)
+
+
+def wider(planner: Planner, over: tuple[Dimension, ...], *, offload: bool = True) -> tuple[Dimension, ...]:
+    """The same with what takes more than it gives unless memory is very tight, or a link idle: slices of activations,
+    activations and parameters on the host."""
+    asked, cluster = planner.techniques, planner.request.cluster
+    found = [d for d in over if d.name != "offload"]
+    if "slice_activation" not in asked.given and planner.scene.mesh.size > 1:
+        found.append(Dimension("slice_activation", (False, True)))
+    if "offload" not in asked.given and cluster.host_bytes_per_s:
+        words = [OPTIMIZER] if offload and planner.request.optimizer_states else []
+        words += [ACTIVATIONS] if offload else []
+        words += [PARAMETERS] if offload and asked.optimizer_parallel not in (1, 2) else []
+        # Numbers in binary, so that what has more words has a later place.
+        subsets = range(1 << len(words))
+        found.append(
+            Dimension("offload", tuple(tuple(w for k, w in enumerate(words) if n >> k & 1) for n in subsets))
+        )
+    return tuple(found)
 
 
 def points(over: tuple[Dimension, ...], base: Techniques) -> Iterator[Point]:
@@ -101,4 +121,4 @@ def powers() -> Iterator[int]:
         number *= 2
 
 
-__all__ = ["Dimension", "Point", "dimensions", "points", "powers"]
+__all__ = ["Dimension", "Point", "dimensions", "points", "powers", "wider"]

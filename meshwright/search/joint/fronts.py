@@ -10,8 +10,9 @@ activations are divided by micro-batches, those that are computed again are left
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -27,13 +28,14 @@ from meshwright.search.space.families import outside
 from meshwright.search.space.given import exactly, rows_of
 from meshwright.search.space.memory import fixed_bytes
 from meshwright.search.techniques.layers import SHARING
-from meshwright.techniques import Techniques
+from meshwright.techniques import ACTIVATIONS, PARAMETERS, Techniques
 
 # Prices of a byte of states and of activations, in steps that a device's memory full of them costs.
 PRICES = ((0.0, 0.0), (0.2, 0.0), (2.0, 0.0), (2.0, 0.5), (0.0, 2.0), (64.0, 64.0))
 RECIPES = ((0.0, 0.0), (2.0, 0.0))
 INNER = 3  # how many of the innermost axes a recipe leaves to tensor parallel, at most
 ALPHA = 0.5  # of computing against what can hide beside it, for the choice without prices
+LESS = 0.99  # of the bytes without a technique: what saves less is not worth a simulation
 SECOND_FORWARD = 0.2  # of computing: forward is a third, less what lies outside of layers
 
 
@@ -57,7 +59,7 @@ class Front:
     planner: Planner
     candidates: list[Candidate] = field(default_factory=list)
     missed: dict[Candidate, float] = field(default_factory=dict)
-    _known: dict[tuple[int, Techniques], Memory] = field(default_factory=dict)
+    _known: MutableMapping[Space, dict[Techniques, Memory]] = field(default_factory=WeakKeyDictionary)
 
     @functools.cached_property
     def launching(self) -> float:
@@ -66,10 +68,11 @@ class Front:
 
     def memory(self, space: Space, techniques: Techniques) -> Memory:
         """The sums under techniques."""
-        key = (id(space), techniques)
-        if key not in self._known:
-            self._known[key] = self.planner.under(techniques).memory(space)
-        return self._known[key]
+        at_once = replace(techniques, micro_batches=1)
+        known = self._known.setdefault(space, {})
+        if at_once not in known:
+            known[at_once] = self.planner.under(at_once).memory(space)
+        return self.planner.under(techniques).in_pieces(space, known[at_once])
 
     def peak_bytes(self, candidate: Candidate, techniques: Techniques) -> float:
         """About the peak of a candidate under techniques: the sums, and what only simulations saw of it, which is cut
@@ -92,7 +95,38 @@ class Front:
             kept = sum(float(sums.amounts[v][candidate.states[v], 1]) for v in owned)
             share = 2 / (2 + self.planner.request.optimizer_states)  # gradients go out, weights come back
             seconds += share * kept / self.planner.request.cluster.host_bytes_per_s
-        return seconds
+        return max(seconds, self._link_seconds(candidate, techniques))
+
+    def _link_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
+        """Seconds in which the host's link is busy: activations go there and back, parameters come for each
+        micro-batch."""
+        found = 0.0
+        for word, ways in ((ACTIVATIONS, 2), (PARAMETERS, techniques.micro_batches)):
+            if word in techniques.offload:
+                found += ways * self._saved(candidate, replace(techniques, micro_batches=1), word)
+        return found / self.planner.request.cluster.host_bytes_per_s if found else 0.0
+
+    def _saved(self, candidate: Candidate, techniques: Techniques, word: str) -> float:
+        """Bytes of the device at the loss that a word of ``offload`` saves."""
+        other = replace(techniques, offload=tuple(w for w in techniques.offload if w != word))
+        with_it, without = (
+            float(self.memory(candidate.space, asked).totals(candidate.states)[0])
+            for asked in (techniques, other)
+        )
+        return max(0.0, without - with_it)
+
+    def saves(self, candidate: Candidate, techniques: Techniques) -> bool:
+        """Whether slices, and each word of ``offload``, save bytes at some instant beside the others."""
+        plainer = [
+            replace(techniques, offload=tuple(w for w in techniques.offload if w != word))
+            for word in techniques.offload
+        ]
+        plainer += [replace(techniques, slice_activation=False)] if techniques.slice_activation else []
+        mine = self.memory(candidate.space, techniques).totals(candidate.states)
+        return all(
+            bool((mine < LESS * self.memory(candidate.space, other).totals(candidate.states)).any())
+            for other in plainer
+        )
 
     def judged(self, candidate: Candidate, techniques: Techniques) -> Found:
         """The candidate simulated under techniques. Raises PlanError for techniques that it cannot take."""

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from meshwright.cost.cluster import Cluster
 from meshwright.mesh import prime_factors
 
-CHUNKS = (1, 2, 4)  # stages of a rank that schedules are looked at with
+# Schedules that are looked at, each with so many stages of a rank.
+SEARCHED = {"1f1b": (1,), "interleaved": (2, 4), "zero_bubble": (1,), "zero_bubble_v": (2,)}
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,13 @@ class Schedule:
     def idle_share(self, ranks: int, micro_batches: int) -> float:
         """Seconds in which a rank has nothing to do, as a share of those in which it computes."""
         share = (ranks - 1) / (micro_batches * self.chunks)
-        return share / 3 if self.name == "zero_bubble" else share
+        return share / 3 if self.name in ("zero_bubble", "zero_bubble_v") else share
 
     def in_flight(self, ranks: int, micro_batches: int) -> float:
         """Micro-batches of which the first rank holds the activations of all its stages at once, at most."""
         if self.name == "gpipe":
             return float(micro_batches)
-        if self.chunks == 1:
+        if self.chunks == 1 or self.name == "zero_bubble_v":
             return float(min(ranks, micro_batches))
         return min(float(micro_batches), ranks * (1 + (ranks - 1) / (ranks * self.chunks)))
 
@@ -64,12 +65,10 @@ class Outer:
     def message_seconds(self, cluster: Cluster, size_bytes: float) -> float:
         """What a rank sends to the next takes over the slowest of the levels between them."""
         over = [v for v, n in zip(cluster.levels, self.taken, strict=True) if n > 1]
-        return max((v.latency_seconds + size_bytes / v.bytes_per_s for v in over), default=0.0)
+        return max((cluster.message_seconds(v, size_bytes) for v in over), default=0.0)
 
 
-def outers(
-    cluster: Cluster, layers: int, schedules: Sequence[str] = ("1f1b", "interleaved", "zero_bubble")
-) -> Iterator[Outer]:
+def outers(cluster: Cluster, layers: int, schedules: Sequence[str] = tuple(SEARCHED)) -> Iterator[Outer]:
     """All configurations of at most as many stages as the model has layers; one stage is not among them."""
     ways = [_divisors(level.size) for level in cluster.levels]
     for taken in itertools.product(*ways):
@@ -77,7 +76,7 @@ def outers(
         if ranks == 1:
             continue
         for name in schedules:
-            for chunks in CHUNKS[1:] if name == "interleaved" else CHUNKS[:1]:
+            for chunks in SEARCHED[name]:
                 if ranks * chunks <= layers:
                     yield Outer(taken, Schedule(name, chunks))
 

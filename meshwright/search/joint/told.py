@@ -31,12 +31,13 @@ def _line(made: Front, dimension: Dimension, best: Found) -> str:
 
 
 def _plainer(made: Front, dimension: Dimension, mine: Any, best: Found) -> str:
-    """What the value before would take, where that is over the limit whatever the cuts."""
+    """What the value before (nothing, of what the host may have) would take, where that is over the limit whatever the
+    cuts."""
     place = dimension.values.index(mine)
     limit = made.planner.request.memory_bytes or 0.0
     if not place:
         return ""
-    value = dimension.values[place - 1]
+    value = dimension.values[0 if dimension.name == "offload" else place - 1]
     other = replace(best.techniques, **{dimension.name: value})
     least = min(made.peak_bytes(candidate, other) for candidate in made.candidates)
     return f"{shown(value)} does not fit ({show_bytes(least)})" if least > limit else ""

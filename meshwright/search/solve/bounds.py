@@ -143,8 +143,7 @@ class _Search:
 
     def _shrink(self, sweeps: Sweeps, plan: Estimate) -> tuple[Problem, Estimate]:
         """What is left to eliminate after sweeps, and after eliminating parts of what is left."""
-        sweeps = self._sweep(sweeps, plan)
-        plan = estimate(sweeps.problem)
+        sweeps, plan = self._sweep(sweeps, plan)
         for share in (1 / 16, 1.0):  # a small part of the work often closes the gap
             budget = share * min(plan.work, self.limit_work)
             if not self.closed and (plan.work > max(budget, MODEST_WORK) or plan.size_bytes > TABLE_BYTES):
@@ -153,7 +152,7 @@ class _Search:
                 plan = estimate(sweeps.problem)
         return sweeps.problem, plan
 
-    def _sweep(self, sweeps: Sweeps, plan: Estimate) -> Sweeps:
+    def _sweep(self, sweeps: Sweeps, plan: Estimate) -> tuple[Sweeps, Estimate]:
         """Rounds until what is left is cheaper to eliminate than to sweep, or the bound stands still."""
         whole = True
         for done in range(MOST_ROUNDS):
@@ -161,7 +160,7 @@ class _Search:
             self._round(sweeps)
             self._offer(self.kept, settle(sweeps.problem, sweeps.decode()))
             if done in FEW_AFTER:
-                self._of_few(sweeps)
+                self._of_few(sweeps, plan)
             if whole:
                 self.messages = sweeps.messages()
             self._tell("bound", done + 1, MOST_ROUNDS)
@@ -178,7 +177,7 @@ class _Search:
                 break
             if done >= 2 and self.bound - before < SLOW * (self.price - self.bound):
                 break
-        return sweeps
+        return sweeps, plan
 
     def _round(self, sweeps: Sweeps) -> None:
         self.bound = max(self.bound, sweeps.round())
@@ -195,10 +194,12 @@ class _Search:
         left = 2.0 * sum(len(few[u]) * len(few[v]) for u, v in sweeps.problem.pairs)
         if left > 0.8 * sweeps.cost:
             return sweeps
-        again = consistent(sweeps.problem.only(few))  # a state may have lost its last partner
-        few = [f[a] for f, a in zip(few, again, strict=True)]
+        slim: Problem | None = sweeps.problem.only(few)
+        again = consistent(slim)
+        if any(len(a) < len(f) for a, f in zip(again, few, strict=True)):  # some lost their last partner
+            few, slim = [f[a] for f, a in zip(few, again, strict=True)], None
         self.kept = [k[f] for k, f in zip(self.kept, few, strict=True)]
-        return sweeps.only(few)
+        return sweeps.only(few, slim)
 
     def _near(self, sweeps: Sweeps, plan: Estimate, budget: float) -> Sweeps:
         """Eliminate over the states whose lower bound is least, as many as `budget` allows (after a round).
@@ -216,9 +217,9 @@ class _Search:
             self.bound = max(self.bound, min(self.price, *map(float, beyond)))
         return self._pruned(sweeps)
 
-    def _of_few(self, sweeps: Sweeps) -> None:
+    def _of_few(self, sweeps: Sweeps, whole: Estimate) -> None:
         """The best choice among the states of each variable that look best: what it costs says what to leave out."""
-        whole, sizes = estimate(sweeps.problem), sweeps.problem.sizes
+        sizes = sweeps.problem.sizes
         for few in FEW:
             plan = whole.resized([min(few, size) for size in sizes])
             if plan.work <= max(sweeps.cost, self._easy(sweeps.problem, 0)):

@@ -194,12 +194,13 @@ def _greedy(sizes: Sequence[int], edges: Iterable[tuple[int, int]], fill: bool) 
         near[v].add(u)
 
     def cost(v: int) -> tuple[float, float, int]:
-        table = math.prod(sizes[w] for w in near[v])
-        if not fill or len(near[v]) < 2:
-            return (0.0 if fill else 1.0 * table, 1.0 * table, v)
-        around = list(near[v])
-        missing = sum(b not in near[a] for i, a in enumerate(around) for b in around[i + 1 :])
-        return (1.0 * missing, 1.0 * table, v)
+        around, table = near[v], 1.0
+        for w in around:
+            table *= sizes[w]
+        if not fill or len(around) < 2:
+            return (0.0 if fill else table, table, v)
+        missing = sum(len(around - near[a]) - 1 for a in around)  # each pair twice; none is its own neighbour
+        return (missing / 2, table, v)
 
     now = [cost(v) for v in range(len(sizes))]
     heap = list(now)

@@ -115,10 +115,11 @@ class Sweeps:
         """The states of each variable whose lower bound is at most `price` (after a round)."""
         return [np.flatnonzero(least <= price) for least in self.least]
 
-    def only(self, kept: Sequence[np.ndarray]) -> Sweeps:
-        """The sweeps go on over the states `kept` alone; the bound then holds for choices among these."""
+    def only(self, kept: Sequence[np.ndarray], slim: Problem | None = None) -> Sweeps:
+        """The sweeps go on over the states `kept` alone; the bound then holds for choices among these. `slim`: the
+        problem over them, where it is there already."""
         moved = {(u, v): (a[kept[u]], b[kept[v]]) for (u, v), (a, b) in self.messages().items()}
-        return Sweeps(self.problem.only(kept), moved)
+        return Sweeps(slim or self.problem.only(kept), moved)
 
 
 def round_cost(problem: Problem) -> float:

@@ -8,26 +8,29 @@ what they cost counts as often as they occur. Prices are of one training step: f
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.host import transfer_seconds
-from meshwright.graph import PIN, Graph, Node
+from meshwright.graph import Graph
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Strategy
-from meshwright.places import hosted_values, leaving_values
+from meshwright.places import hosted_values
 from meshwright.redistribute.matrix import Table
 from meshwright.search.solve.problem import Problem
 from meshwright.search.space.alike_codes import all_codes
 from meshwright.search.space.codes import NodeCodes, values_of
+from meshwright.search.space.crossings import crossings
 from meshwright.search.space.families import Family
 from meshwright.search.space.kept import Kept
 from meshwright.search.space.layouts import Port, Prices, key_of, union
+from meshwright.search.space.narrow import LARGE, alone, worth_keeping
 from meshwright.search.space.nodes import NodeStates, node_states, strategy_of
 from meshwright.search.space.parameters import (
     ParameterStates,
@@ -36,7 +39,7 @@ from meshwright.search.space.parameters import (
     parameter_states,
     storage_layout,
 )
-from meshwright.search.space.wiring import Ties, Variable, Wiring, is_kept
+from meshwright.search.space.wiring import Edge, Ties, Variable, Wiring, is_kept
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,18 @@ class Parts:
         return self.compute + self.communication + self.reduction
 
 
+@dataclass(frozen=True)
+class Made:
+    """States and prices of a space that were found otherwise (as arrays): its nodes, hubs and parameters by name,
+    `unary` and `pairs` by number as a space has them."""
+
+    nodes: Mapping[str, NodeStates]
+    hubs: Mapping[str, Port]
+    parameters: Mapping[str, ParameterStates]
+    unary: Sequence[np.ndarray]
+    pairs: Mapping[tuple[int, int], np.ndarray]
+
+
 class Space:
     """States and prices of a graph on a mesh, for one family of strategies."""
 
@@ -72,7 +87,7 @@ class Space:
         factors: Factors,
         mesh: Mesh,
         cluster: Cluster,
-        family: Family,
+        family: Family | Made,
         storage: Storage,
         *,
         ties: Ties | None = None,
@@ -80,9 +95,11 @@ class Space:
         table: Table | None = None,
         kept: Kept | None = None,
         hosts: Collection[str] = (),
+        most: float = math.inf,
     ) -> None:
         """`codes` and what is `kept` are those of an earlier space of the same graph, mesh, cluster and `hosts`, the
-        nodes that the host runs."""
+        nodes that the host runs. `most`: the price of a choice that is known; a large space is then without the states
+        that only dearer ones have (but for a few of each variable)."""
         self.graph, self.factors, self.mesh, self.cluster, self.ties = (
             graph,
             factors,
@@ -95,10 +112,14 @@ class Space:
         self.codes = dict(codes or all_codes(graph, factors, self.values, self.ties))
         self.hosts = frozenset(hosts) if cluster.host_bytes_per_s else frozenset()
         self.hosted = hosted_values(graph, self.hosts)
-        self.leaving = leaving_values(graph, self.hosts, self.hosted)
         self.kept = kept or Kept(graph, self.values, self.codes, self.hosts)
         self.wiring = self.kept.once("wiring", lambda: Wiring(graph, self.ties, self.codes))
-        self.prices = Prices(self.table, self.kept.prices)
+        self.variable: dict[Variable, int] = {v: number for number, v in enumerate(self.wiring.variables)}
+        if isinstance(family, Made):
+            self.nodes, self.hubs = dict(family.nodes), dict(family.hubs)
+            self.parameters = dict(family.parameters)
+            self.unary, self.pairs = list(family.unary), dict(family.pairs)
+            return
         self.nodes: dict[str, NodeStates] = {
             name: node_states(found, family, graph, mesh, cluster, self.kept.states, host=name in self.hosts)
             for name, found in self.codes.items()
@@ -110,11 +131,10 @@ class Space:
             name: self._parameter(name, [self._end(*end) for end in ends], storage)
             for name, ends in self.wiring.parameters.items()
         }
-        self.variable: dict[Variable, int] = {}
-        self.unary: list[np.ndarray] = []  # float64[4, states]: compute, blocking, what may hide, reductions
+        self.unary: list[np.ndarray] = self._unary()  # float64[4, states]: see there
         self.pairs: dict[tuple[int, int], np.ndarray] = {}
-        self._blocking: dict[tuple[int, int], np.ndarray] = {}  # the share of pairs that nothing can hide
-        self._number()
+        if math.isfinite(most) and self._entries() > LARGE:
+            self._narrow(most)
         self._price_edges()
 
     # ------------------------------------------------------------------------------------------------ variables
@@ -133,46 +153,30 @@ class Space:
         host = name in self.hosted
         return self.kept.parameter(ports, (value, trained, whole, storage, host), make)
 
-    def _number(self) -> None:
-        def add(kind: str, name: str, parts: np.ndarray) -> None:
-            self.variable[kind, name] = len(self.unary)
-            self.unary.append(parts)
-
+    def _unary(self) -> list[np.ndarray]:
+        """Per variable float64[4, states]: compute, blocking, what may hide, reductions."""
+        found: list[np.ndarray] = []
         times = self.wiring.times
         for name, states in self.nodes.items():
             zero = np.zeros(len(states.rows))
             compute = states.forward + states.backward
-            add("node", name, times[name] * np.stack([compute, states.talk, zero, zero]))
-        for node in self.graph.nodes if self.hosts else ():
-            self.unary[self.variable["node", self.ties.first(node.name)]][2] += self._crossing(node)
-        for value, port in self.hubs.items():
-            add("hub", value, np.zeros((4, len(port.forward))))
-        for name, found in self.parameters.items():
-            count = self.owners(name)
-            zero = np.zeros_like(found.update)
-            add("parameter", name, count * np.stack([found.update, zero, found.blocking, found.reduction]))
+            found.append(times[name] * np.stack([compute, states.talk, zero, zero]))
+        for crossing in crossings(self.graph, self.wiring, self.hosts):
+            value, port = self.values[crossing.value], self.nodes[crossing.node].ports[crossing.port]
+            size_bytes = value.itemsize * self.table.local_elements(value, port.forward)
+            once = transfer_seconds(size_bytes, self.cluster)
+            found[self.variable["node", crossing.node]][2] += crossing.times * once
+        found += [np.zeros((4, len(port.forward))) for port in self.hubs.values()]
+        for name, states in self.parameters.items():
+            zero = np.zeros_like(states.update)
+            found.append(
+                self.owners(name) * np.stack([states.update, zero, states.blocking, states.reduction])
+            )
+        return found
 
     def owners(self, name: str) -> int:
         """How many parameters of the model a parameter of the graph stands for."""
         return self.wiring.owners[name]
-
-    def _crossing(self, node: Node) -> np.ndarray | float:
-        """Seconds of what a node takes to the host, or of what it makes there and others read on the device."""
-        graph, seconds = self.graph, 0.0
-        states, first = self.nodes[self.ties.first(node.name)], self.ties.first
-        there = node.name in self.hosts or (node.op == PIN and node.uses[0] in self.hosted)
-        ends = zip(node.uses, states.inputs(), strict=True) if there else ()
-        # The hub of what leaves the host is on the device, for all.
-        back = {u for u in node.uses if u in self.leaving and first(u) in self.hubs}
-        crossed = [(u, p) for u, p in ends if u not in self.hosted or u in back]
-        crossed += [(v, p) for v, p in zip(node.values, states.outputs(), strict=True) if v in self.leaving]
-        for value, port in crossed:
-            found = self.values[self.ties.first(value)]
-            once = transfer_seconds(
-                found.itemsize * self.table.local_elements(found, port.forward), self.cluster
-            )
-            seconds = seconds + self.ties.times(node.name) * once * (2 if value in graph.needs_grad else 1)
-        return seconds
 
     # ------------------------------------------------------------------------------------------------ prices
 
@@ -194,35 +198,76 @@ class Space:
         states = self.nodes[name]
         return states.outputs()[port] if gives else states.inputs()[port]
 
-    def _price_edges(self) -> None:
-        edges = self.wiring.edges
-        for source, out, target, at, value in edges:
+    @functools.cached_property
+    def prices(self) -> Prices:
+        """Those between all layouts that meet."""
+        found = Prices(self.table, self.kept.prices)
+        for source, out, target, at, value in self.wiring.edges:
             needs_grad = value in self.graph.needs_grad
-            self.prices.meet(self.values[value], self.port(source, out, gives=True), needs_grad)
-            self.prices.meet(self.values[value], self.port(target, at, gives=False), needs_grad)
-        waited = self.wiring.waited
-        for (source, out, target, at, value), times in edges.items():
+            found.meet(self.values[value], self.port(source, out, gives=True), needs_grad)
+            found.meet(self.values[value], self.port(target, at, gives=False), needs_grad)
+        return found
+
+    def _entries(self) -> int:
+        """Pairs of states of all variables that meet."""
+        ends = {
+            (self.variable[s], self.variable[t]) for s, _, t, _, _ in self.wiring.edges if t in self.variable
+        }
+        return sum(self.unary[u].shape[1] * self.unary[v].shape[1] for u, v in ends)
+
+    def _narrow(self, most: float) -> None:
+        """Leave out the states that only choices of more than `most` seconds have."""
+        most *= 1 + 1e-9  # sums are rounded
+        self._keep(alone([parts.sum(axis=0) for parts in self.unary], most))
+        placed = ((at, matrix) for _, at, matrix in self._reshards(self.prices.rough()))
+        self._keep(worth_keeping([parts.sum(axis=0) for parts in self.unary], placed, most))
+
+    def _keep(self, kept: Sequence[np.ndarray]) -> None:
+        """Leave out all other states."""
+        for ((kind, name), number), states in zip(self.variable.items(), kept, strict=True):
+            self.unary[number] = self.unary[number][:, states]
+            match kind:
+                case "node":
+                    self.nodes[name] = self.nodes[name].take(states)
+                case "hub":
+                    self.hubs[name] = self.hubs[name].take(states)
+                case _:
+                    self.parameters[name] = self.parameters[name].take(states)
+
+    def _reshards(self, prices: Prices) -> Iterator[tuple[Edge, int | tuple[int, int], np.ndarray]]:
+        """For every edge the pair of variables whose prices it adds to, and the prices; one variable for what goes to
+        a result of the program or comes back to where it is from."""
+        for edge, times in self.wiring.edges.items():
+            source, out, target, at, value = edge
             have, want = self.port(source, out, gives=True), self.port(target, at, gives=False)
-            matrix = self.prices.between(
-                self.values[value], have, want, value in self.graph.needs_grad, times
-            )
+            matrix = prices.between(self.values[value], have, want, value in self.graph.needs_grad, times)
             u = self.variable[source]
             if source[0] == "parameter" and (again := self.parameters[source[1]].again).any():
                 # What is made again is what its reader keeps: not something that is made of it in turn.
                 other = key_of(have.forward)[:, None] != key_of(want.forward)[None, :]
                 matrix = np.where(again[:, None] & other, np.inf, matrix)
             if target[0] == "whole":
-                self.unary[u][2] += matrix[:, 0]
-                continue
-            v = self.variable[target]
-            if u == v:
-                self.unary[u][2] += np.diag(matrix)
-                continue
-            key, matrix = ((u, v), matrix) if u < v else ((v, u), matrix.T)
-            self.pairs[key] = self.pairs[key] + matrix if key in self.pairs else matrix
-            if (source, target, value) in waited:
-                known = self._blocking.get(key)
-                self._blocking[key] = matrix if known is None else known + matrix
+                yield edge, u, matrix[:, 0]
+            elif u == (v := self.variable[target]):
+                yield edge, u, np.diag(matrix)
+            else:
+                yield (edge, (u, v), matrix) if u < v else (edge, (v, u), matrix.T)
+
+    def _price_edges(self) -> None:
+        for _, key, matrix in self._reshards(self.prices):
+            if isinstance(key, int):
+                self.unary[key][2] += matrix
+            else:
+                self.pairs[key] = self.pairs[key] + matrix if key in self.pairs else matrix
+
+    @functools.cached_property
+    def _blocking(self) -> dict[tuple[int, int], np.ndarray]:
+        """The share of pairs that nothing can hide."""
+        found: dict[tuple[int, int], np.ndarray] = {}
+        for (source, _, target, _, value), key, matrix in self._reshards(self.prices):
+            if not isinstance(key, int) and (source, target, value) in self.wiring.waited:
+                found[key] = found[key] + matrix if key in found else matrix
+        return found
 
     # ------------------------------------------------------------------------------------------------ the problem
 

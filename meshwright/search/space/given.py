@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from meshwright.errors import StrategyError
 from meshwright.layout import dim_axes, leaves
 from meshwright.mesh import Mesh
-from meshwright.ops.strategy import WHOLE, Strategy, unit_leaves, units
+from meshwright.ops.strategy import Strategy, unit_leaves, units
+from meshwright.search.solve import Problem, completed
+from meshwright.search.space.build import Space
 from meshwright.search.space.codes import NodeCodes, Option
-from meshwright.search.space.families import Family, Rows, distinct
+from meshwright.search.space.families import Family, Rows, block_counts, distinct
+
+Seeds = Mapping[str, Mapping[str, Strategy]]
+"""The user's cuts: axis → node → strategy on that axis alone."""
 
 
 def option_on(codes: NodeCodes, strategy: Strategy, axis: str) -> Option | None:
@@ -59,44 +65,99 @@ def exactly(rows: Mapping[str, np.ndarray]) -> Family:
     return family
 
 
-def honouring(family: Family, seeds: Mapping[str, Mapping[str, Strategy]], mesh: Mesh) -> Family:
-    """A family in which nodes keep the user's cuts. `seeds`: axis → node → single-axis strategy. The family raises
-    StrategyError for a cut that is none of a node's options."""
+def rows_chosen(space: Space, states: Sequence[int]) -> dict[str, np.ndarray]:
+    """The row of each node in a choice."""
+    return {name: found.rows[states[space.variable["node", name]]] for name, found in space.nodes.items()}
+
+
+def states_with(space: Space, problem: Problem, rows: Mapping[str, np.ndarray]) -> tuple[int, ...] | None:
+    """A choice of a space in which the nodes have given rows, all else as is best beside them by `problem`; None where
+    the space has not all of them or does not allow it."""
+    known: dict[int, int] = {}
+    for name, found in space.nodes.items():
+        same = np.flatnonzero((found.rows == rows[name]).all(axis=1))
+        if not len(same):
+            return None
+        known[space.variable["node", name]] = int(same[0])
+    states = completed(problem, known)
+    return states if math.isfinite(problem.price(states)) else None
+
+
+def honouring(family: Family, seeds: Seeds, mesh: Mesh) -> Family:
+    """A family in which nodes keep the user's cuts. It raises StrategyError for a cut that is none of a node's
+    options."""
     if not seeds:
         return family
 
     def rows(codes: NodeCodes, sizes: np.ndarray) -> Rows:
-        wishes = {a: nodes[codes.node.name] for a, nodes in seeds.items() if codes.node.name in nodes}
         found = family(codes, sizes)
-        if not wishes:
-            return found
-        columns = {a.name: n for n, a in enumerate(mesh.axes)}
-        for axis, wish in wishes.items():
-            option = option_on(codes, wish, axis)
-            if option not in codes.options:
-                raise StrategyError(
-                    f"%{codes.node.name} ({codes.node.op}) cannot be planned with {wish} on {axis}",
-                    why="no option of the search is this cut",
-                    where=codes.node.where,
-                    hint='another cut, or mode="sharding_propagation", which takes annotations as they are',
-                )
-            number = codes.options.index(option)
-            kept = found[:, columns[axis]] == number
-            if kept.any():
-                found = found[kept]
-            else:  # no strategy of the family has it: the family's first choice with this axis set by force
-                found = found.copy()
-                found[:, columns[axis]] = number
-        return distinct(found)
+        wishes = wishes_of(seeds, codes.node.name)
+        return honoured(codes, found, wishes, mesh) if wishes else found
 
     return rows
 
 
-def wished_options(seeds: Mapping[str, Mapping[str, Strategy]], codes: NodeCodes) -> tuple[Option, ...]:
+def wishes_of(seeds: Seeds, node: str) -> dict[str, Strategy]:
+    """What the user asks of a node: axis → strategy on it."""
+    return {axis: nodes[node] for axis, nodes in seeds.items() if node in nodes}
+
+
+def honoured(codes: NodeCodes, rows: Rows, wishes: Mapping[str, Strategy], mesh: Mesh) -> Rows:
+    """The rows that do what is wished on each axis. Raises StrategyError for a cut that is none of the options, or that
+    there is no room for beside the others."""
+    numbers = numbers_of(codes, wishes)
+    rows = forced(rows, numbers, mesh)
+    sizes = np.array([a.size for a in mesh.axes], dtype=np.float64)
+    roomy = (block_counts(codes, rows, sizes) <= codes.leaf_sizes).all(axis=1)
+    if not roomy.any():
+        raise no_room(codes, numbers)
+    return rows[roomy]
+
+
+def numbers_of(codes: NodeCodes, wishes: Mapping[str, Strategy]) -> dict[str, int]:
+    """Axis → number of the option that is wished there. Raises StrategyError where it is none."""
+    found: dict[str, int] = {}
+    for axis, wish in wishes.items():
+        option = option_on(codes, wish, axis)
+        if option not in codes.options:
+            raise StrategyError(
+                f"%{codes.node.name} ({codes.node.op}) cannot be planned with {wish} on {axis}",
+                why="no option of the search is this cut",
+                where=codes.node.where,
+                hint='another cut, or mode="sharding_propagation", which takes annotations as they are',
+            )
+        found[axis] = codes.options.index(option)
+    return found
+
+
+def forced(rows: Rows, numbers: Mapping[str, int], mesh: Mesh) -> Rows:
+    """The rows with these options on axes, whether there is room for them or not."""
+    columns = {a.name: n for n, a in enumerate(mesh.axes)}
+    for axis, number in numbers.items():
+        kept = rows[:, columns[axis]] == number
+        if kept.any():
+            rows = rows[kept]
+        else:  # no strategy of the family has it: what the family has, with this axis set by force
+            rows = rows.copy()
+            rows[:, columns[axis]] = number
+    return distinct(rows)
+
+
+def no_room(codes: NodeCodes, numbers: Mapping[str, int]) -> StrategyError:
+    """What to say where a node cannot be cut as is wished: too many blocks of one factor."""
+    cut = ", ".join(f"{codes.options[n].letter} over {axis}" for axis, n in numbers.items() if n)
+    return StrategyError(
+        f"%{codes.node.name} ({codes.node.op}) has no room for all its cuts",
+        why=f"asked of it: {cut}; a factor has at most as many blocks as elements",
+        where=codes.node.where,
+        hint="fewer axes for one factor, or another factor for some of them",
+    )
+
+
+def wished_options(seeds: Seeds, codes: NodeCodes) -> tuple[Option, ...]:
     """Options that the user asks of a node, to be among its options even where a search would not look."""
     found = []
-    for axis, nodes in seeds.items():
-        strategy = nodes.get(codes.node.name, WHOLE)
+    for axis, strategy in wishes_of(seeds, codes.node.name).items():
         option = option_on(codes, strategy, axis)
         if option is not None and option.letter != "?" and option not in codes.options:
             found.append(option)

@@ -6,7 +6,7 @@ Values with the same sub-dims share one numbering and one price matrix: q, k and
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from meshwright.search.space.codes import Codes
 
 Known = tuple[Value, bytes]
 SMALL = 1 << 15  # entries of a matrix that is worth remembering for the next space
+SLIGHTLY_LESS = 1 - 2**-21  # more than two roundings to float32 add
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Prices:
         default_factory=dict
     )  # by identity, with the first one like it
     _first: dict[tuple[tuple[int, ...], bytes, bytes], Port] = field(default_factory=dict)
-    _places: dict[tuple[Value, int, bool], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    _places: dict[tuple[Value, int, bool], tuple[np.ndarray, np.ndarray | None]] = field(default_factory=dict)
     _between: dict[tuple[Value, int, int, bool, float], np.ndarray] = field(default_factory=dict)
     _met: dict[tuple[Value, int, bool], Port] = field(default_factory=dict)
 
@@ -85,6 +86,13 @@ class Prices:
         rows.append(port.forward)
         if needs_grad:
             rows.append(port.backward)
+
+    def rough(self) -> Prices:
+        """The same prices as float32, none of them higher."""
+        for value in self._seen:
+            self._matrix(value)
+        lower = {value: (SLIGHTLY_LESS * m).astype(np.float32) for value, m in self._seconds.items()}
+        return replace(self, _seconds=lower, _between={})
 
     def between(
         self, value: Value, have: Port, want: Port, needs_grad: bool, times: float = 1.0
@@ -102,22 +110,30 @@ class Prices:
         self, value: Value, have: Port, want: Port, needs_grad: bool, times: float
     ) -> np.ndarray:
         """Priced for the distinct layouts of the two, forward and backward together, and then spread over states."""
-        matrix = self._matrix(value) if times == 1 else times * self._matrix(value)
+        matrix = self._matrix(value)
         (rows, row), (columns, column) = (self._layouts(value, port, needs_grad) for port in (have, want))
-        seconds = matrix[rows[0][:, None], columns[0]]
+        seconds = matrix.take(rows[0], axis=0).take(columns[0], axis=1)
         if needs_grad:
-            seconds += matrix[columns[1][:, None], rows[1]].T
-        return seconds.take(row, axis=0).take(column, axis=1)
+            seconds += matrix.take(columns[1], axis=0).take(rows[1], axis=1).T
+        if times != 1:
+            seconds *= seconds.dtype.type(times)
+        if row is not None:
+            seconds = seconds.take(row, axis=0)
+        return seconds if column is None else seconds.take(column, axis=1)
 
-    def _layouts(self, value: Value, port: Port, needs_grad: bool) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers of a port's distinct layouts, forward and backward [2, layouts], and [states] which it is."""
+    def _layouts(self, value: Value, port: Port, needs_grad: bool) -> tuple[np.ndarray, np.ndarray | None]:
+        """The numbers of a port's distinct layouts, forward and backward [2, layouts], and [states] which it is; None
+        where each state has one of its own, in this order."""
         key = (value, id(port), needs_grad)
         if key not in self._places:
             keys = self._keys[value]
             forward = np.searchsorted(keys, key_of(port.forward))
             backward = np.searchsorted(keys, key_of(port.backward)) if needs_grad else forward
             both, which = np.unique(forward * len(keys) + backward, return_inverse=True)
-            self._places[key] = (np.stack(np.divmod(both, len(keys))), which)
+            if len(both) == len(forward):
+                self._places[key] = (np.stack([forward, backward]), None)
+            else:
+                self._places[key] = (np.stack(np.divmod(both, len(keys))), which)
         return self._places[key]
 
     def _same(self, port: Port) -> Port:

@@ -9,7 +9,8 @@ moment beside these is left to the simulation (`partition/memory.py`), which has
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,7 +26,24 @@ from meshwright.search.space.wiring import is_kept
 INSTANTS = ("the loss", "the update", "the head's backward")
 
 
-def memory_of(space: Space, optimizer_states: int, again: Collection[str] = ()) -> Memory:
+@dataclass(frozen=True)
+class Elsewhere:
+    """What is kept elsewhere than where it lies. `sliced`: what backward asks for, in slices over the ranks that would
+    repeat it. `stay`: operator whose results the host keeps → of how many of those that it stands for they stay here.
+    `parked`: parameters that the host has between their uses, and where `updated_there` at the update too."""
+
+    sliced: bool = False
+    stay: Mapping[str, int] = field(default_factory=dict)
+    parked: Collection[str] = ()
+    updated_there: bool = False
+
+
+HERE = Elsewhere()
+
+
+def memory_of(
+    space: Space, optimizer_states: int, again: Collection[str] = (), elsewhere: Elsewhere = HERE
+) -> Memory:
     """float64[states, 3] for every variable of a space. `again`: values that backward computes again."""
     amounts = [np.zeros((parts.shape[1], len(INSTANTS))) for parts in space.unary]
     loss, head, late = _end(space.graph)
@@ -39,7 +57,11 @@ def memory_of(space: Space, optimizer_states: int, again: Collection[str] = ()) 
                 continue
             value = space.values[space.ties.first(name)]
             codes = states.ports[port].forward
-            kept = share * times * value.itemsize * space.table.local_elements(value, codes)
+            held = space.table.local_elements(value, codes)
+            if elsewhere.sliced and space.graph.types[name].is_float:
+                held = np.minimum(held, _whole(space, value) / space.mesh.size)
+            maker = space.graph.producers[name].name
+            kept = share * min(times, elsewhere.stay.get(maker, times)) * value.itemsize * held
             rows[:, 0] += kept
             rows[:, 2] += 0 if node.name in late else kept
         if node.name in space.hosts:
@@ -70,11 +92,13 @@ def memory_of(space: Space, optimizer_states: int, again: Collection[str] = ()) 
         waits = (found.use.grad & ~found.stored).any(axis=1)
         alone = alone_bytes(space.cluster.device_type)
         buffered = waits & (found.elements * item < alone) & trained
+        here = name not in elsewhere.parked
         rows[:, 0] += count * (
-            found.elements * (item + state + item * buffered)
-            + item * found.kept_elements * (trained and is_kept(space.graph, name))
+            found.elements * (item * here + state + item * buffered)
+            + item * found.kept_elements * (here and trained and is_kept(space.graph, name))
         )
-        rows[:, 1] += count * found.elements * ((2 if trained else 1) * item + state)
+        weights = item * (here or (trained and not elsewhere.updated_there))
+        rows[:, 1] += count * found.elements * (weights + item * trained + state)
         rows[:, 2] += rows[:, 0]
         if trained and any(n.name == head for n, _ in space.graph.consumers[name]):
             rows[:, 2] += np.where(buffered, 0.0, found.elements * item)

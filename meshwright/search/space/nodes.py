@@ -40,6 +40,12 @@ class NodeStates:
         """The ports of its results."""
         return self.ports[self.codes.inputs :]
 
+    def take(self, states: np.ndarray) -> NodeStates:
+        """Some of the states."""
+        ports = tuple(port.take(states) for port in self.ports)
+        seconds = (self.forward[states], self.backward[states], self.talk[states])
+        return NodeStates(self.codes, self.rows[states], ports, *seconds)
+
 
 Known = Callable[[NodeCodes, Rows, Callable[[], "NodeStates"]], "NodeStates"]
 

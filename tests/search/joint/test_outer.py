@@ -34,6 +34,30 @@ def test_idle_share_and_micro_batches_in_flight_are_those_of_the_played_schedule
     assert held <= told.in_flight(ranks, pieces) <= held + 1
 
 
+@pytest.mark.parametrize(("ranks", "pieces"), list(itertools.product((2, 4, 8), (8, 16, 32))))
+def test_a_v_of_stages_idles_about_as_told_and_holds_no_more(ranks, pieces):
+    """Its order comes of a race, so the formula is the least of it."""
+    played, told = play(make("zero_bubble_v", ranks, pieces, 2)), Schedule("zero_bubble_v", 2)
+    idle = played.bubble / (1 - played.bubble)
+    assert (
+        told.idle_share(ranks, pieces) <= idle * (1 + 1e-9)
+        and idle <= 0.04 + told.idle_share(ranks, pieces) * 1.5
+    )
+    assert max(played.peaks) / 2 <= told.in_flight(ranks, pieces)
+
+
+def test_a_v_of_stages_is_among_what_is_searched():
+    cluster = Cluster.preset("h100", nodes=4, ranks_per_node=2)
+    found = {(o.schedule.name, o.schedule.chunks) for o in outers(cluster, layers=8)}
+    assert found == {
+        ("1f1b", 1),
+        ("interleaved", 2),
+        ("interleaved", 4),
+        ("zero_bubble", 1),
+        ("zero_bubble_v", 2),
+    }
+
+
 def test_outer_configurations_divide_levels_and_leave_the_rest_to_a_stage():
     cluster = Cluster.preset("h100", nodes=4, ranks_per_node=2)
     every = list(outers(cluster, layers=8))

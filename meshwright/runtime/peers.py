@@ -1,0 +1,85 @@
+"""When one rank fails, the others say why: what ended it is left in the rendezvous store, and who finds a connection
+closed looks there.
+
+Without this they say that a connection was closed, in the words of the back end. Nothing is sent while all goes well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import traceback
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from meshwright.errors import PEER_LOST, MeshwrightError, PeerLost
+
+KEY = "meshwright/reason"
+SAID = 1000  # letters of an error that others are told
+_told: list[tuple[Any, int]] = []  # the store of this job and this rank, once they are known
+
+
+def begin(store: dist.Store, rank: int) -> None:
+    """From now on an error that ends this process is left in the store."""
+    _told.append((store, rank))
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, RuntimeError):
+            error = lost(error, "a collective") or error
+        if isinstance(error, PeerLost):  # its traceback is of no use: what happened, happened elsewhere
+            print(f"{PeerLost.__module__}.{PeerLost.__qualname__}: {error}", file=sys.stderr, flush=True)
+            return
+        leave_reason(error, trace)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def leave_reason(error: BaseException, trace: TracebackType | None = None) -> None:
+    """Leave in the store what ends this rank; the first to do so is heard."""
+    if not _told or isinstance(error, SystemExit):
+        return
+    store, rank = _told[0]
+    what = error.what if isinstance(error, MeshwrightError) else str(error)
+    frames = traceback.extract_tb(trace)[-1:]
+    where = error.where if isinstance(error, MeshwrightError) else ""
+    where = where or "".join(f"{f.filename}:{f.lineno}" for f in frames)
+    with contextlib.suppress(Exception):  # whoever kept the store may have gone
+        store.compare_set(KEY, "", json.dumps([rank, type(error).__name__, what[:SAID], where[:SAID]]))
+
+
+def lost(error: RuntimeError, what: str) -> PeerLost | None:
+    """What an error of the back end means if it means that another rank has gone; else None. `what` was waited for."""
+    if PEER_LOST.search(str(error)) is None:
+        return None
+    found = _reason()
+    if found is not None:
+        rank, kind, said, where = found
+        return PeerLost(
+            f"rank {rank} failed: {kind}: {said}",
+            why=f"this rank waited for it in {what}",
+            where=f"{where} on rank {rank}" if where else "",
+        )
+    return PeerLost(
+        f"another rank has gone, for which this one waited in {what}",
+        why=str(error).partition("\n")[0][:SAID],
+        hint="the launcher says which rank ended first, and the log of that one why",
+    )
+
+
+def _reason() -> tuple[int, str, str, str] | None:
+    if not _told:
+        return None
+    store, mine = _told[0]
+    with contextlib.suppress(Exception):
+        if store.check([KEY]):
+            rank, kind, said, where = json.loads(bytes(store.get(KEY)))
+            return None if rank == mine else (rank, kind, said, where)
+    return None
+
+
+__all__ = ["begin", "leave_reason", "lost"]

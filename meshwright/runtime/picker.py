@@ -1,0 +1,67 @@
+"""Taking a part of a tensor, and putting one in its place."""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright.redistribute.positions import Selection
+
+
+class Picker:
+    """A selection, as narrows where it has one run and as an index where it has several."""
+
+    def __init__(self, selection: Selection) -> None:
+        self.shape = selection.shape
+        self.cuts: list[tuple[int, int, int, torch.Tensor | None]] = []
+        for dim in selection.cut_dims:
+            runs = selection.runs[dim]
+            start, length = runs[0] if runs else (0, 0)
+            index = torch.from_numpy(selection.index(dim)) if len(runs) > 1 else None
+            self.cuts.append((dim, start, length, index))
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """What is selected of a tensor."""
+        for dim, start, length, index in self.cuts:
+            x = x.narrow(dim, start, length) if index is None else x.index_select(dim, index.to(x.device))
+        return x
+
+    def taken_in_place(self, x: torch.Tensor) -> torch.Tensor | None:
+        """What is selected as a stretch of the tensor's own memory, if it is one."""
+        if any(index is not None for *_, index in self.cuts):
+            return None
+        found = self.take(x)
+        return found if found.is_contiguous() else None
+
+    def put(self, y: torch.Tensor, piece: torch.Tensor) -> None:
+        """Write a piece to where it is selected."""
+        view = y
+        spread = [c for c in self.cuts if c[3] is not None]
+        for dim, start, length, index in self.cuts:
+            if index is None:
+                view = view.narrow(dim, start, length)
+        if not spread:
+            view.copy_(piece)
+        elif len(spread) == 1:
+            dim, _, _, index = spread[0]
+            assert index is not None
+            view.index_copy_(dim, index.to(y.device), piece)
+        else:
+            where: list[torch.Tensor | slice] = [slice(None)] * y.dim()
+            for place, (dim, _, _, index) in enumerate(spread):
+                assert index is not None
+                where[dim] = index.to(y.device).view([-1] + [1] * (len(spread) - place - 1))
+            # Index tensors on several dims land in one block only when the dims between them are whole
+            # slices moved along.
+            grid = torch.meshgrid(
+                *[
+                    i.reshape(-1)
+                    if isinstance(i, torch.Tensor)
+                    else torch.arange(view.shape[d], device=y.device)
+                    for d, i in enumerate(where)
+                ],
+                indexing="ij",
+            )
+            view[grid] = piece
+
+
+__all__ = ["Picker"]

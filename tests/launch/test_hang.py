@@ -1,0 +1,118 @@
+"""Ranks that hang are found by name, and nothing is left of the job."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import LaunchError
+from meshwright.launch.job import Job, check
+from tests.launch.conftest import Launches
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+ROOT = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])}
+
+SCRIPT = """
+    import os, signal, sys, time
+    import torch
+    import meshwright as mw
+    from meshwright.examples import mlp
+
+    how, rank = sys.argv[1], os.environ["RANK"]
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+
+    class Samples(torch.utils.data.Dataset):
+        def __len__(self):
+            return 60
+
+        def __getitem__(self, index):
+            while how == "dataset" and rank == "1" and step.steps == 2 and first:
+                pass
+            return {name: value[0] for name, value in batch.items()}
+
+    model, batch, loss = mlp.build()
+    step = mw.train_step(model, torch.optim.AdamW, batch, loss=loss, mesh=2)
+    for part in mw.shard_loader(Samples(), step):
+        step(part)
+        if step.steps == 2 and first:
+            if how == "stop" and rank == "1":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if how == "save" and rank == "0":
+                step.save("ckpt")
+            if how == "hook" and rank == "1":
+                step.module.register_forward_pre_hook(lambda *_: time.sleep(600))
+        if how == "slow" and rank == "1":
+            for _ in range(12):
+                time.sleep(0.5)
+                mw.alive()
+            how = ""
+    mw.shutdown()
+    print("to the end")
+"""
+
+
+def test_an_endless_loop_in_a_dataset_is_found_and_takes_one_restart(launches: Launches) -> None:
+    script = launches.script(SCRIPT)
+    arguments = ("--nproc", 2, "--hang-after", 3, "--max-restarts", 1, script, "dataset")
+    done = launches.run(*arguments, env=ROOT)
+    assert done.returncode == 0 and "to the end" in done.stdout, done.stderr
+    assert "rank 1 of 2 hangs: nothing has moved for" in done.stderr
+    assert "rank 1: reading a batch after step 2, for" in done.stderr
+    assert "rank 0 waits in the all_reduce of %" in done.stderr and "of step 3" in done.stderr
+    assert re.search(r"script\.py:1[56] in __getitem__", done.stderr), done.stderr
+    launches.wait_until_gone()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("stop", "rank 1 of 2 is stopped: nothing has moved for"),
+        ("hook", "rank 1: forward(0, 0) of step 3, for"),
+        ("save", "rank 0 waits in a step.save"),
+    ],
+)
+def test_others_that_hang(launches: Launches, how: str, said: str) -> None:
+    done = launches.run(
+        "--nproc", 2, launches.script(SCRIPT), how, env={**ROOT, "MESHWRIGHT_HANG_AFTER": "3"}
+    )
+    assert done.returncode == 124
+    assert said in done.stderr
+    launches.wait_until_gone()
+
+
+@pytest.mark.slow
+def test_who_says_that_it_is_alive_does_not_hang(launches: Launches) -> None:
+    done = launches.run("--nproc", 2, "--hang-after", 3, launches.script(SCRIPT), "slow", env=ROOT)
+    assert done.returncode == 0 and "to the end" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3], ids=["taken for another", "of another length: gloo aborts"])
+def test_a_collective_that_is_left_out(launches: Launches, size: int) -> None:
+    script = launches.script("""
+        import sys
+        import torch
+        import meshwright as mw
+
+        size = int(sys.argv[1])
+        world = mw.world({"dp": 2})
+        for n in range(5):
+            if not (n == 3 and world.rank == 1):
+                world.all_reduce(torch.ones(size), "dp")
+            world.all_gather(torch.ones(2), 0, "dp")
+        mw.shutdown()
+    """)
+    done = launches.run("--nproc", 2, "--hang-after", 3, script, size, env=ROOT)
+    assert done.returncode == (124 if size == 2 else 134)
+    assert "left a collective out, or began one too many: the 7th of ranks 0, 1 along dp is" in done.stderr
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.5, 1e6])
+def test_a_silence_that_cannot_be(seconds: float, tmp_path: Path) -> None:
+    (tmp_path / "script.py").touch()
+    with pytest.raises(LaunchError, match="--hang-after is"):
+        check(Job(1, str(tmp_path / "script.py"), hang_seconds=seconds))

@@ -1,0 +1,87 @@
+"""What a rank's record says is what was put in."""
+
+from __future__ import annotations
+
+import faulthandler
+from pathlib import Path
+
+import pytest
+
+from meshwright import pulse
+from meshwright.pulse import record
+from meshwright.pulse.record import KEPT, Pulse
+from meshwright.pulse.seen import Group, Waits, computes, read
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made = Pulse(tmp_path / "rank1")
+    monkeypatch.setattr(pulse, "_mine", made)
+    yield made
+    faulthandler.unregister(record.stack_signal())
+    made.close()
+
+
+def test_what_a_rank_does_and_waits_for(mine: Pulse) -> None:
+    path, group = mine.path, Group((0, 1), "dp")
+    seen = read(path)
+    assert seen is not None and (seen.doing, seen.step, seen.waits) == (pulse.OWN_CODE, -1, None)
+    pulse.step(3)
+    pulse.doing("forward", 0, 2)
+    pulse.of("%x forward (model.py:3)")
+    pulse.begun("all_reduce", (0, 1), "dp")
+    entry = pulse.begun("all_gather", (0, 1), "dp")
+    with pulse.waiting(entry):
+        seen = read(path)
+        assert seen is not None and (seen.doing, seen.step, seen.numbers) == ("forward", 3, (0, 2))
+        assert seen.waits == Waits("all_gather", group, 2)  # what was told was of the one before
+    seen = read(path)
+    assert seen is not None and seen.waits is None and seen.begun == {group: 2}
+    told = {(group, 1): ("all_reduce", "%x forward (model.py:3)"), (group, 2): ("all_gather", "")}
+    assert seen.latest == told
+
+
+def test_the_latest_collectives_are_kept_in_their_order(mine: Pulse) -> None:
+    for number in range(KEPT + 10):
+        pulse.begun("all_reduce", (0, number % 2 + 1), of=str(number))
+    seen = read(mine.path)
+    assert seen is not None and len(seen.latest) == KEPT
+    assert [of for _, of in seen.latest.values()] == [str(n) for n in range(10, KEPT + 10)]
+    assert sum(seen.begun.values()) == KEPT + 10
+
+
+def test_a_thread_that_saves_waits_beside(mine: Pulse) -> None:
+    told = pulse.begun("checkpoint", (0, 1), "save", "step-1")
+    with pulse.waiting(told, beside=True):
+        seen = read(mine.path)
+        assert seen is not None and seen.waits is None
+        with pulse.during(pulse.FOR_SAVE):
+            seen = read(mine.path)
+            assert seen is not None and seen.waits == Waits("checkpoint", Group((0, 1), "save"), 1, "step-1")
+
+
+def test_who_builds_may_be_silent_while_it_computes(mine: Pulse) -> None:
+    def data() -> bytes:
+        return mine.path.with_suffix(".pulse").read_bytes()
+
+    assert not computes(data()) and not computes(b"")
+    with pulse.during("building", patient=True):
+        assert computes(data())
+        with pulse.waiting(pulse.begun("word", (0, 1))):
+            assert not computes(data())
+    assert not computes(data())
+
+
+def test_a_sign_of_life_is_seen(mine: Pulse) -> None:
+    before = mine.path.with_suffix(".pulse").read_bytes()
+    pulse.alive()
+    assert mine.path.with_suffix(".pulse").read_bytes() != before
+
+
+def test_nobody_watches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(pulse.OWN, f"1:{tmp_path / 'rank0'}")  # of another process: this is a child of a rank
+    pulse.begin()
+    assert not list(tmp_path.iterdir()) and pulse.begun("all_reduce", (0,)) is None
+    with pulse.during("nothing"), pulse.waiting(None):
+        pulse.alive()
+    assert read(tmp_path / "rank0") is None

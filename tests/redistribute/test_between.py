@@ -1,0 +1,86 @@
+"""From a layout on one mesh to one on another: every rank receives what it holds, each element of it once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from meshwright.layout import Cat, TensorLayout, parse_layout
+from meshwright.mesh import Mesh
+from meshwright.redistribute.between import Laid, arriving, leaving, received_elements
+from tests.redistribute.test_redistribute import problems
+
+
+def part(laid: Laid, numbers: np.ndarray, rank: int) -> np.ndarray:
+    held = laid.layout.indices(laid.mesh, laid.at(rank))
+    return numbers[np.ix_(*held)] if held else numbers
+
+
+def check(source: Laid, to: Laid) -> None:
+    numbers = np.arange(np.prod(source.layout.shape, dtype=int)).reshape(source.layout.shape)
+    sent = {(s, r): piece for s in range(source.ranks) for r, piece in leaving(source, to, s)}
+    parted = all(not isinstance(item, Cat) for dim in source.layout.dims for item in dim)
+    for rank in range(to.ranks):
+        expected = part(to, numbers, rank)
+        assert to.shape(rank) == expected.shape
+        found, times = np.full(expected.shape, -1), np.zeros(expected.shape, dtype=int)
+        for sender, piece in arriving(source, to, rank):
+            taken = sent.pop((sender, rank))
+            message = part(source, numbers, sender)[np.ix_(*map(taken.index, range(len(taken.of))))]
+            assert message.shape == taken.shape == piece.shape and message.size
+            where = np.ix_(*map(piece.index, range(len(piece.of))))
+            found[where] = message
+            times[where] += 1
+        np.testing.assert_array_equal(found, expected)
+        if parted:  # a concatenation may have a part that all blocks repeat
+            assert (times == 1).all() and received_elements(source, to, rank) == expected.size
+    assert not sent
+
+
+@given(problems())
+def test_a_rank_receives_what_it_holds(problem: tuple[Mesh, TensorLayout, TensorLayout]) -> None:
+    mesh, one, other = problem
+    check(Laid(TensorLayout(one.dims), mesh), Laid(TensorLayout(other.dims), mesh))
+
+
+MESHES = {"a": Mesh.of(dp=4), "b": Mesh.of(dp=2, tp=3), "c": Mesh.of(ranks=1), "d": Mesh.of(tp=2, dp=2)}
+LAID = [
+    ("a", "[12/dp0.dp1, 6]"),
+    ("a", "[12, 6/dp1.dp0]"),
+    ("b", "[12/dp, 6/tp]"),
+    ("b", "[12/tp.dp, 6]"),
+    ("b", "[12, 6]"),
+    ("c", "[12, 6]"),
+    ("d", "[(3 4/tp), 6/dp]"),
+    ("d", "[{8/tp | 4}, 6]"),
+    ("d", "[12, 6/dp]"),
+]
+
+
+@pytest.mark.parametrize("to", LAID, ids=str)
+@pytest.mark.parametrize("source", LAID, ids=str)
+def test_meshes_may_differ_in_shape_and_size(source: tuple[str, str], to: tuple[str, str]) -> None:
+    one, other = (Laid(parse_layout(text), MESHES[mesh]) for mesh, text in (source, to))
+    check(one, other)
+
+
+def test_micro_batches_are_parts_of_their_own() -> None:
+    one = Mesh.of(dp=2).in_time(2)
+    other = Mesh.of(tp=2).in_time(2)
+    for m in range(2):
+        check(Laid(parse_layout("[8/time.dp, 6]"), one, m), Laid(parse_layout("[8/time, 6/tp]"), other, m))
+
+
+def test_copies_share_the_sending() -> None:
+    """Four ranks hold the whole: each sends a quarter of what four others hold in parts."""
+    whole, split = (
+        Laid(parse_layout("[8, 4]"), Mesh.of(tp=4)),
+        Laid(parse_layout("[8/dp0.dp1, 4]"), Mesh.of(dp=4)),
+    )
+    assert [[r for r, _ in leaving(whole, split, s)] for s in range(4)] == [[0], [1], [2], [3]]
+
+
+def test_ranks_of_equal_number_talk_where_both_hold_the_same() -> None:
+    laid = Laid(parse_layout("[8/tp, 4]"), Mesh.of(dp=2, tp=2))
+    assert [[r for r, _ in leaving(laid, laid, s)] for s in range(4)] == [[0], [1], [2], [3]]

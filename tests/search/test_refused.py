@@ -1,0 +1,73 @@
+"""What a search says where nothing it looks at is allowed, or can be lowered: a PlanError that names operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshwright.errors import LayoutError, PlanError, StrategyError
+from meshwright.partition.judged import Judge
+from meshwright.search.solve import NoStates, Problem
+from meshwright.search.space.build import Space
+from tests.search.planned import SEARCHES, made
+from tests.search.test_alike import alike, of_model
+
+
+@pytest.mark.parametrize("mode", SEARCHES)
+def test_where_no_choice_is_allowed_the_operators_are_named(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of all pairs of variables has no price."""
+    original = Space.problem
+
+    def broken(self: Space, alpha: float | None = None) -> Problem:
+        found = original(self, alpha)
+        first = next(iter(found.pairs))
+        return Problem(found.unary, {**found.pairs, first: np.full_like(found.pairs[first], np.inf)})
+
+    monkeypatch.setattr(Space, "problem", broken)
+    with pytest.raises(PlanError, match="no plan is possible on this mesh") as caught:
+        made("mlp", "2x2", mode)
+    error = caught.value
+    assert isinstance(error.__cause__, NoStates)
+    assert error.why.startswith("no layout of %linear") and "goes with one of" in error.why
+    assert "mlp.py" in error.where and error.hint
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt"])
+@pytest.mark.parametrize("mode", SEARCHES)
+def test_where_a_choice_cannot_be_lowered_it_is_a_plan_error(
+    model: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_way(*_: Any) -> None:
+        raise LayoutError("no collective of the price table leads from A to B", why="the table has none")
+
+    monkeypatch.setattr(Judge, "_lowered", no_way)
+    with pytest.raises(PlanError, match="has no program") as caught:
+        made(model, "2x2", mode)
+    error = caught.value
+    assert (
+        error.why == "no collective of the price table leads from A to B (the table has none)" and error.hint
+    )
+
+
+@pytest.mark.parametrize("mode", SEARCHES)
+def test_cuts_without_room_are_refused_with_the_operator(mode: str) -> None:
+    """Each axis alone has room in a dim of 4, the two together have not: 3 times 2 blocks."""
+    pins = {"*": {"n": "dp"}, "layers.*": {"n": "tp"}}
+    with pytest.raises(StrategyError):
+        made("recommender", "2x3", mode, pins=pins)
+
+
+def test_no_turn_of_a_recursion_cuts_a_pinned_factor_into_more_blocks_than_elements() -> None:
+    here = of_model("bert", "8", {"*.query": {"n": "tp"}})
+    arrays = alike(here)
+    now = np.zeros((len(arrays.names), 3), dtype=np.int8)
+    for turn in ([0], [1], [2], [0, 1, 2]):
+        for sheet in arrays.priced(turn, now).sheets:
+            sizes = sheet.kind.leaf_sizes[0]
+            for row in sheet.rows:
+                blocks = np.where(sheet.kind.codes.cuts[row], 2.0, 1.0).prod(axis=0)
+                assert (blocks <= sizes).all(), sheet.kind.codes.node.name

@@ -1,0 +1,67 @@
+"""What `train_step` refuses before anything runs, and what its whole state is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.errors import PlanError, RunError, did_you_mean
+
+X, Y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+
+
+class Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 3)
+        self.register_buffer("scale", torch.ones(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+def loss(model, batch):
+    return torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def step_of(**asked):
+    asked = {"loss": loss, "mesh": 1, **asked}
+    return mw.train_step(Normed(), torch.optim.SGD, {"x": X, "y": Y}, **asked)
+
+
+@pytest.mark.parametrize("given", [{"mesh": 1}, {"mesh": None, "pins": {"linear": {"n": "dp"}}}])
+def test_what_a_plan_has_is_not_given_beside_it(given) -> None:
+    plan = mw.plan(Normed(), {"x": X, "y": Y}, loss=loss, mesh=1)
+    with pytest.raises(PlanError, match=f"{next(n for n, v in given.items() if v)}= is given beside a plan"):
+        step_of(plan=plan, **given)
+
+
+@pytest.mark.parametrize("norm", [-1, 0, float("nan"), float("inf"), "1", True])
+def test_a_norm_is_a_number_above_zero(norm) -> None:
+    with pytest.raises(RunError, match="clip_norm="):
+        step_of(clip_norm=norm)
+
+
+def test_a_seed_is_a_whole_number() -> None:
+    with pytest.raises(RunError, match="seed='a'"):
+        step_of(seed="a")
+
+
+def test_a_loss_that_trains_nothing_is_refused() -> None:
+    with pytest.raises(PlanError, match="the loss has no gradient"):
+        step_of(loss=lambda model, batch: loss(model, batch).detach())
+
+
+def test_the_whole_state_is_a_copy_that_the_model_loads() -> None:
+    step = step_of(optimizer_parallel=0)
+    before = step.full_state()
+    kept = {name: x.clone() for name, x in before.items()}
+    step({"x": X, "y": Y})
+    assert all(torch.equal(before[name], x) for name, x in kept.items())  # later steps leave it alone
+    assert not torch.equal(step.full_state()["linear.weight"], kept["linear.weight"])
+    Normed().load_state_dict(before)  # without the buffer that a model makes anew
+
+
+def test_a_file_that_is_not_there_is_no_hint_for_itself() -> None:
+    assert "nofile.py" not in did_you_mean("nofile.py", ["train.py"])
