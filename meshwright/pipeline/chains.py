@@ -19,7 +19,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
 
 from meshwright.pipeline.actions import BACKWARD, BACKWARD_INPUT, COMPUTE, FORWARD, Action, Schedule
 from meshwright.pipeline.schedules import make
@@ -102,6 +101,8 @@ def _best(found: np.ndarray) -> np.ndarray:
     """The weights of chains [chains, stages] with which the stage that counts least counts most."""
     kinds, stages = found.shape
     scale = found.max()
+    from scipy.optimize import linprog  # 0.4 s, which a rank that only runs its plan need not wait for
+
     done = linprog(
         np.append(np.zeros(kinds), -1.0),
         A_ub=np.hstack([-found.T / scale, np.ones((stages, 1))]),
