@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.mesh import Mesh
 from meshwright.redistribute.matrix import Table
-from meshwright.search.alike.prices import Alike
+from meshwright.search.alike.prices import Alike, MakePriced
 from meshwright.search.folded import Folded
 from meshwright.search.options import Scene
 from meshwright.search.pins import Seeds
@@ -25,7 +26,7 @@ from meshwright.search.space.codes import values_of
 from meshwright.search.space.families import Family, named, runs
 from meshwright.search.space.given import honouring, wished_options
 from meshwright.search.space.kept import Kept
-from meshwright.search.space.memory import fixed_bytes, memory_of
+from meshwright.search.space.memory import Demands, Elsewhere, demands_of, fixed_bytes, memory_of
 from meshwright.search.space.parameters import Storage
 from meshwright.search.space.wiring import Ties, Wiring
 from meshwright.search.techniques.elsewhere import elsewhere
@@ -144,10 +145,11 @@ class Planner:
 
     def memory(self, space: Space, optimizer_states: int | None = None) -> Memory:
         """What a choice takes of a rank, at least, under the techniques."""
-        asked, states = self.techniques, self._states(optimizer_states)
-        away = elsewhere(space.graph, asked, self.hosts, self.ties.times)
-        found = memory_of(space, states, again_of(space.graph, asked.recompute), away)
-        return self.in_pieces(space, found, states)
+        again, states = again_of(space.graph, self.techniques.recompute), self._states(optimizer_states)
+        return self.in_pieces(space, memory_of(space, states, again, self._elsewhere()), states)
+
+    def _elsewhere(self) -> Elsewhere:
+        return elsewhere(self.scene.graph, self.techniques, self.hosts, self.ties.times)
 
     def _states(self, optimizer_states: int | None) -> int:
         """Moments of a parameter element on the device."""
@@ -160,7 +162,7 @@ class Planner:
         asked, moments = self.techniques, self._states(states)
         if asked.micro_batches == 1:
             return whole
-        away = elsewhere(space.graph, asked, self.hosts, self.ties.times)
+        away = self._elsewhere()
         owned = {number: name for (kind, name), number in space.variable.items() if kind == "parameter"}
         amounts = [a if v in owned else a / asked.micro_batches for v, a in enumerate(whole.amounts)]
         for number, name in owned.items():
@@ -190,22 +192,39 @@ class Planner:
             most=most,
         )
 
-    def alike(self) -> Callable[[], Alike] | None:
-        """What makes the arrays of a graph of very many nodes; None where one space is quick enough."""
+    def alike(self, per_byte: np.ndarray | None = None) -> MakePriced | None:
+        """What prices a graph of very many nodes as arrays, with a price per byte at each instant where one is given;
+        None where one space is quick enough."""
         if len(self.codes) <= MOST_NODES:
             return None
-        graph = self.scene.graph
+        key = "alike" if per_byte is None else ("alike", self.techniques)
+        arrays = self.kept.once(key, lambda: self.arrays(per_byte is not None))
+        return functools.partial(arrays.priced, per_byte=per_byte)
+
+    def arrays(self, demanding: bool = False) -> Alike:
+        """The graph as arrays; `demanding` ones know what memory takes under the techniques."""
+        graph, cluster, asked = self.scene.graph, self.request.cluster, self.techniques
+        hosts = self.hosts if cluster.host_bytes_per_s else frozenset[str]()
         wiring = self.kept.once("wiring", lambda: Wiring(graph, self.ties, self.codes))
-        return lambda: Alike(
+        demands: Demands | None = None
+        if demanding:
+            again, away = again_of(graph, asked.recompute), self._elsewhere()
+            ranks, states = self.scene.mesh.size, self._states(None)
+            demands = demands_of(
+                graph, self.values, self.ties, wiring, cluster, ranks, hosts, states, again, away
+            )
+            demands = demands.in_pieces(asked.micro_batches)
+        return Alike(
             graph,
             self.codes,
             self.values,
             wiring,
-            self.request.cluster,
+            cluster,
             self.table,
             self.storage(),
             self.seeds,
-            self.hosts if self.request.cluster.host_bytes_per_s else (),
+            hosts,
+            demands,
         )
 
     def storage(self, allowed: bool = True) -> Storage:

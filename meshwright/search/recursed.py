@@ -25,7 +25,7 @@ def recursion(planner: Planner, inner: str = "exact") -> Callable[[np.ndarray | 
             planner.scene.mesh,
             inner=inner,
             problem=None if multipliers is None else weighed,
-            alike=planner.alike(),
+            alike=planner.alike(multipliers),
         )
         return planner.found(
             done.space, done.states, {"space": f"a few axes after the others, {done.sweeps} sweeps"}

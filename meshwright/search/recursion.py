@@ -21,12 +21,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.mesh import Mesh
-from meshwright.search.alike.prices import Alike
+from meshwright.search.alike.prices import MakePriced
 from meshwright.search.alike.spaces import made
 from meshwright.search.solve import Problem, eliminate, solve
 from meshwright.search.space.build import Made, Space
 from meshwright.search.space.codes import NodeCodes
-from meshwright.search.space.families import Family, one_change, one_option
+from meshwright.search.space.families import Family, Rows, one_change, one_option
 from meshwright.search.space.given import rows_chosen, states_with
 
 MakeSpace = Callable[[Family | Made], Space]
@@ -63,15 +63,15 @@ def recursive_programming(
     inner: str = "exact",
     sweeps: int = 4,
     problem: Callable[[Space], Problem] | None = None,
-    alike: Callable[[], Alike] | None = None,
+    alike: MakePriced | None = None,
 ) -> Recursed:
     """Solve turn after turn, then refine until a sweep gains next to nothing (at most `sweeps` refining ones).
 
     `make` builds the space of a family; `inner` is ``exact`` or ``greedy``, which is not refined; `problem` is what is
-    minimised in a space, by default its price. With `alike` that price is found and minimised as arrays.
+    minimised in a space, by default its price. With `alike` the same is found and minimised as arrays.
     """
-    if alike is not None and problem is None and inner != "greedy":
-        return _as_arrays(alike(), make, mesh, sweeps)
+    if alike is not None and inner != "greedy":
+        return _as_arrays(alike, make, mesh, sweeps)
     rows: dict[str, np.ndarray] = {}
     objective, axes = problem or Space.problem, len(mesh.axes)
 
@@ -101,22 +101,22 @@ def recursive_programming(
     return best
 
 
-def _as_arrays(alike: Alike, make: MakeSpace, mesh: Mesh, sweeps: int) -> Recursed:
+def _as_arrays(priced: MakePriced, make: MakeSpace, mesh: Mesh, sweeps: int) -> Recursed:
     """The recursion over what is alike, refined turn by turn, and a space of what was found."""
-    now = np.zeros((len(alike.names), len(mesh.axes)), dtype=np.int8)
+    now: Rows | None = None
     best, last, sweep, order = math.inf, -1, 1, turns(mesh)
     for sweep in range(1, 2 + sweeps):
         before = best
         for number, turn in enumerate(order):
             if number == last:  # nothing has changed since
                 break
-            asked = alike.priced(turn, now)
+            asked = priced(turn, now)
             states, price = asked.tables.solved()
             if sweep == 1 or price < best * (1 - 1e-12):
                 now, best, last = asked.rows(states), price, number
         if sweep > 1 and best >= before * (1 - GAIN):
             break
-    asked = alike.priced((), now)
+    asked = priced((), now)
     space = make(made(asked))
     states = tuple(asked.tables.solved()[0].tolist())
     return Recursed(space, states, space.problem().price(states), sweep)

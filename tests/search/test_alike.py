@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,21 +16,21 @@ from meshwright.cost.cluster import Cluster
 from meshwright.graph import Graph
 from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
-from meshwright.search.alike.prices import Alike
 from meshwright.search.alike.spaces import made
 from meshwright.search.folded import Folded, folded, whole
 from meshwright.search.options import Scene
 from meshwright.search.pins import module_seeds
 from meshwright.search.planner import Planner, Request
 from meshwright.search.recursion import recursive_programming, turns
-from meshwright.search.solve import NoStates, eliminate
+from meshwright.search.solve import NoStates, Problem, eliminate
+from meshwright.search.solve.eliminate import Eliminated
 from meshwright.search.solve.rounds import Rounds, Tables, ends_of
-from meshwright.search.space.build import Space
+from meshwright.search.space.build import Choice, Space
 from meshwright.search.space.codes import NodeCodes
 from meshwright.search.space.families import one_option
 from meshwright.search.space.given import exactly
 from meshwright.search.space.memory import memory_of
-from meshwright.search.space.wiring import Wiring
+from meshwright.techniques import techniques_from
 from tests.search.drawn import draw
 from tests.search.planned import PINS, built, cluster
 
@@ -38,28 +40,35 @@ TURNS: dict[str, Sequence[Sequence[int]]] = {"2x3": ([0], [1], [0]), "8": ([0, 1
 
 
 def planner(
-    folds: Folded, on: Cluster, mesh: Mesh, pins: Pins | None = None, hosts: Sequence[str] = ()
+    folds: Folded,
+    on: Cluster,
+    mesh: Mesh,
+    pins: Pins | None = None,
+    hosts: Sequence[str] = (),
+    asked: Mapping[str, Any] | None = None,
 ) -> Planner:
+    """`asked`: the techniques of a planner with a limit of memory."""
     scene = Scene(folds.graph, factors_of(folds.graph), on.place(mesh))
-    return Planner(scene, folds, module_seeds(scene, pins or {}), Request(on), frozenset(hosts))
+    limit = None if asked is None else 1e9
+    request = Request(on, memory_bytes=limit, techniques=techniques_from(asked or {}))
+    return Planner(scene, folds, module_seeds(scene, pins or {}), request, frozenset(hosts))
 
 
-def alike(here: Planner) -> Alike:
-    graph = here.scene.graph
-    wiring = Wiring(graph, here.ties, here.codes)
-    cluster, storage = here.request.cluster, here.storage()
-    return Alike(graph, here.codes, here.values, wiring, cluster, here.table, storage, here.seeds, here.hosts)
-
-
-def of_model(name: str, mesh: str, pins: Pins | None = None, hosts: Sequence[str] = ()) -> Planner:
+def of_model(
+    name: str,
+    mesh: str,
+    pins: Pins | None = None,
+    hosts: Sequence[str] = (),
+    asked: Mapping[str, Any] | None = None,
+) -> Planner:
     captured = captured_of(*built(name))
     on = cluster("gpu", mesh)
-    return planner(folded(captured.graph, captured.folding), on, on.mesh, pins, hosts)
+    return planner(folded(captured.graph, captured.folding), on, on.mesh, pins, hosts, asked)
 
 
-def on_nodes(graph: Graph, nodes: int) -> Planner:
+def on_nodes(graph: Graph, nodes: int, asked: Mapping[str, Any] | None = None) -> Planner:
     on = Cluster.preset("h100", nodes=nodes)
-    return planner(whole(graph), on, on.mesh)
+    return planner(whole(graph), on, on.mesh, asked=asked)
 
 
 def of(rows: Mapping[str, np.ndarray]) -> Callable[[NodeCodes], np.ndarray]:
@@ -68,7 +77,7 @@ def of(rows: Mapping[str, np.ndarray]) -> Callable[[NodeCodes], np.ndarray]:
 
 def same_prices(here: Planner, turns: Sequence[Sequence[int]]) -> None:
     """Every state and every pair costs what it costs in a space, beside what the turns before have fixed."""
-    arrays = alike(here)
+    arrays = here.arrays()
     now = np.zeros((len(arrays.names), len(here.scene.mesh.axes)), dtype=np.int8)
     for turn in turns:
         here_now = dict(zip(arrays.names, now, strict=True))
@@ -101,7 +110,7 @@ def test_prices_where_sizes_tell_nodes_apart() -> None:
 
 def test_the_recursion_over_arrays_costs_what_its_space_says() -> None:
     here = on_nodes(distinct(12), 16)
-    done = recursive_programming(here.space, here.scene.mesh, alike=lambda: alike(here))
+    done = recursive_programming(here.space, here.scene.mesh, alike=here.arrays().priced)
     node_by_node = recursive_programming(here.space, here.scene.mesh)
     assert math.isclose(done.price, done.space.price(done.states).total, rel_tol=1e-9)
     assert done.price <= 1.02 * node_by_node.price
@@ -117,7 +126,7 @@ def test_pins_tell_sizes_no_more_apart_than_they_are() -> None:
     plain = on_nodes(distinct(12), 16)
     pins = {f"%up{i}": {"n": plain.scene.mesh.axes[-1].name} for i in range(11)}
     here = planner(plain.folds, plain.request.cluster, plain.scene.mesh, pins)
-    assert len(alike(here).sheets.kinds) == len(alike(plain).sheets.kinds) + 1
+    assert len(here.arrays().sheets.kinds) == len(plain.arrays().sheets.kinds) + 1
     same_prices(here, ([0], [1, 2, 3], [0]))
 
 
@@ -130,7 +139,7 @@ def test_prices_where_the_host_runs_some_operators() -> None:
 
 def same_space(here: Planner) -> None:
     """The space that the recursion hands on is the one that is made node by node."""
-    arrays = alike(here)
+    arrays = here.arrays()
     now = np.zeros((len(arrays.names), len(here.scene.mesh.axes)), dtype=np.int8)
     for turn in turns(here.scene.mesh):
         asked = arrays.priced(turn, now)
@@ -160,6 +169,68 @@ def test_the_space_of_one_choice_is_that_made_node_by_node(model: str) -> None:
 
 def test_the_space_of_one_choice_where_weights_are_stored_cut_and_sizes_differ() -> None:
     same_space(on_nodes(distinct(12), 16))
+
+
+def same_optima(here: Planner, turns: Sequence[Sequence[int]], scale: float) -> Choice:
+    """With a price per byte the best choice costs what it costs in a space; what was found, as a space."""
+    arrays, per_byte = here.arrays(demanding=True), scale * np.array([1.0, 0.5, 2.0])
+    now = np.zeros((len(arrays.names), len(here.scene.mesh.axes)), dtype=np.int8)
+
+    def best(space: Space) -> Eliminated:
+        return eliminate(here.memory(space).weighed(space.problem(), per_byte))
+
+    for turn in turns:
+        asked = arrays.priced(turn, now, per_byte)
+        space = here.space(one_option(turn, of(dict(zip(arrays.names, now, strict=True)))))
+        states, price = asked.tables.solved()
+        assert math.isclose(price, best(space).price, rel_tol=1e-9)
+        now = asked.rows(states)
+    found = here.space(made(arrays.priced((), now, per_byte)))
+    wanted = here.space(exactly(dict(zip(arrays.names, now, strict=True))))
+    assert math.isclose(best(found).price, best(wanted).price, rel_tol=1e-9)
+    assert found.choice(best(found).states) == wanted.choice(best(wanted).states)
+    return found.choice(best(found).states)
+
+
+TECHNIQUES: Sequence[Mapping[str, Any]] = (
+    {},
+    {"micro_batches": 4},
+    {"slice_activation": True},
+    {"recompute": "full", "micro_batches": 2},
+    {"offload": ("optimizer", "activations")},
+    {"offload": ("parameters",)},
+)
+
+
+@pytest.mark.parametrize("asked", TECHNIQUES, ids=str)
+def test_bytes_cost_what_they_cost_in_a_space(asked: Mapping[str, Any]) -> None:
+    again = [
+        len(same_optima(on_nodes(distinct(3), 2, asked), ([0], [1, 2, 3], [0]), scale).again)
+        for scale in (1e-12, 1e-11)
+    ]
+    assert again[0] == 0 and (again[1] > 0) == ("parameters" not in asked.get("offload", ()))
+
+
+@pytest.mark.parametrize("model", ["wide gpt", "llama", "resnet", "recommender"])
+def test_bytes_of_models_cost_what_they_cost_in_a_space(model: str) -> None:
+    same_optima(of_model(model, "2x3", asked={}), TURNS["2x3"], 1e-10)
+
+
+def test_the_recursion_over_arrays_with_a_price_of_bytes_takes_what_a_space_would() -> None:
+    here = on_nodes(distinct(12), 16, {})
+    per_byte = np.full(3, 1e-11)
+
+    def weighed(space: Space) -> Problem:
+        return here.memory(space).weighed(space.problem(), per_byte)
+
+    priced = functools.partial(here.arrays(demanding=True).priced, per_byte=per_byte)
+    done = recursive_programming(here.space, here.scene.mesh, alike=priced)
+    node_by_node = recursive_programming(here.space, here.scene.mesh, problem=weighed)
+    cheapest = recursive_programming(here.space, here.scene.mesh)
+    bytes_of, others, free = (here.memory(x.space).totals(x.states) for x in (done, node_by_node, cheapest))
+    assert bytes_of.max() <= 1.05 * others.max() and bytes_of.max() < 0.8 * free.max()
+    assert weighed(done.space).price(done.states) <= 1.02 * node_by_node.price
+    assert math.isclose(done.price, done.space.price(done.states).total, rel_tol=1e-9)
 
 
 @pytest.mark.parametrize("start", range(0, 210, 30))

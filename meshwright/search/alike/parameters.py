@@ -1,20 +1,23 @@
 """Parameters whose readers want the same, as columns: how each use is stored best.
 
-Readers see how a parameter is used, not how it is stored, so of the storages of a use only the cheapest is left. The
-choices and the formulas are those of `space/parameters.py`.
+Readers see how a parameter is used, not how it is stored, so of the storages of a use only the cheapest is left; where
+a byte has a price, the cheapest of those gathered once and of those gathered again. The choices and the formulas are
+those of `space/parameters.py`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from meshwright.cost.cluster import Cluster
 from meshwright.redistribute.matrix import WHOLE, Table
-from meshwright.search.alike.sizes import Floats, Numbers, Sizes
+from meshwright.search.alike.sizes import Floats, Numbers, Sizes, sum_of
 from meshwright.search.space.layouts import Port
+from meshwright.search.space.memory import Holding
 from meshwright.search.space.parameters import (
     ParameterStates,
     Storage,
@@ -23,68 +26,110 @@ from meshwright.search.space.parameters import (
     subsets,
 )
 
+Flags = np.ndarray  # bool
+
 
 @dataclass(frozen=True)
 class Stored:
     """Every storage of each use for each parameter, [uses, storages, V] or what spreads to that: seconds by what they
-    are of (infinite where there is no room), the place that storage is cut at and the set of axes [uses, storages], and
-    the elements of a rank as used and as stored."""
+    are of (infinite where there is no room), the place that storage is cut at, the set of axes and whether it is
+    gathered again [uses, storages], and the elements of a rank as used and as stored. `waits` [uses, storages]: its
+    gradient waits for others in a bucket. `price`: seconds for the bytes that all of it takes."""
 
+    use: Port
     blocking: Floats
     reduction: Floats
     update: Floats
     place: Numbers
     cut: Numbers
+    again: Flags
+    waits: Flags
     used: Floats
     elements: Floats
+    owners: int = 1
+    price: Floats | float = 0.0
+
+    def priced(self, holding: Holding, per_byte: Floats) -> Stored:
+        """With a price per byte at each instant."""
+        kept = np.where(((self.cut != 0) & ~self.again)[:, :, None], self.used, 0.0)
+        taken = holding.taken(self.elements, kept, self.waits[:, :, None])
+        return replace(self, price=sum_of([a * b for a, b in zip(per_byte.tolist(), taken, strict=True)]))
 
     @functools.cached_property
-    def seconds(self) -> Floats:
-        """All that a storage takes."""
-        return self.blocking + self.reduction + self.update
+    def states(self) -> Port:
+        """How it is used in each state: where anything may be gathered again, these follow all others."""
+        return Port(*(np.tile(a, (len(self._kinds), 1)) for a in (self.use.forward, self.use.grad)))
+
+    @functools.cached_property
+    def is_again(self) -> Flags:
+        """[states]: whether it is gathered again."""
+        return np.repeat([kind for kind, _ in self._kinds], len(self.use.forward))
+
+    @functools.cached_property
+    def _kinds(self) -> list[tuple[bool, Floats]]:
+        """What storages cost [uses, storages, V] that are gathered once, and that are gathered again if any are."""
+        total = self.owners * (self.blocking + self.reduction + self.update) + self.price
+        if not self.again.any():
+            return [(False, total)]
+        return [(kind, np.where((self.again == kind)[:, :, None], total, np.inf)) for kind in (False, True)]
 
     @property
     def least(self) -> Floats:
-        """The seconds of the best storage of each use: [uses, V]."""
-        return self.seconds.min(axis=1)
+        """What the best storage costs in each state: [states, V]."""
+        return np.concatenate([total.min(axis=1) for _, total in self._kinds])
 
-    def best(self, use: Port, of: Numbers, table: Table) -> list[ParameterStates]:
+    def best(self, of: Numbers, table: Table) -> list[ParameterStates]:
         """For some of the parameters the states in which each use is stored best."""
-        rows, chosen = np.arange(len(use.forward)), self.seconds.argmin(axis=1)  # [uses, V]
+        uses = len(self.use.forward)
+        rows = np.tile(np.arange(uses), len(self._kinds))
+        chosen = np.concatenate([total.argmin(axis=1) for _, total in self._kinds])  # [states, V]
+        shape = self._kinds[0][1].shape
         arrays = [
-            np.broadcast_to(a, self.seconds.shape)[rows[:, None], chosen, np.arange(chosen.shape[1])]
+            np.broadcast_to(a, shape)[rows[:, None], chosen, np.arange(chosen.shape[1])]
             for a in (self.blocking, self.reduction, self.update, self.place, self.used, self.elements)
         ]
-        cut = self.cut[rows[:, None], chosen]  # [uses, V]
+        cut, again = self.cut[rows[:, None], chosen], self.again[rows[:, None], chosen]  # [states, V]
         found = []
         for v in of.tolist():
             blocking, reduction, update, place, used, elements = (a[:, v] for a in arrays)
             stored = (cut[:, v, None] & table.bits) != 0
-            kept = np.where(cut[:, v] != 0, used, 0.0)
-            again = np.zeros(len(rows), dtype=bool)
+            kept = np.where((cut[:, v] != 0) & ~again[:, v], used, 0.0)
             place = np.where(cut[:, v] != 0, place, 0)
             found.append(
-                ParameterStates(use, stored, place, again, blocking, reduction, update, elements, kept)
+                ParameterStates(
+                    self.states, stored, place, again[:, v], blocking, reduction, update, elements, kept
+                )
             )
         return found
 
 
 def all_stored(
-    sizes: Sizes, use: Port, needs_grad: bool, cluster: Cluster, table: Table, how: Storage, host: bool
+    sizes: Sizes,
+    use: Port,
+    needs_grad: bool,
+    cluster: Cluster,
+    table: Table,
+    how: Storage,
+    host: bool,
+    kept: bool = False,
 ) -> Stored:
-    """What each storage of each use takes. Memory has no say here, so nothing is gathered again. `host`: they live
-    there."""
+    """What each storage of each use takes. `host`: they live there; `kept`: autograd keeps what is gathered, so where
+    `how` says that memory counts it may be gathered again."""
     if not sizes.plain:
-        return _one_by_one(sizes, use, needs_grad, cluster, table, how, host)
+        return _one_by_one(sizes, use, needs_grad, cluster, table, how, host, kept)
     at = [table.sets(use.forward, 2 + place) for place in range(sizes.places)]  # per place [uses]
     free = table.sets(use.forward, WHOLE)
     bits = [0, *(int(sum(table.bits[list(axes)])) for axes in subsets(how.groups))] if how.allowed else [0]
     cut = free[:, None] & np.array(bits)[None, :]  # [uses, storages]
+    again = np.zeros(cut.shape, dtype=bool)
+    if how.again and kept:
+        cut, again = np.tile(cut, 2), np.concatenate([again, ~again], axis=1)
     used = _elements(sizes, [sizes.held(k, table.members[s])[:, None, :] for k, s in enumerate(at)])
     place, lawful = _place(sizes, at, cut, table)
     elements = sizes.elements(table, np.zeros((1, len(table.bits)), np.int8))[0]
     lawful &= sizes.itemsize * elements >= how.smallest_bytes
     lawful |= (cut == 0)[:, :, None]
+    lawful &= ~(again & (cut == 0))[:, :, None]
     pending = (use.grad @ table.bits)[:, None]
 
     def held(more: Numbers) -> Floats:
@@ -106,7 +151,7 @@ def all_stored(
         lambda: held(cut & ~pending),
         cut[:, :, None],
         pending[:, :, None],
-        np.zeros(1, dtype=bool),
+        again[:, :, None],
         sizes.itemsize,
         needs_grad,
         table.mesh,
@@ -115,23 +160,36 @@ def all_stored(
         how.states,
         host,
     )
-    return Stored(np.where(lawful, blocking, np.inf), reduction, update, place, cut, used, stored)
+    waits = (pending & ~cut) != 0
+    blocking = np.where(lawful, blocking, np.inf)
+    return Stored(use, blocking, reduction, update, place, cut, again, waits, used, stored)
 
 
 def _one_by_one(
-    sizes: Sizes, use: Port, needs_grad: bool, cluster: Cluster, table: Table, how: Storage, host: bool
+    sizes: Sizes,
+    use: Port,
+    needs_grad: bool,
+    cluster: Cluster,
+    table: Table,
+    how: Storage,
+    host: bool,
+    kept: bool,
 ) -> Stored:
-    """The same for a value whose places are not apart: its best storage alone."""
+    """The same for a value whose places are not apart: those storages alone that may be the best."""
     (value,) = sizes.values
-    found = parameter_states(
-        value, [use], needs_grad, False, table.mesh, cluster, table, replace(how, again=False), host
-    )
-    order = {key: number for number, key in enumerate(found.use.keys().tolist())}
-    found = found.take(np.array([order[key] for key in use.keys().tolist()]))
-    used = table.local_elements(value, use.forward)
-    one = [found.blocking, found.reduction, found.update, found.place, used, found.elements]
-    blocking, reduction, update, place, used, elements = (a[:, None, None] for a in one)
-    return Stored(blocking, reduction, update, place, (found.stored @ table.bits)[:, None], used, elements)
+    found = parameter_states(value, [use], needs_grad, kept, table.mesh, cluster, table, how, host)
+    of: dict[bytes, list[int]] = defaultdict(list)
+    for number, key in enumerate(found.use.keys().tolist()):
+        of[key].append(number)
+    rows = [of[key] for key in use.keys().tolist()]
+    most = max(map(len, rows))
+    at = np.array([row + row[:1] * (most - len(row)) for row in rows])  # [uses, storages], some of them twice
+    used = table.local_elements(value, use.forward)[:, None, None]
+    one = (found.blocking, found.reduction, found.update, found.place, found.elements)
+    blocking, reduction, update, place, elements = (a[at][:, :, None] for a in one)
+    cut = (found.stored @ table.bits)[at]
+    waits = ((use.grad @ table.bits)[:, None] & ~cut) != 0
+    return Stored(use, blocking, reduction, update, place, cut, found.again[at], waits, used, elements)
 
 
 def _elements(sizes: Sizes, parts: list[Floats]) -> Floats:

@@ -1,4 +1,5 @@
-"""The space of one row for each node from arrays: what a search of thousands of nodes hands on when it is done."""
+"""The space of one row for each node from arrays: what a search of thousands of nodes hands on when it is done. Its
+prices are seconds alone, whatever a byte was priced at."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ def made(priced: Priced) -> Made:
         for column, number in enumerate(sheet.members.tolist()):
             nodes[number] = sheet.states(alike.codes[alike.names[number]], column)
     parameters: dict[int, ParameterStates] = {}
-    for variables, use, stored, which in priced.stored:
-        parameters.update(zip(variables.tolist(), stored.best(use, which, alike.table), strict=True))
+    for variables, stored, which in priced.stored:
+        parameters.update(zip(variables.tolist(), stored.best(which, alike.table), strict=True))
     unary: list[np.ndarray] = []
     hubs: dict[str, Port] = {}
     for number, (kind, name) in enumerate(every):
@@ -40,7 +41,7 @@ def made(priced: Priced) -> Made:
         hubs,
         {every[number][1]: parameters[number] for number in sorted(parameters)},
         unary,
-        dict(priced.tables.problem().pairs),
+        priced.pairs_of_seconds(),
     )
 
 

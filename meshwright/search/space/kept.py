@@ -43,7 +43,7 @@ class Kept:
         self._states: dict[Hashable, NodeStates] = {}
         self._parameters: dict[Hashable, ParameterStates] = {}
         self.prices: dict[tuple[Value, bytes], np.ndarray] = {}  # of layouts met, see `layouts.Prices`
-        self._of_graph: dict[str, Any] = {}
+        self._of_graph: dict[Hashable, Any] = {}
 
     def states(self, codes: NodeCodes, rows: np.ndarray, make: Callable[[], NodeStates]) -> NodeStates:
         """The states of a node with these rows of options, `make` for those of a kind not met so far."""
@@ -65,8 +65,8 @@ class Kept:
             found = self._parameters[asked, more] = make()
         return found
 
-    def once(self, what: str, make: Callable[[], T]) -> T:
-        """What follows from the graph alone."""
+    def once(self, what: Hashable, make: Callable[[], T]) -> T:
+        """What follows from the graph alone, or from `what` beside it."""
         if what not in self._of_graph:
             self._of_graph[what] = make()
         return self._of_graph[what]

@@ -8,20 +8,23 @@ moment beside these is left to the simulation (`partition/memory.py`), which has
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from meshwright.cost.cluster import Cluster
 from meshwright.cost.operators import PIECES, PRODUCTS, REPEATS, VIEWS
 from meshwright.cost.saved import saved
 from meshwright.graph import DTYPES, Graph
+from meshwright.places import hosted_values
 from meshwright.redistribute.buckets import alone_bytes
-from meshwright.redistribute.matrix import WHOLE
+from meshwright.redistribute.matrix import Value
 from meshwright.search.solve import Memory
 from meshwright.search.space.build import Space
-from meshwright.search.space.wiring import is_kept
+from meshwright.search.space.wiring import Edge, Ties, Wiring, is_kept
 
 INSTANTS = ("the loss", "the update", "the head's backward")
 
@@ -39,94 +42,234 @@ class Elsewhere:
 
 
 HERE = Elsewhere()
+Each = Sequence[float]  # bytes at each of the instants
+
+
+@dataclass(frozen=True)
+class Charge:
+    """Bytes that a state of an operator takes: `each` at an instant for every element that a rank holds of `value` at a
+    port, and for no more than `most` of them."""
+
+    node: str
+    port: int
+    value: str
+    each: Each
+    most: float = math.inf
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What the bytes of a parameter follow from, beside how it is used and stored.
+
+    `count`: how many of the model it stands for; `item`, `moments`: bytes of an element and of its moments; `kept`:
+    backward asks for what was gathered; `here`, `updated_here`: not on the host between its uses, at the update;
+    `head`: the last product reads it; `summed`: gradients of micro-batches are added up. From `alone_bytes` on a
+    gradient is in no bucket's buffer.
+    """
+
+    count: int
+    item: int
+    moments: int
+    trained: bool
+    kept: bool
+    here: bool
+    updated_here: bool
+    head: bool
+    alone_bytes: int
+    summed: bool = False
+
+    def taken(
+        self, elements: np.ndarray, kept_elements: np.ndarray, waits: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """At each instant, for arrays of elements on a rank as stored, of those gathered until backward, and of whether
+        its gradient waits in a bucket."""
+        item, moments = self.item, self.moments
+        buffered = waits & (elements * item < self.alone_bytes) & self.trained
+        loss = self.count * elements * (item * (self.here + self.summed) + moments + item * buffered)
+        if self.kept and self.here and self.trained:
+            loss = loss + self.count * item * kept_elements
+        weights = item * (self.here or (self.trained and self.updated_here))
+        update = self.count * elements * (weights + item * self.trained + moments)
+        head = loss + np.where(buffered, 0.0, elements * item) if self.head and self.trained else loss
+        return loss, update, head
+
+
+@dataclass(frozen=True)
+class Demands:
+    """What the bytes of a choice follow from, whatever the states are: of operators, of parameters by name, and the
+    edges over which a reader gathers a weight for itself that autograd keeps: bytes of an element at each instant."""
+
+    charges: Sequence[Charge]
+    holdings: Mapping[str, Holding]
+    gathers: Mapping[Edge, Each]
+
+    def in_pieces(self, micro_batches: int) -> Demands:
+        """With activations of a micro-batch, and gradients of those before."""
+        if micro_batches == 1:
+            return self
+        charges = [replace(c, each=[a / micro_batches for a in c.each]) for c in self.charges]
+        summed = {name: replace(h, summed=h.trained) for name, h in self.holdings.items()}
+        return Demands(charges, summed, self.gathers)
+
+
+def demands_of(
+    graph: Graph,
+    values: Mapping[str, Value],
+    ties: Ties,
+    wiring: Wiring,
+    cluster: Cluster,
+    ranks: int,
+    hosts: Collection[str],
+    optimizer_states: int,
+    again: Collection[str] = (),
+    elsewhere: Elsewhere = HERE,
+) -> Demands:
+    """What a graph takes of the memory of one of `ranks` ranks. `hosts`: the nodes that the host runs;
+    `optimizer_states`: moments of an element; `again`: values that backward computes again."""
+    hosted = hosted_values(graph, hosts)
+    loss, head, late = _end(graph)
+    found = _charges(graph, values, ties, ranks, hosts, again, elsewhere, (loss, head, late))
+    holdings = {
+        name: _holding(graph, name, wiring.owners[name], cluster, head, optimizer_states, elsewhere)
+        for name in wiring.parameters
+        if name not in hosted
+    }
+    return Demands(list(found), holdings, dict(_gathers(graph, wiring, hosted, late)))
 
 
 def memory_of(
     space: Space, optimizer_states: int, again: Collection[str] = (), elsewhere: Elsewhere = HERE
 ) -> Memory:
-    """float64[states, 3] for every variable of a space. `again`: values that backward computes again."""
+    """float64[states, 3] for every variable of a space, and what readers gather for themselves. `again`: values that
+    backward computes again."""
+    table = space.table
+    demands = demands_of(
+        space.graph,
+        space.values,
+        space.ties,
+        space.wiring,
+        space.cluster,
+        space.mesh.size,
+        space.hosts,
+        optimizer_states,
+        again,
+        elsewhere,
+    )
     amounts = [np.zeros((parts.shape[1], len(INSTANTS))) for parts in space.unary]
-    loss, head, late = _end(space.graph)
-    keepers = _keepers(space.graph)
-    for node in space.graph.nodes:
-        first, times = space.ties.first(node.name), space.ties.times(node.name)
-        states = space.nodes[first]
-        rows = amounts[space.variable["node", first]]
-        for port, name, share in keepers.get(node.name, ()) if node.name not in space.hosts else ():
+    for charge in demands.charges:
+        codes = space.nodes[charge.node].ports[charge.port].forward
+        held = np.minimum(table.local_elements(space.values[charge.value], codes), charge.most)
+        amounts[space.variable["node", charge.node]] += held[:, None] * np.array(charge.each)
+    for name, holding in demands.holdings.items():
+        found = space.parameters[name]
+        waits = np.any(found.use.grad & ~found.stored, axis=1)
+        taken = holding.taken(found.elements, found.kept_elements, waits)
+        amounts[space.variable["parameter", name]] += np.stack(taken, axis=1)
+    return Memory(tuple(amounts), _gathered(space, demands.gathers))
+
+
+def _charges(
+    graph: Graph,
+    values: Mapping[str, Value],
+    ties: Ties,
+    ranks: int,
+    hosts: Collection[str],
+    again: Collection[str],
+    elsewhere: Elsewhere,
+    end: tuple[str, str, Collection[str]],
+) -> Iterator[Charge]:
+    """Those of all operators, as often as they are in the model."""
+    keepers, (loss, head, late) = _keepers(graph), end
+    for node in graph.nodes:
+        if node.name in hosts:
+            continue
+        first, times, past = ties.first(node.name), ties.times(node.name), float(node.name not in late)
+        for port, name, share in keepers.get(node.name, ()):
             if name in again:
                 continue
-            value = space.values[space.ties.first(name)]
-            codes = states.ports[port].forward
-            held = space.table.local_elements(value, codes)
-            if elsewhere.sliced and space.graph.types[name].is_float:
-                held = np.minimum(held, _whole(space, value) / space.mesh.size)
-            maker = space.graph.producers[name].name
-            kept = share * min(times, elsewhere.stay.get(maker, times)) * value.itemsize * held
-            rows[:, 0] += kept
-            rows[:, 2] += 0 if node.name in late else kept
-        if node.name in space.hosts:
+            value, maker = values[ties.first(name)], graph.producers[name].name
+            sliced = elsewhere.sliced and graph.types[name].is_float
+            most = whole_elements(value) / ranks if sliced else math.inf
+            each = share * min(times, elsewhere.stay.get(maker, times)) * value.itemsize
+            yield Charge(first, port, ties.first(name), (each, 0.0, past * each), most)
+        if not node.uses:
             continue
-        wanted = [u in space.graph.needs_grad for u in node.uses]
-        extra = saved(node, space.graph.types, wanted).extra_bytes
-        if extra and node.uses and not any(value in again for value in node.values):
-            value = space.values[space.ties.first(node.uses[0])]
-            local = space.table.local_elements(value, states.ports[0].forward)
-            rows[:, 0] += times * extra * local / _whole(space, value)
-            rows[:, 2] += 0 if node.name in late else times * extra * local / _whole(space, value)
-        if node.name in (loss, head):
-            value = space.values[space.ties.first(node.uses[0])]
-            read = value.itemsize * space.table.local_elements(value, states.ports[0].forward)
-            kept_too = any(port == 0 and kept not in again for port, kept, _ in keepers.get(node.name, ()))
-            if node.name == loss and not kept_too:
-                rows[:, 0] += read
-            if node.name == head and wanted[0]:
-                rows[:, 2] += read
-    for name, found in space.parameters.items():
-        if name in space.hosted:
-            continue
-        rows = amounts[space.variable["parameter", name]]
-        kind = space.graph.types[name]
-        item, count = DTYPES[kind.dtype], space.owners(name)
-        trained = name in space.graph.needs_grad
-        state = item * optimizer_states if trained else 0  # torch keeps moments in the parameter's dtype
-        waits = (found.use.grad & ~found.stored).any(axis=1)
-        alone = alone_bytes(space.cluster.device_type)
-        buffered = waits & (found.elements * item < alone) & trained
-        here = name not in elsewhere.parked
-        rows[:, 0] += count * (
-            found.elements * (item * here + state + item * buffered)
-            + item * found.kept_elements * (here and trained and is_kept(space.graph, name))
-        )
-        weights = item * (here or (trained and not elsewhere.updated_there))
-        rows[:, 1] += count * found.elements * (weights + item * trained + state)
-        rows[:, 2] += rows[:, 0]
-        if trained and any(n.name == head for n, _ in space.graph.consumers[name]):
-            rows[:, 2] += np.where(buffered, 0.0, found.elements * item)
-    return Memory(tuple(amounts), _gathered(space, late))
+        read = ties.first(node.uses[0])
+        wanted = [u in graph.needs_grad for u in node.uses]
+        extra = saved(node, graph.types, wanted).extra_bytes
+        if extra and not any(value in again for value in node.values):
+            each = times * extra / whole_elements(values[read])
+            yield Charge(first, 0, read, (each, 0.0, past * each))
+        each = float(values[read].itemsize)
+        kept_too = any(port == 0 and kept not in again for port, kept, _ in keepers.get(node.name, ()))
+        if node.name == loss and not kept_too:
+            yield Charge(first, 0, read, (each, 0.0, 0.0))
+        if node.name == head and wanted[0]:
+            yield Charge(first, 0, read, (0.0, 0.0, each))
 
 
-def _gathered(space: Space, late: frozenset[str]) -> dict[tuple[int, int], np.ndarray]:
-    """Weights that a reader gathers for itself and autograd keeps: float64[3, states, states] for each pair."""
+def _holding(
+    graph: Graph,
+    name: str,
+    count: int,
+    cluster: Cluster,
+    head: str,
+    optimizer_states: int,
+    elsewhere: Elsewhere,
+) -> Holding:
+    item, trained = DTYPES[graph.types[name].dtype], name in graph.needs_grad
+    here = name not in elsewhere.parked
+    return Holding(
+        count,
+        item,
+        item * optimizer_states if trained else 0,  # torch keeps moments in the parameter's dtype
+        trained,
+        is_kept(graph, name),
+        here,
+        not elsewhere.updated_there,
+        any(n.name == head for n, _ in graph.consumers[name]),
+        alone_bytes(cluster.device_type),
+    )
+
+
+def _gathers(
+    graph: Graph, wiring: Wiring, hosted: Collection[str], late: Collection[str]
+) -> Iterator[tuple[Edge, Each]]:
+    """Weights that a reader gathers for itself and autograd keeps, where they are not as it reads them: bytes of an
+    element at each instant."""
+    nodes = {node.name: node for node in graph.nodes}
+    for edge, times in wiring.edges.items():
+        source, _, target, port, name = edge
+        if source[0] != "parameter" or name not in graph.needs_grad or name in hosted:
+            continue
+        node = nodes[target[1]]
+        wanted = [u in graph.needs_grad for u in node.uses]
+        if port in saved(node, graph.types, wanted).inputs:
+            each = float(times * DTYPES[graph.types[name].dtype])
+            yield edge, (each, 0.0, 0.0 if node.name in late else each)
+
+
+def _gathered(space: Space, gathers: Mapping[Edge, Each]) -> dict[tuple[int, int], np.ndarray]:
+    """float64[3, states, states] for each pair."""
     found: dict[tuple[int, int], np.ndarray] = {}
-    for (source, _, target, port, name), times in space.wiring.edges.items():
-        if source[0] != "parameter" or name not in space.graph.needs_grad or name in space.hosted:
-            continue
-        node = space.graph.producers[space.nodes[target[1]].codes.node.values[0]]
-        wanted = [u in space.graph.needs_grad for u in node.uses]
-        if port not in saved(node, space.graph.types, wanted).inputs:
-            continue
+    for (source, _, target, port, name), each in gathers.items():
         value = space.values[name]
         have, want = space.port(source, -1, gives=True), space.port(target, port, gives=False)
-        held, asked = (space.table.local_elements(value, p.forward) for p in (have, want))
-        more = times * value.itemsize * np.where(asked[None, :] > held[:, None], asked[None, :], 0.0)
+        held, wanted = (space.table.local_elements(value, p.forward) for p in (have, want))
+        more = gathered_elements(held, wanted)
         if not more.any():
             continue
         u, v = space.variable[source], space.variable[target]
-        block = np.stack([more, np.zeros_like(more), np.zeros_like(more) if node.name in late else more])
+        block = np.array(each)[:, None, None] * more
         key = (u, v) if u < v else (v, u)
         block = block if u < v else block.transpose(0, 2, 1)
         found[key] = found[key] + block if key in found else block
     return found
+
+
+def gathered_elements(held: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """What a reader that wants more than is there gathers: [states, states of the reader, ...]."""
+    return np.where(wanted[None, :] > held[:, None], wanted[None, :], 0.0)
 
 
 def fixed_bytes(space: Space) -> float:
@@ -148,9 +291,9 @@ def _end(graph: Graph) -> tuple[str, str, frozenset[str]]:
     return loss.name if loss else "", head, frozenset(n.name for n in late)
 
 
-def _whole(space: Space, value) -> float:
-    axes = len(space.mesh.axes)
-    return float(space.table.local_elements(value, np.full((1, axes), WHOLE, np.int8))[0])
+def whole_elements(value: Value) -> float:
+    """The elements of a value on one rank that has all of it."""
+    return float(math.prod(sum(map(math.prod, item)) for item in value.sizes))
 
 
 def _keepers(graph: Graph) -> dict[str, list[tuple[int, str, float]]]:
