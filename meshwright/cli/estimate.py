@@ -151,10 +151,10 @@ def _show(columns: list[tuple[str, Estimate]], remarks: list[str], refused: list
     from rich.text import Text
 
     from meshwright.cli.screen import err, out
-    from meshwright.report.estimate import estimate_table
+    from meshwright.report.estimate import EstimateTable
 
     screen = out()
-    screen.print(estimate_table(columns))
+    screen.print(EstimateTable(columns))
     if remarks:
         screen.print()
     for remark in remarks:

@@ -19,6 +19,8 @@ from meshwright.cli.options import (
 from meshwright.errors import PlanError
 
 if TYPE_CHECKING:
+    from meshwright.capture import Captured
+    from meshwright.cli.model import Opened
     from meshwright.cli.progress import Watch
     from meshwright.cost.cluster import Cluster
     from meshwright.partition import Partition
@@ -103,7 +105,9 @@ def plan(
 
     try:
         with Watch(err(), quiet=as_json) as watch:
-            made, parts = make(model, batch, seq, machine, sizes, mode, pins, limit, states, watch, asked)
+            made, parts, about = make(
+                model, batch, seq, machine, sizes, mode, pins, limit, states, watch, asked
+            )
     except KeyboardInterrupt:
         err().print("stopped before a plan was found")
         raise typer.Exit(130) from None
@@ -113,9 +117,9 @@ def plan(
     if trace is not None and machine is not None:
         write_trace(trace, parts, machine, states)
     if as_json:
-        print(json.dumps(claims_json(made, watch.seconds, output, trace), ensure_ascii=False))
+        print(json.dumps(claims_json(made, about, watch.seconds, output, trace), ensure_ascii=False))
     else:
-        show(made, parts, watch.seconds, output, trace, every)
+        show(made, parts, about, watch.seconds, output, trace, every)
 
 
 def check_needs(
@@ -154,8 +158,8 @@ def make(
     states: int,
     watch: Watch,
     techniques: Any,
-) -> tuple[Plan, Partition]:
-    """The plan, and the program that it gives. Raises a MeshwrightError; `watch` shows how it goes."""
+) -> tuple[Plan, Partition, str]:
+    """The plan, the program it gives, and what was planned. Raises a MeshwrightError; `watch` shows how it goes."""
     with watch.stage(OPENING):
         import meshwright as mw
         from meshwright.cli.model import open_model
@@ -178,7 +182,13 @@ def make(
             **priced,
             **techniques,
         )
-    return made, lower(captured, made)
+    return made, lower(captured, made), about_model(opened, captured)
+
+
+def about_model(opened: Opened, captured: Captured) -> str:
+    """Which model it is and on what batch, which nobody may have said: ``LlamaForCausalLM, input_ids i64[8, 1024]``."""
+    tensors = (f"{i.target or 'batch'} {i.type}" for i in captured.graph.input_of("batch"))
+    return ", ".join([type(opened.model).__name__, *tensors])
 
 
 def write_trace(path: Path, parts: Partition, machine: Cluster, states: int) -> None:
@@ -199,11 +209,14 @@ def write_trace(path: Path, parts: Partition, machine: Cluster, states: int) -> 
 # ---------------------------------------------------------------- answers
 
 
-def claims_json(made: Plan, seconds: dict[str, float], output: Path, trace: Path | None) -> dict[str, Any]:
+def claims_json(
+    made: Plan, about: str, seconds: dict[str, float], output: Path, trace: Path | None
+) -> dict[str, Any]:
     """What `--json` prints."""
     return {
         "plan": str(output),
         **({"trace": str(trace)} if trace is not None else {}),
+        "model": about,
         "mode": made.mode,
         "mesh": {name: made.ranks.count(run) for name, run in made.ranks.names},
         "ranks": made.ranks.size,
@@ -221,7 +234,13 @@ def spent(seconds: dict[str, float]) -> dict[str, float]:
 
 
 def show(
-    made: Plan, parts: Partition, seconds: dict[str, float], output: Path, trace: Path | None, every: bool
+    made: Plan,
+    parts: Partition,
+    about: str,
+    seconds: dict[str, float],
+    output: Path,
+    trace: Path | None,
+    every: bool,
 ) -> None:
     """The plan's table, what it claims, and where it went."""
     from meshwright.cli.screen import out
@@ -229,7 +248,7 @@ def show(
     from meshwright.report.plan_table import plan_view
     from meshwright.report.quantities import show_seconds
 
-    lines = [("mesh", f"{made.told_mesh}   {made.ranks.size} ranks"), ("mode", made.mode)]
+    lines = [("model", about), ("mesh", f"{made.told_mesh}   {made.ranks.size} ranks"), ("mode", made.mode)]
     lines += [*technique_lines(made.techniques), *claim_lines(made.claims)]
     lines.append(("took", ", ".join(f"{k} {show_seconds(v)}" for k, v in spent(seconds).items())))
     lines.append(("written", f"{output}" + (f", {trace}" if trace else "")))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -117,41 +119,67 @@ def instant_words(parts: Partition, instant: str) -> str:
 # ---------------------------------------------------------------- picture
 
 
-def estimate_table(columns: Sequence[tuple[str, Estimate]]) -> Table:
-    """Estimates side by side; beside each but the first, how it differs from the first."""
+@dataclass(frozen=True)
+class EstimateTable:
+    """Estimates side by side; beside each but the first, how it differs from the first. Where the screen is too narrow
+    for all, the others follow below, beside the first again."""
+
+    columns: Sequence[tuple[str, Estimate]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        first, *others = self.columns
+        while True:
+            count = len(others)
+            while count > 1:
+                wanted = Measurement.get(
+                    console, options.update(width=WIDEST), _table([first, *others[:count]])
+                )
+                if wanted.maximum <= options.max_width:
+                    break
+                count -= 1
+            yield _table([first, *others[:count]])
+            others = others[count:]
+            if not others:
+                return
+            yield ""
+
+
+WIDEST = 10_000  # columns of a screen on which everything fits
+
+
+def _table(columns: Sequence[tuple[str, Estimate]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
     table.add_column("")
     for number, (name, _) in enumerate(columns):
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(name.replace(",", ",\n"), justify="right", overflow="fold")
         if number:
             table.add_column("", style="dim", no_wrap=True)
     found = [e for _, e in columns]
 
-    def row(what: str, values: Sequence[float], show: Callable[[float], str], style: str = "") -> None:
-        cells = [show(values[0])]
-        for value in values[1:]:
-            cells += [show(value), show_change(values[0], value)]
+    def row(what: str, values: Sequence[float | None], show: Callable[[float], str], style: str = "") -> None:
+        texts = ["" if value is None else show(value) for value in values]
+        cells = texts[:1]
+        for text, value in zip(texts[1:], values[1:], strict=True):
+            known = values[0] is not None and value is not None
+            cells += [text, show_change(values[0] or 0.0, value or 0.0) if known else ""]
         table.add_row(Text(what), *cells, style=style)
 
+    def say(what: str, texts: Sequence[str], style: str = "") -> None:
+        table.add_row(what, texts[0], *(x for text in texts[1:] for x in (text, "")), style=style)
+
     if len({e.mesh for e in found}) > 1:
-        table.add_row("mesh", found[0].mesh, *(x for e in found[1:] for x in (e.mesh, "")))
+        say("mesh", [e.mesh for e in found])
     if any(e.schedule for e in found):
-        table.add_row("stages", _schedule(found[0]), *(x for e in found[1:] for x in (_schedule(e), "")))
+        say("stages", [(e.schedule or "one").replace(", ", ",\n") for e in found])
     row("step", [e.step_seconds for e in found], show_seconds, "bold")
     for name in dict.fromkeys(n for e in found for n in e.parts):
-        row(f"  {name}", [e.parts.get(name, 0.0) for e in found], show_seconds)
+        row(f"  {name}", [e.parts.get(name) for e in found], show_seconds)
     if not all(e.schedule for e in found):
-        row("  hidden", [e.hidden_seconds for e in found], show_seconds)
+        row("  hidden", [None if e.schedule else e.hidden_seconds for e in found], show_seconds)
     if any(e.schedule for e in found):
         row("bubble", [e.bubble for e in found], lambda share: f"{100 * share:.1f} %")
     row("peak memory", [e.peak_bytes for e in found], show_bytes, "bold")
     for name in dict.fromkeys(n for e in found for n in e.memory):
-        row(f"  {name}", [e.memory.get(name, 0.0) for e in found], show_bytes)
-    table.add_row(
-        "  at", found[0].peak_where, *(x for e in found[1:] for x in (e.peak_where, "")), style="dim"
-    )
+        row(f"  {name}", [e.memory.get(name, 0.0) if e.memory else None for e in found], show_bytes)
+    say("  at", [e.peak_where.replace(", ", ",\n") for e in found], style="dim")
     return table
-
-
-def _schedule(one: Estimate) -> str:
-    return one.schedule or "one"

@@ -26,7 +26,7 @@ from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Strategy
 from meshwright.partition import Partition
 from meshwright.pipeline.meshes import check_chunks, meshes_of
-from meshwright.pipeline.planned import in_one_stage, staged
+from meshwright.pipeline.planned import check_alone, in_one_stage, staged
 from meshwright.plan import Plan, fingerprint
 from meshwright.search.finish import input_layouts
 from meshwright.search.options import Scene
@@ -127,6 +127,7 @@ def changed(
     if not given.get("optimizer_parallel"):  # what only says how goes with it, unless it is asked for anew
         given = {k: v for k, v in given.items() if k in changes or k not in STORAGE}
     asked = techniques_from(given)
+    check_alone(asked)
     before = replace(plan.unfolded(graph), claims={}, nexts={}, notes=())
     if STORAGE & set(changes):
         before = stored_as_used(before, graph, factors)

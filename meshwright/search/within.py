@@ -6,6 +6,7 @@ are tightened by what it missed, and the search goes on. The bound is that of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.errors import PlanError
+from meshwright.graph import Graph
 from meshwright.redistribute.steps import show_bytes
 from meshwright.search.planner import Found, Planner, Verdict, families_of
 from meshwright.search.solve import Memory, Problem, solve, solve_limited
@@ -23,7 +25,8 @@ from meshwright.techniques import OFFLOAD
 
 TIGHTENINGS = 8
 DOUBLINGS, HALVINGS = 12, 4
-FRUGAL = 512  # steps that a limit's worth of bytes is priced at where only bytes matter
+FRUGAL = 512  # steps that a limit's worth of bytes is priced at where bytes matter more than seconds
+ALL_FRUGAL = (8, FRUGAL, 1 << 30)  # the choice with the least sums is not always that with the least peak
 NEAR = 0.01  # of the bound: what is that near is not searched further
 
 
@@ -185,7 +188,8 @@ def too_large(planner: Planner, nearest: Verdict | None = None) -> PlanError:
     memory = planner.memory(space)
     least = [_least(space, memory, t) for t in range(memory.instants)]
     worst = int(np.argmax(least))
-    nearest = _nearer(nearest, _frugal(planner, space, memory))
+    for dear in ALL_FRUGAL:
+        nearest = _nearer(nearest, _frugal(planner, space, memory, dear))
     wanted, places = planner.request.memory_bytes or 0.0, planner.request.places
     need = max(least) + wanted - limit  # with what no choice changes
     extra = max(0.0, nearest.peak_bytes - need) if nearest else 0.0  # what only a simulation sees
@@ -195,10 +199,11 @@ def too_large(planner: Planner, nearest: Verdict | None = None) -> PlanError:
         if max(_least(space, planner.memory(space, fewer), t) for t in range(memory.instants)) + extra
         <= limit
     ][-1:]
-    for parts in (2, 4, 8, 16, 32, 64):
+    rows = _rows(space.graph)
+    for parts in (n for n in (2, 4, 8, 16, 32, 64) if rows % n == 0):
         smaller = _smaller_batch(space, memory, parts)
         if max(_least(space, smaller, t) for t in range(memory.instants)) + extra / parts <= limit:
-            changes.append(f"a batch of 1/{parts} of this one")
+            changes.append(f"a batch of 1/{parts} of this one, {rows // parts} rows")
             break
     changes += _techniques_that_fit(planner, space)
     changes.append(f"{show_bytes(1.01 * (need + extra) / places)} per rank{' or more' * (places > 1)}")
@@ -234,12 +239,18 @@ def _techniques_that_fit(planner: Planner, space: Space) -> list[str]:
     return found
 
 
-def _frugal(planner: Planner, space: Space, memory: Memory) -> Verdict | None:
-    """The verdict on a choice that saves bytes whatever they cost."""
+def _rows(graph: Graph) -> int:
+    """The rows of the batch; 1 where no dim counts them."""
+    found = [i.type.shape[i.batch_dim] for i in graph.input_of("batch") if i.batch_dim is not None]
+    return math.gcd(*found) or 1
+
+
+def _frugal(planner: Planner, space: Space, memory: Memory, frugal: float = FRUGAL) -> Verdict | None:
+    """The verdict on a choice that saves bytes where a limit's worth of them costs so many steps."""
     if planner.judge is None:
         return None
     problem = space.problem()
-    dear = FRUGAL * solve(problem).price / (planner.request.memory_bytes or 1.0)
+    dear = frugal * solve(problem).price / (planner.request.memory_bytes or 1.0)
     asked = memory.weighed(problem, np.full(memory.instants, dear))
     return planner.judge(space.choice(solve(asked).states))
 

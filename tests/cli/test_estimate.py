@@ -236,10 +236,27 @@ def test_the_table_names_what_changed(file, model_file, meshwright):
     assert "answered in" in done.out and "peak memory" in done.out
 
 
+def test_many_answers_are_read_on_a_narrow_screen(file, model_file, meshwright):
+    asked = ["batch=8", "batch=12", "recompute=full", "fusion=0", "optimizer_parallel=2", "reduce_dtype=bf16"]
+    words = [word for what in asked for word in ("--what-if", what)]
+    done = meshwright(
+        "estimate", file, "--model", f"{model_file}:build", "--cluster", "preset:h100:4", *words
+    )
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    heads = [line.split() for line in lines if "now" in line.split()]
+    assert len(heads) > 1 and [word for head in heads for word in head if word != "now"] == asked
+    assert all(len(line) <= 140 for line in lines)
+    steps = [line for line in lines if line.startswith("step ")]
+    assert len(steps) == len(heads) and all("s " in step for step in steps)
+
+
 def test_what_cannot_be_answered_says_why(file, model_file, meshwright):
     words = ("estimate", file, "--model", f"{model_file}:build", "--cluster", "preset:h100:4")
-    done = meshwright(*words, "--what-if", "seq=48", "--what-if", "ranks=3", "--what-if", "batch=1")
+    asked = ("seq=48", "ranks=3", "batch=1", "schedule=gpipe")
+    done = meshwright(*words, *(word for what in asked for word in ("--what-if", what)))
     assert done.code == 2
+    assert "schedule=gpipe has no answer: schedule='gpipe' without pipeline=" in done.err
     assert "seq=48 has no answer" in done.err and "does not take 'seq'" in done.err
     assert "ranks=3 has no answer" in done.err
     assert "batch=1 has no answer" in done.err

@@ -30,6 +30,8 @@ def test_the_plan_is_that_of_the_function(tmp_path, meshwright):
     up = next(line.split() for line in done.out.splitlines() if line.startswith("up.*"))
     assert up[:5] == ["up.*", "×2", "linear", "batch=dp", "n=tp"]
     assert str(tmp_path / "p.json") in done.out and "capture" in done.out
+    told = next(line for line in done.out.splitlines() if line.startswith("model "))
+    assert told.split(maxsplit=1)[1].strip() == "MLP, x f32[12, 16], y i64[12]"
 
 
 def test_a_searched_plan_claims_and_traces(tmp_path, meshwright):
