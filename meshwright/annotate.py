@@ -269,6 +269,13 @@ def stage(target: F, number: int) -> F:
             where=_caller(),
             hint="mw.stage(module, 0)",
         )
+    if not callable(target):
+        raise PlanError(
+            f"mw.stage is given {target!r:.80}",
+            why=f"it is a {type(target).__name__}; modules and functions have operators",
+            where=_caller(),
+            hint="mw.stage(model.encoder, 0)",
+        )
     return _marked(target, name, mark=f"{STAGE_MARK}{number}")
 
 

@@ -27,9 +27,10 @@ from meshwright.partition.micro_batches import nothing_to_hide
 from meshwright.partition.turns import with_turns
 from meshwright.partition.weighed import weighed
 from meshwright.pipeline.chosen import may_have_stages, with_stages
-from meshwright.pipeline.levels import mesh_over, part_of, taken_of, within_stage
+from meshwright.pipeline.levels import along, mesh_over, part_of, taken_of, within_stage
 from meshwright.pipeline.meshes import Meshes, check_chunks, meshes, own_meshes
 from meshwright.pipeline.own import check_own, check_pins, pins_on
+from meshwright.pipeline.parse import is_own, parse
 from meshwright.pipeline.planned import check_alone, check_axis, in_one_stage, staged
 from meshwright.pipeline.predicted import claims_of as pipeline_claims
 from meshwright.pipeline.schedules import SCHEDULES
@@ -279,7 +280,11 @@ def _plan_own(
             there = pins_on(mesh, world.own, pins)
             known[key] = plan_captured(captured, mesh, mode, there, inside, alone)
         own.append(known[key])
-    made = replace(own[0], own=tuple(replace(plan, origin=None) for plan in own), pins=dict(pins or {}))
+    # Equal layers may run on unlike places: a file says each of them.
+    own = [replace(plan, origin=None, folds=(), stand_ins={}) for plan in own]
+    made = replace(own[0], own=tuple(own), pins=dict(pins or {}))
+    if request is not None:
+        world = along(request.cluster, world)
     made = _in_stages(captured, made, world, request, techniques)
     return made.with_notes(*check_pins(captured.graph, made))
 
@@ -291,10 +296,13 @@ def own_world(
     where nobody said how many."""
     world = own_meshes([mesh_from(mesh) for mesh in given])
     if "pipeline" not in techniques.given:
-        least = SCHEDULES[techniques.schedule].least if techniques.schedule in SCHEDULES else 1
-        stages = least * world.places
+        stages = world.places
+        if is_own(techniques):
+            stages = parse(techniques.schedule).stages
+        elif techniques.schedule in SCHEDULES:
+            stages *= SCHEDULES[techniques.schedule].least
         techniques = replace(techniques, pipeline=stages, given=techniques.given | {"pipeline"})
-    check_chunks(techniques.pipeline, world.places)
+    check_chunks(techniques, world.places)
     return world, techniques
 
 

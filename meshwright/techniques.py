@@ -301,7 +301,20 @@ def _recompute(value: Any) -> str | float | tuple[tuple[str, str], ...]:
 
 
 def _stages(value: Any) -> tuple[tuple[str, int], ...]:
-    pairs = tuple(value.items() if isinstance(value, Mapping) else value)
+    given = (
+        value.items()
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, list | tuple)
+        else (value,)
+    )
+    pairs = tuple(given)
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        raise PlanError(
+            f"stages={value!r}",
+            why=f"it is a {type(value).__name__}; wishes are patterns of modules with a stage each",
+            hint='stages={"blocks.0-5": 0}',
+        )
     for name, stage in pairs:
         if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
             raise PlanError(

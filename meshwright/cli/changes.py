@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from meshwright.ops.factors import Factors
     from meshwright.plan import Plan
     from meshwright.report.estimate import Estimate
+    from meshwright.search.techniques import Weigh
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ def answer(base: Base, changes: Mapping[str, str], asked: Mapping[str, Any]) -> 
     from meshwright.report.estimate import estimate as estimated
 
     plan, opened, captured, cluster = base.plan, base.opened, base.captured, base.cluster
-    if plan.own and (changes or asked):
+    if plan.own and "ranks" in changes:
         raise PlanError(
-            "a what-if of a plan whose stages have meshes of their own",
-            why="its places are planned apart from one another",
-            hint="meshwright plan --mesh dp=4/dp=2,tp=2 with the other options",
+            f"ranks={changes['ranks']} for a plan whose stages have meshes of their own",
+            why=f"its meshes are {plan.told_mesh}, and a number does not say which of them changes",
+            hint="meshwright plan --mesh dp=8/dp=4,tp=2, a mesh for each rank of the pipeline",
         )
     remarks, capturing = [], 0.0
     if "batch" in changes or "seq" in changes:
@@ -71,14 +72,21 @@ def _with(
     from meshwright.compile import lower, request_for
     from meshwright.partition.turns import with_turns
     from meshwright.partition.weighed import weighed
+    from meshwright.pipeline.levels import part_of
+    from meshwright.pipeline.meshes import meshes_of
     from meshwright.report.whatif import changed, changed_in_stages
 
-    weigh, factors = functools.partial(weighed, cluster=cluster), _factors(captured)
+    factors = _factors(captured)
     if plan.stages:
+        world = meshes_of(plan)
+
+        def weigh(place: int) -> Weigh:
+            return functools.partial(weighed, cluster=part_of(cluster, world, place) if plan.own else cluster)
+
         lowered = functools.partial(lower, captured)
         request = request_for(cluster, optimizer_states=base.optimizer_states)
         return changed_in_stages(plan, captured.graph, factors, asked, weigh, lowered, request)
-    plan, remark = changed(plan, captured.graph, factors, asked, weigh)
+    plan, remark = changed(plan, captured.graph, factors, asked, functools.partial(weighed, cluster=cluster))
     return with_turns(captured.graph, plan, cluster, base.optimizer_states), remark
 
 

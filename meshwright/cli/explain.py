@@ -71,11 +71,11 @@ def _from_file(loaded: Plan, what: str | None, every: bool, as_json: bool) -> No
     from meshwright.report.choice import choices, folded, matching
 
     names = matching(loaded, what) if what is not None else tuple(loaded.strategies)
-    found = choices(loaded, names, None, None)
+    found = choices(loaded, names, None)
     if as_json:
         _print_json(loaded, [(m, n, c, {}) for m, n, c in folded(found)])
     else:
-        _print(loaded, found, what, every, lambda c: (), 0.0)
+        _print(loaded, found, what, every, lambda c: (), lambda c: 0.0)
 
 
 def _with_model(
@@ -91,6 +91,7 @@ def _with_model(
     from meshwright.cli.opened import captured_model, cut, in_one
     from meshwright.cli.screen import out
     from meshwright.partition.price import program_price
+    from meshwright.pipeline.order import place_of
     from meshwright.report.alternatives import Alternative, alternatives
     from meshwright.report.choice import Choice, choices, folded, matching
     from meshwright.report.plan_table import plan_view
@@ -102,13 +103,20 @@ def _with_model(
         _print_claims(loaded)
         return
     names = matching(loaded, what) if what is not None else tuple(loaded.strategies)
+    machines = () if machine is None else (machine,)
     if machine is not None and loaded.stages:  # operators are priced on the ranks that share a stage
-        parts, machine = in_one(captured, loaded, machine)
-    price = program_price(parts, machine, states) if machine is not None else None
-    found = choices(loaded, names, parts, price)
+        parts, machines = in_one(captured, loaded, machine)
+    prices = [program_price(parts.of_place(n), there, states) for n, there in enumerate(machines)]
+    found = choices(loaded, names, parts, prices)
 
     def others(c: Choice) -> tuple[Alternative, ...]:
-        return alternatives(captured.graph, parts, c.node, machine, states) if machine is not None else ()
+        if not machines:
+            return ()
+        place = place_of(loaded, c.node)
+        return alternatives(captured.graph, parts.of_place(place), c.node, machines[place], states)
+
+    def total(c: Choice) -> float:
+        return prices[place_of(loaded, c.node)].total if prices else 0.0
 
     if as_json:
         few = len(folded(found)) <= FEW
@@ -120,15 +128,17 @@ def _with_model(
             ],
         )
     else:
-        _print(loaded, found, what, every, others, price.total if price is not None else 0.0)
+        _print(loaded, found, what, every, others, total)
 
 
 # ---------------------------------------------------------------- answers
 
 
-def _print(loaded: Plan, found: Any, what: str | None, every: bool, others: Any, step_seconds: float) -> None:
+def _print(loaded: Plan, found: Any, what: str | None, every: bool, others: Any, total: Any) -> None:
+    """`others`: a choice → its alternatives, `total` → the seconds of the step they are a part of."""
     from meshwright.cli.screen import out
-    from meshwright.report.choice import folded, plan_of
+    from meshwright.pipeline.order import plan_of
+    from meshwright.report.choice import folded
     from meshwright.report.choice_view import choice_page, choices_table
 
     screen = out()
@@ -147,7 +157,7 @@ def _print(loaded: Plan, found: Any, what: str | None, every: bool, others: Any,
             screen.print()
             screen.rule(style="dim")
         mesh = plan_of(loaded, c.node).mesh
-        screen.print(choice_page(module, count, c, mesh, others(c), step_seconds))
+        screen.print(choice_page(module, count, c, mesh, others(c), total(c)))
 
 
 def _print_stages(loaded: Plan) -> None:

@@ -10,10 +10,9 @@ from meshwright.cli.progress import Watch
 from meshwright.cli.screen import err
 from meshwright.compile import captured_of, check_size, lower
 from meshwright.cost.cluster import Cluster
-from meshwright.errors import PlanError
 from meshwright.partition import Partition
 from meshwright.partition.price import on_cluster
-from meshwright.pipeline.levels import part_of, taken_of, within_stage
+from meshwright.pipeline.levels import along, part_of, taken_of, within_stage
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.planned import in_one_stage
 from meshwright.plan import Plan
@@ -50,20 +49,25 @@ def _priced(plan: Plan, cluster: Cluster) -> Plan:
         return replace(plan, mesh=on_cluster(plan.mesh, cluster), prices=cluster.prices)
     world = meshes_of(plan)
     own = [_priced(one, part_of(cluster, world, place)) for place, one in enumerate(plan.own)]
-    shared = {"meshes": tuple(one.mesh for one in own), "prices": cluster.prices}
+    shared = {
+        "meshes": tuple(one.mesh for one in own),
+        "prices": cluster.prices,
+        "world": along(cluster, world).world,
+    }
     return replace(plan, mesh=own[0].mesh, own=tuple(replace(one, **shared) for one in own), **shared)
 
 
-def in_one(captured: Captured, plan: Plan, cluster: Cluster) -> tuple[Partition, Cluster]:
+def in_one(captured: Captured, plan: Plan, cluster: Cluster) -> tuple[Partition, tuple[Cluster, ...]]:
     """The program of a plan with stages before it is cut into them, and the part of the cluster that runs a stage.
-
-    Raises PlanError where stages have meshes of their own."""
-    if plan.own:
-        raise PlanError(
-            "prices of single operators where stages have meshes of their own",
-            why="there is no one mesh on which all of them run",
-            hint="explain without --cluster, or estimate, which looks at stages as a whole",
-        )
-    whole = replace(plan, stages={}, world=None, techniques=in_one_stage(plan.techniques))
-    inside = within_stage(cluster, taken_of(cluster, meshes_of(plan)))
-    return cut(captured, whole, inside), inside
+    Where places have meshes of their own, those of each: the program has the places' as its own."""
+    world, alone = meshes_of(plan), {"stages": {}, "world": None, "techniques": in_one_stage(plan.techniques)}
+    if not plan.own:
+        inside = within_stage(cluster, taken_of(cluster, world))
+        return cut(captured, replace(plan, **alone), inside), (inside,)
+    check_size(plan, cluster)
+    clusters = tuple(part_of(cluster, world, place) for place in range(world.places))
+    each = tuple(
+        cut(captured, replace(one, meshes=(), **alone), inside)
+        for one, inside in zip(plan.own, clusters, strict=True)
+    )
+    return replace(each[0], own=each), clusters

@@ -310,18 +310,19 @@ class StepTasks:
 
     def _made_again(self) -> dict[str, list[Node]]:
         """Consumer → the hubs that backward makes again when it comes to it: the last one, in forward order, for which
-        autograd keeps the hub or a view of it."""
-        graph = self.parts.resharded.graph
+        autograd keeps the hub or a view of it. In a stage that of its own; a hub of another one has been received."""
+        graph, copies = self.parts.resharded.graph, self.parts.copies
         order = {node.name: number for number, node in enumerate(graph.nodes)}
+        here = {node.name for node in self.local.nodes}
         found: dict[str, list[Node]] = {}
         for node in graph.nodes:
             if node.op == RESHARD and made_again(node):
-                keeping = keepers(self.parts, node)
+                keeping = [k for k in keepers(self.parts, node) if here & {k, named(k, 0)}]
                 if keeping:
                     last = max(keeping, key=order.__getitem__)
-                    copies = self.parts.copies
                     if copies == 1:
-                        found.setdefault(last, []).append(node)
+                        if node.name in self.local.producers:
+                            found.setdefault(last, []).append(node)
                     elif node.name in self.local.producers:  # all copies share it: for the last that reads it
                         found.setdefault(named(last, copies - 1), []).append(node)
                     else:

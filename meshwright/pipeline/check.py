@@ -115,14 +115,20 @@ def check_complete(schedule: Schedule) -> None:
             found[action.kind, action.stage, action.micro_batch] += 1
     for (kind, stage, micro_batch), times in found.items():
         if times > 1:
-            raise PlanError(f"{Action(kind, stage, micro_batch)} stands {times} times in {schedule.name}")
+            raise PlanError(
+                f"{Action(kind, stage, micro_batch)} stands {times} times in {schedule.name}",
+                why="a stage takes each micro-batch once",
+                where=f"rank {schedule.ranks[stage]}",
+            )
     for stage in range(schedule.stages):
         for m in range(schedule.micro_batches):
             missing = _missing(found, stage, m, schedule.has_backward)
             if missing:
                 raise PlanError(
                     f"{schedule.name} lacks {', '.join(map(str, missing))}",
-                    why=f"rank {schedule.ranks[stage]} holds stage {stage}",
+                    why=f"rank {schedule.ranks[stage]} holds stage {stage}, which takes each of "
+                    f"{schedule.micro_batches} micro-batches",
+                    hint=f"Action({missing[0].kind!r}, {stage}, {m}) in the list of rank {schedule.ranks[stage]}",
                 )
 
 

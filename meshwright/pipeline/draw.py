@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from meshwright.pipeline.actions import COMPUTE
+from meshwright.pipeline.actions import COMPUTE, Action
 from meshwright.pipeline.check import Played
 
 SHOWN = (*COMPUTE, "reduce", "update")
@@ -14,7 +14,8 @@ Bar = tuple[str, float, float]  # name, begin, end
 
 def draw(played: Played, width: int = 100) -> str:
     """Each rank's actions in time: ``F0`` is forward of micro-batch 0, ``B`` backward, ``I`` and ``W`` are its halves,
-    ``R`` sums of gradients, ``U`` the update; dots where a rank waits. Names that do not fit into their bar are cut."""
+    ``R`` sums of gradients, ``U`` the update; dots where a rank waits. Small letters are of every second stage of a
+    rank. Names that do not fit into their bar are cut."""
     head = (
         f"{played.schedule.name}: {played.schedule.stages} stages, {played.schedule.micro_batches} micro-batches, "
         f"bubble {100 * played.bubble:.1f} %"
@@ -27,10 +28,25 @@ def rows_of(played: Played) -> list[tuple[str, list[Bar], str]]:
     return [
         (
             f"rank {rank:>3}",
-            [(action.short, begin, end) for action, begin, end in times if action.kind in SHOWN],
+            named((action, begin, end) for action, begin, end in times if action.kind in SHOWN),
             f"at most {played.peaks[rank]} in memory",
         )
         for rank, times in enumerate(played.times)
+    ]
+
+
+def named(times: Iterable[tuple[Action, float, float]]) -> list[Bar]:
+    """The actions of a rank as bars, those of every second of its stages in small letters."""
+    times = list(times)
+    stages = sorted({action.stage for action, _, _ in times if action.kind in COMPUTE})
+    small = set(stages[1::2])
+    return [
+        (
+            action.short.lower() if action.kind in COMPUTE and action.stage in small else action.short,
+            begin,
+            end,
+        )
+        for action, begin, end in times
     ]
 
 

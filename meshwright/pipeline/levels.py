@@ -104,6 +104,13 @@ def link_of(cluster: Cluster, world: Meshes) -> Level:
     return cluster.levels[outermost]
 
 
+def along(cluster: Cluster, world: Meshes) -> Meshes:
+    """Meshes of places of their own, whose world says over which level messages between them go."""
+    link = link_of(cluster, world).name
+    axes = tuple(replace(axis, link=link) for axis in world.world.axes)
+    return replace(world, world=replace(world.world, axes=axes))
+
+
 def check_all(cluster: Cluster, world: Meshes) -> None:
     """Raise PlanError where the ranks of a pipeline are not those of a cluster."""
     if world.world.size != cluster.ranks:
@@ -136,4 +143,4 @@ def part_of(cluster: Cluster, world: Meshes, place: int) -> Cluster:
     return replace(cluster, levels=tuple(levels))
 
 
-__all__ = ["link_between", "link_of", "mesh_over", "part_of", "taken_of", "within_stage"]
+__all__ = ["along", "link_between", "link_of", "mesh_over", "part_of", "taken_of", "within_stage"]

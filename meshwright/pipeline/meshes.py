@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from meshwright.errors import MeshError, PlanError
 from meshwright.mesh import Mesh
+from meshwright.pipeline.parse import is_own, parse
 from meshwright.pipeline.schedules import SCHEDULES
 from meshwright.plan import Plan
 from meshwright.techniques import Techniques
@@ -95,7 +96,7 @@ def meshes(mesh: Mesh, techniques: Techniques, *, total: bool) -> Meshes:
         if not axes:
             mesh = Mesh((*mesh.axes, *stage.axes), (*mesh.names, *stage.names))
         found = Meshes(mesh, stage)
-        check_chunks(techniques.pipeline, found.places)
+        check_chunks(techniques, found.places)
         return found
     count = _ranks(techniques)
     if total:
@@ -128,7 +129,10 @@ def own_meshes(given: Sequence[Mesh]) -> Meshes:
 
 
 def _ranks(techniques: Techniques) -> int:
-    """How many ranks follow one another where no mesh says it: a stage each, two for schedules that ask for more."""
+    """How many ranks follow one another where no mesh says it: a stage each, two for schedules that ask for more, and
+    as many as a schedule of the user's own has."""
+    if is_own(techniques):
+        return len(parse(techniques.schedule).actions)
     chunks = SCHEDULES[techniques.schedule].least if techniques.schedule in SCHEDULES else 1
     ranks = techniques.pipeline // chunks
     if not ranks or techniques.pipeline % chunks:
@@ -140,9 +144,11 @@ def _ranks(techniques: Techniques) -> int:
     return ranks
 
 
-def check_chunks(stages: int, ranks: int) -> None:
-    """Raise PlanError for stages that the ranks of a pipeline do not share evenly."""
-    if stages % ranks:
+def check_chunks(techniques: Techniques, ranks: int) -> None:
+    """Raise PlanError for stages that the ranks of a pipeline do not share evenly, where no schedule of the user's own
+    says who has which."""
+    stages = techniques.pipeline
+    if stages % ranks and not is_own(techniques):
         raise PlanError(
             f"pipeline={stages} on {ranks} ranks of the axis {AXIS}",
             why="every rank of the pipeline holds equally many stages",

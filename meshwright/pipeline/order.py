@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.pipeline.actions import FORWARD, MESSAGES, Schedule
 from meshwright.pipeline.check import play
 from meshwright.pipeline.meshes import meshes_of
-from meshwright.pipeline.parse import parse
+from meshwright.pipeline.parse import is_own, parse
 from meshwright.pipeline.schedules import SCHEDULES, make
 from meshwright.plan import Plan
 from meshwright.techniques import Techniques
 
+END = ("reduce", "update")
 TRAINING = tuple(name for name in SCHEDULES if name != "forward")
 
 
@@ -28,10 +30,21 @@ def schedule_of(plan: Plan) -> Schedule:
     return schedule_for(plan.techniques, meshes_of(plan).places)
 
 
+def place_of(plan: Plan, name: str) -> int:
+    """The place in a pipeline that runs an operator, where places have meshes of their own; else 0."""
+    return schedule_of(plan).ranks[plan.stages.get(name, 0)] if plan.own else 0
+
+
+def plan_of(plan: Plan, name: str) -> Plan:
+    """The plan by which an operator runs: that of its place in a pipeline, where places have meshes of their own."""
+    return plan.of_place(place_of(plan, name))
+
+
+@functools.lru_cache(maxsize=64)
 def schedule_for(techniques: Techniques, places: int) -> Schedule:
     """The schedule that is asked for, without messages. Raises PlanError for one that does not fit, or cannot run."""
     stages, count, asked = techniques.pipeline, techniques.micro_batches, techniques.schedule or "1f1b"
-    if asked not in SCHEDULES and "\n" not in asked:
+    if asked not in SCHEDULES and not is_own(techniques):
         raise PlanError(
             f"there is no schedule {asked!r}",
             why=f"schedules that train: {', '.join(TRAINING)}, or one of your own",
@@ -58,16 +71,24 @@ def schedule_for(techniques: Techniques, places: int) -> Schedule:
         )
     play(found)
     for rank, actions in enumerate(found.actions):
-        ends = [a.kind for a in actions if a.kind in ("reduce", "update")]
-        if ends != ["reduce", "update"] or [a.kind for a in actions[-2:]] != ends:
+        if rank not in found.ranks:
             raise PlanError(
-                f"the schedule {found.name} ends with {', '.join(a.kind for a in actions[-2:])}",
+                f"rank {rank} of the schedule {found.name} holds no stage",
+                why=f"its {found.stages} stages are on {', '.join(map(str, sorted(set(found.ranks))))}",
+                hint="lists for as many ranks as hold stages",
+            )
+        last = tuple(a.kind for a in actions[-2:])
+        early = next((a.kind for a in actions[:-2] if a.kind in END), "")
+        if last != END or early:
+            raise PlanError(
+                f"the schedule {found.name} "
+                + (f"has {early} before its end" if last == END else f"ends with {', '.join(last)}"),
                 where=f"rank {rank}",
                 why="gradients are reduced when all of them are there, and weights updated after that",
-                hint="reduce, update as the last two actions of each rank",
+                hint="reduce, update as the last two actions of each rank, and nowhere else",
             )
     plain = tuple(tuple(a for a in actions if a.kind not in MESSAGES) for actions in found.actions)
     return replace(found, actions=plain)
 
 
-__all__ = ["forward_only", "schedule_for", "schedule_of"]
+__all__ = ["forward_only", "place_of", "plan_of", "schedule_for", "schedule_of"]

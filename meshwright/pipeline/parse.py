@@ -6,10 +6,16 @@ import re
 
 from meshwright.errors import PlanError
 from meshwright.pipeline.actions import COMPUTE, KINDS, MESSAGES, Action, Schedule
+from meshwright.techniques import Techniques
 
 _HEAD = re.compile(r"(.*): (\d+) stages on (\d+) ranks, (\d+) micro-batches")
 _RANK = re.compile(r"rank (\d+): (.*)")
 _ACTION = re.compile(r"(\w+)(?:\((\d+), (\d+)\))?")
+
+
+def is_own(techniques: Techniques) -> bool:
+    """Whether the schedule that is asked for is a user's own, by its text."""
+    return "\n" in techniques.schedule
 
 
 def parse(text: str) -> Schedule:
@@ -53,4 +59,4 @@ def _action(word: str, where: str) -> Action:
     return Action(found[1], int(found[2] or 0), int(found[3] or 0))
 
 
-__all__ = ["parse"]
+__all__ = ["is_own", "parse"]

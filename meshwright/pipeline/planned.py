@@ -18,6 +18,7 @@ from meshwright.pipeline.costs import costs_of, stage_room
 from meshwright.pipeline.levels import link_of
 from meshwright.pipeline.meshes import AXIS, Meshes
 from meshwright.pipeline.order import schedule_for
+from meshwright.pipeline.parse import is_own, parse
 from meshwright.pipeline.predicted import peaks_of
 from meshwright.pipeline.split import Split, split
 from meshwright.plan import Plan
@@ -70,6 +71,11 @@ def staged(
         f"{pieces} micro-batch{'es' * (pieces > 1)}, a bubble of {100 * played.bubble:.0f} % if all stages took "
         f"equally long; the slowest takes {100 * (share - 1):.0f} % more than their mean"
     ]
+    if pieces < ranks:
+        notes.append(
+            f"{pieces} micro-batch{'es are' if pieces > 1 else ' is'} too few for {ranks} ranks to work at once: "
+            f"micro_batches={2 * ranks} or more keeps them busy"
+        )
     return made.with_notes(*notes)
 
 
@@ -134,6 +140,13 @@ def in_one_stage(techniques: Techniques) -> Techniques:
 
 def check_alone(techniques: Techniques) -> None:
     """Raise PlanError for options of stages where there is one stage."""
+    if is_own(techniques):
+        own = parse(techniques.schedule)
+        raise PlanError(
+            f"the schedule {own.name} without pipeline=",
+            why="a model in one stage has no order of stages",
+            hint=f"pipeline={own.stages}, micro_batches={own.micro_batches}",
+        )
     for name in ("schedule", "stages"):
         if getattr(techniques, name):
             raise PlanError(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from meshwright.cost.cluster import Cluster
+from meshwright.cost.cluster import Cluster, Level
 from meshwright.partition import Partition
 from meshwright.partition.interleave import Interleaved
 from meshwright.partition.micro_batches import MicroBatches, first_micro_batch, first_program
@@ -84,9 +84,7 @@ def predict(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Pr
     ]
     received = tuple(_received(cuts[place].together[s]) for s, place in enumerate(schedule.ranks))
     link = link_of(cluster, meshes)
-    messages = [
-        cluster.message_seconds(link, max(size, _sent(told, routes, s))) for s, size in enumerate(received)
-    ]
+    messages = [_arrival_seconds(told, routes, cluster, link, s, size) for s, size in enumerate(received)]
     return Predicted(
         play_stages(schedule, times, messages, updates),
         times,
@@ -101,14 +99,15 @@ def predict(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Pr
     )
 
 
-def _sent(messages: Messages, routes: Routes, stage: int) -> int:
-    """Bytes that one rank sends to a stage for a micro-batch, the one that sends most, where places have meshes of
-    their own: several ranks may want the same of it."""
-    sizes: dict[tuple[int, int], int] = {}
-    for message in messages.needed(Action(FORWARD, stage, 0)):
-        for rank, size in enumerate(routes.sent_bytes(message)):
-            sizes[message.maker, rank] = sizes.get((message.maker, rank), 0) + size
-    return max(sizes.values(), default=0)
+def _arrival_seconds(
+    messages: Messages, routes: Routes, cluster: Cluster, link: Level, stage: int, received: int
+) -> float:
+    """From when a stage's values of a micro-batch are sent until they are there. `received`: their bytes on a rank.
+    Where places have meshes of their own, several ranks may want the same of one, or pass on what they have received to
+    one another."""
+    needed = messages.needed(Action(FORWARD, stage, 0))
+    crossing = sum(map(routes.crossing_bytes, needed)) if routes.every.own else received
+    return cluster.message_seconds(link, crossing) + sum(map(routes.passing_seconds, needed))
 
 
 def posting_seconds(messages: Messages, cluster: Cluster, routes: Routes) -> list[tuple[float, float]]:

@@ -1,7 +1,9 @@
 """From a layout on one mesh to a layout on another, whose ranks are others: which rectangles go from whom to whom.
 
 A receiver gets each block of the sender's layout from one of the ranks that hold it; which of its copies that is goes
-round with the receiver's number, so that copies share the work. Terms of a sum are added up before.
+round with the receiver's number, so that copies share the work. Terms of a sum are added up before. Where several
+receivers want the same, each may take a part of it in and pass that on to the others (the local all-gather of Zhuang et
+al., On Optimizing the Communication of Model Parallelism, MLSys 2023): then an element crosses between meshes once.
 """
 
 from __future__ import annotations
@@ -78,4 +80,39 @@ def received_elements(there: Laid, here: Laid, rank: int) -> int:
     return sum(piece.numel for _, piece in arriving(there, here, rank))
 
 
-__all__ = ["Laid", "arriving", "leaving", "received_elements"]
+@hashed_once
+@dataclass(frozen=True)
+class Route:
+    """How the ranks that send a tensor hold it, and how those that receive it do. `parts`: how these take it in before
+    they pass it on to one another; None where each gets all that it holds from the senders."""
+
+    there: Laid
+    here: Laid
+    parts: Laid | None = None
+
+    @property
+    def first(self) -> Laid:
+        """How it is held when it has crossed."""
+        return self.parts or self.here
+
+    def sends(self, rank: int) -> int:
+        """How many messages one of the senders starts."""
+        return len(leaving(self.there, self.first, rank))
+
+    def receives(self, rank: int) -> int:
+        """How many messages one of the receivers starts: those that come, and those that it passes on."""
+        count = len(arriving(self.there, self.first, rank))
+        if self.parts is None:
+            return count
+        own = any(sender == rank for sender, _ in arriving(self.parts, self.here, rank))
+        inside = len(arriving(self.parts, self.here, rank)) + len(leaving(self.parts, self.here, rank))
+        return count + inside - 2 * own
+
+    def crossing(self) -> int:
+        """Elements that cross to or from the rank that sends or receives most."""
+        out = (sum(p.numel for _, p in leaving(self.there, self.first, r)) for r in range(self.there.ranks))
+        into = (received_elements(self.there, self.first, rank) for rank in range(self.here.ranks))
+        return max((*out, *into))
+
+
+__all__ = ["Laid", "Route", "arriving", "leaving", "received_elements"]

@@ -17,7 +17,7 @@ from meshwright.layout import TensorLayout, normalize
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.price import Price
-from meshwright.pipeline.order import schedule_of
+from meshwright.pipeline.order import place_of
 from meshwright.plan import Plan
 from meshwright.redistribute import describe
 from meshwright.redistribute.steps import LOCAL
@@ -93,22 +93,16 @@ def matching(plan: Plan, pattern: str) -> tuple[str, ...]:
     return found
 
 
-def _place(plan: Plan, name: str) -> int:
-    """The place in a pipeline that runs a node, where places have meshes of their own."""
-    return schedule_of(plan).ranks[plan.stages.get(name, 0)] if plan.own else 0
-
-
-def plan_of(plan: Plan, name: str) -> Plan:
-    """The plan by which a node runs: that of its place in a pipeline, where places have meshes of their own."""
-    return plan.of_place(_place(plan, name))
-
-
-def choices(plan: Plan, names: Iterable[str], parts: Partition | None, price: Price | None) -> list[Choice]:
-    """What is known about each of the nodes."""
+def choices(
+    plan: Plan, names: Iterable[str], parts: Partition | None, prices: Sequence[Price] = ()
+) -> list[Choice]:
+    """What is known about each of the nodes. `prices`: that of the program, or, where places of a pipeline have meshes
+    of their own, of each of theirs."""
     known: dict[int, dict[str, Node]] = {}
     whole, every, found = plan, parts, list[Choice]()
     for name in names:
-        place = _place(whole, name)
+        place = place_of(whole, name)
+        price = prices[place] if prices else None
         plan, parts = whole.of_place(place), every.of_place(place) if every is not None else None
         if place not in known:
             known[place] = {n.name: n for n in parts.resharded.graph.nodes} if parts is not None else {}

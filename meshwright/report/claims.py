@@ -48,7 +48,10 @@ def claim_lines(claims: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def technique_lines(techniques: Techniques) -> list[tuple[str, str]]:
     """What is asked for beside the mode, as the command line takes it: ``micro_batches=4, recompute=full``."""
-    asked = [f"{name}={technique_text(value)}" for name, value in techniques.asked().items()]
+    given = techniques.asked()
+    if "schedule" in given:  # of one of the user's own its first line, which says how large it is
+        given["schedule"] = given["schedule"].partition("\n")[0]
+    asked = [f"{name}={technique_text(value)}" for name, value in given.items()]
     return [("techniques", ", ".join(asked))] if asked else []
 
 

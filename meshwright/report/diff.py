@@ -8,16 +8,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from rich.console import Group
 from rich.text import Text
 
-from meshwright.errors import PlanError
 from meshwright.layout import TensorLayout, dim_axes
 from meshwright.mesh import Mesh
 from meshwright.ops.strategy import Strategy
+from meshwright.pipeline.order import place_of, plan_of
 from meshwright.plan import Plan
 from meshwright.report.claims import technique_text
 from meshwright.report.fitted import FittedTable
@@ -73,40 +73,64 @@ class Difference:
 
 
 def difference(a: Plan, b: Plan) -> Difference:
-    """What differs from plan `a` to plan `b`; cuts by the user's names of the axes, each on its own mesh. Raises
-    PlanError for plans whose stages have meshes of their own."""
-    if a.own or b.own:
-        raise PlanError(
-            "plans are compared whose stages have meshes of their own",
-            why="an operator is cut in the way of its place, and the places of two plans need not be the same",
-            hint="meshwright explain shows each",
-        )
+    """What differs from plan `a` to plan `b`; cuts by the user's names of the axes, each on its own mesh. Where stages
+    have meshes of their own, an operator is compared as it runs, and inputs place by place."""
     return Difference(
         facts=tuple(_facts(a, b)),
         claims=tuple(_claims(a.claims, b.claims)),
         nodes=tuple(_nodes(a, b)),
-        inputs=tuple(_layouts(a, b, a.inputs, b.inputs)),
-        hubs=(*_layouts(a, b, a.hubs, b.hubs), *_again(a, b), *_hosts(a, b)),
-        states=tuple(_layouts(a, b, a.states, b.states)),
+        inputs=_by_place(a, b, lambda p, q: _layouts(p, q, p.inputs, q.inputs)),
+        hubs=_by_place(a, b, lambda p, q: (*_layouts(p, q, p.hubs, q.hubs), *_again(p, q), *_hosts(p, q))),
+        states=_by_place(a, b, lambda p, q: _layouts(p, q, p.states, q.states)),
         keeps=tuple(_keeps(a, b)),
         stages=tuple(_stages(a, b)),
     )
 
 
+def _by_place(a: Plan, b: Plan, changes: Callable[[Plan, Plan], Iterable[Change]]) -> tuple[Change, ...]:
+    """Changes of each place that both have, where places have plans of their own; what differs alike at all is said
+    once. Which inputs a place reads a plan does not know: it says of all how they would be there."""
+    places = range(min((len(p.own) for p in (a, b) if p.own), default=1))
+    found: dict[Change, list[int]] = {}
+    for place in places:
+        for change in changes(*(_there(p, place, (a, b)) for p in (a, b))):
+            found.setdefault(change, []).append(place)
+    return tuple(
+        change
+        if len(at) == len(places)
+        else replace(change, what=f"{change.what}, rank {', '.join(map(str, at))} of the pipeline")
+        for change, at in found.items()
+    )
+
+
+def _there(plan: Plan, place: int, both: tuple[Plan, Plan]) -> Plan:
+    """The plan of a place, without what operators make that run at another one."""
+    own = [p for p in both if p.own]
+    if not own:
+        return plan
+    elsewhere = {n for p in own for n in p.stages if place_of(p, n) != place}
+    one = plan.of_place(place)
+    hubs = {name: layout for name, layout in one.hubs.items() if name not in elsewhere}
+    return replace(one, hubs=hubs, again=one.again - elsewhere)
+
+
 def _facts(a: Plan, b: Plan) -> Iterable[Change]:
     pairs = (
         ("model", a.fingerprint, b.fingerprint),
-        ("mesh", str(a.ranks), str(b.ranks)),
+        ("mesh", a.told_mesh, b.told_mesh),
         ("mode", a.mode, b.mode),
         ("pins", _pins(a), _pins(b)),
         *_techniques(a, b),
         ("turns of copies", a.turns, b.turns),
     )
-    links = ({x.name: x.link for x in p.mesh.axes} for p in (a, b))
-    link_a, link_b = (", ".join(f"{k} over {v}" for k, v in x.items()) for x in links)
-    if str(a.mesh) == str(b.mesh):
-        pairs = (*pairs, ("links", link_a, link_b))
+    if a.told_mesh == b.told_mesh:
+        pairs = (*pairs, ("links", _links(a), _links(b)))
     return (Change(what, x, y) for what, x, y in pairs if x != y)
+
+
+def _links(plan: Plan) -> str:
+    meshes = plan.meshes or (plan.mesh,)
+    return " / ".join(", ".join(f"{x.name} over {x.link}" for x in mesh.axes) for mesh in meshes)
 
 
 def _pins(plan: Plan) -> str:
@@ -137,14 +161,14 @@ def _claims(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterable[Change]:
 
 
 def _nodes(a: Plan, b: Plan) -> Iterable[Change]:
-    same_mesh = a.mesh == b.mesh
     found: dict[tuple[str, str, str, str, bool], list[str]] = {}
     counts: Counter[tuple[str, str, str, str, bool]] = Counter()
     for name in dict.fromkeys((*a.strategies, *b.strategies)):
-        mine, other = a.strategies.get(name), b.strategies.get(name)
-        before, after = cut_words(mine, a.mesh), cut_words(other, b.mesh)
+        here, there = plan_of(a, name), plan_of(b, name)
+        mine, other = here.strategies.get(name), there.strategies.get(name)
+        before, after = cut_words(mine, here.mesh), cut_words(other, there.mesh)
         cut = before != after
-        if not cut and same_mesh and mine != other:
+        if not cut and here.mesh == there.mesh and mine != other:
             before, after = str(mine), str(other)  # the same axes on other sub-dims, or gradients that wait
         if before == after:
             continue
@@ -242,9 +266,16 @@ def _keeps(a: Plan, b: Plan) -> Iterable[Change]:
     )
     if one != two:  # then it follows from what was asked for, and is said there
         return
-    yield from _by_operator(
-        a, b, {n: KEPT[k] for n, k in a.keeps.items()}, {n: KEPT[k] for n, k in b.keeps.items()}, KEPT[""]
-    )
+    yield from _by_operator(a, b, _kept(a), _kept(b), KEPT[""])
+
+
+def _kept(plan: Plan) -> dict[str, str]:
+    return {
+        name: KEPT[how]
+        for place, one in enumerate(plan.own or (plan,))
+        for name, how in one.keeps.items()
+        if place_of(plan, name) == place
+    }
 
 
 def _stages(a: Plan, b: Plan) -> Iterable[Change]:

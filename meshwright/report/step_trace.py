@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.cost.timeline import Timeline
 from meshwright.pipeline.actions import BACKWARD, FORWARD
 from meshwright.pipeline.check import Played
-from meshwright.pipeline.draw import SHOWN, TALKS, Bar, bars, rows_of
+from meshwright.pipeline.draw import SHOWN, TALKS, Bar, bars, named, rows_of
 from meshwright.pipeline.measured import Measured, Span
 from meshwright.report.quantities import show_seconds
 from meshwright.report.schedule_trace import measured_processes, side_by_side
@@ -69,8 +69,12 @@ class StepTrace:
                 f"predicted: {show_seconds(seconds or 0.0)}, bubble {100 * self.predicted.bubble:.1f} %"
             )
             late = [
-                (name, [(text, begin + self.prologue, end + self.prologue) for text, begin, end in found], "")
-                for name, found, _ in rows_of(self.predicted)
+                (
+                    f"ranks of pp {place}".ljust(14) if _shared(self.measured) else name,
+                    [(text, begin + self.prologue, end + self.prologue) for text, begin, end in found],
+                    "",
+                )
+                for place, (name, found, _) in enumerate(rows_of(self.predicted))
             ]
             lines += bars(late, longest, WIDTH)
         elif seconds is not None:
@@ -107,13 +111,19 @@ def _rows(measured: Measured, several: bool) -> list[tuple[str, list[Bar], str]]
     for rank, spans in enumerate(measured.spans):
         # What a rank waits for is waited for at the beginning of an action.
         shown = [s for s in spans if s.action.kind in SHOWN]
-        found = [(s.action.short, s.begin + s.waited, s.end) for s in shown]
+        found = named((s.action, s.begin + s.waited, s.end) for s in shown)
         found += [(TALKS, begin, end) for s in shown for begin, end in s.talks]
         behind = [f"waits {100 * measured.idle(rank):.0f} %"] if several else []
         if measured.talking(rank):
             behind.append(f"{TALKS} {100 * measured.talking(rank):.0f} % for collectives")
-        rows.append((f"rank {rank:>3}", found, ", ".join(behind)))
+        place = f", pp {measured.places[rank]}" if _shared(measured) else ""
+        rows.append((f"rank {rank:>3}{place}", found, ", ".join(behind)))
     return rows
+
+
+def _shared(measured: Measured) -> bool:
+    """Whether several ranks of the world share a place in the pipeline, so that its number is not theirs."""
+    return 1 < len(set(measured.places)) < len(measured.places)
 
 
 __all__ = ["StepTrace", "stage_times"]

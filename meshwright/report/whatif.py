@@ -42,6 +42,9 @@ def transferred(plan: Plan, graph: Graph, factors: Factors, what: str) -> Plan:
 
     `what` names the change for messages. Raises PlanError when the operators are others, or a dim has too few elements.
     """
+    if plan.own:
+        own = tuple(transferred(one, graph, factors, what) for one in plan.own)
+        return replace(own[0], own=own, pins=plan.pins, notes=plan.notes)
     plan = plan.unfolded(graph)
     names = [n.name for n in graph.nodes]
     if names != list(plan.strategies) or {i.name for i in graph.inputs} != set(plan.inputs):
@@ -145,23 +148,30 @@ def changed_in_stages(
     graph: Graph,
     factors: Factors,
     changes: Mapping[str, Any],
-    weigh: Weigh,
+    weigh: Callable[[int], Weigh],
     lowered: Callable[[Plan], Partition],
     request: Request | None,
 ) -> tuple[Plan, str]:
     """The same for a plan with stages: operators stay as they are cut, stages are cut again for what they take now.
-    `lowered` makes the program of a plan, and `request` says for which cluster and optimizer. Raises PlanError for what
-    cannot be, and for more stages than the ranks of the pipeline can share evenly."""
+    `weigh`: of a place in the pipeline; `lowered` makes the program of a plan, and `request` says for which cluster and
+    optimizer. Raises PlanError for what cannot be, and for more stages than the ranks of the pipeline can share
+    evenly."""
     asked = techniques_from({**plan.techniques.asked(), **changes})
     world = meshes_of(plan)
-    check_chunks(asked.pipeline, world.places)
-    inside = in_one_stage(plan.techniques)
-    alone = replace(plan.unfolded(graph), stages={}, world=None, techniques=inside)
-    found, remark = changed(
-        alone, graph, factors, {k: v for k, v in changes.items() if k not in PIPELINE}, weigh
-    )
-    made = staged(graph, replace(found, notes=()), asked, world, lowered, request)
-    return replace(made, notes=plan.notes), "; ".join(t for t in (remark, *made.notes) if t)
+    check_chunks(asked, world.places)
+    inside = {k: v for k, v in changes.items() if k not in PIPELINE}
+    found: list[Plan] = []
+    remarks: dict[str, None] = {}
+    for place, one in enumerate(plan.own or (plan,)):
+        alone = replace(
+            one.unfolded(graph), stages={}, world=None, meshes=(), techniques=in_one_stage(one.techniques)
+        )
+        there, remark = changed(alone, graph, factors, inside, weigh(place))
+        found.append(replace(there, notes=()))
+        remarks[remark] = None
+    whole = replace(found[0], own=tuple(found)) if plan.own else found[0]
+    made = staged(graph, whole, asked, world, lowered, request)
+    return replace(made, notes=plan.notes, pins=plan.pins), "; ".join(t for t in (*remarks, *made.notes) if t)
 
 
 def stored_as_used(plan: Plan, graph: Graph, factors: Factors) -> Plan:

@@ -61,14 +61,14 @@ def test_a_file_says_its_techniques(tmp_path, meshwright):
 
 def test_layers_that_are_cut_alike_are_one_line(made):
     _, plan, parts = made
-    rows = folded(choices(plan, plan.strategies, parts, None))
+    rows = folded(choices(plan, plan.strategies, parts))
     assert ("up.*", 2) in [(where, count) for where, count, _ in rows]
     assert sum(count for _, count, _ in rows) == len(plan.strategies)
 
 
 def test_neighbours_say_what_stands_between(made):
     _, plan, parts = made
-    (down,) = choices(plan, ["linear_2"], parts, None)
+    (down,) = choices(plan, ["linear_2"], parts)
     assert (down.module, down.operator, down.cut) == ("down.0", "linear", "batch=dp k=tp")
     weight = next(e for e in down.neighbours if e.name == "down.0.weight")
     assert (weight.incoming, weight.has, weight.asks, weight.moves) == (
@@ -85,7 +85,7 @@ def test_neighbours_say_what_stands_between(made):
 def test_seconds_of_operators_add_up_to_the_price_of_the_step(made):
     _, plan, parts = made
     price = program_price(parts, Cluster.preset("h100", ranks_per_node=4))
-    found = choices(plan, plan.strategies, parts, price)
+    found = choices(plan, plan.strategies, parts, [price])
     computed = sum(c.seconds.forward + c.seconds.backward for c in found if c.seconds)
     assert computed == pytest.approx(price.compute)
 

@@ -140,3 +140,10 @@ def test_a_drawing_shows_who_waits():
     assert lines[0] == "1f1b: 2 stages, 2 micro-batches, bubble 33.3 %"
     assert lines[1].startswith("rank   0 │F0 F1 ···") and lines[1].endswith("at most 2 in memory")
     assert lines[2].startswith("rank   1 │···F0 B0")
+
+
+def test_a_drawing_tells_the_stages_of_a_rank_apart():
+    lines = draw(play(make("zero_bubble_v", 2, 2, 2)), width=96).splitlines()
+    found = [word.strip("─·") for word in lines[1].partition("│")[2].partition("│")[0].split()]
+    assert {"F0", "f0", "I1", "i1", "W1", "w1"} <= set(found)
+    assert not any(c.islower() for c in draw(play(make("1f1b", 2, 2)), width=96).splitlines()[1][10:90])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 
 from meshwright.layout import Cat, TensorLayout, parse_layout
 from meshwright.mesh import Mesh
-from meshwright.redistribute.between import Laid, arriving, leaving, received_elements
+from meshwright.redistribute.between import Laid, Route, arriving, leaving, received_elements
+from meshwright.redistribute.storage import repeated_axes, stored
 from tests.redistribute.test_redistribute import problems
 
 
@@ -84,3 +88,20 @@ def test_copies_share_the_sending() -> None:
 def test_ranks_of_equal_number_talk_where_both_hold_the_same() -> None:
     laid = Laid(parse_layout("[8/tp, 4]"), Mesh.of(dp=2, tp=2))
     assert [[r for r, _ in leaving(laid, laid, s)] for s in range(4)] == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("to", LAID, ids=str)
+@pytest.mark.parametrize("source", LAID, ids=str)
+def test_what_ranks_pass_on_to_one_another_crosses_once(source: tuple[str, str], to: tuple[str, str]) -> None:
+    there, here = (Laid(parse_layout(text), MESHES[mesh]) for mesh, text in (source, to))
+    axes = repeated_axes(here.layout, here.mesh)
+    parts = replace(here, layout=stored(here.layout, axes, here.mesh))
+    route = Route(there, here, parts)
+    check(there, parts)
+    check(parts, here)
+    crossed = sum(received_elements(there, parts, rank) for rank in range(here.ranks))
+    if "|" not in source[1] + to[1]:  # a concatenation may have a part that all blocks repeat
+        assert crossed == math.prod(here.layout.shape) and route.crossing() <= Route(there, here).crossing()
+    started = sum(map(route.sends, range(there.ranks))) + sum(map(route.receives, range(here.ranks)))
+    everybody = [(r, s) for r in range(here.ranks) for s, _ in arriving(parts, here, r) if s != r]
+    assert started == 2 * (sum(len(arriving(there, parts, r)) for r in range(here.ranks)) + len(everybody))

@@ -14,9 +14,13 @@ from tests.runtime.test_processes import run_script
 pytestmark = pytest.mark.procs
 
 TRAIN = """
-import copy, torch
+import copy, dataclasses, torch
 import meshwright as mw
+from meshwright.cost.cluster import Level
 from meshwright.examples import gpt
+
+# Messages cost by their bytes alone: what two ranks want of one crosses once, and they pass it on.
+by_bytes = dataclasses.replace(mw.Cluster.local(3), levels=(Level("rank", 3, 1e6, 1e-9),))
 
 def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-3)
@@ -106,7 +110,7 @@ import meshwright as mw
 from meshwright.examples import mlp
 
 model, batch, loss = mlp.build()
-step = mw.train_step(model, lambda p: torch.optim.SGD(p, lr=0.1), batch, loss=loss, mesh=4, pipeline=2, micro_batches=3)
+step = mw.train_step(model, lambda p: torch.optim.SGD(p, lr=0.1), batch, loss=loss, micro_batches=3, OPTIONS)
 step(batch)
 if step.rank == RANK:
     kinds, forward, seen = step.local.executor.kinds, step.local.executor.kinds["forward"], []
@@ -133,7 +137,8 @@ def launch(folder: Path, ranks: int, body: str) -> subprocess.CompletedProcess[s
         (
             3,
             'mesh=[{"dp": 1}, {"tp": 2}], micro_batches=2, mode="sharding_propagation", '
-            'pins={"*.up": {"n": "tp"}, "head": {"n": "tp"}}, optimizer_parallel=1, threshold_kb=0',
+            'pins={"*.up": {"n": "tp"}, "head": {"n": "tp"}}, optimizer_parallel=1, threshold_kb=0, '
+            "cluster=by_bytes",
         ),
     ],
 )
@@ -176,10 +181,14 @@ def test_a_rank_that_fails_in_the_middle_is_named_and_no_process_stays(tmp_path:
     assert not alive
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_a_rank_that_is_killed_in_the_middle_is_named_within_seconds(tmp_path: Path, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "rank", "options"), [(4, 0, "mesh=4, pipeline=2"), (3, 2, 'mesh=[{"dp": 1}, {"dp": 2}]')]
+)
+def test_a_rank_that_is_killed_in_the_middle_is_named_within_seconds(
+    tmp_path: Path, ranks: int, rank: int, options: str
+) -> None:
     begin = time.monotonic()
-    result = launch(tmp_path, 4, KILLED.replace("RANK", str(rank)))
+    result = launch(tmp_path, ranks, KILLED.replace("RANK", str(rank)).replace("OPTIONS", options))
     assert result.returncode != 0
     said = result.stdout + result.stderr
     assert f"rank {rank}" in said and "SIGKILL" in said, said

@@ -24,7 +24,7 @@ from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
 from meshwright.search.carried import carried
 from meshwright.techniques import techniques_from
-from tests.verify.test_pipelines import MIXED, PINS, built, planned
+from tests.verify.test_pipelines import MIXED, PINS, STAGES, built, planned
 
 CPU = torch.device("cpu")
 RESULTS: dict[str, Any] = {
@@ -36,6 +36,7 @@ RESULTS: dict[str, Any] = {
     "t5": lambda model, batch: model(**batch).logits,
     "resnet": lambda model, batch: model(**batch),
     "vit": lambda model, batch: [model(**batch).logits],
+    "recommender": lambda model, batch: model(batch["categories"], batch["dense"]),
 }
 
 
@@ -107,6 +108,16 @@ def test_a_plan_of_its_own_gives_what_one_device_does(name: str, mesh: Any) -> N
 def test_a_pipeline_goes_forward_alone(name: str) -> None:
     found = captured_forward(name)
     plan = own_plan(found, name, {"dp": 2}, pipeline=2, micro_batches=4)
+    check(alone(name, plan, found), one_device(name)[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [2, MIXED], ids=str)
+@pytest.mark.parametrize("schedule", STAGES)
+@pytest.mark.parametrize("name", RESULTS)
+def test_every_model_goes_forward_under_every_schedule(name: str, schedule: str, mesh: Any) -> None:
+    found = captured_forward(name)
+    plan = own_plan(found, name, mesh, pipeline=STAGES[schedule], micro_batches=4, schedule=schedule)
     check(alone(name, plan, found), one_device(name)[2])
 
 

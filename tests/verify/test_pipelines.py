@@ -4,6 +4,7 @@ with data parallel, operator cuts, optimizer parallel and recompute; each rank h
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -106,22 +107,58 @@ def test_techniques_beside_stages_change_no_number(options: dict[str, Any]) -> N
     prove("gpt", MIXED, **{"pipeline": 2, "micro_batches": 4, **options})
 
 
-def test_a_schedule_of_the_user_runs() -> None:
-    """All forward in pairs, backward from the last micro-batch to the first."""
-    ends = (Action("reduce"), Action("update"))
+ENDS = (Action("reduce"), Action("update"))
+
+
+def backwards(ranks: tuple[int, ...], micro_batches: int) -> Schedule:
+    """All forward, then backward from the last micro-batch to the first: whatever the stages of the two ranks are."""
+    held = [[s for s, at in enumerate(ranks) if at == rank] for rank in (0, 1)]
     lists = tuple(
         (
-            *(Action("forward", r, m) for m in range(4)),
-            *(Action("backward", r, m) for m in reversed(range(4))),
-            *ends,
+            *(Action("forward", s, m) for s in mine for m in range(micro_batches)),
+            *(Action("backward", s, m) for s in reversed(mine) for m in reversed(range(micro_batches))),
+            *ENDS,
         )
-        for r in range(2)
+        for mine in held
     )
-    own = Schedule("backwards", (0, 1), 4, lists)
-    plan = planned("gpt", {"dp": 2}, pipeline=2, micro_batches=4, schedule=own)
-    model, batch, loss = built("gpt")
+    return Schedule("backwards", ranks, micro_batches, lists)
+
+
+def halved() -> Schedule:
+    """Three stages on two ranks, and halves of backward on one of them, beside backwards of one piece."""
+    first = [Action("forward", 0, 0), Action("forward", 0, 1), Action("forward", 2, 0)]
+    first += [Action("backward_input", 2, 0), Action("forward", 2, 1), Action("backward", 2, 1)]
+    first += [Action("backward_input", 0, 1), Action("backward", 0, 0)]
+    first += [Action("backward_weight", 0, 1), Action("backward_weight", 2, 0), *ENDS]
+    second = [Action("forward", 1, 0), Action("forward", 1, 1)]
+    second += [Action("backward", 1, 1), Action("backward", 1, 0), *ENDS]
+    return Schedule("halved", (0, 1, 0), 2, (tuple(first), tuple(second)))
+
+
+OWN = {"backwards": backwards((0, 1), 4), "unequal": backwards((0, 1, 0), 2), "halved": halved()}
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "mesh"), [("gpt", "backwards", {"pp": 2, "dp": 2}), ("gpt", "halved", 2)]
+)
+def test_a_schedule_of_the_user_runs(name: str, own: str, mesh: Any) -> None:
+    schedule = OWN[own]
+    asked = {"pipeline": schedule.stages, "micro_batches": schedule.micro_batches, "schedule": schedule}
+    plan = planned(name, mesh, **asked)
+    model, batch, loss = built(name)
     mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
-    assert mw.Plan.from_json(plan.to_json()).techniques.schedule == str(own)
+    assert mw.Plan.from_json(plan.to_json()).techniques.schedule == str(schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", OWN)
+@pytest.mark.parametrize("mesh", [2, {"pp": 2, **MIXED}])
+@pytest.mark.parametrize("name", BUILDS)
+def test_every_model_computes_it_under_a_schedule_of_the_user(name: str, own: str, mesh: Any) -> None:
+    asked = {"pipeline": OWN[own].stages, "micro_batches": OWN[own].micro_batches, "schedule": OWN[own]}
+    if mesh != 2:
+        asked |= {"mode": "sharding_propagation", "pins": PINS[name]}
+    prove(name, mesh, **asked)
 
 
 def steps_of(name: str, plan: mw.Plan, look: Any) -> list[Any]:
@@ -220,6 +257,26 @@ def test_what_is_sent_is_what_crosses() -> None:
     assert sizes == {"receive": 2 * (into + out) + loss_bytes, "send": 2 * (into + out)}
 
 
+def lacking(schedule: Schedule) -> Schedule:
+    """One whose first rank has forgotten its last backward."""
+    first, *others = schedule.actions
+    return replace(schedule, actions=((*first[:-3], *ENDS), *others))
+
+
+def early(schedule: Schedule) -> Schedule:
+    """One whose first rank adds up its gradients before they are there."""
+    first, *others = schedule.actions
+    return replace(schedule, actions=((ENDS[0], *first), *others))
+
+
+def waiting() -> Schedule:
+    """Each rank waits for the other."""
+    orders = ((("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)),)
+    orders += ((("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)),)
+    lists = tuple((*(Action(k, r, m) for k, m in order), *ENDS) for r, order in enumerate(orders))
+    return Schedule("waiting", (0, 1), 2, lists)
+
+
 @pytest.mark.parametrize(
     ("options", "what"),
     [
@@ -236,11 +293,35 @@ def test_what_is_sent_is_what_crosses() -> None:
         ({"pipeline": 2, "micro_batches": 16}, "cannot be cut into 16 micro-batches"),
         ({"pipeline": 2, "schedule": str(make("1f1b", 2, 3))}, "with 3 micro-batches"),
         ({"schedule": "gpipe"}, "without pipeline="),
+        ({"schedule": OWN["backwards"]}, "the schedule backwards without pipeline="),
+        (
+            {"pipeline": 3, "schedule": OWN["unequal"], "micro_batches": 3},
+            "3 stages on 2 ranks with 2 micro-batches",
+        ),
+        (
+            {"pipeline": 2, "schedule": backwards((0, 0), 2), "micro_batches": 2},
+            "rank 1 of .* holds no stage",
+        ),
+        (
+            {"pipeline": 2, "schedule": lacking(make("1f1b", 2, 2)), "micro_batches": 2},
+            r"lacks backward\(0, 1\)",
+        ),
+        (
+            {"pipeline": 2, "schedule": early(make("1f1b", 2, 2)), "micro_batches": 2},
+            "has reduce before its end",
+        ),
+        ({"pipeline": 2, "schedule": waiting(), "micro_batches": 2}, "comes to a halt"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], what: str) -> None:
     with pytest.raises(PlanError, match=what):
         planned("gpt", **{"mesh": 4, **options})
+
+
+def test_a_plan_says_that_micro_batches_are_too_few_to_keep_ranks_busy() -> None:
+    few, enough = (planned("mlp", 2, pipeline=2, micro_batches=n) for n in (1, 2))
+    assert any("1 micro-batch is too few for 2 ranks" in note for note in few.notes)
+    assert not any("too few" in note for note in enough.notes)
 
 
 def test_wishes_put_modules_into_stages() -> None:

@@ -7,7 +7,7 @@ of a collective is the ranks that differ from this one along some mesh axes.
 from __future__ import annotations
 
 from meshwright.runtime.communicator.alone import Alone, Counter
-from meshwright.runtime.communicator.in_stage import InStage, Route
+from meshwright.runtime.communicator.in_stage import InStage
 from meshwright.runtime.communicator.processes import ProcessGroups, leave
 from meshwright.runtime.communicator.protocol import Communicator, Done, Later, Work
 from meshwright.runtime.communicator.simulated import Aborted, SimulatedRank, SimulatedWorld
@@ -21,7 +21,6 @@ __all__ = [
     "InStage",
     "Later",
     "ProcessGroups",
-    "Route",
     "SimulatedRank",
     "SimulatedWorld",
     "Work",

@@ -11,11 +11,9 @@ import torch
 
 from meshwright.layout import TensorLayout
 from meshwright.pipeline.meshes import Meshes
-from meshwright.redistribute.between import Laid, arriving, leaving
+from meshwright.redistribute.between import Laid, Route, arriving, leaving
 from meshwright.runtime.communicator.protocol import Communicator, Later, Work
 from meshwright.runtime.picker import Picker
-
-Route = tuple[Laid, Laid]  # how the ranks that send hold a tensor, and how those that receive it do
 
 
 class InStage:
@@ -39,29 +37,67 @@ class InStage:
         """Start a message to the rank of another place that has this one's number within its stages, or by a route."""
         if not self.meshes.own:
             return self.whole.send_start(x, self.meshes.at(place, self.rank), tag)
-        here, there = route or self._route(x, self.place, place)
-        return _All(
-            [
-                self.whole.send_start(picker.take(x), self.meshes.at(place, receiver), tag)
-                for receiver, picker in _leaving(here, there, self.rank)
-            ],
-            x,
-        )
+        route = route or self._route(x, self.place, place)
+        return self._spread(x, place, tag, _leaving(route.there, route.first, self.rank))
 
     def receive_from(self, into: torch.Tensor, place: int, tag: int, route: Route | None = None) -> Work:
         """Start to receive one from there."""
         if not self.meshes.own:
             return self.whole.receive_start(into, self.meshes.at(place, self.rank), tag)
-        there, here = route or self._route(into, place, self.place)
-        pieces = _arriving(there, here, self.rank)
-        at = [self.meshes.at(place, sender) for sender, _ in pieces]
+        route = route or self._route(into, place, self.place)
+        if route.parts is not None:
+            return self._receive_parts(into, place, tag, route.there, route.parts, route.here)
+        return self._collect(into, place, tag, _arriving(route.there, route.here, self.rank))
+
+    def _receive_parts(
+        self, into: torch.Tensor, place: int, tag: int, there: Laid, parts: Laid, here: Laid
+    ) -> Work:
+        """Start to receive a part, and those that the other ranks of this place receive: who waits for it passes its
+        part on to them."""
+        inside = _arriving(parts, here, self.rank)
+        mine = next((picker for sender, picker in inside if sender == self.rank), None)
+        room = None if mine is None else mine.taken_in_place(into)
+        part = into.new_empty(parts.shape(self.rank)) if room is None else room
+        first = self._collect(part, place, tag, _arriving(there, parts, self.rank))
+        others = self._collect(into, self.place, tag, [p for p in inside if p[0] != self.rank])
+        receivers = [p for p in _leaving(parts, here, self.rank) if p[0] != self.rank]
+
+        def put() -> torch.Tensor:
+            came = first.wait()
+            sending = self._spread(came, self.place, tag, receivers)
+            if mine is not None and (room is None or came.data_ptr() != room.data_ptr()):
+                mine.put(into, came)
+            rest = others.wait()
+            if rest.data_ptr() != into.data_ptr():  # all of it from one rank, which lays it where it likes
+                into.copy_(rest)
+            sending.wait()
+            return into
+
+        return Later(put)
+
+    def _spread(self, x: torch.Tensor, place: int, tag: int, pieces: Sequence[tuple[int, Picker]]) -> Work:
+        """Start to send pieces of a tensor to ranks of a place."""
+        return _All(
+            [
+                self.whole.send_start(picker.take(x), self.meshes.at(place, receiver), tag)
+                for receiver, picker in pieces
+            ],
+            x,
+        )
+
+    def _collect(
+        self, into: torch.Tensor, place: int, tag: int, pieces: Sequence[tuple[int, Picker]]
+    ) -> Work:
+        """Start to receive pieces of a tensor from ranks of a place."""
         if len(pieces) == 1 and not pieces[0][1].cuts:
-            return self.whole.receive_start(into, at[0], tag)
+            return self.whole.receive_start(into, self.meshes.at(place, pieces[0][0]), tag)
         works: list[tuple[torch.Tensor | None, Picker, Work]] = []
-        for sender, (_, picker) in zip(at, pieces, strict=True):
+        for sender, picker in pieces:
             inside = picker.taken_in_place(into)
             buffer = into.new_empty(picker.shape) if inside is None else inside
-            works.append((inside, picker, self.whole.receive_start(buffer, sender, tag)))
+            works.append(
+                (inside, picker, self.whole.receive_start(buffer, self.meshes.at(place, sender), tag))
+            )
 
         def put() -> torch.Tensor:
             for inside, picker, work in works:
@@ -74,7 +110,7 @@ class InStage:
 
     def _route(self, x: torch.Tensor, source: int, to: int) -> Route:
         layout = TensorLayout.whole(tuple(x.shape))
-        return Laid(layout, self.meshes.mesh_at(source)), Laid(layout, self.meshes.mesh_at(to))
+        return Route(Laid(layout, self.meshes.mesh_at(source)), Laid(layout, self.meshes.mesh_at(to)))
 
     def from_first(
         self, x: torch.Tensor | None, empty: Callable[[], torch.Tensor], holders: Sequence[int], tag: int
@@ -100,7 +136,7 @@ class InStage:
         ranks of each hold it, where they have meshes of their own."""
 
         def route(source: int, to: int) -> Route | None:
-            return None if laid is None else (laid(source), laid(to))
+            return None if laid is None else Route(laid(source), laid(to))
 
         others, mine = [p for p in places if p != self.place], self.place
         empty = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in others)
