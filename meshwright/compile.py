@@ -294,6 +294,13 @@ def own_world(
 ) -> tuple[Meshes, Techniques]:
     """The meshes of a pipeline from a list of them, one for each of its ranks, and the techniques with as many stages
     where nobody said how many."""
+    for place, mesh in enumerate(given):
+        if mesh is None or isinstance(mesh, list | tuple):
+            raise MeshError(
+                f"mesh[{place}]={mesh!r} is not a mesh",
+                why="a list has the mesh of each rank of a pipeline",
+                hint='mesh=[{"dp": 4}, {"dp": 2, "tp": 2}]',
+            )
     world = own_meshes([mesh_from(mesh) for mesh in given])
     if "pipeline" not in techniques.given:
         stages = world.places

@@ -101,6 +101,12 @@ def meshes(mesh: Mesh, techniques: Techniques, *, total: bool) -> Meshes:
     count = _ranks(techniques)
     if total:
         if mesh.size % count:
+            if is_own(techniques):
+                raise PlanError(
+                    f"the schedule {parse(techniques.schedule).name} is of {count} ranks",
+                    why=f"{mesh.size} ranks do not divide by {count}",
+                    hint=f"mesh={count}, or lists for {math.gcd(count, mesh.size)}",
+                )
             raise PlanError(
                 f"pipeline={techniques.pipeline} needs {count} times as many ranks as share a stage",
                 why=f"{mesh.size} ranks do not divide by {count}",

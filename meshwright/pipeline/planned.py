@@ -184,6 +184,7 @@ def _wishes(graph: Graph, techniques: Techniques) -> dict[str, int]:
                 f"mw.stage puts {node.module or '%' + node.name} into stages {', '.join(map(str, marks))}",
                 why="an operator belongs to one stage",
                 where=node.where,
+                hint="name the parts of a module, not the module around them too",
             )
         found.update(dict.fromkeys([node.name], marks[0]) if marks else {})
     for stage in sorted({s for s in found.values() if s >= techniques.pipeline}):

@@ -245,25 +245,45 @@ def _allowed(nodes: Sequence[Node], places: np.ndarray, wishes: Mapping[str, int
 
 def _check_order(nodes: Sequence[Node], wishes: Mapping[str, int], stages: int) -> None:
     latest: tuple[int, Node] | None = None
-    for node in nodes:
+    used = taken = 0  # stages that have operators so far, and how many operators
+
+    def told(node: Node) -> str:
+        return node.module or f"%{node.name}"
+
+    for number, node in enumerate(nodes):
         stage = wishes.get(node.name)
         if stage is None:
             continue
         if not 0 <= stage < stages:
             raise PlanError(
-                f"{node.module or '%' + node.name} is wanted in stage {stage}",
+                f"{told(node)} is wanted in stage {stage}",
                 why=f"there are {stages} stages, from 0 to {stages - 1}",
                 where=node.where,
+                hint=f"pipeline={stage + 1}, or a stage below {stages}",
             )
         if latest is not None and stage < latest[0]:
             raise PlanError(
-                f"{node.module or '%' + node.name} is wanted in stage {stage}, "
-                f"after {latest[1].module or '%' + latest[1].name} in stage {latest[0]}",
+                f"{told(node)} is wanted in stage {stage}, after {told(latest[1])} in stage {latest[0]}",
                 why="values go from a stage to a later one",
                 where=node.where,
                 hint="stages that grow in the order in which the model runs",
             )
-        latest = (stage, node)
+        if latest is None or stage > latest[0]:
+            _check_room(used, stage, number - taken, f"before {told(node)}, which is wanted in stage {stage}")
+        latest, used, taken = (stage, node), stage + 1, number + 1
+    if latest is not None:
+        after = f"after {told(latest[1])}, which is wanted in stage {latest[0]}"
+        _check_room(used, stages, len(nodes) - taken, after)
+
+
+def _check_room(first: int, end: int, operators: int, where: str) -> None:
+    """Raise PlanError where stages `first` to before `end` have fewer operators than there are of them."""
+    if end - first > operators:
+        raise PlanError(
+            f"the pins leave no operator for stage {first + operators}",
+            why=f"{operators or 'no'} operator{'s are' if operators != 1 else ' is'} {where}",
+            hint="fewer stages, or fewer pins",
+        )
 
 
 def _no_split(

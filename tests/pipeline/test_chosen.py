@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 
 import meshwright as mw
+from meshwright import compile
 from meshwright.cost.cluster import Cluster, Level
+from meshwright.errors import PlanError
 from meshwright.pipeline import chosen
 from tests.search.planned import GPU, built
 
@@ -110,3 +112,48 @@ def test_an_interrupt_after_a_plan_in_stages_gives_that(monkeypatch: pytest.Monk
     assert stop.interrupted and not stop.later and looked[0] > 1
     assert plan.techniques.pipeline > 1
     assert plan.claims["step_seconds"] < planned(1e4, pipeline=1).claims["step_seconds"]
+
+
+# ---------------------------------------------------------------- nothing fits in one stage
+
+
+@pytest.fixture
+def nothing_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan in one stage is refused, as one over the limit is; the ranks of a stage are planned as ever."""
+    one = compile._plan_in_one
+
+    def refused(captured, mesh, *others):
+        if mesh is None:
+            raise PlanError("nothing fits in one stage")
+        return one(captured, mesh, *others)
+
+    monkeypatch.setattr(compile, "_plan_in_one", refused)
+
+
+def test_the_first_answer_is_in_stages_where_nothing_else_fits(nothing_in_one: None) -> None:
+    reports: list[tuple[str, float | None]] = []
+    plan = planned(1e4, progress=lambda stage, price, bound: reports.append((stage, price)))
+    answers = [price for stage, price in reports if stage == f"{plan.techniques.pipeline} stages"]
+    assert plan.techniques.pipeline > 1 and answers[-1] == plan.claims["step_seconds"]
+    assert any("nothing fits in one stage" in note for note in plan.notes)
+
+
+def test_an_interrupt_then_gives_that_answer(nothing_in_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    search = chosen.stages
+
+    def searched(*given, **named):
+        found = search(*given, **named)
+        looked.append(len(found))
+        return found
+
+    monkeypatch.setattr(chosen, "stages", searched)
+    stop = Stop(lambda stage: bool(looked) and stage.endswith(" stages"))
+    plan = planned(1e4, progress=stop)
+    assert stop.interrupted and not stop.later
+    assert plan.techniques.pipeline > 1 and plan.claims["step_seconds"] > 0
+
+
+def test_an_interrupt_before_there_is_any_answer_ends_all(nothing_in_one: None) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        planned(1e4, progress=Stop(lambda _: True))

@@ -18,7 +18,7 @@ import meshwright as mw
 from meshwright.capture.batch import leaves
 from meshwright.compile import captured_of, lower, values_of
 from meshwright.cost.cluster import Cluster, Level
-from meshwright.errors import MeshwrightError, PlanError
+from meshwright.errors import MeshError, MeshwrightError, PlanError
 from meshwright.examples import gpt, llama, mlp, zoo
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.messages import Message
@@ -246,6 +246,7 @@ def test_a_stage_on_more_ranks_takes_more_of_the_model() -> None:
     ("meshes", "options", "what"),
     [
         ([TWO], {}, "is a list of 1"),
+        ([TWO, None], {}, r"mesh\[1\]=None is not a mesh"),
         ([TWO, {"pp": 2}], {}, "a mesh of a list has an axis pp"),
         ([TWO, CUT], {"pipeline": 3}, "pipeline=3 on 2 ranks"),
         ([TWO, CUT], {"gradients": "sum"}, "gradients='sum'"),
@@ -255,7 +256,7 @@ def test_a_stage_on_more_ranks_takes_more_of_the_model() -> None:
 )  # fmt: skip
 def test_what_cannot_be_is_refused(meshes: Any, options: dict[str, Any], what: str) -> None:
     model, batch, loss = built("mlp")
-    with pytest.raises(PlanError, match=what):
+    with pytest.raises((PlanError, MeshError), match=what):
         mw.plan(model, batch, loss=loss, mesh=meshes, micro_batches=2, **options)
 
 
