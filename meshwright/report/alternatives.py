@@ -54,7 +54,7 @@ def alternatives(
 def _others(site: Site, mine: Strategy, mesh: Mesh) -> Iterator[Strategy]:
     """The strategy with one named axis taken from where it is and given to another factor, or to none."""
     for _, run in mesh.names:
-        gone = [a for a in run if mesh.sizes[a] > 1]
+        gone = [a for a in run if mesh.sizes[a] > 1 and a not in mesh.time]  # micro-batches are no choice
         if not gone:
             continue
         cuts = {letter: without_axes(dim, gone) for letter, dim in mine.cuts}

@@ -189,14 +189,14 @@ def _times(a: Plan, b: Plan, name: str) -> int:
 
 
 def cut_words(strategy: Strategy | None, mesh: Mesh) -> str:
-    """``d0=dp n=tp``: the letters that are split, by the user's names of the axes."""
+    """``d0=dp n=tp``: the letters that are split, by the user's names of the axes; those in time are no ranks."""
     if strategy is None:
         return ABSENT
     words = []
     for letter, dim in strategy.cuts:
-        axes = [x for x in dim_axes(dim) if mesh.sizes[x] > 1]
+        axes = [x for x in dim_axes(dim) if mesh.sizes.get(x, 1) > 1 and x not in mesh.time]
         words += [f"{letter}={mesh.show(axes)}"] if axes else []
-    waiting = [x for x, _ in strategy.through if mesh.sizes[x] > 1]
+    waiting = [x for x, _ in strategy.through if mesh.sizes.get(x, 1) > 1 and x not in mesh.time]
     words += [f"pending {mesh.show(waiting)}"] if waiting else []
     return " ".join(words) or "whole"
 
