@@ -130,16 +130,11 @@ def nothing_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile, "_plan_in_one", refused)
 
 
-def test_the_first_answer_is_in_stages_where_nothing_else_fits(nothing_in_one: None) -> None:
-    reports: list[tuple[str, float | None]] = []
-    plan = planned(1e4, progress=lambda stage, price, bound: reports.append((stage, price)))
-    answers = [price for stage, price in reports if stage == f"{plan.techniques.pipeline} stages"]
-    assert plan.techniques.pipeline > 1 and answers[-1] == plan.claims["step_seconds"]
-    assert any("nothing fits in one stage" in note for note in plan.notes)
-
-
-def test_an_interrupt_then_gives_that_answer(nothing_in_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_answer_is_in_stages_then_and_an_interrupt_gives_it(
+    nothing_in_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looked: list[int] = []
+    answers: list[float | None] = []
     search = chosen.stages
 
     def searched(*given, **named):
@@ -147,11 +142,15 @@ def test_an_interrupt_then_gives_that_answer(nothing_in_one: None, monkeypatch: 
         looked.append(len(found))
         return found
 
+    def progress(stage: str, price: float | None, bound: float | None) -> None:
+        if looked and stage.endswith(" stages"):
+            answers.append(price)
+            raise KeyboardInterrupt
+
     monkeypatch.setattr(chosen, "stages", searched)
-    stop = Stop(lambda stage: bool(looked) and stage.endswith(" stages"))
-    plan = planned(1e4, progress=stop)
-    assert stop.interrupted and not stop.later
-    assert plan.techniques.pipeline > 1 and plan.claims["step_seconds"] > 0
+    plan = planned(1e4, progress=progress)
+    assert plan.techniques.pipeline > 1 and answers == [plan.claims["step_seconds"]]
+    assert any("nothing fits in one stage" in note for note in plan.notes)
 
 
 def test_an_interrupt_before_there_is_any_answer_ends_all(nothing_in_one: None) -> None:
