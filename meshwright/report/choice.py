@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.graph import DTYPES, MOVES, PIN, TRANSFERS, Node
-from meshwright.layout import TensorLayout, normalize
+from meshwright.layout import TensorLayout, normalize, only_axes
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.price import Price
@@ -249,5 +249,6 @@ def _edge(
 
 
 def shown(layout: TensorLayout, mesh: Mesh) -> str:
-    """A layout in its simplest form, by the user's names of the axes."""
-    return layout_words(normalize(layout.forward, mesh), mesh)
+    """A layout in its simplest form, by the user's names of the axes; of the whole batch where it is cut in time."""
+    ranks = [a.name for a in mesh.axes if a.name not in mesh.time]
+    return layout_words(normalize(only_axes(layout.forward, ranks), mesh), mesh)
