@@ -117,7 +117,10 @@ def test_a_pipeline_goes_forward_alone(name: str) -> None:
 @pytest.mark.parametrize("name", RESULTS)
 def test_every_model_goes_forward_under_every_schedule(name: str, schedule: str, mesh: Any) -> None:
     found = captured_forward(name)
-    plan = own_plan(found, name, mesh, pipeline=STAGES[schedule], micro_batches=4, schedule=schedule)
+    pieces = (
+        4 if mesh == 2 else 2
+    )  # of eight examples, which some operators cut over all four ranks of a stage
+    plan = own_plan(found, name, mesh, pipeline=STAGES[schedule], micro_batches=pieces, schedule=schedule)
     check(alone(name, plan, found), one_device(name)[2])
 
 
