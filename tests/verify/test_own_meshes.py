@@ -208,9 +208,11 @@ def far_apart(ranks: int) -> Cluster:
     ("name", "meshes", "options"),
     [
         ("gpt", (TWO, CUT), {}),
-        ("gpt", (CUT, CUT), {"schedule": "zero_bubble", "micro_batches": 3}),
+        pytest.param(
+            "gpt", (CUT, CUT), {"schedule": "zero_bubble", "micro_batches": 3}, marks=pytest.mark.slow
+        ),
         ("llama", (FOUR, MIXED), {"micro_batches": 1, "optimizer_parallel": 2, "threshold_kb": 0}),
-        ("gpt", (TWO, CUT), {"recompute": "full"}),
+        pytest.param("gpt", (TWO, CUT), {"recompute": "full"}, marks=pytest.mark.slow),
     ],
 )
 def test_what_ranks_pass_on_to_one_another_crosses_once(
