@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ from meshwright.partition.updates import updates
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.plan import Plan
 from meshwright.redistribute import redistribute
+from meshwright.runtime.alike import named, options_of, options_that_differ
 from meshwright.runtime.communicator import Communicator, ProcessGroups
 from meshwright.runtime.connect import Meeting, launched_world
+from meshwright.runtime.step import LocalStep
 
 
 def source_of(broadcast: bool | int) -> int | None:
@@ -167,6 +170,43 @@ def same_model(meeting: Meeting, agreed: Agreed, model: torch.nn.Module) -> None
         else "",
         hint="build the model in the same way on every rank",
     )
+
+
+def same_optimizer(meeting: Meeting, local: LocalStep) -> None:
+    """Raise RunError on all ranks where two have optimizers of other classes, or with other options for a parameter
+    that both update. Stages of a pipeline update parameters of their own."""
+    optimizer = local.optimizer
+    if optimizer is None:
+        meeting.collect("")
+        return
+    number = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    trained = [i for i in local.inputs.values() if i.role == "parameter" and i.needs_grad]
+    of = [number.get(id(local.parameters.get(i.target)), -1) for i in trained]
+    runs = [(n, len(list(run))) for n, run in itertools.groupby(of)]  # layers are alike: the word stays short
+    word = json.dumps([type(optimizer).__name__, options_of(optimizer.param_groups), runs])
+    words = meeting.collect(word)
+    told = {rank: json.loads(one) for rank, one in enumerate(words) if one and len(set(words)) > 1}
+    kinds: dict[str, list[int]] = {}
+    for rank, (kind, _, _) in told.items():
+        kinds.setdefault(kind, []).append(rank)
+    if len(kinds) > 1:
+        raise RunError(
+            "ranks have different optimizers",
+            why="; ".join(f"{kind} on {named(ranks)}" for kind, ranks in kinds.items()),
+            hint="every rank makes the same optimizer",
+        )
+    seen: dict[str, tuple[dict[str, str], int]] = {}
+    for rank, (_, options, runs) in told.items():
+        groups = itertools.chain.from_iterable([n] * count for n, count in runs)
+        for entry, n in zip(trained, groups, strict=True):
+            said, first = seen.setdefault(entry.target, (options[n], rank)) if n >= 0 else ({}, rank)
+            if n >= 0 and said != options[n]:
+                there, here = options_that_differ([[said], [options[n]]])
+                raise RunError(
+                    f"the optimizer's options of {entry.target} differ between ranks",
+                    why=f"{there} on rank {first}; {here} on rank {rank}",
+                    hint="every rank makes the same optimizer, with the same groups",
+                )
 
 
 def over_gloo(meeting: Meeting, plan: Plan, device: torch.device) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import difflib
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,32 +15,21 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from meshwright import pulse
 from meshwright.capture.batch import leaves
-from meshwright.data.agree import told_by_all
+from meshwright.data.asked import KEPT, check_batches, check_options, check_order, wrong_options
 from meshwright.data.order import check_state, order_of_dataset, order_of_loader
 from meshwright.data.padding import fills, fills_forward
 from meshwright.data.reading import Collate, Failed, Item, Reading, Samples, kinds_of, parts_of, reading_of
 from meshwright.errors import BatchError, RunError
+from meshwright.runtime.alike import checksum, named
 from meshwright.runtime.batches import LocalBatch
 from meshwright.runtime.step import LocalStep
+from meshwright.runtime.told import told_by_all
 from meshwright.train import TrainStep
 
 # torchdata 0.11 calls what torch 2.13 has taken the use of, whenever a loader is made.
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
 
-LAST = ("drop", "pad")
 READING = "reading a batch"
-KEPT = (  # of a loader that is given: how it reads, and not what
-    "num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "persistent_workers",
-    "multiprocessing_context",
-)  # fmt: skip
-OPTIONS = (*KEPT, "collate_fn", "pin_memory_device", "in_order")
-OURS = {
-    "batch_size": "the batch is as large as that of the step",
-    "drop_last": 'last="drop" says it',
-    "sampler": "a DataLoader with that sampler says it",
-    "batch_sampler": "a DataLoader with that sampler says it",
-    "generator": "seed= says how samples are shuffled; a DataLoader may have a generator",
-}
 
 
 class ShardedLoader(abc.ABC):
@@ -104,7 +92,8 @@ def shard_loader(
     Collective: all ranks call it, with equal arguments. Raises BatchError and RunError, on all ranks where they differ.
     """
     local: LocalStep = getattr(step, "local", step)  # a step, or one of simulated ranks as it is
-    _check(source, local, last, seed, options)
+    switches = {"shuffle": shuffle, "sample_seeds": sample_seeds}
+    check_options(local, last, seed, switches, options)
     if isinstance(source, DataLoader):
         given = [name for name, value in (("shuffle", shuffle), *options.items()) if value is not None]
         if given:
@@ -127,71 +116,21 @@ def shard_loader(
                 why="it has no samples by number, and cannot be iterated over",
                 hint="a DataLoader, a dataset with __len__ and __getitem__, or an iterable of whole batches",
             )
-        _in_its_own_order(source, shuffle)
+        check_order(source, shuffle)
         if isinstance(source, IterableDataset):
             size = reading_of(local.batches, 0).batch_size
-            source = StatefulDataLoader(source, batch_size=size, **options)
+            try:
+                source = StatefulDataLoader(source, batch_size=size, **options)
+            except (ValueError, TypeError) as error:
+                raise wrong_options(options, error) from None
         return _Stream(source, local, last)
     if isinstance(source, list | tuple) and not isinstance(source, Dataset):
-        _in_its_own_order(source, shuffle)
-        _check_batches(source, local)
+        check_order(source, shuffle)
+        check_batches(source, local)
         return _Stream(source, local, last)
     options = dict(options)
     collate = options.pop("collate_fn", None)
     return _Numbered(source, local, last, seed, sample_seeds, options, collate, bool(shuffle))
-
-
-def _check(source: Any, local: Any, last: str | None, seed: Any, options: Mapping[str, Any]) -> None:
-    """Raise BatchError for arguments that cannot be."""
-    if not hasattr(local, "batches"):
-        raise BatchError(
-            f"{type(local).__name__} is no step",
-            why="what a rank reads depends on the step that takes the batches",
-            hint="mw.shard_loader(dataset, step), with step = mw.train_step(…) or mw.forward_step(…)",
-        )
-    if last not in (None, *LAST):
-        raise BatchError(
-            f"last={last!r}",
-            why=f"a last batch that is too small: {' or '.join(map(repr, LAST))}",
-            hint='last="drop" leaves it out, last="pad" fills it up',
-        )
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise BatchError(f"seed={seed!r}", why="it is a whole number", hint="seed=0")
-    for name in options:
-        if name in OURS:
-            raise BatchError(f"{name}=", why=OURS[name], hint="mw.shard_loader(dataset, step, shuffle=True)")
-        if name not in OPTIONS:
-            near = difflib.get_close_matches(name, ["shuffle", "last", "seed", *OPTIONS], 1)
-            raise BatchError(
-                f"no option {name}=",
-                why="options are those of torch.utils.data.DataLoader",
-                hint=f"did you mean {near[0]}=?" if near else ", ".join(OPTIONS),
-            )
-
-
-def _in_its_own_order(source: Any, shuffle: bool | None) -> None:
-    if shuffle:
-        raise BatchError(
-            f"shuffle=True beside a {type(source).__name__}",
-            why="what is iterated over, batch by batch, comes in its own order",
-            hint="a dataset with __len__ and __getitem__, or a source that shuffles, alike on all ranks",
-        )
-
-
-def _check_batches(source: Sequence[Any], local: LocalStep) -> None:
-    """Raise BatchError for a list of samples, which is no list of batches."""
-    held = dict(leaves(source[0])) if source else {}
-    shapes = {e.target: e.type.shape for e in local.batches.entries}
-    size = max((shape[0] for shape in shapes.values() if shape), default=0)
-    one = [path for path, shape in shapes.items() if path in held and tuple(held[path].shape) == shape[1:]]
-    if source and (one or not held) and all(tuple(x.shape) != shapes.get(p) for p, x in held.items()):
-        raise BatchError(
-            f"a {type(source).__name__} of samples"
-            if one
-            else f"a {type(source).__name__} of what has no tensors",
-            why="a list is taken for one of whole batches, as the example batch is",
-            hint=f"DataLoader(samples, batch_size={size})",
-        )
 
 
 def _is_default(loader: DataLoader[Any]) -> bool:
@@ -253,15 +192,17 @@ class _Numbered(ShardedLoader):
             _check_names(local, found)
         self._drawn: torch.Tensor | None = None
         self._indices = _Indices(self.reading, seed)
-        self._loader = DataLoader(
-            Samples(dataset, self.reading.boxes, sample_seeds),  # type: ignore[arg-type]
-            batch_sampler=self._indices,  # type: ignore[arg-type]
-            collate_fn=Collate(self.reading, collate, self.fill),
-            generator=torch.Generator().manual_seed(
-                seed
-            ),  # or it would draw from the state of everything else
-            **options,
-        )
+        try:
+            self._loader = DataLoader(
+                Samples(dataset, self.reading.boxes, sample_seeds),  # type: ignore[arg-type]
+                batch_sampler=self._indices,  # type: ignore[arg-type]
+                collate_fn=Collate(self.reading, collate, self.fill),
+                # or it would draw from the state of everything else
+                generator=torch.Generator().manual_seed(seed),
+                **options,
+            )
+        except (ValueError, TypeError) as error:
+            raise wrong_options(options, error) from None
         self._begin()
 
     def _agree(self, told: Mapping[str, str]) -> list[Mapping[str, str]]:
@@ -273,7 +214,7 @@ class _Numbered(ShardedLoader):
                 if what in each:
                     ranks.setdefault(each[what], []).append(rank)
             if len(ranks) > 1:
-                shown = "; ".join(f"{kind} on {_named(members)}" for kind, members in ranks.items())
+                shown = "; ".join(f"{kind} on {named(members)}" for kind, members in ranks.items())
                 raise BatchError(
                     f"{what} differs between ranks",
                     why=shown,
@@ -329,8 +270,9 @@ class _Numbered(ShardedLoader):
             if isinstance(batch, Failed):
                 raise BatchError(batch.what, why=batch.why, where=batch.where, hint=batch.hint)
             samples = min(self.batch_size, self._end - self._taken)
+            place = f"samples {self._taken} to {self._taken + samples - 1} of epoch {self.epoch}"
             self._taken += samples
-            yield replace(batch, samples=samples)
+            yield replace(batch, samples=samples, place=place)
         self.epoch, self._taken, self._drawn = self.epoch + 1, 0, None
 
     def state_dict(self) -> dict[str, Any]:
@@ -395,11 +337,6 @@ def _fills(local: Any, size: int) -> dict[str, int]:
     return fills(graph, factors) if isinstance(local, LocalStep) else fills_forward(graph, factors, size)
 
 
-def _named(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-
 class _Indices:
     """What a rank reads of each batch of an epoch from a position on: the batch sampler of its loader."""
 
@@ -450,8 +387,10 @@ class _Stream(ShardedLoader):
             if found is None:
                 continue
             samples, held = found
+            here = ", ".join(f"{path} {checksum(x)}" for path, x in held.items() if x.device.type == "cpu")
+            place = f"batch {self._taken} of epoch {self.epoch} ({here})"
             self._taken += 1
-            yield replace(parts_of(self.reading, held), samples=samples)
+            yield replace(parts_of(self.reading, held), samples=samples, place=place)
         self.epoch, self._taken, self._skip = self.epoch + 1, 0, 0
 
     def _filled(self, held: dict[str, torch.Tensor]) -> tuple[int, dict[str, torch.Tensor]] | None:

@@ -19,6 +19,10 @@ from torch.utils.data.distributed import DistributedSampler
 from meshwright.errors import BatchError, RunError
 
 Sizes = list[int]  # of the batches of an epoch
+POSITION = {  # kind of a loader → what its position has
+    "samples": ("epoch", "samples", "random", "order", "seed"),
+    "batches": ("epoch", "batches"),
+}
 
 
 class Order:
@@ -116,6 +120,13 @@ def check_state(state: Mapping[str, Any], kind: str) -> None:
         raise RunError(
             f"the position is one of {found!r}, this loader reads {kind!r}",
             hint="load_state_dict takes what state_dict of such a loader gave",
+        )
+    lacks = [name for name in POSITION[kind] if name not in state]
+    if lacks:
+        raise RunError(
+            f"the position has no {lacks[0]!r}",
+            why=f"it has {', '.join(map(str, state))}",
+            hint="load_state_dict takes what state_dict of such a loader gave, as it is",
         )
 
 

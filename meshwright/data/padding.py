@@ -1,11 +1,13 @@
 """Which labels make a loss ignore the samples that fill a last batch up.
 
-A cross entropy leaves labels of `ignore_index` out of its sum and out of its count. If nothing else in the model looks
-at several samples together, the loss and the gradients of a batch that is filled up with such labels are those of the
-samples that are there.
+A cross entropy leaves labels of `ignore_index` out of its sum and out of its count. Language models shift their labels
+and put that one where none is left. If nothing else in the model looks at several samples together, the loss and the
+gradients of a batch that is filled up with such labels are those of the samples that are there.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from meshwright.errors import BatchError
 from meshwright.graph import MOVES, Graph, Node
@@ -14,11 +16,14 @@ from meshwright.ops.rule import is_whole
 from meshwright.ops.special.norm import is_training
 
 LOSSES = ("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default")
-# Between the labels of a batch and a loss: each keeps labels as they are, or puts the ignored one in.
+# Between the labels of a batch and a loss: each keeps labels as they are.
 FOLLOWS = (
     "view reshape _unsafe_view slice contiguous clone alias detach to _to_copy permute transpose squeeze unsqueeze "
-    "constant_pad_nd pad flatten lift_fresh_copy"
+    "flatten lift_fresh_copy"
 ).split()
+# Which argument is the value that an operator puts beside labels, as where they are shifted, or makes a tensor of.
+PADS = {"constant_pad_nd": 2, "pad": 3}
+MADE = {"full": 1, "full_like": 1, "new_full": 2}
 
 
 def fills(graph: Graph, factors: Factors) -> dict[str, int]:
@@ -31,15 +36,14 @@ def fills(graph: Graph, factors: Factors) -> dict[str, int]:
     for node in graph.nodes:
         if node.op not in LOSSES:
             continue
-        value = _target(node)
-        while value in made and (made[value].op in MOVES or _follows(made[value])):
-            chain.add(value)
-            value = made[value].uses[0]
-        entry = inputs.get(value)
+        label = int(node.arg(4, "ignore_index", -100))
+        sources, values = _labels(_target(node), label, made)
+        if len(sources) != 1:
+            continue
+        entry = inputs.get(*sources)
         if entry is None or entry.role != "batch":
             continue
-        chain.add(value)
-        label = int(node.arg(4, "ignore_index", -100))
+        chain |= values
         if found.setdefault(entry.target, label) != label:
             raise _cannot(node, f"two losses ignore two labels, {found[entry.target]} and {label}")
     if not found:
@@ -80,8 +84,33 @@ def _target(node: Node) -> str:
     return node.args[1].name
 
 
-def _follows(node: Node) -> bool:
-    return node.op.split(".")[1] in FOLLOWS
+def _labels(value: str, label: int, made: Mapping[str, Node]) -> tuple[set[str], set[str]]:
+    """Where labels come from, and all values between: what is moved, viewed and cut, and what has the ignored `label`
+    put beside it or in the place of some. Raises BatchError where another number is put there, which the loss counts
+    in what fills up as well."""
+    node = made.get(value)
+    if node is None:
+        return {value}, {value}
+    name = node.op.split(".")[1]
+    if name in MADE:
+        put = node.arg(MADE[name], "fill_value")
+        if put != label:
+            raise _cannot(node, f"it puts {put} among the labels, of which the loss ignores {label}")
+        return set(), set()
+    if name in PADS and (put := node.arg(PADS[name], "value") or 0) != label:
+        raise _cannot(node, f"it puts {put} beside the labels, of which the loss ignores {label}")
+    if name in ("cat", "where"):
+        inner = node.uses[1:] if name == "where" else node.uses
+    elif node.op in MOVES or name in FOLLOWS or name in PADS:
+        inner = node.uses[:1]
+    else:
+        return {value}, {value}
+    sources, values = set[str](), {value}
+    for one in inner:
+        more, between = _labels(one, label, made)
+        sources |= more
+        values |= between
+    return (sources, values) if sources else (set(), set())
 
 
 def _looks_across(node: Node, factors: Factors) -> bool:

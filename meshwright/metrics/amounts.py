@@ -1,4 +1,4 @@
-"""How much a step computes and reads, by its program: the model's own FLOPs, its samples and its tokens."""
+"""How much a step computes and reads, by its program: the model's own FLOPs and its tokens."""
 
 from __future__ import annotations
 
@@ -31,12 +31,6 @@ def seconds_at_peak(flops: Mapping[str, float], peaks: Mapping[str, float]) -> f
     if any(dtype not in peaks for dtype in flops):
         return None
     return sum(amount / peaks[dtype] for dtype, amount in flops.items())
-
-
-def samples_of(parts: Partition) -> int:
-    """The rows of a batch: what most of its inputs have along dim 0."""
-    rows = Counter(i.type.shape[0] for i in parts.resharded.graph.input_of("batch") if i.type.shape)
-    return rows.most_common(1)[0][0] if rows else 0
 
 
 def tokens_of(parts: Partition) -> int:

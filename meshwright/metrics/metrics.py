@@ -17,12 +17,20 @@ import torch
 
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import RunError
-from meshwright.metrics.amounts import model_flops, samples_of, seconds_at_peak, tokens_of
+from meshwright.metrics.amounts import model_flops, seconds_at_peak, tokens_of
 from meshwright.metrics.traces import in_trace, name_process, rank_named
 from meshwright.metrics.waiting import Waiting
 from meshwright.metrics.writers import Bar, JsonLines, TensorBoard, Writer
 from meshwright.runtime.step import LocalStep
 from meshwright.train import TrainStep
+
+HINTS = {
+    "path": 'path="metrics.jsonl"',
+    "tensorboard": 'tensorboard="runs/1"',
+    "total": "total=1000 steps",
+    "tokens": "tokens=8192, of a whole batch",
+    "trace_signal": "trace_signal=signal.SIGUSR1",
+}
 
 
 class Metrics:
@@ -52,14 +60,29 @@ class Metrics:
         `every` so many steps there is a record. `tokens` of a step where the batch's shapes do not say it.
         `trace_signal` (``signal.SIGUSR1``): a process that gets it traces its next three steps (`profile`). Raises
         RunError."""
+        if not isinstance(step, TrainStep | LocalStep):
+            raise RunError(
+                f"the step is a {type(step).__name__}",
+                why="what is reported is what a training step does",
+                hint="mw.Metrics(step, path), with step = mw.train_step(…)",
+            )
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise RunError(
                 f"every={every!r}", why="there is a record after so many steps", hint="a number from 1 on"
             )
+        _check_given(
+            path=path, tensorboard=tensorboard, total=total, tokens=tokens, trace_signal=trace_signal
+        )
+        if cluster is not None and not isinstance(cluster, Cluster):
+            raise RunError(
+                f"cluster={cluster!r}",
+                why=f"it is a {type(cluster).__name__}, not a Cluster",
+                hint='mw.Cluster.load("cluster.yaml"), or mw.Cluster.preset("h100")',
+            )
         self.local = step.local if isinstance(step, TrainStep) else step
         parts = self.local.parts
         self.rank, self.every = self.local.world.rank, every
-        self.samples, self.tokens = samples_of(parts), tokens_of(parts) if tokens is None else tokens
+        self.tokens = tokens_of(parts) if tokens is None else tokens
         self.flops = model_flops(parts)
         peaks = dict(cluster.device.flops) if cluster is not None else {}
         self._at_peak = seconds_at_peak(self.flops, peaks) if peaks else None
@@ -79,7 +102,7 @@ class Metrics:
         self._waiting = (
             Waiting(world, pipe.comm.collectives) if pipe is not None and apart else Waiting(world)
         )
-        self._records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._records: queue.SimpleQueue[tuple[dict[str, Any], float] | None] = queue.SimpleQueue()
         self._failed: Exception | None = None
         self._profiler: Any = None
         self._kinds = self.local.executor.kinds
@@ -89,7 +112,12 @@ class Metrics:
         self._asked = False
         if trace_signal is not None:
             self._before_signal = signal.signal(trace_signal, self._heard)
-        self._count, self._since, self._waited = 0, time.perf_counter(), 0.0
+        self._count, self._since, self._waited, self._samples = (
+            0,
+            time.perf_counter(),
+            0.0,
+            self.local.samples,
+        )
         self._thread = threading.Thread(target=self._write, name="meshwright-metrics", daemon=True)
         self._thread.start()
 
@@ -111,25 +139,30 @@ class Metrics:
         written."""
         if self._failed is not None:
             raise RunError("metrics cannot be written", why=str(self._failed)) from self._failed
-        for name, value in more.items():
+        if not isinstance(loss, torch.Tensor):
+            raise RunError(
+                f"the loss is a {type(loss).__name__}",
+                why="a record has the loss as the step returned it",
+                hint="metrics(step(batch))",
+            )
+        for name, value in {"loss": loss, **more}.items():
             _check_number(name, value)
         self._trace()
         self._count += 1
         if self._count < self.every:
             return loss
-        now, waited = time.perf_counter(), self._waiting.seconds
+        now, waited, samples = time.perf_counter(), self._waiting.seconds, self.local.samples
         if self._writers:
-            self._records.put(
-                {
-                    "step": self.local.rank.step,
-                    "loss": loss.detach(),
-                    "step_s": (now - self._since) / self._count,
-                    "waited_s": (waited - self._waited) / self._count,
-                    "time": time.time(),
-                    **more,
-                }
-            )
-        self._count, self._since, self._waited = 0, now, waited
+            record = {
+                "step": self.local.rank.step,
+                "loss": loss.detach(),
+                "step_s": (now - self._since) / self._count,
+                "waited_s": (waited - self._waited) / self._count,
+                "time": time.time(),
+                **more,
+            }
+            self._records.put((record, (samples - self._samples) / self._count))
+        self._count, self._since, self._waited, self._samples = 0, now, waited, samples
         return loss
 
     # ------------------------------------------------------------ traces
@@ -138,6 +171,8 @@ class Metrics:
         """Trace the next steps with torch's profiler; returns the file that Perfetto or chrome://tracing opens. By
         default it is beside the metrics, by step and rank. It names the rank, its stages, and around the operators the
         actions of the step: forward of a stage and micro-batch, reduction, update."""
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise RunError(f"steps={steps!r} of a trace", why="it is a number of steps", hint="steps=3")
         if self._trace_left:
             raise RunError("a trace is being taken", hint=f"it ends in {self._trace_left} steps")
         beside = self._path.parent if self._path is not None else Path()
@@ -175,19 +210,21 @@ class Metrics:
     def _write(self) -> None:
         while (given := self._records.get()) is not None:
             try:
-                record = self._finished(given)
+                record = self._finished(*given)
                 for writer in self._writers:
                     writer.write(record)
             except Exception as error:
                 self._failed = self._failed or error
 
-    def _finished(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Tensors as numbers (here it is waited for them), and what follows from the seconds."""
+    def _finished(self, given: Mapping[str, Any], samples: float) -> dict[str, Any]:
+        """Tensors as numbers (here it is waited for them), and what follows from the seconds. `samples` of a step, on
+        the mean."""
         record = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
         seconds = record["step_s"]
-        record["samples_per_s"] = self.samples / seconds
+        record["samples_per_s"] = samples / seconds
         if self.tokens:
-            record["tokens_per_s"] = self.tokens / seconds
+            rows = self.local.batches.rows
+            record["tokens_per_s"] = self.tokens * (samples / rows if rows else 1.0) / seconds
         record["model_flops_per_s"] = sum(self.flops.values()) / seconds
         if self._at_peak is not None:
             record["flops_utilisation"] = self._at_peak / self._ranks / seconds
@@ -223,6 +260,21 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     except OSError:
         return peak, peak
     return min(pages * resource.getpagesize(), peak), peak
+
+
+def _check_given(**given: Any) -> None:
+    """Raise RunError for paths and numbers that are none."""
+    for name, value in given.items():
+        place = name in ("path", "tensorboard")
+        fits = (
+            isinstance(value, str | Path) if place else isinstance(value, int) and not isinstance(value, bool)
+        )
+        if value is not None and not (fits and (place or value >= 0)):
+            raise RunError(
+                f"{name}={value!r}",
+                why=f"it is a {type(value).__name__}; a {'path' if place else 'whole number'} is expected",
+                hint=HINTS[name],
+            )
 
 
 def _check_number(name: str, value: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,12 +27,13 @@ class LocalBatch:
     program → its part.
 
     `samples` counts those of the whole batch; what fills a last batch up is not among them. `key` says for which rank
-    of which plan it was read.
+    of which plan it was read, `place` where in its loader it stands: the same on all ranks.
     """
 
     parts: tuple[Mapping[str, torch.Tensor], ...]
     samples: int
     key: str
+    place: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -41,7 +43,7 @@ class LocalBatch:
     def pin_memory(self) -> LocalBatch:
         """The same in memory from which a GPU copies by itself; what loaders with ``pin_memory=True`` call."""
         parts = tuple({name: x.pin_memory() for name, x in part.items()} for part in self.parts)
-        return LocalBatch(parts, self.samples, self.key)
+        return replace(self, parts=parts)
 
 
 Given = Mapping[str, torch.Tensor] | LocalBatch  # a whole batch, path → tensor, or this rank's part of one
@@ -84,7 +86,7 @@ class Piece:
 
 class BatchParts:
     """The batch's inputs as one rank reads them. `micro_batches` has its pieces of each, `mesh` is the program's (with
-    an axis in time where there are several)."""
+    an axis in time where there are several). `rows`: of a batch, what most of its inputs have along dim 0."""
 
     def __init__(
         self, parts: Partition, rank: int, world_rank: int, place: Callable[[str], torch.device]
@@ -93,6 +95,8 @@ class BatchParts:
         self.mesh = mesh = parts.plan.mesh
         self.entries = [i for i in parts.resharded.graph.inputs if i.role == "batch"]
         layouts = {i.name: parts.resharded.layouts[i.name] for i in self.entries}
+        rows = Counter(i.type.shape[0] for i in self.entries if i.type.shape)
+        self.rows = rows.most_common(1)[0][0] if rows else 0
 
         def piece(entry: Input, number: int) -> Piece:
             layout, at = layouts[entry.name], mesh.coordinate(number)

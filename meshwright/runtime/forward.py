@@ -15,6 +15,7 @@ from meshwright.partition import Partition
 from meshwright.redistribute import redistribute
 from meshwright.redistribute.positions import exchange
 from meshwright.redistribute.steps import Step
+from meshwright.runtime.alike import Alike
 from meshwright.runtime.batches import BatchParts, Given, place_of, taker
 from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.collectives import Handle
@@ -60,6 +61,7 @@ class LocalForward:
         self.batches = BatchParts(
             parts, rank.comm.rank, self.world.rank, lambda name: place_of(name, parts, rank.device)
         )
+        self.alike, self._passes = Alike(self.world, rank.device), 0
         self.made = Programs(parts, rank, self.handle, self.parked, self.pipe, training=False)
         self.layouts = {label: found.layouts[value] for label, value in found.graph.outputs}
         self._values = dict(found.graph.outputs)
@@ -91,6 +93,9 @@ class LocalForward:
         after the other. In a pipeline results come to all ranks with `share`; without it (and without `gather`) ranks
         whose stages make none have None. Raises BatchError."""
         self.batches.check(batch)
+        self.alike.settle()  # of an earlier pass: ranks may not meet in this one
+        self.alike.begin(self._passes, batch)
+        self._passes += 1
         with pulse.during("a forward pass"), torch.no_grad(), self.parked.away():
             self.made.begin()
             pieces = self._run(batch)

@@ -17,7 +17,8 @@ from meshwright.partition.accumulation import scattered_each_time
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import loss_scale, pending_gradients
 from meshwright.partition.updates import gathers, update_layout, updates
-from meshwright.runtime.batches import BatchParts, Given, place_of, slicer
+from meshwright.runtime.alike import Alike
+from meshwright.runtime.batches import BatchParts, Given, LocalBatch, place_of, slicer
 from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.clipping import clip_by_global_norm
 from meshwright.runtime.collectives import Handle
@@ -39,7 +40,7 @@ class LocalStep:
 
     `parameters` maps each parameter's name to the part that this rank updates, a leaf whose ``.grad`` is this rank's
     part of the gradient. `leaves` maps the program's inputs to what it reads: the same tensors, unless weights are put
-    together again after an update in parts.
+    together again after an update in parts. `samples` counts those of the steps so far, without what filled a batch up.
     """
 
     def __init__(
@@ -86,6 +87,8 @@ class LocalStep:
         self.graph, self.programs = self.made.graph, self.made.found
         if self.pipe is not None:
             self.batches.only(self.made.reads)
+        self.alike = Alike(self.world, rank.device)
+        self.samples = 0
         segments, self.modules = self.programs[0]
         described = [g for g in pending_gradients(parts) if g.name in self.weights]
         pending = [(self.weights[g.name], g.axes) for g in described]
@@ -220,15 +223,27 @@ class LocalStep:
         self, actions: Sequence[Action], batch: Given, wanted: Sequence[str]
     ) -> dict[str, torch.Tensor]:
         local = self.local_batch(batch)
+        # Stages have parameters, and so groups, of their own.
+        groups = self.optimizer.param_groups if self.optimizer is not None and self.pipe is None else None
+        self.alike.begin(self.rank.step, batch, groups)
+        self.samples += batch.samples if isinstance(batch, LocalBatch) else self.batches.rows
         self.made.begin()
         with self.handle.deferring(), self.parked.away():
             if self.in_time is None:
-                return self.executor.run(actions, local, wanted)
-            self.in_time.begin(batch)
-            try:
-                return self.executor.run(actions, {}, wanted)
-            finally:
-                self.in_time.end()
+                results = self.executor.run(actions, local, wanted)
+            else:
+                self.in_time.begin(batch)
+                try:
+                    results = self.executor.run(actions, {}, wanted)
+                finally:
+                    self.in_time.end()
+        self._settle()
+        return results
+
+    def _settle(self) -> None:
+        """See what the ranks said of their batches: on a CPU before the update, else a step later, when it is there
+        without waiting for the device."""
+        self.alike.settle(None if self.rank.device.type == "cpu" else self.rank.step)
 
     def _reduced(self) -> None:
         self.buckets.finish()
@@ -250,6 +265,7 @@ class LocalStep:
             leaf.grad = pipe.comm.sum_over(mine, places, tag, pipe.updated(name))
 
     def _update(self) -> None:
+        self._settle()
         if self.clip_norm is not None:
             self.clip(self.clip_norm)
         if self.optimizer is not None:

@@ -67,3 +67,31 @@ def test_a_position_is_for_any_number_of_ranks(tmp_path: Path) -> None:
             x = batch["x"][:, 0]
             expected.append(sorted([*x.tolist(), *x[:1].expand(8 - len(x)).tolist()]))
     assert seen(2, 4) + seen(3, 0) == expected
+
+
+BROKEN = """
+import os
+import torch
+import meshwright as mw
+from tests.data import train as t
+
+class Broken(t.Points):
+    def __getitem__(self, index):
+        if os.environ["RANK"] == "1" and index == 13:
+            raise OSError("sample 13 cannot be decoded")
+        return super().__getitem__(index)
+
+model, example, loss = t.classifier(8)
+step = mw.train_step(model, t.sgd, example, loss=loss, mesh=2)
+for batch in mw.shard_loader(Broken(40), step):
+    step(batch)
+"""
+
+
+def test_an_error_of_a_dataset_reaches_all_ranks(tmp_path: Path) -> None:
+    """Rank 0, which is shown, ends with the words of the error of rank 1, and the launcher names its line."""
+    done = run_script(tmp_path, 2, BROKEN)
+    assert done.returncode == 1
+    assert "PeerLost: rank 1 failed: OSError: sample 13 cannot be decoded" in done.stdout
+    assert "rank 1 of 2 failed with exit code 1: OSError: sample 13 cannot be decoded" in done.stderr
+    assert "script.py:10" in done.stderr

@@ -183,3 +183,19 @@ def test_the_bar_shows_where_the_run_is() -> None:
     bar.close()
     said = screen.getvalue()
     assert "10/40" in said and "loss 2.5" in said and "12,346 tokens/s" in said
+
+
+def test_what_fills_a_batch_up_is_no_sample(tmp_path: Path) -> None:
+    model, example, loss = t.classifier(8)
+
+    def body(step):
+        with mw.Metrics(step, tmp_path / "m.jsonl", every=2, tokens=24) as metrics:
+            for batch in mw.shard_loader(t.Points(29), step, last="pad"):
+                metrics(step(batch))
+
+    t.on_ranks(t.parts_for(model, example, loss, 1), model, example, loss, body)
+    counted = [
+        (r["samples_per_s"] * r["step_s"], r["tokens_per_s"] * r["step_s"])
+        for r in records(tmp_path / "m.jsonl")
+    ]
+    assert counted == [pytest.approx((8, 24)), pytest.approx((6.5, 19.5))]  # the last batch has five

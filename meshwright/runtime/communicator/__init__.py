@@ -6,7 +6,7 @@ of a collective is the ranks that differ from this one along some mesh axes.
 
 from __future__ import annotations
 
-from meshwright.runtime.communicator.alone import Alone, Counter
+from meshwright.runtime.communicator.alone import Alone, AtOnce, Counter
 from meshwright.runtime.communicator.in_stage import InStage
 from meshwright.runtime.communicator.processes import ProcessGroups, leave
 from meshwright.runtime.communicator.protocol import Communicator, Done, Later, Work
@@ -15,6 +15,7 @@ from meshwright.runtime.communicator.simulated import Aborted, SimulatedRank, Si
 __all__ = [
     "Aborted",
     "Alone",
+    "AtOnce",
     "Communicator",
     "Counter",
     "Done",

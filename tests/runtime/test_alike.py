@@ -1,0 +1,145 @@
+"""Ranks that step on other batches than the others, or with another optimizer, are told so, all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.errors import BatchError, RunError
+from meshwright.runtime.alike import checksum, is_due, options_of, options_that_differ
+from tests.data import train as t
+
+CUTS = (
+    {"mesh": {"dp": 4}},
+    {"mesh": {"dp": 2, "tp": 2}, "mode": "sharding_propagation", "pins": {"0": {"n": "tp"}}},
+    {"mesh": {"dp": 2}, "pipeline": 2, "micro_batches": 2},
+)
+
+
+def told(body: Callable[[Any], Any], error: type[Exception], **how: Any) -> list[str]:
+    """The error that every rank raises, and that its weights were left as they were."""
+    model, example, loss = t.classifier(8)
+    parts = t.parts_for(model, example, loss, **how)
+
+    def on_rank(step: Any) -> str:
+        with pytest.raises(error) as caught:
+            body(step)
+        return str(caught.value)
+
+    return t.on_ranks(parts, model, example, loss, on_rank)
+
+
+@pytest.mark.parametrize("how", CUTS, ids=str)
+def test_a_rank_with_a_batch_of_its_own(how: dict[str, Any]) -> None:
+    _, example, _ = t.classifier(8)
+
+    def body(step: Any) -> None:
+        before = {name: x.clone() for name, x in step.parameters.items()}
+        own = example["x"] + (step.world.rank == 2)
+        try:
+            step({"x": own, "y": example["y"]})
+        finally:
+            assert all(torch.equal(x, before[name]) for name, x in step.parameters.items())
+
+    found = told(body, BatchError, **how)
+    assert len(set(found)) == 1 and len(found) == 4
+    assert found[0].startswith("'x' of the batch of step 1 differs between ranks\n  why:   checksum ")
+    assert "on ranks 0, 1, 3; checksum" in found[0] and "on rank 2\n" in found[0]
+    assert "mw.shard_loader reads the parts alone" in found[0]
+
+
+@pytest.mark.parametrize("how", CUTS, ids=str)
+def test_a_rank_that_skips_a_batch(how: dict[str, Any]) -> None:
+    def body(step: Any) -> None:
+        for number, batch in enumerate(mw.shard_loader(t.Points(48), step)):
+            if number != 2 or step.world.rank != 1:
+                step(batch)
+
+    for said in told(body, BatchError, **how):  # the third step of rank 1 is compared in the fourth
+        assert said.startswith("ranks are at different batches in step 4\n")
+        assert "samples 24 to 31 of epoch 0 on ranks 0, 2, 3; samples 32 to 39 of epoch 0 on rank 1" in said
+
+
+def test_streams_that_differ() -> None:
+    _, example, _ = t.classifier(8)
+
+    def body(step: Any) -> None:
+        own = example["x"] + step.world.rank
+        for batch in mw.shard_loader([{"x": own, "y": example["y"]}], step):
+            step(batch)
+
+    (said, *_) = told(body, BatchError, mesh=2)
+    assert "different batches in step 1" in said and "batch 0 of epoch 0 (x checksum" in said
+
+
+def test_a_rank_with_a_learning_rate_of_its_own() -> None:
+    _, example, _ = t.classifier(8)
+
+    def body(step: Any) -> None:
+        step(example)
+        if step.world.rank == 1:
+            step.optimizer.param_groups[0]["lr"] = 0.3
+        step(example)
+
+    for said in told(body, RunError, mesh=2):
+        assert said.startswith("in step 2 the options of the optimizer differ between ranks\n")
+        assert "  why:   lr=0.1 on rank 0; lr=0.3 on rank 1\n" in said
+
+
+def test_forward_steps_compare_too() -> None:
+    model, example, _ = t.classifier(8)
+    from meshwright.capture.forward import capture_forward
+    from meshwright.compile import lower, plan_captured, values_of
+    from meshwright.runtime.communicator import SimulatedWorld
+    from meshwright.runtime.forward import LocalForward, leaves_of
+    from meshwright.runtime.rank import Rank
+
+    captured = capture_forward(model, {"x": example["x"]}, lambda model, batch: model(batch["x"])).captured
+    parts = lower(captured, plan_captured(captured, 2, "data_parallel", None))
+
+    def on_rank(comm: Any) -> None:
+        device = torch.device("cpu")
+        leaves = leaves_of(parts, comm, device, values_of(model, captured))
+        forward = LocalForward(parts, Rank(comm, device), leaves)
+        forward({"x": example["x"] + comm.rank})
+        with pytest.raises(BatchError, match="'x' of the batch of step 1 differs"):  # found in the next pass
+            forward({"x": example["x"]})
+
+    SimulatedWorld(parts.asked.ranks).run(on_rank)
+
+
+def test_when_ranks_compare() -> None:
+    assert [n for n in range(1, 140) if is_due(n)] == [1, 2, 4, 8, 16, 32, 64, 96, 128]
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(40_000),
+        torch.randn(300, 200).T,
+        torch.randint(0, 9, (7,)),
+        torch.randn(5).bfloat16(),
+        torch.tensor(True),
+        torch.randn(3, dtype=torch.complex64),
+        torch.zeros(0, 4),
+    ],
+    ids=lambda x: f"{x.dtype} {tuple(x.shape)}",
+)
+def test_checksums_are_of_what_is_in_a_tensor(x: torch.Tensor) -> None:
+    assert checksum(x) == checksum(x.clone(memory_format=torch.contiguous_format))
+    if x.numel():
+        assert checksum(x) != checksum(x.logical_not() if x.dtype == torch.bool else x + 1)
+
+
+def test_options_without_tensors() -> None:
+    groups = [{"params": [1], "lr": 0.1, "betas": (0.9, 0.95), "of": torch.ones(1)}]
+    assert options_of(groups) == [{"betas": "(0.9, 0.95)", "lr": "0.1"}]
+    assert options_that_differ([[{"lr": "0.1", "eps": "1e-8"}], [{"lr": "0.3", "eps": "1e-8"}]]) == [
+        "lr=0.1",
+        "lr=0.3",
+    ]
+    assert options_that_differ([[{}], [{}, {}]]) == ["1 group of parameters", "2 groups of parameters"]
