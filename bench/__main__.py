@@ -11,6 +11,7 @@ python -m bench interleave            copies that take turns on a slow link; has
 python -m bench recompute             layers computed again, against torch.utils.checkpoint
 python -m bench pipeline              stages on two and four ranks, against torch.distributed.pipelining, and predicted
 python -m bench state                 saving and loading, against torch.distributed.checkpoint
+python -m bench recovery              ranks killed at 20 random moments, and losses equal to the last bit
 python -m bench predict               predicted against measured steps; has options of its own: --help
 """
 
@@ -53,6 +54,11 @@ def main() -> None:
         from bench.state import main as state
 
         state(sys.argv[2:])
+        return
+    if sys.argv[1:2] == ["recovery"]:
+        from bench.recovery import main as recovery
+
+        recovery(sys.argv[2:])
         return
     if sys.argv[1:2] == ["predict"]:
         from bench.predict import main as predict

@@ -288,6 +288,13 @@ def _marked(
 ) -> Any:
     """A module with hooks, or a wrapper of a function, that mark the tensors of a call at its inputs and results:
     with cuts, or with a word that capture gives to the operators between them (`capture/marks.py`)."""
+    if not callable(target):
+        raise StrategyError(
+            f"{name} is neither a module nor a function",
+            why=f"it is given {target!r}",
+            where=_caller(),
+            hint="a module, as model.encoder, or a function, as torch.matmul",
+        )
 
     def entered(given: Any, site: int) -> Any:
         return _mark_all(given, ins, site, "in", name, mark)

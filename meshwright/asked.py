@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from meshwright.errors import PlanError, RunError
+import torch
+
+from meshwright.errors import CaptureError, PlanError, RunError
 from meshwright.graph import Graph
+from meshwright.plan import Plan
 
 
 def check_beside(plan: object, given: Mapping[str, Any]) -> None:
@@ -21,8 +25,48 @@ def check_beside(plan: object, given: Mapping[str, Any]) -> None:
         )
 
 
-def check_numbers(clip_norm: Any, seed: Any) -> None:
-    """Raise RunError for a norm that cannot be clipped to, and for a seed that is none."""
+def check_model(model: Any) -> None:
+    """Raise CaptureError for what is no module."""
+    if not isinstance(model, torch.nn.Module):
+        raise CaptureError(
+            f"the model is a {type(model).__name__}, not a torch.nn.Module",
+            why="its parameters and the names of its modules are what a plan speaks of",
+            hint="pass the module; what is computed from it goes into loss=lambda model, batch: …",
+        )
+
+
+def check_function(name: str, given: Any, like: str) -> None:
+    """Raise CaptureError for a loss, or outputs, that cannot be called."""
+    if not callable(given):
+        raise CaptureError(
+            f"{name}={given!r} is no function",
+            why=f"it is a {type(given).__name__}; what is captured is what {name}(model, batch) computes",
+            hint=f"{name}={like}, or leave it out for what the model returns",
+        )
+
+
+def plan_from(given: Any) -> Plan | None:
+    """A plan that was given: itself, or read from the path of its file. Raises PlanError."""
+    if given is None or isinstance(given, Plan):
+        return given
+    if not isinstance(given, str | Path):
+        raise PlanError(
+            f"plan={given!r}",
+            why=f"it is a {type(given).__name__}, neither a plan nor the path of one",
+            hint='plan=mw.plan(model, batch, …), or plan="plan.json"',
+        )
+    return Plan.load(given)
+
+
+def check_switches(**given: Any) -> None:
+    """Raise RunError for a switch that is neither on nor off."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise RunError(f"{name}={value!r}", why="it is a switch", hint="True or False")
+
+
+def check_numbers(clip_norm: Any, seed: Any, bucket_bytes: Any = None) -> None:
+    """Raise RunError for a norm that cannot be clipped to, a seed that is none, and a size of buckets that is none."""
     number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
     if clip_norm is not None and not (number and math.isfinite(clip_norm) and clip_norm > 0):
         raise RunError(
@@ -32,6 +76,14 @@ def check_numbers(clip_norm: Any, seed: Any) -> None:
         )
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise RunError(f"seed={seed!r}", why="a whole number is expected", hint="seed=0")
+    if bucket_bytes is not None and (
+        isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0
+    ):
+        raise RunError(
+            f"bucket_bytes={bucket_bytes!r}",
+            why="gradients of so many bytes are reduced together: a whole number from 0 on",
+            hint="bucket_bytes=25_000_000, 0 to reduce each alone, or leave it out",
+        )
 
 
 def check_trains(graph: Graph) -> None:

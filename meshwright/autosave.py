@@ -20,9 +20,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from meshwright.asked import check_switches
 from meshwright.errors import CheckpointError
 from meshwright.state.folder import as_path, write_whole
 from meshwright.state.loading import Loaded
+from meshwright.state.saving import check_keep
 from meshwright.state.words import from_first
 from meshwright.train import TrainStep, shutdown
 
@@ -50,10 +52,18 @@ class Autosave:
     ) -> None:
         """Load the newest checkpoint of `path` that is not damaged, if there is one. Collective. `every`: steps from
         save to save; `data`, `async_` and `keep` as for `TrainStep.save`. Raises CheckpointError."""
+        if not isinstance(step, TrainStep):
+            raise CheckpointError(
+                f"the step is a {type(step).__name__}",
+                why="what is saved is what a training step holds",
+                hint="mw.Autosave(step, path, every=100), with step = mw.train_step(…)",
+            )
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise CheckpointError(
                 f"every={every!r} steps", why="a whole number is expected", hint="every=100"
             )
+        check_keep(keep)
+        check_switches(async_=async_)
         self.step, self.path, self.every, self.data = step, as_path(path), every, data
         self.async_, self.keep = async_, keep
         self.loaded: Loaded | None = step.resume(path, data=data)

@@ -12,13 +12,14 @@ from typing import Any, Unpack
 
 import torch
 
+from meshwright.asked import check_function, check_model
 from meshwright.capture import Captured
 from meshwright.capture import capture as capture_graph
 from meshwright.capture.batch import leaves
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.saved import saved
 from meshwright.cycles import seldom_collected
-from meshwright.errors import CaptureError, ClusterError, MeshError, PlanError
+from meshwright.errors import ClusterError, MeshError, PlanError
 from meshwright.mesh import Mesh
 from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
@@ -388,7 +389,7 @@ def mesh_from(mesh: MeshLike, captured: Captured | None = None) -> Mesh:
     match mesh:
         case Mesh():
             return mesh
-        case Mapping():
+        case Mapping() if mesh:
             return Mesh.of(mesh)
         case bool():
             pass  # True is an int, and no number of ranks
@@ -397,9 +398,10 @@ def mesh_from(mesh: MeshLike, captured: Captured | None = None) -> Mesh:
         case None:
             found = mesh_of_pins(captured.graph) if captured is not None else None
             return found or Mesh.of(ranks=int(os.environ.get("WORLD_SIZE", "1")))
+    empty = "no axes" if isinstance(mesh, Mapping) else f"a {type(mesh).__name__}"
     raise MeshError(
         f"mesh={mesh!r} is not a mesh",
-        why=f"it is a {type(mesh).__name__}; a mesh is a number of ranks, or the sizes of named axes",
+        why=f"it is {empty}; a mesh is a number of ranks, or the sizes of named axes",
         hint='mesh=4, or mesh={"dp": 2, "tp": 2}',
     )
 
@@ -409,12 +411,8 @@ _captured: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Captured]] = we
 
 def captured_of(model: torch.nn.Module, batch: Any, loss: Loss, cache: str | Path | None = None) -> Captured:
     """The captured program; the last one of each model is remembered, so that plan, verify and train_step share it."""
-    if not isinstance(model, torch.nn.Module):
-        raise CaptureError(
-            f"the model is a {type(model).__name__}, not a torch.nn.Module",
-            why="its parameters and the names of its modules are what a plan speaks of",
-            hint="pass the module; what is computed from it goes into loss=lambda model, batch: …",
-        )
+    check_model(model)
+    check_function("loss", loss, "lambda model, batch: model(batch).mean()")
     key = (
         tuple((path, tuple(x.shape), x.dtype) for path, x in leaves(batch)),
         loss,

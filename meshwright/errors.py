@@ -102,7 +102,7 @@ class DamagedError(CheckpointError):
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint with the closest known names, or the list of them when none is close."""
-    names = sorted(set(known) - {name})
+    names = sorted(set(known) - {name, ""})
     close = difflib.get_close_matches(name, names, n=3)
     head, dot, tail = name.rpartition(".")
     if not close and dot:  # a pattern such as *.qvk is compared by what it ends with

@@ -20,6 +20,7 @@ from meshwright.agreed import (
     source_of,
     unpack,
 )
+from meshwright.asked import check_function, check_model, check_switches, plan_from
 from meshwright.capture import Captured
 from meshwright.capture.batch import leaves
 from meshwright.capture.fold import fold
@@ -85,6 +86,7 @@ class ForwardStep:
         stages; without it, or without `gather`, ranks that did not make a result have None in its place. Collective:
         all ranks call it alike. Raises BatchError.
         """
+        check_switches(gather=gather, share=share)
         given = batch if isinstance(batch, LocalBatch) else dict(leaves(batch))
         found = self.local(given, gather=gather, share=share)
         return filled(self._shape, found.values())
@@ -118,7 +120,9 @@ def forward_step(
     part. Raises a subclass of MeshwrightError before a process group is made.
     """
     asked = asked_beside(plan, techniques)
-    plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
+    check_model(model)
+    check_function("outputs", outputs, 'lambda model, batch: model(batch["ids"])')
+    plan = plan_from(plan)
     _check_forward(asked, mode)
     if plan is not None:
         check_world(plan.ranks)

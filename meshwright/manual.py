@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from meshwright.asked import check_model
 from meshwright.compile import Loss, MeshLike, default_loss, mesh_from
 from meshwright.errors import RunError, StrategyError, did_you_mean
 from meshwright.layout import block
@@ -263,6 +264,7 @@ def manual_step(
     Parameters that match `local_parameters` are this rank's own part and are not reduced (MindSpore's
     ``layerwise_parallel``). Raises StrategyError for a pattern that matches nothing.
     """
+    check_model(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     within = world(mesh, device)
     return ManualStep(

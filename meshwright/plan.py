@@ -208,7 +208,7 @@ class Plan:
         """Read a plan. Raises PlanError for a file that is missing, damaged or of another version."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, UnicodeDecodeError, TypeError) as error:
             raise PlanError(
                 f"the plan file {str(path)!r} cannot be read", why=str(error), hint=AGAIN
             ) from None

@@ -19,10 +19,19 @@ from meshwright.agreed import (
     pack,
     prepare,
     same_model,
+    same_optimizer,
     source_of,
     unpack,
 )
-from meshwright.asked import check_beside, check_numbers, check_trains
+from meshwright.asked import (
+    check_beside,
+    check_function,
+    check_model,
+    check_numbers,
+    check_switches,
+    check_trains,
+    plan_from,
+)
 from meshwright.capture import Captured
 from meshwright.capture.batch import leaves, map_leaves
 from meshwright.capture.fold import fold
@@ -180,6 +189,8 @@ class TrainStep:
         """
         local = self.local
         tag = 0 if local.pipe is None else local.last_tag + 2
+        check_model(model)
+        check_function("outputs", outputs, 'lambda model, batch: model(batch["ids"])')
         return shared_forward(self.plan, local.world, local.rank, local.leaves, local.parked, tag)(
             model, batch, outputs
         )
@@ -234,6 +245,7 @@ class TrainStep:
 
         A checkpoint gets its name once it is whole and on the disk: whoever is killed leaves the one before. Raises
         CheckpointError on all ranks."""
+        check_switches(async_=async_)
         return self._saves.save(path, data=data, async_=async_, keep=keep)
 
     @property
@@ -264,7 +276,9 @@ class TrainStep:
         taken into that of the step.
 
         Raises CheckpointError on all ranks: for damaged files, a newer version, another model (what differs is
-        listed), another optimizer. The step is untouched then: each rank checks what it will read before it does."""
+        listed), another optimizer, ranks that name different paths. The step is untouched then: each rank checks what
+        it will read before it does. Rank 0 says on stderr which newer checkpoints were not whole and passed over."""
+        check_switches(optimizer=optimizer, random=random, cast=cast)
         self._saves.wait()
         return load(
             self.local,
@@ -274,6 +288,7 @@ class TrainStep:
             random=random,
             cast=cast,
             temporary=self._temporary,
+            told=_on_stderr,
         )
 
     def resume(self, path: str | Path, *, data: Any = None) -> Loaded | None:
@@ -282,19 +297,32 @@ class TrainStep:
 
         Raises CheckpointError where all are, and for those of another model or optimizer."""
         self._saves.wait()
-        told = functools.partial(print, file=sys.stderr, flush=True)
-        return resume(self.local, path, told=told, data=data, temporary=self._temporary)
+        return resume(self.local, path, told=_on_stderr, data=data, temporary=self._temporary)
 
     def copy_to(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Write the trained values back into a model (made of real tensors). Collective: all ranks call it."""
+        """Write the trained values back into a model (made of real tensors). Collective: all ranks call it. Raises
+        CaptureError for what is no module, and RunError for one that lacks a parameter or has it in another shape."""
+        check_model(model)
         state = self._whole()
         targets = dict(model.named_parameters(remove_duplicate=False)) | dict(
             model.named_buffers(remove_duplicate=False)
         )
+        wrong = [n for n, x in state.items() if n not in targets or targets[n].shape != x.shape]
+        if wrong:
+            there = tuple(targets[wrong[0]].shape) if wrong[0] in targets else "missing"
+            raise RunError(
+                f"{len(wrong)} of the trained tensors have no place in this model",
+                why=f"{wrong[0]} is {tuple(state[wrong[0]].shape)} in the step and {there} in the model",
+                hint="a model with the same configuration",
+            )
         with torch.no_grad():
             for name, value in state.items():
                 targets[name].copy_(value)
         return model
+
+
+def _on_stderr(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
 
 
 def _given(batch: Any) -> Given:
@@ -342,9 +370,13 @@ def train_step(
     Raises a subclass of MeshwrightError before a process group is made.
     """
     asked = asked_beside(plan, techniques)
+    request = request_for(cluster, memory)
     check_beside(plan, {"mesh": mesh, "mode": mode, "pins": pins, "memory": memory})
-    check_numbers(clip_norm, seed)
-    plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
+    check_numbers(clip_norm, seed, bucket_bytes)
+    check_switches(exact_random=exact_random)
+    check_model(model)
+    check_function("loss", loss, "lambda model, batch: model(batch).mean()")
+    plan = plan_from(plan)
     if plan is not None:
         check_world(plan.ranks)
     elif mesh is not None:
@@ -364,7 +396,6 @@ def train_step(
             'mode="manual" has no plan: the model cuts itself',
             hint="mw.manual_step(model, optimizer, loss=…, mesh=…), with collectives from mw.world(mesh)",
         )
-    request = request_for(cluster, memory)
     source = source_of(broadcast)
     check_init(model, init, source is not None)
     place = device_of(model) if init is None else own_device(torch.device(device or "cpu"))
@@ -424,6 +455,7 @@ def train_step(
         bucket_bytes=bucket_bytes,
         held=made,
     )
+    same_optimizer(meeting, local)
     every = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     return TrainStep(local, parts, every.difference(model.state_dict(keep_vars=True)))
 

@@ -190,7 +190,7 @@ def trace(model: torch.nn.Module, batch: Any, loss: Callable[..., Any], wrap: ty
             raise
         except Exception as error:
             nested = _own_error_in(error)
-            raise nested or _explain(error) from error
+            raise nested or (_explain(error) if found else _empty(batch, error)) from error
     notes = tuple(NO_CHECKPOINT.format(line) for line in wrapper.watch.checkpoints)
     return Trace(program, paths, origins, notes, labels=wrapper.labels)
 
@@ -243,6 +243,16 @@ def _explain(error: Exception) -> CaptureError:
         why=f"{type(error).__name__}: {first[:300]}",
         where=_user_line(error),
         hint=("write it with torch.where, or " if depends else "") + AS_IT_IS,
+    )
+
+
+def _empty(batch: Any, error: Exception) -> CaptureError:
+    """An export failure where the example batch has nothing that the loss could read."""
+    return CaptureError(
+        f"the example batch has no tensors: {batch!r:.80}",
+        why=f"the loss could not be computed of it: {type(error).__name__}: {error!s:.200}",
+        where=_user_line(error),
+        hint="a batch as the loss reads it: a tensor, or dicts, lists and tuples of tensors, of zeros if need be",
     )
 
 

@@ -37,27 +37,27 @@ def run(
         str, typer.Option(metavar="N", help="Start all ranks again after a failure, so many times.")
     ] = "0",
     monitor_interval: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Time between two looks at the ranks.")
-    ] = 0.1,
+        str, typer.Option(metavar="SECONDS", help="Time between two looks at the ranks.")
+    ] = "0.1",
     grace: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long a rank may take to stop before it is killed.")
-    ] = 5.0,
+        str, typer.Option(metavar="SECONDS", help="How long a rank may take to stop before it is killed.")
+    ] = "5",
     hang_after: Annotated[
-        float,
+        str,
         typer.Option(
             metavar="SECONDS",
             envvar="MESHWRIGHT_HANG_AFTER",
             help="When no rank has moved for so long: say which one hangs, where, and what the others wait for, and "
             "end the attempt. 0: never.",
         ),
-    ] = 600.0,
+    ] = "600",
 ) -> None:
     """Start N ranks of a script on this machine.
 
     Rank 0 is shown, all are logged, and none outlives the launcher.
     The exit code is that of the rank that failed first.
     """
-    from meshwright.launch.job import Job, check, count
+    from meshwright.launch.job import Job, check, count, duration
 
     job = Job(
         nproc=count(nproc, "--nproc"),
@@ -66,9 +66,9 @@ def run(
         module=module,
         log_dir=log_dir,
         restarts=count(max_restarts, "--max-restarts"),
-        poll_seconds=monitor_interval,
-        grace_seconds=grace,
-        hang_seconds=hang_after,
+        poll_seconds=duration(monitor_interval, "--monitor-interval"),
+        grace_seconds=duration(grace, "--grace"),
+        hang_seconds=duration(hang_after, "--hang-after"),
     )
     check(job)  # before torch is imported: a typing error is answered at once
 

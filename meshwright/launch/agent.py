@@ -110,6 +110,12 @@ def _attempt(job: Job, attempt: int, run_id: str, folder: Path, records: Path) -
         ]
         end = failure.first(ends)
         error = failure.explain(end, ends, job.nproc, attempt=attempt + 1)
+        # Who is still on its way out when others notice is stopped by the launcher.
+        stopped = {e.rank for e in ends if e.exit_code == -signal.SIGTERM and not failure.raised(e)}
+        whole = set(range(job.nproc)) - failed.failures.keys() | {r for r in stopped if watch.ended(r)}
+        if whole and failure.lost_a_peer(failure.tail(end.log)):
+            done = [folder / f"rank{rank}.log" for rank in sorted(whole)]
+            error = failure.ended_early(error, done, job.nproc)
         if odd := watch.left_out():
             error = LaunchError(
                 error.what, why=f"{odd}\n         {error.why}", where=error.where, hint=error.hint

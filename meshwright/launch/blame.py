@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.pulse import IN_STEP, OWN_CODE
+from meshwright.pulse import ENDED, IN_STEP, OWN_CODE
 from meshwright.pulse.seen import Group, Seen, Waits
 
 MESSAGES = ("sent", "received")  # what stands for axes where a group is the two ends of messages
@@ -59,7 +59,8 @@ def blame(states: Mapping[int, State], seconds: float, now: float) -> Finding | 
         return Finding(tuple(hanging), f"{what}: {_silence(seconds)}", tuple(_waiting(states, hanging)))
     if not hanging:
         running = {r: s for r, s in states.items() if s.seen and s.process == "running"}
-        hanging = _late(running) or [r for r, s in running.items() if s.seen and s.seen.doing != OWN_CODE]
+        busy = (OWN_CODE, ENDED)
+        hanging = _late(running) or [r for r, s in running.items() if s.seen and s.seen.doing not in busy]
         if not hanging:
             return None
     lines += [f"{_named(rank)}: {_doing(states[rank], now)}" for rank in hanging[:SHOWN]]

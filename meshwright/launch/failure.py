@@ -20,6 +20,8 @@ TOLD_LOST = re.compile(
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 PREFIX = re.compile(r"^\[rank\d+\]:\s?", re.MULTILINE)  # torch's own mark on an uncaught exception
 FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
+# Of an error in a step, which is not raised by a line of the model (`meshwright.runtime.places`).
+PLACE = re.compile(r"^where: (?P<place>\S+:\d+)", re.MULTILINE)
 ERROR = re.compile(r"^(?P<error>[A-Za-z_][\w.]*(?:: .*)?)$", re.MULTILINE)
 
 SIGNAL_HINTS = {
@@ -67,10 +69,16 @@ def first(ends: Sequence[RankEnd]) -> RankEnd:
     return dataclasses.replace(end, exit_code=1) if end.exit_code == -signal.SIGTERM and raised else end
 
 
+def raised(end: RankEnd) -> bool:
+    """Whether a rank's log ends with an error, that it lost a peer included."""
+    text = tail(end.log)
+    return bool(final_error(text)) or lost_a_peer(text)
+
+
 def lost_a_peer(text: str) -> bool:
     """Whether the last error of a log only says that another rank went away."""
     found = final_error(text)
-    return (PEER_LOST if found else TOLD_LOST).search(found or text) is not None
+    return (PEER_LOST if found else TOLD_LOST).search(found or PREFIX.sub("", text)) is not None
 
 
 def tail(log: Path) -> str:
@@ -119,9 +127,24 @@ def explain(end: RankEnd, ends: Sequence[RankEnd], world_size: int, *, attempt: 
         start = text.rfind("Traceback (most recent call last)")
         why = _shortened(text[start:] if start >= 0 and error else text).replace("\n", "\n         ")
     frames = [f"{m['file']}:{m['line']}" for m in FRAME.finditer(text)] if error else []
-    own = [f for f in frames if "site-packages" not in f and "<frozen" not in f]
+    own = [f for f in frames if "site-packages" not in f and not f.startswith("<")]
+    own = [m["place"] for m in PLACE.finditer(text)] or own if error else []
     where = ", ".join([*own[-1:], f"log {end.log}"])
     return LaunchError(what, why=why, where=where, hint=hint)
+
+
+def ended_early(error: LaunchError, done: Sequence[Path], world_size: int) -> LaunchError:
+    """The error where those that failed only lost a peer, and some ranks had ended without one: with the exit code 0.
+    `done`: their logs."""
+    ranks = [path.stem.removeprefix("rank") for path in done]
+    named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
+    return LaunchError(
+        f"{named} of {world_size} ended with exit code 0 while others had not come to the end",
+        why=f"{error.what}\n         {error.why}",
+        where=f"log {done[0]}",
+        hint="all ranks do as many steps, and end with mw.shutdown(), which waits for all: look for a sys.exit, a "
+        "return or a loop that is shorter there",
+    )
 
 
 def _shortened(text: str) -> str:

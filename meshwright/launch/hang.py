@@ -21,7 +21,7 @@ from types import TracebackType
 from meshwright.errors import LaunchError
 from meshwright.launch import warden
 from meshwright.launch.blame import Finding, State, blame, differ
-from meshwright.pulse.record import stack_signal
+from meshwright.pulse.record import ENDED, stack_signal
 from meshwright.pulse.seen import computes, read
 
 LOOK_SECONDS = 1.0  # between two looks, at most
@@ -120,6 +120,11 @@ class Watch:
             rank: State(read(self.records / f"rank{rank}"), process(self._pid(rank)).word)
             for rank in range(self.world)
         }
+
+    def ended(self, rank: int) -> bool:
+        """Whether a rank has come to the end of its script, as far as its record says."""
+        seen = read(self.records / f"rank{rank}") if self.seconds else None
+        return seen is not None and seen.doing == ENDED
 
     def left_out(self) -> str:
         """Whether a rank left a collective out, which may be what an attempt has failed of; empty if none did."""

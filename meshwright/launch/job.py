@@ -45,6 +45,12 @@ class Job:
 
 def check(job: Job) -> Job:
     """The job itself, or a `LaunchError` that says what keeps it from starting."""
+    if not isinstance(job, Job):
+        raise LaunchError(
+            f"the job is a {type(job).__name__}",
+            why="it says what is started, and how often",
+            hint='mw.launch(mw.Job(4, "train.py"))',
+        )
     _check_count(job.nproc, "--nproc", least=1, unit="ranks", hint="meshwright run --nproc 4 train.py")
     _check_count(
         job.restarts, "--max-restarts", least=0, unit="restarts", hint="0 gives up at the first failure"
@@ -73,6 +79,16 @@ def count(text: str | int, option: str) -> int:
     except ValueError:
         raise LaunchError(
             f"{option} is {text!r}", why="it counts processes: a whole number", hint=f"{option} 4"
+        ) from None
+
+
+def duration(text: str | float, option: str) -> float:
+    """Seconds that a user typed."""
+    try:
+        return float(text)
+    except ValueError:
+        raise LaunchError(
+            f"{option} is {text!r}", why="it is a time in seconds: a number", hint=f"{option} 60"
         ) from None
 
 

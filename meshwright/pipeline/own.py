@@ -18,8 +18,8 @@ Pins = Mapping[str, Mapping[str, Any]]
 
 def pins_on(mesh: Mesh, every: Sequence[Mesh], pins: Pins | None) -> Pins | None:
     """The pins that a mesh can take: those whose axes it has, and those whose axes no mesh has, so that it says so."""
-    if pins is None:
-        return None
+    if not isinstance(pins, Mapping):
+        return pins  # nothing, or what the planner of a mesh refuses
     return {
         pattern: cuts
         for pattern, cuts in pins.items()

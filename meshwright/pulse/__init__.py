@@ -8,12 +8,13 @@ no launcher watches there is no record, and the functions here return at once.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright.pulse.record import BESIDE, FOR_SAVE, IN_STEP, NONE, OWN_CODE, WAIT, Entry, Pulse
+from meshwright.pulse.record import BESIDE, ENDED, FOR_SAVE, IN_STEP, NONE, OWN_CODE, WAIT, Entry, Pulse
 
 OWN = "MESHWRIGHT_PULSE"  # set by the launcher: the process it is for, and the file without its suffix
 _mine: Pulse | None = None
@@ -26,6 +27,12 @@ def begin() -> None:
     if _mine is None and pid == str(os.getpid()):  # and not of a child that was started anew
         with contextlib.suppress(OSError):
             _mine = Pulse(Path(path))
+            atexit.register(_ended, pid)
+
+
+def _ended(pid: str) -> None:
+    if pid == str(os.getpid()):  # and not of a child that was forked
+        doing(ENDED)
 
 
 def doing(what: str, one: int = NONE, two: int = NONE) -> None:
@@ -94,6 +101,7 @@ def waiting(entry: Entry | None, *, beside: bool = False) -> Iterator[None]:
 
 
 __all__ = [
+    "ENDED",
     "FOR_SAVE",
     "IN_STEP",
     "OWN",

@@ -26,6 +26,7 @@ NUMBER = struct.Struct("<q")
 SIZE = LATEST + BEGUN.size * KEPT
 NONE = -1
 OWN_CODE, IN_STEP = "the script's own code", "a step"
+ENDED = "the end of its script"  # what a rank comes to last, with an error or without
 FOR_SAVE = "waiting for its save"  # what a rank does while a thread of its own ends a checkpoint
 
 Entry = tuple[int, int, int, int]  # kind, group, number, of what
@@ -113,4 +114,4 @@ class Pulse:
         WAITING.pack_into(self._map, at, 0.0, NONE, 0, 0, 0)
 
 
-__all__ = ["Entry", "Pulse", "stack_signal"]
+__all__ = ["ENDED", "Entry", "Pulse", "stack_signal"]

@@ -46,7 +46,8 @@ def leave_reason(error: BaseException, trace: TracebackType | None = None) -> No
     store, rank = _told[0]
     what = error.what if isinstance(error, MeshwrightError) else str(error)
     frames = traceback.extract_tb(trace)[-1:]
-    where = error.where if isinstance(error, MeshwrightError) else ""
+    notes = "".join(getattr(error, "__notes__", ())[:1])  # of an error in a step: the line of the model
+    where = error.where if isinstance(error, MeshwrightError) else notes.removeprefix("where: ")
     where = where or "".join(f"{f.filename}:{f.lineno}" for f in frames)
     with contextlib.suppress(Exception):  # whoever kept the store may have gone
         store.compare_set(KEY, "", json.dumps([rank, type(error).__name__, what[:SAID], where[:SAID]]))

@@ -27,6 +27,7 @@ from meshwright.runtime.kernels import KERNELS
 from meshwright.runtime.kernels.random import drawn_mask, masked
 from meshwright.runtime.kernels.split_linear import Queue, SplitLinear
 from meshwright.runtime.overlap import Prefetch, Start, Wait
+from meshwright.runtime.places import tell_places
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Pair, say, told_as
 from meshwright.runtime.stashes import Keeper, Settle, Store
@@ -149,6 +150,7 @@ def build_module(
     root = torch.nn.Module()
     made = fx.Graph()
     values: dict[str, fx.Node] = {}
+    variables: dict[str, str] = {}
     starts = {} if starts is None else starts
     prefetch = Prefetch()
     for entry in graph.inputs:
@@ -214,6 +216,7 @@ def build_module(
             result = made.call_module(name, args, kwargs)
         else:
             result = made.create_node("call_function", torch_operator(node), args, kwargs, name=name)
+        variables[result.name] = node.name
         if len(node.outputs) == 1:
             values[node.name] = result
         else:
@@ -228,6 +231,7 @@ def build_module(
     made.output(tuple(values[v] for _, v in (*graph.outputs, *graph.mutations)))
     module = fx.GraphModule(root, made, class_name="LocalProgram")
     module.graph.lint()
+    tell_places(module, graph, variables)
     return module
 
 

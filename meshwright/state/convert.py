@@ -57,6 +57,8 @@ def convert(
     becomes a Hugging Face folder, and all else a checkpoint of ours. `config`: the ``config.json`` of a Hugging Face
     model; without it that beside the source. Raises CheckpointError."""
     came = kind_of(source)
+    if config is not None:
+        _check_config(config)
     to = to or ("file" if target.suffix == SUFFIX else "hugging face" if came == "sharded" else "sharded")
     if to not in KINDS:
         raise CheckpointError(f"{to!r} is no format of a checkpoint", why="formats: " + ", ".join(KINDS))
@@ -95,6 +97,23 @@ def convert(
     names = list(index.tensors) if to == "sharded" else _weights(index)
     size = sum(index.tensors[n].size_bytes for n in names)
     return Converted(came, to, len(names), size, made, _left_out(index, to, config))
+
+
+def _check_config(path: Path) -> None:
+    """Raise CheckpointError for what is no configuration of a Hugging Face model."""
+    try:
+        found, why = json.loads(path.read_text("utf-8")), ""
+        why = "" if isinstance(found, dict) else f"it is JSON, but a {type(found).__name__} and no object"
+    except OSError as error:
+        why = error.strerror or str(error)
+    except ValueError as error:  # no text, or no JSON
+        why = str(error)
+    if why:
+        raise CheckpointError(
+            f"{str(path)!r} is no configuration of a Hugging Face model",
+            why=why,
+            hint="the config.json that was beside the weights, or model.config.to_json_file(…)",
+        )
 
 
 def _weights(index: Index) -> list[str]:

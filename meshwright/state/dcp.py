@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from meshwright.errors import CheckpointError
 from meshwright.redistribute.boxes import Box
+from meshwright.state.folder import as_path
 from meshwright.state.held import DTYPES
 from meshwright.state.index import MODEL, Index
 from meshwright.state.sources import open_checkpoint
@@ -37,7 +38,7 @@ class CheckpointReader(StorageReader):
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = as_path(path)
         self._index: Index | None = None
 
     @property

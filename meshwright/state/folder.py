@@ -71,10 +71,31 @@ def whole_ones(path: Path) -> list[Path]:
 
 
 def in_turn(path: Path) -> list[Path]:
-    """The whole checkpoints of a folder, that which is named as the newest first."""
+    """The whole checkpoints of a folder, that which is named as the newest first; of one itself, that one. Raises
+    CheckpointError for a file."""
+    if path.is_file() or (path / NAME).is_file():
+        return [newest(path)]
     found = whole_ones(path)
     first = newest(path) if found else None
     return sorted(found, key=lambda p: p != first)
+
+
+def passed_over(path: Path, chosen: Path) -> list[str]:
+    """A sentence for each newer checkpoint of a folder that is not there as a whole, where `chosen` is loaded."""
+    if not path.is_dir() or (path / NAME).is_file():
+        return []
+    found, taken = [], f"{chosen.name} is taken" if chosen != path else "training begins anew"
+    named = ""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        named = (path / LATEST).read_text("utf-8").strip()
+        if not (path / named / NAME).is_file():
+            lacks = f"has no {NAME}" if (path / named).is_dir() else "is not there"
+            found.append(f"{path / LATEST} names {named!r}, which {lacks}: {taken}")
+    for folder in sorted(path.glob(f"{PREFIX}*")):
+        newer = folder.name != named and (chosen == path or folder.name > chosen.name)
+        if newer and folder.is_dir() and not (folder / NAME).is_file():
+            found.append(f"{folder} has no {NAME}, so it is no whole checkpoint: {taken}")
+    return found
 
 
 def begin(path: Path, step: int, word: str) -> tuple[Path, Path]:
@@ -158,6 +179,7 @@ __all__ = [
     "begin",
     "commit",
     "newest",
+    "passed_over",
     "prune",
     "synced",
     "whole_ones",

@@ -92,7 +92,8 @@ class FileNote:
 class Index:
     """An opened checkpoint. `ties`: further name → name under which a tensor is there. `optimizer` is None where none
     was saved; `data` is what the user gave. `temporary`: buffers that a model makes anew, so other formats lack them.
-    The rest is 0 for weights that come from elsewhere."""
+    `one_file`: it is a safetensors file, whatever else is in its folder. The rest is 0 for weights that come from
+    elsewhere."""
 
     folder: Path
     tensors: Mapping[str, Entry]
@@ -105,6 +106,12 @@ class Index:
     data: Any = None
     made_by: str = ""
     temporary: frozenset[str] = frozenset()
+    one_file: bool = False
+
+    @property
+    def path(self) -> Path:
+        """What was opened: the folder, or the one file."""
+        return self.folder / next(iter(self.files)) if self.one_file else self.folder
 
     @property
     def model(self) -> dict[str, Entry]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -19,7 +19,7 @@ from meshwright.errors import CheckpointError, DamagedError, MeshwrightError
 from meshwright.layout import TensorLayout
 from meshwright.redistribute.boxes import Box, held_boxes, whole
 from meshwright.runtime.step import LocalStep
-from meshwright.state.folder import as_path, in_turn, whole_ones
+from meshwright.state.folder import as_path, in_turn, passed_over, whole_ones
 from meshwright.state.generators import begun_anew, set_random_state
 from meshwright.state.held import (
     DTYPES,
@@ -41,12 +41,12 @@ Told = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded: the folder, the number of steps that had been done, what the user had given as `data`, and
-    whether the optimizer's states and the random generators' were there and taken."""
+    """What was loaded: the folder (or file), the number of steps that had been done, what the user had given as `data`,
+    and whether the optimizer's states and the random generators' were there and taken."""
 
     path: Path
     step: int
-    data: Any
+    data: Any = field(repr=False)  # which may be long: states of generators
     optimizer: bool
     random: bool
 
@@ -61,19 +61,23 @@ def load(
     random: bool = True,
     cast: bool = False,
     temporary: Collection[str] = (),
+    told: Told = lambda _: None,
 ) -> Loaded:
     """Read a checkpoint into a rank's step. Collective. `data`: objects with ``load_state_dict``, as they were given to
-    `save`. `temporary`: buffers that may be missing. Raises CheckpointError on all ranks."""
-    path = as_path(path)
+    `save`. `temporary`: buffers that may be missing. `told` is called on rank 0 with a sentence for each newer one that
+    is passed over since it is not whole. Raises CheckpointError on all ranks."""
+    path = _same_path(step, path, "loads from")
     first = step.world.rank == 0  # others might see a newer one, if somebody saves meanwhile
     place = _together(step, path, lambda: str(resolved(path)) if first else "")
     found_at = Path(from_first(step, place))
+    for sentence in passed_over(path, found_at) if first else ():
+        told(sentence)
     index = _together(step, path, lambda: _opened(step, found_at, optimizer, temporary, cast))
     if data is not None and index.data is None:  # so on all ranks
         raise CheckpointError(
             "there is no data= in the checkpoint",
             why="step.save(path) was called without it, or the file is of elsewhere",
-            where=str(index.folder),
+            where=str(index.path),
             hint="step.load(path) without data=",
         )
     taken = optimizer and index.optimizer is not None
@@ -102,15 +106,18 @@ def load(
         _together(step, path, lambda: give_back(found, data))
     if states:  # after all else: who goes on from a position may draw numbers
         set_random_state(states, step.rank.device)
-    return Loaded(index.folder, index.step, found, taken, bool(states))
+    return Loaded(index.path, index.step, found, taken, bool(states))
 
 
 def resume(step: LocalStep, path: str | Path, *, told: Told, **options: Any) -> Loaded | None:
     """`load` of the newest checkpoint in a folder that is not damaged; None where there is none. Collective.
 
     `told` is called on rank 0 with a sentence for each one that is damaged. Raises CheckpointError."""
-    first, path = step.world.rank == 0, as_path(path)
-    found = json.loads(from_first(step, json.dumps([str(p) for p in in_turn(path)] if first else [])))
+    first, path = step.world.rank == 0, _same_path(step, path, "resumes from")
+    there = _together(step, path, lambda: [str(p) for p in in_turn(path)] if first else [])
+    found = json.loads(from_first(step, json.dumps(there)))
+    for sentence in passed_over(path, Path(found[0]) if found else path) if first else ():
+        told(sentence)
     for number, place in enumerate(found):
         try:
             return load(step, place, **options)
@@ -120,6 +127,19 @@ def resume(step: LocalStep, path: str | Path, *, told: Told, **options: Any) -> 
             if first:
                 told(f"{place} is damaged ({error.what}): the one before is taken")
     return None
+
+
+def _same_path(step: LocalStep, given: str | Path, does: str) -> Path:
+    """A path that all ranks name. Raises CheckpointError on all of them where one names another."""
+    path, problem = as_path(given), None
+    if (there := from_first(step, str(path))) != str(path):
+        problem = CheckpointError(
+            f"this rank {does} {str(path)!r}, rank 0 {does} {there!r}",
+            why="a checkpoint is one folder, of which every rank reads its part",
+            hint="one path on all ranks",
+        )
+    confirm(step, problem)
+    return path
 
 
 def _together(step: LocalStep, path: Path, do: Callable[[], T]) -> T:
@@ -199,7 +219,7 @@ def _met(
             wanted.setdefault(number, []).append((common, held.box, held.here))
             count += common.numel
     if count != sum(held.box.numel for held in mine):
-        raise DamagedError(f"the checkpoint has only parts of {name}", where=str(index.folder))
+        raise DamagedError(f"the checkpoint has only parts of {name}", where=str(index.path))
     return wanted
 
 

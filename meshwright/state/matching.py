@@ -79,7 +79,7 @@ def check_model(index: Index, step: LocalStep, temporary: Collection[str] = (), 
         raise CheckpointError(
             f"the checkpoint is of another model: {len(problems)} of its tensors differ from this one's",
             why="\n         ".join(problems[:LISTED]) + more,
-            where=str(index.folder),
+            where=str(index.path),
             hint="step.load(path, cast=True) takes values into the model's own dtypes"
             if castable == len(problems)
             else "build the model that was saved, with the same configuration",
@@ -107,7 +107,7 @@ def check_optimizer(index: Index, step: LocalStep) -> None:
     if saved["class"] != type(optimizer).__name__:
         raise CheckpointError(
             f"the checkpoint has the states of {saved['class']}, the step runs {type(optimizer).__name__}",
-            where=str(index.folder),
+            where=str(index.path),
             hint="the optimizer that was saved, or step.load(path, optimizer=False) to start with fresh states",
         )
 

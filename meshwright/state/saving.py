@@ -67,12 +67,7 @@ class Saves:
             return self._save(as_path(path), data, async_, keep)
 
     def _save(self, path: Path, data: Any, async_: bool, keep: int | None) -> Path:
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise CheckpointError(
-                f"keep={keep!r} checkpoints",
-                why="the new one is kept at least",
-                hint="keep=2, or None for all",
-            )
+        check_keep(keep)
         temporary, final = self._agree(path)
         note, problem = {}, None
         try:
@@ -190,6 +185,16 @@ class Saves:
         return tensors, note
 
 
+def check_keep(keep: Any) -> None:
+    """Raise CheckpointError for what is no number of checkpoints that stay."""
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise CheckpointError(
+            f"keep={keep!r} checkpoints",
+            why="the new one is kept at least",
+            hint="keep=2, or None for all",
+        )
+
+
 def _bytes_of(part: torch.Tensor) -> memoryview:
     return part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
@@ -199,4 +204,4 @@ def ties_of(step: LocalStep) -> dict[str, str]:
     return {alias: entry.target for entry in kept_inputs(step) for alias in entry.ties}
 
 
-__all__ = ["Saves"]
+__all__ = ["Saves", "check_keep"]

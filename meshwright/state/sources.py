@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from meshwright.errors import CheckpointError
@@ -42,7 +43,7 @@ def open_checkpoint(path: Path) -> Index:
                     why=f"{path.parent.name} is the whole, with {NAME}",
                     hint=f"step.load({str(path.parent)!r})",
                 )
-            return _from_files(path.parent, [path.name])
+            return replace(_from_files(path.parent, [path.name]), one_file=True)
         case "hugging face":
             return _from_files(path, _files_of(path))
     return read_index(newest(path))

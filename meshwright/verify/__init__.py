@@ -15,6 +15,7 @@ from typing import Any, Unpack
 
 import torch
 
+from meshwright.asked import plan_from
 from meshwright.capture import Captured, widen, widened_eager
 from meshwright.capture.batch import map_leaves
 from meshwright.compile import (
@@ -70,7 +71,13 @@ def verify(
     Raises PlanError for a plan of another model. The result says whether all is equal; `raise_if_different` insists.
     """
     asked = asked_beside(plan, techniques)
-    plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
+    plan = plan_from(plan)
+    if dtype not in TOLERANCE:
+        raise RunError(
+            f"dtype={dtype!r}",
+            why="a proof is computed in one of " + ", ".join(map(str, TOLERANCE)),
+            hint="dtype=torch.float64, in which differences are rounding alone",
+        )
     captured = captured_of(model, batch, loss)
     chosen = plan if plan is not None else plan_captured(captured, mesh, mode, pins, techniques=asked)
     chosen.check(captured.graph)

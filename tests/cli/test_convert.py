@@ -38,6 +38,17 @@ def test_wrong_words_are_refused(meshwright, tmp_path):
         "convert", tmp_path / "a.safetensors", tmp_path / "ours", "--config", tmp_path / "none.json"
     )
     assert done.code == 2
+    done = meshwright(
+        "convert",
+        tmp_path / "a.safetensors",
+        tmp_path / "hf",
+        "--to",
+        "hf",
+        "--config",
+        tmp_path / "a.safetensors",
+    )
+    assert done.code == 2 and "is no configuration of a Hugging Face model" in done.err
+    assert not (tmp_path / "hf").exists()
     done = meshwright("convert", tmp_path / "a.safetensors", tmp_path / "a.safetensors")
     assert "exists already" in done.err
 

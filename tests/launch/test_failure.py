@@ -105,9 +105,20 @@ def test_status_is_what_a_shell_would_say(end, exit_code, status):
     assert end(0, exit_code).status == status
 
 
-def test_who_says_that_a_peer_was_lost_is_not_to_blame(end):
+@pytest.mark.parametrize("mark", ["", "[rank0]: "])
+def test_who_says_that_a_peer_was_lost_is_not_to_blame(end, mark):
     told = (
-        "meshwright.errors.PeerLost: rank 1 failed: ValueError: bad batch\n  why:   this rank waited for it\n"
+        f"{mark}meshwright.errors.PeerLost: rank 1 failed: ValueError: bad batch\n"
+        f"{mark}  why:   this rank waited for it\n"
     )
     ends = [end(0, 1, told, 1), end(1, 1, OWN, 2)]
     assert first(ends).rank == 1
+
+
+def test_an_error_in_a_step_is_placed_in_the_model(end):
+    text = TRACE.format(
+        error="IndexError: index out of range\nwhere: gpt.py:44  x = self.tokens(ids)  (aten.embedding.default)"
+    )
+    said = explain(end(1, 1, text), [], 2)
+    assert said.what == "rank 1 of 2 failed with exit code 1: IndexError: index out of range"
+    assert said.where.startswith("gpt.py:44, log ")

@@ -91,6 +91,31 @@ def test_who_says_that_it_is_alive_does_not_hang(launches: Launches) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_of_a_pipeline_with_meshes_of_their_own(launches: Launches) -> None:
+    script = launches.script("""
+        import time
+        import torch
+        import meshwright as mw
+        from meshwright.examples import gpt
+
+        model, batch, loss = gpt.build(batch=12)
+        own = [{"dp": 2}, {"dp": 1, "tp": 2}]
+        step = mw.train_step(model, torch.optim.AdamW, batch, loss=loss, mesh=own, micro_batches=2)
+        step(batch)
+        if step.rank == 3:
+            time.sleep(600)
+        step(batch)
+    """)
+    done = launches.run("--nproc", 4, "--hang-after", 6, script, env=ROOT)
+    assert done.returncode == 124
+    assert "rank 3 of 4 hangs: nothing has moved for" in done.stderr
+    assert "rank 3: the script's own code after step 1" in done.stderr
+    assert re.search(r"rank 1 waits in the receive of .* message from rank 3 to rank 1", done.stderr)
+    assert re.search(r"rank 2 waits in the all_reduce of .* of ranks 2, 3 along tp", done.stderr)
+    launches.wait_until_gone()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3], ids=["taken for another", "of another length: gloo aborts"])
 def test_a_collective_that_is_left_out(launches: Launches, size: int) -> None:
     script = launches.script("""

@@ -7,10 +7,12 @@ import os
 import signal
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+ROOT = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])}
 
 ALL_REDUCE = """
     import torch
@@ -121,6 +123,50 @@ def test_a_rank_that_is_slow_to_leave_after_its_error_is_named_with_it(launches)
     done = launches.run("--nproc", 2, "--log-dir", "logs", script)
     assert done.returncode == 1
     assert done.stderr.startswith("LaunchError: rank 1 of 2 failed with exit code 1: ValueError: bad batch\n")
+
+
+def test_a_rank_that_ends_early_without_an_error_is_named(launches):
+    script = launches.script("""
+        import sys
+        import torch
+        import torch.distributed as dist
+        import meshwright as mw
+
+        world = mw.world(3)
+        world.all_reduce(torch.ones(1), "ranks")
+        if world.rank == 1:
+            dist.destroy_process_group()
+            sys.exit(0)
+        world.all_reduce(torch.ones(1), "ranks")
+    """)
+    ended_early(launches.run("--nproc", 3, "--log-dir", "logs", script, env=ROOT), launches, 3)
+
+
+def test_so_is_one_that_is_slow_to_leave(launches):
+    # Others have noticed that its connections are closed, and the launcher has stopped it.
+    script = launches.script("""
+        import atexit, os, pathlib, sys, time
+
+        if os.environ["RANK"] == "1":
+            atexit.register(time.sleep, 600)
+            atexit.register(pathlib.Path("left").touch)
+            import meshwright
+            sys.exit(0)
+        while not pathlib.Path("left").exists():
+            time.sleep(0.01)
+        raise RuntimeError("Connection closed by peer")
+    """)
+    ended_early(launches.run("--nproc", 2, "--log-dir", "logs", script, env=ROOT), launches, 2)
+
+
+def ended_early(done, launches, world_size):
+    assert done.returncode == 1
+    first, why, *rest = done.stderr.splitlines()
+    assert first == (
+        f"LaunchError: rank 1 of {world_size} ended with exit code 0 while others had not come to the end"
+    )
+    assert "failed with exit code 1" in why and f"log {launches.folder / 'logs/rank1.log'}" in done.stderr
+    assert "mw.shutdown()" in rest[-1]
 
 
 def test_an_exit_code_is_passed_on(launches):

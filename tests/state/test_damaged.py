@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import zlib
@@ -17,7 +18,7 @@ from meshwright.errors import CheckpointError
 from meshwright.examples import gpt, mlp
 from meshwright.runtime.step import LocalStep
 from meshwright.state.index import NAME
-from meshwright.state.loading import load
+from meshwright.state.loading import load, resume
 from meshwright.state.saving import Saves
 from tests.state.worlds import Case, batch_of, case, run
 
@@ -116,10 +117,54 @@ def test_a_part_that_is_not_there_is_missed(folder: Path) -> None:
 
 def test_a_pointer_to_nothing_leads_to_the_newest(folder: Path) -> None:
     (folder / "latest").write_text("step-00000009\n")
-    assert run("gpt", TWO, lambda step: load(step, folder).step) == [2, 2]
+    told: list[str] = []
+    assert run("gpt", TWO, lambda step: load(step, folder, told=told.append).step) == [2, 2]
+    assert told == [f"{folder / 'latest'} names 'step-00000009', which is not there: step-00000002 is taken"]
     (folder / "latest").unlink()
     shutil.rmtree(folder / "step-00000002")
     assert run("gpt", TWO, lambda step: load(step, folder).step) == [1, 1]
+
+
+def test_a_newer_one_without_an_index_is_passed_over_with_a_word(folder: Path) -> None:
+    (folder / "step-00000002" / NAME).unlink()
+    told: list[str] = []
+    assert run("gpt", TWO, lambda step: load(step, folder, told=told.append).step) == [1, 1]
+    assert told == [
+        f"{folder / 'latest'} names 'step-00000002', which has no checkpoint.json: step-00000001 is taken"
+    ]
+    (folder / "latest").unlink()
+    told.clear()
+    assert run("gpt", TWO, lambda step: resume(step, folder, told=told.append).step) == [1, 1]
+    assert told == [
+        f"{folder / 'step-00000002'} has no checkpoint.json, so it is no whole checkpoint: step-00000001 is taken"
+    ]
+    (folder / "step-00000001" / NAME).unlink()
+    told.clear()
+    assert run("gpt", TWO, lambda step: resume(step, folder, told=told.append)) == [None, None]
+    assert all("training begins anew" in sentence for sentence in told) and len(told) == 2
+
+
+def test_one_checkpoint_is_resumed_by_its_own_path(folder: Path) -> None:
+    def body(step: LocalStep) -> int:
+        return resume(step, folder / "step-00000001", told=lambda _: None).step
+
+    assert run("gpt", TWO, body) == [1, 1]
+    with pytest.raises(CheckpointError, match="it is a file"):
+        run("gpt", case({"dp": 1}), lambda step: resume(step, folder / "latest", told=lambda _: None))
+
+
+def test_ranks_that_name_different_paths_are_refused(folder: Path) -> None:
+    def body(step: LocalStep) -> list[str]:
+        path, told = folder / f"step-0000000{step.world.rank + 1}", []
+        for call in (load, functools.partial(resume, told=lambda _: None)):
+            with pytest.raises(CheckpointError) as error:
+                call(step, path)
+            told.append(str(error.value))
+        return told
+
+    for loads, resumes in run("gpt", TWO, body):
+        assert "this rank loads from" in loads and "rank 0 loads from" in loads and "one path" in loads
+        assert "this rank resumes from" in resumes and "rank 0 resumes from" in resumes
 
 
 def test_nothing_there_says_why(tmp_path: Path) -> None:

@@ -3,18 +3,16 @@ bit for bit. Asked to stop, it saves first."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 import meshwright as mw
+from bench.recovery import Kill, curve, killed
+from bench.recovery_run import EVERY
 from meshwright.errors import CheckpointError, DamagedError
 from meshwright.examples import mlp
 from tests.launch.conftest import Launches, eventually, launches
@@ -31,15 +29,6 @@ def start(
     found = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     arguments = ("--nproc", 2, "--max-restarts", restarts, "--grace", 60, SCRIPT, folder, steps, *more)
     return launches.start(*arguments, env={"PYTHONPATH": found})
-
-
-def curve(folder: Path, rank: int = 0) -> dict[int, set[str]]:
-    """Step → every value that its loss had."""
-    found: dict[int, set[str]] = {}
-    for line in (folder / f"losses{rank}").read_text().splitlines():
-        number, value = line.split()
-        found.setdefault(int(number), set()).add(value)
-    return found
 
 
 def undisturbed(launches: Launches, steps: int) -> dict[int, set[str]]:
@@ -81,33 +70,14 @@ def test_asked_to_stop_it_saves_first(launches: Launches) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_twenty_kills_at_random_moments(launches: Launches) -> None:
-    kills, steps, chance = 20, 400, random.Random(5)
+    kills, steps = 20, 400
     folder = launches.folder / "killed"
     process = start(launches, folder, steps, restarts=kills)
-    for _ in range(kills):
-        before = len((folder / "losses1").read_text().splitlines()) if (folder / "losses1").exists() else 0
-        after = before + chance.randrange(1, 30)
-        eventually(
-            lambda n=after: (
-                process.poll() is not None
-                or ((folder / "losses1").exists() and len((folder / "losses1").read_text().splitlines()) >= n)
-            ),
-            "it runs again",
-        )
-        assert process.poll() is None, "the job ended before all kills: more steps are needed"
-        time.sleep(chance.random() * 0.05)
-        ranks = [p for p in launches.alive() if is_rank(p)]
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(chance.choice(ranks), signal.SIGKILL)
+    seen: list[Kill] = []
+    killed(process, folder, kills, ranks=2, seed=5, told=lambda _, kill: seen.append(kill))
     assert process.wait(400) == 0, process.communicate()
     assert curve(folder) == undisturbed(launches, steps)
-
-
-def is_rank(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        return words[0] == sys.executable.encode() and any(w.endswith(b"recovery.py") for w in words[1:3])
-    return False
+    assert len(seen) == kills and all(kill.step - kill.from_step <= 2 * EVERY for kill in seen)
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

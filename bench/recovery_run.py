@@ -1,0 +1,60 @@
+"""What `bench.recovery` kills: training with dropout, a shuffled loader and saves beside the steps. Each rank writes
+its process down before all else, and then every loss, bit for bit.
+
+    meshwright run --nproc 2 --max-restarts 20 bench/recovery_run.py FOLDER STEPS
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+EVERY = 3  # steps from save to save
+SEQUENCE = 8
+
+
+def main(folder: Path, steps: int) -> None:
+    """Train until so many steps are done, from wherever the checkpoints in the folder are."""
+    rank = os.environ["RANK"]
+    (folder / f"pid{rank}").write_text(str(os.getpid()))  # before the imports, which may be killed as well
+
+    import torch
+    from torch.utils.data import DataLoader
+
+    import meshwright as mw
+    from meshwright.examples import gpt
+
+    torch.manual_seed(0)
+    model, batch, loss = gpt.build(gpt.GPTConfig(48, 24, 2, 4, SEQUENCE, dropout=0.1), batch=8)
+    tokens = torch.randint(0, 48, (80, SEQUENCE + 1))
+    samples = [{"ids": row[:-1], "targets": row[1:]} for row in tokens]
+    ranks = int(os.environ["WORLD_SIZE"])
+    step = mw.train_step(
+        model,
+        lambda p: torch.optim.AdamW(p, lr=1e-2),
+        batch,
+        loss=loss,
+        mesh=ranks,
+        optimizer_parallel=2,
+        threshold_kb=0,
+    )
+    loader = mw.shard_loader(DataLoader(samples, batch_size=8, shuffle=True), step)
+    autosave = mw.Autosave(step, folder / "ckpt", every=EVERY, data=loader, async_=True)
+    with (folder / f"losses{rank}").open("a") as losses:
+        while step.steps < steps:
+            for part in loader:
+                value = step(part).item()
+                losses.write(f"{step.steps} {value.hex()}\n")
+                losses.flush()
+                time.sleep(0.02)  # so that a kill meets a step, a save, or what lies between
+                autosave()
+                if step.steps == steps:
+                    break
+    autosave.close()
+    mw.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
