@@ -39,7 +39,7 @@ SPACES = {
     "c": "three runs of the finest mesh, or product states of four axes",
 }
 LARGEST = 4  # axes whose product states are searched
-MOST_NODES = 2000  # distinct nodes whose space is made node by node
+MOST_NODES = 200  # distinct nodes that a recursion refines in one space, made node by node
 FULL = 6000  # nodes of a model whose whole program is simulated for the answer: about two seconds
 Progress = Callable[[str, float | None, float | None], None]
 """Told (stage, best price so far, bound)."""

@@ -8,8 +8,8 @@ same for two ranks as for many: for GPT-2 with 25 heads no single axis gains by 
 together make the step five times shorter. (The reference system's double recursion is greedy by the weight of nodes;
 that is `inner="greedy"` here.)
 
-A graph of thousands of distinct nodes is priced and solved as arrays over what is alike (`alike/`), and refined turn by
-turn.
+A graph of hundreds of distinct nodes is priced and solved as arrays over what is alike (`alike/`), and refined by
+single axes, ends of the row and turns, one after the other; one of thousands by turns alone.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from meshwright.search.space.given import rows_chosen, states_with
 
 MakeSpace = Callable[[Family | Made], Space]
 TOGETHER = 3  # axes of a turn
+MANY = 2000  # nodes that are refined by turns alone
 GAIN = 5e-4  # of the price: a sweep that gains less is the last
 MOST_WORK = 2e8  # sums of a joint sweep, a third of a second: it must be better, not the best
 
@@ -54,6 +55,13 @@ def turns(mesh: Mesh) -> list[list[int]]:
         else:
             found.append([number])
     return found
+
+
+def refining(order: list[list[int]]) -> list[list[int]]:
+    """What is solved again: each axis, all axes from a turn on, each turn."""
+    single = [[axis] for turn in order for axis in turn]
+    tails = [[axis for turn in order[number:] for axis in turn] for number in range(len(order) - 1)]
+    return [*single, *tails, *order]
 
 
 def recursive_programming(
@@ -102,18 +110,20 @@ def recursive_programming(
 
 
 def _as_arrays(priced: MakePriced, make: MakeSpace, mesh: Mesh, sweeps: int) -> Recursed:
-    """The recursion over what is alike, refined turn by turn, and a space of what was found."""
+    """The recursion over what is alike, refined by some axes after the others, and a space of what was found."""
     now: Rows | None = None
-    best, last, sweep, order = math.inf, -1, 1, turns(mesh)
+    order = again = turns(mesh)
+    best, last, sweep = math.inf, order[-1], 1
     for sweep in range(1, 2 + sweeps):
         before = best
-        for number, turn in enumerate(order):
-            if number == last:  # nothing has changed since
+        for turn in order if sweep == 1 else again:
+            if sweep > 1 and turn == last:  # nothing has changed since
                 break
             asked = priced(turn, now)
             states, price = asked.tables.solved()
             if sweep == 1 or price < best * (1 - 1e-12):
-                now, best, last = asked.rows(states), price, number
+                now, best, last = asked.rows(states), price, turn
+        again = order if now is None or len(now) > MANY else refining(order)
         if sweep > 1 and best >= before * (1 - GAIN):
             break
     asked = priced((), now)

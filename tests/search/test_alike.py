@@ -113,7 +113,7 @@ def test_the_recursion_over_arrays_costs_what_its_space_says() -> None:
     done = recursive_programming(here.space, here.scene.mesh, alike=here.arrays().priced)
     node_by_node = recursive_programming(here.space, here.scene.mesh)
     assert math.isclose(done.price, done.space.price(done.states).total, rel_tol=1e-9)
-    assert done.price <= 1.02 * node_by_node.price
+    assert done.price <= 1.002 * node_by_node.price
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt", "recommender"])
