@@ -41,6 +41,7 @@ def calibrate(
 
     _check_writable(output)
     ranks = count(nproc, "--nproc") if nproc else default_ranks()
+    check_crowd(ranks)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         events = Path(folder) / "events.jsonl"
         arguments = (str(events), "quick" if quick else "full", repr(time.time()))
@@ -65,6 +66,22 @@ def calibrate(
             raise typer.Exit(outcome.exit_code)
         found = list(read(events))
     _write(found, output, quick)
+
+
+MOST_OF_A_CORE = 8  # ranks that take turns on it
+
+
+def check_crowd(ranks: int) -> None:
+    """Before that many processes start. Raises LaunchError."""
+    from meshwright.cost import local
+
+    cores = local.cores()
+    if ranks > MOST_OF_A_CORE * cores:
+        raise LaunchError(
+            f"--nproc is {ranks}, on {cores} cores",
+            why=f"more than {MOST_OF_A_CORE} ranks that take turns on a core measure the turns",
+            hint=f"--nproc {cores}; for a cluster that is not this machine, Cluster.preset or a file",
+        )
 
 
 def default_ranks() -> int:
