@@ -16,6 +16,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.graph import Graph
 from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
+from meshwright.search.alike import ways
 from meshwright.search.alike.spaces import made
 from meshwright.search.folded import Folded, folded, whole
 from meshwright.search.options import Scene
@@ -106,6 +107,13 @@ def test_prices_are_those_of_a_space(model: str, mesh: str) -> None:
 def test_prices_where_sizes_tell_nodes_apart() -> None:
     """Sizes that powers of two do not divide, over more ranks than some sub-dims have room for."""
     same_prices(on_nodes(distinct(12), 128), ([0, 1, 2], [3, 4, 5], [6], [7, 8], [9], [2]))
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+def test_prices_of_values_with_too_many_places(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all places of a value do not go into one number it is priced by itself: none do, and some."""
+    monkeypatch.setattr(ways, "BITS", bits)
+    same_prices(on_nodes(distinct(4), 2), ([0], [1, 2, 3], [0]))
 
 
 def test_the_recursion_over_arrays_costs_what_its_space_says() -> None:

@@ -19,6 +19,7 @@ from meshwright.cost.host import transfer_seconds
 from meshwright.graph import Graph
 from meshwright.places import hosted_values
 from meshwright.redistribute.matrix import Table, Value
+from meshwright.search.alike import ways as ways_of
 from meshwright.search.alike.demands import Columns, columns_of
 from meshwright.search.alike.kinds import Sheet, Sheets, kinds_of
 from meshwright.search.alike.parameters import Stored, all_stored
@@ -292,7 +293,8 @@ class Priced:
         return kept
 
     def _plain(self, pairs: _Pairs) -> bool:
-        return self.alike.values.sizes[pairs.structure].plain
+        sizes = self.alike.values.sizes[pairs.structure]
+        return sizes.plain and len(self.alike.table.bits) * max(1, sizes.places) <= ways_of.BITS
 
     def _pairs(self) -> Iterator[_Pairs]:
         edges = self.alike.edges
@@ -329,13 +331,17 @@ class Priced:
         return seconds[:, :, which] * self.alike.edges.times[pairs.edges]
 
     def _one_by_one(self, pairs: _Pairs) -> Floats:
-        """The same for a value whose places are not apart."""
-        (value,) = self.alike.values.sizes[pairs.structure].values
+        """The same for values whose places are not apart, or too many."""
+        columns, which = np.unique(self.alike.edges.column[pairs.edges], return_inverse=True)
         table, have, want = self.alike.table, pairs.have, pairs.want
-        seconds = table.seconds(value, have.forward, want.forward)
-        if pairs.graded:
-            seconds = seconds + table.seconds(value, want.backward, have.backward).T
-        return seconds[:, :, None] * self.alike.edges.times[pairs.edges]
+        found: list[Floats] = []
+        for column in columns.tolist():
+            value = self.alike.values.sizes[pairs.structure].values[column]
+            seconds = table.seconds(value, have.forward, want.forward)
+            if pairs.graded:
+                seconds = seconds + table.seconds(value, want.backward, have.backward).T
+            found.append(seconds)
+        return np.stack(found, axis=-1)[:, :, which] * self.alike.edges.times[pairs.edges]
 
     def _add(self, pairs: _Pairs, seconds: Floats) -> None:
         edges, at = self.alike.edges, pairs.edges

@@ -18,6 +18,7 @@ from meshwright.redistribute.pairs import Ends, Floats, Listed, Masks, Spread
 from meshwright.search.alike.sizes import Numbers, Sizes
 from meshwright.search.solve.rounds import distinct_columns
 
+BITS = 62  # in which the axes at all places of a value are written down as one number
 STEPS = 12  # of all schedules of a pair, in the order in which the formulas ask for them
 OF_SUMS = range(2, 8)  # those that only pairs with something to add up have
 ASKED_FOR_SUMS = range(2, 5)  # those that are not even asked for where no pair has
@@ -92,7 +93,7 @@ class _Recorder(Listed):
 
     def __init__(self, table: Table, places: int, source: np.ndarray, target: np.ndarray) -> None:
         width = len(table.bits)
-        assert width * places < 63, (width, places)
+        assert width * places <= BITS, (width, places)
         self.steps: list[tuple[str, Masks, Masks]] = []
         start, goal = (
             np.array([table.sets(rows, 2 + k) for k in range(places)], np.int64) for rows in (source, target)
