@@ -16,6 +16,7 @@ from meshwright.errors import PlanError, did_you_mean
 from meshwright.mesh import Mesh
 from meshwright.redistribute.matrix import Table
 from meshwright.search.alike.prices import Alike, MakePriced
+from meshwright.search.alike.ways import BITS
 from meshwright.search.folded import Folded
 from meshwright.search.options import Scene
 from meshwright.search.pins import Seeds
@@ -40,6 +41,7 @@ SPACES = {
 }
 LARGEST = 4  # axes whose product states are searched
 MOST_NODES = 200  # distinct nodes that a recursion refines in one space, made node by node
+MANY_NODES = 2000  # the same where arrays are no quicker for each value
 FULL = 6000  # nodes of a model whose whole program is simulated for the answer: about two seconds
 Progress = Callable[[str, float | None, float | None], None]
 """Told (stage, best price so far, bound)."""
@@ -195,7 +197,9 @@ class Planner:
     def alike(self, per_byte: np.ndarray | None = None) -> MakePriced | None:
         """What prices a graph of very many nodes as arrays, with a price per byte at each instant where one is given;
         None where one space is quick enough."""
-        if len(self.codes) <= MOST_NODES:
+        places = max((len(value.places) for value in self.values.values()), default=0)
+        wide = places * len(self.scene.mesh.axes) > BITS  # such values the arrays price one by one
+        if len(self.codes) <= (MANY_NODES if wide else MOST_NODES):
             return None
         key = "alike" if per_byte is None else ("alike", self.techniques)
         arrays = self.kept.once(key, lambda: self.arrays(per_byte is not None))
