@@ -113,7 +113,7 @@ def _best(
             given = replace(other.techniques, given=techniques.given)
             note = f"auto chose {other.techniques.pipeline} stages, {found.outer.schedule.name}: {before}"
             told = told_stages(found, list(several.values()), techniques.given)
-            best = replace(other, techniques=given).with_notes(note, *told)
+            best = replace(other, techniques=given).with_notes(note, *told, *_unseen(techniques, request))
             seen.append(best)
             request.progress(f"{other.techniques.pipeline} stages", best.claims["step_seconds"], None)
     return best
@@ -166,6 +166,13 @@ class _World:
         space = f"{one}; {what}" if one else what
         claims = {**plan.claims, "bound_seconds": found.seconds, "gaps": gaps, "space": space}
         return replace(plan, claims=claims)
+
+
+def _unseen(techniques: Techniques, request: Request) -> list[str]:
+    """What the search for stages left out, of what was open."""
+    words = ["slice_activation"] if "slice_activation" not in techniques.given else []
+    words += ["offload"] if "offload" not in techniques.given and request.cluster.host_bytes_per_s else []
+    return [f"auto looked at stages without {' and '.join(words)}"] if words else []
 
 
 def _asked(found: Staged, techniques: Techniques) -> Techniques:

@@ -49,6 +49,7 @@ def test_stages_lie_on_both_sides_of_a_link_that_nothing_else_may_cross() -> Non
         (told,) = (n for n in plan.notes if n.startswith(f"auto chose {name}={value!r}; "))
         assert "next best" in told or "nothing else fits" in told
     assert any("; next best" in n for n in plan.notes)
+    assert "auto looked at stages without slice_activation" in plan.notes  # and without a link to a host
     axis = plan.mesh.names[0][0]
     pinned = plan.pin("lm_head", n=axis)  # stages that a search chose stay with a pin
     assert pinned.techniques.pipeline == plan.techniques.pipeline and pinned.ranks == plan.ranks

@@ -24,6 +24,7 @@ from meshwright.search.joint.dimensions import (
 )
 from meshwright.search.joint.fronts import Front, first_front, front, least_bytes
 from meshwright.search.joint.layers import fewer_layers
+from meshwright.search.joint.neighbours import neighbours, quicker
 from meshwright.search.joint.told import told
 from meshwright.search.planner import Found, Planner, families_of
 from meshwright.search.solve import solve
@@ -36,6 +37,7 @@ SLACK = 1.1  # how far over the limit an estimate may be and still be simulated
 NEAR = 0.01  # of a step: what copies that take turns, or techniques of little use, must save
 MUCH = 0.05  # of a step: what a search under other techniques may save to be made
 SOUGHT = 3  # such searches
+MOVES = 4  # to a quicker neighbour, at most
 EXPOSED = 0.05  # of the step is sent while nothing computes: copies that take turns are looked at
 
 
@@ -97,12 +99,20 @@ def _best(
         best = fewer_layers(planner, _again(planner, best))
         seen.append(best)
     best = _turns(planner, best)
+    near = neighbours(made, wide, best)
+    for _ in range(MOVES):  # what is simulated last is not ranked by estimates alone
+        other = quicker(made, near, best)
+        if other is None:
+            break
+        best = fewer_layers(planner, other)
+        seen.append(best)
+        near = neighbours(made, wide, best)
     bound = solve(space.problem(1.0)).bound
     if best.techniques.interleave > 1 or "interleave" not in planner.techniques.given:
         bound = min(bound, least_of(planner).in_one(2))  # copies that take turns hide what others wait for
     gap = max(0.0, _step(best) / bound - 1) if bound > 0 else 0.0
     claims = {**best.claims, "bound_seconds": bound, "gaps": {"joint": gap}}
-    return replace(best, claims={**claims, "choices": told(made, wide, best)})
+    return replace(best, claims={**claims, "choices": told(made, wide, best, near)})
 
 
 def _first(planner: Planner, over: tuple[Dimension, ...], seen: list[Found]) -> None:

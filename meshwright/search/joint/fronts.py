@@ -94,7 +94,7 @@ class Front:
             owned = (v for (kind, _), v in candidate.space.variable.items() if kind == "parameter")
             kept = sum(float(sums.amounts[v][candidate.states[v], 1]) for v in owned)
             share = 2 / (2 + self.planner.request.optimizer_states)  # gradients go out, weights come back
-            seconds += share * kept / self.planner.request.cluster.host_bytes_per_s
+            seconds += self._over_link(share * kept)
         return max(seconds, self._link_seconds(candidate, techniques))
 
     def _link_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
@@ -104,7 +104,12 @@ class Front:
         for word, ways in ((ACTIVATIONS, 2), (PARAMETERS, techniques.micro_batches)):
             if word in techniques.offload:
                 found += ways * self._saved(candidate, replace(techniques, micro_batches=1), word)
-        return found / self.planner.request.cluster.host_bytes_per_s if found else 0.0
+        return self._over_link(found)
+
+    def _over_link(self, size_bytes: float) -> float:
+        """Seconds between the device and its host; none where they are one, or the cluster does not say."""
+        rate = self.planner.request.cluster.host_bytes_per_s
+        return size_bytes / rate if rate else 0.0
 
     def _saved(self, candidate: Candidate, techniques: Techniques, word: str) -> float:
         """Bytes of the device at the loss that a word of ``offload`` saves."""
