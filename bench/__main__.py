@@ -5,7 +5,7 @@ python -m bench dp tp zero1 zero3 one steps against the same scheme by hand
 python -m bench collectives           gloo on this machine
 python -m bench search [--markdown]   how long planning takes, and how good recursion is
 python -m bench joint [--markdown]    how long the search over stages, meshes and techniques takes, and its gap
-python -m bench one-rank MODEL        a plan for thousands of ranks, one of them run here and counted
+python -m bench one-rank --rows 405b  a plan for thousands of ranks, one of them run here and counted
 python -m bench techniques            what each technique costs and saves, and what was predicted
 python -m bench interleave            copies that take turns on a slow link; has options of its own: --help
 python -m bench recompute             layers computed again, against torch.utils.checkpoint

@@ -1,6 +1,6 @@
 """A plan for thousands of GPUs without any, and one rank of it run here at a fraction of the width.
 
-python -m bench one-rank Llama-405B --nodes 2048 --batch 2048 --sequence 8192
+python -m bench one-rank --rows 405b mixtral          of the rows of `python -m bench joint`
 python -m bench one-rank Llama-70B --nodes 128 --batch 1024 --rank 77
 
 A model is planned as it is published. Then the same layers with narrow matrices are cut by the same plan: one rank of
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import time
 from collections import Counter as Multiset
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from bench.joint import ROWS, Row
 from bench.memory import peak_bytes
 from bench.models import CONFIGS, built_from, opened
 from meshwright.capture import Captured
@@ -178,7 +180,7 @@ def _peak(parts: Partition, rank: int, within: int) -> int:
     plan = parts.asked
     if not plan.stages:
         return peak(parts, within, optimizer=optimizer_on("cpu", 2), staged=False).bytes
-    return peaks_of(parts, Cluster.local(plan.ranks.size))[meshes_of(plan).place(rank)]
+    return peaks_of(parts, Cluster.local(plan.ranks.size), staged=False)[meshes_of(plan).place(rank)]
 
 
 def show(ran: Ran) -> list[str]:
@@ -207,7 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", choices=sorted(CONFIGS), metavar="MODEL")
+    parser.add_argument("model", nargs="?", choices=sorted(CONFIGS), metavar="MODEL")
+    parser.add_argument("--rows", nargs="+", default=[], help="rows whose name has one of these words")
     parser.add_argument("--nodes", type=int, default=2048, help="of eight H100")
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--sequence", type=int, default=8192)
@@ -215,20 +218,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--short", type=int, default=64, help="tokens of an example, run here")
     parser.add_argument("--rank", type=int, default=0)
     options = parser.parse_args(arguments)
-    wide = opened(options.model, batch=options.batch, sequence=options.sequence).captured
-    cluster = Cluster.preset("h100", nodes=options.nodes)
+    asked = [row for name, row in ROWS.items() if any(word in name for word in options.rows)]
+    if options.model:
+        asked.append(Row(options.model, 8 * options.nodes, options.batch, options.sequence, 0.0))
+    if not asked:
+        parser.error(f"a MODEL, or --rows of {', '.join(ROWS)}")
+    right = [plan_and_run(row, options.share, options.short, options.rank) for row in asked]
+    sys.exit(not all(right))
+
+
+def plan_and_run(row: Row, share: int, short: int, rank: int) -> bool:
+    """Print a plan and what one of its ranks did; whether it sent what was predicted. `share`: of the width; `short`:
+    tokens of an example."""
+    wide = opened(row.model, batch=row.batch, sequence=row.sequence).captured
+    cluster = Cluster.preset("h100", nodes=row.ranks // 8)
     started = time.perf_counter()
     plan = plan_captured(wide, None, None, None, request_for(cluster))
-    print(f"planned for {cluster.ranks:,} ranks in {time.perf_counter() - started:.1f} s: {plan.ranks}")
+    took = time.perf_counter() - started
+    print(f"{row.model} planned for {cluster.ranks:,} ranks in {took:.1f} s: {plan.ranks}")
     for what, text in (*claim_lines(plan.claims), ("techniques", str(plan.techniques))):
         print(f"{what:13} {text}")
-    model, batch, loss = built_from(
-        narrow(CONFIGS[options.model], options.share), options.batch, options.short
-    )
+    model, batch, loss = built_from(narrow(CONFIGS[row.model], share), row.batch, short)
     captured = captured_of(model, batch, loss)
     parts = lower(captured, resized(plan, wide.graph, captured.graph))
-    print(f"\nrank {options.rank:,}, 1/{options.share} of the width, {options.short} tokens")
-    print("\n".join(show(run(parts, captured, batch, options.rank))))
+    ran = run(parts, captured, batch, rank)
+    print(f"\nrank {rank:,}, 1/{share} of the width, {short} tokens")
+    print("\n".join(show(ran)), end="\n\n", flush=True)
+    return ran.sent == ran.expected
 
 
 if __name__ == "__main__":

@@ -52,10 +52,12 @@ def stage_memory(
     optimizer: Optimizer,
     device: str = "cpu",
     in_halves: bool = False,
+    staged: bool | None = None,
 ) -> StageMemory:
     """Walk a stage's program for a micro-batch that finds no gradients, one that does, and the last. `in_halves`:
-    whether linears leave the weights' half of backward for later."""
-    walk = StepWalk(parts, rank, optimizer, device, None, device == "cpu", stage=stage)
+    whether linears leave the weights' half of backward for later. `staged`: as in `memory.peak`."""
+    staged = device == "cpu" if staged is None else staged
+    walk = StepWalk(parts, rank, optimizer, device, None, staged, stage=stage)
     heap = walk.heap
     walk.start()
     borders = [i.name for i in stage.inputs if i.role == "boundary"]

@@ -149,11 +149,13 @@ def _cut_at(parts: Partition) -> _Cut:
     return _Cut(programs, parts.stages(programs.programs[0]), *stages_in_copies(parts, rank))
 
 
-def peaks_of(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> tuple[int, ...]:
-    """The most bytes on a rank of each place in the pipeline, as `Predicted` has them."""
+def peaks_of(
+    parts: Partition, cluster: Cluster, optimizer_states: int = 2, *, staged: bool | None = None
+) -> tuple[int, ...]:
+    """The most bytes on a rank of each place in the pipeline, as `Predicted` has them. `staged`: see `memory.peak`."""
     every = [parts.of_place(place) for place in range(meshes_of(parts.asked).places)]
     cuts = [stages_in_copies(one, one.plan.mesh.rank(origin(one.plan.mesh)))[0] for one in every]
-    return _peaks(parts, cluster, optimizer_states, cuts)
+    return _peaks(parts, cluster, optimizer_states, cuts, staged)
 
 
 def stages_in_copies(parts: Partition, rank: int) -> tuple[tuple[Stage, ...], list[Interleaved | None]]:
@@ -167,7 +169,11 @@ def stages_in_copies(parts: Partition, rank: int) -> tuple[tuple[Stage, ...], li
 
 
 def _peaks(
-    parts: Partition, cluster: Cluster, optimizer_states: int, cuts: Sequence[Sequence[Stage]]
+    parts: Partition,
+    cluster: Cluster,
+    optimizer_states: int,
+    cuts: Sequence[Sequence[Stage]],
+    staged: bool | None = None,
 ) -> tuple[int, ...]:
     """`cuts`: of each place the stages of its program, of which it runs its own."""
     device = cluster.device_type
@@ -176,7 +182,8 @@ def _peaks(
     for s, place in enumerate(schedule.ranks):
         there, apart = parts.of_place(place), schedule.splits_backward(place)
         rank = there.plan.mesh.rank(origin(there.plan.mesh))
-        memory.append(stage_memory(there, rank, cuts[place][s].segment.graph, optimizer, device, apart))
+        graph = cuts[place][s].segment.graph
+        memory.append(stage_memory(there, rank, graph, optimizer, device, apart, staged))
     return tuple(peak_of(Messages(cut, schedule), place, memory) for place, cut in enumerate(cuts))
 
 

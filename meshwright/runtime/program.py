@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshwright.errors import RuleError
-from meshwright.graph import PIN, RESHARD, START, TO_DEVICE, TO_HOST, WAIT, Device, Dtype, Graph, Node, Ref
+from meshwright.graph import PIN, RESHARD, START, TO_DEVICE, TO_HOST, WAIT, Device, Dtype, Graph, Ref
 from meshwright.partition.fetches import is_fetch
 from meshwright.partition.halves import splittable
 from meshwright.partition.stashes import Stash
@@ -26,6 +25,7 @@ from meshwright.runtime.fetches import Fetch, Fetches
 from meshwright.runtime.kernels import KERNELS
 from meshwright.runtime.kernels.random import drawn_mask, masked
 from meshwright.runtime.kernels.split_linear import Queue, SplitLinear
+from meshwright.runtime.operators import torch_operator
 from meshwright.runtime.overlap import Prefetch, Start, Wait
 from meshwright.runtime.places import tell_places
 from meshwright.runtime.rank import Rank
@@ -233,20 +233,6 @@ def build_module(
     module.graph.lint()
     tell_places(module, graph, variables)
     return module
-
-
-def torch_operator(node: Node) -> Callable[..., Any]:
-    """The `torch.ops` overload an operator name stands for. A view copies where the local strides need it."""
-    if node.op == "aten.view.default":
-        return torch.ops.aten.reshape.default
-    space, *rest = node.op.split(".")
-    try:
-        found: Any = getattr(torch.ops, space)
-        for part in rest:
-            found = getattr(found, part)
-        return found
-    except AttributeError:
-        raise RuleError(f"torch {torch.__version__} has no operator {node.op}", where=node.where) from None
 
 
 def _identifier(name: str) -> str:

@@ -18,15 +18,22 @@ LLAMA = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rank", [0, 13])
+MIXTRAL = {
+    **LLAMA, "model_type": "mixtral", "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("config", "nodes", "asked"),
+    ("config", "nodes", "asked", "rank"),
     [
-        (LLAMA, 16, {"pipeline": 1}),
-        (LLAMA, 16, {"pipeline": 1, "recompute": "full", "micro_batches": 2}),
-        (LLAMA, 2, {"pipeline": 2, "micro_batches": 2}),
+        (LLAMA, 16, {"pipeline": 1}, 13),
+        (LLAMA, 16, {"pipeline": 1, "recompute": "full", "micro_batches": 2}, 0),
+        (LLAMA, 2, {"pipeline": 2, "micro_batches": 2}, 0),
+        (LLAMA, 2, {"pipeline": 2, "micro_batches": 2}, 13),
+        (MIXTRAL, 16, {"pipeline": 1}, 0),
+        (MIXTRAL, 2, {"pipeline": 2, "micro_batches": 2}, 13),
     ],
-    ids=("in one", "micro-batches", "stages"),
+    ids=("in one", "micro-batches", "first stage", "last stage", "experts", "experts in stages"),
 )
 def test_one_rank_of_many_does_what_was_predicted(
     config: Any, nodes: int, asked: dict[str, Any], rank: int
@@ -40,9 +47,4 @@ def test_one_rank_of_many_does_what_was_predicted(
     ran = run(parts, small, little[1], rank)
     assert sum(ran.sent.values()) > 10
     assert ran.sent == ran.expected
-    if (
-        plan.stages
-    ):  # what is predicted has the rows that gloo holds until they are added up; who counts has none
-        assert 0.95 * ran.peak_bytes <= ran.expected_bytes <= 1.3 * ran.peak_bytes
-    else:
-        assert ran.expected_bytes == pytest.approx(ran.peak_bytes, rel=0.05)
+    assert ran.expected_bytes == pytest.approx(ran.peak_bytes, rel=0.05)

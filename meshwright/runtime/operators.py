@@ -1,0 +1,48 @@
+"""The torch functions that operators of a program stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from meshwright.errors import RuleError
+from meshwright.graph import Node
+
+
+def torch_operator(node: Node) -> Callable[..., Any]:
+    """The function of a node: a replacement below, else the `torch.ops` overload of that name. Raises RuleError where
+    there is none."""
+    if node.op in REPLACED:
+        return REPLACED[node.op]
+    space, *rest = node.op.split(".")
+    try:
+        found: Any = getattr(torch.ops, space)
+        for part in rest:
+            found = getattr(found, part)
+        return found
+    except AttributeError:
+        raise RuleError(f"torch {torch.__version__} has no operator {node.op}", where=node.where) from None
+
+
+def histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+    """Counts of a histogram, of integers on a CPU as CUDA counts them: torch has no kernel there. A value at the upper
+    bound is in the last bin, one outside in none."""
+    if x.device.type != "cpu" or x.is_floating_point():
+        return torch.histc(x, bins, min, max)
+    if min == max and x.numel():
+        min, max = int(x.min()), int(x.max())
+    low, high = (int(min), int(max)) if min != max else (int(min) - 1, int(max) + 1)
+    values = x.reshape(-1).long()
+    inside = (values >= low) & (values <= high)
+    bin_of = ((values - low) * bins // (high - low)).clamp(0, bins - 1)
+    return x.new_zeros(bins).index_add_(0, bin_of, inside.to(x.dtype))
+
+
+REPLACED: Mapping[str, Callable[..., Any]] = {
+    "aten.view.default": torch.ops.aten.reshape.default,  # a view copies where the local strides need it
+    "aten.histc.default": histc,
+}
+
+__all__ = ["histc", "torch_operator"]
