@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.machine import launch_seconds, seconds
 from meshwright.cost.operators import Work
-from meshwright.cost.timeline import play
+from meshwright.cost.timeline import COMPUTE, Timeline, play
 from meshwright.graph import Graph
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import programs_in_time, scattered_each_time, summed_first
@@ -27,12 +28,17 @@ from meshwright.redistribute.buckets import Group, fill
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
     """`forward` and `backward` of one micro-batch, of which `weights` may wait; `reduce`: how much longer the backward
-    of the last one takes, until its gradients are reduced."""
+    of the last one takes, until its gradients are reduced; in the seconds `waited` of these nothing else can be
+    computed. `sums`: seconds in which a link is busy with gradients beside computing, and `slowed` what that computing
+    then takes longer."""
 
     forward: float
     backward: float
     weights: float
     reduce: float
+    waited: float = 0.0
+    sums: float = 0.0
+    slowed: float = 0.0
 
     def with_posts(self, forward: float, backward: float) -> StageSeconds:
         """The same with what starting messages takes."""
@@ -56,9 +62,11 @@ def stage_seconds(
     mesh = on_cluster(parts.plan.mesh, cluster)
     mine = frozenset(i.name for i in graph.inputs)
     groups = fill(pending_gradients(parts), cluster.device_type, gradient_bytes(parts.plan))
-    ends: list[float] = []
     scattered = [g for g in groups if g.parted and scattered_each_time(parts)]
-    for number in range(3):  # forward; and backward; and what the last one reduces
+    slowdown = cluster.measured.slowdown
+
+    def played(number: int) -> tuple[StepTasks, Timeline]:
+        """Forward; and backward; and what the last one reduces."""
         step = StepTasks(parts, graph, mesh, cluster, turns)
         step.begin()
         step.forward()
@@ -69,21 +77,34 @@ def stage_seconds(
             step.wait()
         if number == 2:
             step.update(0.0)
-        ends.append(play(step.tasks, cluster.measured.slowdown).step_seconds)
+        return step, play(step.tasks, slowdown)
+
+    (_, there), (_, back), (step, last) = (played(number) for number in range(3))
+    busy: dict[str, float] = defaultdict(float)
+    computed = 0.0
+    for task, end in zip(step.tasks, last.ends, strict=True):
+        if COMPUTE in task.streams and task.kind != "update":
+            computed = max(computed, end)
+        elif task.kind == "reduce":
+            busy[task.streams[0]] += task.seconds
+    sums = max(busy.values(), default=0.0) * max(1.0, slowdown.get("collective", 1.0))
     prices = step.nodes
     split = [prices[name].backward_seconds / 2 for name in splittable(graph) if name in prices]
     later, added, backward = (
         math.fsum(split) * parts.copies,
         adding_seconds(parts, cluster, graph),
-        ends[1] - ends[0],
+        back.step_seconds - there.step_seconds,
     )
     each = len(split) * parts.copies * launch_seconds(cluster.device, cluster.measured) if halves else 0.0
     forward, inputs, weights = (each * count for count in QUEUED)
     return StageSeconds(
-        ends[0] + forward,
+        there.step_seconds + forward,
         backward + added + inputs + weights,
         min(later, backward) + added + weights,
-        max(0.0, ends[2] - ends[1]),
+        max(0.0, last.step_seconds - back.step_seconds),
+        max(0.0, computed - back.step_seconds),
+        sums,
+        sums * (1 - 1 / max(1.0, slowdown.get("compute", 1.0))),
     )
 
 

@@ -62,7 +62,7 @@ def _ended(
     """The same with reductions and updates at the end of each rank's list."""
     lists = []
     for rank, actions in enumerate(played.times):
-        tail = sum(t.reduce for t, at in zip(times, ranks, strict=True) if at == rank)
+        tail = _tail(actions, {s: times[s] for s, at in enumerate(ranks) if at == rank})
         ends: Mapping[str, float] = {"reduce": tail, "update": updates[rank]}
         found, late = [], 0.0
         for action, begin, end in actions:
@@ -71,6 +71,23 @@ def _ended(
             late += more
         lists.append(tuple(found))
     return Played(played.schedule, tuple(lists), played.peaks)
+
+
+def _tail(actions: Sequence[tuple[Action, float, float]], stages: Mapping[int, StageSeconds]) -> float:
+    """How much later than all that a rank computes the gradients of its stages are reduced. Those of a stage are sent
+    when the last micro-batch has come back through it, after those before them and beside what is computed then."""
+    ends = {a.stage: end for a, _, end in actions if a.kind in ("backward", "backward_weight")}
+    computed = max(ends.values(), default=0.0)
+    free = late = 0.0
+    for stage, end in sorted(ends.items(), key=lambda one: one[1]):
+        one = stages[stage]
+        begin = max(free, end)
+        # Alone, a part has been sent while the stage computed: what is left of it comes after the stage's end.
+        free = max(end + one.reduce - one.waited, begin + one.sums if begin > end else 0.0)
+        late += one.waited
+        if free > begin:
+            late += one.slowed * max(0.0, min(free, computed) - begin) / (free - begin)
+    return max(0.0, free - computed) + late
 
 
 __all__ = ["claimed", "claimed_stages", "play_stages"]

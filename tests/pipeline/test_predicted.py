@@ -17,10 +17,12 @@ from meshwright.cost.cluster import Cluster, Measured
 from meshwright.errors import PlanError
 from meshwright.examples import gpt
 from meshwright.partition.memory import peak
-from meshwright.partition.stage_seconds import QUEUED
+from meshwright.partition.stage_seconds import QUEUED, StageSeconds
 from meshwright.partition.tasks import simulate
+from meshwright.pipeline.claimed import play_stages
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.predicted import predict
+from meshwright.pipeline.schedules import make
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.kernels.split_linear import SplitLinear
 from meshwright.runtime.rank import Rank
@@ -58,6 +60,27 @@ def test_only_the_last_backward_of_a_stage_reduces(level: int) -> None:
     options = {"pipeline": 2, "micro_batches": 8, "optimizer_parallel": level, "threshold_kb": 0}
     expected, measured = peaks(options, {"dp": 2}, 0)
     assert expected == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize("waited", (0.0, 1.0))
+def test_gradients_of_a_stage_are_sent_while_the_rank_computes_others(waited: float) -> None:
+    """Of the two stages of a rank that of the later layers is done first; what it waits for computing waits, too."""
+    schedule = make("interleaved", 2, 2, 2)
+    alone, sends = (
+        StageSeconds(1.0, 2.0, 0.0, reduce=reduce, waited=waited if reduce else 0.0, sums=reduce)
+        for reduce in (0.0, 3.0)
+    )
+    bare, only, both = (
+        play_stages(schedule, stages, [0.0] * 4, [0.0, 0.0])
+        for stages in ([alone] * 4, [alone, alone, alone, sends], [sends] * 4)
+    )
+    done = [{a.stage: end for a, _, end in bare.times[1] if a.kind == "backward"}[stage] for stage in (3, 1)]
+    assert done[0] < done[1] == bare.times[1][-1][2]
+    later = max(0.0, done[0] + 3.0 - waited - done[1]) + waited
+    assert only.times[1][-1][2] == pytest.approx(done[1] + later)
+    free = max(done[1] + 3.0 - waited, max(done[0] + 3.0 - waited, done[1]) + 3.0)
+    after = free if done[0] + 3.0 - waited > done[1] else done[1] + 3.0 - waited
+    assert both.times[1][-1][2] == pytest.approx(after + 2 * waited)
 
 
 def peaks(options: dict[str, Any], mesh: Any, place: int) -> tuple[int, int]:
