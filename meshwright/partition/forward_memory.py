@@ -25,6 +25,7 @@ from meshwright.partition.notes import Held, Notes
 from meshwright.partition.operator_memory import OperatorMemory
 from meshwright.partition.stash_memory import StashMemory
 from meshwright.partition.stashes import stashed_in
+from meshwright.partition.update_memory import ALONE, Beside
 from meshwright.redistribute import Reshard
 
 
@@ -47,8 +48,10 @@ class ForwardWalk:
         staged: bool,
         apart: bool | None = None,
         stage: Graph | None = None,
+        beside: Beside = ALONE,
     ) -> None:
-        """`stage`: the program of one stage of a pipeline, in place of the whole."""
+        """`stage`: the program of one stage of a pipeline, in place of the whole; `beside`: the rank's other stages."""
+        self.beside = beside
         self.staged = staged
         self.parts, self.rank = parts, rank
         together = first_program(parts, rank) if parts.copies > 1 else None  # all of them live at once
@@ -95,12 +98,16 @@ class ForwardWalk:
             self.heap.on_host = entry.name in self.hosted or (self.apart and entry.name in self.parked)
             match entry.role:
                 case "parameter":
-                    self.values[entry.name] = self.heap.new(entry.type.size_bytes, "parameters")
+                    self.values[entry.name] = self.heap.new(self.counted_bytes(entry.name), "parameters")
                 case "batch":  # every rank is given the whole batch and looks at its part
                     self.values[entry.name] = batch[self.of_one(entry.name)]
                 case _:
-                    self.values[entry.name] = self.heap.new(entry.type.size_bytes, "buffers")
+                    self.values[entry.name] = self.heap.new(self.counted_bytes(entry.name), "buffers")
         self.heap.on_host = False
+
+    def counted_bytes(self, name: str) -> int:
+        """Bytes of an input, unless another stage of the rank counts it."""
+        return 0 if name in self.beside.counted else self.types[name].size_bytes
 
     def of_one(self, name: str) -> str:
         """What a value of a copy is called in the program of one."""

@@ -35,6 +35,8 @@ class GradientMemory:
         self.is_last = True  # whether the micro-batch is the last one, after which gradients are reduced
         self._arrived: dict[str, Storage] = {}
         self._held: dict[str, Storage] = {}  # gradients of the micro-batches before
+        self.first_half = False  # of two halves of backward: what is scattered each time waits for the other
+        self._waiting: dict[str, Storage] = {}
         # How often a parameter's gradient is still to arrive: once from each use.
         self._missing: dict[str, int] = {}
 
@@ -56,8 +58,12 @@ class GradientMemory:
 
     def finish(self) -> None:
         """Backward is over: what has come to a parameter is all that comes."""
+        self.first_half = False
         for name in [n for n in self._arrived if n in self.trained]:
             self._place(name)
+        for name, gradient in self._waiting.items():
+            self.update_parts.place(self.heap, name, gradient)
+        self._waiting = {}
         if self.is_last or self.scattered_each_time:
             again = self.is_last and self.scattered_each_time
             self.update_parts.finish(self.heap, added=again)
@@ -102,6 +108,8 @@ class GradientMemory:
             gradient = self._held.pop(name)
         if name in self.placed:  # copied, or added to what is there
             self.heap.drop(gradient)
+        elif self.update_parts.takes(name) and self.first_half and self.scattered_each_time:
+            self._waiting[name] = self._of_its_own(name, gradient)
         elif self.update_parts.takes(name) and (self.is_last or self.scattered_each_time):
             self.update_parts.place(self.heap, name, gradient)
         elif not self.is_last:

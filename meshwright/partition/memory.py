@@ -24,7 +24,7 @@ from meshwright.partition.moves import moved
 from meshwright.partition.peaks import ADAMW, ADAMW_FOREACH, ADAMW_FUSED, Optimizer, Peak, optimizer_on
 from meshwright.partition.reshards import backward_itemsize
 from meshwright.partition.stages import check_one_stage
-from meshwright.partition.update_memory import UpdateMemory
+from meshwright.partition.update_memory import ALONE, Beside, UpdateMemory
 from meshwright.redistribute.buckets import BucketBytes, Group, fill
 
 
@@ -61,19 +61,22 @@ class StepWalk(ForwardWalk):
         staged: bool,
         apart: bool | None = None,
         stage: Graph | None = None,
+        beside: Beside = ALONE,
     ) -> None:
-        """`stage`: the program of one stage of a pipeline, in place of the whole."""
-        super().__init__(parts, rank, device, staged, apart, stage)
+        """`stage`: the program of one stage of a pipeline, in place of the whole; `beside`: the rank's other stages."""
+        super().__init__(parts, rank, device, staged, apart, stage, beside)
         self.optimizer = optimizer
         self.queue: list[tuple[Node, list[Storage], Storage]] = []  # linears with what their weights need
         self.trained = {i.name for i in self.graph.inputs if i.role == "parameter" and i.needs_grad}
         self.offloaded = "optimizer" in parts.plan.techniques.offload
         described = pending_gradients(parts)
+        if stage is not None:  # the rank has no others
+            described = [g for g in described if g.name in self.trained or g.name in beside.trained]
         size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
         groups = fill(described, device, size)
-        self.groups = groups if stage is None else _of_stage(groups, self.trained)
+        self.groups = groups if stage is None else _of_stage(groups, self.trained - beside.counted)
         mine = None if stage is None else self.trained
-        self.update_parts = UpdateMemory(parts, rank, self.groups, bucket_bytes, staged, device, mine)
+        self.update_parts = UpdateMemory(parts, rank, groups, bucket_bytes, staged, device, mine, beside)
         self.gradients = GradientMemory(
             self.graph,
             self.heap,
@@ -103,14 +106,15 @@ class StepWalk(ForwardWalk):
         super().start()
         for self.heap.on_host in (True, False):
             mine = (n for n in self.trained if self._updated_on_host(n) == self.heap.on_host)
-            trained = sum(self.updated_bytes(n) for n in mine)
+            trained = sum(self.updated_bytes(n) for n in mine if n not in self.beside.counted)
             self.heap.new(trained * self.optimizer.states, "optimizer")
         self.heap.on_host = self.apart
         if self.offloaded:  # a copy of what is updated lies beside the states
-            mine = (n for n in self.trained if n not in self.parked)  # which are updated where they lie
+            mine = self.trained - self.beside.counted - self.parked  # parked ones are updated where they lie
             self.heap.new(sum(self.updated_bytes(n) for n in mine), "optimizer")
         self.heap.on_host = False
         self.heap.new(self.update_parts.copied_bytes(), "optimizer")
+        self.gradients.placed.update(self.beside.counted)  # they are added to those of the other stage
         for group in self.groups:
             self.heap.on_host = group.members[0].name in self.hosted
             if not group.alone and not group.parted:
@@ -132,6 +136,7 @@ class StepWalk(ForwardWalk):
         """Of the linears in `halves`, what their weights need waits for `drain`."""
         heap, graph = self.heap, self.graph
         heap.on_host = False
+        self.gradients.first_half = bool(halves)
         heap.at("loss, backward")
         for _, value in graph.outputs:
             if value in graph.needs_grad:
@@ -143,6 +148,7 @@ class StepWalk(ForwardWalk):
     def drain(self) -> None:
         """What waited. All weights' gradients are there before the first goes on to its parameter."""
         heap = self.heap
+        self.gradients.first_half = False
         heap.at("weights, backward")
         made: list[tuple[str, Storage]] = []
         for node, arrived, came_in in self.queue:

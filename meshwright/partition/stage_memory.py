@@ -11,6 +11,7 @@ from meshwright.partition.accumulation import programs_in_time
 from meshwright.partition.halves import splittable
 from meshwright.partition.memory import StepWalk
 from meshwright.partition.peaks import Optimizer
+from meshwright.partition.update_memory import ALONE, Beside
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class StageMemory:
     `forward`: the most that there is of it while it runs. `first`, `middle`, `last`: its backward, where it finds no
     gradients yet, finds some, and is the one after which what was added up is reduced. `later`: what linears leave for
     the weights' half of backward; `update`: the most beside what is fixed and the gradients when the weights are
-    updated."""
+    updated. `host_fixed`, `host_kept`: the same of the host's memory, where that is not the device's."""
 
     fixed: int
     batch: int
@@ -43,6 +44,8 @@ class StageMemory:
     last: Backward
     later: int
     update: int
+    host_fixed: int
+    host_kept: int
 
 
 def stage_memory(
@@ -52,30 +55,36 @@ def stage_memory(
     optimizer: Optimizer,
     device: str = "cpu",
     in_halves: bool = False,
+    beside: Beside = ALONE,
     staged: bool | None = None,
 ) -> StageMemory:
     """Walk a stage's program for a micro-batch that finds no gradients, one that does, and the last. `in_halves`:
-    whether linears leave the weights' half of backward for later. `staged`: as in `memory.peak`."""
+    whether linears leave the weights' half of backward for later. `beside`: the rank's other stages. `staged`: see
+    `peak`."""
     staged = device == "cpu" if staged is None else staged
-    walk = StepWalk(parts, rank, optimizer, device, None, staged, stage=stage)
+    walk = StepWalk(parts, rank, optimizer, device, None, staged, stage=stage, beside=beside)
     heap = walk.heap
     walk.start()
     borders = [i.name for i in stage.inputs if i.role == "boundary"]
-    received = sum(walk.values[name].size_bytes for name in borders)
-    fixed = heap.total - received
-    kept = forward = later = 0
+    fixed, host_fixed = heap.total - sum(walk.values[name].size_bytes for name in borders), heap.host_total
+    # What a stage of the same rank hands over lies where it kept it.
+    received = sum(walk.values[name].size_bytes for name in borders if name not in beside.given)
+    kept = host_kept = forward = later = 0
     again = {n.name for n in walk.graph.nodes if not walk.again.isdisjoint(n.values)}
     halves = splittable(walk.graph, again) if in_halves else frozenset()
     found: list[Backward] = []
+    mine = 0  # gradients that stay
     for is_last in _turns(walk, programs_in_time(parts)):
-        base = heap.total
         walk.gradients.begin(is_last)
+        if is_last:
+            walk.update_parts.resume(heap)
+        base, host_base = heap.total, heap.host_total
         begin = len(heap.timeline)
         walk.stashes.begin()
         walk.forward()
         walk.stashes.settle()
         middle = len(heap.timeline)
-        kept = heap.total - base + received
+        kept, host_kept = heap.total - base + received, heap.host_total - host_base
         for _, value in stage.outputs:  # what others read is theirs by now
             heap.drop(walk.values[value])
             walk.notes.dropped(walk.values[value])
@@ -88,13 +97,24 @@ def stage_memory(
         if halves:
             walk.drain()
         most, weights = _most(walk, middle, between, base), _most(walk, between, len(heap.timeline), base)
-        found.append(Backward(most + received, weights, held, heap.total - fixed - received))
+        mine += heap.total - base
+        found.append(Backward(most + received, weights, held, mine))
     end, whole = len(heap.timeline), heap.total
     walk.update()
     update = _most(walk, end, len(heap.timeline), whole)
     # Where the last reduces nothing, it is like those between.
     return StageMemory(
-        fixed, heap.live["batch"], kept, forward, found[0], found[len(found) // 2], found[-1], later, update
+        fixed=fixed,
+        batch=heap.live["batch"],
+        kept=kept,
+        forward=forward,
+        first=found[0],
+        middle=found[len(found) // 2],
+        last=found[-1],
+        later=later,
+        update=update,
+        host_fixed=host_fixed,
+        host_kept=host_kept,
     )
 
 

@@ -4,7 +4,8 @@ and scattered, the parts that stay, and the buckets in which weights are gathere
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from meshwright.graph import DTYPES
@@ -28,6 +29,24 @@ class _Bucket:
     part: Storage | None = None
 
 
+@dataclass(frozen=True)
+class Beside:
+    """What a rank has of the other stages of a pipeline: the parameters that they train, and of these whose gradients
+    are complete `before` the last backward of a stage, and who are waited for `after` it. Buckets that scatter are of
+    the rank, not of a stage: where they do so each time, another stage `starts` the sums. `counted`: inputs that a
+    stage reads too and that are counted there; `given`: values that they hand to it."""
+
+    trained: frozenset[str] = frozenset()
+    before: frozenset[str] = frozenset()
+    after: frozenset[str] = frozenset()
+    starts: bool = False
+    counted: frozenset[str] = frozenset()
+    given: frozenset[str] = frozenset()
+
+
+ALONE = Beside()
+
+
 class UpdateMemory:
     """What one rank needs beside parameters and states because it updates parts of some weights."""
 
@@ -39,10 +58,13 @@ class UpdateMemory:
         bucket_bytes: BucketBytes | None,
         staged: bool,
         device: str,
-        held: Collection[str] | None = None,
+        own: AbstractSet[str] | None = None,
+        beside: Beside = ALONE,
     ) -> None:
-        """`groups`: how gradients are reduced; `staged`: see `wires.py`; `held`: the parameters of the rank, by default
-        all."""
+        """`groups`: how gradients are reduced; `staged`: see `wires.py`; `own`: the trained parameters of the stage, by
+        default all; `beside`: those of the rank's other stages."""
+        self.own, self.beside = own, beside
+        held = None if own is None else beside.trained.union(own)
         self.mesh, self.rank, self.staged = parts.plan.mesh, rank, staged
         self.updates = {n: u for n, u in updates(parts).items() if held is None or n in held}
         self.sizes = {i.name: DTYPES[i.type.dtype] for i in parts.resharded.graph.inputs}
@@ -62,6 +84,15 @@ class UpdateMemory:
         for bucket in self.buckets:
             bucket.missing = {m.name for m in bucket.group.members}
 
+    def resume(self, heap: Heap) -> None:
+        """The stages that ended before have left their gradients here."""
+        for bucket in self.buckets:
+            done = bucket.missing.intersection(self.beside.before)
+            if done:
+                bucket.missing -= done
+                bucket.rows = heap.new(self._rows_bytes(bucket), "buckets")
+        self._start(heap)
+
     def _plan(self, step: Step) -> Exchange:
         return exchange(step, self.mesh, self.rank)
 
@@ -73,21 +104,27 @@ class UpdateMemory:
 
     def copied_bytes(self) -> int:
         """Bytes of the parts that do not lie in their weights."""
-        apart = (n for n, u in self.updates.items() if not is_stretch(self._plan(u.part).send[0]))
+        own = self.updates if self.own is None else self.own - self.beside.counted
+        mine = {n: u for n, u in self.updates.items() if n in own}
+        apart = (n for n, u in mine.items() if not is_stretch(self._plan(u.part).send[0]))
         return sum(self.part_bytes(n) or 0 for n in apart)
 
     def takes(self, name: str) -> bool:
-        """Whether a gradient goes into rows that are scattered."""
-        return name in self.of
+        """Whether a gradient goes into rows that are scattered: one that comes from another stage too stays until
+        then."""
+        return name in self.of and name not in self.beside.after
 
     def place(self, heap: Heap, name: str, gradient: Storage) -> None:
         """A gradient is complete: it is copied into its rows and freed; full buckets start in their order."""
         bucket = self.of[name]
         if bucket.rows is None:
-            bucket.rows = heap.new(sum(self._row_bytes(m.name) for m in bucket.group.members), "buckets")
+            bucket.rows = heap.new(self._rows_bytes(bucket), "buckets")
         heap.drop(gradient)
         bucket.missing.discard(name)
         self._start(heap)
+
+    def _rows_bytes(self, bucket: _Bucket) -> int:
+        return sum(self._row_bytes(m.name) for m in bucket.group.members)
 
     def _row_bytes(self, name: str) -> int:
         """Bytes of a parameter in the rows of all ranks."""
@@ -118,8 +155,10 @@ class UpdateMemory:
         bucket.rows = bucket.under_way = None
 
     def finish(self, heap: Heap, added: bool = False) -> None:
-        """Backward is over: what no gradient has reached is reduced as zeros. `added`: the parts go to those of
-        another backward."""
+        """Backward is over: what no gradient has reached is reduced as zeros, unless another stage brings it. `added`:
+        the parts go to those of another backward."""
+        if self.beside.after:
+            return
         for bucket in self.buckets:
             bucket.missing = set()
         self._start(heap)
@@ -132,7 +171,7 @@ class UpdateMemory:
                 own = heap.new(sum(self.part_bytes(m.name) or 0 for m in bucket.group.members), "gradients")
                 heap.drop(part)  # added up in another dtype
                 part = own
-            if part is not None and added:
+            if part is not None and (added or self.beside.starts):
                 heap.drop(part)
 
     def gather(self, heap: Heap) -> None:

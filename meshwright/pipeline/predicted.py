@@ -3,17 +3,14 @@ bytes on each rank."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwright.cost.cluster import Cluster, Level
 from meshwright.partition import Partition
 from meshwright.partition.interleave import Interleaved
 from meshwright.partition.micro_batches import MicroBatches, first_micro_batch, first_program
-from meshwright.partition.peaks import optimizer_on
-from meshwright.partition.stage_memory import Backward, StageMemory, stage_memory
 from meshwright.partition.stage_seconds import (
     StageSeconds,
     prologue_seconds,
@@ -21,13 +18,14 @@ from meshwright.partition.stage_seconds import (
     update_seconds_of,
 )
 from meshwright.partition.stages import Stage
-from meshwright.pipeline.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
+from meshwright.pipeline.actions import BACKWARD, FORWARD, Action
 from meshwright.pipeline.check import Played
 from meshwright.pipeline.claimed import play_stages
 from meshwright.pipeline.held import holders
 from meshwright.pipeline.levels import link_of
+from meshwright.pipeline.memory import bytes_of
 from meshwright.pipeline.meshes import meshes_of
-from meshwright.pipeline.messages import Message, Messages
+from meshwright.pipeline.messages import Messages
 from meshwright.pipeline.order import schedule_of
 from meshwright.pipeline.routes import Routes
 from meshwright.redistribute.steps import origin
@@ -38,7 +36,7 @@ class Predicted:
     """A step of a pipeline on the ranks that hold the largest blocks. `stages`: seconds of each. `received`: bytes that
     each stage takes from earlier ones for a micro-batch, in so many seconds of `messages`. `updates`: seconds of each
     place's update. `prologue`: those of the sums before the first forward. `peaks`: the most bytes on a rank of each
-    place in the pipeline."""
+    place in the pipeline; `hosted`: those in its host's memory, 0 where that is the device's."""
 
     played: Played
     stages: tuple[StageSeconds, ...]
@@ -47,6 +45,7 @@ class Predicted:
     updates: tuple[float, ...]
     prologue: float
     peaks: tuple[int, ...]
+    hosted: tuple[int, ...]
 
     @property
     def step_seconds(self) -> float:
@@ -95,7 +94,7 @@ def predict(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Pr
             prologue_seconds(parts.of_place(place), cluster, cut.programs.rounds)
             for place, cut in enumerate(cuts)
         ),
-        _peaks(parts, cluster, optimizer_states, [cut.together for cut in cuts]),
+        *bytes_of(parts, cluster, optimizer_states, [cut.together for cut in cuts]),
     )
 
 
@@ -152,10 +151,11 @@ def _cut_at(parts: Partition) -> _Cut:
 def peaks_of(
     parts: Partition, cluster: Cluster, optimizer_states: int = 2, *, staged: bool | None = None
 ) -> tuple[int, ...]:
-    """The most bytes on a rank of each place in the pipeline, as `Predicted` has them. `staged`: see `memory.peak`."""
+    """The most bytes on a rank of each place in the pipeline, as `Predicted` has them. `staged`: whether all that is
+    scattered comes before it is added up (by default on a CPU)."""
     every = [parts.of_place(place) for place in range(meshes_of(parts.asked).places)]
     cuts = [stages_in_copies(one, one.plan.mesh.rank(origin(one.plan.mesh)))[0] for one in every]
-    return _peaks(parts, cluster, optimizer_states, cuts, staged)
+    return bytes_of(parts, cluster, optimizer_states, cuts, staged)[0]
 
 
 def stages_in_copies(parts: Partition, rank: int) -> tuple[tuple[Stage, ...], list[Interleaved | None]]:
@@ -168,25 +168,6 @@ def stages_in_copies(parts: Partition, rank: int) -> tuple[tuple[Stage, ...], li
     return cut, [Interleaved(stage.segment.graph, together.copy_of) for stage in cut]
 
 
-def _peaks(
-    parts: Partition,
-    cluster: Cluster,
-    optimizer_states: int,
-    cuts: Sequence[Sequence[Stage]],
-    staged: bool | None = None,
-) -> tuple[int, ...]:
-    """`cuts`: of each place the stages of its program, of which it runs its own."""
-    device = cluster.device_type
-    optimizer, schedule = optimizer_on(device, optimizer_states), schedule_of(parts.asked)
-    memory: list[StageMemory] = []
-    for s, place in enumerate(schedule.ranks):
-        there, apart = parts.of_place(place), schedule.splits_backward(place)
-        rank = there.plan.mesh.rank(origin(there.plan.mesh))
-        graph = cuts[place][s].segment.graph
-        memory.append(stage_memory(there, rank, graph, optimizer, device, apart, staged))
-    return tuple(peak_of(Messages(cut, schedule), place, memory) for place, cut in enumerate(cuts))
-
-
 def claims_of(parts: Partition, cluster: Cluster, optimizer_states: int) -> dict[str, Any]:
     """What a plan with stages says of itself."""
     found = predict(parts, cluster, optimizer_states)
@@ -197,6 +178,7 @@ def claims_of(parts: Partition, cluster: Cluster, optimizer_states: int) -> dict
         "bubble": found.bubble,
         "peak_bytes": found.peaks[place],
         "peak_where": f"rank {place} of the pipeline",
+        **({"host_bytes": max(found.hosted)} if any(found.hosted) else {}),
         "space": "strategies and stages as given",
         "prologue_seconds": found.prologue,
         "stages": [{**asdict(t), "message": m} for t, m in zip(found.stages, found.messages, strict=True)],
@@ -206,81 +188,6 @@ def claims_of(parts: Partition, cluster: Cluster, optimizer_states: int) -> dict
 
 def _received(stage: Stage) -> int:
     return sum(stage.segment.graph.types[value].size_bytes for value in stage.takes)
-
-
-def peak_of(messages: Messages, place: int, memory: Sequence[StageMemory]) -> int:
-    """The most bytes on a rank, along its list. What it received a little early, and what it sent and nobody has told
-    it of yet, is there too."""
-    mine = [memory[s] for s in messages.schedule.held_by(place)]
-    types = [stage.segment.graph.types for stage in messages.cut]
-    known = messages.acknowledged(place)
-    fixed = sum(m.fixed for m in mine) - (len(mine) - 1) * mine[0].batch
-    turns = _Turns(messages, place, memory)
-    live = early = 0
-    sending: dict[Message, int] = {}
-    most = fixed
-    for action in messages.listed(place):
-        one = memory[action.stage]
-        kind = {"receive_value": FORWARD, "receive_gradient": BACKWARD}.get(action.kind, action.kind)
-        arriving = sum(
-            types[action.stage][m.value].size_bytes for m in messages.needed(replace(action, kind=kind))
-        )
-        if kind != action.kind:
-            early += arriving
-            continue
-        early -= arriving
-        turns.begin(action)
-        beside = fixed + live + early + sum(sending.values()) + sum(turns.gradients.values())
-        match action.kind:
-            case "forward":
-                most = max(most, beside + one.forward)
-                live += one.kept
-            case "backward" | "backward_input":
-                both = action.kind == BACKWARD
-                now = turns.take(action)
-                at_once = max(now.most, now.weights) if both else now.most
-                most = max(most, beside - one.kept + at_once)
-                live -= one.kept - (0 if both else one.later + now.held)
-            case "backward_weight":
-                now = turns.take(action)
-                most = max(most, beside - one.later - now.held + now.weights)
-                live -= one.later + now.held
-        for message in known.get(action, ()):
-            sending.pop(message, None)
-        sending |= {m: types[action.stage][m.value].size_bytes for m in messages.sent(action) if m.back}
-    return max(
-        most,
-        fixed + sum(turns.gradients.values()) + sum(sending.values()) + max(m.update for m in mine),
-    )
-
-
-class _Turns:
-    """Which backward of its stage an action is part of: the first, one between, or the last. `gradients`: bytes that
-    stay of each stage so far; where the halves come apart, all from the first half on."""
-
-    def __init__(self, messages: Messages, place: int, memory: Sequence[StageMemory]) -> None:
-        self.memory = memory
-        self.gradients: dict[int, int] = {}
-        ends = (a for a in messages.listed(place) if a.kind in (BACKWARD, BACKWARD_INPUT))
-        self.count = Counter(action.stage for action in ends)
-        self.done: Counter[tuple[str, int]] = Counter()
-
-    def begin(self, action: Action) -> None:
-        """Before an action."""
-        if action.kind == BACKWARD_INPUT and self.count[action.stage] > 1:
-            self.gradients.setdefault(action.stage, self.memory[action.stage].middle.gradients)
-
-    def take(self, action: Action) -> Backward:
-        """What an action's backward takes beside the gradients before it; those after it are there from now on."""
-        stage, one = action.stage, self.memory[action.stage]
-        for half in (BACKWARD_INPUT, BACKWARD_WEIGHT) if action.kind == BACKWARD else (action.kind,):
-            self.done[half, stage] += 1
-        half = BACKWARD_INPUT if action.kind == BACKWARD_INPUT else BACKWARD_WEIGHT
-        is_last = self.done[half, stage] == self.count[stage]
-        now = one.last if is_last else one.middle if stage in self.gradients else one.first
-        if action.kind != BACKWARD_INPUT:
-            self.gradients[stage] = now.gradients
-        return now
 
 
 __all__ = ["Predicted", "claims_of", "peaks_of", "predict"]
