@@ -171,7 +171,7 @@ def shard(
     its hooks; a function as a wrapper. Nothing happens on one device. Raises StrategyError for entries that
     are not whole numbers above 0, and for tuples mixed with layouts.
     """
-    name = getattr(target, "__name__", type(target).__name__)
+    name = _name_of(target)
     ins = _check_strategies(in_strategy, f"in_strategy of {name}")
     outs = _check_strategies(out_strategy, f"out_strategy of {name}")
     kinds = {isinstance(s, TensorLayoutSpec) for s in (*ins, *outs) if s is not None}
@@ -198,7 +198,7 @@ def on_host(target: F) -> F:
     cross over the link to the host, forward and backward, as transfers of the program. A module is returned itself,
     with its hooks; a function as a wrapper. Works in every mode; nothing happens without a plan.
     """
-    name = f"mw.on_host of {getattr(target, '__name__', type(target).__name__)}"
+    name = f"mw.on_host of {_name_of(target)}"
     return _marked(target, name, mark="host")
 
 
@@ -211,7 +211,7 @@ def manual_split(target: F, rows: Sequence[int]) -> F:
     hooks; a function as a wrapper. On one device it does nothing. Raises StrategyError for what are no numbers of
     rows.
     """
-    name = f"mw.manual_split of {getattr(target, '__name__', type(target).__name__)}"
+    name = f"mw.manual_split of {_name_of(target)}"
     given = tuple(rows) if isinstance(rows, Sequence) and not isinstance(rows, str) else ()
     if not given or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in given):
         raise StrategyError(
@@ -239,7 +239,7 @@ def recompute(target: F, enabled: bool = True, *, policy: str = "full") -> F:
     returned itself, with its hooks; a function as a wrapper. Works in every mode; nothing happens without a plan.
     Raises PlanError for a policy that there is not.
     """
-    name = f"mw.recompute of {getattr(target, '__name__', type(target).__name__)}"
+    name = f"mw.recompute of {_name_of(target)}"
     if not isinstance(enabled, bool):
         raise PlanError(
             f"{name} is given {enabled!r}", why="it is a switch", where=_caller(), hint='policy="selective"'
@@ -261,7 +261,7 @@ def stage(target: F, number: int) -> F:
     module is returned itself, with its hooks; a function as a wrapper. Nothing happens without a plan of
     ``pipeline=``. Raises PlanError for what is no stage.
     """
-    name = f"mw.stage of {getattr(target, '__name__', type(target).__name__)}"
+    name = f"mw.stage of {_name_of(target)}"
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise PlanError(
             f"{name} is given {number!r}",
@@ -288,13 +288,7 @@ def _marked(
 ) -> Any:
     """A module with hooks, or a wrapper of a function, that mark the tensors of a call at its inputs and results:
     with cuts, or with a word that capture gives to the operators between them (`capture/marks.py`)."""
-    if not callable(target):
-        raise StrategyError(
-            f"{name} is neither a module nor a function",
-            why=f"it is given {target!r}",
-            where=_caller(),
-            hint="a module, as model.encoder, or a function, as torch.matmul",
-        )
+    _check_target(target, name)
 
     def entered(given: Any, site: int) -> Any:
         return _mark_all(given, ins, site, "in", name, mark)
@@ -327,6 +321,28 @@ def _marked(
         return left(target(*args, **kwargs), site)
 
     return wrapper
+
+
+def _name_of(target: Any) -> str:
+    return getattr(target, "__name__", type(target).__name__)
+
+
+def _check_target(target: Any, name: str) -> None:
+    """Raise PlanError for what is never called: a mark at it would be lost in silence."""
+    why = hint = ""
+    if isinstance(target, torch.nn.ModuleList | torch.nn.ModuleDict):
+        why = f"a {type(target).__name__} only holds modules, it is never called itself"
+        hint = "annotate each of the modules in it"
+    elif isinstance(target, type) and issubclass(target, torch.nn.Module):
+        why = f"{target.__name__} is a class"
+        hint = "annotate the module that it makes: mw.…(nn.Linear(2, 3))"
+    elif not callable(target):
+        why = f"it is a {type(target).__name__}, which is never called"
+        hint = "a module or a function"
+        if isinstance(target, torch.Tensor):
+            hint = "the module, or the function, that reads the tensor"
+    if why:
+        raise PlanError(f"{name} marks nothing", why=why, where=_caller(), hint=hint)
 
 
 def _marking() -> bool:

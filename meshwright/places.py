@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from meshwright.graph import PIN, Graph, Node
+from meshwright.techniques import Techniques
 
 
 def hosted_values(graph: Graph, hosts: Collection[str]) -> frozenset[str]:
@@ -23,13 +24,18 @@ def hosted_values(graph: Graph, hosts: Collection[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def parked_parameters(graph: Graph, hosts: Collection[str], least_bytes: float) -> frozenset[str]:
-    """The parameters that may live in the host's memory between their uses on the device: those that no operator on the
-    host reads, and that are not smaller than `least_bytes` as a whole."""
+def parked_parameters(graph: Graph, hosts: Collection[str], asked: Techniques) -> frozenset[str]:
+    """The parameters that live in the host's memory between their uses on the device: those that are `asked` for, that
+    no operator on the host reads, and that are not below the threshold as a whole."""
+    if not asked.parks:
+        return frozenset()
+    least_bytes = 1024 * asked.threshold_kb
     found: set[str] = set()
     results = {v for _, v in (*graph.outputs, *graph.mutations)}
     for entry in graph.input_of("parameter"):
         users = [node.name for node, _ in readers(graph, entry.name)]
+        if not asked.parks_parameter(entry.target, *entry.ties):
+            continue
         if users and entry.name not in results and entry.type.size_bytes >= least_bytes:
             found |= {entry.name} if not set(hosts).intersection(users) else set()
     return frozenset(found)

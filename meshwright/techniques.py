@@ -16,6 +16,12 @@ from meshwright.errors import PlanError, did_you_mean
 
 RECOMPUTE = ("full", "selective")
 OPTIMIZER, ACTIVATIONS, PARAMETERS = OFFLOAD = ("optimizer", "activations", "parameters")
+SWITCHES = (
+    "reshard_after_forward",
+    "gradient_accumulation_shard",
+    "recompute_communication",
+    "slice_activation",
+)
 SPAN = re.compile(r"(\d+)-(\d+)")  # of numbered modules in a pattern
 TURNS = ("halves", "level", "backward")  # orders in which copies take turns; the planner picks one
 
@@ -27,6 +33,7 @@ class Options(TypedDict, total=False):
     shard_size: int
     threshold_kb: float
     keep_whole: tuple[str, ...]
+    reshard_after_forward: bool
     pipeline: int
     schedule: str
     stages: Mapping[str, int]
@@ -48,7 +55,8 @@ class Techniques:
 
     `optimizer_parallel`: 1 splits the optimizer's states over the ranks that would repeat them, 2 the gradients too,
     3 the weights too; among `shard_size` ranks (0: all of them). Parameters below `threshold_kb` KiB, and those whose
-    names match a pattern of `keep_whole`, stay whole.
+    names match a pattern of `keep_whole`, stay whole. Without
+    `reshard_after_forward` level 3 keeps gathered weights until backward, and does not gather them again.
 
     `pipeline`: stages that the model is cut into, which take the micro-batches in the order of a `schedule`: a name, or
     the text of one (`meshwright.pipeline`; empty: 1f1b). `stages` gives module patterns (``blocks.0-5``) a stage each;
@@ -67,7 +75,7 @@ class Techniques:
     `interleave`: copies of a (micro-)batch whose computation and communication overlap. `fusion` of collectives:
     ``"auto"``, the size of a bucket in bytes, 0 for none, or groups of module patterns. `offload`: what lives in the
     host's memory: ``"optimizer"`` (states and the update), ``"activations"`` (what is kept for backward; ``":4"`` or a
-    module pattern behind it say of which layers), ``"parameters"`` (between their uses).
+    module pattern behind it say of which layers), ``"parameters"`` (between their uses; a pattern behind it as well).
 
     `reduce_dtype`: the dtype in which gradients are reduced (``""``: their own). `gradients`: those of the loss as
     written (``"mean"``), or that times the number of ranks that share the batch (``"sum"``).
@@ -79,6 +87,7 @@ class Techniques:
     shard_size: int = 0
     threshold_kb: float = 64.0
     keep_whole: tuple[str, ...] = ()
+    reshard_after_forward: bool = True
     pipeline: int = 1
     schedule: str = ""
     stages: tuple[tuple[str, int], ...] = ()
@@ -125,6 +134,16 @@ class Techniques:
         if self.interleave == 1:
             return whole
         return copies if self.micro_batches == 1 else f"{whole} of {copies}"
+
+    @property
+    def parks(self) -> bool:
+        """Whether parameters live in the host's memory between their uses."""
+        return any(word.partition(":")[0] == PARAMETERS for word in self.offload)
+
+    def parks_parameter(self, *names: str) -> bool:
+        """Whether ``offload`` names a parameter, by its name in the model and those it is tied to."""
+        patterns = (word.partition(":")[2] for word in self.offload if word.startswith(f"{PARAMETERS}:"))
+        return PARAMETERS in self.offload or any(matches(p, name) for p in patterns for name in names)
 
     def fusion_group(self, *names: str) -> int:
         """The number of the fusion group of a parameter, by its name in the model and those it is tied to; -1 where
@@ -203,7 +222,7 @@ def techniques_from(given: Mapping[str, Any]) -> Techniques:
     ):
         if name in values:
             _whole_number(name, values[name], least, most)
-    for name in ("gradient_accumulation_shard", "recompute_communication", "slice_activation"):
+    for name in SWITCHES:
         if name in values and not isinstance(values[name], bool):
             raise PlanError(f"{name}={values[name]!r}", why="it is a switch", hint="True or False")
     if "schedule" in values:
@@ -211,20 +230,19 @@ def techniques_from(given: Mapping[str, Any]) -> Techniques:
     if "stages" in values:
         values["stages"] = _stages(values["stages"])
     if "threshold_kb" in values:
-        values["threshold_kb"] = _size(
-            "threshold_kb", values["threshold_kb"], "KiB; 0 splits every parameter"
-        )
+        values["threshold_kb"] = _threshold(values["threshold_kb"])
     if "keep_whole" in values:
         values["keep_whole"] = _names("keep_whole", values["keep_whole"])
     if "offload" in values:
         values["offload"] = _names("offload", values["offload"])
         for word in values["offload"]:
             name, colon, which = word.partition(":")
-            if colon and (name != ACTIVATIONS or not which):
+            if colon and (name not in (ACTIVATIONS, PARAMETERS) or not which):
                 raise PlanError(
                     f"offload={word!r}",
-                    why="only activations have a number of layers, or a pattern of modules, behind a colon",
-                    hint=f'offload="{ACTIVATIONS}:4"',
+                    why="a pattern of modules stands behind a colon, of activations and of parameters alone; of "
+                    "activations a number of layers too",
+                    hint=f'offload="{ACTIVATIONS}:4", or "{PARAMETERS}:blocks.*"',
                 )
             _one_of("offload", name, OFFLOAD)
     if "gradients" in values:
@@ -265,10 +283,13 @@ def _whole_number(name: str, value: Any, least: int, most: int | None) -> None:
         )
 
 
-def _size(name: str, value: Any, meaning: str) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 <= value < float("inf"):
-        raise PlanError(f"{name}={value!r}", why=f"it is a size in {meaning}", hint=f"{name}=64")
+def _threshold(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise PlanError(
+            f"threshold_kb={value!r}",
+            why="it is a size in KiB; 0 splits every parameter",
+            hint="threshold_kb=64",
+        )
     return float(value)
 
 
@@ -284,45 +305,51 @@ def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
         raise PlanError(
             f"{name}={value!r}",
             why="it may be " + ", ".join(repr(k) for k in known if k),
-            hint=did_you_mean(str(value), known),
+            hint=did_you_mean(str(value), [k for k in known if k]),
         )
 
 
 def _recompute(value: Any) -> str | float | tuple[tuple[str, str], ...]:
     if isinstance(value, Mapping | list | tuple):
-        pairs = tuple((str(k), v) for k, v in (value.items() if isinstance(value, Mapping) else value))
+        pairs = _pairs("recompute", value, 'recompute={"blocks.0-5": "full", "head": ""}')
         for _, policy in pairs:
             _one_of("recompute", policy, ("", *RECOMPUTE))
         return pairs
     if isinstance(value, str):
         _one_of("recompute", value, ("", *RECOMPUTE))
         return value
-    return _size("recompute", value, "bytes of kept activations")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise PlanError(
+            f"recompute={value!r}",
+            why="it is a policy, a policy for each module pattern, or bytes of kept activations that a rank may have",
+            hint='recompute="full", "selective", {"blocks.*": "full"} or 2e9',
+        )
+    return float(value)
+
+
+def _pairs(name: str, value: Any, hint: str) -> tuple[tuple[str, Any], ...]:
+    """What a mapping of module patterns says, or pairs that say the same."""
+    given = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(given, list | tuple) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in given
+    ):
+        raise PlanError(
+            f"{name}={value!r}",
+            why=f"it is a {type(value).__name__}; wishes are patterns of modules with a value each",
+            hint=hint,
+        )
+    return tuple((pattern, said) for pattern, said in given)
 
 
 def _stages(value: Any) -> tuple[tuple[str, int], ...]:
-    given = (
-        value.items()
-        if isinstance(value, Mapping)
-        else value
-        if isinstance(value, list | tuple)
-        else (value,)
-    )
-    pairs = tuple(given)
-    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-        raise PlanError(
-            f"stages={value!r}",
-            why=f"it is a {type(value).__name__}; wishes are patterns of modules with a stage each",
-            hint='stages={"blocks.0-5": 0}',
-        )
+    hint = 'stages={"blocks.0-5": 0}'
+    pairs = _pairs("stages", value, hint)
     for name, stage in pairs:
         if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
             raise PlanError(
-                f"stages={{{name!r}: {stage!r}}}",
-                why="a stage is a whole number from 0",
-                hint='stages={"blocks.0-5": 0}',
+                f"stages={{{name!r}: {stage!r}}}", why="a stage is a whole number from 0", hint=hint
             )
-    return tuple((str(name), stage) for name, stage in pairs)
+    return pairs
 
 
 def _fusion(value: Any) -> str | int | tuple[tuple[str, ...], ...]:
@@ -331,4 +358,10 @@ def _fusion(value: Any) -> str | int | tuple[tuple[str, ...], ...]:
     if isinstance(value, str):
         _one_of("fusion", value, ("auto",))
         return value
-    return int(_size("fusion", value, "bytes of a bucket; 0 is for none"))
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value % 1 != 0:
+        raise PlanError(
+            f"fusion={value!r}",
+            why="it is the size of a bucket in bytes (0: each tensor alone), or groups of module patterns",
+            hint='fusion=25_000_000, fusion="auto" or fusion=(("blocks.*",), ("head",))',
+        )
+    return int(value)

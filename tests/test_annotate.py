@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import meshwright as mw
-from meshwright.errors import StrategyError
+from meshwright.errors import PlanError, StrategyError
 
 LAYOUT = mw.Layout((2, 2, 2), ("dp", "sp", "mp"))
 
@@ -49,3 +51,26 @@ def test_annotations_do_nothing_on_one_device() -> None:
 def test_bad_strategies_are_refused_where_they_are_written(make, message: str) -> None:
     with pytest.raises(StrategyError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        (torch.nn.ModuleList([torch.nn.Linear(2, 2)]), "annotate each of the modules in it"),
+        (torch.nn.Linear, "annotate the module that it makes"),
+        (torch.nn.Linear(2, 2).weight, "that reads the tensor"),
+        ("blocks.0", "a module or a function"),
+        (None, "a module or a function"),
+    ],
+)
+def test_what_is_never_called_cannot_be_marked(target: Any, says: str) -> None:
+    for mark in (
+        mw.on_host,
+        mw.recompute,
+        lambda one: mw.stage(one, 0),
+        lambda one: mw.manual_split(one, (1, 1)),
+        lambda one: mw.shard(one, ((1, 2),)),
+    ):
+        with pytest.raises(PlanError, match="marks nothing") as caught:
+            mark(target)
+        assert says in caught.value.hint and "test_annotate.py" in caught.value.where

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import meshwright as mw
 from meshwright.cli.arguments import techniques_of
-from meshwright.errors import PlanError
+from meshwright.errors import PlanError, RunError
 from meshwright.examples import gpt, mlp
 from meshwright.techniques import NONE, matches, ranges, techniques_from
 
@@ -19,6 +20,15 @@ from meshwright.techniques import NONE, matches, ranges, techniques_from
         ({"optimizer_parallel": True}, "from 0 to 3"),
         ({"micro_batches": 0}, "at least 1"),
         ({"micro_batches": 2.0}, "at least 1"),
+        ({"micro_batches": "3"}, "at least 1"),
+        ({"micro_batches": [2]}, "at least 1"),
+        ({"interleave": 1.5}, "at least 1"),
+        ({"interleave": True}, "at least 1"),
+        ({"shard_size": -2}, "at least 0"),
+        ({"shard_size": "2"}, "at least 0"),
+        ({"gradient_accumulation_shard": "yes"}, "a switch"),
+        ({"recompute_communication": None}, "a switch"),
+        ({"reshard_after_forward": 0}, "a switch"),
         ({"interleave": -1}, "at least 1"),
         ({"threshold_kb": -1}, "KiB"),
         ({"threshold_kb": float("nan")}, "KiB"),
@@ -26,11 +36,32 @@ from meshwright.techniques import NONE, matches, ranges, techniques_from
         ({"slice_activation": 1}, "a switch"),
         ({"recompute": "ful"}, "did you mean 'full'"),
         ({"recompute": -2}, "bytes of kept activations"),
+        ({"recompute": True}, "bytes of kept activations"),
+        ({"recompute": None}, "bytes of kept activations"),
+        ({"recompute": float("inf")}, "bytes of kept activations"),
+        ({"recompute": ["full"]}, "patterns of modules"),
+        ({"recompute": {0: "full"}}, "patterns of modules"),
+        ({"recompute": {"blocks.*": True}}, "'full', 'selective'"),
         ({"recompute": {"blocks.*": "most"}}, "'full', 'selective'"),
         ({"offload": ("optimzer",)}, "did you mean 'optimizer'"),
+        ({"offload": True}, "a list of names"),
+        ({"offload": ("optimizer", 2)}, "a list of names"),
+        ({"offload": "optimizer:2"}, "behind a colon"),
+        ({"offload": "activations:"}, "behind a colon"),
+        ({"offload": "parameters:"}, "behind a colon"),
         ({"fusion": "automatic"}, "'auto'"),
-        ({"fusion": -1}, "bytes of a bucket"),
+        ({"fusion": -1}, "bucket in bytes"),
+        ({"fusion": 1.5}, "bucket in bytes"),
+        ({"fusion": True}, "bucket in bytes"),
+        ({"fusion": float("nan")}, "bucket in bytes"),
+        ({"fusion": (("a",), 3)}, "a list of names"),
+        ({"stages": 3}, "patterns of modules"),
+        ({"stages": ["a"]}, "patterns of modules"),
+        ({"stages": {"a": 1.0}}, "from 0"),
+        ({"pipeline": 0}, "at least 1"),
         ({"reduce_dtype": "float32"}, "'f32'"),
+        ({"reduce_dtype": "i32"}, "'f32'"),
+        ({"reduce_dtype": torch.bfloat16}, "'bf16'"),
         ({"gradients": "average"}, "'mean', 'sum'"),
     ],
 )
@@ -54,8 +85,20 @@ def test_what_is_asked_for_in_vain_is_noted():
     model, batch, loss = mlp.build()
     alone = mw.plan(model, batch, loss=loss, mesh=2, gradient_accumulation_shard=True)
     assert any("changes nothing" in note for note in alone.notes)
-    useful = mw.plan(model, batch, loss=loss, mesh=2, gradient_accumulation_shard=True, micro_batches=2)
+    whole = mw.plan(model, batch, loss=loss, mesh=2, gradient_accumulation_shard=True, micro_batches=2)
+    assert any("changes nothing without optimizer_parallel=2 or 3" in note for note in whole.notes)
+    parts = {"optimizer_parallel": 2, "threshold_kb": 0, "micro_batches": 2}
+    useful = mw.plan(model, batch, loss=loss, mesh=2, gradient_accumulation_shard=True, **parts)
     assert not any("changes nothing" in note for note in useful.notes)
+    kept = mw.plan(model, batch, loss=loss, mesh=2, recompute_communication=False)
+    assert any("recompute_communication=False changes nothing" in note for note in kept.notes)
+
+
+@pytest.mark.parametrize("size", [-1, "1MB", 2.5, True])
+def test_a_size_that_no_bucket_has_is_refused(size):
+    model, batch, loss = mlp.build()
+    with pytest.raises(RunError, match="bucket_bytes="):
+        mw.train_step(model, torch.optim.AdamW, batch, loss=loss, mesh=1, bucket_bytes=size)
 
 
 GIVEN = {

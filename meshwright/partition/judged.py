@@ -164,5 +164,6 @@ def claims_of(parts: Partition, cluster: Cluster, optimizer_states: int) -> dict
         "step_seconds": simulate(parts, cluster, optimizer_states).step_seconds,
         "peak_bytes": top.bytes,
         "peak_where": top.instant,
+        **({"host_bytes": top.host_bytes} if top.host_bytes else {}),
         "space": "strategies as given",
     }

@@ -119,6 +119,8 @@ def _marked(node: Node, resharded: Resharded, again: set[str], even: bool, plan:
     if talks and not (even and plan.techniques.recompute_communication):
         return node
     source = graph.producers.get(_root(node, graph))
+    if talks and source is None and not plan.techniques.reshard_after_forward:
+        return node
     mine = source is not None and (source.name in again or (readers and again.issuperset(readers)))
     return replace(node, kwargs=(("again", True),)) if mine and any(node.needs_grad) else node
 

@@ -21,7 +21,7 @@ from meshwright.partition.again import Keeps, can_be_made_again
 from meshwright.places import hosted_values, leaving_values, parked_parameters
 from meshwright.plan import Plan
 from meshwright.redistribute import Prices, Reshard, Step, reshard
-from meshwright.techniques import PARAMETERS, wire_dtype
+from meshwright.techniques import wire_dtype
 
 StepText = tuple[str, str, str, str]  # kind, axes joined by ".", layout before, layout after
 
@@ -119,10 +119,7 @@ class _Insertion:
         self.pairs: dict[str, Reshard] = {}
         self._parameters = {i.name for i in graph.input_of("parameter")}
         self.hosted: set[str] = set(hosted_values(graph, plan.hosts))
-        asked = plan.techniques
-        self.parked: frozenset[str] = frozenset()
-        if PARAMETERS in asked.offload:
-            self.parked = parked_parameters(graph, plan.hosts, 1024 * asked.threshold_kb)
+        self.parked = parked_parameters(graph, plan.hosts, plan.techniques)
         self.leaving = leaving_values(graph, plan.hosts, self.hosted)
         self._shared: dict[tuple[str, TensorLayout], str] = {}  # by the name it starts from
         self._hubs: dict[str, str] = {}

@@ -29,6 +29,8 @@ def claim_lines(claims: Mapping[str, Any]) -> list[tuple[str, str]]:
         add("step", show_seconds(claims["price_seconds"]), "if nothing overlaps")
     if claims.get("peak_bytes") is not None:
         add("peak memory", f"{show_bytes(claims['peak_bytes'])} a rank", str(claims.get("peak_where") or ""))
+    if claims.get("host_bytes"):
+        add("host memory", f"{show_bytes(claims['host_bytes'])} a rank")
     if claims.get("bound_seconds") is not None:
         found = claims.get("gaps")
         sums = isinstance(found, Mapping) and not {"step", "joint"} & set(found)  # of prices, not of steps

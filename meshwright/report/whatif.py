@@ -114,7 +114,9 @@ def _dim(new: Dim, old: Dim, mesh: Mesh, where: str) -> Dim:
 
 # ---------------------------------------------------------------- other techniques
 
-STORAGE = frozenset(("optimizer_parallel", "shard_size", "threshold_kb", "keep_whole"))
+STORAGE = frozenset(
+    ("optimizer_parallel", "shard_size", "threshold_kb", "keep_whole", "reshard_after_forward")
+)
 KEEPING = frozenset(("recompute", "slice_activation", "offload"))
 
 

@@ -87,7 +87,7 @@ def without_gradients(asked: Techniques) -> Techniques:
         stages=asked.stages,
         micro_batches=asked.micro_batches * asked.interleave if asked.pipeline > 1 else 1,
         fusion=asked.fusion,
-        offload=tuple(word for word in asked.offload if word == PARAMETERS),
+        offload=tuple(word for word in asked.offload if word.partition(":")[0] == PARAMETERS),
     )
 
 

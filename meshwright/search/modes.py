@@ -185,14 +185,18 @@ def _check_sizes(graph: Graph) -> None:
 
 
 def over_limit(plan: Plan, request: Request) -> tuple[str, ...]:
-    """What a reader must know of a plan whose claimed peak is over the limit."""
+    """What a reader must know of a plan whose claimed peak, or what it has on the host, is over the limit."""
+    notes: list[str] = []
     peak, limit = plan.claims.get("peak_bytes"), request.memory_bytes
-    if not peak or not limit or peak <= limit:
-        return ()
-    return (
-        f"does not fit: {show_bytes(peak)} on a rank, of {show_bytes(limit)}; "
-        f'mode="{plan.mode}" searches nothing that would, mode="auto" does',
-    )
+    if peak and limit and peak > limit:
+        notes.append(
+            f"does not fit: {show_bytes(peak)} on a rank, of {show_bytes(limit)}; "
+            f'mode="{plan.mode}" searches nothing that would, mode="auto" does'
+        )
+    held, room = plan.claims.get("host_bytes"), request.cluster.host_memory_bytes
+    if held and room and held > room:  # 0 where the cluster's file does not say
+        notes.append(f"does not fit: {show_bytes(held)} of a rank on its host, of {show_bytes(room)}")
+    return tuple(notes)
 
 
 def _rough(request: Request) -> tuple[str, ...]:

@@ -288,6 +288,7 @@ def _judged(verdict: Verdict) -> dict[str, Any]:
         "step_seconds": verdict.step_seconds,
         "peak_bytes": verdict.peak_bytes,
         "peak_where": verdict.instant,
+        **({"host_bytes": verdict.host_bytes} if verdict.host_bytes else {}),
     }
 
 

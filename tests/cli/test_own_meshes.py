@@ -90,17 +90,9 @@ def test_an_operator_has_the_price_of_the_mesh_on_which_it_runs(folder: Path, ve
     ("what", "options"),
     [
         ("micro_batches=2,schedule=gpipe", {"micro_batches": 2, "schedule": "gpipe"}),
-        pytest.param(
-            "optimizer_parallel=1,threshold_kb=0",
-            {"optimizer_parallel": 1, "threshold_kb": 0},
-            marks=pytest.mark.slow,
-        ),
+        ("optimizer_parallel=1,threshold_kb=0", {"optimizer_parallel": 1, "threshold_kb": 0}),
         ("recompute=full", {"recompute": "full"}),
-        pytest.param(
-            "pipeline=4,schedule=interleaved",
-            {"pipeline": 4, "schedule": "interleaved"},
-            marks=pytest.mark.slow,
-        ),
+        ("pipeline=4,schedule=interleaved", {"pipeline": 4, "schedule": "interleaved"}),
         ("batch=16", {"batch": 16}),
     ],
 )

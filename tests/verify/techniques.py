@@ -100,6 +100,7 @@ ALONE = {
     "states in parts": Row(TWO, level(1)),
     "gradients in parts": Row(THREE, level(2)),
     "weights in parts": Row(BOTH, level(3)),
+    "weights kept until backward": Row(TWO, level(3, reshard_after_forward=False)),
     "two of four": Row(FOUR, level(3, shard_size=2), only=True),
     "biases whole": Row(TWO, level(2, keep_whole=lambda said: (said.whole,))),
     "micro-batches": Row(THREE, {"micro_batches": 3}),
@@ -119,6 +120,9 @@ ALONE = {
     "slices": Row(BOTH, {"recompute": "full", "slice_activation": True}),
     "activations on the host": Row(THREE, {"offload": ("activations",)}),
     "weights on the host": Row(BOTH, {"offload": ("parameters",), "threshold_kb": 0}),
+    "weights of a module on the host": Row(
+        TWO, {"offload": lambda said: (f"parameters:{said.hosted}",), "threshold_kb": 0}
+    ),
     "two dims of a weight": Row(BOTH, twice=True, only=True),
     "sums": Row(THREE, {"gradients": "sum"}),
     "sums in bf16": Row(TWO, {"reduce_dtype": "bf16"}),
@@ -135,6 +139,9 @@ TOGETHER = {
     ),
     "sums in parts, scaled, of unequal micro-batches": Row(
         THREE, level(3, micro_batches=2, gradient_accumulation_shard=True, gradients="sum")
+    ),
+    "weights kept until backward, layers again": Row(
+        BOTH, level(3, reshard_after_forward=False, recompute="full")
     ),
     "in turns, micro-batches": Row(BOTH, {"interleave": 2, "micro_batches": 2}),
     "in turns, weights in parts": Row(BOTH, level(3, interleave=2)),

@@ -208,11 +208,9 @@ def far_apart(ranks: int) -> Cluster:
     ("name", "meshes", "options"),
     [
         ("gpt", (TWO, CUT), {}),
-        pytest.param(
-            "gpt", (CUT, CUT), {"schedule": "zero_bubble", "micro_batches": 3}, marks=pytest.mark.slow
-        ),
+        ("gpt", (CUT, CUT), {"schedule": "zero_bubble", "micro_batches": 3}),
         ("llama", (FOUR, MIXED), {"micro_batches": 1, "optimizer_parallel": 2, "threshold_kb": 0}),
-        pytest.param("gpt", (TWO, CUT), {"recompute": "full"}, marks=pytest.mark.slow),
+        ("gpt", (TWO, CUT), {"recompute": "full"}),
     ],
 )
 def test_what_ranks_pass_on_to_one_another_crosses_once(

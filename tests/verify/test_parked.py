@@ -204,6 +204,17 @@ def test_the_plan_says_it() -> None:
     assert "again in backward to_device" in text
 
 
+def test_a_pattern_parks_what_it_names() -> None:
+    plan, parts = planned("deep", {"dp": 2}, offload="parameters:blocks.1", threshold_kb=0)
+    targets = {i.name: i.target for i in parts.resharded.graph.inputs}
+    away = {targets[name] for name in parts.resharded.parked}
+    assert away and all(target.startswith("blocks.1.") for target in away)
+    assert not any("stay" in note for note in plan.notes)
+    with pytest.raises(PlanError, match="matches 'blokcs") as caught:
+        planned("deep", {"dp": 2}, offload="parameters:blokcs.1")
+    assert "blocks.1" in caught.value.hint
+
+
 @pytest.mark.parametrize("level", (1, 2))
 def test_weights_that_are_whole_after_an_update_cannot_be_parked(level: int) -> None:
     with pytest.raises(PlanError, match="beside offload") as caught:

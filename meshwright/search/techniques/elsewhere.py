@@ -8,7 +8,7 @@ from meshwright.graph import Graph
 from meshwright.places import parked_parameters
 from meshwright.search.space.memory import HERE, Elsewhere
 from meshwright.search.techniques.layers import layers_of
-from meshwright.techniques import ACTIVATIONS, PARAMETERS, Techniques
+from meshwright.techniques import ACTIVATIONS, Techniques
 
 
 def elsewhere(
@@ -16,8 +16,7 @@ def elsewhere(
 ) -> Elsewhere:
     """What is not where it lies. `times`: how many operators of the model one of the graph stands for."""
     words = [word for word in asked.offload if word.partition(":")[0] == ACTIVATIONS]
-    parks = PARAMETERS in asked.offload
-    if not (words or parks or asked.slice_activation):
+    if not (words or asked.parks or asked.slice_activation):
         return HERE
     stay: dict[str, int] = {}
     if words == [ACTIVATIONS]:
@@ -28,7 +27,7 @@ def elsewhere(
         stay |= {n.name: 1 for n in (last.nodes if last else ()) if times(n.name) > 1}
     elif words:  # of layers that are named: all of it may go
         stay = dict.fromkeys((n.name for n in graph.nodes), 0)
-    parked = parked_parameters(graph, hosts, 1024 * asked.threshold_kb) if parks else frozenset[str]()
+    parked = parked_parameters(graph, hosts, asked)
     return Elsewhere(asked.slice_activation, stay, parked, "optimizer" in asked.offload)
 
 

@@ -11,9 +11,14 @@ from meshwright.plan import Plan
 
 def micro_batches(graph: Graph, plan: Plan) -> Plan:
     """The plan with a note that names what is inexact, or what was asked for in vain."""
-    count = plan.techniques.pieces
-    if count == 1 and plan.techniques.gradient_accumulation_shard:
-        plan = plan.with_notes("gradient_accumulation_shard changes nothing without micro_batches")
+    count, asked = plan.techniques.pieces, plan.techniques
+    if asked.gradient_accumulation_shard:
+        split = asked.optimizer_parallel >= 2 or any(e.name in plan.hubs for e in graph.input_of("parameter"))
+        needed = "micro_batches" if count == 1 else "" if split else "optimizer_parallel=2 or 3"
+        if needed:
+            plan = plan.with_notes(f"gradient_accumulation_shard changes nothing without {needed}")
+    if not asked.recompute_communication and "again" not in plan.keeps.values():
+        plan = plan.with_notes("recompute_communication=False changes nothing: nothing is computed again")
     found = by_micro_batch(graph, factors_of(graph)) if count > 1 else []
     if not found:
         return plan

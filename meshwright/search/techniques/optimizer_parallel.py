@@ -26,11 +26,17 @@ SHOWN = 3  # names in a note
 def optimizer_parallel(graph: Graph, plan: Plan) -> Plan:
     """The plan with what `optimizer_parallel` asks for. Raises PlanError for a size or a pattern that fits nothing."""
     asked = plan.techniques
-    if PARAMETERS in asked.offload and asked.optimizer_parallel in (1, 2):
+    if asked.parks and asked.optimizer_parallel in (1, 2):
         raise PlanError(
             f'optimizer_parallel={asked.optimizer_parallel} beside offload="{PARAMETERS}"',
             why="weights that are updated in parts are whole on every device after it, not on the host",
             hint="optimizer_parallel=3: parts of weights live on the host",
+        )
+    if not asked.reshard_after_forward and asked.optimizer_parallel != 3:
+        raise PlanError(
+            f"reshard_after_forward=False with optimizer_parallel={asked.optimizer_parallel}",
+            why="only at level 3 are weights gathered forward, to be kept until backward or gathered again",
+            hint="optimizer_parallel=3",
         )
     if not asked.optimizer_parallel:
         _nothing_else_asked(plan)
@@ -78,9 +84,10 @@ def _use(plan: Plan, name: str) -> TensorLayout:
 
 
 def _stored(plan: Plan, found: Mapping[str, TensorLayout]) -> Plan:
-    """Weights stored split, used as before, gathered again in backward."""
+    """Weights stored split, used as before, gathered again in backward or kept until then."""
     hubs = {**plan.hubs, **{n: plan.hubs[n] if _sums(plan, n) else _use(plan, n) for n in found}}
-    return replace(plan, inputs={**plan.inputs, **found}, hubs=hubs, again=plan.again | set(found))
+    again = plan.again | set(found) if plan.techniques.reshard_after_forward else plan.again - set(found)
+    return replace(plan, inputs={**plan.inputs, **found}, hubs=hubs, again=again)
 
 
 def _updated(plan: Plan, found: Mapping[str, TensorLayout]) -> Plan:
@@ -138,7 +145,7 @@ def _check_size(ranks: int, uses: Iterable[TensorLayout], mesh: Mesh) -> None:
 def _nothing_else_asked(plan: Plan) -> None:
     asked = plan.techniques.asked()
     for name in ("shard_size", "threshold_kb", "keep_whole"):
-        if name in asked and (name != "threshold_kb" or PARAMETERS not in plan.techniques.offload):
+        if name in asked and (name != "threshold_kb" or not plan.techniques.parks):
             raise PlanError(
                 f"{name}={asked[name]!r} without optimizer_parallel",
                 why="it says which parameters optimizer parallel splits, and over how many ranks",

@@ -21,7 +21,7 @@ from meshwright.places import parked_parameters
 from meshwright.plan import Plan
 from meshwright.redistribute.storage import repeated_axes
 from meshwright.search.techniques.layers import SHARING, layers_of, matched_layers, root_of
-from meshwright.techniques import ACTIVATIONS, PARAMETERS
+from meshwright.techniques import ACTIVATIONS, PARAMETERS, matches
 
 LEAST_BYTES = 1024  # of a whole value; a smaller one costs more to move than it is worth
 AGAIN, SLICE, HOST = "again", "slice", "host"
@@ -52,10 +52,20 @@ def stashes(graph: Graph, plan: Plan) -> Plan:
 def _parked_notes(graph: Graph, plan: Plan) -> list[str]:
     """Which parameters stay on the device though the host is asked to have them."""
     asked = plan.techniques
-    if PARAMETERS not in asked.offload:
+    if not asked.parks:
         return []
-    away = parked_parameters(graph, plan.hosts, 1024 * asked.threshold_kb)
-    small = [e for e in graph.input_of("parameter") if graph.consumers[e.name] and e.name not in away]
+    entries = [e for e in graph.input_of("parameter") if graph.consumers[e.name]]
+    for pattern in (w.partition(":")[2] for w in asked.offload if w.startswith(f"{PARAMETERS}:")):
+        if not any(matches(pattern, name) for e in entries for name in (e.target, *e.ties)):
+            parts = [name.split(".") for e in entries for name in (e.target, *e.ties)]
+            known = sorted({".".join(p[:n]) for p in parts for n in range(1, len(p) + 1)})
+            raise PlanError(
+                f"no parameter of the model matches {pattern!r} of offload",
+                why=f"{len(entries)} parameters are read; a pattern names them, or modules",
+                hint=did_you_mean(pattern, known),
+            )
+    away = parked_parameters(graph, plan.hosts, asked)
+    small = [e for e in entries if e.name not in away and asked.parks_parameter(e.target, *e.ties)]
     if not small:
         return []
     names = ", ".join(e.target for e in small[:3]) + (f" and {len(small) - 3} more" if len(small) > 3 else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,6 +135,21 @@ def test_each_open_technique_is_explained() -> None:
     ]
     assert any("next best" in note for note in said)
     assert any("fit" in note for note in said)
+
+
+@pytest.mark.parametrize("share", [0.45, 0.3, 0.25])
+def test_nothing_that_was_simulated_is_quicker(share: float) -> None:
+    said = [note for note in tight(share).notes if "next best" in note]
+    assert said and not any(" at -" in note for note in said), said
+
+
+def test_what_the_host_has_no_room_for_is_said() -> None:
+    net, batch, loss = built("wide mlp")
+    on = replace(cluster("gpu", "2"), host_memory_bytes=1e5)
+    plan = mw.plan(net, batch, loss=loss, cluster=on, mode="data_parallel", offload="optimizer")
+    moments = 2 * sum(p.nbytes for p in net.parameters())
+    assert plan.claims["host_bytes"] >= moments > on.host_memory_bytes
+    assert any("of a rank on its host" in note for note in plan.notes)
 
 
 def test_micro_batches_that_would_be_inexact_are_not_chosen() -> None:
