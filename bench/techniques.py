@@ -1,10 +1,13 @@
 """What each technique costs and saves: a step with it beside the step without, on real ranks, and what was predicted.
 
-    python -m bench techniques [--markdown] [--rounds N] [--only NAME]
+    python -m bench techniques [--markdown] [--rounds N] [--only TEXT …] [--memory]
 
 All steps of a model run in turn, in one job; the ratio of times is taken within a round, the slowest rank counts. Bytes
 are the most that live at once on rank 0, by the allocator's own events (`bench/memory.py`), held against the peak that
-the planner predicts for the same program.
+the planner predicts for the same program. Here the host's memory is the device's; `apart` is the peak that is predicted
+for the device where it is not.
+
+Each row is printed as soon as its bytes are known. `--memory` leaves out the times: bytes are the same at any load.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -25,7 +29,8 @@ import meshwright as mw
 from bench.memory import peak_bytes
 from bench.ranks import on_ranks
 from bench.steps import Case, Step, adamw, cycled, timed
-from meshwright.partition.judged import peak_on
+from meshwright.partition.memory import peak
+from meshwright.partition.peaks import optimizer_on
 
 RANKS = 2
 WARM_UP = 2
@@ -64,12 +69,14 @@ def rows() -> list[Row]:
         {"micro_batches": 4},
         {"recompute": "full"},
         {"recompute": "selective"},
+        {"recompute": 30e6},
         {"fusion": 0},
         {"fusion": 1 << 20},
         {"offload": ("optimizer",)},
         {"offload": ("activations",)},
         {"offload": ("activations",), "recompute": "full"},
         {"offload": ("parameters", "optimizer")},
+        {"offload": ("parameters", "activations", "optimizer"), "recompute": "full"},
         {"reduce_dtype": "bf16"},
         {"interleave": 2},
         {"optimizer_parallel": 3, "recompute": "full", "micro_batches": 2},
@@ -80,74 +87,112 @@ def rows() -> list[Row]:
         {"interleave": 2},
         {"recompute": "full"},
         {"recompute": "full", "recompute_communication": False},
+        {"slice_activation": True},
+        {"recompute": "selective"},
+        {"recompute": "selective", "slice_activation": True},
         {"recompute": "full", "slice_activation": True},
+        {"recompute": "full", "slice_activation": True, "offload": ("activations",)},
+        {"optimizer_parallel": 3, "recompute": "full", "interleave": 2},
     ]
     return [Row("GPT", "dp", o) for o in alone] + [Row("Llama", "tp", o) for o in across]
 
 
 @dataclass(frozen=True)
 class Found:
-    """Seconds of each round, measured and predicted bytes of one row; why there are none, where it cannot be built."""
+    """Seconds of each round, measured and predicted bytes of one row; `apart`: those of the device where the host has a
+    memory of its own. `failed`: why there are none, where it cannot be built."""
 
     row: str
     model: str
     seconds: list[float]
-    measured_bytes: int
-    predicted_bytes: int
+    measured_bytes: int = 0
+    predicted_bytes: int = 0
+    apart_bytes: int = 0
     failed: str = ""
 
 
-def measure(wanted: list[Row], rounds: int, threads: int) -> list[Found]:
-    """All rows, in one job."""
+def measure(wanted: list[Row], rounds: int, threads: int, markdown: bool) -> list[Found]:
+    """All rows, in one job; none is timed in 0 rounds."""
     plain = [dataclasses.asdict(row) for row in wanted]
-    return [Found(**f) for f in on_ranks(RANKS, threads, _measure, plain, rounds)]
+    return [Found(**f) for f in on_ranks(RANKS, threads, _measure, plain, rounds, markdown)]
 
 
-def _measure(plain: list[dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
+def _measure(plain: list[dict[str, Any]], rounds: int, markdown: bool) -> list[dict[str, Any]]:
     found: list[Found] = []
     wanted = [Row(**row) for row in plain]
     for name in dict.fromkeys(row.model for row in wanted):
         here = [row for row in wanted if row.model == name]
-        steps: dict[int, Step] = {}
-        failed: dict[int, str] = {}
+        seconds, failed = _timed(here, rounds) if rounds else ({}, {})
         for number, row in enumerate(here):
-            try:
-                steps[number] = _built(row)[0]
-            except (
-                mw.MeshwrightError
-            ) as error:  # refused alike on every rank, before any of them communicates
-                failed[number] = str(error).partition("\n")[0]
-        seconds: dict[int, list[float]] = {n: [] for n in steps}
-        for _ in range(WARM_UP):
-            for step in steps.values():
-                step()
-        for number in range(rounds):
-            for n in sorted(steps, reverse=bool(number % 2)):
-                seconds[n].append(timed(steps[n]))
-        steps.clear()
-        for number, row in enumerate(here):
-            if number in failed:
-                found.append(Found(str(row), row.model, [], 0, 0, failed[number]))
-                continue
-            predicted = _built(row)[1]
-            measured = peak_bytes(lambda row=row: _built(row)[0], steps=3)
-            found.append(Found(str(row), row.model, seconds[number], measured, predicted))
+            if number not in failed:
+                found.append(_weighed(row, seconds.get(number, [])))
+            else:
+                found.append(Found(str(row), row.model, [], failed=failed[number]))
+            if dist.get_rank() == 0:  # who ends it early has the rows until then
+                print(_text(cells(found)[-1], markdown), flush=True)
     return [dataclasses.asdict(f) for f in found]
 
 
-def _built(row: Row) -> tuple[Step, int]:
-    """The step, and the peak that is predicted for it."""
+def _timed(rows: list[Row], rounds: int) -> tuple[dict[int, list[float]], dict[int, str]]:
+    """Seconds of each round of some rows, by their number, and why others cannot be built."""
+    steps: dict[int, Step] = {}
+    failed: dict[int, str] = {}
+    for number, row in enumerate(rows):
+        try:
+            steps[number] = _built(row)[0]
+        except mw.MeshwrightError as error:  # refused alike on every rank, before any of them communicates
+            failed[number] = str(error).partition("\n")[0]
+    seconds: dict[int, list[float]] = {n: [] for n in steps}
+    for _ in range(WARM_UP):
+        for step in steps.values():
+            step()
+    for number in range(rounds):
+        for n in sorted(steps, reverse=bool(number % 2)):
+            seconds[n].append(timed(steps[n]))
+    return seconds, failed
+
+
+def _weighed(row: Row, seconds: list[float]) -> Found:
+    predicted: list[int] = []
+
+    def make() -> Step:
+        step, *peaks = _built(row)
+        predicted.extend(peaks)
+        return step
+
+    try:
+        measured = peak_bytes(make, steps=3)
+    except mw.MeshwrightError as error:
+        return Found(str(row), row.model, [], failed=str(error).partition("\n")[0])
+    return Found(str(row), row.model, seconds, measured, *predicted)
+
+
+def _built(row: Row) -> tuple[Step, int, int]:
+    """The step, and the peak that is predicted for it; and that of the device where the host has a memory of its
+    own."""
     model, batches, loss = CASES[row.model].build()
     how = {"dp": DP, "tp": TP}[row.base]
     step = mw.train_step(model, adamw, batches[0], loss=loss, **how, **row.options)
-    predicted = peak_on(step.parts, mw.Cluster.local(RANKS), 2).bytes
-    return cycled(step, batches), predicted
+    here, apart = (
+        peak(step.parts, optimizer=optimizer_on("cpu", 2), apart=way).bytes for way in (None, True)
+    )
+    return cycled(step, batches), here, apart
 
 
 # ---------------------------------------------------------------- the table
 
 
-HEADINGS = ("model", "technique", "time", "quartiles", "measured MiB", "of plain", "predicted", "error")
+HEADINGS = (
+    "model",
+    "technique",
+    "time",
+    "quartiles",
+    "measured MiB",
+    "of plain",
+    "predicted",
+    "error",
+    "apart",
+)
 
 
 def cells(found: list[Found]) -> list[tuple[str, ...]]:
@@ -160,21 +205,26 @@ def cells(found: list[Found]) -> list[tuple[str, ...]]:
             continue
         base = plain.setdefault(one.model, one)
         ratios = [a / b for a, b in zip(one.seconds, base.seconds, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios * 3)[:3]
+        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios or [0.0]) * 3
         error = one.predicted_bytes / one.measured_bytes - 1
         lines.append(
             (
                 one.model,
                 one.row,
-                f"{middle:.2f}×",
-                f"{low:.2f}–{high:.2f}",
+                f"{middle:.2f}×" if ratios else "",
+                f"{low:.2f}–{high:.2f}" if ratios else "",
                 f"{one.measured_bytes / 2**20:.1f}",
                 f"{one.measured_bytes / base.measured_bytes:.2f}×",
                 f"{one.predicted_bytes / 2**20:.1f}",
                 f"{100 * error:+.1f} %",
+                f"{one.apart_bytes / 2**20:.1f}" if "offload" in one.row else "",
             )
         )
     return lines
+
+
+def _text(line: tuple[str, ...], markdown: bool) -> str:
+    return "| " + " | ".join(line) + " |" if markdown else "   ".join(filter(None, line))
 
 
 def main(arguments: list[str]) -> None:
@@ -185,21 +235,24 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--only", default="", help="rows whose text has this, and the plain ones")
+    parser.add_argument("--only", nargs="*", default=[""], help="rows with one of these, and the plain ones")
+    parser.add_argument("--memory", action="store_true", help="bytes alone")
     parser.add_argument("--json", type=Path, help="also write what was measured to this file")
     options = parser.parse_args(arguments)
-    wanted = [row for row in rows() if not row.options or options.only in str(row)]
-    found = measure(wanted, options.rounds, options.threads)
+    wanted = [
+        row for row in rows() if not row.options or any(text in f"{row.model} {row}" for text in options.only)
+    ]
+    models = {row.model for row in wanted if row.options}
+    wanted = [row for row in wanted if row.model in models]
+    if options.markdown:
+        print(_text(HEADINGS, markdown=True))
+        print("|" + "---|" * len(HEADINGS), flush=True)
+    found = measure(wanted, 0 if options.memory else options.rounds, options.threads, options.markdown)
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(f) for f in found], indent=1))
-    lines = cells(found)
     if options.markdown:
-        print("| " + " | ".join(HEADINGS) + " |")
-        print("|" + "---|" * len(HEADINGS))
-        for line in lines:
-            print("| " + " | ".join(line) + " |")
         return
     shown = Table(*HEADINGS, box=box.SIMPLE_HEAD, title="Techniques on 2 gloo ranks", title_justify="left")
-    for line in lines:
+    for line in cells(found):
         shown.add_row(*line)
-    Console(width=130, highlight=False).print(shown)
+    Console(width=140, highlight=False).print(shown)
