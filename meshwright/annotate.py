@@ -328,7 +328,7 @@ def _name_of(target: Any) -> str:
 
 
 def _check_target(target: Any, name: str) -> None:
-    """Raise PlanError for what is never called: a mark at it would be lost in silence."""
+    """Raise StrategyError for what is never called: a mark at it would be lost in silence."""
     why = hint = ""
     if isinstance(target, torch.nn.ModuleList | torch.nn.ModuleDict):
         why = f"a {type(target).__name__} only holds modules, it is never called itself"
@@ -342,7 +342,7 @@ def _check_target(target: Any, name: str) -> None:
         if isinstance(target, torch.Tensor):
             hint = "the module, or the function, that reads the tensor"
     if why:
-        raise PlanError(f"{name} marks nothing", why=why, where=_caller(), hint=hint)
+        raise StrategyError(f"{name} marks nothing", why=why, where=_caller(), hint=hint)
 
 
 def _marking() -> bool:

@@ -88,7 +88,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a number for a job": (lambda: mw.launch(3), LaunchError, "the job is a int"),  # type: ignore[arg-type]
     "no path of a plan": (lambda: mw.Plan.load(None), PlanError, "the plan file 'None'"),  # type: ignore[arg-type]
     "no path to read": (lambda: mw.CheckpointReader(None), CheckpointError, "the path of a checkpoint is None"),  # type: ignore[arg-type]
-    "nothing to put into a stage": (lambda: mw.stage(None, 0), StrategyError, "neither a module nor a function"),
+    "nothing to put into a stage": (lambda: mw.stage(None, 0), PlanError, "is given None"),
 }  # fmt: skip
 
 

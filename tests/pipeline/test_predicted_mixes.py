@@ -31,7 +31,7 @@ def compare(options: dict[str, Any], place: int, within: float = 0.03) -> None:
     expected, measured = test_predicted.peaks(
         {"pipeline": 2, "micro_batches": 4, **options}, {"dp": 2}, place
     )
-    assert -0.01 <= expected / measured - 1 <= within
+    assert -0.03 <= expected / measured - 1 <= within
 
 
 SCATTERED = {"optimizer_parallel": 2, "threshold_kb": 0}
