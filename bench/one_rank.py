@@ -23,7 +23,7 @@ import torch
 
 from bench.joint import ROWS, Row
 from bench.memory import peak_bytes
-from bench.models import CONFIGS, built_from, opened
+from bench.models import CACHE, CONFIGS, built_from, opened
 from meshwright.capture import Captured
 from meshwright.capture.batch import leaves
 from meshwright.compile import captured_of, lower, plan_captured, request_for
@@ -239,7 +239,7 @@ def plan_and_run(row: Row, share: int, short: int, rank: int) -> bool:
     for what, text in (*claim_lines(plan.claims), ("techniques", str(plan.techniques))):
         print(f"{what:13} {text}")
     model, batch, loss = built_from(narrow(CONFIGS[row.model], share), row.batch, short)
-    captured = captured_of(model, batch, loss)
+    captured = captured_of(model, batch, loss, CACHE)
     parts = lower(captured, resized(plan, wide.graph, captured.graph))
     ran = run(parts, captured, batch, rank)
     print(f"\nrank {rank:,}, 1/{share} of the width, {short} tokens")

@@ -30,6 +30,7 @@ from meshwright.partition.weighed import weighed
 from meshwright.pipeline.chosen import may_have_stages, with_stages
 from meshwright.pipeline.levels import along, mesh_over, part_of, taken_of, within_stage
 from meshwright.pipeline.meshes import Meshes, check_chunks, meshes, own_meshes
+from meshwright.pipeline.order import in_flight
 from meshwright.pipeline.own import check_own, check_pins, pins_on
 from meshwright.pipeline.parse import is_own, parse
 from meshwright.pipeline.planned import check_alone, check_axis, in_one_stage, staged
@@ -251,7 +252,8 @@ def _plan_staged(
         # The search sees the whole model on the ranks of one stage, so as many times the memory.
         limit = None if request.memory_bytes is None else places * request.memory_bytes
         cluster = within_stage(request.cluster, taken_of(request.cluster, world))
-        inside = replace(request, cluster=cluster, memory_bytes=limit, places=places)
+        held = max(in_flight(techniques, places))
+        inside = replace(request, cluster=cluster, memory_bytes=limit, places=places, in_flight=held)
     made = plan_captured(captured, world.stage, mode, pins, inside, in_one_stage(techniques))
     return _in_stages(captured, made, world, request, techniques)
 
@@ -275,7 +277,10 @@ def _plan_own(
             share = world.world.size / mesh.size  # the search sees the whole model on the ranks of one place
             limit = None if request.memory_bytes is None else share * request.memory_bytes
             cluster = part_of(request.cluster, world, place)
-            inside = replace(request, cluster=cluster, memory_bytes=limit, places=world.places)
+            held = max(in_flight(techniques, world.places))
+            inside = replace(
+                request, cluster=cluster, memory_bytes=limit, places=world.places, in_flight=held
+            )
             key = (mesh, str([level.size for level in cluster.levels]))
         if key not in known:
             there = pins_on(mesh, world.own, pins)

@@ -18,6 +18,22 @@ def by_micro_batch(graph: Graph, factors: Factors) -> list[Node]:
     return [node for node in graph.nodes if node.name in factors.sites and _reduces(node, factors)]
 
 
+def by_whole_batch(graph: Graph, factors: Factors) -> list[Node]:
+    """The operators that need a value of the whole batch at once, as the sort of all tokens by their expert does: no
+    micro-batch can run them."""
+    parts = set[str]()  # values of which a micro-batch has a part
+    found: list[Node] = []
+    for node in graph.nodes:
+        site = factors.sites[node.name]
+        letter = next((letter for letter, _ in batch_units(site, factors)), None)
+        if letter is not None:
+            given = zip(node.values, site.rule.gives, strict=True)
+            parts.update(value for value, letters in given if letter in letters)
+        elif not parts.isdisjoint(node.uses):
+            found.append(node)
+    return found
+
+
 def _reduces(node: Node, factors: Factors) -> bool:
     site = factors.sites[node.name]
     if not any(letter in site.rule.inside for letter, _ in batch_units(site, factors)):

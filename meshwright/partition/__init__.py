@@ -8,6 +8,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from meshwright.errors import LayoutError
 from meshwright.graph import RESHARD, START, TO_DEVICE, TO_HOST, Graph, Node
 from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
@@ -20,7 +21,7 @@ from meshwright.partition.overlap import Flight, flights, overlapped, stored_in
 from meshwright.partition.reshards import Resharded, insert_reshards
 from meshwright.partition.stages import Places, Stage, cut_stages, flights_within, places
 from meshwright.partition.stashes import Stash
-from meshwright.partition.time import check_in_time, in_time
+from meshwright.partition.time import check_in_time, in_time, not_in_time
 from meshwright.plan import Plan
 from meshwright.redistribute import TWO_CORE_GLOO, Prices
 
@@ -152,7 +153,10 @@ def partition(
 def _one(graph: Graph, factors: Factors, plan: Plan, prices: Prices | None, keeps: Keeps | None) -> Partition:
     """On one mesh."""
     timed = in_time(graph, factors, plan)
-    resharded = insert_reshards(graph, factors, timed, prices or plan.prices or TWO_CORE_GLOO, keeps)
+    try:
+        resharded = insert_reshards(graph, factors, timed, prices or plan.prices or TWO_CORE_GLOO, keeps)
+    except LayoutError as error:
+        raise error if timed is plan else not_in_time(error, plan) from error
     if timed is not plan:
         check_in_time(graph, resharded, timed)
     kept = with_keeps(resharded, factors, timed)

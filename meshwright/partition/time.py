@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
-from meshwright.errors import PlanError
+from meshwright.errors import LayoutError, PlanError
 from meshwright.graph import RESHARD, Graph, Input, Node
 from meshwright.layout import Dim, Item, SubDim, TensorLayout, dim_axes, map_leaves
 from meshwright.mesh import Mesh
@@ -231,6 +231,16 @@ def check_in_time(graph: Graph, resharded: Resharded, plan: Plan) -> None:
             raise _refusal(resharded.graph, node, plan)
 
 
+def not_in_time(error: LayoutError, plan: Plan) -> PlanError:
+    """What to say where no collective leads from what a micro-batch has to what an operator asks for."""
+    return PlanError(
+        f"the model needs some value of the whole batch at once, which {plan.techniques.pieces_told} do not have",
+        why=error.what,
+        where=error.where,
+        hint=", ".join(_wholes(plan.techniques)),
+    )
+
+
 def _adds_up(made: Mapping[str, TensorLayout], node: Node, time: set[str]) -> bool:
     """Whether a reshard does nothing in time but add up terms."""
     have, want = made[node.uses[0]], made[node.name]
@@ -257,4 +267,4 @@ def _refusal(graph: Graph, reshard: Node, plan: Plan) -> PlanError:
     )
 
 
-__all__ = ["check_in_time", "early_values", "in_time"]
+__all__ = ["check_in_time", "early_values", "in_time", "not_in_time"]

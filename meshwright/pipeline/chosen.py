@@ -12,12 +12,12 @@ from meshwright.errors import PlanError
 from meshwright.graph import Graph
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.batch import by_micro_batch
-from meshwright.pipeline.bounds import Bounds
+from meshwright.pipeline.bounds import SOLVES, Bounds
 from meshwright.pipeline.meshes import AXIS
 from meshwright.plan import Plan
 from meshwright.search.folded import folded, whole
 from meshwright.search.joint.bounds import Least
-from meshwright.search.joint.dimensions import pieces_of
+from meshwright.search.joint.dimensions import MOST, batch_rows, pieces_of
 from meshwright.search.joint.stages import Staged, stages
 from meshwright.search.joint.told_stages import told_stages
 from meshwright.search.options import Scene
@@ -64,12 +64,12 @@ def with_stages(
         made = plain()
     except PlanError as error:
         refused = error
-    if made is not None and min(made.claims.get("gaps", {}).get(k, 1.0) for k in ("joint", "step")) <= NEAR:
-        return made
     if made is not None and request.interrupts:
         return made
     request = replace(request, techniques=techniques)
     world = _World(graph, folding, request)
+    if made is not None and min(made.claims.get("gaps", {}).get(k, 1.0) for k in ("joint", "step")) <= NEAR:
+        return world.bounded(made, made, solves=0)
     seen: list[Plan] = []
     try:
         chosen = _best(world, techniques, made, in_stages, seen) or made
@@ -100,7 +100,15 @@ def _best(
     best: Plan | None = None
     several: dict[tuple[Techniques, tuple[int, ...]], Staged] = {}
     request = world.request
-    for found in stages(request.cluster, world.planner, world.layers, enough=enough, least=world.bounds.mean):
+    pipelines = stages(
+        request.cluster,
+        world.planner,
+        world.layers,
+        enough=enough,
+        least=world.bounds.mean,
+        examples=min(batch_rows(world.folds.graph), default=MOST),
+    )
+    for found in pipelines:
         several.setdefault((_asked(found, techniques), found.outer.taken), found)
     for (asked, taken), found in list(several.items())[:PLANNED]:
         if best is not None and found.seconds >= best.claims["step_seconds"]:
@@ -149,8 +157,9 @@ class _World:
             pieces = pieces_of(graph, self.factors, asked.interleave).values
         return Bounds(request.cluster, self.layers, pieces, least, self.planner)
 
-    def bounded(self, plan: Plan, alone: Plan | None) -> Plan:
-        """The plan with how far from the least of all configurations it is; `alone`: the plan in one stage."""
+    def bounded(self, plan: Plan, alone: Plan | None, solves: int = SOLVES) -> Plan:
+        """The plan with how far from the least of all configurations it is; `alone`: the plan in one stage; `solves`:
+        chains of cuts that are solved for it."""
         bounds, asked = self.bounds, self.request.techniques
         floor = bounds.least.in_one(1)
         if alone is not None:
@@ -158,8 +167,9 @@ class _World:
         if "interleave" not in asked.given and 2 in pieces_of(self.folds.graph, self.factors, 1).values:
             floor = min(floor, bounds.least.in_one(2))  # copies that take turns hide what others wait for
         step = plan.claims["step_seconds"]
-        found = bounds.all(floor, step)
-        gaps = {k: v for k, v in plan.claims.get("gaps", {}).items() if k not in ("step", "joint")}
+        found = bounds.all(floor, step, solves)
+        kept = {"sum", "memory", "step"} if plan is alone else {"sum", "memory"}
+        gaps = {k: v for k, v in plan.claims.get("gaps", {}).items() if k in kept}
         gaps["joint"] = max(0.0, step / found.seconds - 1)
         what = f"{found.configurations:,} configurations of stages, levels, schedules and micro-batches"
         one = (alone or plan).claims.get("space", "")

@@ -91,4 +91,11 @@ def schedule_for(techniques: Techniques, places: int) -> Schedule:
     return replace(found, actions=plain)
 
 
-__all__ = ["forward_only", "place_of", "plan_of", "schedule_for", "schedule_of"]
+def in_flight(techniques: Techniques, places: int) -> tuple[float, ...]:
+    """Of how many micro-batches each place of a pipeline holds at most what backward needs of all its stages: halves
+    where some of the stages do. Raises PlanError as `schedule_for` does."""
+    schedule = schedule_for(techniques, places)
+    return tuple(peak * places / schedule.stages for peak in play(schedule).peaks)
+
+
+__all__ = ["forward_only", "in_flight", "place_of", "plan_of", "schedule_for", "schedule_of"]

@@ -13,7 +13,7 @@ def next_best(found: Found) -> dict[str, str]:
     """For each node of the graph its best other strategy with the neighbours as they are, and what it would add (for
     one layer, where several are planned as one)."""
     space, states = found.space, found.states
-    problem = space.problem()
+    problem = space.problem(micro_batches=found.techniques.micro_batches)
     near: dict[int, list[tuple[int, np.ndarray]]] = {v: [] for v in range(len(problem.unary))}
     for (u, v), matrix in problem.pairs.items():
         near[u].append((v, matrix))

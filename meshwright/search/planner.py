@@ -20,14 +20,21 @@ from meshwright.search.alike.ways import BITS
 from meshwright.search.folded import Folded
 from meshwright.search.options import Scene
 from meshwright.search.pins import Seeds
-from meshwright.search.solve import Memory
+from meshwright.search.solve import Memory, Problem
 from meshwright.search.space.alike_codes import all_codes
 from meshwright.search.space.build import Choice, Made, Space
 from meshwright.search.space.codes import values_of
 from meshwright.search.space.families import Family, named, runs
 from meshwright.search.space.given import honouring, wished_options
 from meshwright.search.space.kept import Kept
-from meshwright.search.space.memory import Demands, Elsewhere, demands_of, fixed_bytes, memory_of
+from meshwright.search.space.memory import (
+    Demands,
+    Elsewhere,
+    demands_of,
+    fixed_bytes,
+    gathered_bytes,
+    memory_of,
+)
 from meshwright.search.space.parameters import Storage
 from meshwright.search.space.wiring import Ties, Wiring
 from meshwright.search.techniques.elsewhere import elsewhere
@@ -77,7 +84,8 @@ class Request:
     choose what is searched and how, where a mode has a choice. `judge` makes the simulation that has the last word on
     time and memory from a folded graph, a mesh, the nodes that the host runs and techniques; without it sums decide.
     `techniques`: what the user asked for beside the mode; what is not `given` there, `auto` may choose. `places`: ranks
-    of a pipeline among which the model will be divided; `memory_bytes` is then what they have together. `interrupts`:
+    of a pipeline among which the model will be divided; `memory_bytes` is then what they have together, and of
+    `in_flight` micro-batches they hold what backward needs at once. `interrupts`:
     a search that an interrupt has ended, and that has something to give, says so here: nothing else begins then."""
 
     cluster: Cluster
@@ -89,6 +97,7 @@ class Request:
     judge: Callable[[Folded, Mesh, frozenset[str], Techniques], Judge] | None = None
     techniques: Techniques = NONE
     places: int = 1
+    in_flight: float = 1.0
     interrupts: list[str] = field(default_factory=list, compare=False)
 
 
@@ -160,13 +169,22 @@ class Planner:
         return self.request.optimizer_states if optimizer_states is None else optimizer_states
 
     def in_pieces(self, space: Space, whole: Memory, states: int | None = None) -> Memory:
-        """What a whole batch takes, with activations of a micro-batch; `states`: moments of an element."""
+        """What a whole batch takes, with activations of as many micro-batches as are there at once; `states`: moments
+        of an element."""
         asked, moments = self.techniques, self._states(states)
         if asked.micro_batches == 1:
             return whole
         away = self._elsewhere()
         owned = {number: name for (kind, name), number in space.variable.items() if kind == "parameter"}
-        amounts = [a if v in owned else a / asked.micro_batches for v, a in enumerate(whole.amounts)]
+        more = (self.request.in_flight - 1) * np.array(
+            [1.0, 0.0, 1.0]
+        )  # nothing of them is left at the update
+        amounts = [
+            a + more * gathered_bytes(space, owned[v])[:, None]
+            if v in owned
+            else (1 + more) * a / asked.micro_batches
+            for v, a in enumerate(whole.amounts)
+        ]
         for number, name in owned.items():
             if (
                 name in space.graph.needs_grad and name not in space.hosted
@@ -175,6 +193,21 @@ class Planner:
                 gradients = amounts[number][:, 1:2] / (weights + 1 + moments)
                 amounts[number] = amounts[number] + gradients * np.array([1.0, 0.0, 1.0])
         return Memory(tuple(amounts), whole.pairs)
+
+    def problem(self, space: Space, alpha: float | None = None) -> Problem:
+        """What is minimised in a space under the techniques."""
+        return space.problem(alpha, self.techniques.micro_batches)
+
+    def peak_bytes(self, found: Found) -> float:
+        """The peak of a choice that was simulated, with what is there of further micro-batches at the same time."""
+        assert found.verdict is not None
+        if self.request.in_flight == 1 or found.techniques.micro_batches == 1:
+            return found.verdict.peak_bytes
+        several, one = copy.copy(self), copy.copy(self)
+        several.techniques = one.techniques = found.techniques
+        one.request = replace(self.request, in_flight=1.0)
+        most, least = (p.memory(found.space).totals(found.states)[0] for p in (several, one))
+        return found.verdict.peak_bytes + float(most - least)
 
     def space(self, family: Family | Made, storage: Storage | None = None, most: float = math.inf) -> Space:
         """The space of a family, the user's cuts honoured, or of what is made; large ones without what only choices
@@ -257,7 +290,7 @@ class Planner:
 
     def found(self, space: Space, states: Sequence[int], claims: Mapping[str, Any]) -> Found:
         """A choice with what it claims, simulated where there is a judge."""
-        parts = space.price(states)
+        parts = space.price(states, self.techniques.micro_batches)
         choice = space.choice(states)
         verdict = self.judge(choice) if self.judge else None
         told = {

@@ -17,15 +17,18 @@ def recursion(planner: Planner, inner: str = "exact") -> Callable[[np.ndarray | 
 
     def run(multipliers: np.ndarray | None) -> Found:
         def weighed(space: Space) -> Problem:
-            assert multipliers is not None
-            return planner.memory(space).weighed(space.problem(), multipliers)
+            problem = planner.problem(space)
+            return problem if multipliers is None else planner.memory(space).weighed(problem, multipliers)
 
+        alike = planner.alike(multipliers)
+        # Arrays know the price of one batch alone, which is near enough for a first choice among thousands of nodes.
+        plain = multipliers is None and (alike is not None or planner.techniques.micro_batches == 1)
         done = recursive_programming(
             planner.space,
             planner.scene.mesh,
             inner=inner,
-            problem=None if multipliers is None else weighed,
-            alike=planner.alike(multipliers),
+            problem=None if plain else weighed,
+            alike=alike,
         )
         return planner.found(
             done.space, done.states, {"space": f"a few axes after the others, {done.sweeps} sweeps"}

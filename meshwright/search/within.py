@@ -49,7 +49,7 @@ def limited(
     `alone`: whether its price and bound are what the user waits for; one search of several only says that it goes on.
     `known`: a choice to begin with where memory has no limit. An interrupt ends it with the best so far, and `stopped`.
     """
-    problem, limit = space.problem(alpha), planner.limit(space)
+    problem, limit = planner.problem(space, alpha), planner.limit(space)
 
     def tell(stage: str, done: int, total: int, price: float, bound: float) -> None:
         planner.tell(stage, price if alone else None, bound if alone else None)
@@ -79,7 +79,7 @@ def limited(
         if stopped:
             break
         assert found.verdict is not None and planner.request.memory_bytes is not None
-        missed = 1.02 * (found.verdict.peak_bytes - planner.request.memory_bytes)
+        missed = 1.02 * (planner.peak_bytes(found) - planner.request.memory_bytes)
         limits = np.minimum(limits, memory.totals(solution.states).max() - missed)
         if (limits <= 0).any():
             break
@@ -120,7 +120,7 @@ def fits(planner: Planner, found: Found) -> bool:
     if limit is None:
         return True
     if found.verdict is not None:
-        return found.verdict.peak_bytes <= limit
+        return planner.peak_bytes(found) <= limit
     memory = planner.memory(found.space)
     return bool((memory.totals(found.states) <= (planner.limit(found.space) or 0.0)).all())
 

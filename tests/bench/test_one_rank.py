@@ -10,6 +10,9 @@ from bench.models import built_from
 from bench.one_rank import narrow, resized, run
 from meshwright.compile import captured_of, lower, plan_captured, request_for
 from meshwright.cost.cluster import Cluster
+from meshwright.errors import PlanError
+from meshwright.ops.analysis import factors_of
+from meshwright.search.joint.dimensions import pieces_of
 from meshwright.techniques import techniques_from
 
 LLAMA = {
@@ -47,3 +50,15 @@ def test_one_rank_of_many_does_what_was_predicted(
     assert sum(ran.sent.values()) > 10
     assert ran.sent == ran.expected
     assert ran.expected_bytes == pytest.approx(ran.peak_bytes, rel=0.05)
+
+
+def test_tokens_that_are_sorted_together_are_not_cut_into_micro_batches() -> None:
+    """The routing of a mixture of experts sorts all tokens of a batch."""
+    captured = captured_of(*built_from(narrow(MIXTRAL, 16), 16, 16))
+    known = pieces_of(captured.graph, factors_of(captured.graph), 1)
+    assert known.values == (1,) and "needs the whole batch" in known.why
+    dense = captured_of(*built_from(narrow({**LLAMA, "num_hidden_layers": 2}, 16), 16, 16))
+    assert pieces_of(dense.graph, factors_of(dense.graph), 1).values == (1, 2, 4, 8, 16)
+    request = request_for(Cluster.preset("h100", nodes=1))
+    with pytest.raises(PlanError, match="micro_batches=1"):
+        plan_captured(captured, None, "data_parallel", None, request, techniques_from({"micro_batches": 2}))

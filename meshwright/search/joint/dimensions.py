@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.graph import Graph
-from meshwright.ops.batch import by_micro_batch
+from meshwright.ops.batch import by_micro_batch, by_whole_batch
 from meshwright.ops.factors import Factors
 from meshwright.search.planner import Found, Planner
 from meshwright.search.techniques.recompute import again_of
@@ -108,9 +108,19 @@ def pieces_of(graph: Graph, factors: Factors, copies: int) -> Dimension:
     if inexact:
         why = f"%{inexact[0].name} ({inexact[0].op}) looks at all examples together, so that they would be inexact"
         return Dimension("micro_batches", (1,), why)
-    rows = {i.type.shape[i.batch_dim] for i in graph.input_of("batch") if i.batch_dim is not None}
+    whole = by_whole_batch(graph, factors)
+    if whole:
+        return Dimension(
+            "micro_batches", (1,), f"%{whole[0].name} ({whole[0].op}) needs the whole batch at once"
+        )
+    rows = batch_rows(graph)
     counts = [n for n in powers() if rows and all(r % (n * copies) == 0 for r in rows)]
     return Dimension("micro_batches", tuple(counts) or (1,))
+
+
+def batch_rows(graph: Graph) -> set[int]:
+    """Numbers of examples in the tensors of the batch; none where none is known to count them."""
+    return {i.type.shape[i.batch_dim] for i in graph.input_of("batch") if i.batch_dim is not None}
 
 
 def powers() -> Iterator[int]:
@@ -121,4 +131,4 @@ def powers() -> Iterator[int]:
         number *= 2
 
 
-__all__ = ["Dimension", "Point", "dimensions", "points", "powers", "wider"]
+__all__ = ["Dimension", "Point", "batch_rows", "dimensions", "points", "powers", "wider"]

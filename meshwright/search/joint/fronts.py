@@ -20,7 +20,7 @@ from meshwright.cost.machine import launch_seconds
 from meshwright.ops.batch import batch_units
 from meshwright.ops.strategy import at_path
 from meshwright.search.data_parallel import by_batch
-from meshwright.search.joint.dimensions import MOST
+from meshwright.search.joint.dimensions import MOST, batch_rows
 from meshwright.search.planner import Found, Planner
 from meshwright.search.solve import Memory, Problem, solve
 from meshwright.search.space.build import Space
@@ -33,6 +33,7 @@ from meshwright.techniques import ACTIVATIONS, PARAMETERS, Techniques
 # Prices of a byte of states and of activations, in steps that a device's memory full of them costs.
 PRICES = ((0.0, 0.0), (0.2, 0.0), (2.0, 0.0), (2.0, 0.5), (0.0, 2.0), (64.0, 64.0))
 RECIPES = ((0.0, 0.0), (2.0, 0.0))
+MANY = 16  # micro-batches of which each gathers what is stored in parts: for a choice beside those for a whole batch
 INNER = 3  # how many of the innermost axes a recipe leaves to tensor parallel, at most
 ALPHA = 0.5  # of computing against what can hide beside it, for the choice without prices
 LESS = 0.99  # of the bytes without a technique: what saves less is not worth a simulation
@@ -41,14 +42,16 @@ SECOND_FORWARD = 0.2  # of computing: forward is a third, less what lies outside
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A choice of one space. `floor`: seconds that its step is not below; `compute` those of computing. `examples`: how
-    many a rank has, and so how many micro-batches there can be."""
+    """A choice of one space. `floor`: seconds that its step is not below; `compute` those of computing, `gathers` those
+    in which links are busy with weights for each micro-batch. `examples`: how many a rank has, and so how many
+    micro-batches there can be."""
 
     name: str
     space: Space
     states: tuple[int, ...]
     floor: float
     compute: float
+    gathers: float
     examples: int
 
 
@@ -95,7 +98,8 @@ class Front:
             kept = sum(float(sums.amounts[v][candidate.states[v], 1]) for v in owned)
             share = 2 / (2 + self.planner.request.optimizer_states)  # gradients go out, weights come back
             seconds += self._over_link(share * kept)
-        return max(seconds, self._link_seconds(candidate, techniques))
+        sent = techniques.micro_batches * candidate.gathers
+        return max(seconds, sent, self._link_seconds(candidate, techniques))
 
     def _link_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
         """Seconds in which the host's link is busy: activations go there and back, parameters come for each
@@ -139,7 +143,7 @@ class Front:
             candidate.space, candidate.states, {"chosen": candidate.name}
         )
         if found.verdict is not None:
-            missed = found.verdict.peak_bytes - self.sums(candidate, techniques)
+            missed = self.planner.peak_bytes(found) - self.sums(candidate, techniques)
             self.missed[candidate] = max(0.0, missed) * techniques.micro_batches
         return found
 
@@ -163,31 +167,31 @@ def least_bytes(planner: Planner, space: Space) -> float:
 def front(planner: Planner, space: Space) -> Front:
     """The fronts of a space and of the recipes."""
     made = Front(planner)
-    _add(made, "front", space, PRICES)
-    for name, recipe in _recipes(planner):
-        _add(made, name, recipe, RECIPES)
+    _add(made, "front", space, PRICES, MANY)
+    for name, recipe, examples in _recipes(planner):
+        _add(made, name, recipe, RECIPES, examples)
     return made
 
 
 def recipe_front(planner: Planner) -> Front:
     """The fronts of the recipes alone."""
     made = Front(planner)
-    for name, recipe in _recipes(planner):
-        _add(made, name, recipe, RECIPES)
+    for name, recipe, examples in _recipes(planner):
+        _add(made, name, recipe, RECIPES, examples)
     return made
 
 
 def first_front(planner: Planner) -> Front:
     """One choice: the recipe with most ranks inside, its storage cut."""
     made = Front(planner)
-    for name, recipe in _recipes(planner, INNER):
+    for name, recipe, _ in _recipes(planner, INNER):
         _add(made, name, recipe, RECIPES[1:])
     return made
 
 
-def _recipes(planner: Planner, least: int = 0) -> Iterator[tuple[str, Space]]:
-    """Data parallel outside, one cut of every operator on at `least` so many axes inside, if there are as many; none
-    where the user pinned something."""
+def _recipes(planner: Planner, least: int = 0) -> Iterator[tuple[str, Space, int]]:
+    """Data parallel outside, one cut of every operator on at `least` so many axes inside, if there are as many, and how
+    many examples a rank has; none where the user pinned something."""
     scene = planner.scene
     axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)
     if planner.seeds or not axes:
@@ -196,13 +200,20 @@ def _recipes(planner: Planner, least: int = 0) -> Iterator[tuple[str, Space]]:
     if rows is None:
         return
     count = len(scene.mesh.axes)
+    examples = min(batch_rows(scene.graph), default=MOST * scene.mesh.size)
     for inner in range(min(least, count), min(INNER, count) + 1):
         ranks = scene.mesh.count([a.name for a in scene.mesh.axes[count - inner :]])
+        each = examples * ranks // scene.mesh.size
+        if not each:
+            continue  # ranks without an example are no data parallel
         name = f"data parallel × {ranks} ranks of the best cut" if inner else "data parallel"
-        yield name, planner.space(outside(rows, count - inner) if inner else exactly(rows))
+        yield name, planner.space(outside(rows, count - inner) if inner else exactly(rows)), each
 
 
-def _add(made: Front, name: str, space: Space, prices: tuple[tuple[float, float], ...]) -> None:
+def _add(
+    made: Front, name: str, space: Space, prices: tuple[tuple[float, float], ...], examples: int = 1
+) -> None:
+    """The choices of a space for some prices, and that for as many micro-batches as there may be `examples`."""
     planner = made.planner
     plain, floor = space.problem(), space.problem(1.0)
     memory = made.memory(space, planner.techniques)
@@ -214,7 +225,11 @@ def _add(made: Front, name: str, space: Space, prices: tuple[tuple[float, float]
         problem = plain
         if states or activations:
             problem = _priced(plain, memory, owned, states * step / limit, activations * step / limit)
-        for asked in (problem, space.problem(ALPHA)) if problem is plain else (problem,):
+        several = [problem]
+        if problem is plain:
+            several += [space.problem(ALPHA)]
+            several += [space.problem(micro_batches=n) for n in (min(MANY, examples),) if n > 1]
+        for asked in several:
             solution = solve(asked)
             if solution.stopped:
                 raise KeyboardInterrupt
@@ -223,7 +238,8 @@ def _add(made: Front, name: str, space: Space, prices: tuple[tuple[float, float]
                 seen.add(found)
                 least, compute = floor.price(found), space.price(found).compute
                 examples = examples_of(planner, space, found)
-                candidate = Candidate(name, space, found, least, compute, examples)
+                gathers = space.least_gathers(found)
+                candidate = Candidate(name, space, found, least, compute, gathers, examples)
                 if not any(_alike(candidate, other) for other in made.candidates):
                     made.candidates.append(candidate)
 

@@ -17,20 +17,19 @@ def fewer_layers(planner: Planner, best: Found) -> Found:
     """The choice with its policy of recompute in the first layers only, as few as fit; itself where that is all of
     them. Layers early in forward are taken: what they keep is held the longest."""
     policy = best.techniques.recompute
-    limit, verdict = planner.request.memory_bytes, best.verdict
+    limit = planner.request.memory_bytes
     if "recompute" in best.techniques.given or not isinstance(policy, str) or not policy:
         return best
-    if limit is None or verdict is None or planner.nodes > FULL:
+    if limit is None or best.verdict is None or planner.nodes > FULL:
         return best
     names = list(dict.fromkeys(layer.name for layer in layers_of(planner.folds.full)))
     if len(names) < 2:
         return best
     plain = planner.under(replace(best.techniques, recompute=""))
-    none = plain.settled(plain.found(best.space, best.states, {})).verdict
-    if none is None or none.peak_bytes <= verdict.peak_bytes:
+    none = plain.settled(plain.found(best.space, best.states, {}))
+    if none.verdict is None or (more := planner.peak_bytes(none)) <= (least := planner.peak_bytes(best)):
         return best
-    each = (none.peak_bytes - verdict.peak_bytes) / len(names)
-    count = max(1, len(names) - int((limit - verdict.peak_bytes) / each))
+    count = max(1, len(names) - int((limit - least) * len(names) / (more - least)))
     for taken in range(count, min(count + TRIES, len(names))):
         asked = replace(best.techniques, recompute=tuple((name, policy) for name in ranges(names[:taken])))
         try:

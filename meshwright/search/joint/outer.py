@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from meshwright.cost.cluster import Cluster
 from meshwright.mesh import prime_factors
 
-# Schedules that are looked at, each with so many stages of a rank.
-SEARCHED = {"1f1b": (1,), "interleaved": (2, 4), "zero_bubble": (1,), "zero_bubble_v": (2,)}
+# Schedules that are looked at, each with so many stages of a rank; `interleaved` also with as many as there are layers.
+SEARCHED = {"1f1b": (1,), "interleaved": (2, 4, 8), "zero_bubble": (1,), "zero_bubble_v": (2,)}
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ def outers(cluster: Cluster, layers: int, schedules: Sequence[str] = tuple(SEARC
         if ranks == 1:
             continue
         for name in schedules:
-            for chunks in SEARCHED[name]:
+            most = {layers // ranks} if name == "interleaved" and layers // ranks > 1 else set[int]()
+            for chunks in sorted({*SEARCHED[name], *most}):
                 if ranks * chunks <= layers:
                     yield Outer(taken, Schedule(name, chunks))
 

@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.search.joint.dimensions import Dimension, dimensions, points, powers
-from meshwright.search.joint.fronts import Candidate, Front, recipe_front
+from meshwright.search.joint.dimensions import MOST, dimensions, points, powers
+from meshwright.search.joint.fronts import INNER, Candidate, Front, recipe_front
 from meshwright.search.joint.outer import Outer, Whole, outers, peak_bytes, step_seconds
 from meshwright.search.planner import Found, Planner
-from meshwright.search.space.memory import fixed_bytes
+from meshwright.search.space.memory import fixed_bytes, gathered_bytes
 from meshwright.search.techniques.layers import layers_of
 from meshwright.techniques import Techniques
 
@@ -65,26 +67,34 @@ def stages(
     *,
     enough: float = math.inf,
     least: Callable[[Outer, int], float] = lambda outer, micro_batches: 0.0,
+    examples: int = MOST,
     tries: int = TRIES,
 ) -> list[Staged]:
     """The pipelines that were simulated, fit and are quicker than `enough` seconds, the best first.
 
     `planner_of` makes the planner for the ranks that share a stage from their part of the cluster. `layers`: stages
-    there can be at most. `least`: what no plan of a configuration with so many micro-batches is quicker than.
+    there can be at most. `least`: what no plan of a configuration with so many micro-batches is quicker than;
+    `examples`: those of the batch.
 
     An interrupt ends the search with the best so far, where there is one and nothing else is (`enough` is infinite).
     """
     best = enough
     fitting: list[Staged] = []
     known = _Known()
-    rows = list(_rows(cluster, planner_of, layers, enough, least))
-    queue = [(row.seconds(0.0), row.order, number) for number, row in enumerate(rows)]
+    groups = _groups(cluster, layers, examples, least)
+    entries: list[_Group | _Row] = list(groups)
+    queue: list[tuple[float, tuple[int, ...], int]] = [(e.seconds, (), n) for n, e in enumerate(groups)]
     heapq.heapify(queue)
     while queue and tries > 0:
         estimate, order, number = heapq.heappop(queue)
-        row = rows[number]
         if estimate >= best:
             break
+        row = entries[number]
+        if isinstance(row, _Group):  # its front is made when nothing else may be quicker
+            for one in row.rows(cluster, planner_of, enough, least):
+                heapq.heappush(queue, (one.seconds(0.0), one.order, len(entries)))
+                entries.append(one)
+            continue
         if (now := row.seconds(known.excess(row))) > estimate:  # what was learned since
             heapq.heappush(queue, (now, order, number))
             continue
@@ -140,38 +150,63 @@ class _Known:
         return self.more.get((row.candidate, row.techniques.recompute), 0.0)
 
 
-def _rows(
-    cluster: Cluster,
-    planner_of: Callable[[Cluster], Planner],
-    layers: int,
-    enough: float,
-    least: Callable[[Outer, int], float],
-) -> Iterator[_Row]:
-    """All configurations that may be quicker than `enough`."""
-    fronts: dict[tuple[int, ...], tuple[Front, tuple[Dimension, ...]]] = {}
-    known: dict[tuple[Outer, int], float] = {}
-    for number, outer in enumerate(outers(cluster, layers)):
-        if all(least(outer, count) >= enough for count in powers()):
-            continue
-        if outer.taken not in fronts:
-            planner = planner_of(outer.inside(cluster))
-            fronts[outer.taken] = recipe_front(planner), dimensions(planner, offload=False)
-        made, over = fronts[outer.taken]
-        for point in points(over, made.planner.techniques):
-            pieces = point.techniques.micro_batches
-            if outer.schedule.chunks > 1 and pieces < outer.ranks:
-                continue
-            if (outer, pieces) not in known:
-                known[outer, pieces] = least(outer, pieces)
-            if known[outer, pieces] >= enough:
-                continue
-            for candidate in made.candidates:
-                if pieces > candidate.examples:
+@dataclass(frozen=True)
+class _Group:
+    """The configurations that leave the same ranks to a stage, numbered. `seconds`: what none is quicker than."""
+
+    outers: tuple[tuple[int, Outer], ...]
+    seconds: float
+
+    def rows(
+        self,
+        cluster: Cluster,
+        planner_of: Callable[[Cluster], Planner],
+        enough: float,
+        least: Callable[[Outer, int], float],
+    ) -> Iterator[_Row]:
+        """Those with every choice and technique that may be quicker than `enough`."""
+        planner = planner_of(self.outers[0][1].inside(cluster))
+        made, over = recipe_front(planner), dimensions(planner, offload=False)
+        for number, outer in self.outers:
+            bounds: dict[int, float] = {}
+            for point in points(over, made.planner.techniques):
+                pieces = point.techniques.micro_batches
+                if outer.schedule.chunks > 1 and pieces < outer.ranks:
                     continue
-                whole = made.least_seconds(candidate, point.techniques)
-                row = _Row(whole, (sum(point.places), number), outer, point.techniques, made, candidate)
-                if row.seconds(0.0) < enough:
-                    yield row
+                if pieces not in bounds:
+                    bounds[pieces] = least(outer, pieces)
+                if bounds[pieces] >= enough:
+                    continue
+                for candidate in made.candidates:
+                    if pieces > candidate.examples:
+                        continue
+                    whole = made.least_seconds(candidate, point.techniques)
+                    row = _Row(whole, (sum(point.places), number), outer, point.techniques, made, candidate)
+                    if row.seconds(0.0) < enough:
+                        yield row
+
+
+def _groups(
+    cluster: Cluster, layers: int, examples: int, least: Callable[[Outer, int], float]
+) -> list[_Group]:
+    """All configurations by the ranks that share a stage. None is quicker than its ranks compute at least, and wait."""
+    found: dict[tuple[int, ...], list[tuple[int, Outer]]] = {}
+    for number, outer in enumerate(outers(cluster, layers)):
+        found.setdefault(outer.taken, []).append((number, outer))
+    groups: list[_Group] = []
+    for each in found.values():
+        inside = each[0][1].inside(cluster).mesh
+        inner = math.prod([axis.size for axis in inside.axes[-INNER:]])
+        most = max(1, examples * inner // inside.size)
+        seconds = [
+            least(outer, pieces) * (1 + outer.schedule.idle_share(outer.ranks, pieces))
+            for _, outer in each
+            for pieces in powers()
+            if pieces <= most and (outer.schedule.chunks == 1 or pieces >= outer.ranks)
+        ]
+        if seconds:
+            groups.append(_Group(tuple(each), min(seconds)))
+    return groups
 
 
 def staged(made: Front, candidate: Candidate, found: Found, outer: Outer, cluster: Cluster) -> Staged:
@@ -191,28 +226,36 @@ def whole_of(made: Front, candidate: Candidate, techniques: Techniques) -> Whole
     states = sum(float(each[number].max()) for number in owned)
     sizes = (float(each[number].max()) / space.owners(name) for number, name in owned.items())
     kept = sum(float(row[0]) for number, row in enumerate(each) if number not in owned)
+    gathered = sum(float(gathered_bytes(space, name)[candidate.states[n]]) for n, name in owned.items())
     missed = made.peak_bytes(candidate, techniques) - made.sums(candidate, techniques)
     return Whole(
         made.least_seconds(candidate, techniques),
-        states + fixed_bytes(space),
+        states - gathered + fixed_bytes(space),
         max(sizes, default=0.0),
-        kept,
+        kept + gathered,
         missed,
-        _sent_bytes(made.planner, candidate) / techniques.micro_batches,
+        _sent_bytes(candidate) / techniques.micro_batches,
     )
 
 
-def _sent_bytes(planner: Planner, candidate: Candidate) -> float:
+def _sent_bytes(candidate: Candidate) -> float:
     """What a rank sends of a batch from a layer to the next: the smallest of what layers give."""
-    graph = planner.scene.graph
-    rows = [e.type.shape[e.batch_dim] for e in graph.input_of("batch") if e.batch_dim is not None]
-    ends = [
-        graph.types[value].size_bytes
-        for layer in layers_of(graph)
-        for value in layer.ends
-        if value in graph.needs_grad
-    ]
-    return min(ends, default=0) * candidate.examples / max(rows, default=1)
+    graph = candidate.space.graph
+    ends = (v for layer in layers_of(graph) for v in layer.ends if v in graph.needs_grad)
+    return min((_local_bytes(candidate, value) for value in ends), default=0.0)
+
+
+def _local_bytes(candidate: Candidate, name: str) -> float:
+    """Bytes of an operator's result on a rank, as it is made or as those who read it share it."""
+    space, states = candidate.space, candidate.states
+    first = space.ties.first
+    node = space.graph.producers[name]
+    maker, hub = ("node", first(node.name)), ("hub", first(name))
+    codes = [space.port(maker, node.values.index(name), gives=True).forward[states[space.variable[maker]]]]
+    if hub in space.variable:
+        codes.append(space.hubs[hub[1]].forward[states[space.variable[hub]]])
+    value = space.values[first(name)]
+    return value.itemsize * float(space.table.local_elements(value, np.stack(codes)).min())
 
 
 __all__ = ["Staged", "stages", "staged", "whole_of"]

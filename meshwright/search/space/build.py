@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Strategy
 from meshwright.places import hosted_values
+from meshwright.redistribute.lower import LowerTable
 from meshwright.redistribute.matrix import Table
 from meshwright.search.solve.problem import Problem
 from meshwright.search.space.alike_codes import all_codes
@@ -35,6 +37,7 @@ from meshwright.search.space.nodes import NodeStates, node_states, strategy_of
 from meshwright.search.space.parameters import (
     ParameterStates,
     Storage,
+    gather_seconds,
     layout_of,
     parameter_states,
     storage_layout,
@@ -271,16 +274,47 @@ class Space:
 
     # ------------------------------------------------------------------------------------------------ the problem
 
-    def problem(self, alpha: float | None = None) -> Problem:
+    def problem(self, alpha: float | None = None, micro_batches: int = 1) -> Problem:
         """What is minimised: the sum of all seconds; with `alpha`, ``α·compute + blocking + (1 − α)·hideable``, whose
         optimum is worth simulating. With α = 1 no step of one copy undercuts it (`step.step_problem` says more); with
-        less some may, where two collectives run beside each other over different axes.
+        less some may, where two collectives run beside each other over different axes. Parameters that are stored in
+        parts are gathered for each of `micro_batches`.
         """
         compute, hideable = (1.0, 1.0) if alpha is None else (alpha, 1.0 - alpha)
-        unary = tuple(compute * p[0] + p[1] + hideable * (p[2] + p[3]) for p in self.unary)
+        unary = [compute * p[0] + p[1] + hideable * (p[2] + p[3]) for p in self.unary]
+        if micro_batches > 1 and hideable:
+            for name, seconds in self.gathers.items():
+                number = self.variable["parameter", name]
+                unary[number] = unary[number] + hideable * (micro_batches - 1) * seconds
         if hideable == 1.0:
-            return Problem(unary, dict(self.pairs))
-        return Problem(unary, {k: self._weighed(k, matrix, hideable) for k, matrix in self.pairs.items()})
+            return Problem(tuple(unary), dict(self.pairs))
+        pairs = {k: self._weighed(k, matrix, hideable) for k, matrix in self.pairs.items()}
+        return Problem(tuple(unary), pairs)
+
+    @functools.cached_property
+    def gathers(self) -> dict[str, np.ndarray]:
+        """Parameter → seconds in which all that it stands for are gathered for one micro-batch: float64[states]."""
+        return {name: self.owners(name) * self._gathered(name, self.table) for name in self.parameters}
+
+    def least_gathers(self, states: Sequence[int]) -> float:
+        """Seconds that the gathers of a choice take of one micro-batch at least: those over the same axes follow one
+        another, and count by their bytes, beside computing."""
+        found = defaultdict[bytes, float](float)
+        for name, parameter in self.parameters.items():
+            state = states[self.variable["parameter", name]]
+            found[parameter.stored[state].tobytes()] += self._least_gathers[name][state]
+        return max(found.values(), default=0.0)
+
+    @functools.cached_property
+    def _least_gathers(self) -> dict[str, np.ndarray]:
+        table = LowerTable(self.table, self.cluster.hidden_prices)
+        return {name: self.owners(name) * self._gathered(name, table) for name in self.parameters}
+
+    def _gathered(self, name: str, table: Table) -> np.ndarray:
+        found, value = self.parameters[name], self.values[name]
+        used = self.table.local_elements(value, found.use.forward)
+        cut = found.stored @ self.table.bits
+        return gather_seconds(used, found.elements, cut, found.again, value.itemsize, table)
 
     def _weighed(self, key: tuple[int, int], matrix: np.ndarray, hideable: float) -> np.ndarray:
         """A pair's seconds where those that may hide count in part. What cannot be stays so."""
@@ -289,10 +323,13 @@ class Space:
             weighed = sure + hideable * (matrix - sure)
         return np.where(np.isinf(matrix), np.inf, weighed)
 
-    def price(self, states: Sequence[int]) -> Parts:
-        """The seconds of a choice."""
+    def price(self, states: Sequence[int], micro_batches: int = 1) -> Parts:
+        """The seconds of a choice, as `problem` counts them."""
         sums = np.sum([parts[:, s] for parts, s in zip(self.unary, states, strict=True)], axis=0)
         pairs = sum(float(m[states[u], states[v]]) for (u, v), m in self.pairs.items())
+        if micro_batches > 1:
+            at = ((name, states[self.variable["parameter", name]]) for name in self.parameters)
+            pairs += (micro_batches - 1) * sum(float(self.gathers[name][state]) for name, state in at)
         return Parts(float(sums[0]), float(sums[1] + sums[2]) + pairs, float(sums[3]))
 
     @functools.cached_property

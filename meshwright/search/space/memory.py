@@ -272,6 +272,14 @@ def gathered_elements(held: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return np.where(wanted[None, :] > held[:, None], wanted[None, :], 0.0)
 
 
+def gathered_bytes(space: Space, name: str) -> np.ndarray:
+    """What a micro-batch keeps of a parameter from forward to backward beside how it is stored: float64[states]."""
+    found, kind = space.parameters[name], space.graph.types[name]
+    if name in space.hosted or name not in space.graph.needs_grad or not is_kept(space.graph, name):
+        return np.zeros(len(found.elements))
+    return space.owners(name) * DTYPES[kind.dtype] * found.kept_elements
+
+
 def fixed_bytes(space: Space) -> float:
     """Bytes of what no choice changes: the batch, buffers and constants."""
     given = (i for i in space.graph.inputs if i.role != "parameter" and i.name not in space.hosted)

@@ -135,7 +135,8 @@ def _undominated(use: np.ndarray, states: ParameterStates, memory_counts: bool) 
         rivals = np.flatnonzero(use == use[number])
         no_worse = (costs[:, rivals] <= costs[:, [number]]).all(axis=0)
         better = no_worse & ((costs[:, rivals] < costs[:, [number]]).any(axis=0) | (rivals < number))
-        if not better.any():
+        # What is stored as it is used is not gathered, which counts where there are many micro-batches.
+        if not better.any() or not states.stored[number].any():
             kept.append(number)
     return np.array(kept)
 
@@ -232,12 +233,11 @@ def stored_seconds(
     gradient before it is scattered. `cut`: the axes that only storage is cut over; `pending`: those of the gradient."""
 
     def seconds(kind: str, axes: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-        sent = wire_elements(kind, table.members[axes], before, after)  # type: ignore[arg-type]
-        return table.collective(kind, axes, np.asarray(itemsize * sent))
+        return _sent_seconds(kind, axes, before, after, itemsize, table)
 
     blocking, reduction = np.zeros(elements.shape), np.zeros(elements.shape)
     if cut.any():
-        blocking += np.where(cut, seconds("all_gather", cut, elements, used) * (1.0 + again), 0.0)
+        blocking += gather_seconds(used, elements, cut, again, itemsize, table)
     if needs_grad and (both := cut & pending).any():
         before = sliced()
         scatter = seconds("reduce_scatter", both, before, elements)
@@ -257,6 +257,22 @@ def stored_seconds(
         else np.zeros(elements.shape)
     )
     return blocking, reduction, update
+
+
+def gather_seconds(
+    used: np.ndarray, elements: np.ndarray, cut: np.ndarray, again: np.ndarray, itemsize: int, table: Table
+) -> np.ndarray:
+    """Seconds in which parameters that are stored cut are gathered for one run of the model, forward and, where that is
+    done again, backward. See `stored_seconds`."""
+    each = _sent_seconds("all_gather", cut, elements, used, itemsize, table)
+    return np.where(cut, each * (1.0 + again), 0.0)
+
+
+def _sent_seconds(
+    kind: str, axes: np.ndarray, before: np.ndarray, after: np.ndarray, itemsize: int, table: Table
+) -> np.ndarray:
+    sent = wire_elements(kind, table.members[axes], before, after)  # type: ignore[arg-type]
+    return table.collective(kind, axes, np.asarray(itemsize * sent))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -58,6 +58,12 @@ def test_a_v_of_stages_is_among_what_is_searched():
     }
 
 
+def test_as_many_stages_as_there_are_layers_are_among_them():
+    cluster = Cluster.preset("h100", nodes=4, ranks_per_node=2)
+    found = {(o.ranks, o.schedule.chunks) for o in outers(cluster, 30) if o.schedule.name == "interleaved"}
+    assert found == {(2, 2), (2, 4), (2, 8), (2, 15), (4, 2), (4, 4), (4, 7), (8, 2), (8, 3)}
+
+
 def test_outer_configurations_divide_levels_and_leave_the_rest_to_a_stage():
     cluster = Cluster.preset("h100", nodes=4, ranks_per_node=2)
     every = list(outers(cluster, layers=8))
