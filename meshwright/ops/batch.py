@@ -41,6 +41,11 @@ def _reduces(node: Node, factors: Factors) -> bool:
     return "batch_norm" not in node.op or is_training(node)
 
 
+def batch_rows(graph: Graph) -> set[int]:
+    """Numbers of examples in the tensors of the batch; none where none is known to count them."""
+    return {i.type.shape[i.batch_dim] for i in graph.input_of("batch") if i.batch_dim is not None}
+
+
 def batch_units(site: Site, factors: Factors) -> Iterator[tuple[str, Unit]]:
     """The letters of a node with the units that count examples, those first that its result has."""
     found: list[tuple[bool, str, Unit]] = []

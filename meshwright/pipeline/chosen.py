@@ -11,13 +11,13 @@ from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.graph import Graph
 from meshwright.ops.analysis import factors_of
-from meshwright.ops.batch import by_micro_batch
+from meshwright.ops.batch import batch_rows, by_micro_batch
 from meshwright.pipeline.bounds import SOLVES, Bounds
 from meshwright.pipeline.meshes import AXIS
 from meshwright.plan import Plan
 from meshwright.search.folded import folded, whole
 from meshwright.search.joint.bounds import Least
-from meshwright.search.joint.dimensions import MOST, batch_rows, pieces_of
+from meshwright.search.joint.dimensions import MOST, pieces_of
 from meshwright.search.joint.stages import Staged, stages
 from meshwright.search.joint.told_stages import told_stages
 from meshwright.search.options import Scene

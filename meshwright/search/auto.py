@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from meshwright.ops.batch import batch_rows
 from meshwright.search.data_parallel import by_batch
 from meshwright.search.planner import Found, Planner, Verdict, families_of
 from meshwright.search.recursed import recursion
@@ -187,7 +188,9 @@ def recipes(planner: Planner) -> Iterator[tuple[str, Found]]:
     rows = None
     if not planner.seeds:
         rows = rows_of(planner.codes, by_batch(scene, axes), scene.mesh)
-    if rows:
+    # Ranks without an example of some micro-batch are no data parallel.
+    examples = min(batch_rows(scene.graph), default=scene.mesh.size) // planner.techniques.pieces
+    if rows and scene.mesh.size <= max(1, examples):
         plain = planner.space(exactly(rows), planner.storage(allowed=False))
         yield "data parallel", planner.found(plain, solve(plain.problem()).states, {"space": "recipes"})
         if limit is not None:
@@ -195,8 +198,11 @@ def recipes(planner: Planner) -> Iterator[tuple[str, Found]]:
             if solution.found is not None:
                 yield "data parallel, storage cut", solution.found
             _go_on(solution)
+    if rows:
         count = len(scene.mesh.axes)
         for inner in range(1, min(INNER, count - 1) + 1):
+            if scene.mesh.count([a.name for a in scene.mesh.axes[: count - inner]]) > max(1, examples):
+                continue
             solution = limited(planner, planner.space(outside(rows, count - inner)), None, alone=False)
             if solution.found is not None:
                 ranks = scene.mesh.count([a.name for a in scene.mesh.axes[count - inner :]])

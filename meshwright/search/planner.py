@@ -24,6 +24,7 @@ from meshwright.search.solve import Memory, Problem
 from meshwright.search.space.alike_codes import all_codes
 from meshwright.search.space.build import Choice, Made, Space
 from meshwright.search.space.codes import values_of
+from meshwright.search.space.examples import in_pieces
 from meshwright.search.space.families import Family, named, runs
 from meshwright.search.space.given import honouring, wished_options
 from meshwright.search.space.kept import Kept
@@ -212,12 +213,16 @@ class Planner:
     def space(self, family: Family | Made, storage: Storage | None = None, most: float = math.inf) -> Space:
         """The space of a family, the user's cuts honoured, or of what is made; large ones without what only choices
         dearer than `most` seconds have."""
+        if not isinstance(family, Made):
+            family = honouring(family, self.seeds, self.scene.mesh)
+            if self.techniques.pieces > 1:  # what leaves a rank without an example of some has no program
+                family = in_pieces(family, self.scene.factors, self.techniques.pieces)
         return Space(
             self.scene.graph,
             self.scene.factors,
             self.scene.mesh,
             self.request.cluster,
-            family if isinstance(family, Made) else honouring(family, self.seeds, self.scene.mesh),
+            family,
             storage or self.storage(),
             ties=self.ties,
             codes=self.codes,

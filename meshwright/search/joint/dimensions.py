@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.graph import Graph
-from meshwright.ops.batch import by_micro_batch, by_whole_batch
+from meshwright.ops.batch import batch_rows, by_micro_batch, by_whole_batch
 from meshwright.ops.factors import Factors
 from meshwright.search.planner import Found, Planner
 from meshwright.search.techniques.recompute import again_of
@@ -118,11 +118,6 @@ def pieces_of(graph: Graph, factors: Factors, copies: int) -> Dimension:
     return Dimension("micro_batches", tuple(counts) or (1,))
 
 
-def batch_rows(graph: Graph) -> set[int]:
-    """Numbers of examples in the tensors of the batch; none where none is known to count them."""
-    return {i.type.shape[i.batch_dim] for i in graph.input_of("batch") if i.batch_dim is not None}
-
-
 def powers() -> Iterator[int]:
     """Numbers of micro-batches that are looked at."""
     number = 1
@@ -131,4 +126,4 @@ def powers() -> Iterator[int]:
         number *= 2
 
 
-__all__ = ["Dimension", "Point", "batch_rows", "dimensions", "points", "powers", "wider"]
+__all__ = ["Dimension", "Point", "dimensions", "points", "powers", "wider"]

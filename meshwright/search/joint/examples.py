@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from meshwright.ops.batch import batch_units
-from meshwright.ops.factors import Factors
-from meshwright.ops.strategy import units
 from meshwright.search.joint.fronts import launching
 from meshwright.search.planner import Planner
 from meshwright.search.solve import solve
-from meshwright.search.space.codes import NodeCodes
-from meshwright.search.space.families import Family, Rows, block_counts, runs
+from meshwright.search.space.examples import in_pieces
+from meshwright.search.space.families import runs
 from meshwright.search.space.step import step_problem
 
 
@@ -25,29 +20,4 @@ def chain_seconds(planner: Planner, micro_batches: int) -> float:
     return found.bound + (micro_batches - 1) * launching(planner)
 
 
-def in_pieces(family: Family, factors: Factors, pieces: int) -> Family:
-    """Those states of a family that leave at least so many examples to a rank."""
-
-    def rows(codes: NodeCodes, sizes: np.ndarray) -> Rows:
-        found = family(codes, sizes)
-        leaves = _examples(codes, factors)
-        if pieces == 1 or not leaves.any():
-            return found
-        counts = block_counts(codes, found, sizes)[:, leaves]
-        return found[(counts * pieces <= codes.leaf_sizes[leaves]).all(axis=1)]
-
-    return rows
-
-
-def _examples(codes: NodeCodes, factors: Factors) -> np.ndarray:
-    """Which of a node's leaves count examples, by the first unit that does: bool[leaves]."""
-    for letter, unit in batch_units(codes.site, factors):
-        number = units(codes.site.trees[letter]).index(unit)
-        for option, cuts in zip(codes.options, codes.cuts, strict=True):
-            if (option.letter, option.unit) == (letter, number):
-                return cuts
-        break
-    return np.zeros(len(codes.leaf_sizes), dtype=bool)
-
-
-__all__ = ["chain_seconds", "in_pieces"]
+__all__ = ["chain_seconds"]

@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from meshwright.cost.machine import launch_seconds
-from meshwright.ops.batch import batch_units
+from meshwright.ops.batch import batch_rows, batch_units
 from meshwright.ops.strategy import at_path
 from meshwright.search.data_parallel import by_batch
-from meshwright.search.joint.dimensions import MOST, batch_rows
+from meshwright.search.joint.dimensions import MOST
 from meshwright.search.planner import Found, Planner
 from meshwright.search.solve import Memory, Problem, solve
 from meshwright.search.space.build import Space
@@ -204,7 +204,7 @@ def _recipes(planner: Planner, least: int = 0) -> Iterator[tuple[str, Space, int
     for inner in range(min(least, count), min(INNER, count) + 1):
         ranks = scene.mesh.count([a.name for a in scene.mesh.axes[count - inner :]])
         each = examples * ranks // scene.mesh.size
-        if not each:
+        if each < planner.techniques.pieces:
             continue  # ranks without an example are no data parallel
         name = f"data parallel × {ranks} ranks of the best cut" if inner else "data parallel"
         yield name, planner.space(outside(rows, count - inner) if inner else exactly(rows)), each
