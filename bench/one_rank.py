@@ -1,6 +1,7 @@
 """A plan for thousands of GPUs without any, and one rank of it run here at a fraction of the width.
 
-python -m bench one-rank --rows 405b mixtral          of the rows of `python -m bench joint`
+python -m bench one-rank --rows 405b --pipeline 16    of the rows of `python -m bench joint`
+python -m bench one-rank --rows mixtral --mode recursive_programming
 python -m bench one-rank Llama-70B --nodes 128 --batch 1024 --rank 77
 
 A model is planned as it is published. Then the same layers with narrow matrices are cut by the same plan: one rank of
@@ -48,6 +49,7 @@ from meshwright.runtime.communicator import Counter
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
+from meshwright.techniques import Techniques, techniques_from
 
 WIDTHS = ("hidden_size", "intermediate_size", "vocab_size")
 CPU = torch.device("cpu")
@@ -217,23 +219,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--share", type=int, default=8, help="of the width, run here")
     parser.add_argument("--short", type=int, default=64, help="tokens of an example, run here")
     parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--mode", help="of planning, by default auto")
+    parser.add_argument("--pipeline", type=int, default=0, help="stages, and as many micro-batches")
     options = parser.parse_args(arguments)
     asked = [row for name, row in ROWS.items() if any(word in name for word in options.rows)]
     if options.model:
         asked.append(Row(options.model, 8 * options.nodes, options.batch, options.sequence, 0.0))
     if not asked:
         parser.error(f"a MODEL, or --rows of {', '.join(ROWS)}")
-    right = [plan_and_run(row, options.share, options.short, options.rank) for row in asked]
+    staged = {"pipeline": options.pipeline, "micro_batches": options.pipeline} if options.pipeline else {}
+    how = (options.share, options.short, options.rank, options.mode, techniques_from(staged))
+    right = [plan_and_run(row, *how) for row in asked]
     sys.exit(not all(right))
 
 
-def plan_and_run(row: Row, share: int, short: int, rank: int) -> bool:
+def plan_and_run(
+    row: Row, share: int, short: int, rank: int, mode: str | None, techniques: Techniques
+) -> bool:
     """Print a plan and what one of its ranks did; whether it sent what was predicted. `share`: of the width; `short`:
     tokens of an example."""
     wide = opened(row.model, batch=row.batch, sequence=row.sequence).captured
     cluster = Cluster.preset("h100", nodes=row.ranks // 8)
     started = time.perf_counter()
-    plan = plan_captured(wide, None, None, None, request_for(cluster))
+    plan = plan_captured(wide, None, mode, None, request_for(cluster), techniques)
     took = time.perf_counter() - started
     print(f"{row.model} planned for {cluster.ranks:,} ranks in {took:.1f} s: {plan.ranks}")
     for what, text in (*claim_lines(plan.claims), ("techniques", str(plan.techniques))):
