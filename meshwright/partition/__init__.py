@@ -12,6 +12,7 @@ from meshwright.errors import LayoutError
 from meshwright.graph import RESHARD, START, TO_DEVICE, TO_HOST, Graph, Node
 from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
+from meshwright.ops.batch import by_whole_batch
 from meshwright.ops.factors import Factors
 from meshwright.partition.again import Keeps
 from meshwright.partition.interleave import STARTED, SUMMED, original
@@ -156,7 +157,10 @@ def _one(graph: Graph, factors: Factors, plan: Plan, prices: Prices | None, keep
     try:
         resharded = insert_reshards(graph, factors, timed, prices or plan.prices or TWO_CORE_GLOO, keeps)
     except LayoutError as error:
-        raise error if timed is plan else not_in_time(error, plan) from error
+        whole = by_whole_batch(graph, factors) if timed is not plan else []
+        if not whole:
+            raise
+        raise not_in_time(whole[0], plan) from error
     if timed is not plan:
         check_in_time(graph, resharded, timed)
     kept = with_keeps(resharded, factors, timed)

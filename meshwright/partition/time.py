@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
-from meshwright.errors import LayoutError, PlanError
+from meshwright.errors import PlanError
 from meshwright.graph import RESHARD, Graph, Input, Node
 from meshwright.layout import Dim, Item, SubDim, TensorLayout, dim_axes, map_leaves
 from meshwright.mesh import Mesh
@@ -231,12 +231,12 @@ def check_in_time(graph: Graph, resharded: Resharded, plan: Plan) -> None:
             raise _refusal(resharded.graph, node, plan)
 
 
-def not_in_time(error: LayoutError, plan: Plan) -> PlanError:
-    """What to say where no collective leads from what a micro-batch has to what an operator asks for."""
+def not_in_time(node: Node, plan: Plan) -> PlanError:
+    """What to say of an operator that asks for a value of all micro-batches."""
     return PlanError(
-        f"the model needs some value of the whole batch at once, which {plan.techniques.pieces_told} do not have",
-        why=error.what,
-        where=error.where,
+        f"%{node.name} ({node.op}) needs the whole batch at once, which {plan.techniques.pieces_told} do not have",
+        why="no rule cuts it over examples, and no collective leads from one micro-batch to all",
+        where=node.where,
         hint=", ".join(_wholes(plan.techniques)),
     )
 
