@@ -237,9 +237,8 @@ def _add(
             if found not in seen:
                 seen.add(found)
                 least, compute = floor.price(found), space.price(found).compute
-                examples = examples_of(planner, space, found)
-                gathers = space.least_gathers(found)
-                candidate = Candidate(name, space, found, least, compute, gathers, examples)
+                gathers, each = space.least_gathers(found), examples_of(planner, space, found)
+                candidate = Candidate(name, space, found, least, compute, gathers, each)
                 if not any(_alike(candidate, other) for other in made.candidates):
                     made.candidates.append(candidate)
 
