@@ -171,9 +171,12 @@ class _World:
         kept = {"sum", "memory", "step"} if plan is alone else {"sum", "memory"}
         gaps = {k: v for k, v in plan.claims.get("gaps", {}).items() if k in kept}
         gaps["joint"] = max(0.0, step / found.seconds - 1)
-        what = f"{found.configurations:,} configurations of stages, levels, schedules and micro-batches"
-        one = (alone or plan).claims.get("space", "")
-        space = f"{one}; {what}" if one else what
+        told = [(alone or plan).claims.get("space", "")]
+        if found.configurations:
+            told += [
+                f"{found.configurations:,} configurations of stages, levels, schedules and micro-batches"
+            ]
+        space = "; ".join(filter(None, told))
         claims = {**plan.claims, "bound_seconds": found.seconds, "gaps": gaps, "space": space}
         return replace(plan, claims=claims)
 

@@ -12,7 +12,7 @@ from meshwright.partition.judged import Judge
 from meshwright.search.solve import NoStates, Problem
 from meshwright.search.space.build import Space
 from tests.search.planned import SEARCHES, made
-from tests.search.test_alike import alike, of_model
+from tests.search.test_alike import of_model
 
 
 @pytest.mark.parametrize("mode", SEARCHES)
@@ -22,8 +22,8 @@ def test_where_no_choice_is_allowed_the_operators_are_named(
     """The first of all pairs of variables has no price."""
     original = Space.problem
 
-    def broken(self: Space, alpha: float | None = None) -> Problem:
-        found = original(self, alpha)
+    def broken(self: Space, alpha: float | None = None, micro_batches: int = 1) -> Problem:
+        found = original(self, alpha, micro_batches)
         first = next(iter(found.pairs))
         return Problem(found.unary, {**found.pairs, first: np.full_like(found.pairs[first], np.inf)})
 
@@ -63,7 +63,7 @@ def test_cuts_without_room_are_refused_with_the_operator(mode: str) -> None:
 
 def test_no_turn_of_a_recursion_cuts_a_pinned_factor_into_more_blocks_than_elements() -> None:
     here = of_model("bert", "8", {"*.query": {"n": "tp"}})
-    arrays = alike(here)
+    arrays = here.arrays()
     now = np.zeros((len(arrays.names), 3), dtype=np.int8)
     for turn in ([0], [1], [2], [0, 1, 2]):
         for sheet in arrays.priced(turn, now).sheets:

@@ -265,7 +265,7 @@ def test_layers_by_number_and_by_pattern() -> None:
     (
         ({"offload": "activations:9"}, "the model has 5 layers"),
         ({"offload": "activations:block.*"}, "no module of the model matches"),
-        ({"offload": "optimizer:2"}, "only activations"),
+        ({"offload": "optimizer:2"}, "of activations and of parameters alone"),
         ({"offload": "activation"}, "activations"),
     ),
 )
