@@ -72,8 +72,9 @@ for rank, spans in enumerate(traced.measured.spans):
     assert len(kinds) == len(set(kinds)) == 8
     assert all(a.end <= b.begin for a, b in zip(spans, spans[1:]))
     assert all(s.begin <= a <= b <= s.end for s in spans for a, b in s.waits)
-made = {(s.action.stage, s.action.micro_batch): s.end for s in traced.measured.spans[0] if s.action.kind == "forward"}
-for span in traced.measured.spans[2]:  # the second stage computes what the first has made
+# The second stage computes what the first has made, which may be over before the first is told that it was sent.
+made = {(s.action.stage, s.action.micro_batch): s.begin for s in traced.measured.spans[0] if s.action.kind == "forward"}
+for span in traced.measured.spans[2]:
     if span.action.kind == "forward":
         assert span.end > made[0, span.action.micro_batch]
 assert abs(traced.predicted_seconds / step.plan.claims["step_seconds"] - 1) < 1e-9
@@ -151,7 +152,12 @@ def test_a_traced_step_is_a_step_and_says_what_each_rank_did(tmp_path: Path) -> 
     result = launch(tmp_path, 4, TRACED)
     assert result.returncode == 0, result.stdout + result.stderr
     said = result.stdout
-    assert said.count("rank   ") == 6 and "the slowest" in said and "measured: " in said, said
+    assert (
+        said.count("rank   ") == 4
+        and said.count("ranks of pp ") == 2
+        and "the slowest" in said
+        and "measured: " in said
+    ), said
     assert "predicted: " in said and "waits" in said, said
 
 
