@@ -4,15 +4,17 @@ python -m bench one-rank --rows 405b --pipeline 16    of the rows of `python -m 
 python -m bench one-rank --rows mixtral --mode recursive_programming
 python -m bench one-rank Llama-70B --nodes 128 --batch 1024 --rank 77
 
-A model is planned as it is published. Then the same layers with narrow matrices are cut by the same plan: one rank of
-all builds its program and runs a step, and a communicator that only counts answers for the thousands of others. What it
-sent, and the memory it took, stand beside what was predicted for that program.
+A model is planned as it is published. Then the same layers with narrow matrices are cut by the same plan, no narrower
+than leaves each block that it cuts an element: one rank of all builds its program and runs a step, and a communicator
+that only counts answers for the thousands of others. What it sent, and the memory it took, stand beside what was
+predicted for that program.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 import sys
 import time
 from collections import Counter as Multiset
@@ -66,11 +68,27 @@ class Ran:
     expected_bytes: int
 
 
-def narrow(config: Mapping[str, Any], share: int) -> dict[str, Any]:
-    """A configuration with matrices of a fraction of the width, and as many layers and heads."""
-    found = {**config, **{name: config[name] // share for name in WIDTHS}}
-    if "head_dim" in config:
-        found["head_dim"] = config["head_dim"] // share
+def narrow(config: Mapping[str, Any], share: int, blocks: Mapping[int, int] | None = None) -> dict[str, Any]:
+    """A configuration with matrices of a fraction of the width, and as many layers and heads. `blocks`: size → blocks
+    that a plan cuts dims of it into, which are left an element each (`most_blocks`)."""
+    names = [name for name in (*WIDTHS, "head_dim") if name in config]
+    return {**config, **{name: least(config[name], share, blocks or {}) for name in names}}
+
+
+def least(size: int, share: int, blocks: Mapping[int, int]) -> int:
+    """A fraction of a size, or what its blocks need."""
+    each = blocks.get(size, 1)
+    return each * math.ceil(max(1, size // share) / each)
+
+
+def most_blocks(plan: Plan) -> dict[int, int]:
+    """Size → the most blocks that a plan cuts a sub-dim of it into, of cuts that divide it evenly."""
+    layouts = [*plan.inputs.values(), *plan.hubs.values(), *plan.states.values()]
+    dims = [dim for layout in layouts for dim in layout.dims]
+    dims += [dim for strategy in plan.strategies.values() for _, dim in strategy.cuts]
+    found: dict[int, int] = {}
+    for leaf in {leaf for dim in dims for leaf in sub_dims(dim)}:
+        found[leaf.size] = math.lcm(found.get(leaf.size, 1), plan.mesh.count(leaf.axes))
     return found
 
 
@@ -221,13 +239,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--mode", help="of planning, by default auto")
     parser.add_argument("--pipeline", type=int, default=0, help="stages, and as many micro-batches")
+    parser.add_argument("--recompute", default="", help="of a plan in stages: full or selective")
     options = parser.parse_args(arguments)
     asked = [row for name, row in ROWS.items() if any(word in name for word in options.rows)]
     if options.model:
         asked.append(Row(options.model, 8 * options.nodes, options.batch, options.sequence, 0.0))
     if not asked:
         parser.error(f"a MODEL, or --rows of {', '.join(ROWS)}")
-    staged = {"pipeline": options.pipeline, "micro_batches": options.pipeline} if options.pipeline else {}
+    staged: dict[str, Any] = {}
+    if options.pipeline:
+        staged = {
+            "pipeline": options.pipeline,
+            "micro_batches": options.pipeline,
+            "recompute": options.recompute,
+        }
     how = (options.share, options.short, options.rank, options.mode, techniques_from(staged))
     right = [plan_and_run(row, *how) for row in asked]
     sys.exit(not all(right))
@@ -246,11 +271,17 @@ def plan_and_run(
     print(f"{row.model} planned for {cluster.ranks:,} ranks in {took:.1f} s: {plan.ranks}")
     for what, text in (*claim_lines(plan.claims), ("techniques", str(plan.techniques))):
         print(f"{what:13} {text}")
-    model, batch, loss = built_from(narrow(CONFIGS[row.model], share), row.batch, short)
+    blocks = most_blocks(plan)
+    config, tokens = (
+        narrow(CONFIGS[row.model], share, blocks),
+        least(row.sequence, row.sequence // short, blocks),
+    )
+    model, batch, loss = built_from(config, row.batch, tokens)
     captured = captured_of(model, batch, loss, CACHE)
     parts = lower(captured, resized(plan, wide.graph, captured.graph))
     ran = run(parts, captured, batch, rank)
-    print(f"\nrank {rank:,}, 1/{share} of the width, {short} tokens")
+    widths = ", ".join(f"{config[name]:,} of {CONFIGS[row.model][name]:,}" for name in WIDTHS)
+    print(f"\nrank {rank:,}, widths {widths}, {tokens:,} of {row.sequence:,} tokens")
     print("\n".join(show(ran)), end="\n\n", flush=True)
     return ran.sent == ran.expected
 

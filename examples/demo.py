@@ -112,7 +112,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--compared", type=int, default=25, help="steps that one device repeats")
     parser.add_argument(
-        "--resume", type=Path, metavar="FOLDER", help="save there, and go on from what is there"
+        "--resume",
+        type=Path,
+        metavar="FOLDER",
+        help="save there, and go on from what is there, with the same --steps",
     )
     parser.add_argument("--sample", type=int, default=200, help="bytes to write at the end")
     return parser.parse_args()

@@ -23,7 +23,7 @@ from meshwright.partition.updates import updates
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.plan import Plan
 from meshwright.redistribute import redistribute
-from meshwright.runtime.alike import named, options_of, options_that_differ
+from meshwright.runtime.alike import named, options_alike, options_of, options_that_differ
 from meshwright.runtime.communicator import Communicator, ProcessGroups
 from meshwright.runtime.connect import Meeting, launched_world
 from meshwright.runtime.step import LocalStep
@@ -174,10 +174,12 @@ def same_model(meeting: Meeting, agreed: Agreed, model: torch.nn.Module) -> None
 
 def same_optimizer(meeting: Meeting, local: LocalStep) -> None:
     """Raise RunError on all ranks where two have optimizers of other classes, or with other options for a parameter
-    that both update. Stages of a pipeline update parameters of their own."""
+    that both update. Stages of a pipeline update parameters of their own; what their groups have alike is compared from
+    then on."""
     optimizer = local.optimizer
     if optimizer is None:
         meeting.collect("")
+        local.alike.options = frozenset()
         return
     number = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
     trained = [i for i in local.inputs.values() if i.role == "parameter" and i.needs_grad]
@@ -185,6 +187,7 @@ def same_optimizer(meeting: Meeting, local: LocalStep) -> None:
     runs = [(n, len(list(run))) for n, run in itertools.groupby(of)]  # layers are alike: the word stays short
     word = json.dumps([type(optimizer).__name__, options_of(optimizer.param_groups), runs])
     words = meeting.collect(word)
+    local.alike.options = options_alike([json.loads(one)[1] for one in words]) if all(words) else frozenset()
     told = {rank: json.loads(one) for rank, one in enumerate(words) if one and len(set(words)) > 1}
     kinds: dict[str, list[int]] = {}
     for rank, (kind, _, _) in told.items():

@@ -58,6 +58,23 @@ def plan_from(given: Any) -> Plan | None:
     return Plan.load(given)
 
 
+def folder_from(cache: Any) -> Path | None:
+    """The folder of captured programs that is given as `cache`. Raises CaptureError for what is no path of one."""
+    if cache is None:
+        return None
+    if not isinstance(cache, str | Path) or not str(cache):
+        what = "an empty text" if cache == "" else f"a {type(cache).__name__}"
+    elif Path(cache).exists() and not Path(cache).is_dir():
+        what = "a file"
+    else:
+        return Path(cache)
+    raise CaptureError(
+        f"cache={cache!r} is no folder",
+        why=f"it is {what}; captured programs are kept in a folder, by their content",
+        hint='cache=".meshwright", or leave it out',
+    )
+
+
 def check_switches(**given: Any) -> None:
     """Raise RunError for a switch that is neither on nor off."""
     for name, value in given.items():

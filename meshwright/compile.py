@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 import torch
 
-from meshwright.asked import check_function, check_model
+from meshwright.asked import check_function, check_model, folder_from
 from meshwright.capture import Captured
 from meshwright.capture import capture as capture_graph
 from meshwright.capture.batch import leaves
@@ -170,9 +170,7 @@ def plan_captured(
             request,
             techniques,
             lambda: _plan_in_one(captured, None, mode, pins, request, techniques),
-            lambda asked, taken: _plan_staged(
-                captured, mesh_over(request.cluster, taken), mode, pins, request, asked
-            ),
+            lambda inside, asked, taken: _plan_chosen(captured, inside, taken, request, asked),
         )
     return _plan_in_one(captured, mesh, mode, pins, request, techniques)
 
@@ -228,6 +226,11 @@ def _plan_in_one(
             made = replace(made, claims={**claims, **kept})
     if request is not None:
         made = made.with_notes(*over_limit(made, request))
+    return _of_captured(captured, made, request)
+
+
+def _of_captured(captured: Captured, made: Plan, request: Request | None) -> Plan:
+    """The plan with its equal layers folded, the remarks of the capture, and what it was made from."""
     made = made.folded(captured.graph, [(b.start, b.length, b.repeats) for b in captured.folding.blocks])
     return with_origin(made.with_notes(*captured.notes), captured, request)
 
@@ -255,6 +258,18 @@ def _plan_staged(
         held = max(in_flight(techniques, places))
         inside = replace(request, cluster=cluster, memory_bytes=limit, places=places, in_flight=held)
     made = plan_captured(captured, world.stage, mode, pins, inside, in_one_stage(techniques))
+    return _in_stages(captured, made, world, request, techniques)
+
+
+def _plan_chosen(
+    captured: Captured, inside: Plan, taken: tuple[int, ...], request: Request, techniques: Techniques
+) -> Plan:
+    """The plan of a pipeline from that of the ranks which share a stage, as a search over everything has found it."""
+    world = meshes(mesh_over(request.cluster, taken), techniques, total=False)
+    cluster = within_stage(request.cluster, taken)
+    assert cluster.place(world.stage).axes == inside.mesh.axes, (world.stage, inside.mesh)
+    weigh = functools.partial(weighed, cluster=cluster)
+    made = _of_captured(captured, apply(captured.graph, inside, inside.techniques, weigh), request)
     return _in_stages(captured, made, world, request, techniques)
 
 
@@ -418,6 +433,7 @@ def captured_of(model: torch.nn.Module, batch: Any, loss: Loss, cache: str | Pat
     """The captured program; the last one of each model is remembered, so that plan, verify and train_step share it."""
     check_model(model)
     check_function("loss", loss, "lambda model, batch: model(batch).mean()")
+    folder = folder_from(cache)
     key = (
         tuple((path, tuple(x.shape), x.dtype) for path, x in leaves(batch)),
         loss,
@@ -427,7 +443,7 @@ def captured_of(model: torch.nn.Module, batch: Any, loss: Loss, cache: str | Pat
     known = _captured.get(model)
     if known is not None and known[0] == key:
         return known[1]
-    raw = capture_graph(model, batch, loss, cache=Path(cache) if cache is not None else None)
+    raw = capture_graph(model, batch, loss, cache=folder)
     captured = Captured(renumber(raw.graph), raw.constants, raw.folding, raw.notes)
     _captured[model] = (key, captured)
     return captured

@@ -9,6 +9,7 @@ import torch
 
 import meshwright as mw
 from meshwright.errors import StrategyError
+from tests.custom_ops import doubling
 
 LAYOUT = mw.Layout((2, 2, 2), ("dp", "sp", "mp"))
 
@@ -73,3 +74,24 @@ def test_what_is_never_called_cannot_be_marked(target: Any, says: str) -> None:
         with pytest.raises(StrategyError, match="marks nothing") as caught:
             mark(target)
         assert says in caught.value.hint and "test_annotate.py" in caught.value.where
+
+
+twice = doubling("annotated::twice")
+
+
+def test_an_operator_that_is_not_known_is_cut_by_the_rule_of_the_user() -> None:
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(mw.shard(torch.ops.annotated.twice, ((2, 2),))(x)).square().mean()
+
+    asked: Any = {"mesh": {"dp": 2, "tp": 2}, "mode": "sharding_propagation"}
+    with pytest.raises(StrategyError, match=r"mw\.rule\('annotated\.twice', \"…\"\) says how it can be cut"):
+        mw.plan(Twice(), torch.randn(8, 6), **asked)
+    mw.rule("annotated::twice", "b f -> b f")
+    plan = mw.plan(Twice(), torch.randn(8, 6), **asked)
+    assert str(plan.inputs["batch_"].forward) == "[8/dp, 6/tp]"
+    mw.verify(Twice(), torch.randn(8, 6), plan=plan).raise_if_different()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.errors import PlanError, RunError, did_you_mean
+from meshwright.errors import CaptureError, PlanError, RunError, did_you_mean
 
 X, Y = torch.randn(8, 6), torch.randint(0, 3, (8,))
 
@@ -46,6 +46,15 @@ def test_a_norm_is_a_number_above_zero(norm) -> None:
 def test_a_seed_is_a_whole_number() -> None:
     with pytest.raises(RunError, match="seed='a'"):
         step_of(seed="a")
+
+
+@pytest.mark.parametrize("cache", [3, True, "", b"x", __file__])
+def test_a_cache_is_a_folder(cache) -> None:
+    model, batch = Normed(), {"x": X, "y": Y}
+    for _ in range(2):  # the second time the program is known, and no folder is looked into
+        with pytest.raises(CaptureError, match=r"cache=.* is no folder"):
+            mw.plan(model, batch, loss=loss, mesh=1, cache=cache)
+        mw.plan(model, batch, loss=loss, mesh=1)
 
 
 def test_a_loss_that_trains_nothing_is_refused() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from meshwright.cycles import seldom_collected
 from meshwright.errors import ClusterError, PlanError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Base:
     sequence: int | None
 
 
+@seldom_collected()
 def answer(base: Base, changes: Mapping[str, str], asked: Mapping[str, Any]) -> tuple[Estimate, str, float]:
     """The estimate under changes of the shape and the ranks and under the techniques that are `asked` for, a remark,
     and the seconds that went into capturing. Raises PlanError."""
@@ -57,8 +59,8 @@ def answer(base: Base, changes: Mapping[str, str], asked: Mapping[str, Any]) -> 
     in_stages = not plan.stages and asked.get("pipeline", 1) > 1  # stages that the plan does not have
     if "ranks" in changes or in_stages:
         cluster = resized(cluster, int(changes.get("ranks", cluster.ranks)))
-        plan = _planned_again(base, opened, cluster, asked if in_stages else {})
-        remarks.append(f"planned again by {plan.mode}")
+        plan, remark = _elsewhere(base, opened, captured, cluster, changes, asked if in_stages else {})
+        remarks.append(remark)
     if asked and not in_stages:
         plan, remark = _with(base, plan, captured, cluster, asked)
         remarks += [remark] if remark else []
@@ -135,12 +137,50 @@ def _factors(captured: Captured) -> Factors:
     return factors_of(captured.graph)
 
 
-def _planned_again(base: Base, opened: Opened, cluster: Cluster, asked: Mapping[str, Any]) -> Plan:
+def _elsewhere(
+    base: Base,
+    opened: Opened,
+    captured: Captured,
+    cluster: Cluster,
+    changes: Mapping[str, str],
+    asked: Mapping[str, Any],
+) -> tuple[Plan, str]:
+    """A plan for other ranks and how it came about: with the cuts of this one where they can be, which takes no time;
+    planned again where they cannot, or where stages are asked for that this one does not have."""
+    if asked:
+        return _planned_again(base, opened, cluster, asked)
+    try:
+        return _same_cuts(base, captured, cluster, changes)
+    except PlanError as error:
+        plan, remark = _planned_again(base, opened, cluster, {})
+        return plan, f"{remark}, since {error.what}"
+
+
+def _same_cuts(
+    base: Base, captured: Captured, cluster: Cluster, changes: Mapping[str, str]
+) -> tuple[Plan, str]:
+    from meshwright.mesh import Mesh
+    from meshwright.pipeline.meshes import meshes
+    from meshwright.report.other_ranks import on_other_ranks
+
+    sizes = scaled(base.plan, cluster.ranks, base.cluster)
+    plan = base.plan if captured is base.captured else _moved(base.plan, captured, changes)
+    mesh, world = cluster.mesh if sizes is None else cluster.place(Mesh.of(sizes)), None
+    if plan.stages:
+        staged = meshes(mesh, plan.techniques, total=False)
+        mesh, world = staged.stage, staged.world
+    found = on_other_ranks(plan, captured.graph, mesh, world)
+    return found, "the same cuts; meshwright plan may find better ones for these ranks"
+
+
+def _planned_again(
+    base: Base, opened: Opened, cluster: Cluster, asked: Mapping[str, Any]
+) -> tuple[Plan, str]:
     import meshwright as mw
 
     given = {**base.plan.techniques.asked(), **asked}
     stages = asked.get("pipeline", 1)  # on ranks of their own
-    return mw.plan(
+    plan = mw.plan(
         opened.model,
         opened.batch,
         loss=opened.loss,
@@ -152,6 +192,7 @@ def _planned_again(base: Base, opened: Opened, cluster: Cluster, asked: Mapping[
         optimizer_states=base.optimizer_states,
         **given,
     )
+    return plan, f"planned again by {plan.mode}"
 
 
 def scaled(plan: Plan, ranks: int, cluster: Cluster, stages: int = 1) -> dict[str, int] | None:

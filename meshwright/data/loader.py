@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -365,6 +366,12 @@ class _Indices:
         return int.from_bytes(hashlib.blake2b(told, digest_size=7).digest(), "little")
 
 
+def _place(number: str, held: Mapping[str, torch.Tensor]) -> str:
+    """Which batch of a stream one is, with what is in it. Ranks ask for that in a few of their steps only."""
+    here = ", ".join(f"{path} {checksum(x)}" for path, x in held.items() if x.device.type == "cpu")
+    return f"{number} ({here})"
+
+
 class _Stream(ShardedLoader):
     """Of whole batches: every rank reads all of them, and keeps its part."""
 
@@ -387,8 +394,7 @@ class _Stream(ShardedLoader):
             if found is None:
                 continue
             samples, held = found
-            here = ", ".join(f"{path} {checksum(x)}" for path, x in held.items() if x.device.type == "cpu")
-            place = f"batch {self._taken} of epoch {self.epoch} ({here})"
+            place = functools.partial(_place, f"batch {self._taken} of epoch {self.epoch}", held)
             self._taken += 1
             yield replace(parts_of(self.reading, held), samples=samples, place=place)
         self.epoch, self._taken, self._skip = self.epoch + 1, 0, 0
@@ -397,8 +403,14 @@ class _Stream(ShardedLoader):
         """The batch with its number of samples, filled up where it is too small; None for one that is left out."""
         rows = {x.shape[0] for x in held.values() if x.dim()}
         size, few = self.batch_size, min(rows, default=0)
-        if len(rows) != 1 or few >= size or self.last is None:
+        if len(rows) != 1 or few >= size:
             return size, held
+        if self.last is None:
+            raise BatchError(
+                f"batch {self._taken} of epoch {self.epoch} has {few} samples, the step takes {size}",
+                why="a step is one program of fixed shapes",
+                hint='last="drop" leaves it out, last="pad" fills it up with samples that the loss ignores',
+            )
         if self.last == "drop":
             return None
         made = {path: torch.cat([x, x[:1].expand(size - few, *x.shape[1:])]) for path, x in held.items()}

@@ -179,10 +179,14 @@ class Samples:
         self.dataset, self.boxes, self.seeds = dataset, boxes, seeds
 
     def __getitem__(self, item: Item) -> tuple[Item, Any]:
-        with _drawing(item.seed) if self.seeds else contextlib.nullcontext():
-            if self.boxes and hasattr(self.dataset, "read_part"):
-                return item, self.dataset.read_part(item.index, self.boxes)
-            return item, self.dataset[item.index]
+        try:
+            with _drawing(item.seed) if self.seeds else contextlib.nullcontext():
+                if self.boxes and hasattr(self.dataset, "read_part"):
+                    return item, self.dataset.read_part(item.index, self.boxes)
+                return item, self.dataset[item.index]
+        except Exception as error:
+            error.add_note(f"where: sample {item.index} of the dataset")
+            raise
 
 
 @contextlib.contextmanager

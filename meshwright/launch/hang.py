@@ -190,7 +190,8 @@ def _frames(text: str) -> Sequence[tuple[str, str, str]]:
 def _of_a_library(file: str) -> bool:
     parts = Path(file).parts
     return (
-        "site-packages" in parts
+        file.startswith("<")  # frozen modules
+        or "site-packages" in parts
         or f"python{sys.version_info.major}.{sys.version_info.minor}" in parts
         or (Path(__file__).parents[1] in Path(file).parents)
     )

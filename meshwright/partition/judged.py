@@ -1,14 +1,15 @@
 """How long a step takes and how much memory it needs, for many equal layers from programs with two and with three.
 
 The program of a choice is lowered, played on a timeline and walked for its memory with two copies of each layer, and
-with three of one kind at a time. What a layer adds, in seconds and, at every instant, in bytes, is their difference;
-the rest of the layers add the same. So 100 layers are judged as quickly as three.
+with three of one kind at a time; with three and four where techniques look at the next layer. What a layer adds, in
+seconds and, at every instant, in bytes, is their difference; the rest of the layers add the same. So 100 layers are
+judged as quickly as four.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,11 @@ from meshwright.mesh import Mesh
 from meshwright.partition import Partition, partition
 from meshwright.partition.memory import Peak, optimizer_on, peak
 from meshwright.partition.price import program_price
-from meshwright.partition.tasks import simulate
+from meshwright.partition.step_times import step_times
 from meshwright.partition.weighed import weighed
 from meshwright.plan import Plan, fingerprint
 from meshwright.search.folded import Folded, shortened
-from meshwright.search.planner import Verdict
+from meshwright.search.planner import Line, Verdict
 from meshwright.search.space.build import Choice
 from meshwright.search.techniques import apply
 from meshwright.techniques import NONE, Techniques
@@ -55,48 +56,111 @@ class Judge:
 
     def in_full(self, choice: Choice) -> Verdict:
         """The same from the whole program: what three layers cannot tell is where buckets of gradients end."""
-        if self.folds.is_whole:
-            return self(choice)
         seen = self._judged(self.folds.full, choice)
         where = max(seen.most, key=lambda instant: seen.most[instant])
-        return Verdict(seen.seconds, float(seen.most[where]), where, float(seen.host_bytes), seen.exposed)
+        return Verdict(
+            seen.seconds, float(seen.most[where]), where, float(seen.host_bytes), seen.exposed, in_full=True
+        )
 
     def __call__(self, choice: Choice) -> Verdict:
         """Seconds of the simulated step, and the most bytes on the rank that holds most, with when that is."""
-        if self.techniques.names_layers and not self.folds.is_whole:
+        if self.techniques.names_layers or self.folds.is_whole:
             return self.in_full(choice)
         repeats = self.folds.repeats
-        two = self._run(choice, [2] * len(repeats))
-        step, exposed, hosted = two.seconds, two.exposed, two.host_bytes
-        at, ends = dict(two.most), dict(two.most)
+        # Techniques look at the next layer: there the first and the last differ from those between, which two have not.
+        least = 3 if self.techniques.asked() else 2
+        few = [min(least, count) for count in repeats]
+        short = self._run(choice, few)
+        step, exposed, hosted = short.seconds, short.exposed, short.host_bytes
+        longer: list[Mapping[str, int]] = []
         for number, count in enumerate(repeats):
-            three = self._run(choice, [3 if n == number else 2 for n in range(len(repeats))])
-            step += (count - 2) * (three.seconds - two.seconds)
-            exposed += (count - 2) * (three.exposed - two.exposed)
-            hosted += (count - 2) * (three.host_bytes - two.host_bytes)
-            more = three.most
-            for instant, size in two.most.items():
-                if instant in more:
-                    at[instant] += (count - 2) * (more[instant] - size)
-            # The second copy of two is the last, and so is the third of three: what it adds is told by that one.
-            last = {self._stands(instant): size for instant, size in more.items() if instant not in two.most}
-            for instant, size in two.most.items():
-                ends[instant] += (count - 2) * (last.get(instant, more.get(instant, size)) - size)
-        at = {instant: max(size, ends[instant]) for instant, size in at.items()}
-        where = max(at, key=lambda instant: at[instant])
-        return Verdict(step, float(at[where]), where, float(hosted), max(0.0, exposed))
+            more = count - few[number]
+            long = self._run(choice, [k + (n == number) for n, k in enumerate(few)]) if more else short
+            step += more * (long.seconds - short.seconds)
+            exposed += more * (long.exposed - short.exposed)
+            hosted += more * (long.host_bytes - short.host_bytes)
+            longer.append(long.most)
+        lines = self._lines(short.most, few, longer)
+        most = {instant: max(map(sum, each)) for instant, each in lines.items()}
+        where = max(most, key=lambda instant: most[instant])
+        last = {self._stands(i) for long in longer for i in long if i not in short.most}
+        inside = [one for i, each in lines.items() if self._stands(i) in {"update", *last} for one in each]
+        return Verdict(
+            step,
+            float(most[where]),
+            where,
+            float(hosted),
+            max(0.0, exposed),
+            _highest(one for each in lines.values() for one in each),
+            _highest(inside),
+        )
+
+    def _lines(
+        self, short: Mapping[str, int], few: Sequence[int], longer: Sequence[Mapping[str, int]]
+    ) -> dict[str, list[Line]]:
+        """Bytes of what there is once and in all layers, at each instant. `short`: bytes with `few` copies of each kind
+        of layer; `longer`: with one more of one kind.
+
+        The first copy's is told by the first ones, the last one's by the last ones. Layers between have those that are
+        added before them, after them, or on both sides: such a one takes most where it is next to the first or to the
+        last, and grows as these do.
+        """
+        counts = self.folds.repeats
+        last = [self._of_copies(short, long) for long in longer]
+        adds = {  # bytes that one more of each kind of layer adds
+            i: [long.get(ends.get(i, i), size) - size for long, ends in zip(longer, last, strict=True)]
+            for i, size in short.items()
+        }
+        found = {i: [_line(size, few, counts, adds[i])] for i, size in short.items()}
+        for number, long in enumerate(longer):
+            lasts, more = {self._stands(i): i for i in last[number]}, [*few]
+            more[number] += 1
+            of_last = set(last[number].values())
+            for instant, size in long.items():
+                stands = self._stands(instant)
+                if stands not in lasts or instant in of_last:
+                    continue  # of no layer between
+                each, first = [*adds[lasts[stands]]], self._of_first(stands)
+                if first in short and first in long:
+                    each[number] = max(each[number], long[first] - short[first])
+                found.setdefault(instant, []).append(_line(size, more, counts, each))
+        return found
+
+    def _of_copies(self, short: Mapping[str, int], long: Mapping[str, int]) -> dict[str, str]:
+        """Instant of the last of a few copies → that of the last of one more."""
+        added = {self._stands(i): i for i in long if i not in short}
+        # By number and not in the order of time: backward meets the last copy first, forward meets it last.
+        ends: dict[str, str] = {}
+        for instant in short:
+            stands = self._stands(instant)
+            if stands in added:
+                ends[stands] = max(ends.get(stands, instant), instant, key=self._number)
+        return {end: added[stands] for stands, end in ends.items()}
 
     def _stands(self, instant: str) -> str:
-        """The instant of the second copy that equals one of the third: by the value that it is named after."""
-        name, comma, phase = instant.partition(",")
-        known, base = self._known, name
-        while base not in known and "_" in base:
-            base = base.rpartition("_")[0]
-        return known.get(base, base) + name[len(base) :] + comma + phase
+        """The instant of the second copy that equals one of a later copy: by the value that it is named after."""
+        return self._renamed(instant, self._known)
+
+    def _of_first(self, instant: str) -> str:
+        """The instant of the first copy that equals one of the second."""
+        return self._renamed(instant, self.folds.same)
+
+    def _number(self, instant: str) -> int:
+        """The place of the value that an instant is named after: later copies have later ones."""
+        return self._places.get(_base(instant, self._places), -1)
+
+    @staticmethod
+    def _renamed(instant: str, known: Mapping[str, str]) -> str:
+        base = _base(instant, known)
+        return known.get(base, base) + instant[len(base) :]
 
     @functools.cached_property
     def _known(self) -> Mapping[str, str]:
         return {**self.folds.values, **self.folds.nodes, **self.folds.inputs}
+
+    @functools.cached_property
+    def _places(self) -> Mapping[str, int]:
+        return {name: number for number, name in enumerate(self._known)}
 
     @functools.cached_property
     def _short(self) -> dict[tuple[int, ...], Graph]:
@@ -114,7 +178,7 @@ class Judge:
         top = peak_on(parts, self.cluster, self.optimizer_states)
         for instant, size in top.timeline:
             most[instant] = max(size, most.get(instant, 0))
-        line = simulate(parts, self.cluster, self.optimizer_states)
+        line = step_times(parts, self.cluster, self.optimizer_states)
         return _Seen(line.step_seconds, line.exposed_seconds, most, top.host_bytes)
 
     def _lowered(self, graph: Graph, choice: Choice) -> Partition:
@@ -144,6 +208,29 @@ class Judge:
         return partition(graph, plan, keeps=saved)
 
 
+def _line(size: int, copies: Sequence[int], counts: Sequence[int], each: Sequence[int]) -> Line:
+    """What there is once and in all layers, from bytes with `copies`, and what a further layer of each kind adds."""
+    once = size - sum(n * more for n, more in zip(copies, each, strict=True))
+    return float(once), float(sum(n * more for n, more in zip(counts, each, strict=True)))
+
+
+def _highest(lines: Iterable[Line]) -> tuple[Line, ...]:
+    """Those that may be the highest for some share of the layers: no other is higher without layers and with all."""
+    found: list[Line] = []
+    for once, layered in sorted(set(lines), key=lambda line: (-sum(line), -line[0])):
+        if not found or once > found[-1][0]:
+            found.append((once, layered))
+    return tuple(found)
+
+
+def _base(instant: str, known: Mapping[str, Any]) -> str:
+    """The value that an instant is named after, of those that are known."""
+    base = instant.partition(",")[0]
+    while base not in known and "_" in base:
+        base = base.rpartition("_")[0]
+    return base
+
+
 def peak_on(parts: Partition, cluster: Cluster, optimizer_states: int) -> Peak:
     """The peak of the rank that holds most, with an optimizer as torch runs it on the cluster's devices."""
     mesh, device = parts.plan.mesh, cluster.device_type
@@ -161,7 +248,7 @@ def claims_of(parts: Partition, cluster: Cluster, optimizer_states: int) -> dict
         "compute_seconds": price.compute + price.update,
         "communication_seconds": price.forward_communication + price.backward_communication,
         "reduction_seconds": price.reduction,
-        "step_seconds": simulate(parts, cluster, optimizer_states).step_seconds,
+        "step_seconds": step_times(parts, cluster, optimizer_states).step_seconds,
         "peak_bytes": top.bytes,
         "peak_where": top.instant,
         **({"host_bytes": top.host_bytes} if top.host_bytes else {}),

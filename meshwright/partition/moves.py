@@ -79,8 +79,7 @@ def _moved(heap: Heap, x: Storage, plan: Exchange, itemsize: int, mesh: Mesh, st
 
 def assembled(heap: Heap, plan: Exchange, size_bytes: int) -> Storage:
     """Pieces put together, and put into order where they are not."""
-    join = plan.received
-    if join is None or join.order is None:
+    if not plan.reordered:
         return heap.new(size_bytes)
     apart = heap.new(size_bytes)
     result = heap.new(size_bytes)

@@ -53,7 +53,7 @@ def stashes_of(
     graph, found = resharded.graph, dict[str, Stash]()
     for node in graph.nodes:
         for value, how in _ways(node, graph, resharded, wanted):
-            if value not in asked or value in resharded.hosted:
+            if value not in asked or value in resharded.hosted or value in _own(node, graph, keeps):
                 continue
             slices, gather = (), ()
             if SLICE in how and even and _alike(value, resharded, plan.mesh, keeps):
@@ -78,6 +78,15 @@ def _ways(
             yield node.name, wanted[root]
     elif node.op not in TRANSFERS:
         yield from ((v, wanted[v]) for v in node.values if v in wanted)
+
+
+def _own(node: Node, graph: Graph, keeps: Keeps) -> set[str]:
+    """Results that an operator keeps itself (a softmax, attention): they are in its hands, whole, before any part of
+    them could be made, and a part kept beside them would only cost more."""
+    if node.op in MOVES:
+        return set()
+    kept = keeps(node, graph.types, [use in graph.needs_grad for use in node.uses])
+    return {node.values[number] for number in kept.outputs}
 
 
 def _alike(value: str, resharded: Resharded, mesh: Mesh, keeps: Keeps) -> bool:

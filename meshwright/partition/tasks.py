@@ -57,30 +57,36 @@ def simulate(
 
 
 def step_tasks(
-    parts: Partition, cluster: Cluster, optimizer_states: int = 2, *, bucket_bytes: BucketBytes | None = None
+    parts: Partition,
+    cluster: Cluster,
+    optimizer_states: int = 2,
+    *,
+    bucket_bytes: BucketBytes | None = None,
+    programs: int | None = None,
 ) -> tuple[Task, ...]:
-    """The tasks of one training step in the order in which the host issues them."""
+    """The tasks of one training step in the order in which the host issues them; with `programs`, those of a step that
+    has so many micro-batches (or times that copies take turns) of the same size."""
     check_one_stage(parts.plan, "the timeline")
     mesh = on_cluster(parts.plan.mesh, cluster)
     rank = mesh.rank(origin(mesh))
-    programs = first_micro_batch(parts, rank) if parts.micro_batches > 1 else None
-    local = parts.local(rank) if programs is None else programs.programs[0]
+    pieces = first_micro_batch(parts, rank) if parts.micro_batches > 1 else None
+    local = parts.local(rank) if pieces is None else pieces.programs[0]
     size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
     groups = fill(pending_gradients(parts), cluster.device_type, size)
     turns = first_program(parts, rank) if parts.copies > 1 else None
     step = StepTasks(parts, local, mesh, cluster, turns)
-    for found in programs.rounds if programs is not None else ():
+    for found in pieces.rounds if pieces is not None else ():
         step.once(found.sums)
     scattered = [g for g in groups if g.parted and scattered_each_time(parts)]
     held = summed_first(parts)
-    for left in reversed(range(programs_in_time(parts))):
+    for left in reversed(range(programs_in_time(parts) if programs is None else programs)):
         step.begin()
         step.forward()
         step.backward(scattered if left else groups, held if left else ())
         if left and scattered:
             step.wait()
-    if programs is not None:
-        step.once(programs.late)
+    if pieces is not None:
+        step.once(pieces.late)
     step.update(math.fsum(u for _, u in parameter_prices(parts, mesh, cluster, optimizer_states).values()))
     step.gather(gathers(parts, bucket_bytes, cluster.device_type))
     return tuple(step.tasks)

@@ -8,7 +8,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.saved import saved
 from meshwright.graph import Graph
 from meshwright.partition import partition
-from meshwright.partition.tasks import simulate
+from meshwright.partition.step_times import step_times
 from meshwright.plan import Plan
 from meshwright.techniques import TURNS
 
@@ -20,7 +20,7 @@ def with_turns(graph: Graph, plan: Plan, cluster: Cluster, optimizer_states: int
 
     def seconds(turns: str) -> float:
         parts = partition(graph, replace(plan, turns=turns), keeps=saved)
-        return simulate(parts, cluster, optimizer_states).step_seconds
+        return step_times(parts, cluster, optimizer_states).step_seconds
 
     return replace(plan, turns=min(TURNS, key=seconds))
 

@@ -20,10 +20,10 @@ import numpy as np
 
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.pipeline.chains import ACTIONS, RACED, Counts, counts, shares_of
+from meshwright.pipeline.chains import ACTIONS, Counts, counts, shares_of
 from meshwright.search.joint.bounds import Least
 from meshwright.search.joint.examples import chain_seconds
-from meshwright.search.joint.outer import Outer, outers
+from meshwright.search.joint.outer import RACED, Outer, outers
 from meshwright.search.planner import Planner
 
 SOLVES = 24  # chains of cuts that are solved for one bound

@@ -24,7 +24,6 @@ from meshwright.pipeline.actions import BACKWARD, BACKWARD_INPUT, COMPUTE, FORWA
 from meshwright.pipeline.schedules import make
 
 ACTIONS = 1 << 14  # of a schedule whose chains are looked at: with more the idle share is small
-RACED = 1 << 10  # of one whose order comes of a race, which takes longer than to look at its chains
 SHARES = 20  # steps in which shares are told apart
 BACK = (BACKWARD, BACKWARD_INPUT)
 
@@ -115,4 +114,4 @@ def _best(found: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-__all__ = ["ACTIONS", "RACED", "Counts", "chains", "counts", "shares_of"]
+__all__ = ["ACTIONS", "Counts", "chains", "counts", "shares_of"]

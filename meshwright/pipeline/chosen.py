@@ -10,6 +10,7 @@ from meshwright.blocks import Folding
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.graph import Graph
+from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.batch import batch_rows, by_micro_batch
 from meshwright.pipeline.bounds import SOLVES, Bounds
@@ -20,6 +21,7 @@ from meshwright.search.joint.bounds import Least
 from meshwright.search.joint.dimensions import MOST, pieces_of
 from meshwright.search.joint.stages import Staged, stages
 from meshwright.search.joint.told_stages import told_stages
+from meshwright.search.modes import plan_found
 from meshwright.search.options import Scene
 from meshwright.search.planner import Planner, Request
 from meshwright.search.space.build import Ties
@@ -27,8 +29,10 @@ from meshwright.search.techniques.layers import layers_of
 from meshwright.techniques import Techniques
 
 NEAR = 0.1  # of the bound: a plan that is nearer is not looked at again
-PLANNED = 3  # pipelines that are planned and predicted in full
-WORTH = 0.05  # of the step: what stages must save
+PLANNED = 3  # pipelines that are planned and predicted in full, where one of them fits
+WORTH = 0.02  # of the step: what stages must save
+
+InStages = Callable[[Plan, Techniques, tuple[int, ...]], Plan]
 
 
 def may_have_stages(graph: Graph, request: Request, techniques: Techniques) -> bool:
@@ -50,10 +54,11 @@ def with_stages(
     request: Request,
     techniques: Techniques,
     plain: Callable[[], Plan],
-    in_stages: Callable[[Techniques, tuple[int, ...]], Plan],
+    in_stages: InStages,
 ) -> Plan:
     """The plan in one stage, or that in several where it alone fits or is quicker. `plain` makes the first, `in_stages`
-    the other for techniques that say how many, and for how many ranks of each level of the cluster follow one another.
+    the other from that of the ranks which share a stage, for techniques that say how many stages there are, and for how
+    many ranks of each level of the cluster follow one another.
 
     An interrupt ends it with the best so far. Raises the PlanError of `plain` where neither fits.
     """
@@ -87,7 +92,7 @@ def _best(
     world: _World,
     techniques: Techniques,
     made: Plan | None,
-    in_stages: Callable[[Techniques, tuple[int, ...]], Plan],
+    in_stages: InStages,
     seen: list[Plan],
 ) -> Plan | None:
     """The best plan in stages that is worth it, if any is; `seen` gets each that is the best so far."""
@@ -110,11 +115,15 @@ def _best(
     )
     for found in pipelines:
         several.setdefault((_asked(found, techniques), found.outer.taken), found)
-    for (asked, taken), found in list(several.items())[:PLANNED]:
-        if best is not None and found.seconds >= best.claims["step_seconds"]:
+    planned = 0
+    for (asked, taken), found in several.items():
+        # Those that do not fit after all are no answer: there may be one further on, as a smaller limit would show.
+        if best is not None and (planned >= PLANNED or found.seconds >= best.claims["step_seconds"]):
             break
+        planned += 1
         try:
-            other = in_stages(asked, taken)
+            inside = plan_found(world.planner(found.outer.inside(request.cluster)), found.found)
+            other = in_stages(inside, asked, taken)
         except PlanError:
             continue
         if _better(other, request, best.claims["step_seconds"] if best is not None else enough):
@@ -141,7 +150,10 @@ class _World:
         """The planner of the ranks that share a stage."""
         sizes = tuple(level.size for level in cluster.levels)
         if sizes not in self._planners:
-            scene = Scene(self.folds.graph, self.factors, cluster.mesh)
+            # Without axes of one rank, as the mesh of a plan's stages is.
+            axes = {level.name: level.size for level in cluster.levels if level.size > 1}
+            mesh = cluster.place(Mesh.of(axes or {"ranks": 1}))
+            scene = Scene(self.folds.graph, self.factors, mesh)
             self._planners[sizes] = Planner(scene, self.folds, {}, replace(self.request, cluster=cluster))
         return self._planners[sizes]
 

@@ -32,11 +32,20 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.layout import Dim, SubDim, TensorLayout, dim_axes, dim_size, local_indices
+from meshwright.layout import (
+    Dim,
+    SubDim,
+    TensorLayout,
+    dim_axes,
+    dim_size,
+    leaves,
+    local_indices,
+    map_leaves,
+)
 from meshwright.mesh import Mesh
 from meshwright.redistribute.steps import Step
 
@@ -153,6 +162,14 @@ class Exchange:
         return joined(self.place)
 
     @functools.cached_property
+    def reordered(self) -> bool:
+        """Whether what arrives is put into order after it was put together: told of fewer elements that are cut
+        alike."""
+        little = _little(self.step, self.mesh)
+        join = (exchange(little, self.mesh, self.rank) if little else self).received
+        return join is not None and join.order is not None
+
+    @functools.cached_property
     def padded(self) -> int:
         """The largest of `sizes`: the chunk length of a flat collective. The first member has it."""
         if self.kind not in ("all_gather", "reduce_scatter"):
@@ -189,14 +206,14 @@ class Exchange:
         here, sizes = self.mesh.coordinate(self.rank), self.mesh.sizes
         first = {**here, **dict.fromkeys(self.axes, 0)}
         last = {**here, **{a: sizes[a] - 1 for a in self.axes}}
-        return _shape(_held(layout, self.mesh, first)), _shape(_held(layout, self.mesh, last))
+        return layout.local_shape(self.mesh, first), layout.local_shape(self.mesh, last)
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def exchange(step: Step, mesh: Mesh, rank: int) -> Exchange:
     """What `rank` does in a step. Remembered by its arguments."""
     here = mesh.coordinate(rank)
-    before, after = (_shape(_held(layout, mesh, here)) for layout in (step.before, step.after))
+    before, after = (layout.local_shape(mesh, here) for layout in (step.before, step.after))
     keeps = step.kind != "mask" or all(here[a] == 0 for a in step.axes)
     return Exchange(step, mesh, rank, mesh.group(rank, step.axes), before, after, keeps)
 
@@ -217,6 +234,32 @@ def overlap(
 def everything(shape: tuple[int, ...]) -> Selection:
     """The selection of a whole tensor."""
     return Selection(tuple(((0, n),) if n else () for n in shape), shape)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _little(step: Step, mesh: Mesh) -> Step | None:
+    """A step of as few elements as can be that are cut into as many blocks, of two elements each where they had more;
+    None where blocks are uneven, or dims written in two ways. Which element lies before which is the same."""
+    sizes: list[int] = []
+    have, want = _leaves(step.before), _leaves(step.after)
+    if len(have) != len(want):
+        return None
+    for before, after in zip(have, want, strict=True):
+        blocks = math.lcm(mesh.count(before.axes), mesh.count(after.axes))
+        if before.groups or before.size != after.size or before.size % blocks:
+            return None
+        sizes.append(blocks * min(2, before.size // blocks))
+
+    def smaller(layout: TensorLayout) -> TensorLayout:
+        left = iter(sizes)
+        dims = tuple(map_leaves(d, lambda leaf: SubDim(next(left), leaf.axes)) for d in layout.dims)
+        return TensorLayout(dims, layout.pending, layout.grad)
+
+    return replace(step, before=smaller(step.before), after=smaller(step.after))
+
+
+def _leaves(layout: TensorLayout) -> list[SubDim]:
+    return [leaf for dim in layout.dims for leaf in leaves(dim)]
 
 
 def _selections(held: Held, wanted: Sequence[Held]) -> tuple[Selection, ...]:

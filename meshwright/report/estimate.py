@@ -12,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.cost.cluster import Cluster
+from meshwright.cycles import seldom_collected
 from meshwright.partition import Partition
 from meshwright.partition.judged import peak_on
 from meshwright.partition.price import program_price
-from meshwright.partition.tasks import simulate
+from meshwright.partition.step_times import step_times
 from meshwright.pipeline.predicted import predict
 from meshwright.report.diff import short
 from meshwright.report.quantities import show_bytes, show_change, show_seconds
@@ -45,13 +46,14 @@ class Estimate:
         return sum(self.parts.values())
 
 
+@seldom_collected()
 def estimate(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Estimate:
     """Time and memory of a step: the price apart, the end of its timeline, the simulated peak. `optimizer_states`:
     moments per parameter, in the parameter's own dtype as torch keeps them."""
     if parts.plan.stages:
         return _of_pipeline(parts, cluster, optimizer_states)
     price = program_price(parts, cluster, optimizer_states)
-    line = simulate(parts, cluster, optimizer_states)
+    line = step_times(parts, cluster, optimizer_states)
     mesh = parts.plan.mesh
     top = peak_on(parts, cluster, optimizer_states)
     return Estimate(

@@ -30,7 +30,7 @@ def stashed(parts: Partition) -> list[str]:
     if uneven:
         lines.append(
             f"{len(uneven)} values that might be kept in slices are not: ranks hold uneven parts of what reads "
-            "them, or no dim can be cut"
+            "them, no dim can be cut, or the operator that makes them keeps them itself"
         )
     return lines
 

@@ -26,6 +26,7 @@ WHOLE, SOME = 1 << 14, 1 << 12  # a tensor of more elements than the first is kn
 OPTIONS = "options of the optimizer"
 Word = Mapping[str, str]
 Options = list[dict[str, str]]  # of each group of parameters: name → value
+Which = frozenset[tuple[int, str]]  # (group, name) of some options
 
 
 class Alike:
@@ -34,16 +35,18 @@ class Alike:
     def __init__(self, comm: Communicator, device: torch.device) -> None:
         self.comm, self.device = comm, device
         self.on = comm.mesh.size > 1 and not isinstance(comm, AtOnce)
+        # Those of the optimizer that all ranks began with alike; None: all of them.
+        self.options: Which | None = None
         self._begun: tuple[int, Word, torch.Tensor, Work] | None = None
 
     def begin(self, steps: int, batch: Given, groups: Sequence[Mapping[str, object]] | None = None) -> None:
-        """Before a step, when so many are over: start the comparison if it is time for one. `groups`: the optimizer's,
-        where all ranks have the same."""
+        """Before a step, when so many are over: start the comparison if it is time for one. `groups`: those of the
+        optimizer, of which `options` are compared."""
         if not self.on or self._begun is not None or not is_due(steps + 1):
             return
         word = dict(told_of(batch, elsewhere=steps == 0))
-        if groups is not None:
-            word[OPTIONS] = json.dumps(options_of(groups))
+        if groups is not None and self.options != frozenset():
+            word[OPTIONS] = json.dumps(some_of(options_of(groups), self.options))
         digest = hashlib.blake2b(json.dumps(word).encode(), digest_size=8).digest()
         numbers = [int.from_bytes(half, "little") >> 1 for half in (digest[:4], digest[4:])]
         mine = torch.tensor(numbers, dtype=torch.int64)
@@ -72,7 +75,8 @@ def told_of(batch: Given, elsewhere: bool = True) -> Word:
     """What is equal on all ranks of a batch: where in its loader a part comes from, or what a whole one has.
     `elsewhere`: look at tensors that are on a GPU, for which it has to be waited."""
     if isinstance(batch, LocalBatch):
-        return {"position": batch.place} if batch.place else {}
+        place = batch.place if isinstance(batch.place, str) else batch.place()
+        return {"position": place} if place else {}
     looked = {path: x for path, x in batch.items() if elsewhere or x.device.type == "cpu"}
     return {f"{path!r} of the batch" if path else "the batch": checksum(x) for path, x in looked.items()}
 
@@ -94,6 +98,27 @@ def options_of(groups: Sequence[Mapping[str, object]]) -> Options:
         {k: repr(v) for k, v in sorted(group.items()) if k != "params" and isinstance(v, plain)}
         for group in groups
     ]
+
+
+def some_of(options: Options, which: Which | None) -> Options:
+    """Of options those that are asked for; None: all."""
+    if which is None:
+        return options
+    return [{k: v for k, v in group.items() if (n, k) in which} for n, group in enumerate(options)]
+
+
+def options_alike(told: Sequence[Options]) -> Which:
+    """What is the same in the options of several optimizers. Where one has fewer groups than another nobody knows which
+    group is which, and nothing is."""
+    if len({len(groups) for groups in told}) != 1:
+        return frozenset()
+    first, *others = told
+    return frozenset(
+        (n, k)
+        for n, group in enumerate(first)
+        for k, v in group.items()
+        if all(groups[n].get(k) == v for groups in others)
+    )
 
 
 def options_that_differ(told: Sequence[Options]) -> list[str]:
@@ -145,4 +170,4 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-__all__ = ["Alike", "checksum", "named", "options_of", "options_that_differ"]
+__all__ = ["Alike", "checksum", "named", "options_alike", "options_of", "options_that_differ"]

@@ -27,13 +27,14 @@ class LocalBatch:
     program → its part.
 
     `samples` counts those of the whole batch; what fills a last batch up is not among them. `key` says for which rank
-    of which plan it was read, `place` where in its loader it stands: the same on all ranks.
+    of which plan it was read; `place` is where in its loader it stands, the same on all ranks, or a function that
+    finds that out.
     """
 
     parts: tuple[Mapping[str, torch.Tensor], ...]
     samples: int
     key: str
-    place: str = ""
+    place: str | Callable[[], str] = ""
 
     @property
     def size_bytes(self) -> int:

@@ -16,6 +16,7 @@ import torch
 from meshwright import pulse
 from meshwright.partition.segments import Segment
 from meshwright.runtime.buckets import GradientBuckets
+from meshwright.runtime.places import in_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,8 @@ class Executor:
             if gradient is not None:
                 roots.append(value)
                 gradients.append(gradient)
-        torch.autograd.backward(roots, gradients)
+        with in_backward(segment.graph):
+            torch.autograd.backward(roots, gradients)
 
     def _border_gradient(self, made_in: int, name: str) -> torch.Tensor | None:
         """The sum of the gradients that later segments left on a value."""

@@ -28,6 +28,7 @@ from meshwright.runtime.executor import Action
 from meshwright.runtime.kernels.split_linear import Queue
 from meshwright.runtime.micro_batches import InTime, Program
 from meshwright.runtime.pipeline import Pipeline
+from meshwright.runtime.places import in_backward
 from meshwright.runtime.stashes import Store
 
 NO_STORES: Mapping[int, Store] = {}
@@ -304,7 +305,8 @@ class Pipelined:
         self._let_go(action)
         one.results = {}
         if end is not None:
-            with nullcontext() if self.queue is None else self.queue.into(one.queue):
+            queued = nullcontext() if self.queue is None else self.queue.into(one.queue)
+            with queued, in_backward(stage.segment.graph):
                 end.backward()
         del end
         for value, maker in stage.takes.items():
@@ -323,7 +325,8 @@ class Pipelined:
         self._enter(m)
         self._count("weight", s)
         if self.queue is not None:
-            self.queue.drain(one.queue)
+            with in_backward(self.pipe.cut[s].segment.graph):
+                self.queue.drain(one.queue)
 
     def _count(self, half: str, stage: int) -> None:
         """Whether the gradients of a half of backward are the last of a stage: then what was added up is sent."""

@@ -88,6 +88,8 @@ class LocalStep:
         if self.pipe is not None:
             self.batches.only(self.made.reads)
         self.alike = Alike(self.world, rank.device)
+        if self.pipe is not None:
+            self.alike.options = frozenset()  # stages have parameters, and so groups, of their own
         self.samples = 0
         segments, self.modules = self.programs[0]
         described = [g for g in pending_gradients(parts) if g.name in self.weights]
@@ -223,8 +225,7 @@ class LocalStep:
         self, actions: Sequence[Action], batch: Given, wanted: Sequence[str]
     ) -> dict[str, torch.Tensor]:
         local = self.local_batch(batch)
-        # Stages have parameters, and so groups, of their own.
-        groups = self.optimizer.param_groups if self.optimizer is not None and self.pipe is None else None
+        groups = self.optimizer.param_groups if self.optimizer is not None else None
         self.alike.begin(self.rank.step, batch, groups)
         self.samples += batch.samples if isinstance(batch, LocalBatch) else self.batches.rows
         self.made.begin()

@@ -27,6 +27,7 @@ from meshwright.search.within import NEAR, Limited, fits, limited, priced_by_byt
 
 ALPHAS = (0.5, 0.3)  # weights of computing against what can hide beside it, as long as there is a gap
 SURE = 4  # candidates that are judged in full, at most
+CLOSE = 0.003  # of the bound of the step: beside what was judged in full and is that near nothing else is
 DOUBT = 0.15  # by how much two and three layers may be wrong about many: they do not tell which of two streams is full
 MOST_SOLVES = 12  # for one bound under a limit of memory
 INNER = 3  # how many of the innermost axes a recipe leaves to tensor parallel, at most
@@ -67,7 +68,7 @@ def auto(planner: Planner) -> Found:
     if not fitting:
         seen = [f.verdict for _, f in tried.found if f.verdict] + tried.nearest
         raise too_large(planner, min(seen, key=lambda v: v.peak_bytes, default=None))
-    label, best, sure = _settled(planner, fitting)
+    label, best, sure = _settled(planner, fitting, min(tried.steps.values(), default=0.0))
     steps = {n: step_of(f) if fits(planner, f) else None for n, f in tried.found}
     claims = {
         **best.claims,
@@ -80,17 +81,19 @@ def auto(planner: Planner) -> Found:
 
 
 def _settled(
-    planner: Planner, fitting: list[tuple[str, Found]]
+    planner: Planner, fitting: list[tuple[str, Found]], bound: float
 ) -> tuple[str, Found, dict[str, float | None]]:
     """The best, judged in full, as are those within `DOUBT` of what looks best, up to `SURE`, and those that look
-    better than the best of them. Where none of these fits then, the best of all as they were judged. And the steps of
-    those that were judged in full."""
+    better than the best of them; none beside one that is as good as at the bound of the step. Where none of these fits
+    then, the best of all as they were judged. And the steps of those that were judged in full."""
     ranked = sorted(fitting, key=lambda named: step_of(named[1]))
     kept: list[tuple[str, Found]] = []
     judged: dict[str, float | None] = {}
     for name, found in ranked[:SURE]:
         best = min((step_of(f) for _, f in kept), default=np.inf)
         if kept and step_of(found) >= max(best, (1 + DOUBT) * step_of(ranked[0][1])):
+            break
+        if best <= (1 + CLOSE) * bound:
             break
         sure = planner.settled(found)
         judged[name] = step_of(sure) if fits(planner, sure) else None

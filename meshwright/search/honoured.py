@@ -56,7 +56,9 @@ def _check_whole(
                 f"which {node.op} must keep whole",
                 why=site.rule.why_whole or "each result needs all of its elements",
                 where=spec.node.where,
-                hint="1 for that dim; it can be cut by " + (", ".join(splittable(site)) or "nothing"),
+                hint=f'mw.rule({node.op.removesuffix(".default")!r}, "…") says how it can be cut, or 1 for that dim'
+                if site.rule.why_whole.startswith("no rule is known")
+                else "1 for that dim; it can be cut by " + (", ".join(splittable(site)) or "nothing"),
             )
 
 

@@ -11,7 +11,7 @@ from meshwright.blocks import UNFOLDED, Folding
 from meshwright.cycles import seldom_collected
 from meshwright.errors import LayoutError, PlanError, StrategyError, did_you_mean
 from meshwright.graph import Graph
-from meshwright.layout import verify
+from meshwright.layout import TensorLayout, verify
 from meshwright.mesh import Mesh
 from meshwright.ops.analysis import expect_factors, factors_of
 from meshwright.ops.strategy import WHOLE, Strategy
@@ -72,7 +72,6 @@ def _make_plan(
     graph = folds.graph
     scene = Scene(graph, factors_of(graph), mesh)
     specs = pin_specs(graph) if mode in ANNOTATED else []
-    full = folds.full
     remarks = overlaps(scene, wishes)
     hosts = frozenset(n.name for n in graph.nodes if "host" in n.marks)
     found: Found | None = None
@@ -96,27 +95,55 @@ def _make_plan(
         if request is not None:
             found = priced(Planner(scene, folds, {}, request, hosts), assignment)
     notes = remarks + check_annotated(scene, specs, assignment) + _unused(graph, mode)
+    inputs = found.choice.inputs if found else input_layouts(scene, assignment)
+    plan = _unfolded(folds, scene, mode, assignment, inputs, request, found)
+    plan = replace(
+        plan,
+        reasons=folds.unfold(reasons) if reasons else {},
+        pins=plain_pins(pins),
+        hosts=frozenset(name for name, here in folds.nodes.items() if here in hosts),
+    )
+    return plan.with_notes(*notes, *_remarks(folds, plan, request))
+
+
+def plan_found(planner: Planner, found: Found) -> Plan:
+    """The plan of a choice that a search over everything has found, for the planner's mesh."""
+    folds, scene, assignment = planner.folds, planner.scene, dict(found.choice.strategies)
+    check_layouts(scene, assignment)
+    plan = _unfolded(folds, scene, "auto", assignment, found.choice.inputs, planner.request, found)
+    return plan.with_notes(*_remarks(folds, plan, planner.request))
+
+
+def _unfolded(
+    folds: Folded,
+    scene: Scene,
+    mode: str,
+    assignment: Assignment,
+    inputs: Mapping[str, TensorLayout],
+    request: Request | None,
+    found: Found | None,
+) -> Plan:
+    """The plan of the full graph: what was chosen for each kind of layer, for all of them."""
+    full = folds.full
     plan = Plan(
-        mesh,
+        scene.mesh,
         mode,
         fingerprint(full),
         folds.unfold(assignment),
-        folds.unfold_inputs(found.choice.inputs if found else input_layouts(scene, assignment)),
-        folds.unfold(reasons) if reasons else {},
+        folds.unfold_inputs(inputs),
         about={n.name: (n.op, n.module) for n in full.nodes},
-        pins=plain_pins(pins),
         prices=request.cluster.prices if request else None,
-        hosts=frozenset(name for name, here in folds.nodes.items() if here in hosts),
     )
-    if found is not None:
-        plan = _with_choice(plan, folds, found)
-    if request is not None:
-        notes += _rough(request)
     if not folds.is_whole:
         expect_factors(full, unfolding(folds, scene.factors))
-    notes += [*unknown(full, mesh, plan), *repeated(full, mesh, plan.strategies)]
-    notes += uneven(full, mesh, plan.strategies)
-    return plan.with_notes(*notes)
+    return plan if found is None else _with_choice(plan, folds, found)
+
+
+def _remarks(folds: Folded, plan: Plan, request: Request | None) -> list[str]:
+    """What a reader must know of how a plan cuts the full graph."""
+    full, mesh, cuts = folds.full, plan.mesh, plan.strategies
+    rough = _rough(request) if request is not None else ()
+    return [*rough, *unknown(full, mesh, plan), *repeated(full, mesh, cuts), *uneven(full, mesh, cuts)]
 
 
 def _with_choice(plan: Plan, folds: Folded, found: Found) -> Plan:

@@ -35,6 +35,7 @@ from meshwright.search.space.memory import (
     fixed_bytes,
     gathered_bytes,
     memory_of,
+    summed_bytes,
 )
 from meshwright.search.space.parameters import Storage
 from meshwright.search.space.wiring import Ties, Wiring
@@ -53,18 +54,25 @@ MANY_NODES = 2000  # the same where arrays are no quicker for each value
 FULL = 6000  # nodes of a model whose whole program is simulated for the answer: about two seconds
 Progress = Callable[[str, float | None, float | None], None]
 """Told (stage, best price so far, bound)."""
+Line = tuple[float, float]  # bytes at an instant: of what there is once, and of what is in all layers
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What a simulation says of a choice: seconds of the step, the most bytes on a rank, and at which instant; the most
-    bytes of a rank in its host's memory; the seconds in which something is sent and nothing computes."""
+    bytes of a rank in its host's memory; the seconds in which something is sent and nothing computes. `at`: bytes of
+    what there is once and of what is in all layers, at each instant that may be the worst of a rank with a share of
+    the layers; `at_layers` the same of those instants that every share of them has. None where layers are not told
+    apart. `in_full`: it was of the whole program."""
 
     step_seconds: float
     peak_bytes: float
     instant: str
     host_bytes: float = 0.0
     exposed_seconds: float = 0.0
+    at: tuple[Line, ...] = ()
+    at_layers: tuple[Line, ...] = ()
+    in_full: bool = False
 
 
 class Judge(Protocol):
@@ -158,7 +166,7 @@ class Planner:
     def memory(self, space: Space, optimizer_states: int | None = None) -> Memory:
         """What a choice takes of a rank, at least, under the techniques."""
         again, states = again_of(space.graph, self.techniques.recompute), self._states(optimizer_states)
-        return self.in_pieces(space, memory_of(space, states, again, self._elsewhere()), states)
+        return self.in_pieces(space, memory_of(space, states, again, self._elsewhere()))
 
     def _elsewhere(self) -> Elsewhere:
         return elsewhere(self.scene.graph, self.techniques, self.hosts, self.ties.times)
@@ -169,10 +177,9 @@ class Planner:
             return 0
         return self.request.optimizer_states if optimizer_states is None else optimizer_states
 
-    def in_pieces(self, space: Space, whole: Memory, states: int | None = None) -> Memory:
-        """What a whole batch takes, with activations of as many micro-batches as are there at once; `states`: moments
-        of an element."""
-        asked, moments = self.techniques, self._states(states)
+    def in_pieces(self, space: Space, whole: Memory) -> Memory:
+        """What a whole batch takes, with activations of as many micro-batches as are there at once."""
+        asked = self.techniques
         if asked.micro_batches == 1:
             return whole
         away = self._elsewhere()
@@ -186,13 +193,12 @@ class Planner:
             else (1 + more) * a / asked.micro_batches
             for v, a in enumerate(whole.amounts)
         ]
+        parted = asked.gradient_accumulation_shard
         for number, name in owned.items():
-            if (
-                name in space.graph.needs_grad and name not in space.hosted
-            ):  # gradients of those before are there
-                weights = 0 if name in away.parked and away.updated_there else 1
-                gradients = amounts[number][:, 1:2] / (weights + 1 + moments)
-                amounts[number] = amounts[number] + gradients * np.array([1.0, 0.0, 1.0])
+            if name in space.graph.needs_grad and name not in space.hosted:
+                # Gradients of the micro-batches before are there.
+                gradients = summed_bytes(space, name, parted=parted or name in away.parked)
+                amounts[number] = amounts[number] + gradients[:, None] * np.array([1.0, 0.0, 1.0])
         return Memory(tuple(amounts), whole.pairs)
 
     def problem(self, space: Space, alpha: float | None = None) -> Problem:
@@ -255,7 +261,7 @@ class Planner:
             demands = demands_of(
                 graph, self.values, self.ties, wiring, cluster, ranks, hosts, states, again, away
             )
-            demands = demands.in_pieces(asked.micro_batches)
+            demands = demands.in_pieces(asked.micro_batches, parted=asked.gradient_accumulation_shard)
         return Alike(
             graph,
             self.codes,
@@ -311,7 +317,7 @@ class Planner:
 
     def settled(self, found: Found) -> Found:
         """A choice that is to be answered, judged in full unless the model is so large that it would take long."""
-        if self.judge is None or self.nodes > FULL:
+        if self.judge is None or self.nodes > FULL or (found.verdict is not None and found.verdict.in_full):
             return found
         verdict = self.judge.in_full(found.choice)
         return replace(found, claims={**found.claims, **_judged(verdict)}, verdict=verdict)

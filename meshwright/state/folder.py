@@ -130,21 +130,29 @@ def begin(path: Path, step: int, word: str) -> tuple[Path, Path]:
     return temporary, final
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that it is there as a whole or not at all. Raises OSError."""
+def write_whole(path: Path, text: str, *, lasts: bool = True) -> None:
+    """Write a small file so that it is there as a whole or not at all. What does not last until the checkpoint is whole
+    need not reach the disk. Raises OSError."""
     beside = path.with_name(f".{path.name}.new")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if lasts:
+                file.flush()
+                os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
 
 
 def commit(temporary: Path, final: Path) -> None:
-    """Give a whole checkpoint its name, and make it the newest. Raises OSError."""
+    """Give a whole checkpoint its name, and make it the newest. Raises OSError.
+
+    If the disk comes to have the second name and not the first, `newest` takes the one before."""
     synced(temporary)
     temporary.rename(final)
-    synced(final.parent)
     write_whole(final.parent / LATEST, f"{final.name}\n")
     synced(final.parent)
 

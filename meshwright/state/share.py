@@ -5,6 +5,7 @@ All ranks come to the same answer without a word: it follows from a tensor's nam
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ class Piece:
     here: Box
 
 
+@functools.lru_cache(1 << 14)  # every save asks the same
 def own_pieces(
     name: str,
     layout: TensorLayout,
@@ -34,9 +36,9 @@ def own_pieces(
     rank: int,
     place: int = 0,
     places: tuple[int, ...] = (0,),
-) -> Iterator[Piece]:
+) -> tuple[Piece, ...]:
     """What a rank writes of a tensor that it holds. `places` of a pipeline hold it, `place` is the rank's."""
-    at = mesh.coordinate(rank)
+    at, found = mesh.coordinate(rank), list[Piece]()
     for held in held_boxes(layout, mesh, rank):
         others = [a.name for a in mesh.axes if a.name not in held.axes]
         replicas, mine = len(places), places.index(place)
@@ -48,7 +50,8 @@ def own_pieces(
         pairs = zip(held.box.cut(shares), held.here.cut(shares), strict=True)
         for number, (box, here) in enumerate(pairs):
             if (first + number) % replicas == mine and box.numel:
-                yield from _parts(Piece(box, here), item_bytes)
+                found += _parts(Piece(box, here), item_bytes)
+    return tuple(found)
 
 
 def _parts(piece: Piece, item_bytes: int) -> Iterator[Piece]:

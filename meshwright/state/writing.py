@@ -7,6 +7,7 @@ must not call collectives.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from meshwright.state.index import NAME, PLAN, Entry, FileNote, Index, Part, to_
 from meshwright.state.words import packed, unpacked
 
 LOOKS = (0.002, 0.2)  # seconds between two looks for files of others: first, and at most
+LONGER = 1.1  # each pause than the one before: then little more is waited than this part of what has to be
 OUTCOME = "problem.json"
 
 
@@ -79,10 +82,19 @@ class Job:
                 self._await()
 
     def _tell(self, note: dict[str, Any]) -> None:
+        """Rank 0 waits for this note. One that does not fit on the disk says so in the room of this rank's part, or by
+        being empty."""
+        path = self.temporary / f"rank{self.rank:05d}.json"
         try:
-            write_whole(self.temporary / f"rank{self.rank:05d}.json", json.dumps(note))
+            write_whole(path, json.dumps(note), lasts=False)
         except OSError as error:
-            self.problem = self.problem or tensor_file.cannot_write(self.temporary, error)
+            self.problem = self.problem or tensor_file.cannot_write(path, error)
+            with contextlib.suppress(OSError):
+                path.with_suffix(".safetensors").unlink(missing_ok=True)
+                try:
+                    write_whole(path, json.dumps({"problem": packed(self.problem)}), lasts=False)
+                except OSError:
+                    path.touch()
 
     def _finish(self) -> None:
         """Rank 0: everybody's notes, the index, the name."""
@@ -101,7 +113,7 @@ class Job:
                 where=str(self.temporary),
             )
         if self.problem is None:
-            notes = [json.loads((self.temporary / n).read_text("utf-8")) for n in names]
+            notes = [_note(self.temporary / n) for n in names]
             told = (unpacked(n["problem"], f"rank {r}: ") for r, n in enumerate(notes) if "problem" in n)
             self.problem = next(told, None)
             if self.problem is None:
@@ -155,6 +167,14 @@ class Job:
         )
 
 
+def _note(path: Path) -> dict[str, Any]:
+    """What a rank has told of its part."""
+    text = path.read_text("utf-8")
+    return (
+        json.loads(text) if text else {"problem": packed(tensor_file.cannot_write(path, OSError(ENOSPC, "")))}
+    )
+
+
 def _eventually(true: Callable[[], bool], seconds: float) -> bool:
     """Whether something comes true in time."""
     end, pause = time.monotonic() + seconds, LOOKS[0]
@@ -162,7 +182,7 @@ def _eventually(true: Callable[[], bool], seconds: float) -> bool:
         if time.monotonic() > end:
             return False
         time.sleep(pause)
-        pause = min(LOOKS[1], pause * 1.5)
+        pause = min(LOOKS[1], pause * LONGER)
     return True
 
 

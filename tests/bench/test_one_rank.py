@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench.models import built_from
-from bench.one_rank import narrow, resized, run
+from bench.one_rank import most_blocks, narrow, resized, run
 from meshwright.compile import captured_of, lower, plan_captured, request_for
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
@@ -50,6 +50,21 @@ def test_one_rank_of_many_does_what_was_predicted(
     assert sum(ran.sent.values()) > 10
     assert ran.sent == ran.expected
     assert ran.expected_bytes == pytest.approx(ran.peak_bytes, rel=0.05)
+
+
+def test_a_narrow_copy_leaves_every_block_of_the_plan_an_element() -> None:
+    """A matrix of 2,048 columns that a plan stores on 256 ranks is not made a fiftieth of its width."""
+    wide = captured_of(*built_from({**LLAMA, "num_hidden_layers": 2}, 256, 512))
+    request, asked = request_for(Cluster.preset("h100", nodes=32)), techniques_from({"optimizer_parallel": 3})
+    plan = plan_captured(wide, None, "data_parallel", None, request, asked)
+    blocks = most_blocks(plan)
+    assert blocks[2048] == 256
+    config = narrow({**LLAMA, "num_hidden_layers": 2}, 50, blocks)
+    assert config["hidden_size"] == 256 and config["vocab_size"] % blocks[4096] == 0
+    little = built_from(config, 256, 16)
+    small = captured_of(*little)
+    ran = run(lower(small, resized(plan, wide.graph, small.graph)), small, little[1], 5)
+    assert ran.sent == ran.expected and sum(ran.sent.values()) > 10
 
 
 def test_tokens_that_are_sorted_together_are_not_cut_into_micro_batches() -> None:

@@ -11,6 +11,35 @@ from meshwright.errors import BatchError, RunError
 from tests.data import train as t
 
 
+def test_a_stream_that_ends_with_a_small_batch_is_told_what_can_be_done() -> None:
+    model, example, loss = t.classifier(8)
+    small = {name: x[:3] for name, x in example.items()}
+
+    def body(step):
+        with pytest.raises(BatchError, match=r'batch 1 of epoch 0 has 3 samples(?s:.*)last="drop"'):
+            for batch in mw.shard_loader([example, small], step):
+                step(batch)
+        assert [b.samples for b in mw.shard_loader([example, small], step, last="pad")] == [8, 3]
+
+    t.on_ranks(t.parts_for(model, example, loss, 2), model, example, loss, body)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_a_sample_says_which_it_is(workers: int) -> None:
+    class Broken(t.Points):
+        def __getitem__(self, number):
+            if number == 9:
+                raise OSError(5, "the disk has gone")
+            return super().__getitem__(number)
+
+    model, example, loss = t.classifier(8)
+    step = mw.train_step(model, t.sgd, example, loss=loss, mesh=1)
+    with pytest.raises(OSError, match="the disk has gone") as caught:
+        list(mw.shard_loader(Broken(16), step, num_workers=workers))
+    said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert "where: sample 9 of the dataset" in said
+
+
 @pytest.mark.parametrize(
     ("loss", "said"),
     [

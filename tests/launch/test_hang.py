@@ -7,8 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+import meshwright
 from meshwright.errors import LaunchError
+from meshwright.launch.hang import _of_a_library
 from meshwright.launch.job import Job, check
 from tests.launch.conftest import Launches
 
@@ -134,6 +137,11 @@ def test_a_collective_that_is_left_out(launches: Launches, size: int) -> None:
     done = launches.run("--nproc", 2, "--hang-after", 3, script, size, env=ROOT)
     assert done.returncode == (124 if size == 2 else 134)
     assert "left a collective out, or began one too many: the 7th of ranks 0, 1 along dp is" in done.stderr
+
+
+def test_the_place_is_in_the_users_own_code() -> None:
+    files = ["<frozen os>", torch.__file__, meshwright.__file__, __file__]
+    assert [_of_a_library(file) for file in files] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("seconds", [-1.0, 0.5, 1e6])

@@ -12,17 +12,25 @@ ON_HOST = {"offload": ("activations", "parameters"), "recompute": "full", "thres
 PARTS = {"optimizer_parallel": 3, "gradient_accumulation_shard": True, "threshold_kb": 0}
 
 
-@pytest.mark.parametrize("place", (0, 1))
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"interleave": 2, "micro_batches": 2},
-        {"offload": "activations"},
-        {**ON_HOST, "schedule": "zero_bubble"},
-        {**PARTS, "schedule": "zero_bubble"},
-    ],
-    ids=lambda options: "-".join(map(str, options)),
-)
+MIXES: list[dict[str, Any]] = [
+    {"interleave": 2, "micro_batches": 2},
+    {"offload": "activations"},
+    {**ON_HOST, "schedule": "zero_bubble"},
+    {**PARTS, "schedule": "zero_bubble"},
+]
+PLACES = [  # one rank of each pipeline in the fast tests, the other in the slow ones
+    pytest.param(
+        options,
+        place,
+        id=f"{'-'.join(options)}-{place}",
+        marks=[] if (number + place) % 2 else [pytest.mark.slow],
+    )
+    for number, options in enumerate(MIXES)
+    for place in (0, 1)
+]
+
+
+@pytest.mark.parametrize(("options", "place"), PLACES)
 def test_the_peak_beside_techniques_is_the_allocators(options: dict[str, Any], place: int) -> None:
     compare(options, place)
 

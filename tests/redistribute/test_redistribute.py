@@ -232,6 +232,18 @@ def test_a_flat_collective_can_execute_every_step(problem):
                 assert np.array_equal(chunks if join.order is None else chunks[join.order], whole)
 
 
+@given(problems())
+@settings(max_examples=200, deadline=None)
+def test_whether_pieces_are_put_into_order_is_told_of_fewer_elements(problem):
+    mesh, src, dst = problem
+    for step in redistribute(src, dst, mesh, 4, RING):
+        if step.kind in ("all_gather", "all_to_all"):
+            for rank in range(mesh.size):
+                plan = exchange(step, mesh, rank)
+                join = joined(plan.place)
+                assert plan.reordered == (join is not None and join.order is not None), step
+
+
 # ------------------------------------------------------------------------------------------ what we know by hand
 
 MESH = Mesh.of(a=2, b=2, c=3)
@@ -292,6 +304,11 @@ def test_without_all_to_all_a_split_moves_through_the_whole():
 def test_a_table_without_a_way_says_so():
     with pytest.raises(LayoutError, match="no collective of the price table"):
         kinds("[12/a]", "[12]", prices=RING.without("all_gather", "all_to_all"))
+
+
+def test_what_does_not_fit_into_any_memory_is_not_listed_for_that():
+    src, dst = (parse_layout(text) for text in ("[(1048576 16777216/a.b)]", "[(1048576 16777216)]"))
+    assert [exchange(step, MESH, 0).reordered for step in redistribute(src, dst, MESH, 4, RING)] == [True]
 
 
 def test_gpt2_qkv_cut_along_heads_moves_when_asked_for_as_rows():

@@ -10,7 +10,7 @@ import torch
 
 import meshwright as mw
 from meshwright.errors import BatchError, RunError
-from meshwright.runtime.alike import checksum, is_due, options_of, options_that_differ
+from meshwright.runtime.alike import checksum, is_due, options_alike, options_of, options_that_differ
 from tests.data import train as t
 
 CUTS = (
@@ -76,18 +76,45 @@ def test_streams_that_differ() -> None:
     assert "different batches in step 1" in said and "batch 0 of epoch 0 (x checksum" in said
 
 
-def test_a_rank_with_a_learning_rate_of_its_own() -> None:
+def test_a_stream_is_looked_into_when_ranks_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, example, loss = t.classifier(8)
+    asked: list[int] = []
+
+    def counted(x: torch.Tensor) -> str:
+        asked.append(x.numel())
+        return checksum(x)
+
+    monkeypatch.setattr("meshwright.data.loader.checksum", counted)
+
+    def body(step: Any) -> None:
+        for batch in mw.shard_loader([example] * 40, step):
+            step(batch)
+
+    t.on_ranks(t.parts_for(model, example, loss, mesh=2), model, example, loss, body)
+    assert asked.count(48) == asked.count(8) == 2 * len([n for n in range(1, 41) if is_due(n)]) == 12
+
+
+@pytest.mark.parametrize("how", [CUTS[0], CUTS[2]], ids=str)
+def test_a_rank_with_a_learning_rate_of_its_own(how: dict[str, Any]) -> None:
     _, example, _ = t.classifier(8)
 
     def body(step: Any) -> None:
+        if step.pipe is not None:
+            step.alike.options = frozenset({(0, "lr")})  # as `train_step` finds it out
         step(example)
         if step.world.rank == 1:
             step.optimizer.param_groups[0]["lr"] = 0.3
         step(example)
 
-    for said in told(body, RunError, mesh=2):
+    for said in told(body, RunError, **how):
         assert said.startswith("in step 2 the options of the optimizer differ between ranks\n")
-        assert "  why:   lr=0.1 on rank 0; lr=0.3 on rank 1\n" in said
+        assert "  why:   lr=0.1 on ranks 0, 2, 3; lr=0.3 on rank 1\n" in said
+
+
+def test_options_that_all_ranks_begin_with() -> None:
+    first, second = [{"lr": "0.1", "eps": "1"}, {"lr": "0.2"}], [{"lr": "0.1", "eps": "2"}, {"lr": "0.2"}]
+    assert options_alike([first, second, first]) == {(0, "lr"), (1, "lr")}
+    assert options_alike([first, second[:1]]) == frozenset()  # which of the two it is nobody knows
 
 
 def test_forward_steps_compare_too() -> None:

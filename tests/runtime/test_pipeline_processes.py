@@ -187,6 +187,36 @@ def test_a_rank_that_fails_in_the_middle_is_named_and_no_process_stays(tmp_path:
     assert not alive
 
 
+RATES = """
+import torch
+import meshwright as mw
+from meshwright.examples import mlp
+model, batch, loss = mlp.build()
+
+def groups(parameters):
+    first, *others = parameters  # each stage has a first one, with a rate of its own
+    rate = 0.1 if first.shape[0] == 24 else 0.2
+    return torch.optim.SGD([{"params": [first], "lr": rate}, {"params": others}], lr=0.3, weight_decay=0.1)
+
+step = mw.train_step(model, groups, batch, loss=loss, mesh=2, pipeline=2)
+step(batch)
+assert (step.optimizer.param_groups[0]["lr"] == 0.1) == (step.rank == 0)
+step.optimizer.param_groups[0]["lr"] /= 2  # which says nothing: they never were alike
+step(batch)
+step.optimizer.param_groups[1]["lr"] = 0.3 / (1 + step.rank)
+for _ in range(2):
+    step(batch)
+"""
+
+
+def test_a_stage_with_a_learning_rate_of_its_own(tmp_path: Path) -> None:
+    result = launch(tmp_path, 2, RATES)
+    said = result.stdout + result.stderr
+    assert result.returncode != 0
+    assert "in step 4 the options of the optimizer differ between ranks" in said, said
+    assert "lr=0.3 on rank 0; lr=0.15 on rank 1" in said, said
+
+
 @pytest.mark.parametrize(
     ("ranks", "rank", "options"), [(4, 0, "mesh=4, pipeline=2"), (3, 2, 'mesh=[{"dp": 1}, {"dp": 2}]')]
 )

@@ -216,7 +216,7 @@ def test_bytes_cost_what_they_cost_in_a_space(asked: Mapping[str, Any]) -> None:
         len(same_optima(on_nodes(distinct(3), 2, asked), ([0], [1, 2, 3], [0]), scale).again)
         for scale in (1e-12, 1e-11)
     ]
-    assert again[0] == 0 and (again[1] > 0) == ("parameters" not in asked.get("offload", ()))
+    assert again[0] == 0 < again[1]
 
 
 @pytest.mark.parametrize("model", ["wide gpt", "llama", "resnet", "recommender"])

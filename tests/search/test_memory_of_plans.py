@@ -17,6 +17,7 @@ from meshwright.search.planner import Planner
 from meshwright.search.solve import solve
 from meshwright.search.space.families import named
 from meshwright.search.space.memory import fixed_bytes, memory_of
+from meshwright.techniques import techniques_from
 from tests.search.planned import MESHES, built, cluster, free, lowered, peaks
 
 LARGER = ("llama", "bert", "resnet", "recommender", "wide gpt")
@@ -65,3 +66,27 @@ def test_six_layers_are_judged_as_they_are(kind: str, mode: str) -> None:
     step = simulate(lowered("wide gpt", plan), where).step_seconds
     assert plan.claims["step_seconds"] == pytest.approx(step, rel=1e-3)
     assert plan.claims["peak_bytes"] == pytest.approx(peaks("wide gpt", plan, where)[0].bytes, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"offload": "activations"},
+        {"offload": ("activations", "optimizer"), "recompute": "selective"},
+        {"offload": "parameters", "threshold_kb": 0},
+        {"recompute": "full"},
+        {"recompute": "full", "slice_activation": True},
+        {"optimizer_parallel": 3, "threshold_kb": 0},
+    ],
+    ids=str,
+)
+def test_techniques_are_judged_from_a_few_layers_as_from_all(asked: dict[str, object]) -> None:
+    """What is brought back a layer ahead is there once, however many layers there are."""
+    planner = planner_of("wide gpt", "2", "gpu")
+    space = planner.space(named([[0]]))
+    choice = space.choice(solve(space.problem()).states)
+    judge = planner.under(techniques_from(asked)).judge
+    assert judge is not None and planner.folds.repeats == (6,)
+    few, full = judge(choice), judge.in_full(choice)
+    assert few.peak_bytes == pytest.approx(full.peak_bytes, rel=1e-3), (few, full)
+    assert few.step_seconds == pytest.approx(full.step_seconds, rel=1e-3)

@@ -162,6 +162,31 @@ def test_what_goes_wrong_beside_the_steps_is_raised_later(
     assert names(step.save(tmp_path).parent) == ["latest", "step-00000000"]
 
 
+@pytest.mark.parametrize("room", [0, 2000], ids=["for no word", "for a word"])
+def test_a_note_that_does_not_fit_on_the_disk(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1's part fits, and its note to rank 0 does not: nobody waits for it."""
+    write = writing.write_whole
+
+    def full(path: Path, text: str, **how: Any) -> None:
+        if path.name == "rank00001.json" and len(text) > room:
+            raise OSError(28, "No space left on device")
+        write(path, text, **how)
+
+    def body(step: LocalStep) -> None:
+        saves = Saves(step, step.parts.asked)
+        with monkeypatch.context() as patch:
+            patch.setattr(writing, "write_whole", full)
+            with pytest.raises(CheckpointError, match=r"could not be written: rank00001\.json") as caught:
+                saves.save(tmp_path)
+            assert "the checkpoint before is as it was" in str(caught.value)
+            step.world.all_reduce(torch.zeros(1), ["dp"])
+
+    run("gpt", TWO, body)
+    assert not list(tmp_path.glob("step-*"))
+
+
 def test_ranks_that_say_different_things_are_refused(tmp_path: Path) -> None:
     def body(step: LocalStep) -> None:
         with pytest.raises(CheckpointError, match="rank 1 saves another data than rank 0"):

@@ -25,6 +25,7 @@ from meshwright.partition.memory import peak
 from meshwright.partition.price import program_price
 from meshwright.partition.tasks import simulate
 from meshwright.plan import Plan
+from meshwright.report.stashed import stashed
 from meshwright.runtime import host_link
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.rank import Rank
@@ -187,6 +188,36 @@ def test_the_predicted_peak_of_the_device_is_the_measured_one(
     held = predicted.categories["batch"]
     assert held == batch and whole > 0
     assert predicted.bytes - held == pytest.approx(measured, rel=0.01)
+
+
+class Softmaxes(torch.nn.Module):
+    """Each layer needs the whole batch, which all ranks have then, and keeps its own result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.softmax(layer(x), 0)
+        return x.square().sum()
+
+
+def by_x(model: Any, batch: Any) -> Any:
+    return model(batch["x"])
+
+
+@pytest.mark.parametrize("asked", [SLICED, HOSTED], ids=["slices", "host"])
+def test_what_an_operator_keeps_itself_is_not_kept_twice(asked: dict[str, Any]) -> None:
+    model, batch = Softmaxes(), {"x": torch.randn(64, 32)}
+    found: list[Partition] = []
+    for techniques in ({}, asked):
+        plan = mw.plan(model, batch, loss=by_x, mesh={"tp": 2}, mode="data_parallel", **techniques)
+        found.append(lower(captured_of(model, batch, by_x), plan))
+    plain, other = (peak(parts, staged=False, apart=True).bytes for parts in found)
+    assert other <= plain and not any("softmax" in value for value in found[1].stashes)
+    if asked is SLICED:
+        assert any("keeps them itself" in line for line in stashed(found[1]))
 
 
 def test_host_bytes_are_counted_apart() -> None:

@@ -34,7 +34,8 @@ class Stored:
     """Every storage of each use for each parameter, [uses, storages, V] or what spreads to that: seconds by what they
     are of (infinite where there is no room), the place that storage is cut at, the set of axes and whether it is
     gathered again [uses, storages], and the elements of a rank as used and as stored. `waits` [uses, storages]: its
-    gradient waits for others in a bucket. `price`: seconds for the bytes that all of it takes."""
+    gradient waits for others in a bucket; `scattered`: it is added up over micro-batches before what is stored is left
+    of it. `price`: seconds for the bytes that all of it takes."""
 
     use: Port
     blocking: Floats
@@ -44,6 +45,7 @@ class Stored:
     cut: Numbers
     again: Flags
     waits: Flags
+    scattered: Flags
     used: Floats
     elements: Floats
     owners: int = 1
@@ -52,8 +54,12 @@ class Stored:
     def priced(self, holding: Holding, per_byte: Floats) -> Stored:
         """With a price per byte at each instant."""
         kept = np.where(((self.cut != 0) & ~self.again)[:, :, None], self.used, 0.0)
-        taken = holding.taken(self.elements, kept, self.waits[:, :, None])
+        taken = holding.taken(self.elements, kept, self._summed, self.waits[:, :, None])
         return replace(self, price=sum_of([a * b for a, b in zip(per_byte.tolist(), taken, strict=True)]))
+
+    @functools.cached_property
+    def _summed(self) -> Floats:
+        return np.where(self.scattered[:, :, None], self.used, self.elements)
 
     @functools.cached_property
     def states(self) -> Port:
@@ -86,18 +92,35 @@ class Stored:
         shape = self._kinds[0][1].shape
         arrays = [
             np.broadcast_to(a, shape)[rows[:, None], chosen, np.arange(chosen.shape[1])]
-            for a in (self.blocking, self.reduction, self.update, self.place, self.used, self.elements)
+            for a in (
+                self.blocking,
+                self.reduction,
+                self.update,
+                self.place,
+                self.used,
+                self.elements,
+                self._summed,
+            )
         ]
         cut, again = self.cut[rows[:, None], chosen], self.again[rows[:, None], chosen]  # [states, V]
         found = []
         for v in of.tolist():
-            blocking, reduction, update, place, used, elements = (a[:, v] for a in arrays)
+            blocking, reduction, update, place, used, elements, summed = (a[:, v] for a in arrays)
             stored = (cut[:, v, None] & table.bits) != 0
             kept = np.where((cut[:, v] != 0) & ~again[:, v], used, 0.0)
             place = np.where(cut[:, v] != 0, place, 0)
             found.append(
                 ParameterStates(
-                    self.states, stored, place, again[:, v], blocking, reduction, update, elements, kept
+                    self.states,
+                    stored,
+                    place,
+                    again[:, v],
+                    blocking,
+                    reduction,
+                    update,
+                    elements,
+                    kept,
+                    summed,
                 )
             )
         return found
@@ -160,9 +183,9 @@ def all_stored(
         how.states,
         host,
     )
-    waits = (pending & ~cut) != 0
+    waits, scattered = (pending & ~cut) != 0, (pending & cut) != 0
     blocking = np.where(lawful, blocking, np.inf)
-    return Stored(use, blocking, reduction, update, place, cut, again, waits, used, stored)
+    return Stored(use, blocking, reduction, update, place, cut, again, waits, scattered, used, stored)
 
 
 def _one_by_one(
@@ -188,8 +211,10 @@ def _one_by_one(
     one = (found.blocking, found.reduction, found.update, found.place, found.elements)
     blocking, reduction, update, place, elements = (a[at][:, :, None] for a in one)
     cut = (found.stored @ table.bits)[at]
-    waits = ((use.grad @ table.bits)[:, None] & ~cut) != 0
-    return Stored(use, blocking, reduction, update, place, cut, found.again[at], waits, used, elements)
+    pending = (use.grad @ table.bits)[:, None]
+    waits, scattered = (pending & ~cut) != 0, (pending & cut) != 0
+    again = found.again[at]
+    return Stored(use, blocking, reduction, update, place, cut, again, waits, scattered, used, elements)
 
 
 def _elements(sizes: Sizes, parts: list[Floats]) -> Floats:

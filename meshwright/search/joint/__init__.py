@@ -8,6 +8,7 @@ technique never makes the step of the same choice shorter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -35,8 +36,8 @@ from meshwright.techniques import Techniques
 TRIES = 20  # simulations of a choice under techniques
 SLACK = 1.1  # how far over the limit an estimate may be and still be simulated
 NEAR = 0.01  # of a step: what copies that take turns, or techniques of little use, must save
-MUCH = 0.05  # of a step: what a search under other techniques may save to be made
-SOUGHT = 3  # such searches
+MUCH = 0.01  # of a step: what a search under other techniques may save to be made
+SOUGHT = 6  # such searches
 MOVES = 4  # to a quicker neighbour, at most
 EXPOSED = 0.05  # of the step is sent while nothing computes: copies that take turns are looked at
 
@@ -101,7 +102,7 @@ def _best(
     best = _turns(planner, best)
     near = neighbours(made, wide, best)
     for _ in range(MOVES):  # what is simulated last is not ranked by estimates alone
-        other = quicker(made, near, best)
+        other = quicker(made, wide, near, best)
         if other is None:
             break
         best = fewer_layers(planner, other)
@@ -193,10 +194,11 @@ def _sought(
     rows: list[tuple[float, int, Techniques]] = []
     for point in points(wide, planner.techniques):
         asked = point.techniques
-        least = [c for c in made.candidates if asked.pieces <= c.examples]
-        least = [made.least_seconds(c, asked) for c in least if made.sums(c, asked) <= limit]
-        if least and (best is None or min(least) < (1 - MUCH) * _step(best)):
-            rows.append((min(least), sum(point.places), asked))
+        most = (1 - MUCH) * _step(best) if best else math.inf
+        quick = [c for c in made.candidates if asked.pieces <= c.examples]
+        quick = [c for c in quick if made.likely_seconds(c, asked) < most]
+        if any(made.sums(c, asked) <= limit and made.saves(c, asked) for c in quick):
+            rows.append((min(made.likely_seconds(c, asked) for c in quick), sum(point.places), asked))
     for _, _, asked in sorted(rows, key=lambda row: row[:2])[:SOUGHT]:
         under = planner.under(asked)
         try:

@@ -10,8 +10,9 @@ activations are divided by micro-batches, those that are computed again are left
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -33,6 +34,7 @@ from meshwright.techniques import ACTIVATIONS, PARAMETERS, Techniques
 # Prices of a byte of states and of activations, in steps that a device's memory full of them costs.
 PRICES = ((0.0, 0.0), (0.2, 0.0), (2.0, 0.0), (2.0, 0.5), (0.0, 2.0), (64.0, 64.0))
 RECIPES = ((0.0, 0.0), (2.0, 0.0))
+STAGED = ((0.0, 0.0), (0.05, 0.0), (0.5, 0.0), (2.0, 0.5))  # the same for pipelines
 MANY = 16  # micro-batches of which each gathers what is stored in parts: for a choice beside those for a whole batch
 INNER = 3  # how many of the innermost axes a recipe leaves to tensor parallel, at most
 ALPHA = 0.5  # of computing against what can hide beside it, for the choice without prices
@@ -57,11 +59,13 @@ class Candidate:
 
 @dataclass
 class Front:
-    """Candidates, and what is known of their bytes. `missed`: what simulations saw beyond sums, of a whole batch."""
+    """Candidates, and what is known of them. `missed`: what simulations saw beyond sums, of a whole batch; `late`: by
+    how much later than it must a step ended, under a policy of recompute, the one that was least late."""
 
     planner: Planner
     candidates: list[Candidate] = field(default_factory=list)
     missed: dict[Candidate, float] = field(default_factory=dict)
+    late: dict[tuple[Candidate, Any], float] = field(default_factory=dict)
     _known: MutableMapping[Space, dict[Techniques, Memory]] = field(default_factory=WeakKeyDictionary)
 
     @functools.cached_property
@@ -86,6 +90,12 @@ class Front:
         """The sums at their worst instant, with what no choice changes."""
         totals = self.memory(candidate.space, techniques).totals(candidate.states)
         return fixed_bytes(candidate.space) + float(totals.max())
+
+    def likely_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
+        """What the candidate's step may take: no less than it must, and later by what was seen of it."""
+        return self.least_seconds(candidate, techniques) + self.late.get(
+            (candidate, techniques.recompute), 0.0
+        )
 
     def least_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
         """What the candidate's step is not below under techniques, but for turns of copies."""
@@ -145,6 +155,9 @@ class Front:
         if found.verdict is not None:
             missed = self.planner.peak_bytes(found) - self.sums(candidate, techniques)
             self.missed[candidate] = max(0.0, missed) * techniques.micro_batches
+            late = max(0.0, found.verdict.step_seconds - self.least_seconds(candidate, techniques))
+            key = (candidate, techniques.recompute)
+            self.late[key] = min(late, self.late.get(key, late))
         return found
 
 
@@ -173,11 +186,14 @@ def front(planner: Planner, space: Space) -> Front:
     return made
 
 
-def recipe_front(planner: Planner) -> Front:
-    """The fronts of the recipes alone."""
+def stage_front(planner: Planner, places: int) -> Front:
+    """The fronts of the recipes for a pipeline of so many places: they have as many times the memory, and run many
+    micro-batches, whose gradients they add up."""
     made = Front(planner)
-    for name, recipe, examples in _recipes(planner):
-        _add(made, name, recipe, RECIPES, examples)
+    for name, space, examples in _recipes(planner, many=True):
+        asked = replace(planner.techniques, micro_batches=max(1, min(MANY, examples)))
+        plain, memory = space.problem(micro_batches=asked.micro_batches), made.memory(space, asked)
+        _take(made, name, space, _weighed(made, space, plain, memory, STAGED, places))
     return made
 
 
@@ -189,9 +205,10 @@ def first_front(planner: Planner) -> Front:
     return made
 
 
-def _recipes(planner: Planner, least: int = 0) -> Iterator[tuple[str, Space, int]]:
+def _recipes(planner: Planner, least: int = 0, *, many: bool = False) -> Iterator[tuple[str, Space, int]]:
     """Data parallel outside, one cut of every operator on at `least` so many axes inside, if there are as many, and how
-    many examples a rank has; none where the user pinned something."""
+    many examples a rank has; none where the user pinned something. `many`: of cuts those alone that leave a rank all of
+    these examples, so that there can be as many micro-batches."""
     scene = planner.scene
     axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)
     if planner.seeds or not axes:
@@ -207,40 +224,59 @@ def _recipes(planner: Planner, least: int = 0) -> Iterator[tuple[str, Space, int
         if each < planner.techniques.pieces:
             continue  # ranks without an example are no data parallel
         name = f"data parallel × {ranks} ranks of the best cut" if inner else "data parallel"
-        yield name, planner.space(outside(rows, count - inner) if inner else exactly(rows)), each
+        family = outside(rows, count - inner) if inner else exactly(rows)
+        pieces = max(planner.techniques.micro_batches, 1 << max(0, min(each, MOST).bit_length() - 1))
+        under = planner.under(replace(planner.techniques, micro_batches=pieces)) if many else planner
+        yield name, under.space(family), each
 
 
 def _add(
     made: Front, name: str, space: Space, prices: tuple[tuple[float, float], ...], examples: int = 1
 ) -> None:
     """The choices of a space for some prices, and that for as many micro-batches as there may be `examples`."""
-    planner = made.planner
-    plain, floor = space.problem(), space.problem(1.0)
-    memory = made.memory(space, planner.techniques)
-    step = solve(plain).price
-    owned = {space.variable["parameter", name] for name in space.parameters}
-    limit = planner.request.memory_bytes or 1.0
-    seen: set[tuple[int, ...]] = set()
-    for states, activations in prices:
-        problem = plain
-        if states or activations:
-            problem = _priced(plain, memory, owned, states * step / limit, activations * step / limit)
-        several = [problem]
-        if problem is plain:
-            several += [space.problem(ALPHA)]
-            several += [space.problem(micro_batches=n) for n in (min(MANY, examples),) if n > 1]
-        for asked in several:
-            solution = solve(asked)
-            if solution.stopped:
-                raise KeyboardInterrupt
-            found = tuple(solution.states)
-            if found not in seen:
-                seen.add(found)
-                least, compute = floor.price(found), space.price(found).compute
-                gathers, each = space.least_gathers(found), examples_of(planner, space, found)
-                candidate = Candidate(name, space, found, least, compute, gathers, each)
-                if not any(_alike(candidate, other) for other in made.candidates):
-                    made.candidates.append(candidate)
+    plain, memory = space.problem(), made.memory(space, made.planner.techniques)
+    first, *others = _weighed(made, space, plain, memory, prices)
+    several = [space.problem(micro_batches=n) for n in (min(MANY, examples),) if n > 1]
+    if first is plain:
+        several.insert(0, space.problem(ALPHA))
+    _take(made, name, space, [first, *several, *others])
+
+
+def _weighed(
+    made: Front,
+    space: Space,
+    plain: Problem,
+    memory: Memory,
+    prices: tuple[tuple[float, float], ...],
+    places: int = 1,
+) -> list[Problem]:
+    """A problem with prices on bytes of states and of activations, in steps that the memory of `places` costs."""
+    step, owned = solve(plain).price, {space.variable["parameter", name] for name in space.parameters}
+    limit = places * (made.planner.request.memory_bytes or 1.0)
+    return [
+        _priced(plain, memory, owned, states * step / limit, activations * step / limit)
+        if states or activations
+        else plain
+        for states, activations in prices
+    ]
+
+
+def _take(made: Front, name: str, space: Space, problems: Iterable[Problem]) -> None:
+    """The optima of some problems, as candidates."""
+    floor, seen = space.problem(1.0), set[tuple[int, ...]]()
+    for asked in problems:
+        solution = solve(asked)
+        if solution.stopped:
+            raise KeyboardInterrupt
+        found = tuple(solution.states)
+        if found in seen:
+            continue
+        seen.add(found)
+        least, compute = floor.price(found), space.price(found).compute
+        gathers, each = space.least_gathers(found), examples_of(made.planner, space, found)
+        candidate = Candidate(name, space, found, least, compute, gathers, each)
+        if not any(_alike(candidate, other) for other in made.candidates):
+            made.candidates.append(candidate)
 
 
 def _alike(one: Candidate, other: Candidate) -> bool:
@@ -289,5 +325,5 @@ __all__ = [
     "front",
     "launching",
     "least_bytes",
-    "recipe_front",
+    "stage_front",
 ]

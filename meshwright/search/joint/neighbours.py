@@ -11,29 +11,41 @@ from meshwright.errors import PlanError
 from meshwright.search.joint.dimensions import Dimension, fits_in_both
 from meshwright.search.joint.fronts import Front
 from meshwright.search.planner import Found
+from meshwright.techniques import Techniques
 
 TRIES = 3  # simulations for the next best of a technique
+CUTS = "cuts"  # the name of what differs in cuts and storage alone
 ALIKE = 1e-4  # of a step: what differs less is as quick
 
 
 def neighbours(made: Front, over: Sequence[Dimension], best: Found) -> dict[str, Found]:
-    """By technique, the quickest with another value of it that fits, simulated; techniques without one are left out."""
-    found = {dimension.name: _next(made, dimension, best) for dimension in over}
+    """By technique, the quickest with another value of it that fits, simulated; under `CUTS` that with the same
+    techniques. Those without one are left out."""
+    found = {CUTS: _next(made, best, [best.techniques])}
+    for dimension in over:
+        others = [v for v in dimension.values if v != value_of(dimension, best)]
+        found[dimension.name] = _next(
+            made, best, [replace(best.techniques, **{dimension.name: v}) for v in others]
+        )
     return {name: one for name, one in found.items() if one is not None}
 
 
-def quicker(made: Front, near: dict[str, Found], best: Found) -> Found | None:
-    """A neighbour that is quicker than the best, judged in full; None where there is none. What was judged in full
-    stands in `near` from then on, and what does not fit then is taken out."""
+def quicker(made: Front, over: Sequence[Dimension], near: dict[str, Found], best: Found) -> Found | None:
+    """A neighbour that is quicker than the best, or as quick and plainer, judged in full; None where there is none.
+    What was judged in full stands in `near` from then on, and what does not fit then is taken out."""
+    places = {d.name: d.values.index(value_of(d, best)) for d in over}
+    step = best.claims["step_seconds"]
     for name, one in sorted(near.items(), key=lambda named: named[1].claims["step_seconds"]):
-        if one.claims["step_seconds"] >= best.claims["step_seconds"]:
-            return None
+        plainer = any(d.name == name and d.values.index(value_of(d, one)) < places[name] for d in over)
+        enough = (1 + ALIKE) * step if plainer else step
+        if one.claims["step_seconds"] >= enough:
+            continue
         found = made.planner.under(one.techniques).settled(one)
         if not fits_in_both(made.planner, found):
             del near[name]
             continue
         near[name] = found
-        if found.claims["step_seconds"] < (1 - ALIKE) * best.claims["step_seconds"]:
+        if found.claims["step_seconds"] < ((1 + ALIKE) if plainer else (1 - ALIKE)) * step:
             return found
     return None
 
@@ -44,21 +56,24 @@ def value_of(dimension: Dimension, found: Found) -> Any:
     return mine[0][1] if dimension.name == "recompute" and isinstance(mine, tuple) else mine
 
 
-def _next(made: Front, dimension: Dimension, best: Found) -> Found | None:
+def _next(made: Front, best: Found, asked: Sequence[Techniques]) -> Found | None:
+    """The quickest choice but the best under some techniques, the plainest first."""
     limit = made.planner.request.memory_bytes or 0.0
-    others = [v for v in dimension.values if v != value_of(dimension, best)]
-    rows: list[tuple[float, int, int, Any]] = []
-    for place, value in enumerate(others):
-        other = replace(best.techniques, **{dimension.name: value})
+    rows: list[tuple[float, int, int]] = []
+    for place, techniques in enumerate(asked):
         for number, candidate in enumerate(made.candidates):
-            if other.pieces <= candidate.examples and made.peak_bytes(candidate, other) <= limit:
-                rows.append((made.least_seconds(candidate, other), place, number, value))
+            same = candidate.space is best.space and candidate.states == best.states
+            if same and techniques == best.techniques:
+                continue
+            if techniques.pieces <= candidate.examples and made.peak_bytes(candidate, techniques) <= limit:
+                rows.append((made.likely_seconds(candidate, techniques), place, number))
     quickest: Found | None = None
-    for least, _, number, value in sorted(rows, key=lambda row: row[:3])[:TRIES]:
+    for _, place, number in sorted(rows)[:TRIES]:
+        least = made.least_seconds(made.candidates[number], asked[place])
         if quickest is not None and least >= quickest.claims["step_seconds"]:
-            break
+            continue
         try:
-            found = made.judged(made.candidates[number], replace(best.techniques, **{dimension.name: value}))
+            found = made.judged(made.candidates[number], asked[place])
         except PlanError:
             continue
         if fits_in_both(made.planner, found):
@@ -66,4 +81,4 @@ def _next(made: Front, dimension: Dimension, best: Found) -> Found | None:
     return quickest
 
 
-__all__ = ["ALIKE", "neighbours", "quicker", "value_of"]
+__all__ = ["ALIKE", "CUTS", "neighbours", "quicker", "value_of"]

@@ -14,9 +14,12 @@ from dataclasses import dataclass, replace
 
 from meshwright.cost.cluster import Cluster
 from meshwright.mesh import prime_factors
+from meshwright.search.planner import Verdict
 
 # Schedules that are looked at, each with so many stages of a rank; `interleaved` also with as many as there are layers.
 SEARCHED = {"1f1b": (1,), "interleaved": (2, 4, 8), "zero_bubble": (1,), "zero_bubble_v": (2,)}
+ZERO_BUBBLE = ("zero_bubble", "zero_bubble_v")
+RACED = 1 << 10  # actions of a schedule whose order comes of a race: with more it takes minutes to find
 
 
 @dataclass(frozen=True)
@@ -26,10 +29,18 @@ class Schedule:
     name: str
     chunks: int = 1
 
+    def can_be(self, ranks: int, micro_batches: int) -> bool:
+        """Whether there is such an order that is worth a look. Halves of one micro-batch win nothing."""
+        if self.chunks > 1 and micro_batches < ranks:
+            return False
+        if self.name == "zero_bubble_v" and ranks * self.chunks * micro_batches > RACED:
+            return False
+        return self.name not in ZERO_BUBBLE or micro_batches > 1
+
     def idle_share(self, ranks: int, micro_batches: int) -> float:
         """Seconds in which a rank has nothing to do, as a share of those in which it computes."""
         share = (ranks - 1) / (micro_batches * self.chunks)
-        return share / 3 if self.name in ("zero_bubble", "zero_bubble_v") else share
+        return share / 3 if self.name in ZERO_BUBBLE else share
 
     def in_flight(self, ranks: int, micro_batches: int) -> float:
         """Micro-batches of which the first rank holds the activations of all its stages at once, at most."""
@@ -38,6 +49,11 @@ class Schedule:
         if self.chunks == 1 or self.name == "zero_bubble_v":
             return float(min(ranks, micro_batches))
         return min(float(micro_batches), ranks * (1 + (ranks - 1) / (ranks * self.chunks)))
+
+    def kept(self, ranks: int, micro_batches: int) -> float:
+        """The same, counted by what is kept: where weights' halves of backward wait, so do gradients of what linears
+        made, about as much again."""
+        return (1 + (self.name in ZERO_BUBBLE)) * self.in_flight(ranks, micro_batches)
 
 
 @dataclass(frozen=True)
@@ -85,14 +101,13 @@ def outers(cluster: Cluster, layers: int, schedules: Sequence[str] = tuple(SEARC
 @dataclass(frozen=True)
 class Whole:
     """One whole model on the ranks of a stage: seconds of its step, bytes of states (weights, gradients, moments) and
-    the largest of one parameter's, of what a micro-batch keeps for backward, and of what only lives at its end. `sent`:
-    bytes that a micro-batch sends from a stage to the next."""
+    the largest of one parameter's, and of what a micro-batch keeps for backward. `sent`: bytes that a micro-batch sends
+    from a stage to the next."""
 
     seconds: float
     states_bytes: float
     largest_bytes: float
     kept_bytes: float
-    last_bytes: float
     sent_bytes: float
 
 
@@ -105,12 +120,19 @@ def step_seconds(whole: Whole, outer: Outer, micro_batches: int, cluster: Cluste
 
 
 def peak_bytes(whole: Whole, outer: Outer, micro_batches: int) -> float:
-    """About the peak of the rank that holds most: the first has most micro-batches in flight, the last ends them."""
+    """About the peak of the rank that holds most, by sums alone: the first has most micro-batches in flight."""
     ranks = outer.ranks
     states = whole.states_bytes / ranks + whole.largest_bytes * (1 - 1 / ranks)
-    first = whole.kept_bytes * outer.schedule.in_flight(ranks, micro_batches) / ranks
-    last = whole.kept_bytes / ranks + whole.last_bytes
-    return states + max(first, last)
+    return states + whole.kept_bytes * outer.schedule.kept(ranks, micro_batches) / ranks
+
+
+def simulated_peak_bytes(verdict: Verdict, whole: Whole, outer: Outer, micro_batches: int) -> float:
+    """The same by a simulation of the whole model, at every instant: what is there once is on one rank, of what is in
+    layers each has its share."""
+    share = 1 / outer.ranks
+    more = (outer.schedule.kept(outer.ranks, micro_batches) - 1) * whole.kept_bytes * share
+    first = max(once + share * layered for once, layered in verdict.at_layers) + more
+    return max(first, *(once + share * layered for once, layered in verdict.at))
 
 
 def _divisors(size: int) -> list[int]:
@@ -120,4 +142,4 @@ def _divisors(size: int) -> list[int]:
     return sorted(found)
 
 
-__all__ = ["Outer", "Schedule", "Whole", "outers", "peak_bytes", "step_seconds"]
+__all__ = ["Outer", "Schedule", "Whole", "outers", "peak_bytes", "simulated_peak_bytes", "step_seconds"]

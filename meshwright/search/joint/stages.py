@@ -20,8 +20,8 @@ import numpy as np
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.search.joint.dimensions import MOST, dimensions, points, powers
-from meshwright.search.joint.fronts import INNER, Candidate, Front, recipe_front
-from meshwright.search.joint.outer import Outer, Whole, outers, peak_bytes, step_seconds
+from meshwright.search.joint.fronts import INNER, Candidate, Front, stage_front
+from meshwright.search.joint.outer import Outer, Whole, outers, peak_bytes, simulated_peak_bytes, step_seconds
 from meshwright.search.planner import Found, Planner
 from meshwright.search.space.memory import fixed_bytes, gathered_bytes
 from meshwright.search.techniques.layers import layers_of
@@ -78,10 +78,28 @@ def stages(
 
     An interrupt ends the search with the best so far, where there is one and nothing else is (`enough` is infinite).
     """
-    best = enough
     fitting: list[Staged] = []
-    known = _Known()
-    groups = _groups(cluster, layers, examples, least)
+    try:
+        _simulate(
+            cluster, planner_of, _groups(cluster, layers, examples, least), fitting, enough, least, tries
+        )
+    except KeyboardInterrupt:  # wherever it comes: while a choice is simulated, or its answer is told
+        if not fitting or enough < math.inf:
+            raise
+    return sorted(fitting, key=lambda one: one.seconds)
+
+
+def _simulate(
+    cluster: Cluster,
+    planner_of: Callable[[Cluster], Planner],
+    groups: list[_Group],
+    fitting: list[Staged],
+    enough: float,
+    least: Callable[[Outer, int], float],
+    tries: int,
+) -> None:
+    """Simulate what may be the quickest, until nothing else may be; `fitting` gets what fits."""
+    best, known = enough, _Known()
     entries: list[_Group | _Row] = list(groups)
     queue: list[tuple[float, tuple[int, ...], int]] = [(e.seconds, (), n) for n, e in enumerate(groups)]
     heapq.heapify(queue)
@@ -99,25 +117,25 @@ def stages(
             heapq.heappush(queue, (now, order, number))
             continue
         limit = row.front.planner.request.memory_bytes or math.inf
-        whole = whole_of(row.front, row.candidate, row.techniques)
-        if peak_bytes(whole, row.outer, row.techniques.micro_batches) > SLACK * limit:
+        if known.peak_bytes(row) > SLACK * limit:
             continue
         tries -= not known.has(row)
-        try:
-            found = known.judged(row)
-        except KeyboardInterrupt:
-            if not fitting or enough < math.inf:
-                raise
-            break
+        found = known.judged(row)
         if found is None:
             continue
         made = staged(row.front, row.candidate, found, row.outer, cluster)
+        known.saw(row, made)
         if made.peak_bytes <= limit and made.seconds < enough:
             fitting.append(made)
         if made.peak_bytes <= limit and made.seconds < best:
             best = made.seconds
             row.front.planner.tell(f"{row.outer.stages} stages", best, None)
-    return sorted(fitting, key=lambda one: one.seconds)
+
+
+def _estimate(row: _Row) -> float:
+    """Bytes of the rank that holds most, by sums."""
+    whole = whole_of(row.front, row.candidate, row.techniques)
+    return peak_bytes(whole, row.outer, row.techniques.micro_batches)
 
 
 class _Known:
@@ -126,6 +144,7 @@ class _Known:
     def __init__(self) -> None:
         self.found: dict[tuple[Candidate, Techniques], Found | None] = {}
         self.more: dict[tuple[Candidate, Any], float] = {}
+        self.over: dict[Candidate, float] = {}
 
     def has(self, row: _Row) -> bool:
         return (row.candidate, row.techniques) in self.found
@@ -144,6 +163,15 @@ class _Known:
                 each = max(0.0, more) / row.techniques.micro_batches
                 self.more[row.candidate, row.techniques.recompute] = each
         return self.found[key]
+
+    def peak_bytes(self, row: _Row) -> float:
+        """About the peak of a row: by sums, and by how far simulations of its choice were over them at least."""
+        return _estimate(row) * self.over.get(row.candidate, 1.0)
+
+    def saw(self, row: _Row, made: Staged) -> None:
+        """A row was simulated."""
+        over = max(1.0, made.peak_bytes / max(1.0, _estimate(row)))
+        self.over[row.candidate] = min(over, self.over.get(row.candidate, over))
 
     def excess(self, row: _Row) -> float:
         """Seconds of a micro-batch that the estimate of a row lacks."""
@@ -165,13 +193,14 @@ class _Group:
         least: Callable[[Outer, int], float],
     ) -> Iterator[_Row]:
         """Those with every choice and technique that may be quicker than `enough`."""
-        planner = planner_of(self.outers[0][1].inside(cluster))
-        made, over = recipe_front(planner), dimensions(planner, offload=False)
+        first = self.outers[0][1]
+        planner = planner_of(first.inside(cluster))
+        made, over = stage_front(planner, first.ranks), dimensions(planner, offload=False)
         for number, outer in self.outers:
             bounds: dict[int, float] = {}
             for point in points(over, made.planner.techniques):
                 pieces = point.techniques.micro_batches
-                if outer.schedule.chunks > 1 and pieces < outer.ranks:
+                if not outer.schedule.can_be(outer.ranks, pieces):
                     continue
                 if pieces not in bounds:
                     bounds[pieces] = least(outer, pieces)
@@ -202,7 +231,7 @@ def _groups(
             least(outer, pieces) * (1 + outer.schedule.idle_share(outer.ranks, pieces))
             for _, outer in each
             for pieces in powers()
-            if pieces <= most and (outer.schedule.chunks == 1 or pieces >= outer.ranks)
+            if pieces <= most and outer.schedule.can_be(outer.ranks, pieces)
         ]
         if seconds:
             groups.append(_Group(tuple(each), min(seconds)))
@@ -215,7 +244,10 @@ def staged(made: Front, candidate: Candidate, found: Found, outer: Outer, cluste
     if found.verdict is not None:
         whole = replace(whole, seconds=found.verdict.step_seconds)
     pieces = found.techniques.micro_batches
-    return Staged(outer, found, step_seconds(whole, outer, pieces, cluster), peak_bytes(whole, outer, pieces))
+    peak = peak_bytes(whole, outer, pieces)
+    if found.verdict is not None and found.verdict.at:
+        peak = simulated_peak_bytes(found.verdict, whole, outer, pieces)
+    return Staged(outer, found, step_seconds(whole, outer, pieces, cluster), peak)
 
 
 def whole_of(made: Front, candidate: Candidate, techniques: Techniques) -> Whole:
@@ -227,13 +259,13 @@ def whole_of(made: Front, candidate: Candidate, techniques: Techniques) -> Whole
     sizes = (float(each[number].max()) / space.owners(name) for number, name in owned.items())
     kept = sum(float(row[0]) for number, row in enumerate(each) if number not in owned)
     gathered = sum(float(gathered_bytes(space, name)[candidate.states[n]]) for n, name in owned.items())
-    missed = made.peak_bytes(candidate, techniques) - made.sums(candidate, techniques)
+    # What readers gather of weights for themselves stays until their backward.
+    kept += sum(float(b[0, candidate.states[u], candidate.states[v]]) for (u, v), b in memory.pairs.items())
     return Whole(
         made.least_seconds(candidate, techniques),
         states - gathered + fixed_bytes(space),
         max(sizes, default=0.0),
         kept + gathered,
-        missed,
         _sent_bytes(candidate) / techniques.micro_batches,
     )
 

@@ -63,8 +63,8 @@ class Holding:
 
     `count`: how many of the model it stands for; `item`, `moments`: bytes of an element and of its moments; `kept`:
     backward asks for what was gathered; `here`, `updated_here`: not on the host between its uses, at the update;
-    `head`: the last product reads it; `summed`: gradients of micro-batches are added up. From `alone_bytes` on a
-    gradient is in no bucket's buffer.
+    `head`: the last product reads it; `summed`: gradients of micro-batches are added up, `parted` as they are stored.
+    From `alone_bytes` on a gradient is in no bucket's buffer.
     """
 
     count: int
@@ -77,16 +77,23 @@ class Holding:
     head: bool
     alone_bytes: int
     summed: bool = False
+    parted: bool = False
 
     def taken(
-        self, elements: np.ndarray, kept_elements: np.ndarray, waits: np.ndarray
+        self,
+        elements: np.ndarray,
+        kept_elements: np.ndarray,
+        summed_elements: np.ndarray,
+        waits: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """At each instant, for arrays of elements on a rank as stored, of those gathered until backward, and of whether
-        its gradient waits in a bucket."""
+        """At each instant, for arrays of elements on a rank as stored, of those gathered until backward, of the
+        gradient between micro-batches, and of whether its gradient waits in a bucket."""
         item, moments = self.item, self.moments
         buffered = waits & (elements * item < self.alone_bytes) & self.trained
-        loss = self.count * elements * (item * (self.here + self.summed) + moments + item * buffered)
-        if self.kept and self.here and self.trained:
+        loss = self.count * elements * (item * self.here + moments + item * buffered)
+        if self.summed:
+            loss = loss + self.count * item * (elements if self.parted else summed_elements)
+        if self.kept and self.trained:  # gathered ones are on the device, wherever the parts lie
             loss = loss + self.count * item * kept_elements
         weights = item * (self.here or (self.trained and self.updated_here))
         update = self.count * elements * (weights + item * self.trained + moments)
@@ -103,12 +110,15 @@ class Demands:
     holdings: Mapping[str, Holding]
     gathers: Mapping[Edge, Each]
 
-    def in_pieces(self, micro_batches: int) -> Demands:
-        """With activations of a micro-batch, and gradients of those before."""
+    def in_pieces(self, micro_batches: int, *, parted: bool = False) -> Demands:
+        """With activations of a micro-batch, and gradients of those before, `parted` as they are stored."""
         if micro_batches == 1:
             return self
         charges = [replace(c, each=[a / micro_batches for a in c.each]) for c in self.charges]
-        summed = {name: replace(h, summed=h.trained) for name, h in self.holdings.items()}
+        summed = {
+            name: replace(h, summed=h.trained, parted=parted or not h.here)
+            for name, h in self.holdings.items()
+        }
         return Demands(charges, summed, self.gathers)
 
 
@@ -163,7 +173,7 @@ def memory_of(
     for name, holding in demands.holdings.items():
         found = space.parameters[name]
         waits = np.any(found.use.grad & ~found.stored, axis=1)
-        taken = holding.taken(found.elements, found.kept_elements, waits)
+        taken = holding.taken(found.elements, found.kept_elements, found.summed_elements, waits)
         amounts[space.variable["parameter", name]] += np.stack(taken, axis=1)
     return Memory(tuple(amounts), _gathered(space, demands.gathers))
 
@@ -278,6 +288,14 @@ def gathered_bytes(space: Space, name: str) -> np.ndarray:
     if name in space.hosted or name not in space.graph.needs_grad or not is_kept(space.graph, name):
         return np.zeros(len(found.elements))
     return space.owners(name) * DTYPES[kind.dtype] * found.kept_elements
+
+
+def summed_bytes(space: Space, name: str, *, parted: bool = False) -> np.ndarray:
+    """What a rank holds of a parameter's gradient between micro-batches: float64[states]. `parted`: in the parts
+    that are stored."""
+    found = space.parameters[name]
+    elements = found.elements if parted else found.summed_elements
+    return space.owners(name) * DTYPES[space.graph.types[name].dtype] * elements
 
 
 def fixed_bytes(space: Space) -> float:

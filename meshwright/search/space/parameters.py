@@ -36,7 +36,8 @@ class ParameterStates:
 
     `blocking` are the seconds of gathers and scatters, `reduction` those of what backward reduces beside computing,
     `update` those of the optimizer. `elements` is what the rank that holds most stores, `kept_elements` what it holds
-    beside that from forward to backward, gathered.
+    beside that from forward to backward, gathered. `summed_elements` is what it holds of the gradient between
+    micro-batches: they are added up as the parameter is used where what is stored takes a scatter.
     """
 
     use: Port
@@ -48,6 +49,7 @@ class ParameterStates:
     update: np.ndarray
     elements: np.ndarray
     kept_elements: np.ndarray
+    summed_elements: np.ndarray
 
     def sliced(self) -> np.ndarray:
         """The codes of the gradient before it is scattered: cut where it is stored cut and nothing is to be summed."""
@@ -210,7 +212,8 @@ def _priced(
         host,
     )
     kept = np.where(stored.any(axis=1) & ~again, used, 0.0)
-    return ParameterStates(use, stored, place, again, *found, elements, kept)
+    summed = np.where((stored & use.grad).any(axis=1), used, elements)
+    return ParameterStates(use, stored, place, again, *found, elements, kept, summed)
 
 
 def stored_seconds(

@@ -11,7 +11,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.errors import PlanError
-from meshwright.examples import zoo
+from meshwright.examples import llama, zoo
 from meshwright.plan import Plan
 from tests.search.planned import MESHES, built, cluster, free, peaks
 
@@ -80,7 +80,7 @@ def tight(share: float) -> Plan:
     return planned("wide gpt", "2x2", share)
 
 
-@pytest.mark.parametrize("share", [0.45, 0.3, 0.25])
+@pytest.mark.parametrize("share", [0.5, 0.33, 0.28])
 def test_every_rank_of_what_was_chosen_is_within_the_limit(share: float) -> None:
     plan = tight(share)
     found = peaks("wide gpt", plan, cluster("gpu", "2x2"))
@@ -89,17 +89,29 @@ def test_every_rank_of_what_was_chosen_is_within_the_limit(share: float) -> None
     assert plan.claims["peak_bytes"] == pytest.approx(found[0].bytes)
 
 
-@pytest.mark.parametrize("share", [0.45, 0.3, 0.25])
+@pytest.mark.parametrize("share", [0.5, 0.33, 0.28])
 def test_what_was_chosen_computes_what_one_device_computes(share: float) -> None:
     net, batch, loss = built("wide gpt")
     mw.verify(net, batch, loss=loss, plan=tight(share)).raise_if_different()
 
 
 def test_weights_or_activations_go_to_the_host_where_that_is_quicker_than_computing_again() -> None:
-    plan = tight(0.25)
+    plan = tight(0.28)
     assert {"activations", "parameters"}.intersection(plan.techniques.offload), str(plan.techniques)
-    held = planned("wide gpt", "2x2", 0.25, offload=("optimizer",), slice_activation=False)
+    held = planned("wide gpt", "2x2", 0.28, offload=("optimizer",), slice_activation=False)
     assert plan.claims["step_seconds"] <= 0.98 * held.claims["step_seconds"]
+
+
+def test_activations_alone_go_to_the_host_where_nothing_else_is_as_quick() -> None:
+    """One example a rank, so no micro-batches; computing again costs a ninth of the step, the link next to nothing."""
+    config = llama.LlamaConfig(vocabulary=64, width=32, inner=64, layers=4, heads=2, kv_heads=2, sequence=128)
+    net, batch, loss = llama.build(config, batch=2)
+    how: Any = {"mesh": MESHES["2"], "mode": "auto", "cluster": cluster("gpu", "2")}
+    whole = mw.plan(net, batch, loss=loss, **how).claims["peak_bytes"]
+    plan = mw.plan(net, batch, loss=loss, memory=0.8 * whole, **how)
+    assert plan.techniques.asked() == {"offload": ("activations",)}
+    without = mw.plan(net, batch, loss=loss, memory=0.8 * whole, offload=(), **how)
+    assert plan.claims["step_seconds"] < 0.95 * without.claims["step_seconds"]
 
 
 def test_what_alone_would_fit_is_named() -> None:
@@ -114,7 +126,7 @@ def test_what_alone_would_fit_is_named() -> None:
 
 
 def test_what_the_user_fixed_stays_and_the_rest_is_chosen() -> None:
-    plan = planned("wide gpt", "2x2", 0.45, micro_batches=1, offload=())
+    plan = planned("wide gpt", "2x2", 0.5, micro_batches=1, offload=())
     assert plan.techniques.micro_batches == 1 and not plan.techniques.offload
     assert plan.techniques.recompute
     assert not any("auto chose micro_batches" in note for note in plan.notes)
@@ -126,7 +138,7 @@ def test_where_memory_suffices_nothing_is_chosen() -> None:
 
 
 def test_each_open_technique_is_explained() -> None:
-    said = [note for note in tight(0.45).notes if note.startswith("auto chose")]
+    said = [note for note in tight(0.5).notes if note.startswith("auto chose")]
     assert [note.split("=")[0] for note in said] == [
         "auto chose recompute",
         "auto chose micro_batches",
@@ -137,7 +149,7 @@ def test_each_open_technique_is_explained() -> None:
     assert any("fit" in note for note in said)
 
 
-@pytest.mark.parametrize("share", [0.45, 0.3, 0.25])
+@pytest.mark.parametrize("share", [0.5, 0.33, 0.28])
 def test_nothing_that_was_simulated_is_quicker(share: float) -> None:
     said = [note for note in tight(share).notes if "next best" in note]
     assert said and not any(" at -" in note for note in said), said
@@ -164,7 +176,7 @@ def test_micro_batches_that_would_be_inexact_are_not_chosen() -> None:
 
 
 def test_a_plan_and_its_file_say_the_same() -> None:
-    plan = tight(0.45)
+    plan = tight(0.5)
     assert Plan.from_json(plan.to_json()).techniques == plan.techniques
 
 

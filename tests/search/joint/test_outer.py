@@ -10,7 +10,16 @@ import pytest
 from meshwright.cost.cluster import Cluster
 from meshwright.pipeline.check import play
 from meshwright.pipeline.schedules import make
-from meshwright.search.joint.outer import Outer, Schedule, Whole, outers, peak_bytes, step_seconds
+from meshwright.search.joint.outer import (
+    Outer,
+    Schedule,
+    Whole,
+    outers,
+    peak_bytes,
+    simulated_peak_bytes,
+    step_seconds,
+)
+from meshwright.search.planner import Verdict
 
 PLAYED = [
     (name, chunks, ranks, pieces)
@@ -85,10 +94,18 @@ def test_a_message_goes_over_the_slowest_level_between_stages():
 
 def test_time_and_memory_of_a_whole_model_are_divided_by_the_ranks_of_the_pipeline():
     cluster = Cluster.preset("h100", nodes=4, ranks_per_node=2)
-    whole = Whole(8.0, 80.0, 0.0, 16.0, 5.0, 0.0)
+    whole = Whole(8.0, 80.0, 0.0, 16.0, 0.0)
     outer = Outer((4, 1), Schedule("1f1b"))
     sends = 6 * outer.message_seconds(cluster, 0.0)
     assert step_seconds(whole, outer, 6, cluster) == pytest.approx(2.0 * (1 + 3 / 6) + sends)
     assert peak_bytes(whole, outer, 6) == 20 + 4 * 16 / 4
-    assert peak_bytes(whole, outer, 1) == 20 + max(16 / 4, 16 / 4 + 5)
-    assert math.isclose(peak_bytes(Whole(8.0, 80.0, 10.0, 0, 0, 0), outer, 6), 20 + 7.5)
+    assert peak_bytes(whole, outer, 1) == 20 + 16 / 4
+    assert math.isclose(peak_bytes(Whole(8.0, 80.0, 10.0, 0, 0), outer, 6), 20 + 7.5)
+
+
+def test_a_simulated_peak_has_once_what_is_there_once_and_of_layers_a_share():
+    """Layers take 80 bytes of which 16 are kept for backward; at the loss 40 live once."""
+    whole, outer = Whole(8.0, 64.0, 0.0, 16.0, 0.0), Outer((4, 1), Schedule("1f1b"))
+    verdict = Verdict(8.0, 125.0, "loss", at=((40.0, 70.0), (5.0, 80.0)), at_layers=((5.0, 80.0),))
+    assert simulated_peak_bytes(verdict, whole, outer, 6) == max(40 + 70 / 4, 5 + 80 / 4 + 3 * 16 / 4)
+    assert simulated_peak_bytes(verdict, whole, Outer((2, 1), Schedule("1f1b")), 6) == 40 + 70 / 2

@@ -12,7 +12,7 @@ from meshwright.errors import PlanError
 from meshwright.ops.analysis import factors_of
 from meshwright.search.folded import folded
 from meshwright.search.joint.dimensions import dimensions, points
-from meshwright.search.joint.fronts import recipe_front
+from meshwright.search.joint.fronts import stage_front
 from meshwright.search.joint.outer import outers
 from meshwright.search.joint.stages import Staged, staged, stages
 from meshwright.search.options import Scene
@@ -42,11 +42,11 @@ def every(model: str, machine: Cluster) -> list[Staged]:
     found: list[Staged] = []
     for outer in outers(machine, LAYERS[model]):
         inside = planner(model, 1e9, outer.inside(machine))
-        made = recipe_front(inside)
+        made = stage_front(inside, outer.ranks)
         for candidate in made.candidates:
             for point in points(dimensions(inside, offload=False), inside.techniques):
                 pieces = point.techniques.micro_batches
-                if pieces > candidate.examples or (outer.schedule.chunks > 1 and pieces < outer.ranks):
+                if pieces > candidate.examples or not outer.schedule.can_be(outer.ranks, pieces):
                     continue
                 try:
                     one = made.judged(candidate, point.techniques)
