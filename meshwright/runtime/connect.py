@@ -14,7 +14,7 @@ from meshwright import pulse
 from meshwright.errors import MeshwrightError, RunError
 from meshwright.mesh import Mesh
 from meshwright.runtime import peers
-from meshwright.runtime.communicator import Alone, Communicator, ProcessGroups
+from meshwright.runtime.communicator import Alone, Communicator, ProcessGroups, outlive
 
 
 def launched_world() -> int:
@@ -133,7 +133,7 @@ class Meeting:
         elif launched_world() > 1:
             made = _StoreChannel(*next(dist.rendezvous("env://", timeout=timeout)))
             _store_channel.append(made)
-            peers.begin(made.store, made.rank)
+            peers.begin(made.store, made.rank, outlive)
             self.channel = made
         self.rank = self.channel.rank if self.channel is not None else 0
 

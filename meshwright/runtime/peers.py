@@ -10,6 +10,7 @@ import contextlib
 import json
 import sys
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -22,12 +23,13 @@ SAID = 1000  # letters of an error that others are told
 _told: list[tuple[Any, int]] = []  # the store of this job and this rank, once they are known
 
 
-def begin(store: dist.Store, rank: int) -> None:
-    """From now on an error that ends this process is left in the store."""
+def begin(store: dist.Store, rank: int, failing: Callable[[], None]) -> None:
+    """From now on an error that ends this process is left in the store. `failing` is called when one does."""
     _told.append((store, rank))
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        failing()
         if isinstance(error, RuntimeError):
             error = lost(error, "a collective") or error
         if isinstance(error, PeerLost):  # its traceback is of no use: what happened, happened elsewhere

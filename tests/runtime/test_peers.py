@@ -20,7 +20,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = dist.HashStore()
     monkeypatch.setattr(peers, "_told", [])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    peers.begin(made, 0)
+    peers.begin(made, 0, lambda: None)
     return made
 
 

@@ -187,6 +187,29 @@ def test_a_rank_that_fails_in_the_middle_is_named_and_no_process_stays(tmp_path:
     assert not alive
 
 
+IN_FLIGHT = """
+import torch
+import meshwright as mw
+from meshwright.runtime.connect import Meeting
+
+mesh = mw.Mesh.of(dp=2)
+comm = Meeting().connect(mesh, torch.device("cpu"))
+x = torch.ones(4)
+if comm.rank == 0:
+    comm.prepare([frozenset(["dp"])])
+    comm.all_reduce_start(x, ["dp"])
+    raise ValueError("the sum is on its way")
+comm.receive_start(x, 0, 1).wait()
+"""
+
+
+def test_a_collective_that_is_on_its_way_does_not_hold_up_a_rank_that_fails(tmp_path: Path) -> None:
+    """Its process group would wait for the other rank, which waits for this one."""
+    result = launch(tmp_path, 2, IN_FLIGHT)
+    assert result.returncode == 1 and "rank 0 of 2 failed" in result.stderr, result.stdout + result.stderr
+    assert "ValueError: the sum is on its way" in result.stderr
+
+
 RATES = """
 import torch
 import meshwright as mw

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from meshwright.runtime.communicator.alone import Alone, AtOnce, Counter
 from meshwright.runtime.communicator.in_stage import InStage
-from meshwright.runtime.communicator.processes import ProcessGroups, leave
+from meshwright.runtime.communicator.processes import ProcessGroups, leave, outlive
 from meshwright.runtime.communicator.protocol import Communicator, Done, Later, Work
 from meshwright.runtime.communicator.simulated import Aborted, SimulatedRank, SimulatedWorld
 
@@ -26,4 +26,5 @@ __all__ = [
     "SimulatedWorld",
     "Work",
     "leave",
+    "outlive",
 ]

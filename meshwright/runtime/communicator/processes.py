@@ -8,6 +8,7 @@ so takes two thirds of the processor's time that gloo's takes, a sum of two rank
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -94,6 +95,19 @@ def leave() -> None:
     gc.collect()
 
 
+def outlive() -> None:
+    """Keep the groups of gloo to the very end of this process, which an error ends.
+
+    A group that goes waits for its threads, and these for the ranks that take part in what is on its way. Those may
+    wait for this rank, whose sockets close when the process ends, and so nobody would ever learn of the error.
+    """
+    if not dist.is_initialized():
+        return
+    for group in (dist.group.WORLD, *(group for groups in _living for group in groups.held())):
+        if isinstance(group, dist.ProcessGroup) and "gloo" in dist.get_backend_config(group):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
 class ProcessGroups(Waited):
     """This process as a rank of `torch.distributed`.
 
@@ -119,6 +133,10 @@ class ProcessGroups(Waited):
         self._groups.clear()
         for part in self._parts.values():
             part.forget()
+
+    def held(self) -> list[Any]:
+        """The process groups, those of parts excepted."""
+        return list(self._groups.values())
 
     def part(self, ranks: Sequence[int], mesh: Mesh) -> ProcessGroups:
         """See `Communicator`. Each is made once. A rank that is not among them may `prepare` it, as all ranks must."""
