@@ -21,6 +21,9 @@ TOO_LONG = 0.15  # seconds of one call after which no larger size is tried, on a
 KIB, MIB = 1 << 10, 1 << 20
 # In a training step a tensor has left the caches before it is used again, so calls go round several of them.
 ROUND_BYTES, MOST_TENSORS = 64 * MIB, 32
+# A product of some size takes its time from its operands' way into the nearest caches, or from its work: over one layer
+# in a loop 64³ takes three fifths of what it takes over several, and from 384³ on both take as long.
+PRODUCT_BYTES = 4 * MIB
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,13 @@ class Made:
 
 
 def matmul(bench: Bench, dtype: str, size: int) -> Made:
-    """The three products of a linear layer, forward and backward, all of size³."""
-    x, w, g = (torch.randn(size, size, device=bench.device).to(TORCH_DTYPES[dtype]) for _ in range(3))
-    return Made(2.0 * size**3, lambda: (F.linear(x, w), g @ w, g.t() @ x), 3)
+    """The three products of linear layers, forward and backward, all of size³."""
+    kind = TORCH_DTYPES[dtype]
+    count = _tensors(3 * size**2 * kind.itemsize, PRODUCT_BYTES)
+    layers = [
+        tuple(torch.randn(size, size, device=bench.device).to(kind) for _ in range(3)) for _ in range(count)
+    ]
+    return Made(2.0 * size**3, lambda: [(F.linear(x, w), g @ w, g.t() @ x) for x, w, g in layers], 3 * count)
 
 
 def attention(bench: Bench, dtype: str, size: int, causal: bool = False) -> Made:
@@ -100,8 +107,8 @@ def host(bench: Bench, dtype: str, size: int) -> Made:
     return Made(float(size), lambda: target.copy_(source, non_blocking=True))
 
 
-def _tensors(size_bytes: int) -> int:
-    return max(1, min(MOST_TENSORS, ROUND_BYTES // size_bytes))
+def _tensors(size_bytes: int, round_bytes: int = ROUND_BYTES) -> int:
+    return max(1, min(MOST_TENSORS, round_bytes // size_bytes))
 
 
 # class → (how it is made, launches in one pass, sizes on a processor, further sizes on an accelerator)
