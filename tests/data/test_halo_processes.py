@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.test_processes import run_script
+from tests.ranks import run_warm
 
 pytestmark = pytest.mark.procs
 
@@ -57,6 +57,6 @@ mw.shutdown()
 
 
 def test_height_over_three_ranks(tmp_path: Path) -> None:
-    done = run_script(tmp_path, 3, SCRIPT)
+    done = run_warm(tmp_path, 3, SCRIPT)
     assert done.returncode == 0 and "equal" in done.stdout, done.stdout + done.stderr
     assert '"waited_s"' in (tmp_path / "metrics.jsonl").read_text("utf-8")

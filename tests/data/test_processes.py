@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.test_processes import run_script
+from tests.ranks import run_script, run_warm
 
 pytestmark = pytest.mark.procs
 
@@ -52,7 +52,7 @@ def test_a_position_is_for_any_number_of_ranks(tmp_path: Path) -> None:
     from tests.data import train as t
 
     for ranks, first in ((2, 4), (3, 0)):
-        done = run_script(tmp_path, ranks, SCRIPT, first, state)
+        done = run_warm(tmp_path, ranks, SCRIPT, first, state)
         assert done.returncode == 0, done.stdout + done.stderr
 
     def seen(ranks: int, first: int) -> list[list[float]]:

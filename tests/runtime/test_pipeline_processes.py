@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.test_processes import run_script
+from tests.ranks import run_script, run_warm
 
 pytestmark = pytest.mark.procs
 
@@ -129,6 +129,12 @@ def launch(folder: Path, ranks: int, body: str) -> subprocess.CompletedProcess[s
     return run_script(folder, ranks, textwrap.dedent(body), MESHWRIGHT_TEST=str(folder))
 
 
+def train(folder: Path, ranks: int, body: str) -> str:
+    result = run_warm(folder, ranks, body)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
@@ -144,14 +150,11 @@ def launch(folder: Path, ranks: int, body: str) -> subprocess.CompletedProcess[s
     ],
 )
 def test_a_pipeline_trains_as_one_device_does(tmp_path: Path, ranks: int, options: str) -> None:
-    result = launch(tmp_path, ranks, TRAIN.replace("OPTIONS", options))
-    assert result.returncode == 0 and "equal" in result.stdout, result.stdout + result.stderr
+    assert "equal" in train(tmp_path, ranks, TRAIN.replace("OPTIONS", options))
 
 
 def test_a_traced_step_is_a_step_and_says_what_each_rank_did(tmp_path: Path) -> None:
-    result = launch(tmp_path, 4, TRACED)
-    assert result.returncode == 0, result.stdout + result.stderr
-    said = result.stdout
+    said = train(tmp_path, 4, TRACED)
     assert (
         said.count("rank   ") == 4
         and said.count("ranks of pp ") == 2

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests.ranks import run_warm
+
 pytestmark = pytest.mark.procs
 
-ROOT = str(Path(__file__).parents[2])
 COMMON = """
 import sys, torch
 import meshwright as mw
@@ -38,26 +36,8 @@ def reference(model, batch, loss, steps=3, clip=None):
 """
 
 
-def launch(folder: Path, ranks: int, body: str) -> subprocess.CompletedProcess[str]:
-    return run_script(folder, ranks, COMMON + textwrap.dedent(body))
-
-
-def run_script(
-    folder: Path, ranks: int, script: str, *arguments: object, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """A script on so many ranks, in a folder of its own; it may import tests."""
-    (folder / "script.py").write_text(script)
-    command = [sys.executable, "-m", "meshwright.cli", "run", "--nproc", str(ranks), "script.py"]
-    known = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")}
-    known["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [known.get("PYTHONPATH")])])
-    return subprocess.run(
-        [*command, *map(str, arguments)],
-        cwd=folder, env={**known, **environment}, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-
-
 def succeed(folder: Path, ranks: int, body: str) -> str:
-    result = launch(folder, ranks, body)
+    result = run_warm(folder, ranks, COMMON + textwrap.dedent(body))
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

@@ -9,7 +9,7 @@ import pytest
 import meshwright as mw
 from meshwright.partition.price import program_price
 from meshwright.plan import Plan
-from tests.runtime.test_processes import run_script
+from tests.ranks import run_warm
 from tests.search.planned import (
     MESHES,
     MODELS,
@@ -164,5 +164,5 @@ def test_two_processes_run_a_searched_plan(tmp_path) -> None:
     plan = free("mlp", "2", "auto", "gpu")
     assert any(strategy.cuts for strategy in plan.strategies.values())
     plan.save(tmp_path / "plan.json")
-    result = run_script(tmp_path, 2, TWO_RANKS)
+    result = run_warm(tmp_path, 2, TWO_RANKS)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.test_processes import launch, succeed
+from tests.ranks import run_script
+from tests.runtime.test_processes import COMMON, succeed
 
 pytestmark = pytest.mark.procs
 
@@ -54,7 +55,7 @@ def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path: Pat
         tensor_file.write = half
     step.save("ckpt")
     """
-    assert launch(tmp_path, 2, TWO + killed.replace("\n    ", "\n")).returncode == 137
+    assert run_script(tmp_path, 2, COMMON + TWO + killed.replace("\n    ", "\n")).returncode == 137
     folder = tmp_path / "ckpt"
     assert sorted(p.name for p in folder.iterdir() if p.name[0] != ".") == ["latest", "step-00000001"]
     assert len(list(folder.glob(".saving-*"))) == 1
