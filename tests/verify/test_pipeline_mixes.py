@@ -46,8 +46,14 @@ MIXES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-@pytest.mark.parametrize("mix", MIXES)
+TURNS = [  # one schedule for each mix in the fast tests, the other in the slow ones
+    pytest.param(mix, schedule, marks=[] if (number + turn) % 2 else [pytest.mark.slow])
+    for number, mix in enumerate(MIXES)
+    for turn, schedule in enumerate(("1f1b", "zero_bubble"))
+]
+
+
+@pytest.mark.parametrize(("mix", "schedule"), TURNS)
 def test_stages_beside_a_technique_compute_what_one_device_does(mix: str, schedule: str) -> None:
     prove("gpt", MIXED, **{"pipeline": 2, "micro_batches": 4, "schedule": schedule, **MIXES[mix]})
 
