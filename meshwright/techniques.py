@@ -23,6 +23,7 @@ SWITCHES = (
     "slice_activation",
 )
 SPAN = re.compile(r"(\d+)-(\d+)")  # of numbered modules in a pattern
+FUSED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")  # kinds with a size of bucket each
 TURNS = ("halves", "level", "backward")  # orders in which copies take turns; the planner picks one
 
 
@@ -43,7 +44,7 @@ class Options(TypedDict, total=False):
     recompute_communication: bool
     slice_activation: bool
     interleave: int
-    fusion: str | int | tuple[tuple[str, ...], ...]
+    fusion: str | int | tuple[tuple[str, ...], ...] | Mapping[str, int]
     offload: tuple[str, ...]
     reduce_dtype: str
     gradients: str
@@ -73,7 +74,8 @@ class Techniques:
     `slice_activation` keeps activations split over the ranks where they are whole.
 
     `interleave`: copies of a (micro-)batch whose computation and communication overlap. `fusion` of collectives:
-    ``"auto"``, the size of a bucket in bytes, 0 for none, or groups of module patterns. `offload`: what lives in the
+    ``"auto"``, the size of a bucket in bytes, 0 for none, sizes by kind of collective, or groups of module patterns.
+    `offload`: what lives in the
     host's memory: ``"optimizer"`` (states and the update), ``"activations"`` (what is kept for backward; ``":4"`` or a
     module pattern behind it say of which layers), ``"parameters"`` (between their uses; a pattern behind it as well).
 
@@ -97,7 +99,7 @@ class Techniques:
     recompute_communication: bool = True
     slice_activation: bool = False
     interleave: int = 1
-    fusion: str | int | tuple[tuple[str, ...], ...] = "auto"
+    fusion: str | int | tuple[tuple[str, ...], ...] | tuple[tuple[str, int], ...] = "auto"
     offload: tuple[str, ...] = ()
     reduce_dtype: str = ""
     gradients: str = "mean"
@@ -124,7 +126,7 @@ class Techniques:
     @property
     def names_layers(self) -> bool:
         """Whether something is asked of single layers, or of all together, so that one does not tell of the others."""
-        some = isinstance(self.fusion, tuple) or any(":" in word for word in self.offload)
+        some = bool(self.fusion_groups) or any(":" in word for word in self.offload)
         return bool(self.keep_whole) or some or not isinstance(self.recompute, str)
 
     @property
@@ -145,10 +147,23 @@ class Techniques:
         patterns = (word.partition(":")[2] for word in self.offload if word.startswith(f"{PARAMETERS}:"))
         return PARAMETERS in self.offload or any(matches(p, name) for p in patterns for name in names)
 
+    @property
+    def fusion_groups(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of module patterns, where `fusion` is those."""
+        given = self.fusion if isinstance(self.fusion, tuple) else ()
+        names = (tuple(name for name in g if isinstance(name, str)) for g in given)
+        return tuple(group for group, g in zip(names, given, strict=True) if len(group) == len(g))
+
+    @property
+    def fusion_sizes(self) -> dict[str, int]:
+        """Bytes of a bucket by kind of collective, where `fusion` is those."""
+        given = self.fusion if isinstance(self.fusion, tuple) else ()
+        return {g[0]: g[1] for g in given if len(g) == 2 and isinstance(g[1], int)}
+
     def fusion_group(self, *names: str) -> int:
         """The number of the fusion group of a parameter, by its name in the model and those it is tied to; -1 where
         there is none."""
-        for number, patterns in enumerate(self.fusion if isinstance(self.fusion, tuple) else ()):
+        for number, patterns in enumerate(self.fusion_groups):
             if any(matches(pattern, name) for pattern in patterns for name in names):
                 return number
         return -1
@@ -352,16 +367,43 @@ def _stages(value: Any) -> tuple[tuple[str, int], ...]:
     return pairs
 
 
-def _fusion(value: Any) -> str | int | tuple[tuple[str, ...], ...]:
+def _fusion(value: Any) -> str | int | tuple[tuple[str, ...], ...] | tuple[tuple[str, int], ...]:
+    if isinstance(value, Mapping):
+        return _fusion_sizes(value.items())
     if isinstance(value, list | tuple):
+        if value and all(isinstance(g, list | tuple) and len(g) == 2 and _is_number(g[1]) for g in value):
+            return _fusion_sizes(value)
         return tuple(_names("fusion", group) for group in value)
     if isinstance(value, str):
         _one_of("fusion", value, ("auto",))
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value % 1 != 0:
+    if not _is_size(value):
         raise PlanError(
             f"fusion={value!r}",
-            why="it is the size of a bucket in bytes (0: each tensor alone), or groups of module patterns",
-            hint='fusion=25_000_000, fusion="auto" or fusion=(("blocks.*",), ("head",))',
+            why="it is the size of a bucket in bytes (0: each tensor alone), sizes by kind of collective, or groups of "
+            "module patterns",
+            hint='25_000_000, "auto", {"all_gather": 25_000_000} or (("blocks.*",), ("head",))',
         )
     return int(value)
+
+
+def _fusion_sizes(given: Iterable[Any]) -> tuple[tuple[str, int], ...]:
+    found: list[tuple[str, int]] = []
+    for kind, size in given:
+        _one_of("fusion", kind, FUSED)
+        if not _is_size(size):
+            raise PlanError(
+                f"fusion={{{kind!r}: {size!r}}}",
+                why="it is the size of a bucket in bytes (0: each tensor alone)",
+                hint=f"fusion={{{kind!r}: 25_000_000}}",
+            )
+        found.append((kind, int(size)))
+    return tuple(found)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_size(value: Any) -> bool:
+    return _is_number(value) and value >= 0 and value % 1 == 0

@@ -95,7 +95,8 @@ def techniques_of(texts: Iterable[str]) -> dict[str, Any]:
     """``optimizer_parallel=3,micro_batches=4`` → options of `mw.plan`. Raises PlanError.
 
     Several names as ``offload=optimizer+activations``, a budget as ``recompute=2GiB``, a policy for some modules as
-    ``recompute=blocks.*:full``, stages as ``stages=blocks.0-5:0+blocks.6-11:1``.
+    ``recompute=blocks.*:full``, buckets as ``fusion=all_gather:64MiB+all_reduce:25MB``, stages as
+    ``stages=blocks.0-5:0+blocks.6-11:1``.
     """
     found: dict[str, Any] = {}
     for part in (part for text in texts for part in text.split(",") if part.strip()):
@@ -131,6 +132,9 @@ def _value(name: str, word: str) -> Any:
         return tuple(word.split("+"))
     if name == "recompute" and ":" in word:
         return dict(pair.rsplit(":", 1) for pair in word.split("+"))
+    if name == "fusion" and ":" in word:
+        pairs = (pair.rsplit(":", 1) for pair in word.split("+"))
+        return {kind: size_bytes(size) for kind, size in pairs}
     if name == "threshold_kb":
         return float(word) if re.fullmatch(r"\d+(\.\d+)?", word) else word
     return size_bytes(word) if re.match(r"\d", word) else word

@@ -28,7 +28,7 @@ KEYS = {
     "schedule": "1f1b, gpipe, zero_bubble, …: in which order ranks take their stages",
     "interleave": "copies of the batch that take turns",
     "recompute": "full, selective, none, or bytes of kept activations",
-    "fusion": "auto, bytes of a bucket, or 0",
+    "fusion": "auto, bytes of a bucket, 0, or by kind: all_gather:64MiB+all_reduce:25MB",
     "offload": "optimizer, activations, activations:4, parameters, or none",
     "reduce_dtype": "in which gradients are added up: f32, bf16, f16, f64",
 }

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from meshwright.mesh import IN_TIME, Mesh
 from meshwright.plan import Plan
-from meshwright.redistribute.buckets import BUCKET_BYTES, BucketBytes, fused_bytes
+from meshwright.redistribute.buckets import BUCKET_BYTES, BucketBytes, Gradient, fused_bytes
 
 
 def sizes(plan: Plan) -> Callable[[str, Sequence[str]], int]:
@@ -15,15 +15,24 @@ def sizes(plan: Plan) -> Callable[[str, Sequence[str]], int]:
     fusion, prices, mesh = plan.techniques.fusion, plan.prices, plan.mesh
     if isinstance(fusion, int):
         return lambda kind, axes: fusion
-    if prices is None or not _known(plan.mesh, prices.rows):
-        return lambda kind, axes: BUCKET_BYTES
-    return lambda kind, axes: fused_bytes(kind, mesh, axes, prices)
+    given, known = plan.techniques.fusion_sizes, prices is not None and _known(plan.mesh, prices.rows)
+
+    def by_link(kind: str, axes: Sequence[str]) -> int:
+        return fused_bytes(kind, mesh, axes, prices) if prices is not None and known else BUCKET_BYTES
+
+    return lambda kind, axes: given[kind] if kind in given else by_link(kind, axes)
 
 
 def gradient_bytes(plan: Plan) -> BucketBytes:
     """The bytes of a bucket of gradients under a plan."""
     found = sizes(plan)
-    return lambda axes: found("all_reduce", axes)
+
+    def size(gradient: Gradient) -> int:
+        if gradient.parted and gradient.cut:
+            return found("reduce_scatter", gradient.cut)
+        return found("all_reduce", gradient.axes)
+
+    return size
 
 
 def _known(mesh: Mesh, rows: Sequence[tuple[str, str, float, float]]) -> bool:

@@ -119,7 +119,7 @@ def gathers(
     """Which weights are gathered together after the update, the first to be read first; large ones that come in place
     alone."""
     large = sizes(parts.plan)
-    size = (lambda axes: large("all_gather", axes)) if bucket_bytes is None else bucket_bytes
+    size = (lambda weight: large("all_gather", weight.axes)) if bucket_bytes is None else bucket_bytes
     mesh, updated = parts.plan.mesh, updates(parts)
 
     def in_place(weight: Gradient) -> bool:

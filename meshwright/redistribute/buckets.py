@@ -19,9 +19,6 @@ ALONE_BYTES = {"cpu": 2 << 20}
 LATENCY_SHARE = 0.05  # of the time of a bucket that is large enough
 LEAST_BYTES, MOST_BYTES = 1 << 20, 100 << 20  # a larger bucket would leave too much for after backward
 
-# The bytes of a bucket: one number, or by the axes over which it is reduced.
-BucketBytes = int | Callable[[tuple[str, ...]], int]
-
 
 def fused_bytes(kind: str, mesh: Mesh, axes: Sequence[str], prices: Prices) -> int:
     """The bytes (of the whole tensor) from which a collective's latency is less than a twentieth of its time; between
@@ -68,6 +65,10 @@ class Gradient:
     def key(self) -> tuple[object, ...]:
         """What gradients of one group have in common."""
         return (self.axes, self.dtype, self.group, self.parted, self.cut, self.host)
+
+
+# The bytes of a bucket: one number, or by what is to go into it.
+BucketBytes = int | Callable[[Gradient], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ def _fill(pending: Sequence[Gradient], device: str, bucket_bytes: BucketBytes) -
         if gradient.group >= 0:  # complete when the first of the program has come
             full = len(group) == sum(g.key == gradient.key for g in pending)
         else:
-            limit = bucket_bytes if isinstance(bucket_bytes, int) else bucket_bytes(gradient.axes)
+            limit = bucket_bytes if isinstance(bucket_bytes, int) else bucket_bytes(gradient)
             limit = min(FIRST_BUCKET_BYTES, limit) if made == 0 else limit
             full = sum(g.size_bytes for g in group) >= limit
         if full:

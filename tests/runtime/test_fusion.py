@@ -52,6 +52,31 @@ def test_groups_of_modules() -> None:
     assert groups == [last, first, names - last - first]
 
 
+def collectives(fusion: Any, **asked: Any) -> Counter:
+    built, batch, loss = gpt.build(gpt.GPTConfig(48, 24, 2, 4, 8), batch=4)
+    plan = mw.plan(built, batch, loss=loss, mesh={"dp": 2}, fusion=fusion, threshold_kb=0, **asked)
+    mw.verify(built, batch, loss=loss, plan=plan).raise_if_different()
+    captured, counter = captured_of(built, batch, loss), Counter(plan.mesh)
+    rank = Rank(counter, torch.device("cpu"))
+    LocalStep(lower(captured, plan), rank, values_of(built, captured), torch.optim.SGD)(dict(batch))
+    return counter
+
+
+def test_each_kind_of_collective_has_a_size_of_its_own() -> None:
+    """At level 2 gradients are reduced and scattered, then weights are gathered."""
+    parameters = len(list(model()[0].named_parameters()))
+
+    def sent(**fusion: int) -> dict[str, int]:
+        kinds = [kind for kind, _, _ in collectives(fusion, optimizer_parallel=2).calls]
+        return {k: kinds.count(k) for k in ("reduce_scatter", "all_gather")}
+
+    both = sent()
+    assert max(both.values()) < parameters / 4
+    assert sent(reduce_scatter=0) == {**both, "reduce_scatter": parameters}
+    assert sent(all_gather=0) == {**both, "all_gather": parameters}
+    assert sent(all_reduce=0) == both
+
+
 @pytest.mark.parametrize(
     ("groups", "text"),
     [

@@ -34,6 +34,7 @@ from meshwright.search.within import limited, too_large
 from meshwright.techniques import Techniques
 
 TRIES = 20  # simulations of a choice under techniques
+SURE = 0.97  # of the limit: a peak below it, told from a few layers, is not told from all until the end
 SLACK = 1.1  # how far over the limit an estimate may be and still be simulated
 NEAR = 0.01  # of a step: what copies that take turns, or techniques of little use, must save
 MUCH = 0.01  # of a step: what a search under other techniques may save to be made
@@ -93,7 +94,11 @@ def _best(
     made = front(planner, space)
     best = _searched(planner, made, over, base, seen)
     best = _searched(planner, made, wide, best, seen, over)
-    best = _sought(planner, made, wide, best, space) or _last_resort(planner, space, wide)
+    best = _sought(planner, made, wide, best, space)
+    if best is not None:
+        best = planner.under(best.techniques).settled(best)
+    if best is None or not fits_in_both(planner, best):
+        best = _last_resort(planner, space, wide)
     if best is None:
         raise _hopeless(planner, wide, refused)
     if best is not base:
@@ -165,6 +170,8 @@ def _searched(
         candidate = made.candidates[number]
         if any(n == number and point.beyond(p) for n, p in fitting):
             continue
+        if best is not None and made.likely_seconds(candidate, point.techniques) >= share * _step(best):
+            continue
         if made.peak_bytes(candidate, point.techniques) > SLACK * limit:
             continue
         if known and not made.saves(candidate, point.techniques):
@@ -177,7 +184,8 @@ def _searched(
         if fits_in_both(planner, found):
             fitting.append((number, point))
             if best is None or _step(found) < share * _step(best):
-                found = planner.under(found.techniques).settled(found)
+                if planner.peak_bytes(found) > SURE * limit:
+                    found = planner.under(found.techniques).settled(found)
                 if fits_in_both(planner, found):
                     best = found
                     seen.append(found)

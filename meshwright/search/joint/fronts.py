@@ -39,6 +39,7 @@ MANY = 16  # micro-batches of which each gathers what is stored in parts: for a 
 INNER = 3  # how many of the innermost axes a recipe leaves to tensor parallel, at most
 ALPHA = 0.5  # of computing against what can hide beside it, for the choice without prices
 LESS = 0.99  # of the bytes without a technique: what saves less is not worth a simulation
+ENOUGH = 3  # candidates under the same techniques, which tell how late others are
 SECOND_FORWARD = 0.2  # of computing: forward is a third, less what lies outside of layers
 
 
@@ -60,12 +61,16 @@ class Candidate:
 @dataclass
 class Front:
     """Candidates, and what is known of them. `missed`: what simulations saw beyond sums, of a whole batch; `late`: by
-    how much later than it must a step ended, under a policy of recompute, the one that was least late."""
+    how much later than it must a step ended, under a policy of recompute, the one that was least late; `lates`: the
+    same of each that was simulated under techniques."""
 
     planner: Planner
     candidates: list[Candidate] = field(default_factory=list)
     missed: dict[Candidate, float] = field(default_factory=dict)
     late: dict[tuple[Candidate, Any], float] = field(default_factory=dict)
+    lates: dict[Techniques, list[float]] = field(default_factory=dict)
+    _seen: dict[tuple[Candidate, Techniques], Found] = field(default_factory=dict)
+    _added: dict[tuple[Candidate, Techniques], np.ndarray] = field(default_factory=dict)
     _known: MutableMapping[Space, dict[Techniques, Memory]] = field(default_factory=WeakKeyDictionary)
 
     @functools.cached_property
@@ -88,14 +93,22 @@ class Front:
 
     def sums(self, candidate: Candidate, techniques: Techniques) -> float:
         """The sums at their worst instant, with what no choice changes."""
-        totals = self.memory(candidate.space, techniques).totals(candidate.states)
-        return fixed_bytes(candidate.space) + float(totals.max())
+        return fixed_bytes(candidate.space) + float(self._totals(candidate, techniques).max())
+
+    def _totals(self, candidate: Candidate, techniques: Techniques) -> np.ndarray:
+        """The sums at each instant, of what a choice changes."""
+        key = (candidate, techniques)
+        if key not in self._added:
+            self._added[key] = self.memory(candidate.space, techniques).totals(candidate.states)
+        return self._added[key]
 
     def likely_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
-        """What the candidate's step may take: no less than it must, and later by what was seen of it."""
-        return self.least_seconds(candidate, techniques) + self.late.get(
-            (candidate, techniques.recompute), 0.0
-        )
+        """What the candidate's step may take: no less than it must, and later by what was seen of it, or of enough
+        others under the techniques."""
+        seen = self.lates.get(techniques, [])
+        others = min(seen) if len(seen) >= ENOUGH else 0.0
+        late = self.late.get((candidate, techniques.recompute), others)
+        return self.least_seconds(candidate, techniques) + late
 
     def least_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
         """What the candidate's step is not below under techniques, but for turns of copies."""
@@ -128,11 +141,7 @@ class Front:
     def _saved(self, candidate: Candidate, techniques: Techniques, word: str) -> float:
         """Bytes of the device at the loss that a word of ``offload`` saves."""
         other = replace(techniques, offload=tuple(w for w in techniques.offload if w != word))
-        with_it, without = (
-            float(self.memory(candidate.space, asked).totals(candidate.states)[0])
-            for asked in (techniques, other)
-        )
-        return max(0.0, without - with_it)
+        return max(0.0, float(self._totals(candidate, other)[0] - self._totals(candidate, techniques)[0]))
 
     def saves(self, candidate: Candidate, techniques: Techniques) -> bool:
         """Whether slices, and each word of ``offload``, save bytes at some instant beside the others."""
@@ -141,14 +150,14 @@ class Front:
             for word in techniques.offload
         ]
         plainer += [replace(techniques, slice_activation=False)] if techniques.slice_activation else []
-        mine = self.memory(candidate.space, techniques).totals(candidate.states)
-        return all(
-            bool((mine < LESS * self.memory(candidate.space, other).totals(candidate.states)).any())
-            for other in plainer
-        )
+        mine = self._totals(candidate, techniques)
+        return all(bool((mine < LESS * self._totals(candidate, other)).any()) for other in plainer)
 
     def judged(self, candidate: Candidate, techniques: Techniques) -> Found:
         """The candidate simulated under techniques. Raises PlanError for techniques that it cannot take."""
+        known = self._seen.get((candidate, techniques))
+        if known is not None:
+            return known
         found = self.planner.under(techniques).found(
             candidate.space, candidate.states, {"chosen": candidate.name}
         )
@@ -158,6 +167,8 @@ class Front:
             late = max(0.0, found.verdict.step_seconds - self.least_seconds(candidate, techniques))
             key = (candidate, techniques.recompute)
             self.late[key] = min(late, self.late.get(key, late))
+            self.lates.setdefault(techniques, []).append(late)
+        self._seen[candidate, techniques] = found
         return found
 
 

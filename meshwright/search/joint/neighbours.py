@@ -69,8 +69,8 @@ def _next(made: Front, best: Found, asked: Sequence[Techniques]) -> Found | None
                 rows.append((made.likely_seconds(candidate, techniques), place, number))
     quickest: Found | None = None
     for _, place, number in sorted(rows)[:TRIES]:
-        least = made.least_seconds(made.candidates[number], asked[place])
-        if quickest is not None and least >= quickest.claims["step_seconds"]:
+        likely = made.likely_seconds(made.candidates[number], asked[place])
+        if quickest is not None and likely >= quickest.claims["step_seconds"]:
             continue
         try:
             found = made.judged(made.candidates[number], asked[place])

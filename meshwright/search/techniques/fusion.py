@@ -10,9 +10,7 @@ from meshwright.techniques import matches
 
 def fusion(graph: Graph, plan: Plan) -> Plan:
     """The plan, if its groups can be. Raises PlanError for a pattern that matches nothing, or a parameter in two."""
-    groups = plan.techniques.fusion
-    if not isinstance(groups, tuple):
-        return plan
+    groups = plan.techniques.fusion_groups
     owner_of = {name: i.target for i in graph.input_of("parameter") for name in (i.target, *i.ties)}
     parameters = list(owner_of)
     modules = sorted({p.rpartition(".")[0] for p in parameters if "." in p})
