@@ -33,6 +33,7 @@ from meshwright.techniques import ACTIVATIONS, PARAMETERS, Techniques
 
 # Prices of a byte of states and of activations, in steps that a device's memory full of them costs.
 PRICES = ((0.0, 0.0), (0.2, 0.0), (2.0, 0.0), (2.0, 0.5), (0.0, 2.0), (64.0, 64.0))
+PIECES = ((0.0, 0.0), (2.0, 0.0))  # the same for many micro-batches, whose gradients are added up
 RECIPES = ((0.0, 0.0), (2.0, 0.0))
 STAGED = ((0.0, 0.0), (0.05, 0.0), (0.5, 0.0), (2.0, 0.5))  # the same for pipelines
 MANY = 16  # micro-batches of which each gathers what is stored in parts: for a choice beside those for a whole batch
@@ -247,7 +248,11 @@ def _add(
     """The choices of a space for some prices, and that for as many micro-batches as there may be `examples`."""
     plain, memory = space.problem(), made.memory(space, made.planner.techniques)
     first, *others = _weighed(made, space, plain, memory, prices)
-    several = [space.problem(micro_batches=n) for n in (min(MANY, examples),) if n > 1]
+    several: list[Problem] = []
+    if (pieces := min(MANY, examples)) > 1:
+        asked = replace(made.planner.techniques, micro_batches=pieces)
+        many = space.problem(micro_batches=pieces)
+        several = _weighed(made, space, many, made.memory(space, asked), PIECES)
     if first is plain:
         several.insert(0, space.problem(ALPHA))
     _take(made, name, space, [first, *several, *others])
