@@ -1,8 +1,9 @@
 """A plan for thousands of GPUs without any, and one rank of it run here at a fraction of the width.
 
-python -m bench one-rank --rows 405b --pipeline 16    of the rows of `python -m bench joint`
-python -m bench one-rank --rows mixtral --mode recursive_programming
+python -m bench one-rank --rows mixtral    of the rows of `python -m bench joint`
 python -m bench one-rank Llama-70B --nodes 128 --batch 1024 --rank 77
+python -m bench one-rank --rows 405b --mesh dp=128,tp=8 --megatron --share 16 \
+    --with pipeline=16,micro_batches=16,recompute=full,slice_activation=true,optimizer_parallel=1
 
 A model is planned as it is published. Then the same layers with narrow matrices are cut by the same plan, no narrower
 than leaves each block that it cuts an element: one rank of all builds its program and runs a step, and a communicator
@@ -29,6 +30,7 @@ from bench.memory import peak_bytes
 from bench.models import CACHE, CONFIGS, built_from, opened
 from meshwright.capture import Captured
 from meshwright.capture.batch import leaves
+from meshwright.cli.arguments import mesh_sizes, techniques_of
 from meshwright.compile import captured_of, lower, plan_captured, request_for
 from meshwright.cost.cluster import Cluster
 from meshwright.graph import Graph
@@ -54,8 +56,24 @@ from meshwright.runtime.step import LocalStep
 from meshwright.techniques import Techniques, techniques_from
 
 WIDTHS = ("hidden_size", "intermediate_size", "vocab_size")
+# Where Megatron cuts a transformer with gates over an axis: Shoeybi et al., arXiv 1909.08053.
+MEGATRON = {
+    **{f"*.{name}_proj": {"n": "tp"} for name in ("q", "k", "v", "gate", "up")},
+    **{f"*.{name}_proj": {"k": "tp"} for name in ("o", "down")},
+    "lm_head": {"n": "tp"},
+}
 CPU = torch.device("cpu")
 Call = tuple[str, frozenset[str], int]  # kind, axes, bytes
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a plan is asked for, as of `mw.plan`."""
+
+    mode: str | None
+    mesh: Any
+    pins: Mapping[str, Mapping[str, str]] | None
+    techniques: Techniques
 
 
 @dataclass(frozen=True)
@@ -238,35 +256,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--short", type=int, default=64, help="tokens of an example, run here")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--mode", help="of planning, by default auto")
-    parser.add_argument("--pipeline", type=int, default=0, help="stages, and as many micro-batches")
-    parser.add_argument("--recompute", default="", help="of a plan in stages: full or selective")
+    parser.add_argument("--mesh", help="as of meshwright plan: dp=128,tp=8")
+    parser.add_argument("--with", dest="techniques", default="", help="as of meshwright plan: pipeline=16")
+    parser.add_argument("--megatron", action="store_true", help="cut products over tp as Megatron does")
     options = parser.parse_args(arguments)
     asked = [row for name, row in ROWS.items() if any(word in name for word in options.rows)]
     if options.model:
         asked.append(Row(options.model, 8 * options.nodes, options.batch, options.sequence, 0.0))
     if not asked:
         parser.error(f"a MODEL, or --rows of {', '.join(ROWS)}")
-    staged: dict[str, Any] = {}
-    if options.pipeline:
-        staged = {
-            "pipeline": options.pipeline,
-            "micro_batches": options.pipeline,
-            "recompute": options.recompute,
-        }
-    how = (options.share, options.short, options.rank, options.mode, techniques_from(staged))
+    asked_for = Asked(
+        "sharding_propagation" if options.megatron else options.mode,
+        mesh_sizes(options.mesh),
+        MEGATRON if options.megatron else None,
+        techniques_from(techniques_of([options.techniques])),
+    )
+    how = (options.share, options.short, options.rank, asked_for)
     right = [plan_and_run(row, *how) for row in asked]
     sys.exit(not all(right))
 
 
-def plan_and_run(
-    row: Row, share: int, short: int, rank: int, mode: str | None, techniques: Techniques
-) -> bool:
+def plan_and_run(row: Row, share: int, short: int, rank: int, asked: Asked) -> bool:
     """Print a plan and what one of its ranks did; whether it sent what was predicted. `share`: of the width; `short`:
     tokens of an example."""
     wide = opened(row.model, batch=row.batch, sequence=row.sequence).captured
     cluster = Cluster.preset("h100", nodes=row.ranks // 8)
     started = time.perf_counter()
-    plan = plan_captured(wide, None, mode, None, request_for(cluster), techniques)
+    plan = plan_captured(wide, asked.mesh, asked.mode, asked.pins, request_for(cluster), asked.techniques)
     took = time.perf_counter() - started
     print(f"{row.model} planned for {cluster.ranks:,} ranks in {took:.1f} s: {plan.ranks}")
     for what, text in (*claim_lines(plan.claims), ("techniques", str(plan.techniques))):
@@ -278,10 +294,12 @@ def plan_and_run(
     )
     model, batch, loss = built_from(config, row.batch, tokens)
     captured = captured_of(model, batch, loss, CACHE)
+    started = time.perf_counter()
     parts = lower(captured, resized(plan, wide.graph, captured.graph))
     ran = run(parts, captured, batch, rank)
+    took = time.perf_counter() - started
     widths = ", ".join(f"{config[name]:,} of {CONFIGS[row.model][name]:,}" for name in WIDTHS)
-    print(f"\nrank {rank:,}, widths {widths}, {tokens:,} of {row.sequence:,} tokens")
+    print(f"\nrank {rank:,}, widths {widths}, {tokens:,} of {row.sequence:,} tokens: {took:.1f} s")
     print("\n".join(show(ran)), end="\n\n", flush=True)
     return ran.sent == ran.expected
 
