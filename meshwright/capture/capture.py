@@ -15,6 +15,7 @@ from meshwright.capture.batch_dim import name_batch_dims
 from meshwright.capture.cache import key_of, load, save
 from meshwright.capture.convert import convert, literal_constants
 from meshwright.capture.dtypes import check_dtypes
+from meshwright.capture.experts import raise_experts
 from meshwright.capture.finish import hoist_constants, name_nodes, number_seeds, share_constants
 from meshwright.capture.fold import fold
 from meshwright.capture.gradients import mark_gradients, settle_parameters
@@ -60,7 +61,7 @@ def capture(
 def simplify(graph: Graph, constants: Mapping[str, torch.Tensor]) -> Graph:
     """From the words of torch.export to ours; numbers do not change."""
     graph = prune(normalize(literal_constants(graph, constants)))
-    graph = prune(indices_to_views(graph))
+    graph = raise_experts(prune(indices_to_views(graph)))
     graph = mark_gradients(graph)
     graph = share_constants(graph)
     graph = prune(raise_attention(graph))

@@ -47,9 +47,16 @@ def interpret(
     special: dict[str, Callable[..., Any]] = {
         "meshwright.dropout": dropout or (lambda x, p, slot: torch.nn.functional.dropout(x, p)),
         "meshwright.dropout_mask": lambda y: y != 0,
+        "meshwright.expert_linear": _expert_linear,
     }
     run(graph.nodes, known, special=special, attention=attention, device=device)
     return {label: known[value] for label, value in (*graph.outputs, *graph.mutations)}
+
+
+def _expert_linear(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """Each row times the matrix of each expert it was given to, one by one: slow, and plain to see."""
+    rows = x.repeat_interleave(len(experts) // max(len(x), 1), dim=0)
+    return torch.bmm(rows[:, None], weight[experts])[:, 0]
 
 
 def run(

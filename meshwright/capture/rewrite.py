@@ -69,6 +69,11 @@ class Rewriter:
             Node(name, op, args, tuple(kwargs.items()), types, flags, self.here.module, self.here.source)
         )
 
+    def again(self, node: Node, became: Mapping[str, Ref]) -> tuple[Ref, ...]:
+        """Append a node once more, reading other tensors of the same types."""
+        fresh = node.with_uses(became[u].name if u in became else u for u in node.uses)
+        return self.emit_many(fresh.op, fresh.args, fresh.outputs, **dict(fresh.kwargs))
+
     # ------------------------------------------------------------ operators with one level of looking back
 
     def full(self, shape: Sequence[int], value: bool | int | float, dtype: str) -> Ref:

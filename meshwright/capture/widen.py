@@ -12,6 +12,7 @@ from meshwright.graph import Dtype, Graph, Node, TensorType
 
 NARROW = ("f32", "bf16", "f16")
 NARROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GROUPED = torch.nn.functional.grouped_mm
 
 
 def widen(graph: Graph) -> Graph:
@@ -38,7 +39,20 @@ def _dtype(value: Any) -> Any:
 
 
 class widened_eager(TorchFunctionMode):
-    """Within it, eager code that asks for a narrower float gets float64: ``x.float()``, ``x.to(torch.bfloat16)``."""
+    """Within it, eager code that asks for a narrower float gets float64: ``x.float()``, ``x.to(torch.bfloat16)``.
+
+    torch's grouped product knows no float64: its groups are multiplied one by one.
+    """
+
+    def __enter__(self) -> widened_eager:
+        """Take the place of the grouped product."""
+        torch.nn.functional.grouped_mm = _grouped
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        """Give it back."""
+        torch.nn.functional.grouped_mm = GROUPED
+        super().__exit__(*exception)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {k: _wide(v) for k, v in (kwargs or {}).items()}
@@ -50,3 +64,12 @@ class widened_eager(TorchFunctionMode):
 
 def _wide(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value in NARROW_DTYPES else value
+
+
+def _grouped(rows: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor, **more: Any) -> torch.Tensor:
+    """Rows in groups that end at `offs`, each group times a matrix of its own."""
+    if rows.dtype != torch.float64 or weight.dim() != 3 or any(v is not None for v in more.values()):
+        return GROUPED(rows, weight, offs=offs, **more)
+    ends = offs.tolist()
+    groups = zip([0, *ends[:-1]], ends, weight, strict=True)
+    return torch.cat([rows[start:end] @ matrix for start, end, matrix in groups])

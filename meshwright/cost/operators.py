@@ -47,8 +47,10 @@ def _named(names: str) -> frozenset[str]:
     return frozenset(f"aten.{n if '.' in n else n + '.default'}" for n in names.split())
 
 
+EXPERT_LINEAR = "meshwright.expert_linear"
 PRODUCTS = _named("linear mm bmm mv dot outer bilinear matmul addmm baddbmm einsum") | {
-    "transformers.grouped_mm_fallback.default"
+    "transformers.grouped_mm_fallback.default",
+    EXPERT_LINEAR,
 }
 CONVOLUTIONS = _named("conv1d conv2d conv3d conv1d.padding conv2d.padding convolution conv_transpose1d "
                       "conv_transpose2d.input")  # fmt: skip
@@ -102,6 +104,7 @@ LAUNCHES: dict[str, tuple[int, int]] = {
     "meshwright.embedding_rows": (6, 3),
     "meshwright.attention_dropout": (10, 14),
     "transformers.grouped_mm_fallback.default": (4, 8),
+    EXPERT_LINEAR: (6, 10),
 }
 
 # FLOPs of one element, (forward, backward), where arithmetic outweighs memory traffic. They are in units of a device's
@@ -209,7 +212,9 @@ class _Sizes:
         rule, node = self.rule, self.node
         factors = max(rule.terms, key=len, default=()) or tuple(range(min(2, len(self.inputs))))
         letters = self._letters(*(rule.inputs[p] for p in factors), *rule.outputs)
-        if node.op.startswith("transformers.grouped_mm"):  # a row meets the weight of one expert alone
+        if (
+            node.op.startswith("transformers.grouped_mm") or node.op == EXPERT_LINEAR
+        ):  # a row meets the weight of one expert alone
             letters = self._letters(rule.inputs[0], *rule.outputs)
         flops = 2.0 * self._elements(letters)
         (out,) = self.outputs

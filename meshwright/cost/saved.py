@@ -50,6 +50,7 @@ KEEPS: dict[str, str | Callable[[Node, Types, Sequence[bool]], Saved]] = {
     **_each("conv1d conv2d conv3d conv1d.padding conv2d.padding convolution conv_transpose1d conv_transpose2d.input "
             "prelu maximum minimum max.other min.other atan2 logaddexp xlogy.Tensor gather", "0 1"),
     "transformers.grouped_mm_fallback.default": "0 1",
+    "meshwright.expert_linear": "0 1 2",
     # ---- pooling and images
     **_each("max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d", "0"),
     **dict.fromkeys((f"aten.adaptive_avg_pool{n}d.default" for n in (1, 2, 3)), lambda *call: _image_mean(*call)),

@@ -10,7 +10,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.cost.operators import ATTENTION, BROADCASTS, CONVOLUTIONS, NOT_THROUGH, THROUGH, VIEWS
+from meshwright.cost.operators import (
+    ATTENTION,
+    BROADCASTS,
+    CONVOLUTIONS,
+    EXPERT_LINEAR,
+    NOT_THROUGH,
+    THROUGH,
+    VIEWS,
+)
 from meshwright.cost.saved import fused_attention
 from meshwright.graph import DTYPES, Node, TensorType
 
@@ -61,11 +69,20 @@ def workspace(node: Node, types: Types, wanted: Sequence[bool]) -> tuple[float, 
     if node.op in CONVOLUTIONS:
         x, w, y = _blocked(node, types)
         return 0, max(x + w + y - node.outputs[0].size_bytes, y)
+    if node.op == EXPERT_LINEAR:
+        rows, order = _pairs(node, types)
+        return 0, max(rows, node.outputs[0].size_bytes) + order
     row = FORWARD.get(node.op)
     if row is None:
         return 0, 0
     size = types[node.uses[0]].size_bytes
     return row[0] * size, row[1] * size
+
+
+def _pairs(node: Node, types: Types) -> tuple[int, int]:
+    """Bytes of the rows that experts multiply, one for each pair, and of their order."""
+    x, _, pairs = (types[u] for u in node.uses)
+    return math.prod(pairs.shape) * x.shape[1] * DTYPES[x.dtype], 8 * math.prod(pairs.shape)
 
 
 def _blocked(node: Node, types: Types) -> tuple[int, int, int]:
@@ -117,6 +134,9 @@ def gradients_of(node: Node, types: Types, wanted: Sequence[bool]) -> Gradients:
         # The gradient of the probabilities and of the scores; the inputs' own gradients come when one of them is gone.
         inputs = sum(types[u].size_bytes for u in node.uses[:2])
         beside = max(2 * _scores(node, types, wanted) - inputs, 0)
+    elif node.op == EXPERT_LINEAR:  # the rows' gradients, in the order of experts and in their own
+        rows, order = _pairs(node, types)
+        beside = full + 2 * rows - types[node.uses[0]].size_bytes + 2 * order
     row = BACKWARD.get(node.op, (0, 0))
     size = types[node.uses[0]].size_bytes if node.uses else 0
     return Gradients(tuple(made), row[0] * size, max(row[1] * size, beside))

@@ -90,6 +90,8 @@ def plain(node: Node, kinds: dict[str, TensorType], tensors: Sequence[torch.Tens
         return run([node], values, None)
     if node.outputs:
         shapes = [t.shape for t in node.outputs]
+    elif node.op == "meshwright.expert_linear":
+        shapes = [(len(tensors[2]), tensors[1].shape[2])]
     elif node.op.startswith("meshwright."):
         shapes = [tensors[0].shape]
     else:

@@ -138,6 +138,8 @@ add(
     T(f, 3, 6, 5),
     lambda: torch.tensor([2, 5, 8], dtype=torch.int32),
 )
+for choices in (1, 2):
+    add("meshwright.expert_linear", T(f, 8, 6), T(f, 3, 6, 5), T(i, 3, 8 * choices))
 for op, *rest in (("max_pool1d", [2]), ("avg_pool1d", [2]), ("adaptive_avg_pool1d", [3])):
     add(f"aten.{op}.default", T(f, 4, 5, 6), *rest)
 for op, *rest in (("max_pool2d", [2, 2]), ("max_pool2d_with_indices", [2, 2]), ("adaptive_max_pool2d", [2, 2]),

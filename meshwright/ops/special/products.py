@@ -69,6 +69,20 @@ def grouped_mm(node: Node, types: Types) -> Rule:
     return line(node, types, "t! k, g! k n, @g! -> t! n")
 
 
+def expert_linear(node: Node, types: Types) -> Rule:
+    """Pairs of a row and an expert, (t s), each with the row times the expert's matrix: rows, their choices and widths
+    may be cut (every expert on every rank)."""
+    x, weight, pairs = shapes_in(node, types)
+    sizes = {"t": x[0], "s": pairs[0] // max(x[0], 1), "g": weight[0], "k": x[1], "n": weight[2]}
+    return make(
+        [[("t",), ("k",)], [("g",), ("k",), ("n",)], [("t", "s")]],
+        [[("t", "s"), ("n",)]],
+        sizes,
+        whole={"g"},
+        terms=[(0, 1)],
+    )
+
+
 def _pools(arrow: str, spatial: int, names: str) -> dict[str, Special]:
     return {f"aten.{name}": pool(arrow, spatial) for name in names.split()}
 
@@ -83,6 +97,7 @@ PRODUCTS: dict[str, Special] = {
     "aten.baddbmm.default": addmm,
     "aten.einsum.default": einsum,
     "transformers.grouped_mm_fallback.default": grouped_mm,
+    "meshwright.expert_linear": expert_linear,
     **{f"aten.{n}": convolution for n in (
         "conv1d.default", "conv2d.default", "conv3d.default", "conv1d.padding", "conv2d.padding", "convolution.default",
         "conv_transpose1d.default", "conv_transpose2d.input")},

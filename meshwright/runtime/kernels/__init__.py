@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshwright.errors import RuleError, did_you_mean
-from meshwright.runtime.kernels import attention, halo, losses, random, rows
+from meshwright.runtime.kernels import attention, experts, halo, losses, random, rows
 from meshwright.runtime.kernels.random import exact_dropout_mask
 from meshwright.runtime.kernels.reference import reference_dropout
 
@@ -22,6 +22,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "meshwright.bernoulli": random.bernoulli,
     "meshwright.attention_dropout": attention.attention_dropout,
     "meshwright.embedding_rows": rows.embedding_rows,
+    "meshwright.expert_linear": experts.expert_linear,
     "meshwright.nothing": rows.nothing,
     "meshwright.take_iota": rows.take_iota,
     "meshwright.local_places": rows.local_places,
