@@ -218,7 +218,8 @@ def _peak(parts: Partition, rank: int, within: int) -> int:
     plan = parts.asked
     if not plan.stages:
         return peak(parts, within, optimizer=optimizer_on("cpu", 2), staged=False).bytes
-    return peaks_of(parts, Cluster.local(plan.ranks.size), staged=False)[meshes_of(plan).place(rank)]
+    host = Cluster.local(1)  # what a CPU has beside a program does not depend on how many there are
+    return peaks_of(parts, host, staged=False)[meshes_of(plan).place(rank)]
 
 
 def show(ran: Ran) -> list[str]:

@@ -148,10 +148,11 @@ def _rows(b: Rewriter, n: Node, known: Sorted) -> None:
     sorts = {rows[0] for rows in found if rows}
     if len(sorts) != 1 or not n.outputs or not _row_by_row(b, n, [rows is not None for rows in found]):
         return
+    (sort,) = sorts
     became = {u: rows[1] for u, rows in zip(n.uses, found, strict=True) if rows}
     same = b.again(n, became)
     for value, ref in zip(n.values, same, strict=True):
-        known.straight[value] = *sorts, ref
+        known.straight[value] = sort, ref
     divisor = n.args[1] if n.op == "aten.floor_divide.default" else None
     if isinstance(divisor, int) and divisor > 0 and known.numbered.get(became[n.uses[0]].name) == 1:
         known.numbered[same[0].name] = divisor

@@ -29,6 +29,7 @@ ABSENT = "–"
 LEADING = (  # operators that a reader thinks of as the model; the others mostly follow them
     "linear", "matmul", "bmm", "mm", "addmm", "einsum", "embedding", "attention", "convolution", "conv1d", "conv2d",
     "conv3d", "cross_entropy", "nll_loss", "layer_norm", "rms_norm", "batch_norm", "group_norm", "grouped_mm",
+    "expert_linear",
 )  # fmt: skip
 CLAIMS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("step_seconds", "step", show_seconds),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from bench.models import built_from
-from bench.one_rank import most_blocks, narrow, resized, run
+from bench.one_rank import Asked, most_blocks, narrow, resized, run
 from meshwright.compile import captured_of, lower, plan_captured, request_for
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
@@ -34,17 +35,23 @@ MIXTRAL = {
         (LLAMA, 2, {"pipeline": 2, "micro_batches": 2}, 0),
         (LLAMA, 2, {"pipeline": 2, "micro_batches": 2}, 13),
         (MIXTRAL, 16, {"pipeline": 1}, 0),
+        (MIXTRAL, 2, {"pipeline": 2, "micro_batches": 4, "optimizer_parallel": 3, "recompute": "full"}, 13),
     ],
-    ids=("in one", "micro-batches", "first stage", "last stage", "experts"),
+    ids=("in one", "micro-batches", "first stage", "last stage", "experts", "experts in stages"),
 )
 def test_one_rank_of_many_does_what_was_predicted(
     config: Any, nodes: int, asked: dict[str, Any], rank: int
 ) -> None:
+    check(config, 8 * nodes, Asked("recursive_programming", None, None, techniques_from(asked)), rank)
+
+
+def check(config: Any, ranks: int, asked: Asked, rank: int) -> None:
+    """Plan the wide model, run a rank of the narrow one."""
     wide, little = captured_of(*built_from(config, 256, 512)), built_from(narrow(config, 4), 256, 16)
     small = captured_of(*little)
-    request = request_for(Cluster.preset("h100", nodes=nodes))
-    plan = plan_captured(wide, None, "recursive_programming", None, request, techniques_from(asked))
-    assert plan.ranks.size == 8 * nodes
+    request = request_for(Cluster.preset("h100", nodes=ranks // 8))
+    plan = plan_captured(wide, asked.mesh, asked.mode, asked.pins, request, asked.techniques)
+    assert plan.ranks.size == ranks
     parts = lower(small, resized(plan, wide.graph, small.graph))
     ran = run(parts, small, little[1], rank)
     assert sum(ran.sent.values()) > 10
@@ -67,13 +74,26 @@ def test_a_narrow_copy_leaves_every_block_of_the_plan_an_element() -> None:
     assert ran.sent == ran.expected and sum(ran.sent.values()) > 10
 
 
-def test_tokens_that_are_sorted_together_are_not_cut_into_micro_batches() -> None:
-    """The routing of a mixture of experts sorts all tokens of a batch."""
-    captured = captured_of(*built_from(narrow(MIXTRAL, 16), 16, 16))
+class Ranked(torch.nn.Module):
+    """What a row becomes depends on how many of the batch are smaller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.inner(x)
+        return made * torch.sort(made[:, 0])[0][:, None]
+
+
+def test_rows_that_are_sorted_together_are_not_cut_into_micro_batches() -> None:
+    """And the tokens of a mixture of experts are: what sorts them puts them back."""
+    x = torch.randn(16, 8)
+    captured = captured_of(Ranked(), {"x": x}, lambda model, batch: model(batch["x"]).square().mean())
     known = pieces_of(captured.graph, factors_of(captured.graph), 1)
     assert known.values == (1,) and "needs the whole batch" in known.why
-    dense = captured_of(*built_from(narrow({**LLAMA, "num_hidden_layers": 2}, 16), 16, 16))
-    assert pieces_of(dense.graph, factors_of(dense.graph), 1).values == (1, 2, 4, 8, 16)
+    routed = captured_of(*built_from(narrow(MIXTRAL, 16), 16, 16))
+    assert pieces_of(routed.graph, factors_of(routed.graph), 1).values == (1, 2, 4, 8, 16)
     request = request_for(Cluster.preset("h100", nodes=1))
     with pytest.raises(PlanError, match="micro_batches=1"):
         plan_captured(captured, None, "data_parallel", None, request, techniques_from({"micro_batches": 2}))
