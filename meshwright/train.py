@@ -157,6 +157,14 @@ class TrainStep:
         """Loss and gradients without an update."""
         return self.local.gradients(_given(batch))
 
+    def local_norms(self, batch: Any) -> dict[str, torch.Tensor]:
+        """Name → the 2-norm of this rank's gradient before it is added up with those of other ranks, without an update.
+
+        Collective: all ranks call it. A weight that is stored in parts, and gathered where it is used, has its part of
+        the sum already; with `gradient_accumulation_shard` the norm is that of the last micro-batch.
+        """
+        return self.local.local_norms(_given(batch))
+
     def trace(self, batch: Any, cluster: Cluster | None = None) -> StepTrace:
         """A step like any other, with what each rank did when: print it, or `StepTrace.save` it for Perfetto.
 

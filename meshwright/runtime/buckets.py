@@ -125,6 +125,7 @@ class GradientBuckets:
         self._next = 0
         self._active = self.buckets  # those that this backward reduces, in their order
         self._reduced_now = {id(b) for b in self.buckets}
+        self.heard: dict[int, torch.Tensor] | None = None  # id of a parameter → the norm of its gradient here
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._arrived) for b in self.buckets for p in b.parameters
         ]
@@ -163,10 +164,23 @@ class GradientBuckets:
         else:
             del bucket.missing[index]
             if id(bucket) in self._reduced_now:
+                if self.heard is not None:
+                    self._hear(bucket, index)
                 bucket.place(index)
                 self._start_ready()
             else:
                 bucket.add(index)
+
+    def _hear(self, bucket: Bucket | ScatterBucket, index: int) -> None:
+        """Note the norm of what this rank has of a gradient before it is added up with the others'."""
+        assert self.heard is not None
+        bucket.add(index)
+        parameter = bucket.parameters[index]
+        mine = parameter.grad
+        if isinstance(bucket, Bucket) and bucket.buffer is not None:
+            mine = bucket.views[index]
+        if mine is not None:
+            self.heard[id(parameter)] = norm_of(mine)
 
     def _start_ready(self) -> None:
         while self._next < len(self._active) and not self._active[self._next].missing:
@@ -191,6 +205,12 @@ class GradientBuckets:
         """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
+
+
+def norm_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Its 2-norm, in float32 at least."""
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return torch.linalg.vector_norm(gradient.detach(), dtype=wide)
 
 
 def _buckets(

@@ -19,7 +19,7 @@ from meshwright.partition.gradients import loss_scale, pending_gradients
 from meshwright.partition.updates import gathers, update_layout, updates
 from meshwright.runtime.alike import Alike
 from meshwright.runtime.batches import BatchParts, Given, LocalBatch, place_of, slicer
-from meshwright.runtime.buckets import GradientBuckets
+from meshwright.runtime.buckets import GradientBuckets, norm_of
 from meshwright.runtime.clipping import clip_by_global_norm
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.executor import Action, Executor, plain_actions
@@ -211,6 +211,23 @@ class LocalStep:
         self._forget_gradients()
         actions = [a for a in self.actions if a.kind != "update"]
         return self._run(actions, batch, [self.graph.loss])[self.graph.loss]
+
+    def local_norms(self, batch: Given) -> dict[str, torch.Tensor]:
+        """Name → the norm of this rank's gradient before it is added up with the others'; no update."""
+        self.buckets.heard = {}
+        try:
+            self.gradients(batch)
+            heard = self.buckets.heard
+        finally:
+            self.buckets.heard = None
+        found: dict[str, torch.Tensor] = {}
+        for name, leaf in self.weights.items():
+            norm = heard.get(id(leaf))
+            if norm is None and leaf.grad is not None:
+                norm = norm_of(leaf.grad)
+            if norm is not None:
+                found[self.inputs[name].target] = norm
+        return found
 
     def _forget_gradients(self) -> None:
         for parameter in (*self.weights.values(), *self.parameters.values()):
