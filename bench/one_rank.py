@@ -19,7 +19,7 @@ import math
 import sys
 import time
 from collections import Counter as Multiset
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +43,7 @@ from meshwright.partition.collectives import step_collectives
 from meshwright.partition.memory import peak
 from meshwright.partition.micro_batches import first_micro_batch
 from meshwright.partition.peaks import optimizer_on
+from meshwright.partition.updates import gathers as gathers_of
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.messages import Messages
 from meshwright.pipeline.order import schedule_of
@@ -161,10 +162,24 @@ def run(parts: Partition, captured: Captured, batch: Any, rank: int) -> Ran:
     most = peak_bytes(make, warm_up=1, steps=1)
     calls = comm.calls[len(comm.calls) // 2 :]  # of the second of two steps
     buckets = [("all_reduce", frozenset(axes), size) for axes, _, size in made[0].bucket_summary()]
+    gathers = [("all_gather", frozenset(axes), size) for axes, size in _gathered(parts, set(made[0].weights))]
     made.clear()
     gc.collect()
     sent = Multiset((kind, frozenset(axes), size) for kind, axes, size in calls)
-    return Ran(sent, _expected(parts, rank, within) + Multiset(buckets), most, _peak(parts, rank, within))
+    return Ran(
+        sent,
+        _expected(parts, rank, within) + Multiset([*buckets, *gathers]),
+        most,
+        _peak(parts, rank, within),
+    )
+
+
+def _gathered(parts: Partition, weights: Collection[str]) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Axes and bytes of what brings the rank's updated weights together again."""
+    for group in gathers_of(parts):
+        mine = [member for member in group.members if member.name in weights]
+        if mine:
+            yield mine[0].axes, sum(member.size_bytes for member in mine)
 
 
 def _values(parts: Partition, captured: Captured, within: int) -> tuple[dict[str, torch.Tensor], list[str]]:

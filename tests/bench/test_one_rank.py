@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.models import built_from
-from bench.one_rank import Asked, most_blocks, narrow, resized, run
+from bench.one_rank import MEGATRON, Asked, most_blocks, narrow, resized, run
 from meshwright.compile import captured_of, lower, plan_captured, request_for
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
@@ -43,6 +43,14 @@ def test_one_rank_of_many_does_what_was_predicted(
     config: Any, nodes: int, asked: dict[str, Any], rank: int
 ) -> None:
     check(config, 8 * nodes, Asked("recursive_programming", None, None, techniques_from(asked)), rank)
+
+
+def test_one_rank_of_a_plan_as_one_cuts_the_largest_models() -> None:
+    """Stages of data parallel ranks of Megatron's products, layers computed again, states of the optimizer in parts."""
+    techniques = {"pipeline": 2, "micro_batches": 4, "recompute": "full", "optimizer_parallel": 1,
+                  "slice_activation": True, "recompute_communication": False}  # fmt: skip
+    asked = Asked("sharding_propagation", {"dp": 4, "tp": 8}, MEGATRON, techniques_from(techniques))
+    check(LLAMA, 64, asked, 37)
 
 
 def check(config: Any, ranks: int, asked: Asked, rank: int) -> None:
