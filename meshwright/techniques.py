@@ -397,6 +397,10 @@ def _fusion_sizes(given: Iterable[Any]) -> tuple[tuple[str, int], ...]:
                 why="it is the size of a bucket in bytes (0: each tensor alone)",
                 hint=f"fusion={{{kind!r}: 25_000_000}}",
             )
+        if kind in dict(found):
+            raise PlanError(
+                f"fusion has two sizes for {kind}", why="a kind has one", hint="leave one of them out"
+            )
         found.append((kind, int(size)))
     return tuple(found)
 

@@ -56,6 +56,7 @@ from meshwright.techniques import NONE, matches, ranges, techniques_from
         ({"fusion": float("nan")}, "bucket in bytes"),
         ({"fusion": (("a",), 3)}, "a list of names"),
         ({"fusion": {"allgather": 3}}, "'all_gather'"),
+        ({"fusion": [["all_gather", 0], ["all_gather", 5]]}, "a kind has one"),
         ({"fusion": {"all_gather": -1}}, "bucket in bytes"),
         ({"fusion": {"all_gather": "64MB"}}, "bucket in bytes"),
         ({"stages": 3}, "patterns of modules"),

@@ -120,6 +120,10 @@ def options(changes: Changes) -> dict[str, Any]:
 def _option(key: str, value: str) -> Any:
     if key in ("recompute", "offload") and value == "none":
         return "" if key == "recompute" else ()
+    if key == "fusion" and ":" in value:
+        from meshwright.cli.arguments import techniques_of
+
+        return techniques_of([f"{key}={value}"])[key]
     if value.isdigit():
         return int(value)
     try:

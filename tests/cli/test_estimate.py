@@ -178,6 +178,9 @@ def test_changes_are_read_and_wrong_ones_refused():
         "offload": (),
         "recompute": 2e6,
     }
+    assert options(parsed("fusion=all_gather:64MiB+all_reduce:0")) == {
+        "fusion": {"all_gather": 64 << 20, "all_reduce": 0}
+    }
     for text, said in (
         ("bacth=3", "did you mean 'batch'"),
         ("batch", "batch=…"),
