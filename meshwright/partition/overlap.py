@@ -58,6 +58,8 @@ def overlapped(local: Graph, schedule: Sequence[Flight]) -> Graph:
     if not schedule:
         return local
     nodes = {n.name: n for n in local.nodes}
+    place = {name: number for number, name in enumerate(nodes)}
+    members = {name for flight in schedule for name in flight.members}
     moved: set[str] = set()
     waits: dict[str, Node] = {}
     after: dict[str, list[Node]] = {}
@@ -65,7 +67,14 @@ def overlapped(local: Graph, schedule: Sequence[Flight]) -> Graph:
         start = _start(flight, [nodes[name] for name in flight.members])
         for index, name in enumerate(flight.members):
             waits[name] = replace(nodes[name], op=WAIT, args=(Ref(start.name), index))
-        brought = [nodes[u] for u in start.uses if u in nodes and is_fetch(nodes[u]) and u not in moved]
+        fetched = [nodes[u] for u in start.uses if u in nodes and is_fetch(nodes[u]) and u not in moved]
+        begun = place.get(flight.after, -1)
+        brought = [
+            n
+            for n in fetched
+            # What others read of a tied parameter, as it comes, may be before the start.
+            if place[n.name] > begun or all(c.name in members for c, _ in local.consumers[n.name])
+        ]
         moved.update(n.name for n in brought)
         after.setdefault(flight.after, []).extend((*brought, start))
     made = list(after.get("", ()))

@@ -13,10 +13,11 @@ import torch
 import meshwright as mw
 from meshwright.capture.batch import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
-from meshwright.examples import gpt, llama, recommender
+from meshwright.examples import gpt, llama, recommender, zoo
 from meshwright.graph import START, WAIT
 from meshwright.partition import Partition
 from meshwright.partition.layers import layer_of
+from meshwright.partition.overlap import Flight, overlapped
 from meshwright.runtime.communicator import Counter, Work
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
@@ -155,3 +156,19 @@ def test_backward_gathers_again_one_layer_ahead() -> None:
 )
 def test_layers(module: str, layer: str) -> None:
     assert layer_of(module) == layer
+
+
+def test_what_comes_from_the_host_for_two_readers_comes_before_the_first() -> None:
+    """A tied table, read as it is stored by one and gathered later for the other."""
+    text = zoo.hugging_face("gpt2", layers=1, sequence=8, hidden=24, vocabulary=48)
+    captured = captured_of(*text)
+    asked = techniques_from({"offload": "parameters", "threshold_kb": 0})
+    pins = {"transformer.wte": {"h": "tp"}}
+    plan = plan_captured(captured, {"dp": 2, "tp": 2}, "semi_auto", pins, techniques=asked)
+    local = lower(captured, plan).plain(0)
+    brought, gathered = "transformer_wte_weight_device", "transformer_wte_weight_to"
+    assert {n.name for n, _ in local.consumers[brought]} == {"embedding", gathered}
+    names = [n.name for n in overlapped(local, [Flight((gathered,), after="embedding")]).nodes]
+    assert names.index(brought) < names.index("embedding") < names.index(f"{gathered}_start")
+    early = [n.name for n in overlapped(local, [Flight((gathered,))]).nodes]
+    assert early.index(brought) < early.index(f"{gathered}_start") < early.index("embedding")
