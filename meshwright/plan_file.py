@@ -7,6 +7,7 @@ second copy stands for all after it (`plan_folds`).
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -162,7 +163,8 @@ def _fields(file: _File) -> dict[str, Any]:
             where=file.place("mode"),
             hint=did_you_mean(mode, MODES),
         )
-    notes, pins = file.entry("notes", lambda d: (tuple(d["notes"]), plain_pins(d["pins"])), data)
+    notes = file.entry("notes", lambda d: tuple(str(note) for note in d["notes"]), data)
+    pins = file.entry("pins", lambda d: plain_pins(d["pins"]), data)
     raw = data["nodes"]
     found = {
         "mesh": mesh,
@@ -182,9 +184,9 @@ def _fields(file: _File) -> dict[str, Any]:
         "world": file.entry("world", _mesh, data["world"]) if "world" in data else None,
         "stages": file.entry("stages", _stages, data.get("stages", {})),
         "folds": file.entry("folds", _folds, data.get("folds", [])),
-        "times": file.entry("times", lambda d: {str(k): int(v) for k, v in d.items()}, data.get("times", {})),
+        "times": file.entry("times", _times, data.get("times", {})),
         "prices": file.entry("prices", _prices, data.get("prices")),
-        "claims": file.entry("claims", lambda d: dict(d.items()), data.get("claims", {})),
+        "claims": file.entry("claims", _claims, data.get("claims", {})),
         "techniques": file.entry("techniques", techniques_from, data.get("techniques", {})),
         "turns": file.entry("turns", _turns, data.get("turns", TURNS[0])),
         "nexts": {name: str(entry["next"]) for name, entry in raw.items() if "next" in entry},
@@ -198,6 +200,41 @@ def _fields(file: _File) -> dict[str, Any]:
                 where=source,
             )
     return found
+
+
+def _claims(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Seconds, bytes, gaps and what was tried are numbers that such things can be."""
+
+    def check(name: str, value: Any) -> None:
+        if value is not None and not (_is_number(value) and value >= 0):
+            raise ValueError(f"{name} is {value!r}, not a number from 0")
+
+    for name, value in _table(data).items():
+        if name.endswith(("_seconds", "_bytes")):
+            check(name, value)
+        elif name in ("gaps", "candidates"):
+            for what, one in _table(value).items():
+                if not isinstance(one, str):  # of a gap in words
+                    check(f"{name} of {what}", one)
+    return dict(data)
+
+
+def _times(data: Mapping[str, Any]) -> dict[str, int]:
+    """How often each node of a folded plan stands in the model."""
+    for name, count in _table(data).items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"{name} stands in the model {count!r} times")
+    return dict(data)
+
+
+def _table(data: Any) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{data!r:.40} is no table of names")
+    return data
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
 class _File:

@@ -231,7 +231,17 @@ WRONG = {
         "'again' does not parse", "%up_0_bias has no hub", '"again"',
     ),
     "made again as a word": (changed('"again": [', '"again": "x", "b": ['), "'again'", "a list of names", '"again"'),
-    "claims as a list": (changed('"claims": {', '"claims": [1], "b": {'), "'claims'", "attribute 'items'", '"claims"'),
+    "claims as a list": (
+        changed('"claims": {', '"claims": [1], "b": {'), "'claims'", "is no table of names", '"claims"',
+    ),
+    "seconds in words": (
+        changed('"price_seconds": 0.0125', '"price_seconds": "fast"'), "'claims'", "not a number from 0", '"claims"',
+    ),
+    "a negative gap": (changed('"sum": 0.004', '"sum": -0.004'), "'claims'", "gaps of sum is -0.004", '"claims"'),
+    "a layer that stands nowhere": (
+        changed('"claims": {', '"times": {"linear": 0}, "claims": {'),
+        "'times'", "stands in the model 0 times", '"times"',
+    ),
     "folds that overlap": (
         changed('"claims": {', '"folds": [[1, 2, 3], [4, 2, 3]], "claims": {'),
         "'folds'", "begins within the one before, which ends at 7", '"folds"',

@@ -225,6 +225,10 @@ def resized(cluster: Cluster, ranks: int) -> Cluster:
 
     Raises ClusterError for a number that does not fill units of a level.
     """
+    from meshwright.cost.cluster_file import MOST_RANKS
+
+    if ranks > MOST_RANKS:
+        raise ClusterError(f"{ranks:,} ranks", why=f"at most {MOST_RANKS:,} are planned for")
     levels = list(cluster.levels)
     for at in range(len(levels)):
         inner = cluster.ranks

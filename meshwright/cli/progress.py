@@ -71,13 +71,13 @@ class Watch:
 
     def __call__(self, stage: str, price: float | None = None, bound: float | None = None) -> None:
         """What a search reports: `price` is the best so far in seconds, `bound` what no plan is below."""
-        found = ""
+        best = below = ""
         if price is not None and math.isfinite(price):
-            found = f"best {show_seconds(price)}"
+            best = f"best about {show_seconds(price)}"  # told from a few layers, until it is judged in full
             if bound is not None and 0 < bound <= price:
-                found += f", bound {show_seconds(bound)}"
-        self._bar.update(self._task, description=f"searching: {stage}", found=found)
-        self._first_answer(found)
+                below = f", bound {show_seconds(bound)}"  # of what is searched just now
+        self._bar.update(self._task, description=f"searching: {stage}", found=best + below)
+        self._first_answer(best)
 
     def _first_answer(self, found: str) -> None:
         """Where no bar is drawn, one line says that an answer is there."""

@@ -54,7 +54,7 @@ def estimate(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> E
         return _of_pipeline(parts, cluster, optimizer_states)
     price = program_price(parts, cluster, optimizer_states)
     line = step_times(parts, cluster, optimizer_states)
-    mesh = parts.plan.mesh
+    mesh = parts.asked.mesh  # without the axis that counts micro-batches
     top = peak_on(parts, cluster, optimizer_states)
     return Estimate(
         mesh=str(mesh),

@@ -85,7 +85,8 @@ def _settled(
 ) -> tuple[str, Found, dict[str, float | None]]:
     """The best, judged in full, as are those within `DOUBT` of what looks best, up to `SURE`, and those that look
     better than the best of them; none beside one that is as good as at the bound of the step. Where none of these fits
-    then, the best of all as they were judged. And the steps of those that were judged in full."""
+    then, the best of all as they were judged. And the steps of those that were judged in full. After an
+    interrupt one is judged in full, so that what is answered is true; a second one ends that, too."""
     ranked = sorted(fitting, key=lambda named: step_of(named[1]))
     kept: list[tuple[str, Found]] = []
     judged: dict[str, float | None] = {}
@@ -95,7 +96,17 @@ def _settled(
             break
         if best <= (1 + CLOSE) * bound:
             break
-        sure = planner.settled(found)
+        if kept and planner.request.interrupts:
+            break
+        try:
+            sure = planner.settled(found)
+        except KeyboardInterrupt:
+            if planner.request.interrupts:
+                raise
+            planner.request.interrupts.append("auto")
+            if kept:
+                break
+            sure = planner.settled(found)
         judged[name] = step_of(sure) if fits(planner, sure) else None
         if fits(planner, sure):
             kept.append((name, sure))

@@ -26,7 +26,7 @@ from meshwright.search.honoured import check_annotated
 from meshwright.search.marks import PinSpec, given_values, mark_seeds, pin_specs, region
 from meshwright.search.notes import repeated, uneven, unknown
 from meshwright.search.options import Assignment, Scene
-from meshwright.search.pins import Seeds, module_seeds, overlaps, pinned_kinds
+from meshwright.search.pins import Seeds, check_pins, module_seeds, overlaps, pinned_kinds
 from meshwright.search.planner import Found, Planner, Request
 from meshwright.search.propagation import propagate
 from meshwright.search.searched import SEARCHES, priced, search
@@ -51,6 +51,7 @@ def make_plan(
     modes that search need it. Raises PlanError for an unknown mode, StrategyError for cuts that cannot be.
     """
     _check_mode(mode, mesh, pins, request)
+    check_pins(pins or {})
     _check_sizes(graph)
     if request is not None:
         mesh = request.cluster.place(mesh)

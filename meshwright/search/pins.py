@@ -75,7 +75,7 @@ def overlaps(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def _resolved(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Iterator[Pin]:
     """Each wish with the operators that it is for. Raises StrategyError."""
-    _check_pins(pins)
+    check_pins(pins)
     modules = sorted({n.module for n in scene.graph.nodes if n.module})
     parameters = {i.name for i in scene.graph.inputs if i.role == "parameter"}
     for pattern, cuts in pins.items():
@@ -177,7 +177,7 @@ def pinned_kinds(graph: Graph, pins: Mapping[str, object]) -> dict[str, tuple[st
     return found
 
 
-def _check_pins(pins: Any) -> None:
+def check_pins(pins: Any) -> None:
     shape = '{"blocks.*.up": {"n": "tp"}}'
     if not isinstance(pins, Mapping):
         raise StrategyError(

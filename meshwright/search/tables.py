@@ -56,7 +56,9 @@ def with_tables(
         refused = error
     tables = [t for t in tables_of(graph) if not t.nodes <= hosts] if request.cluster.host_bytes_per_s else []
     if found is not None and (
-        found.techniques.offload == request.techniques.offload or not _large(graph, tables)
+        request.interrupts
+        or found.techniques.offload == request.techniques.offload
+        or not _large(graph, tables)
     ):
         return found, hosts, []
     if not tables:
@@ -64,7 +66,7 @@ def with_tables(
         raise refused
     try:
         moved = _moved(hosts, tables, request, lambda hosts: run(hosts, False), refused)
-    except PlanError:
+    except (PlanError, KeyboardInterrupt):
         if found is None:
             raise
         return found, hosts, []

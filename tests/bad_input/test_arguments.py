@@ -53,6 +53,10 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a number for a plan to prove": (
         lambda: mw.verify(*built()[:2], loss=built()[2], plan=3), PlanError, "plan=3",  # type: ignore[arg-type]
     ),
+    "a number for pins, of a cluster": (
+        lambda: mw.plan(*built()[:2], loss=built()[2], cluster=mw.Cluster.local(2), pins=5),  # type: ignore[arg-type]
+        StrategyError, "pins=5 is a int",
+    ),
     "pins in a list, of several meshes": (
         lambda: mw.plan(*built()[:2], loss=built()[2], mesh=[1, 1], mode="semi_auto", pins=[1]),  # type: ignore[arg-type]
         StrategyError, "is a list",

@@ -129,6 +129,7 @@ def test_the_estimate_is_the_price_apart(made):
     *_, captured, plan = made
     parts = cut(captured, plan, CLUSTER)
     found = estimate(parts, CLUSTER)
+    assert (found.mesh, found.ranks) == (str(plan.mesh), plan.mesh.size)
     assert found.price_seconds == pytest.approx(program_price(parts, CLUSTER).total)
     assert 0 < found.step_seconds <= found.price_seconds * (1 + 1e-9)
     assert sum(found.memory.values()) == pytest.approx(found.peak_bytes)
@@ -151,6 +152,7 @@ def test_a_changed_technique_is_the_plan_made_with_it(made, wished):
     found, _ = changed(plan, captured.graph, factors_of(captured), wished, weighed)
     for name in ("techniques", "strategies", "inputs", "hubs", "states", "again", "keeps"):
         assert getattr(found, name) == getattr(wanted, name), name
+    assert estimate(cut(captured, found, CLUSTER), CLUSTER).ranks == plan.mesh.size
     back = {**dict.fromkeys(("micro_batches",), 1), "recompute": "", "fusion": "auto"}
     back |= {"optimizer_parallel": 0, "threshold_kb": 64}
     again, _ = changed(found, captured.graph, factors_of(captured), back, weighed)
@@ -163,6 +165,8 @@ def test_clusters_and_meshes_of_another_size():
     assert resized(two, 32).ranks == 32 and resized(two, 32).levels[0].size == 4
     assert [v.size for v in resized(two, 8).levels][-1] == 8 and resized(two, 8).ranks == 8
     assert resized(two, 4).ranks == 4
+    with pytest.raises(ClusterError, match="100,000,000 ranks"):
+        resized(two, 10**8)
     with pytest.raises(ClusterError, match="cannot have 12 ranks"):
         resized(two, 12)
     *_, plan = planned()

@@ -12,12 +12,16 @@ from torch import nn
 import meshwright as mw
 from meshwright.compile import captured_of
 from meshwright.errors import StrategyError
+from meshwright.examples import zoo
 from meshwright.layout import dim_axes
 from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.strategy import Strategy
+from meshwright.partition.judged import Judge
 from meshwright.plan import Plan
+from meshwright.search.planner import Verdict
 from meshwright.search.space.alike_codes import all_codes
+from meshwright.search.space.build import Choice
 from meshwright.search.space.codes import values_of
 from meshwright.search.space.families import named
 from meshwright.search.space.given import honouring, option_on
@@ -134,6 +138,25 @@ def test_an_interrupt_ends_auto_with_the_best_so_far(after: int) -> None:
     assert plan.claims["step_seconds"] <= min(seen)
     assert plan.claims["step_seconds"] >= free("mlp", "2x2", "auto").claims["step_seconds"]
     assert plan.claims["chosen"] in plan.claims["candidates"]
+
+
+def test_an_interrupt_while_the_best_is_judged_in_full_gives_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The search is over then, and what it answers is judged all the same."""
+    in_full, calls = Judge.in_full, []
+
+    def interrupted(judge: Judge, choice: Choice) -> Verdict:
+        calls.append(choice)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return in_full(judge, choice)
+
+    monkeypatch.setattr(Judge, "in_full", interrupted)
+    model, batch, loss = zoo.hugging_face("llama", layers=6, sequence=8, hidden=24, vocabulary=48)
+    plan = mw.plan(model, batch, loss=loss, cluster=cluster("gloo", "2x2"), mesh=MESHES["2x2"], mode="auto")
+    assert len(calls) == 2 and calls[0] == calls[1]
+    assert plan.claims["step_seconds"] == plan.claims["candidates"][plan.claims["chosen"]]
 
 
 @pytest.mark.parametrize("after", (1, 3))

@@ -59,6 +59,28 @@ def joint(planner: Planner, auto: Callable[[Planner], Found], *, offload: bool =
             base = auto(planner)
         except PlanError as error:
             refused = error
+    seen = [base] if base is not None else []
+    try:
+        return _open(planner, space, base, refused, seen, offload)
+    except KeyboardInterrupt:
+        if not seen:
+            raise
+        planner.request.interrupts.append("techniques")
+        return seen[-1]
+
+
+def _open(
+    planner: Planner,
+    space: Space,
+    base: Found | None,
+    refused: PlanError | None,
+    seen: list[Found],
+    offload: bool,
+) -> Found:
+    """The best with the techniques that are open, where they can be of use; `seen` gets each best so far."""
+    if base is not None and planner.request.interrupts:
+        return base
+    limit = planner.request.memory_bytes or math.inf
     over = dimensions(planner, offload=offload)
     wide = wider(planner, over, offload=offload)
     decided = base is None or base.claims.get("memory_decided", False)
@@ -68,14 +90,7 @@ def joint(planner: Planner, auto: Callable[[Planner], Found], *, offload: bool =
         return _turns(planner, base)
     if base is None and least_bytes(planner.under(_last(planner, wide)), space) > limit:
         raise _hopeless(planner, wide, refused)
-    seen = [base] if base is not None else []
-    try:
-        return _best(planner, space, (over, wide), base, refused, seen)
-    except KeyboardInterrupt:
-        if not seen:
-            raise
-        planner.request.interrupts.append("techniques")
-        return seen[-1]
+    return _best(planner, space, (over, wide), base, refused, seen)
 
 
 def _best(
