@@ -179,7 +179,9 @@ def test_a_note_that_does_not_fit_on_the_disk(
             Saves(step, step.parts.asked).save(tmp_path)
         assert "the checkpoint before is as it was" in str(caught.value)
 
-    monkeypatch.setattr(writing, "write_whole", full)  # here: ranks are threads, which would undo one another's
+    monkeypatch.setattr(
+        writing, "write_whole", full
+    )  # here: ranks are threads, which would undo one another's
     run("gpt", TWO, body)
     assert not list(tmp_path.glob("step-*"))
 
