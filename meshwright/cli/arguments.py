@@ -158,7 +158,11 @@ def pins_of(texts: Iterable[str]) -> dict[str, dict[str, Any]] | None:
         pattern, colon, cuts = text.rpartition(":")
         words = [c.partition("=") for c in cuts.split(",")]
         if not colon or not pattern or not all(letter.strip() and equals for letter, equals, _ in words):
-            raise PlanError(f"{text!r} is not a pin", hint="--pin 'blocks.*.up:n=tp'")
+            raise PlanError(
+                f"{text!r} is not a pin",
+                why="it is PATTERN:FACTOR=AXIS, with several axes as n=node+gpu and several factors as batch=dp,n=tp",
+                hint="--pin 'blocks.*.up:n=tp'",
+            )
         for letter, _, axes in words:
             names = tuple(a.strip() for a in axes.split("+") if a.strip())
             found.setdefault(pattern, {})[letter.strip()] = names[0] if len(names) == 1 else names

@@ -57,7 +57,11 @@ def plan(
     ] = None,
     pin: Annotated[
         list[str] | None,
-        typer.Option("--pin", metavar="PIN", help="A wish, as 'blocks.*.up:n=tp'. May be repeated."),
+        typer.Option(
+            "--pin",
+            metavar="PIN",
+            help="A wish, as 'blocks.*.up:n=tp' or 'head:n=node+gpu'. May be repeated.",
+        ),
     ] = None,
     techniques: WithOption = None,
     batch: BatchOption = None,

@@ -1,5 +1,5 @@
 """What the user pinned from outside: cuts of the operators of modules, by letter, ``{"blocks.*.up": {"n": "tp"}}``, and
-of parameters by the number of a dim, ``{"blocks.*.up.weight": {"0": "tp"}}``."""
+of parameters by the number of a dim, ``{"blocks.*.up.weight": {"0": "tp"}}``. ``batch`` is the letter of examples."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any
 from meshwright.errors import StrategyError, did_you_mean
 from meshwright.graph import Graph, Input, Node
 from meshwright.layout import Dim, show_dim
+from meshwright.ops.batch import batch_units
 from meshwright.ops.factors import Site
 from meshwright.ops.rule import SIZED, dim_letters, is_whole
 from meshwright.ops.strategy import Strategy, at_path, cut, fits, splittable, unit_leaves, units, ways
 from meshwright.search.options import Scene
 
+BATCH = "batch"  # what plans are shown with where a letter counts examples
 Seeds = dict[str, dict[str, Strategy]]  # axis → node → single-axis strategy
 
 
@@ -98,16 +100,29 @@ def _resolved(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Iterator[P
             continue
         chosen = [n for n in matched if parameters.intersection(n.uses)] or matched
         for letter, axes in cuts.items():
-            takers = tuple(n for n in chosen if letter in scene.site(n.name).trees)
+            takers: dict[str, list[Node]] = {}
+            for node in chosen:
+                if own := _letter(scene, node, letter):
+                    takers.setdefault(own, []).append(node)
             if not takers:
                 site = scene.site(chosen[0].name)
                 raise StrategyError(
                     f"no operator of {pattern!r} has a factor {letter!r}",
                     why=f"{chosen[0].op} has {_letters_text(site)}",
                     where=chosen[0].where,
-                    hint=did_you_mean(letter, set(splittable(site))),
+                    hint=did_you_mean(letter, {*splittable(site), BATCH}),
                 )
-            yield Pin(pattern, letter, _run(scene, pattern, letter, axes, takers[0]), takers)
+            for own, nodes in takers.items():
+                yield Pin(pattern, own, _run(scene, pattern, letter, axes, nodes[0]), tuple(nodes))
+
+
+def _letter(scene: Scene, node: Node, wish: str) -> str:
+    """The letter of an operator that a wish names, if it has one: ``batch``, as plans are shown, is the one that counts
+    examples."""
+    site = scene.site(node.name)
+    if wish in site.trees or wish != BATCH:
+        return wish if wish in site.trees else ""
+    return next((letter for letter, _ in batch_units(site, scene.factors)), "")
 
 
 def _run(scene: Scene, pattern: str, what: str, axes: str | Sequence[str], taker: Node) -> tuple[str, ...]:

@@ -58,3 +58,11 @@ def test_pins_of_different_factors_add_up_and_that_is_noted():
 
 def test_two_factors_of_one_pattern_need_no_note():
     assert not overlaps(planned({"up.*": {"n": "tp", "d0": "dp"}}))
+
+
+@pytest.mark.parametrize("mode", ["sharding_propagation", "semi_auto"])
+def test_examples_are_pinned_by_the_name_that_plans_show(mode):
+    """Each operator calls the letter its own; a table of plans says ``batch``."""
+    named, lettered = (planned({"up.*": {what: "dp", "n": "tp"}}, mode) for what in ("batch", "d0"))
+    assert named.strategies == lettered.strategies
+    assert "batch=dp n=tp" in named.explain()
