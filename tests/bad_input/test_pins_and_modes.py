@@ -28,7 +28,7 @@ CASES = {
     ),
     "a factor that is not there": Case(
         lambda: perceptron({"up.*": {"z": "tp"}}), StrategyError,
-        "no operator of 'up.*' has a factor 'z'", "aten.linear.default has d0=12, k=24, n=96", "known: d0, k, n",
+        "no operator of 'up.*' has a factor 'z'", "aten.linear.default has d0=12, k=24, n=96", "known: batch, d0, k, n",
         "mlp.py",
     ),
     "an axis that is not there": Case(
