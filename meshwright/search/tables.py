@@ -66,9 +66,14 @@ def with_tables(
         raise refused
     try:
         moved = _moved(hosts, tables, request, lambda hosts: run(hosts, False), refused)
-    except (PlanError, KeyboardInterrupt):
+    except PlanError:
         if found is None:
             raise
+        return found, hosts, []
+    except KeyboardInterrupt:
+        if found is None:
+            raise
+        request.interrupts.append("tables")
         return found, hosts, []
     if moved is None:
         if found is None:
