@@ -129,8 +129,8 @@ class _Problem:
     # ---------------------------------------------------------------------------------------------- the search
 
     def solve(self) -> tuple[Step, ...]:
-        if step := self._cut_at_once():
-            return (step,)
+        if steps := self._cut_at_once():
+            return steps
         counter = itertools.count()  # ties go to what was found first
         heap = [(0.0, 0, next(counter), self.start)]
         best: dict[State, tuple[float, int]] = {self.start: (0.0, 0)}
@@ -155,18 +155,23 @@ class _Problem:
             hint="all_reduce and all_gather are enough for every redistribution",
         )
 
-    def _cut_at_once(self) -> Step | None:
-        """One free slice, where dims of other sub-dims, or concatenations whole in part, hold all that is wanted."""
-        if self.start[1] != self.goal[1] or self.start == self.goal:
-            return None
+    def _cut_at_once(self) -> tuple[Step, ...]:
+        """One free slice, where dims of other sub-dims, or concatenations whole in part, hold all that is wanted; and
+        one free mask after it, over what is to be pending besides."""
+        if not self.start[1] <= self.goal[1] or self.start == self.goal:
+            return ()
         pairs = [(a, b) for a, b in zip(self.src.dims, self.dst.dims, strict=True) if a != b]
         odd = any(len(trees) > 1 for trees in self.trees) or any(
             isinstance(i, Cat) for a, _ in pairs for i in a
         )
         if not odd or not all(_holds(a, b, self.mesh) for a, b in pairs):
-            return None
+            return ()
         axes = self.mesh.sort(axis for _, dim in pairs for axis in dim_axes(dim))
-        return Step("slice", axes, self.src, self.dst)
+        if self.start[1] == self.goal[1]:
+            return (Step("slice", axes, self.src, self.dst),)
+        cut = TensorLayout(self.dst.dims, self.src.pending)  # no axis that is to be pending splits these dims
+        masked = self.mesh.sort(_flat(self.goal[1] - self.start[1]))
+        return (Step("slice", axes, self.src, cut), Step("mask", masked, cut, self.dst))
 
     def _moves(self, state: State) -> Iterator[_Move]:
         if (

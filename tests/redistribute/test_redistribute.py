@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import LayoutError
@@ -155,6 +155,7 @@ def test_no_step_if_and_only_if_every_rank_has_its_bytes(problem):
         assert not steps
 
 
+@example((Mesh.of(a=4, b=1), parse_layout("[1, 1, {3/a0 | 1}]"), parse_layout("[1/b, 1, 4/a0] pending a1")))
 @given(problems())
 @settings(max_examples=200, deadline=None)
 def test_a_price_of_zero_means_that_nothing_is_sent(problem):
