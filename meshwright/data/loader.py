@@ -20,6 +20,7 @@ from meshwright.data.asked import KEPT, check_batches, check_options, check_orde
 from meshwright.data.order import check_state, order_of_dataset, order_of_loader
 from meshwright.data.padding import fills, fills_forward
 from meshwright.data.reading import Collate, Failed, Item, Reading, Samples, kinds_of, parts_of, reading_of
+from meshwright.data.repeats import watched
 from meshwright.errors import BatchError, RunError
 from meshwright.runtime.alike import checksum, named
 from meshwright.runtime.batches import LocalBatch
@@ -386,14 +387,17 @@ class _Stream(ShardedLoader):
         return len(self.source)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[LocalBatch]:
-        for number, batch in enumerate(_read(self.source)):
+        found = _read(self.source)
+        if self.epoch == 0 and self.local.world.rank == 0:  # once, and by one rank: all of them read the same
+            found = watched(found, self.source)
+        for number, batch in enumerate(found):
             if number < self._skip:
                 continue
             held = dict(leaves(batch))
-            found = self._filled(held)
-            if found is None:
+            filled = self._filled(held)
+            if filled is None:
                 continue
-            samples, held = found
+            samples, held = filled
             place = functools.partial(_place, f"batch {self._taken} of epoch {self.epoch}", held)
             self._taken += 1
             yield replace(parts_of(self.reading, held), samples=samples, place=place)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import warnings
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import meshwright as mw
 from meshwright.errors import BatchError, RunError
@@ -356,6 +358,28 @@ def test_a_stream_is_read_whole_and_cut(kind: str) -> None:
         return head + t.losses_of(rest, step)
 
     assert all(near(found, expected) for found in t.on_ranks(parts, model, example, loss, body))
+
+
+class Shared(Stream):
+    """The same stream; of several workers, each takes its share."""
+
+    def __iter__(self):
+        worker = get_worker_info()
+        return itertools.islice(super().__iter__(), worker.id, None, worker.num_workers)
+
+
+@pytest.mark.parametrize("kind", (Stream, Shared))
+def test_a_stream_that_each_worker_reads_whole_is_told(kind: type[Stream]) -> None:
+    model, example, loss = t.classifier(8)
+    forward = mw.forward_step(model, example, outputs=loss, mesh=1)
+    loader = mw.shard_loader(DataLoader(kind(32), batch_size=8, num_workers=2), forward)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        samples = [batch.samples for _ in range(2) for batch in loader]
+    said = [str(w.message) for w in told if "hold the same samples" in str(w.message)]
+    assert len(said) == (kind is Stream)  # once, not in the second epoch too
+    assert sum(samples) == 2 * 32 * (2 if kind is Stream else 1)
+    assert all("would come 2 times" in each for each in said)
 
 
 @pytest.mark.parametrize("taken", (4, 5))
