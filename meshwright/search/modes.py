@@ -83,7 +83,7 @@ def _make_plan(
             return search(Planner(scene, folds, seeds, request, hosts), mode, offload=offload)
 
         if mode == "auto":
-            found, hosts, moved = with_tables(graph, hosts, request, searched)
+            found, hosts, moved = with_tables(folds, hosts, request, searched)
         else:
             found, moved = searched(hosts), []
         remarks += moved

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -149,6 +149,7 @@ class Planner:
             self.codes = all_codes(scene.graph, scene.factors, self.values, self.ties, wished)
         priced = hosts if request.cluster.host_bytes_per_s else ()
         self.kept = Kept(scene.graph, self.values, self.codes, priced)
+        self._judged: dict[Hashable, Verdict] = {}  # of all techniques
 
     def _judge(self) -> Judge | None:
         make = self.request.judge
@@ -303,7 +304,7 @@ class Planner:
         """A choice with what it claims, simulated where there is a judge."""
         parts = space.price(states, self.techniques.micro_batches)
         choice = space.choice(states)
-        verdict = self.judge(choice) if self.judge else None
+        verdict = self._verdict(choice)
         told = {
             "cluster": self.request.cluster.name,
             "price_seconds": parts.total,
@@ -314,6 +315,16 @@ class Planner:
             **claims,
         }
         return Found(choice, space, tuple(states), told, verdict, self.techniques)
+
+    def _verdict(self, choice: Choice) -> Verdict | None:
+        """What the judge says of a choice; it is asked once, though searches with other prices often end alike."""
+        if self.judge is None:
+            return None
+        parts = (choice.strategies, choice.inputs, choice.hubs)
+        key = (self.techniques, choice.again, *(frozenset(part.items()) for part in parts))
+        if key not in self._judged:
+            self._judged[key] = self.judge(choice)
+        return self._judged[key]
 
     def settled(self, found: Found) -> Found:
         """A choice that is to be answered, judged in full unless the model is so large that it would take long."""

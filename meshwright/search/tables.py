@@ -13,6 +13,7 @@ from meshwright.errors import PlanError
 from meshwright.graph import Graph
 from meshwright.places import readers
 from meshwright.redistribute.steps import show_bytes
+from meshwright.search.folded import Folded
 from meshwright.search.planner import Found, Request
 
 SHARE = 0.1  # of all parameters: tables that are less are not worth a search of their own
@@ -40,7 +41,7 @@ def tables_of(graph: Graph) -> list[Table]:
 
 
 def with_tables(
-    graph: Graph, hosts: frozenset[str], request: Request, run: Callable[[frozenset[str], bool], Found]
+    folds: Folded, hosts: frozenset[str], request: Request, run: Callable[[frozenset[str], bool], Found]
 ) -> tuple[Found, frozenset[str], list[str]]:
     """What `run` finds with these nodes on the host, or with as few tables more as let it find something; the nodes on
     the host, and a note on the tables. `run` is told too whether it may put an optimizer's states there by itself:
@@ -54,11 +55,15 @@ def with_tables(
         found = run(hosts, True)
     except PlanError as error:
         refused = error
-    tables = [t for t in tables_of(graph) if not t.nodes <= hosts] if request.cluster.host_bytes_per_s else []
+    tables = (
+        [t for t in tables_of(folds.graph) if not t.nodes <= hosts]
+        if request.cluster.host_bytes_per_s
+        else []
+    )
     if found is not None and (
         request.interrupts
         or found.techniques.offload == request.techniques.offload
-        or not _large(graph, tables)
+        or not _large(folds.full, tables)
     ):
         return found, hosts, []
     if not tables:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import meshwright as mw
 from meshwright.compile import captured_of
 from meshwright.errors import PlanError
 from meshwright.examples import gpt, recommender
-from meshwright.search.tables import tables_of
+from meshwright.partition.judged import Judge
+from meshwright.search.folded import folded
+from meshwright.search.planner import Request
+from meshwright.search.tables import tables_of, with_tables
+from meshwright.techniques import Techniques
 
 H100 = mw.Cluster.preset("h100", ranks_per_node=2)
 LARGEST, NEXT = "deep_tables.2.weight", "deep_tables.0.weight"
@@ -75,6 +81,36 @@ def test_a_host_without_room_for_the_tables_is_told_with_its_numbers():
 def test_where_no_table_helps_nothing_is_moved():
     with pytest.raises(PlanError, match=r"no plan fits into 10\.0 kB per rank\n"):
         planned(10e3)
+
+
+@pytest.mark.parametrize(("layers", "searches"), [(3, 2), (24, 1)])
+def test_tables_that_are_little_of_a_deep_model_are_no_reason_to_search_again(layers, searches):
+    """Two layers stand for all while a plan is searched; the table is a fifth of two, and little of many."""
+    config = gpt.GPTConfig(vocabulary=16, width=16, layers=layers, heads=2, sequence=128)
+    with torch.device("meta"):
+        captured = captured_of(*gpt.build(config, batch=4))
+    asked = []
+
+    def run(hosts, offload):  # it fits with states on the host, and without them where tables are there
+        asked.append(offload)
+        techniques = Techniques(offload=("optimizer",) if offload else ())
+        return SimpleNamespace(techniques=techniques, claims={"step_seconds": 1.0}, verdict=None)
+
+    with_tables(folded(captured.graph, captured.folding), frozenset(), Request(H100), run)
+    assert asked == [True, False][:searches]
+
+
+def test_a_choice_is_simulated_once(monkeypatch):
+    asked, judged = [], Judge.__call__
+
+    def judge(self, choice):
+        asked.append((self.techniques, self.hosts, choice))
+        return judged(self, choice)
+
+    monkeypatch.setattr(Judge, "__call__", judge)
+    planned(350e3, alone=False)
+    assert len(asked) > 10
+    assert not [one for n, one in enumerate(asked) if one in asked[:n]]
 
 
 def test_other_modes_and_clusters_without_a_host_of_their_own_refuse():
