@@ -167,7 +167,9 @@ def _planner(row: Row, captured: Any, cluster: Any, mesh: Any, clock: Clock, mem
         cluster,
         float(cluster.device.memory_bytes) if memory else None,
         space=row.space,
-        judge=(lambda f, m, hosts, asked: Judge(f, m, cluster, 2, hosts, asked)) if memory else None,
+        judge=(lambda f, m, hosts, asked, states: Judge(f, m, cluster, states, hosts, asked))
+        if memory
+        else None,
     )
     return clock("codes", lambda: Planner(Scene(folds.graph, factors, mesh), folds, {}, request))
 

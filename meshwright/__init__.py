@@ -44,8 +44,29 @@ _PUBLIC = {
     "verify": "meshwright.verify",
     "Job": "meshwright.launch",
     "Mesh": "meshwright.mesh",
-    "MeshwrightError": "meshwright.errors",
     "launch": "meshwright.launch",
+    **dict.fromkeys(
+        (
+            "MeshwrightError",
+            "BatchError",
+            "CaptureError",
+            "CheckpointError",
+            "ClusterError",
+            "DamagedError",
+            "DoesNotFit",
+            "GraphError",
+            "LaunchError",
+            "LayoutError",
+            "MeshError",
+            "ModelError",
+            "PeerLost",
+            "PlanError",
+            "RuleError",
+            "RunError",
+            "StrategyError",
+        ),
+        "meshwright.errors",
+    ),
 }
 
 __all__ = ["__version__", *_PUBLIC]

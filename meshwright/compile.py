@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,8 @@ from meshwright.capture.batch import leaves
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.saved import saved
 from meshwright.cycles import seldom_collected
-from meshwright.errors import ClusterError, MeshError, PlanError
+from meshwright.errors import ClusterError, DoesNotFit, MeshError, PlanError
+from meshwright.fewer_rows import with_batch_that_fits
 from meshwright.mesh import Mesh
 from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
@@ -38,14 +40,16 @@ from meshwright.pipeline.predicted import claims_of as pipeline_claims
 from meshwright.pipeline.schedules import SCHEDULES
 from meshwright.plan import Plan
 from meshwright.report.plan_table import plan_text
+from meshwright.search.deadline import Deadline
 from meshwright.search.folded import Folded
 from meshwright.search.marks import mesh_of_pins, renumber
-from meshwright.search.modes import make_plan, over_limit
+from meshwright.search.modes import make_plan, within_limit
 from meshwright.search.planner import Progress, Request
 from meshwright.search.searched import SEARCHES
 from meshwright.search.techniques import apply
 from meshwright.techniques import NONE, Options, Techniques, techniques_from
 
+FIRST = 1e-3  # seconds of a search whose first answer is enough
 Loss = Callable[[Any, Any], torch.Tensor]
 Pins = Mapping[str, Mapping[str, Any]]
 OneMesh = Mesh | int | Mapping[str, int] | None
@@ -74,6 +78,7 @@ def plan(
     space: str = "",
     inner: str = "exact",
     progress: Progress | None = None,
+    time_limit: float | None = None,
     cache: str | Path | None = None,
     **techniques: Unpack[Options],
 ) -> Plan:
@@ -88,14 +93,32 @@ def plan(
     With a cluster the plan says what it costs (`Plan.claims`). `memory` is the limit in bytes per rank (by default the
     device's); `optimizer_states` counts the moments per parameter (2 for Adam). `space` (``a``, ``b``, ``c``) is what
     ``dynamic_programming`` searches and `inner` (``exact``, ``greedy``) how ``recursive_programming`` solves one axis.
-    `progress` is told (stage, best price in seconds so far, bound). `techniques`: see `meshwright.techniques`, as in
-    ``optimizer_parallel=3, micro_batches=4``. Raises a subclass of MeshwrightError that names
-    the operator and the line.
+    `progress` is told (stage, best price in seconds so far, bound). After `time_limit` seconds a search ends with the
+    best so far, as it does by Ctrl-C; without any that fits by then it goes on to the first that does. `techniques`:
+    see `meshwright.techniques`, as in ``optimizer_parallel=3, micro_batches=4``. Raises a subclass of MeshwrightError
+    that names the operator and the line.
     """
     asked = techniques_from(techniques)
     captured = captured_of(model, batch, loss, cache)
-    request = request_for(cluster, memory, optimizer_states, space, inner, progress)
-    return plan_captured(captured, mesh, mode, pins, request, asked)
+    request = request_for(cluster, memory, optimizer_states, space, inner, progress, time_limit)
+    try:
+        made = plan_captured(captured, mesh, mode, pins, request, asked)
+        if request is not None and request.deadline.over:
+            return made.with_notes(
+                f"the search was ended after {time_limit:g} s: this is the best plan found by then"
+            )
+        return made
+    except DoesNotFit as error:
+        known = _captured.get(model)
+
+        def planned(fewer: Any) -> Plan:  # any plan will do: it ends with the first
+            again = request_for(cluster, memory, optimizer_states, space, inner, progress, FIRST)
+            return plan_captured(captured_of(model, fewer, loss), mesh, mode, pins, again, asked)
+
+        told = with_batch_that_fits(error, captured.graph, batch, planned)
+        if known is not None:
+            _captured[model] = known
+        raise told from None
 
 
 def request_for(
@@ -105,12 +128,14 @@ def request_for(
     space: str = "",
     inner: str = "exact",
     progress: Progress | None = None,
+    time_limit: float | None = None,
 ) -> Request | None:
     """What a search is asked for, on a cluster; None without one. Raises PlanError for limits that cannot be."""
-    if cluster is None and memory is not None:
+    limits = {"memory": memory, "time_limit": time_limit}
+    if cluster is None and (given := {name: value for name, value in limits.items() if value is not None}):
         raise PlanError(
-            f"memory={memory!r} without a cluster",
-            why="a limit in bytes per rank is kept by searches, and by what is predicted for the ranks of a cluster",
+            " and ".join(f"{name}={value!r}" for name, value in given.items()) + " without a cluster",
+            why="limits are kept by searches, and by what is predicted for the ranks of a cluster",
             hint='cluster=mw.Cluster.preset("h100", nodes=2) or mw.Cluster.load("cluster.yaml") beside it',
         )
     if cluster is None:
@@ -140,10 +165,29 @@ def request_for(
             hint="2 for Adam, 1 for momentum, 0 for plain SGD",
         )
 
-    def judge(folds: Folded, mesh: Mesh, hosts: frozenset[str], techniques: Techniques) -> Judge:
-        return Judge(folds, mesh, cluster, optimizer_states, hosts, techniques)
+    seconds = math.inf if time_limit is None else time_limit
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise PlanError(
+            f"time_limit={time_limit!r}",
+            why="it is the number of seconds after which a search ends with the best so far",
+            hint="time_limit=30, or leave it out",
+        )
 
-    return Request(cluster, limit, optimizer_states, space, inner, progress or _silent, judge)
+    def judge(folds: Folded, mesh: Mesh, hosts: frozenset[str], techniques: Techniques, states: int) -> Judge:
+        return Judge(folds, mesh, cluster, states, hosts, techniques)
+
+    told = progress or _silent
+    return Request(
+        cluster,
+        limit,
+        optimizer_states,
+        space,
+        inner,
+        told,
+        judge,
+        hard=memory is not None,
+        deadline=Deadline(float(seconds)),
+    )
 
 
 @seldom_collected()
@@ -156,6 +200,8 @@ def plan_captured(
     techniques: Techniques = NONE,
 ) -> Plan:
     """The plan of a captured program. It keeps the capture, so that it can explain itself and take more pins."""
+    if request is not None:
+        request.deadline.begin()
     if isinstance(mesh, list | tuple):
         return _plan_own(captured, mesh, mode, pins, request, techniques)
     if techniques.pipeline > 1:
@@ -225,7 +271,7 @@ def _plan_in_one(
             claims = claims_of(parts, summed.cluster, summed.optimizer_states)
             made = replace(made, claims={**claims, **kept})
     if request is not None:
-        made = made.with_notes(*over_limit(made, request))
+        made = within_limit(made, request)
     return _of_captured(captured, made, request)
 
 
@@ -256,7 +302,9 @@ def _plan_staged(
         limit = None if request.memory_bytes is None else places * request.memory_bytes
         cluster = within_stage(request.cluster, taken_of(request.cluster, world))
         held = max(in_flight(techniques, places))
-        inside = replace(request, cluster=cluster, memory_bytes=limit, places=places, in_flight=held)
+        inside = replace(
+            request, cluster=cluster, memory_bytes=limit, places=places, in_flight=held, hard=False
+        )
     made = plan_captured(captured, world.stage, mode, pins, inside, in_one_stage(techniques))
     return _in_stages(captured, made, world, request, techniques)
 
@@ -294,7 +342,12 @@ def _plan_own(
             cluster = part_of(request.cluster, world, place)
             held = max(in_flight(techniques, world.places))
             inside = replace(
-                request, cluster=cluster, memory_bytes=limit, places=world.places, in_flight=held
+                request,
+                cluster=cluster,
+                memory_bytes=limit,
+                places=world.places,
+                in_flight=held,
+                hard=False,
             )
             key = (mesh, str([level.size for level in cluster.levels]))
         if key not in known:
@@ -342,12 +395,14 @@ def _in_stages(
     if request is not None:
         said = pipeline_claims(lower(captured, made), request.cluster, request.optimizer_states)
         made = replace(made, claims=said)
-        made = made.with_notes(*over_limit(made, request))
+        made = within_limit(made, request)
     return with_origin(made, captured, request)
 
 
 def with_origin(plan: Plan, captured: Captured, request: Request | None = None) -> Plan:
     """The plan together with the program it was made for."""
+    if request is not None:  # a plan that takes more pins begins a search of its own
+        request = replace(request, deadline=Deadline(request.deadline.seconds))
     return replace(plan, origin=_Origin(captured, request))
 
 

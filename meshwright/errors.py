@@ -72,6 +72,19 @@ class PlanError(MeshwrightError):
     """A plan that does not fit its model, mesh or version."""
 
 
+class DoesNotFit(PlanError):
+    """No plan of what was searched is within the limit of memory.
+
+    `parts`: into how many parts of whole rows the batch might be cut so that one fits, by estimates alone.
+    """
+
+    def __init__(
+        self, what: str, *, why: str = "", where: str = "", hint: str = "", parts: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(what, why=why, where=where, hint=hint)
+        self.parts = parts
+
+
 class BatchError(MeshwrightError):
     """A batch that differs from the example the step was built for."""
 

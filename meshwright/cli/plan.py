@@ -70,6 +70,12 @@ def plan(
         str,
         typer.Option("--optimizer", metavar="NAME", help="adamw, sgd or momentum: what it keeps in memory."),
     ] = "adamw",
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            "--time-limit", metavar="SECONDS", help="End the search after so long, with the best plan so far."
+        ),
+    ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="PLAN.JSON", help="Where the plan is written.")
     ] = Path("plan.json"),
@@ -86,7 +92,8 @@ def plan(
 ) -> None:
     """Plan how to cut MODEL over a cluster, and write the plan to a file.
 
-    Needs no devices and no weights. Ctrl-C ends the search with the best plan found so far.
+    Needs no devices and no weights. Ctrl-C, or --time-limit, ends the search with the best plan
+    found so far.
     """
     from meshwright.cli.arguments import (
         mesh_sizes,
@@ -104,13 +111,13 @@ def plan(
     asked = techniques_of(techniques or ())
     machine = open_cluster(cluster) if cluster is not None else None
     mode = mode or ("auto" if machine else PINNED if pins else "data_parallel")
-    check_needs(mode, machine, limit=limit, trace=trace, mesh=sizes)
+    check_needs(mode, machine, limit=limit, trace=trace, mesh=sizes, time_limit=time_limit)
     check_folders(output, trace)
 
     try:
         with Watch(err(), quiet=as_json) as watch:
             made, parts, about = make(
-                model, batch, seq, machine, sizes, mode, pins, limit, states, watch, asked
+                model, batch, seq, machine, sizes, mode, pins, limit, states, watch, asked, time_limit
             )
     except KeyboardInterrupt:
         err().print("stopped before a plan was found")
@@ -127,11 +134,18 @@ def plan(
 
 
 def check_needs(
-    mode: str, machine: Cluster | None, *, limit: int | None, trace: Path | None, mesh: Any
+    mode: str,
+    machine: Cluster | None,
+    *,
+    limit: int | None,
+    trace: Path | None,
+    mesh: Any,
+    time_limit: float | None = None,
 ) -> None:
     """Refuse, before torch is loaded, what cannot be answered. Raises PlanError."""
     asked = [f"--mode {mode}"] if mode in PRICED else []
     asked += ["--memory"] if limit is not None else []
+    asked += ["--time-limit"] if time_limit is not None else []
     asked += ["--trace"] if trace is not None else []
     if asked and machine is None:
         raise PlanError(
@@ -162,6 +176,7 @@ def make(
     states: int,
     watch: Watch,
     techniques: Any,
+    time_limit: float | None = None,
 ) -> tuple[Plan, Partition, str]:
     """The plan, the program it gives, and what was planned. Raises a MeshwrightError; `watch` shows how it goes."""
     with watch.stage(OPENING):
@@ -175,6 +190,7 @@ def make(
     priced: dict[str, Any] = {}
     if machine is not None:
         priced = {"cluster": machine, "memory": limit, "optimizer_states": states, "progress": watch}
+        priced["time_limit"] = time_limit
     with watch.stage(SEARCHING), watch.interruptible():
         made = mw.plan(
             opened.model,

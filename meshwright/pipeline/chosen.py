@@ -69,10 +69,10 @@ def with_stages(
         made = plain()
     except PlanError as error:
         refused = error
-    if made is not None and request.interrupts:
-        return made
     request = replace(request, techniques=techniques)
     world = _World(graph, folding, request)
+    if made is not None and request.interrupts:
+        return _after_interrupt(world, made, made)
     if made is not None and min(made.claims.get("gaps", {}).get(k, 1.0) for k in ("joint", "step")) <= NEAR:
         return world.bounded(made, made, solves=0)
     seen: list[Plan] = []
@@ -85,7 +85,17 @@ def with_stages(
     except KeyboardInterrupt:
         if not seen and made is None:
             raise
-        return seen[-1] if seen else made  # type: ignore[return-value]
+        last = seen[-1] if seen else made
+        assert last is not None
+        return _after_interrupt(world, last, made)
+
+
+def _after_interrupt(world: _World, plan: Plan, alone: Plan | None) -> Plan:
+    """The plan with the bound that is told quickly; a second interrupt ends that, too."""
+    try:
+        return world.bounded(plan, alone, solves=0)
+    except KeyboardInterrupt:
+        return plan
 
 
 def _best(
@@ -132,6 +142,7 @@ def _best(
             told = told_stages(found, list(several.values()), techniques.given)
             best = replace(other, techniques=given).with_notes(note, *told, *_unseen(techniques, request))
             seen.append(best)
+            request.deadline.arm()
             request.progress(f"{other.techniques.pipeline} stages", best.claims["step_seconds"], None)
     return best
 

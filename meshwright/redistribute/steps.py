@@ -100,3 +100,14 @@ def show_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def enough_bytes(count: float) -> str:
+    """The same rounded up: whoever writes it as a limit has so many bytes or more."""
+    for power in (0, 3, 6, 9, 12):
+        unit = 10**power
+        digit = unit if power == 0 or count > 99 * unit else unit // 10
+        up = math.ceil(count / digit) * digit
+        if up <= 999 * unit or power == 12:
+            break
+    return show_bytes(up)

@@ -8,6 +8,7 @@ these.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -15,7 +16,9 @@ import numpy as np
 
 from meshwright.ops.batch import batch_rows
 from meshwright.search.data_parallel import by_batch
-from meshwright.search.planner import Found, Planner, Verdict, families_of
+from meshwright.search.frugal import saved
+from meshwright.search.joint.too_large import NothingFits
+from meshwright.search.planner import Found, Planner, families_of
 from meshwright.search.recursed import recursion
 from meshwright.search.solve import solve, solve_limited
 from meshwright.search.space.build import Space
@@ -23,7 +26,7 @@ from meshwright.search.space.families import outside
 from meshwright.search.space.given import exactly, rows_of
 from meshwright.search.space.memory import memory_of
 from meshwright.search.space.step import entries, step_problem
-from meshwright.search.within import NEAR, Limited, fits, limited, priced_by_bytes, too_large
+from meshwright.search.within import NEAR, Limited, fits, limited, nearer, priced_by_bytes
 
 ALPHAS = (0.5, 0.3)  # weights of computing against what can hide beside it, as long as there is a gap
 SURE = 4  # candidates that are judged in full, at most
@@ -38,7 +41,7 @@ class _Tried:
     """What was found so far, what came nearest to fitting, and bounds of the sum and of the step, by space."""
 
     found: list[tuple[str, Found]] = field(default_factory=list)
-    nearest: list[Verdict] = field(default_factory=list)
+    nearest: list[Found] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
 
@@ -46,19 +49,20 @@ class _Tried:
 def auto(planner: Planner) -> Found:
     """The choice with the least simulated step that fits. An interrupt ends the search with the best so far.
 
-    Raises PlanError when nothing fits.
+    Raises NothingFits.
     """
     tried = _Tried()
     try:
         for name, found in recipes(planner):
-            tried.found.append((name, found))
+            _take(planner, tried, name, found)
             planner.tell(name, _best(planner, tried), None)
         for name, family in families_of(planner):
             _optima(planner, tried, name, planner.space(family))
         if planner.request.memory_bytes is not None and not _near(planner, tried):
-            found, _ = priced_by_bytes(planner, recursion(planner))
+            found, near = priced_by_bytes(planner, recursion(planner))
+            tried.nearest += [near] if near is not None else []
             if found is not None:
-                tried.found.append(("recursion within memory", found))
+                _take(planner, tried, "recursion within memory", found)
                 planner.tell("recursion within memory", step_of(found), None)
     except KeyboardInterrupt:
         if not any(fits(planner, f) for _, f in tried.found):
@@ -66,8 +70,11 @@ def auto(planner: Planner) -> Found:
         planner.request.interrupts.append("auto")
     fitting = [(name, found) for name, found in tried.found if fits(planner, found)]
     if not fitting:
-        seen = [f.verdict for _, f in tried.found if f.verdict] + tried.nearest
-        raise too_large(planner, min(seen, key=lambda v: v.peak_bytes, default=None))
+        if (found := saved(planner)) is None:
+            seen = [*(f for _, f in tried.found), *tried.nearest]
+            raise NothingFits(functools.reduce(functools.partial(nearer, planner), seen, None))
+        fitting = [("the most frugal", found)]
+        tried.found += fitting
     label, best, sure = _settled(planner, fitting, min(tried.steps.values(), default=0.0))
     steps = {n: step_of(f) if fits(planner, f) else None for n, f in tried.found}
     claims = {
@@ -78,6 +85,12 @@ def auto(planner: Planner) -> Found:
         "candidates": {**steps, **sure},
     }
     return replace(best, claims=claims)
+
+
+def _take(planner: Planner, tried: _Tried, name: str, found: Found) -> None:
+    tried.found.append((name, found))
+    if fits(planner, found):
+        planner.request.deadline.arm()
 
 
 def _settled(
@@ -128,7 +141,7 @@ def _optima(planner: Planner, tried: _Tried, name: str, space: Space) -> None:
             tried.nearest.append(solution.nearest)
         if solution.found is not None:
             label = f"{name[:3]} optimum" + ("" if alpha is None else f", α={alpha}")
-            tried.found.append((label, solution.found))
+            _take(planner, tried, label, solution.found)
         _go_on(solution)
         if alpha is None:
             around = _bound(planner, tried, name, space)

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.blocks import UNFOLDED, Folding
 from meshwright.cycles import seldom_collected
-from meshwright.errors import LayoutError, PlanError, StrategyError, did_you_mean
+from meshwright.errors import DoesNotFit, LayoutError, PlanError, StrategyError, did_you_mean
 from meshwright.graph import Graph
 from meshwright.layout import TensorLayout, verify
 from meshwright.mesh import Mesh
@@ -17,7 +17,7 @@ from meshwright.ops.analysis import expect_factors, factors_of
 from meshwright.ops.strategy import WHOLE, Strategy
 from meshwright.plan import Plan, fingerprint, plain_pins
 from meshwright.plan_file import MODES
-from meshwright.redistribute.steps import show_bytes
+from meshwright.redistribute.steps import enough_bytes, show_bytes
 from meshwright.search.alternatives import next_best
 from meshwright.search.data_parallel import assign_batch, check_batch
 from meshwright.search.finish import input_layouts, pass_gradients_back
@@ -212,19 +212,30 @@ def _check_sizes(graph: Graph) -> None:
             )
 
 
-def over_limit(plan: Plan, request: Request) -> tuple[str, ...]:
-    """What a reader must know of a plan whose claimed peak, or what it has on the host, is over the limit."""
+def within_limit(plan: Plan, request: Request) -> Plan:
+    """The plan, with what a reader must know where its claimed peak, or what it has on the host, is over the limit.
+
+    Raises DoesNotFit where the user gave that limit.
+    """
     notes: list[str] = []
     peak, limit = plan.claims.get("peak_bytes"), request.memory_bytes
+    searches = (
+        f'mode="{plan.mode}" searches nothing that would, mode="auto" does'
+        if plan.mode not in SEARCHES
+        else "stages, or what was asked for beside the search, take more than it knew"
+    )
     if peak and limit and peak > limit:
-        notes.append(
-            f"does not fit: {show_bytes(peak)} on a rank, of {show_bytes(limit)}; "
-            f'mode="{plan.mode}" searches nothing that would, mode="auto" does'
-        )
+        if request.hard:
+            raise DoesNotFit(
+                f"the plan does not fit into {show_bytes(limit)} per rank",
+                why=f"{show_bytes(peak)} at {plan.claims.get('peak_where', 'its peak')}; {searches}",
+                hint=f'mode="auto"; or {enough_bytes(peak)} per rank; or no limit, to see the plan',
+            )
+        notes.append(f"does not fit: {show_bytes(peak)} on a rank, of {show_bytes(limit)}; {searches}")
     held, room = plan.claims.get("host_bytes"), request.cluster.host_memory_bytes
     if held and room and held > room:  # 0 where the cluster's file does not say
         notes.append(f"does not fit: {show_bytes(held)} of a rank on its host, of {show_bytes(room)}")
-    return tuple(notes)
+    return plan.with_notes(*notes)
 
 
 def _rough(request: Request) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from meshwright.mesh import Mesh
 from meshwright.redistribute.matrix import Table
 from meshwright.search.alike.prices import Alike, MakePriced
 from meshwright.search.alike.ways import BITS
+from meshwright.search.deadline import Deadline
 from meshwright.search.folded import Folded
 from meshwright.search.options import Scene
 from meshwright.search.pins import Seeds
@@ -91,11 +92,14 @@ class Judge(Protocol):
 class Request:
     """What a search is asked for. `optimizer_states`: moments per parameter element (2 for Adam); `space` and `inner`
     choose what is searched and how, where a mode has a choice. `judge` makes the simulation that has the last word on
-    time and memory from a folded graph, a mesh, the nodes that the host runs and techniques; without it sums decide.
+    time and memory from a folded graph, a mesh, the nodes that the host runs, techniques and the moments of an element;
+    without it sums decide.
     `techniques`: what the user asked for beside the mode; what is not `given` there, `auto` may choose. `places`: ranks
     of a pipeline among which the model will be divided; `memory_bytes` is then what they have together, and of
     `in_flight` micro-batches they hold what backward needs at once. `interrupts`:
-    a search that an interrupt has ended, and that has something to give, says so here: nothing else begins then."""
+    a search that an interrupt has ended, and that has something to give, says so here: nothing else begins then.
+    `hard`: the user gave the limit of memory, so that a plan over it is refused in every mode. `deadline` interrupts by
+    the clock."""
 
     cluster: Cluster
     memory_bytes: float | None = None
@@ -103,11 +107,13 @@ class Request:
     space: str = ""
     inner: str = "exact"
     progress: Progress = lambda stage, price, bound: None
-    judge: Callable[[Folded, Mesh, frozenset[str], Techniques], Judge] | None = None
+    judge: Callable[[Folded, Mesh, frozenset[str], Techniques, int], Judge] | None = None
     techniques: Techniques = NONE
     places: int = 1
     in_flight: float = 1.0
     interrupts: list[str] = field(default_factory=list, compare=False)
+    hard: bool = False
+    deadline: Deadline = field(default_factory=Deadline, compare=False)
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,8 @@ class Planner:
 
     def _judge(self) -> Judge | None:
         make = self.request.judge
-        return make(self.folds, self.scene.mesh, self.hosts, self.techniques) if make else None
+        states = self.request.optimizer_states
+        return make(self.folds, self.scene.mesh, self.hosts, self.techniques, states) if make else None
 
     def under(self, techniques: Techniques) -> Planner:
         """The same with other techniques; spaces of the one are spaces of the other."""
@@ -163,6 +170,11 @@ class Planner:
         other.techniques = techniques
         other.judge = other._judge()
         return other
+
+    def asked(self, request: Request) -> Planner:
+        """The same under another request."""
+        other = Planner(self.scene, self.folds, self.seeds, request, self.hosts)
+        return other.under(self.techniques)
 
     def memory(self, space: Space, optimizer_states: int | None = None) -> Memory:
         """What a choice takes of a rank, at least, under the techniques."""
@@ -204,6 +216,7 @@ class Planner:
 
     def problem(self, space: Space, alpha: float | None = None) -> Problem:
         """What is minimised in a space under the techniques."""
+        self.request.deadline.check()
         return space.problem(alpha, self.techniques.micro_batches)
 
     def peak_bytes(self, found: Found) -> float:
@@ -302,6 +315,7 @@ class Planner:
 
     def found(self, space: Space, states: Sequence[int], claims: Mapping[str, Any]) -> Found:
         """A choice with what it claims, simulated where there is a judge."""
+        self.request.deadline.check()
         parts = space.price(states, self.techniques.micro_batches)
         choice = space.choice(states)
         verdict = self._verdict(choice)
@@ -336,6 +350,7 @@ class Planner:
     def tell(self, stage: str, price: float | None = None, bound: float | None = None) -> None:
         """Progress."""
         self.request.progress(stage, price, bound)
+        self.request.deadline.check()
 
 
 def _judged(verdict: Verdict) -> dict[str, Any]:

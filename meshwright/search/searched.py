@@ -20,13 +20,15 @@ import numpy as np
 from meshwright.errors import LayoutError
 from meshwright.ops.strategy import Strategy
 from meshwright.search.auto import auto
+from meshwright.search.frugal import saved
 from meshwright.search.joint import joint
-from meshwright.search.planner import Found, Planner, Verdict, check_request, families_of, two_runs
+from meshwright.search.joint.too_large import too_large
+from meshwright.search.planner import Found, Planner, check_request, families_of, two_runs
 from meshwright.search.recursed import recursion
 from meshwright.search.refused import not_allowed, not_lowered
 from meshwright.search.solve import NoStates, solve
 from meshwright.search.space.given import exactly, rows_of
-from meshwright.search.within import limited, too_large, within_memory
+from meshwright.search.within import fits_in_both, limited, nearer, priced_by_bytes
 
 SEARCHES = ("recursive_programming", "dynamic_programming", "auto")
 
@@ -42,9 +44,11 @@ def search(planner: Planner, mode: str, *, offload: bool = True) -> Found:
     try:
         match mode:
             case "recursive_programming":
-                found = planner.settled(within_memory(planner, recursion(planner, planner.request.inner)))
+                found = _that_fits(
+                    planner, *priced_by_bytes(planner, recursion(planner, planner.request.inner))
+                )
             case "dynamic_programming":
-                found = planner.settled(_exact(planner))
+                found = _that_fits(planner, *_exact(planner))
             case _:
                 found = joint(planner, auto, offload=offload)
     except NoStates as error:
@@ -67,27 +71,48 @@ def priced(planner: Planner, strategies: Mapping[str, Strategy]) -> Found | None
     )
 
 
-def _exact(planner: Planner) -> Found:
+def _that_fits(planner: Planner, found: Found | None, nearest: Found | None = None) -> Found:
+    """What was found, judged in full; the most frugal choice where it does not fit then, or nothing was found."""
+    if found is not None:
+        found = planner.settled(found)
+        if fits_in_both(planner, found):
+            return found
+        nearest = nearer(planner, nearest, found)
+    found = saved(planner)
+    if found is None:
+        raise too_large(planner, nearest)
+    return found
+
+
+def _exact(planner: Planner) -> tuple[Found | None, Found | None]:
+    """The best of the exact spaces with its bound; where nothing was found, what came nearest."""
     best = _smaller(planner) if planner.request.space == "c" else None
     most = best.claims["price_seconds"] if best else np.inf
-    nearest: Verdict | None = None
+    nearest: Found | None = None
     bound = most  # what the space has not is dearer than that
     for name, family in families_of(planner):
-        solution = limited(planner, planner.space(family, most=most), None, known=best)
+        try:
+            solution = limited(planner, planner.space(family, most=most), None, known=best)
+        except KeyboardInterrupt:
+            if best is None:
+                raise
+            break
         bound = min(bound, solution.bound)
         if solution.stopped and solution.found is None and best is None:
             raise KeyboardInterrupt
         if solution.found is None:
-            nearest = nearest or solution.nearest
+            nearest = nearer(planner, nearest, solution.nearest)
             continue
         found = replace(solution.found, claims={**solution.found.claims, "space": name})
         if best is None or found.claims["price_seconds"] <= best.claims["price_seconds"]:
             best = found
+        planner.request.deadline.arm()
         if solution.stopped:
             break
     if best is None:
-        raise too_large(planner, nearest)
-    return replace(best, claims={**best.claims, "bound_seconds": bound, "gaps": _gaps(planner, best, bound)})
+        return None, nearest
+    claims = {**best.claims, "bound_seconds": bound, "gaps": _gaps(planner, best, bound)}
+    return replace(best, claims=claims), None
 
 
 def _smaller(planner: Planner) -> Found | None:
@@ -95,6 +120,7 @@ def _smaller(planner: Planner) -> Found | None:
     name, family = two_runs(planner)
     found = limited(planner, planner.space(family), None, alone=False).found
     if found is not None:
+        planner.request.deadline.arm()
         planner.tell(name, found.claims["price_seconds"], None)
     return found
 

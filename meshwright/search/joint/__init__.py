@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
-from meshwright.errors import PlanError
+from meshwright.errors import DoesNotFit, PlanError
+from meshwright.search.frugal import any_fits, saved
 from meshwright.search.joint.bounds import Least
 from meshwright.search.joint.dimensions import (
     Dimension,
     Point,
     dimensions,
-    fits_in_both,
     micro_batches_of,
     points,
     wider,
@@ -27,10 +28,11 @@ from meshwright.search.joint.fronts import Front, first_front, front, least_byte
 from meshwright.search.joint.layers import fewer_layers
 from meshwright.search.joint.neighbours import neighbours, quicker
 from meshwright.search.joint.told import told
+from meshwright.search.joint.too_large import NothingFits, too_large
 from meshwright.search.planner import Found, Planner, families_of
 from meshwright.search.solve import solve
 from meshwright.search.space.build import Space
-from meshwright.search.within import limited, too_large
+from meshwright.search.within import fits_in_both, limited
 from meshwright.techniques import Techniques
 
 TRIES = 20  # simulations of a choice under techniques
@@ -50,30 +52,36 @@ def joint(planner: Planner, auto: Callable[[Planner], Found], *, offload: bool =
     """
     limit = planner.request.memory_bytes
     if limit is None or planner.judge is None:
-        return auto(planner)
+        try:
+            return auto(planner)
+        except NothingFits as error:
+            raise too_large(planner, error.nearest) from None
     space = planner.space(families_of(planner)[0][1])
-    refused: PlanError | None = None
+    nearest: Found | None = None
     base: Found | None = None
     if least_bytes(planner, space) <= limit:
         try:
             base = auto(planner)
-        except PlanError as error:
-            refused = error
+        except NothingFits as error:
+            nearest = error.nearest
     seen = [base] if base is not None else []
     try:
-        return _open(planner, space, base, refused, seen, offload)
+        return _open(planner, space, base, nearest, seen, offload)
     except KeyboardInterrupt:
         if not seen:
             raise
         planner.request.interrupts.append("techniques")
-        return seen[-1]
+        try:
+            return _bounded(planner, space, seen[-1])
+        except KeyboardInterrupt:  # a second one
+            return seen[-1]
 
 
 def _open(
     planner: Planner,
     space: Space,
     base: Found | None,
-    refused: PlanError | None,
+    nearest: Found | None,
     seen: list[Found],
     offload: bool,
 ) -> Found:
@@ -86,11 +94,11 @@ def _open(
     decided = base is None or base.claims.get("memory_decided", False)
     if not decided or all(len(d.values) == 1 for d in wide):
         if base is None:
-            raise refused or too_large(planner)
+            raise too_large(planner, nearest)
         return _turns(planner, base)
     if base is None and least_bytes(planner.under(_last(planner, wide)), space) > limit:
-        raise _hopeless(planner, wide, refused)
-    return _best(planner, space, (over, wide), base, refused, seen)
+        raise _hopeless(planner, wide, nearest)
+    return _best(planner, space, (over, wide), base, nearest, seen)
 
 
 def _best(
@@ -98,7 +106,7 @@ def _best(
     space: Space,
     overs: tuple[tuple[Dimension, ...], tuple[Dimension, ...]],
     base: Found | None,
-    refused: PlanError | None,
+    nearest: Found | None,
     seen: list[Found],
 ) -> Found:
     """The best with the techniques that it takes; `seen` gets each that is the best so far. `overs`: dimensions, and
@@ -115,10 +123,10 @@ def _best(
     if best is None or not fits_in_both(planner, best):
         best = _last_resort(planner, space, wide)
     if best is None:
-        raise _hopeless(planner, wide, refused)
+        raise _hopeless(planner, wide, nearest)
     if best is not base:
         best = fewer_layers(planner, _again(planner, best))
-        seen.append(best)
+        _see(planner, seen, best)
     best = _turns(planner, best)
     near = neighbours(made, wide, best)
     for _ in range(MOVES):  # what is simulated last is not ranked by estimates alone
@@ -126,14 +134,19 @@ def _best(
         if other is None:
             break
         best = fewer_layers(planner, other)
-        seen.append(best)
+        _see(planner, seen, best)
         near = neighbours(made, wide, best)
+    best = _bounded(planner, space, best)
+    return replace(best, claims={**best.claims, "choices": told(made, wide, best, near)})
+
+
+def _bounded(planner: Planner, space: Space, best: Found) -> Found:
+    """The best with how far it is from what no choice under any techniques undercuts."""
     bound = solve(space.problem(1.0)).bound
     if best.techniques.interleave > 1 or "interleave" not in planner.techniques.given:
         bound = min(bound, least_of(planner).in_one(2))  # copies that take turns hide what others wait for
     gap = max(0.0, _step(best) / bound - 1) if bound > 0 else 0.0
-    claims = {**best.claims, "bound_seconds": bound, "gaps": {"joint": gap}}
-    return replace(best, claims={**claims, "choices": told(made, wide, best, near)})
+    return replace(best, claims={**best.claims, "bound_seconds": bound, "gaps": {"joint": gap}})
 
 
 def _first(planner: Planner, over: tuple[Dimension, ...], seen: list[Found]) -> None:
@@ -147,9 +160,15 @@ def _first(planner: Planner, over: tuple[Dimension, ...], seen: list[Found]) -> 
             continue
         found = made.judged(made.candidates[0], point.techniques)
         if fits_in_both(planner, found):
-            seen.append(found)
+            _see(planner, seen, found)
             planner.tell("recipe", _step(found), None)
             return
+
+
+def _see(planner: Planner, seen: list[Found], found: Found) -> None:
+    """Remember the best so far: from now on a search may end."""
+    seen.append(found)
+    planner.request.deadline.arm()
 
 
 def _last(planner: Planner, over: tuple[Dimension, ...]) -> Techniques:
@@ -203,7 +222,7 @@ def _searched(
                     found = planner.under(found.techniques).settled(found)
                 if fits_in_both(planner, found):
                     best = found
-                    seen.append(found)
+                    _see(planner, seen, found)
             planner.tell("techniques", _step(best) if best else None, None)
     return best
 
@@ -256,6 +275,8 @@ def _last_resort(planner: Planner, space: Space, over: tuple[Dimension, ...]) ->
             continue
         if found is not None and fits_in_both(planner, found := under.settled(found)):
             return replace(found, claims={**found.claims, "chosen": "the most frugal"})
+        if (found := saved(under)) is not None:
+            return found
     return None
 
 
@@ -293,17 +314,28 @@ def _step(found: Found) -> float:
     return found.claims.get("step_seconds", found.claims["price_seconds"])
 
 
-def _hopeless(planner: Planner, over: tuple[Dimension, ...], refused: PlanError | None) -> PlanError:
+def _hopeless(planner: Planner, over: tuple[Dimension, ...], nearest: Found | None) -> PlanError:
     """Why nothing fits, of the most frugal techniques that the model takes."""
     for point in _frugal_first(planner, over):
         if point.techniques == planner.techniques:
             break
         try:
-            error = too_large(planner.under(point.techniques))
+            error = too_large(planner.under(point.techniques), None, _fits_frugally)
         except PlanError:  # more micro-batches than a rank has examples
             continue
-        return PlanError(error.what, why=f"with {point.techniques}: {error.why}", hint=error.hint)
-    return refused or too_large(planner)
+        why = f"with {point.techniques}: {error.why}"
+        return DoesNotFit(error.what, why=why, hint=error.hint, parts=error.parts)
+    return too_large(planner, nearest)
+
+
+def _fits_frugally(planner: Planner) -> bool:
+    """Whether one of the most frugal choices fits, under the most frugal techniques that a model takes."""
+    given = planner.under(planner.request.techniques)
+    for point in _frugal_first(given, wider(given, dimensions(given))):
+        with suppress(PlanError):
+            if any_fits(given.under(point.techniques)):
+                return True
+    return False
 
 
 def _frugal_first(planner: Planner, over: tuple[Dimension, ...]) -> list[Point]:

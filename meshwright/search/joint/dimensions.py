@@ -14,9 +14,8 @@ from typing import Any
 from meshwright.graph import Graph
 from meshwright.ops.batch import batch_rows, by_micro_batch, by_whole_batch
 from meshwright.ops.factors import Factors
-from meshwright.search.planner import Found, Planner
+from meshwright.search.planner import Planner
 from meshwright.search.techniques.recompute import again_of
-from meshwright.search.within import fits
 from meshwright.techniques import ACTIVATIONS, OPTIMIZER, PARAMETERS, Techniques
 
 MOST = 4096  # micro-batches
@@ -78,14 +77,6 @@ def points(over: tuple[Dimension, ...], base: Techniques) -> Iterator[Point]:
     for places in itertools.product(*(range(len(d.values)) for d in over)):
         values = [d.values[k] for d, k in zip(over, places, strict=True)]
         yield Point(places, replace(base, **dict(zip(names, values, strict=True))))
-
-
-def fits_in_both(planner: Planner, found: Found) -> bool:
-    """Whether a choice is within the device's memory and, where it keeps something there, the host's."""
-    room, verdict = planner.request.cluster.host_memory_bytes, found.verdict
-    if found.techniques.offload and room and verdict is not None and verdict.host_bytes > room:
-        return False
-    return fits(planner, found)
 
 
 def _recompute(graph: Graph) -> Dimension:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.errors import PlanError
-from meshwright.search.joint.dimensions import fits_in_both
 from meshwright.search.planner import FULL, Found, Planner
 from meshwright.search.techniques.layers import layers_of
+from meshwright.search.within import fits_in_both
 from meshwright.techniques import ranges
 
 TRIES = 3

@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.errors import PlanError
-from meshwright.search.joint.dimensions import Dimension, fits_in_both
+from meshwright.search.joint.dimensions import Dimension
 from meshwright.search.joint.fronts import Front
 from meshwright.search.planner import Found
+from meshwright.search.within import fits_in_both
 from meshwright.techniques import Techniques
 
 TRIES = 3  # simulations for the next best of a technique
