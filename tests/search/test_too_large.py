@@ -112,11 +112,15 @@ def test_a_batch_is_named_after_it_was_planned() -> None:
 
 
 @pytest.mark.parametrize("mode", ["data_parallel", "sharding_propagation"])
-def test_a_limit_of_the_user_is_kept_by_modes_that_search_nothing_and_that_of_the_device_is_told(mode: str) -> None:
+def test_a_limit_of_the_user_is_kept_by_modes_that_search_nothing_and_that_of_the_device_is_told(
+    mode: str,
+) -> None:
     model, batch, loss = tower(64, 3, rows=512)
     machine = cluster("gpu", "2x2")
     peak = mw.plan(model, batch, loss=loss, cluster=machine, mode=mode).claims["peak_bytes"]
-    assert mw.plan(model, batch, loss=loss, cluster=machine, mode=mode, memory=peak).claims["peak_bytes"] == peak
+    assert (
+        mw.plan(model, batch, loss=loss, cluster=machine, mode=mode, memory=peak).claims["peak_bytes"] == peak
+    )
     with pytest.raises(DoesNotFit, match="the plan does not fit into") as caught:
         mw.plan(model, batch, loss=loss, cluster=machine, mode=mode, memory=0.9 * peak)
     named = bytes_in(caught.value.hint)
