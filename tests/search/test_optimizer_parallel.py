@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from meshwright.partition.price import program_price
 from meshwright.plan import Plan
 from meshwright.redistribute.steps import largest_size
 from meshwright.redistribute.storage import repeated_axes, run_of, stored
-from tests.search.planned import cluster, lowered, made, peaks
+from tests.search.planned import built, cluster, lowered, made, peaks
 
 
 def planned(mesh: dict[str, int], pins: Any = None, **techniques: Any) -> Plan:
@@ -129,3 +130,29 @@ def test_a_search_honours_the_level_and_claims_what_runs() -> None:
     assert asked.claims["price_seconds"] == program_price(program, cluster("gpu", "2x2")).total
     assert asked.claims["peak_bytes"] == max(p.bytes for p in peaks("mlp", asked, cluster("gpu", "2x2")))
     assert "gaps" not in asked.claims  # those are of the search's own plan
+
+
+def test_every_parameter_that_stays_whole_is_named_in_few_words() -> None:
+    model, batch, loss = built("gpt")
+    plan = mw.plan(
+        model,
+        batch,
+        loss=loss,
+        mesh={"dp": 2},
+        optimizer_parallel=3,
+        threshold_kb=1,
+        keep_whole=("blocks.0.*.weight",),
+    )
+    said = [n for n in plan.notes if n.startswith("optimizer parallel")]
+    sizes = {n: 4 * p.numel() for n, p in model.named_parameters()}
+    asked = [n for n in sizes if n.startswith("blocks.0.") and n.endswith(".weight")]
+    small = [n for n in sizes if sizes[n] < 1024 and n not in asked]
+    for note, names in zip(said, (asked, small), strict=True):
+        told = note.removeprefix("optimizer parallel: ").partition(" stay whole, ")[0]
+        found: list[str] = []
+        for one in told.split(", "):
+            pattern, _, count = one.partition(" ×")
+            found += [n for n in sizes if fnmatch.fnmatchcase(n, pattern)]
+            assert len(fnmatch.filter(sizes, pattern)) == int(count or 1)
+        assert sorted(found) == sorted(names)
+    assert " ×" in said[1] and len(said[1]) < 400

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -18,9 +19,10 @@ from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan
 from meshwright.redistribute.storage import repeated_axes, run_of, runs_of, stored
+from meshwright.search.techniques.named import all_of, pattern_of
 from meshwright.techniques import PARAMETERS
 
-SHOWN = 3  # names in a note
+SHOWN = 3  # names in an error
 
 
 def optimizer_parallel(graph: Graph, plan: Plan) -> Plan:
@@ -69,9 +71,14 @@ def optimizer_parallel(graph: Graph, plan: Plan) -> Plan:
                 continue
             whole.setdefault(why, []).append(entry.target)
     changed = _stored(plan, found) if asked.optimizer_parallel == 3 else _updated(plan, found)
-    notes = [f"optimizer parallel: {_some(names)} whole, {why}" for why, names in whole.items()]
+    every = Counter(pattern_of(e.target) for e in entries)
+    notes = [
+        f"optimizer parallel: {all_of(names, every)} stay{'s' if len(names) == 1 else ''} whole, {why}"
+        for why, names in whole.items()
+    ]
     notes += [
-        f"optimizer parallel: {ranks} ranks repeat each part of {_named(names)}: no dim has an element for each rank"
+        f"optimizer parallel: {ranks} ranks repeat each part of {all_of(names, every)}: no dim has an element for "
+        "each rank"
         for ranks, names in partly.items()
     ]
     return changed.with_notes(*notes)
@@ -151,12 +158,3 @@ def _nothing_else_asked(plan: Plan) -> None:
                 why="it says which parameters optimizer parallel splits, and over how many ranks",
                 hint="optimizer_parallel=1 splits the optimizer's states, 2 gradients too, 3 weights too",
             )
-
-
-def _some(names: list[str]) -> str:
-    return f"{_named(names)} stay{'s' if len(names) == 1 else ''}"
-
-
-def _named(names: list[str]) -> str:
-    shown = ", ".join(names[:SHOWN])
-    return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"
