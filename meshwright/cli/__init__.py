@@ -10,7 +10,7 @@ import sys
 import typer
 
 import meshwright
-from meshwright.cli import calibrate, convert, diff, estimate, explain, plan, run
+from meshwright.cli import calibrate, convert, diff, estimate, explain, plan, run, verify
 from meshwright.errors import MeshwrightError
 
 app = typer.Typer(
@@ -40,6 +40,7 @@ def _options(
 
 app.command(name="plan")(plan.plan)
 app.command(name="explain")(explain.explain)
+app.command(name="verify")(verify.verify)
 app.command(name="estimate")(estimate.estimate)
 app.command(name="diff")(diff.diff)
 app.command(name="calibrate")(calibrate.calibrate)

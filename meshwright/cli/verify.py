@@ -1,0 +1,59 @@
+"""`meshwright verify`: the proof of a plan file, on simulated ranks in this process."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshwright.cli.options import MODEL_HELP, BatchOption, JsonOption, PlanArgument, SequenceOption
+
+if TYPE_CHECKING:
+    from meshwright.verify import Report
+
+
+def verify(
+    plan: PlanArgument,
+    model: Annotated[str, typer.Option("--model", metavar="MODEL", help=MODEL_HELP)],
+    batch: BatchOption = None,
+    seq: SequenceOption = None,
+    single: Annotated[
+        bool, typer.Option("--float32", help="In float32, to 1e-5, instead of float64 and 1e-12.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Prove a plan: loss, gradients and three steps on simulated ranks against one device.
+
+    Needs the numbers of the model, random ones too, and memory for a copy of it for each rank. The exit code is 0 where
+    all is equal and 1 where something differs.
+    """
+    import torch
+
+    import meshwright as mw
+    from meshwright.cli.opened import captured_model
+    from meshwright.cli.progress import Watch
+    from meshwright.cli.screen import err
+    from meshwright.plan import Plan
+
+    loaded = Plan.load(plan)
+    opened, captured = captured_model(model, batch, seq)
+    loaded.check(captured.graph)
+    dtype = torch.float32 if single else torch.float64
+    with Watch(err(), quiet=as_json) as watch, watch.stage("proving"):
+        report = mw.verify(opened.model, opened.batch, loss=opened.loss, plan=loaded, dtype=dtype)
+    print(json.dumps(_data(report), ensure_ascii=False) if as_json else report)
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def _data(report: Report) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "equal": report.ok,
+        "dtype": str(report.dtype).removeprefix("torch."),
+        "tolerance": report.tolerance,
+        "compared": len(report.differences),
+        "worst": {"what": report.worst.what, "error": report.worst.error},
+        "inexact": list(report.inexact),
+        "first": report.first,
+    }
