@@ -17,8 +17,9 @@ import numpy as np
 from meshwright.ops.batch import batch_rows
 from meshwright.search.data_parallel import by_batch
 from meshwright.search.frugal import saved
+from meshwright.search.joint.bounds import Least
 from meshwright.search.joint.too_large import NothingFits
-from meshwright.search.planner import Found, Planner, families_of
+from meshwright.search.planner import Found, Planner, families_of, resting_families
 from meshwright.search.recursed import recursion
 from meshwright.search.solve import solve, solve_limited
 from meshwright.search.space.build import Space
@@ -32,6 +33,7 @@ ALPHAS = (0.5, 0.3)  # weights of computing against what can hide beside it, as 
 SURE = 4  # candidates that are judged in full, at most
 CLOSE = 0.003  # of the bound of the step: beside what was judged in full and is that near nothing else is
 DOUBT = 0.15  # by how much two and three layers may be wrong about many: they do not tell which of two streams is full
+FAR = 0.1  # of the best step: where the optimum of fewer ranks is that much later, no others are looked at
 MOST_SOLVES = 12  # for one bound under a limit of memory
 INNER = 3  # how many of the innermost axes a recipe leaves to tensor parallel, at most
 
@@ -58,6 +60,7 @@ def auto(planner: Planner) -> Found:
             planner.tell(name, _best(planner, tried), None)
         for name, family in families_of(planner):
             _optima(planner, tried, name, planner.space(family))
+        _repeated(planner, tried)
         if planner.request.memory_bytes is not None and not _near(planner, tried):
             found, near = priced_by_bytes(planner, recursion(planner))
             tried.nearest += [near] if near is not None else []
@@ -151,6 +154,32 @@ def _optima(planner: Planner, tried: _Tried, name: str, space: Space) -> None:
             return
         _bound(planner, tried, name, space, entry)
         planner.tell(name, _best(planner, tried), tried.steps[name])
+
+
+def _repeated(planner: Planner, tried: _Tried) -> None:
+    """The optima of fewer and fewer ranks, the others idle, while these compute less than the best takes and what is
+    found is near it: where talking costs more than computing, more ranks must not make a plan slower."""
+    best = _best(planner, tried)
+    if planner.seeds or best is None or best <= (1 + CLOSE) * min(tried.steps.values(), default=0.0):
+        return
+    scene, request = planner.scene, planner.request
+    least = Least(scene.graph, scene.factors, planner.ties, request.cluster, request.optimizer_states)
+    for rest, name, family in resting_families(planner):
+        working = scene.mesh.count([a.name for a in scene.mesh.axes[rest:]])
+        if float(least.computing(working).sum()) + least.updating(scene.mesh.size) >= best:
+            return
+        for alpha in (None, *ALPHAS):
+            solution = limited(planner, planner.space(family), alpha, alone=False)
+            _go_on(solution)
+            if solution.found is None:
+                return
+            _take(planner, tried, name if alpha is None else f"{name}, α={alpha}", solution.found)
+            if step_of(solution.found) > (1 + FAR) * best:
+                return
+        if planner.alike() is None:
+            _take(planner, tried, f"recursion, {name}", recursion(planner, rest=rest)(None))
+        best = _best(planner, tried) or best
+        planner.tell(name, best, None)
 
 
 def _bound(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from meshwright.search.space.alike_codes import all_codes
 from meshwright.search.space.build import Choice, Made, Space
 from meshwright.search.space.codes import values_of
 from meshwright.search.space.examples import in_pieces
-from meshwright.search.space.families import Family, named, runs
+from meshwright.search.space.families import Family, named, resting, runs
 from meshwright.search.space.given import honouring, wished_options
 from meshwright.search.space.kept import Kept
 from meshwright.search.space.memory import (
@@ -391,6 +391,21 @@ def families_of(planner: Planner) -> list[tuple[str, Family]]:
         return [(f"(a) product states of all {axes} prime axes", named(single))]
     own = 2 <= len(groups) <= LARGEST - 1 and not _is_levels(planner)
     return [two, named_axes] if own else [two]
+
+
+def resting_families(planner: Planner) -> Iterator[tuple[int, str, Family]]:
+    """The exact spaces of fewer ranks, the most first: with more and more of the outermost axes idle."""
+    axes = planner.scene.mesh.axes
+    used = [n for n, a in enumerate(axes) if a.size > 1]
+    for idle in range(1, len(used) + 1):
+        working = used[idle:]
+        rest = working[0] if working else len(axes)
+        ranks = math.prod(axes[n].size for n in working)
+        family = runs(len(axes), 2)
+        if len(working) < LARGEST:  # what is idle has no option of its own, and goes with any
+            others = [[n] for n in working[1:]]
+            family = named([[n for n in range(len(axes)) if n not in working[1:]], *others])
+        yield rest, f"{ranks} rank{'s' * (ranks > 1)}, repeated", resting(family, rest)
 
 
 def two_runs(planner: Planner) -> tuple[str, Family]:

@@ -9,11 +9,16 @@ import numpy as np
 from meshwright.search.planner import Found, Planner
 from meshwright.search.recursion import recursive_programming
 from meshwright.search.solve import Problem
-from meshwright.search.space.build import Space
+from meshwright.search.space.build import Made, Space
+from meshwright.search.space.families import Family, resting
 
 
-def recursion(planner: Planner, inner: str = "exact") -> Callable[[np.ndarray | None], Found]:
-    """What the recursion finds for a price per byte at each instant, None being no price (`within.priced_by_bytes`)."""
+def recursion(planner: Planner, inner: str = "exact", rest: int = 0) -> Callable[[np.ndarray | None], Found]:
+    """What the recursion finds for a price per byte at each instant, None being no price (`within.priced_by_bytes`);
+    `rest`: the first so many axes are left idle, of a graph that is not priced as arrays."""
+
+    def make(family: Family | Made) -> Space:
+        return planner.space(resting(family, rest) if rest and not isinstance(family, Made) else family)
 
     def run(multipliers: np.ndarray | None) -> Found:
         def weighed(space: Space) -> Problem:
@@ -24,7 +29,7 @@ def recursion(planner: Planner, inner: str = "exact") -> Callable[[np.ndarray | 
         # Arrays know the price of one batch alone, which is near enough for a first choice among thousands of nodes.
         plain = multipliers is None and (alike is not None or planner.techniques.micro_batches == 1)
         done = recursive_programming(
-            planner.space,
+            make,
             planner.scene.mesh,
             inner=inner,
             problem=None if plain else weighed,

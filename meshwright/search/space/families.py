@@ -4,6 +4,7 @@ A family says for every option list how options are laid over the prime axes, wh
 
 - `named`: the axes fall into named groups (``dp``, ``tp``), and all axes of a group take one option: product states;
 - `runs`: the axes are cut into at most so many runs, in mesh order, at any place, and each run takes one option;
+- `resting`: of another family what leaves the first axes idle;
 - `one_option`: all axes but some are as they were, and these take one: what `recursive_programming` begins with;
 - `one_change`: all axes are as they were but one, or all from one on, and each node says which: what it refines with.
 
@@ -66,6 +67,17 @@ def outside(given: Mapping[str, np.ndarray], axes: int) -> Family:
         choices = np.repeat(given[codes.node.name][None, :], len(codes.starts), axis=0)
         choices[:, axes:] = np.array(codes.starts, dtype=np.int8)[:, None]
         return legal(codes, choices, sizes)
+
+    return rows
+
+
+def resting(family: Family, axes: int) -> Family:
+    """Those of a family that are whole on the first axes: ranks along them repeat one another's work."""
+
+    def rows(codes: NodeCodes, sizes: np.ndarray) -> Rows:
+        working = sizes.copy()
+        working[:axes] = 1
+        return family(codes, working)
 
     return rows
 
