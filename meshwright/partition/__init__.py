@@ -15,8 +15,10 @@ from meshwright.ops.analysis import factors_of
 from meshwright.ops.batch import by_whole_batch
 from meshwright.ops.factors import Factors
 from meshwright.partition.again import Keeps
+from meshwright.partition.asked import Askers
+from meshwright.partition.fetches import is_fetch
 from meshwright.partition.interleave import STARTED, SUMMED, original
-from meshwright.partition.keeps import stashed, with_keeps
+from meshwright.partition.keeps import settled, with_keeps
 from meshwright.partition.localize import localize_graph
 from meshwright.partition.overlap import Flight, flights, overlapped, stored_in
 from meshwright.partition.reshards import Resharded, insert_reshards
@@ -35,9 +37,9 @@ class Partition:
 
     `asked` is the plan as it was given. `plan` is the same, but that with micro-batches its mesh has an axis in time,
     on which strategies and layouts are cut too; a "rank" of that mesh is a rank in a micro-batch. `stashes`: value →
-    how it is kept for backward, where that is elsewhere than where it lies. `fetched`: transfer of a parked parameter →
-    the node whose backward is the first to ask for it. `own`: where stages have meshes of their own, what the ranks at
-    each place of the pipeline share; this one is the first of them.
+    how it is kept for backward, where that is elsewhere than where it lies. `again`: operator, reshard or transfer that
+    backward makes again → the nodes whose backward is the first to ask for it (`asked.py`). `own`: where stages have
+    meshes of their own, what the ranks at each place of the pipeline share; this one is the first of them.
     """
 
     plan: Plan
@@ -45,7 +47,7 @@ class Partition:
     resharded: Resharded
     asked: Plan
     stashes: Mapping[str, Stash] = field(default_factory=dict)
-    fetched: Mapping[str, str] = field(default_factory=dict)
+    again: Mapping[str, Askers] = field(default_factory=dict)
     own: tuple[Partition, ...] = ()
 
     def of_place(self, place: int) -> Partition:
@@ -70,6 +72,12 @@ class Partition:
     def of_rank(self, rank: int) -> tuple[int, ...]:
         """The "ranks" of the plan's mesh that a rank is in the micro-batches."""
         return tuple(micro_batch * self.ranks.size + rank for micro_batch in range(self.micro_batches))
+
+    @functools.cached_property
+    def fetched(self) -> dict[str, Askers]:
+        """The same for the transfers that bring parked parameters."""
+        brought = (n.name for n in self.resharded.graph.nodes if is_fetch(n))
+        return {name: self.again[name] for name in brought if name in self.again}
 
     @functools.cached_property
     def flights(self) -> tuple[Flight, ...]:
@@ -130,8 +138,11 @@ class Partition:
             return False
         if node.values[0] in self.resharded.hosted:
             return True
-        stands = node.name if node.name in self.factors.sites else node.name.rpartition("_k")[0]
-        return stands in self.plan.hosts
+        return self.stands_for(node.name) in self.plan.hosts
+
+    def stands_for(self, name: str) -> str:
+        """The operator of the model that a node of a local program came from: itself, or whose helper it is."""
+        return name if name in self.factors.sites else name.rpartition("_k")[0]
 
 
 def partition(
@@ -164,7 +175,8 @@ def _one(graph: Graph, factors: Factors, plan: Plan, prices: Prices | None, keep
     if timed is not plan:
         check_in_time(graph, resharded, timed)
     kept = with_keeps(resharded, factors, timed)
-    return Partition(timed, factors, kept, plan, *stashed(kept, timed, keeps))
+    kept, stashes, again = settled(kept, timed, keeps)
+    return Partition(timed, factors, kept, plan, stashes, again)
 
 
 __all__ = ["RESHARD", "Partition", "Resharded", "partition"]

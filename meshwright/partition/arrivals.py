@@ -1,13 +1,10 @@
-"""What backward comes to when: gradients that are complete, buckets that start then, values that it needs again."""
+"""What backward comes to when: gradients that are complete, buckets that start then."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from meshwright.cost.saved import saved
-from meshwright.graph import TRANSFERS, Graph, Node
-from meshwright.partition import RESHARD, Partition
-from meshwright.partition.again import VIEWS
+from meshwright.graph import Graph
 from meshwright.redistribute.buckets import Group
 
 
@@ -48,25 +45,4 @@ def arrivals(local: Graph, names: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def keepers(parts: Partition, hub: Node) -> set[str]:
-    """The nodes for which autograd keeps a hub, or what lies in its memory."""
-    graph, todo, seen = parts.resharded.graph, [hub.name], set[str]()
-    found: set[str] = set()
-    while todo:
-        for node, port in graph.consumers[todo.pop()]:
-            if node.op in TRANSFERS:
-                view = True
-            elif node.op == RESHARD:
-                view = {s.kind for s in parts.resharded.pairs[node.name].forward} <= {"slice"}
-            else:
-                view = node.op in VIEWS
-                wanted = [use in graph.needs_grad for use in node.uses]
-                if any(node.needs_grad) and port in saved(node, graph.types, wanted).inputs:
-                    found.add(node.name)
-            if view and node.name not in seen:
-                seen.add(node.name)
-                todo += node.values
-    return found
-
-
-__all__ = ["Started", "arrivals", "keepers"]
+__all__ = ["Started", "arrivals"]

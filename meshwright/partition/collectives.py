@@ -4,7 +4,7 @@ test counts."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from meshwright.graph import DTYPES, START, WAIT, Graph, Node
@@ -12,10 +12,11 @@ from meshwright.mesh import Mesh
 from meshwright.ops.talk import kernel_talk
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import summed_first
-from meshwright.partition.micro_batches import first_micro_batch, how_often
+from meshwright.partition.asked import asked_within
+from meshwright.partition.micro_batches import MicroBatches, first_micro_batch, how_often
 from meshwright.partition.overlap import members_of
 from meshwright.partition.reshards import RESHARD, backward_itemsize, parse_steps
-from meshwright.partition.stashes import Stash
+from meshwright.partition.stashes import Stash, stashed_in
 from meshwright.redistribute import Step
 from meshwright.redistribute.positions import exchange
 from meshwright.redistribute.steps import COLLECTIVES
@@ -42,23 +43,26 @@ def program_collectives(
     rank: int,
     held: Collection[str] = (),
     stashes: Mapping[str, Stash] = NO_STASHES,
+    again: Callable[[str], bool] | None = None,
 ) -> list[Collective]:
     """The collectives of a rank's program, in no particular order. Gradient buckets are the runtime's and
-    not among them. What backward is to make again is counted, whether or not autograd asks for it. The gradients of
-    the reshards in `held` are not sent. `stashes`: what is kept for backward in slices, and gathered there."""
+    not among them. The gradients of the reshards in `held` are not sent. `stashes`: what is kept for backward in
+    slices, and gathered there. `again`: whether backward makes the results of a node again; without it those of the
+    reshards that say so."""
     found: list[Collective] = []
     for node in local.nodes:
         for value in node.values:
             for step in stashes[value].gather if value in stashes else ():
                 size = DTYPES[local.types[value].dtype] * payload_elements(step, mesh, rank)
                 found.append(Collective("backward", step.kind, step.axes, size, node.name))
+        remade = again is not None and again(node.name)
         if node.op == RESHARD:
             onward, back = parse_steps(node.args[1]), parse_steps(node.args[2])
             itemsize = DTYPES[node.outputs[0].dtype]
             halves = [("forward", onward, itemsize)]
             if any(node.needs_grad) and node.name not in held:
                 halves.append(("backward", back, backward_itemsize(node)))
-            if node.kwarg("again"):
+            if remade if again is not None else node.kwarg("again"):
                 halves.append(("backward", onward, itemsize))
             for phase, steps, width in halves:
                 for step in steps:
@@ -68,24 +72,47 @@ def program_collectives(
         elif node.op == START:
             found += _flight(local, node, mesh, rank, held)
         elif node.op != WAIT:
-            talks = kernel_talk(node, local.types)
-            found += [Collective(t.phase, t.kind, t.axes, t.payload_bytes, node.name) for t in talks]
+            for t in kernel_talk(node, local.types):
+                phases = ("forward", "backward") if remade and t.phase == "forward" else (t.phase,)
+                found += [Collective(p, t.kind, t.axes, t.payload_bytes, node.name) for p in phases]
     return found
 
 
 def step_collectives(parts: Partition, rank: int) -> list[Collective]:
     """Those of a whole step of a rank (number on the plan's mesh, in the first micro-batch): of all micro-batches, and
     the sums over them."""
-    mesh = parts.plan.mesh
     if parts.micro_batches == 1:
-        return program_collectives(parts.local(rank), mesh, rank, stashes=parts.stashes)
+        return in_micro_batches(parts, rank, None, parts.local(rank))
     programs = first_micro_batch(parts, rank)
-    once = [c for r in programs.rounds for c in program_collectives(r.sums, mesh, rank)]
-    once += program_collectives(programs.late, mesh, rank)
-    count, first = how_often(parts, programs), programs.programs[0]
-    held = program_collectives(first, mesh, rank, summed_first(parts), parts.stashes)
-    again = [c for c in held for _ in range(count(c.node) - 1)]
-    return [*once, *again, *program_collectives(first, mesh, rank, stashes=parts.stashes)]
+    early, late = sums_of_batch(parts, rank, programs)
+    return [*early, *late, *in_micro_batches(parts, rank, programs, programs.programs[0])]
+
+
+def sums_of_batch(
+    parts: Partition, rank: int, programs: MicroBatches
+) -> tuple[list[Collective], list[Collective]]:
+    """What is sent once for all micro-batches: before the first of them, and after the last."""
+    mesh = parts.plan.mesh
+    early = [c for r in programs.rounds for c in program_collectives(r.sums, mesh, rank)]
+    return early, program_collectives(programs.late, mesh, rank)
+
+
+def in_micro_batches(
+    parts: Partition, rank: int, programs: MicroBatches | None, local: Graph
+) -> list[Collective]:
+    """What a rank sends in all micro-batches together. `local`: its program of the first, or a stage of it."""
+    mesh, stashes = parts.plan.mesh, stashed_in(parts.stashes, local)
+    remade = asked_within(parts.again, local)
+
+    def again(name: str) -> bool:
+        return parts.stands_for(name) in remade or name in remade
+
+    first = program_collectives(local, mesh, rank, (), stashes, again)
+    if programs is None:
+        return first
+    count = how_often(parts, programs)
+    held = program_collectives(local, mesh, rank, summed_first(parts), stashes, again)
+    return [*first, *(c for c in held for _ in range(count(c.node) - 1))]
 
 
 def _flight(local: Graph, start: Node, mesh: Mesh, rank: int, held: Collection[str]) -> list[Collective]:

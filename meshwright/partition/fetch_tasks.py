@@ -9,11 +9,11 @@ from meshwright.cost.timeline import COMPUTE, Task
 from meshwright.graph import START, Graph, Node
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
+from meshwright.partition.asked import asked_within
 from meshwright.partition.fetch_prices import fetch_seconds
 from meshwright.partition.fetches import fetch_runs
 from meshwright.partition.interleave import named
 from meshwright.partition.stash_tasks import LINK
-from meshwright.partition.stashes import asked_within
 
 
 class FetchTasks:
@@ -26,7 +26,8 @@ class FetchTasks:
         self.runs = fetch_runs(program)
         self._run_of = {name: number for number, run in enumerate(self.runs) for name in run}
         last = parts.copies - 1
-        asked = asked_within({v: named(n, last) if last else n for v, n in parts.fetched.items()}, program)
+        fetched = {v: tuple(named(n, last) if last else n for n in at) for v, at in parts.fetched.items()}
+        asked = asked_within(fetched, program)
         self._wanted = frozenset(asked)
         self._asked: dict[str, list[str]] = {}  # node → what its backward is the first to ask for
         flown = {use for n in program.nodes if n.op == START for use in n.uses}

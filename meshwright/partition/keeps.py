@@ -15,9 +15,10 @@ from meshwright.graph import MOVES, RESHARD, Graph, Node
 from meshwright.ops.factors import Factors
 from meshwright.ops.talk import site_talk
 from meshwright.partition.again import Keeps, alike
-from meshwright.partition.fetches import is_fetch
+from meshwright.partition.asked import Askers, asked_of
 from meshwright.partition.reshards import Resharded
-from meshwright.partition.stashes import Stash, asked_at, stashes_of
+from meshwright.partition.stages import places
+from meshwright.partition.stashes import Stash, stashes_of
 from meshwright.plan import Plan
 from meshwright.redistribute.steps import COLLECTIVES
 
@@ -47,21 +48,22 @@ def with_keeps(resharded: Resharded, factors: Factors, plan: Plan) -> Resharded:
     return replace(resharded, graph=replace(graph, nodes=nodes), keeps=keeps)
 
 
-def stashed(
+def settled(
     resharded: Resharded, plan: Plan, autograd: Keeps | None
-) -> tuple[dict[str, Stash], dict[str, str]]:
-    """What is kept elsewhere than where it lies; and of parked parameters, by their transfers, the nodes whose backward
-    is the first to ask for them. `autograd` says what it keeps of a node."""
+) -> tuple[Resharded, dict[str, Stash], Mapping[str, Askers]]:
+    """The program without marks on reshards that backward, though it might make them again, never asks for; what is
+    kept elsewhere than where it lies; and of what is made again, who asks first. `autograd` says what it keeps of a
+    node."""
     graph = resharded.graph
-    if autograd is None or not (plan.keeps or resharded.parked):
-        return {}, {}
+    if autograd is None or not (plan.keeps or resharded.parked or plan.again):
+        return resharded, {}, {}
     again = {n.name for n in graph.nodes if any(resharded.keeps.get(v) == AGAIN for v in n.values)}
-    asked = asked_at(graph, again, autograd, resharded)
+    where = places(graph, {**plan.stages, **resharded.borders}) if plan.stages else None
+    asked = asked_of(resharded, again, autograd, where)
     even = made_alike(resharded, again, plan)
-    fetched = {
-        n.name: graph.nodes[asked[n.name]].name for n in graph.nodes if is_fetch(n) and n.name in asked
-    }
-    return stashes_of(resharded, plan, autograd, asked, even), fetched
+    stashes = stashes_of(resharded, plan, autograd, asked.values, even)
+    nodes = (_unasked(n) if n.op == RESHARD and n.name not in asked.again else n for n in graph.nodes)
+    return replace(resharded, graph=replace(graph, nodes=tuple(nodes))), stashes, asked.again
 
 
 def without_keeps(resharded: Resharded, plan: Plan) -> Resharded:
@@ -70,9 +72,15 @@ def without_keeps(resharded: Resharded, plan: Plan) -> Resharded:
 
     def kept(node: Node) -> Node:
         mine = node.op == RESHARD and node.kwarg("again") and _root(node, graph) not in plan.again
-        return replace(node, kwargs=tuple(k for k in node.kwargs if k[0] != "again")) if mine else node
+        return _unasked(node) if mine else node
 
     return replace(resharded, graph=replace(graph, nodes=tuple(map(kept, graph.nodes))), keeps={})
+
+
+def _unasked(node: Node) -> Node:
+    """A reshard whose result is not made again."""
+    kwargs = tuple(k for k in node.kwargs if k[0] != "again")
+    return node if kwargs == node.kwargs else replace(node, kwargs=kwargs)
 
 
 def keeps_of(local: Graph, keeps: Mapping[str, str]) -> dict[str, str]:

@@ -36,12 +36,12 @@ from meshwright.ops.strategy import Ports
 from meshwright.ops.talk import Talk, kernel_talk
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import programs_in_time, scattered_each_time, summed_first
+from meshwright.partition.asked import asked_within
 from meshwright.partition.fetch_prices import fetch_seconds
 from meshwright.partition.fetches import is_fetch
 from meshwright.partition.fusion import sizes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.micro_batches import MicroBatches, first_micro_batch, how_often
-from meshwright.partition.remade import computed_again
 from meshwright.partition.reshards import backward_itemsize, parse_steps
 from meshwright.partition.stages import check_one_stage
 from meshwright.partition.stash_prices import stash_prices
@@ -169,9 +169,9 @@ def node_prices(parts: Partition, local: Graph, mesh: Mesh, cluster: Cluster) ->
     sent: dict[str, list[Talk]] = {}
     for node in local.nodes:
         if talk := kernel_talk(node, local.types):
-            sent.setdefault(stands_for(node, sites), []).extend(talk)
+            sent.setdefault(parts.stands_for(node.name), []).extend(talk)
     found: dict[str, NodePrice] = {}
-    again = computed_again(parts.resharded)
+    again = asked_within(parts.again, local)
     known: dict[
         Hashable, tuple[Amount, Amount]
     ] = {}  # copies of a layer share their layouts and their seconds
@@ -199,11 +199,6 @@ def _kind_of(node: Node, graph: Graph) -> Hashable:
     """All of a node, beside its rule and layouts, that its work depends on."""
     literals = map_refs((node.args, node.kwargs), lambda _: None)
     return (node.op, literals, node.outputs, node.needs_grad, tuple([graph.types[u] for u in node.uses]))
-
-
-def stands_for(node: Node, sites: Mapping[str, object]) -> str:
-    """The operator of the model that a node of a rank's program came from: itself, or whose helper it is."""
-    return node.name if node.name in sites else node.name.rpartition("_k")[0]
 
 
 def letter_sizes(site: Site, ports: Ports, mesh: Mesh, at: Mapping[str, int]) -> dict[str, int]:

@@ -60,7 +60,7 @@ class StashTasks:
         self.settled = settled_before(program, stashes)
         self.asked: dict[str, list[str]] = {}  # node → what its backward is the first to ask for
         for value, stash in self.moved.items():
-            self.asked.setdefault(stash.asked, []).append(value)
+            self.asked.setdefault(stash.asked[0], []).append(value)
         self._leaving: deque[tuple[int, int]] = deque()  # (task, bytes)
         self._run: _Run | None = None
         self._runs: dict[str, _Run] = {}

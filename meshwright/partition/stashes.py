@@ -8,13 +8,14 @@ layer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from meshwright.graph import DTYPES, MOVES, RESHARD, TRANSFERS, Graph, Node
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
-from meshwright.partition.again import VIEWS, Keeps, readers_alike
+from meshwright.partition.again import Keeps, readers_alike
+from meshwright.partition.asked import Askers, asked_within
 from meshwright.partition.interleave import named
 from meshwright.partition.layers import layer_of
 from meshwright.partition.reshards import Resharded
@@ -25,28 +26,28 @@ from meshwright.redistribute.steps import COLLECTIVES
 from meshwright.redistribute.storage import repeated_axes, stored
 
 SLICE, HOST = "slice", "host"
-DROPOUT = "meshwright.dropout"
 STASHED = (SLICE, HOST, f"{SLICE} {HOST}")
 
 
 @dataclass(frozen=True)
 class Stash:
     """How a value is kept. `slices` make this rank's part of it and `gather` the value again; none where it is kept as
-    it is. `host`: in the host's memory. `asked`: the node whose backward is the first to ask for it."""
+    it is. `host`: in the host's memory. `asked`: the nodes whose backward is the first to ask for it, in a pipeline one
+    of each stage that does (`asked.py`); in a local program there is one."""
 
     value: str
     layer: str
     host: bool
     slices: tuple[Step, ...] = ()
     gather: tuple[Step, ...] = ()
-    asked: str = ""
+    asked: Askers = ()
 
 
 def stashes_of(
-    resharded: Resharded, plan: Plan, keeps: Keeps, asked: Mapping[str, int], even: bool
+    resharded: Resharded, plan: Plan, keeps: Keeps, asked: Mapping[str, Askers], even: bool
 ) -> dict[str, Stash]:
-    """Value → how it is kept. `asked`: where backward asks for values first (`asked_at`); `even`: whether all ranks
-    compute the same again, or else nothing is cut."""
+    """Value → how it is kept. `asked`: who asks for values first (`asked.py`); `even`: whether all ranks compute the
+    same again, or else nothing is cut."""
     wanted = {v: [str(w) for w in how.split()] for v, how in plan.keeps.items() if how in STASHED}
     if not wanted:
         return {}
@@ -59,8 +60,8 @@ def stashes_of(
             if SLICE in how and even and _alike(value, resharded, plan.mesh, keeps):
                 slices, gather = _cut(value, resharded, plan)
             if gather or HOST in how:
-                first = graph.nodes[asked[value]].name
-                found[value] = Stash(value, layer_of(node.module), HOST in how, slices, gather, first)
+                layer = layer_of(node.module)
+                found[value] = Stash(value, layer, HOST in how, slices, gather, asked[value])
     return found
 
 
@@ -118,65 +119,19 @@ def sliced(layout: TensorLayout, mesh: Mesh) -> TensorLayout | None:
     return part.forward if part.dims != layout.dims else None
 
 
-def asked_at(
-    graph: Graph, again: Collection[str], keeps: Keeps, resharded: Resharded | None = None
-) -> dict[str, int]:
-    """Value → place of the node whose backward is the first to ask for it; values that backward never asks for are not
-    in it. Nodes of `again` are computed again, from what they read."""
-    found: dict[str, int] = {}
-    for place in reversed(range(len(graph.nodes))):
-        node = graph.nodes[place]
-        read: tuple[str, ...] = ()
-        mine = [place] if any(node.needs_grad) else []
-        if node.op in MOVES:
-            pair = resharded.pairs[node.name] if resharded is not None and node.op == RESHARD else None
-            inside = pair is not None and {s.kind for s in pair.forward} <= {"slice", "mask"}
-            if node.kwarg("again") or inside:
-                read, mine = node.uses, []
-        else:
-            kept = keeps(node, graph.types, [u in graph.needs_grad for u in node.uses])
-            if mine:
-                for port in kept.inputs:
-                    found[node.uses[port]] = max(found.get(node.uses[port], -1), place)
-                for number in kept.outputs:
-                    found[node.values[number]] = max(found.get(node.values[number], -1), place)
-            if node.name in again or node.op in VIEWS:
-                read = node.uses
-                own = node.name in again and (kept.outputs or kept.extra_bytes) and node.op != DROPOUT
-                mine = mine if own else []  # a mask is drawn from nothing
-        at = max([*(found[v] for v in node.values if v in found), *(mine if read else ())], default=-1)
-        if at >= 0:
-            for use in read:
-                found[use] = max(found.get(use, -1), at)
-    return found
-
-
 # ---------------------------------------------------------------- what a rank's program does with them
-
-
-def asked_within(asked: Mapping[str, str], graph: Graph) -> dict[str, str]:
-    """Value → the node whose backward asks for it first, in a local program that may be one stage of a pipeline: where
-    that node is in another stage it is the last reader. What no reader has a gradient for is not in it."""
-    place = {node.name: number for number, node in enumerate(graph.nodes)} if asked else {}
-    found: dict[str, str] = {}
-    for value, node in asked.items():
-        if value in graph.producers:
-            readers = [n.name for n, _ in graph.consumers[value] if any(n.needs_grad)]
-            if node in place or readers:
-                found[value] = node if node in place else max(readers, key=place.__getitem__)
-    return found
 
 
 def stashed_in(stashes: Mapping[str, Stash], graph: Graph, copies: int = 1) -> dict[str, Stash]:
     """Those of a local program, or of a stage of one, by the names that they have in the program of so many copies."""
     if copies > 1:
         stashes = {
-            named(v, c): replace(s, asked=named(s.asked, c))
+            named(v, c): replace(s, asked=tuple(named(node, c) for node in s.asked))
             for v, s in stashes.items()
             for c in range(copies)
         }
     asked = asked_within({v: s.asked for v, s in stashes.items()}, graph)
-    return {v: replace(stashes[v], asked=node) for v, node in asked.items()}
+    return {v: replace(stashes[v], asked=(node,)) for v, node in asked.items()}
 
 
 def runs_of(graph: Graph, stashes: Mapping[str, Stash]) -> list[list[str]]:
@@ -236,8 +191,6 @@ __all__ = [
     "SLICE",
     "STASHED",
     "Stash",
-    "asked_at",
-    "asked_within",
     "part_bytes",
     "room_bytes",
     "runs_of",

@@ -19,7 +19,8 @@ from meshwright.mesh import Mesh
 from meshwright.ops.talk import kernel_talk
 from meshwright.partition import RESHARD, Partition
 from meshwright.partition.accumulation import programs_in_time, scattered_each_time, summed_first
-from meshwright.partition.arrivals import Started, arrivals, keepers
+from meshwright.partition.arrivals import Started, arrivals
+from meshwright.partition.asked import asked_within
 from meshwright.partition.fetch_tasks import FetchTasks
 from meshwright.partition.fetches import is_fetch
 from meshwright.partition.fusion import gradient_bytes
@@ -29,7 +30,6 @@ from meshwright.partition.localize import late_values
 from meshwright.partition.micro_batches import first_micro_batch, first_program
 from meshwright.partition.overlap import members_of
 from meshwright.partition.price import (
-    made_again,
     node_prices,
     on_cluster,
     parameter_prices,
@@ -103,6 +103,7 @@ class StepTasks:
         self.waited: Prices = cluster.prices
         self.hidden: Prices = cluster.hidden_prices
         self.nodes = node_prices(parts, local, mesh, cluster)
+        self.again = asked_within(parts.again, local)  # what backward makes again → the node that asks first
         self.moves = reshard_prices(parts, mesh, cluster)
         self.tasks: list[Task] = []
         self.late = late_values(local)
@@ -121,8 +122,12 @@ class StepTasks:
         self.fetches = FetchTasks(parts, self.local, mesh, cluster, self.tasks)
         self.stashes = StashTasks(parts, moved, self.local, mesh, cluster, self.tasks, self._steps)
 
+    def _of_one(self, node: Node) -> str:
+        """The name of a node of a copy in the program of one."""
+        return self.stands.get(node.name, node.name)
+
     def _steps_of(self, node: Node) -> Reshard:
-        return self.parts.resharded.pairs[self.stands.get(node.name, node.name)]
+        return self.parts.resharded.pairs[self._of_one(node)]
 
     # -------------------------------------------------- one task
 
@@ -173,8 +178,11 @@ class StepTasks:
                 self._send(node.name, step.kind, step.axes, sent, phase, node.module, wait=wait)
 
     def _talk(self, node: Node, phase: str) -> None:
+        """What a kernel sends; where backward computes the operator again, there once more."""
+        one = self.parts.stands_for(self._of_one(node))
+        phases = (phase, "forward") if phase == "backward" and one in self.again else (phase,)
         for talk in kernel_talk(node, self.local.types):
-            if talk.phase == phase:
+            if talk.phase in phases:
                 sent = wire_elements(talk.kind, self.mesh.count(talk.axes), talk.payload_bytes, 0)
                 self._send(node.name, talk.kind, talk.axes, sent, phase, node.module)
 
@@ -220,10 +228,10 @@ class StepTasks:
             self._last = self.fetches.forward(node, self._last)
             return
         if node.op in TRANSFERS:
-            self._copy(node, self.moves[self.stands.get(node.name, node.name)][0], "forward")
+            self._copy(node, self.moves[self._of_one(node)][0], "forward")
             return
         self._talk(node, "forward")
-        price = self.nodes.get(self.stands.get(node.name, node.name))
+        price = self.nodes.get(self._of_one(node))
         if price is not None:
             self._compute(node, price.forward_seconds, "forward")
 
@@ -236,6 +244,7 @@ class StepTasks:
         kept = {hub.name for hubs in again.values() for hub in hubs}
         for node in reversed(self.local.nodes):
             if not any(node.needs_grad):
+                self._talk(node, "backward")  # a helper of what is computed again
                 continue
             for hub in again.pop(node.name, ()):
                 self._bring_again(hub, kept)
@@ -257,10 +266,10 @@ class StepTasks:
                         self._land(member, "back", "backward")
             elif node.op in TRANSFERS:
                 if not is_fetch(node):  # of a parked parameter nothing goes back
-                    self._copy(node, self.moves[self.stands.get(node.name, node.name)][1], "backward")
+                    self._copy(node, self.moves[self._of_one(node)][1], "backward")
             else:
                 self._talk(node, "backward")
-                price = self.nodes.get(self.stands.get(node.name, node.name))
+                price = self.nodes.get(self._of_one(node))
                 if price is not None:
                     self._compute(node, price.backward_seconds, "backward")
             self._reduce(started.arrived(arrives.get(node.name, ())))
@@ -315,27 +324,19 @@ class StepTasks:
             self._launch(start, again, "again", "backward")
 
     def _made_again(self) -> dict[str, list[Node]]:
-        """Consumer → the hubs that backward makes again when it comes to it: the last one, in forward order, for which
-        autograd keeps the hub or a view of it. In a stage that of its own; a hub of another one has been received."""
-        graph, copies = self.parts.resharded.graph, self.parts.copies
-        order = {node.name: number for number, node in enumerate(graph.nodes)}
-        here = {node.name for node in self.local.nodes}
-        found: dict[str, list[Node]] = {}
-        for node in graph.nodes:
-            if node.op == RESHARD and made_again(node):
-                keeping = [k for k in keepers(self.parts, node) if here & {k, named(k, 0)}]
-                if keeping:
-                    last = max(keeping, key=order.__getitem__)
-                    if copies == 1:
-                        if node.name in self.local.producers:
-                            found.setdefault(last, []).append(node)
-                    elif node.name in self.local.producers:  # all copies share it: for the last that reads it
-                        found.setdefault(named(last, copies - 1), []).append(node)
-                    else:
-                        for copy in range(copies):
-                            mine = self.local.producers.get(named(node.name, copy))
-                            if mine is not None:  # else it is in another stage
-                                found.setdefault(named(last, copy), []).append(mine)
+        """Node → the reshards that backward makes again when it comes to it, in order. In a stage those that its own
+        nodes ask for."""
+        copies, found = self.parts.copies, dict[str, list[Node]]()
+        for node in self.parts.resharded.graph.nodes:
+            last = self.again.get(node.name, "") if node.op == RESHARD else ""
+            if not last:
+                continue
+            if node.name in self.local.producers:  # shared by all copies: for the last that reads it
+                found.setdefault(named(last, copies - 1) if copies > 1 else last, []).append(node)
+            else:
+                for copy in range(copies):
+                    mine = self.local.producers[named(node.name, copy)]
+                    found.setdefault(named(last, copy), []).append(mine)
         return found
 
     def _reduce(self, groups: Iterable[tuple[int, Group]]) -> None:

@@ -11,7 +11,6 @@ from meshwright.mesh import Mesh
 from meshwright.partition import Partition, partition
 from meshwright.partition.kept import kept_bytes
 from meshwright.partition.price import letter_sizes, program_price
-from meshwright.partition.remade import computed_again
 from meshwright.plan import Plan
 from meshwright.redistribute.steps import origin
 from meshwright.search.techniques.budget import Weight
@@ -38,12 +37,12 @@ def kept_by_operator(parts: Partition) -> dict[str, int]:
 
 def _owner(parts: Partition, name: str) -> str:
     """The operator of the model that a node of a local program stands for, or whose result a reshard brings."""
-    made_by, sites = parts.resharded.graph.producers, parts.factors.sites
+    made_by = parts.resharded.graph.producers
     name = made_by[name].name if name in made_by else name
     while name in made_by and made_by[name].op in MOVES:
         value = made_by[name].uses[0]
         name = made_by[value].name if value in made_by else ""
-    return name if name in sites else name.rpartition("_k")[0]
+    return parts.stands_for(name)
 
 
 def _seconds(parts: Partition, cluster: Cluster) -> dict[str, float]:
@@ -57,7 +56,7 @@ def _seconds(parts: Partition, cluster: Cluster) -> dict[str, float]:
 
 def _flops(parts: Partition, mesh: Mesh) -> dict[str, float]:
     graph, found = parts.resharded.graph, dict[str, float]()
-    for name in computed_again(parts.resharded):
+    for name in parts.again:
         if name in parts.factors.sites:
             site = parts.factors.sites[name]
             sizes = letter_sizes(site, parts.resharded.ports[name], mesh, origin(mesh))

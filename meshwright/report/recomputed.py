@@ -9,7 +9,6 @@ from meshwright.graph import MOVES
 from meshwright.partition import Partition
 from meshwright.partition.keeps import without_keeps
 from meshwright.partition.kept import kept_bytes
-from meshwright.partition.remade import computed_again
 from meshwright.redistribute.steps import origin, show_bytes
 
 LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")  # a module's path up to the number of its layer
@@ -32,12 +31,12 @@ def recomputed(parts: Partition) -> list[str]:
     mesh = parts.plan.mesh
     rank = mesh.rank(origin(mesh))
     plain = replace(parts, resharded=without_keeps(parts.resharded, parts.plan), stashes={})
-    again, layers = computed_again(parts.resharded), dict[str, _Layer]()
+    layers = dict[str, _Layer]()
     for node in parts.resharded.graph.nodes:
         if node.op not in MOVES:
             layer = layers.setdefault(_layer_of(node.module), _Layer())
             layer.operators += 1
-            layer.again += node.name in again
+            layer.again += node.name in parts.again
     for these, name in ((parts, "kept"), (plain, "plain")):
         modules = {n.name: n.module for n in these.local(rank).nodes}
         for node, size in kept_bytes(these, rank).items():

@@ -45,12 +45,18 @@ def test_one_rank_of_many_does_what_was_predicted(
     check(config, 8 * nodes, Asked("recursive_programming", None, None, techniques_from(asked)), rank)
 
 
-def test_one_rank_of_a_plan_as_one_cuts_the_largest_models() -> None:
-    """Stages of data parallel ranks of Megatron's products, layers computed again, states of the optimizer in parts."""
-    techniques = {"pipeline": 2, "micro_batches": 4, "recompute": "full", "optimizer_parallel": 1,
-                  "slice_activation": True, "recompute_communication": False}  # fmt: skip
+@pytest.mark.parametrize("rank", (0, 37), ids=("first stage", "last stage"))
+@pytest.mark.parametrize(
+    "more",
+    ({}, {"slice_activation": True, "recompute_communication": False}),
+    ids=("sums again", "sums kept"),
+)
+def test_one_rank_of_a_plan_as_one_cuts_the_largest_models(rank: int, more: dict[str, Any]) -> None:
+    """Stages of data parallel ranks of Megatron's products, layers computed again, states of the optimizer in parts.
+    The last sum of a layer is not done again, and tables of positions are kept in slices by every stage."""
+    techniques = {"pipeline": 2, "micro_batches": 4, "recompute": "full", "optimizer_parallel": 1, **more}
     asked = Asked("sharding_propagation", {"dp": 4, "tp": 8}, MEGATRON, techniques_from(techniques))
-    check(LLAMA, 64, asked, 37)
+    check(LLAMA, 64, asked, rank)
 
 
 def check(config: Any, ranks: int, asked: Asked, rank: int) -> None:

@@ -12,7 +12,7 @@ from meshwright.cost.cluster import Cluster, Device, Level, Measured
 from meshwright.examples import mlp
 from meshwright.mesh import Mesh
 from meshwright.ops.talk import TALKATIVE, kernel_talk, site_talk
-from meshwright.partition.price import letter_sizes, on_cluster, program_price, stands_for
+from meshwright.partition.price import letter_sizes, on_cluster, program_price
 from meshwright.redistribute.steps import origin
 from tests.partition.models import CASES, MeshKey, prepared, stored_cut
 
@@ -138,7 +138,7 @@ def test_what_kernels_send_is_known_before_there_is_a_program(name: str, mesh: M
     local = parts.local(on.rank(origin(on)))
     sent: dict[str, list] = {}
     for node in local.nodes:
-        sent.setdefault(stands_for(node, parts.factors.sites), []).extend(kernel_talk(node, local.types))
+        sent.setdefault(parts.stands_for(node.name), []).extend(kernel_talk(node, local.types))
     for node_name, site in parts.factors.sites.items():
         foreseen = site_talk(site, parts.resharded.ports[node_name], on, graph.types, graph.needs_grad)
         # The count of targets is moved to the front of the program, so the order may differ.

@@ -19,6 +19,7 @@ from meshwright.redistribute.buckets import ALONE_BYTES, Gradient, fill
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
+from meshwright.techniques import techniques_from
 from tests.partition.models import BOTH, CASES, MODELS, MeshKey, built, prepared
 from tests.verify.test_hubs import rewritten
 
@@ -53,6 +54,18 @@ def test_the_order_under_any_hubs(name: str, seed: int) -> None:
     plan = plan_captured(captured, dict(BOTH), "sharding_propagation", MODELS[name][1])
     mixed = rewritten(plan, captured.graph, random.Random(seed), 0.3)
     check_order(lower(captured, mixed), values_of(model, captured), dict(leaves(batch)), SMALL)
+
+
+@pytest.mark.parametrize("policy", ("full", "selective"))
+@pytest.mark.parametrize("name", ("mlp", "gpt", "llama"))
+def test_the_order_of_what_is_computed_again(name: str, policy: str) -> None:
+    """What backward sends again falls where the first operator asks for it, and what nobody asks for is not sent."""
+    model, batch, loss = built(name)
+    captured = captured_of(model, batch, loss)
+    asked = techniques_from({"recompute": policy})
+    pins = {"*.attention.q": {"n": "tp"}, "*.up": {"n": "tp"}} if name == "llama" else MODELS[name][1]
+    plan = plan_captured(captured, dict(BOTH), "sharding_propagation", pins, None, asked)
+    check_order(lower(captured, plan), values_of(model, captured), dict(leaves(batch)), SMALL)
 
 
 def check_order(parts: Partition, values: Tensors, batch: Tensors, bucket_bytes: int) -> None:
