@@ -27,7 +27,7 @@ import torch
 
 from bench.joint import ROWS, Row
 from bench.memory import peak_bytes
-from bench.models import CACHE, CONFIGS, built_from, opened
+from bench.models import CACHE, CONFIGS, built_from
 from meshwright.capture import Captured
 from meshwright.capture.batch import leaves
 from meshwright.cli.arguments import mesh_sizes, techniques_of
@@ -39,7 +39,7 @@ from meshwright.layout import leaves as sub_dims
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.strategy import Strategy
 from meshwright.partition import Partition
-from meshwright.partition.collectives import step_collectives
+from meshwright.partition.collectives import in_micro_batches, step_collectives, sums_of_batch
 from meshwright.partition.memory import peak
 from meshwright.partition.micro_batches import first_micro_batch
 from meshwright.partition.peaks import optimizer_on
@@ -200,23 +200,20 @@ def _values(parts: Partition, captured: Captured, within: int) -> tuple[dict[str
 
 def _expected(parts: Partition, rank: int, within: int) -> Multiset[Call]:
     """The collectives of the rank's stages, and their messages."""
-    every = step_collectives(parts, within)
     plan = parts.asked
     if not plan.stages:
+        every = step_collectives(parts, within)
         return Multiset((c.kind, frozenset(c.axes), c.payload_bytes) for c in every)
     programs, schedule = first_micro_batch(parts, within), schedule_of(plan)
     cut = parts.stages(programs.programs[0])
     place = meshes_of(plan).place(rank)
-    mine = {n.name for s in schedule.held_by(place) for n in cut[s].segment.graph.nodes}
-    all_of = {n.name for stage in cut for n in stage.segment.graph.nodes}
-    graph, late = parts.resharded.graph, {n.name for n in programs.late.nodes}
+    graph = parts.resharded.graph
     maker = next(schedule.ranks[n] for n, stage in enumerate(cut) if graph.loss in stage.ends)
     # What follows from the last micro-batch is done where the loss is made; the loss goes to all places.
-    kept = [
-        c
-        for c in every
-        if c.node in mine or (c.node not in all_of and (c.node not in late or place == maker))
-    ]
+    early, late = sums_of_batch(parts, within, programs)
+    kept = [*early, *(late if place == maker else ())]
+    for stage in schedule.held_by(place):
+        kept += in_micro_batches(parts, within, programs, cut[stage].segment.graph)
     found = Multiset((c.kind, frozenset(c.axes), c.payload_bytes) for c in kept)
     others, size = len(schedule.actions) - 1, graph.types[graph.loss].size_bytes
     found["send" if place == maker else "receive", frozenset(), size] += others if place == maker else 1
@@ -271,6 +268,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--share", type=int, default=8, help="of the width, run here")
     parser.add_argument("--short", type=int, default=64, help="tokens of an example, run here")
     parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument(
+        "--float32", action="store_true", help="planned and run, where a CPU is slow in bfloat16"
+    )
     parser.add_argument("--mode", help="of planning, by default auto")
     parser.add_argument("--mesh", help="as of meshwright plan: dp=128,tp=8")
     parser.add_argument("--with", dest="techniques", default="", help="as of meshwright plan: pipeline=16")
@@ -287,15 +287,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         MEGATRON if options.megatron else None,
         techniques_from(techniques_of([options.techniques])),
     )
-    how = (options.share, options.short, options.rank, asked_for)
+    how = (
+        options.share,
+        options.short,
+        options.rank,
+        asked_for,
+        {"dtype": "float32"} if options.float32 else {},
+    )
     right = [plan_and_run(row, *how) for row in asked]
     sys.exit(not all(right))
 
 
-def plan_and_run(row: Row, share: int, short: int, rank: int, asked: Asked) -> bool:
+def plan_and_run(
+    row: Row, share: int, short: int, rank: int, asked: Asked, changes: Mapping[str, Any]
+) -> bool:
     """Print a plan and what one of its ranks did; whether it sent what was predicted. `share`: of the width; `short`:
-    tokens of an example."""
-    wide = opened(row.model, batch=row.batch, sequence=row.sequence).captured
+    tokens of an example; `changes`: of the configuration."""
+    published = {**CONFIGS[row.model], **changes}
+    wide = captured_of(*built_from(published, row.batch, row.sequence), CACHE)
     cluster = Cluster.preset("h100", nodes=row.ranks // 8)
     started = time.perf_counter()
     plan = plan_captured(wide, asked.mesh, asked.mode, asked.pins, request_for(cluster), asked.techniques)
@@ -305,7 +314,7 @@ def plan_and_run(row: Row, share: int, short: int, rank: int, asked: Asked) -> b
         print(f"{what:13} {text}")
     blocks = most_blocks(plan)
     config, tokens = (
-        narrow(CONFIGS[row.model], share, blocks),
+        narrow(published, share, blocks),
         least(row.sequence, row.sequence // short, blocks),
     )
     model, batch, loss = built_from(config, row.batch, tokens)
@@ -314,7 +323,7 @@ def plan_and_run(row: Row, share: int, short: int, rank: int, asked: Asked) -> b
     parts = lower(captured, resized(plan, wide.graph, captured.graph))
     ran = run(parts, captured, batch, rank)
     took = time.perf_counter() - started
-    widths = ", ".join(f"{config[name]:,} of {CONFIGS[row.model][name]:,}" for name in WIDTHS)
+    widths = ", ".join(f"{config[name]:,} of {published[name]:,}" for name in WIDTHS)
     print(f"\nrank {rank:,}, widths {widths}, {tokens:,} of {row.sequence:,} tokens: {took:.1f} s")
     print("\n".join(show(ran)), end="\n\n", flush=True)
     return ran.sent == ran.expected
