@@ -197,9 +197,8 @@ class Planner:
             return whole
         away = self._elsewhere()
         owned = {number: name for (kind, name), number in space.variable.items() if kind == "parameter"}
-        more = (self.request.in_flight - 1) * np.array(
-            [1.0, 0.0, 1.0]
-        )  # nothing of them is left at the update
+        # Nothing of them is left at the update.
+        more = (self.request.in_flight - 1) * np.array([1.0, 0.0, 1.0])
         amounts = [
             a + more * gathered_bytes(space, owned[v])[:, None]
             if v in owned
@@ -212,7 +211,9 @@ class Planner:
                 # Gradients of the micro-batches before are there.
                 gradients = summed_bytes(space, name, parted=parted or name in away.parked)
                 amounts[number] = amounts[number] + gradients[:, None] * np.array([1.0, 0.0, 1.0])
-        return Memory(tuple(amounts), whole.pairs)
+        # Each of the micro-batches keeps what its readers gathered for themselves.
+        pairs = {key: (1 + more)[:, None, None] * block for key, block in whole.pairs.items()}
+        return Memory(tuple(amounts), pairs)
 
     def problem(self, space: Space, alpha: float | None = None) -> Problem:
         """What is minimised in a space under the techniques."""

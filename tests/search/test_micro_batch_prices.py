@@ -17,7 +17,7 @@ from meshwright.plan import Plan, fingerprint
 from meshwright.search.data_parallel import by_batch
 from meshwright.search.folded import whole
 from meshwright.search.options import Scene
-from meshwright.search.planner import Planner
+from meshwright.search.planner import Planner, families_of
 from meshwright.search.solve import solve
 from meshwright.search.space.build import Space
 from meshwright.search.space.given import exactly, rows_of
@@ -120,3 +120,16 @@ def test_micro_batches_in_flight_keep_what_backward_needs_of_each() -> None:
     assert gathered > 0
     assert three[0] - one[0] == pytest.approx(2 * (sum(kept) / 4 + gathered))
     assert three[1] == one[1]
+
+
+def test_micro_batches_in_flight_keep_what_their_readers_gather_each() -> None:
+    """A weight that is stored otherwise than its reader wants it is gathered, and kept, in every micro-batch."""
+    base = planner(micro_batches=4)
+    space = base.space(families_of(base)[0][1])
+    one = base.memory(space).pairs
+    base.request = replace(base.request, in_flight=3.0)
+    three = base.memory(space).pairs
+    assert any(block[0].any() for block in one.values())
+    for key, block in one.items():
+        assert three[key][0] == pytest.approx(3 * block[0])
+        assert three[key][1] == pytest.approx(block[1])
