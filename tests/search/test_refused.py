@@ -6,11 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from meshwright.compile import captured_of, plan_captured, request_for
+from meshwright.cost.cluster import Cluster
 from meshwright.errors import LayoutError, PlanError, StrategyError
 from meshwright.partition.judged import Judge
+from meshwright.plan import Plan
 from meshwright.search.solve import NoStates, Problem
 from meshwright.search.space.build import Space
+from meshwright.techniques import techniques_from
 from tests.search.planned import SEARCHES, made
 from tests.search.test_alike import of_model
 
@@ -71,3 +76,28 @@ def test_no_turn_of_a_recursion_cuts_a_pinned_factor_into_more_blocks_than_eleme
             for row in sheet.rows:
                 blocks = np.where(sheet.kind.codes.cuts[row], 2.0, 1.0).prod(axis=0)
                 assert (blocks <= sizes).all(), sheet.kind.codes.node.name
+
+
+def in_two_stages(memory_bytes: float, **more: Any) -> Plan:
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(8))
+    )
+    captured = captured_of(
+        model, {"x": torch.randn(8192, 64)}, lambda model, batch: model(batch["x"]).square().mean()
+    )
+    asked = techniques_from({"pipeline": 2, **more})
+    request = request_for(Cluster.local(4), memory_bytes)
+    return plan_captured(captured, None, "recursive_programming", None, request, asked)
+
+
+def test_stages_without_memory_for_a_whole_batch_are_told_how_many_micro_batches_to_take() -> None:
+    limit = 6e6
+    with pytest.raises(PlanError, match=r"rows; or micro_batches=4; or 6\.5 MB per rank or more"):
+        in_two_stages(limit)
+    assert in_two_stages(limit, micro_batches=4).claims["peak_bytes"] <= limit
+
+
+def test_a_plan_in_stages_that_does_not_fit_says_what_takes_less() -> None:
+    """The search adds up both stages, of which one has more than half."""
+    (note,) = (n for n in in_two_stages(8e6).notes if n.startswith("does not fit"))
+    assert note.endswith('what takes less: micro_batches=4, recompute="full"')

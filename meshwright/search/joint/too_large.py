@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.errors import DoesNotFit, PlanError
+from meshwright.errors import DoesNotFit, LayoutError, PlanError
 from meshwright.graph import Graph
 from meshwright.redistribute.steps import enough_bytes, show_bytes
 from meshwright.search.frugal import any_fits, least_bytes_of
@@ -83,6 +83,8 @@ def _states(planner: Planner, fits: Fits) -> Iterator[str]:
 def _micro_batches(planner: Planner, fits: Fits) -> Iterator[str]:
     """The fewest micro-batches that fit, where they are exact and not asked for."""
     asked = planner.techniques
+    if planner.request.places > 1:
+        yield from _in_flight(planner, fits)
     if "micro_batches" in asked.given or asked.micro_batches > 1:
         return
     for pieces in micro_batches_of(planner, asked.interleave).values[1:]:
@@ -92,6 +94,23 @@ def _micro_batches(planner: Planner, fits: Fits) -> Iterator[str]:
                 return
         except PlanError:  # more than a rank has examples
             return
+
+
+def _in_flight(planner: Planner, fits: Fits) -> Iterator[str]:
+    """As many micro-batches as keep the ranks of a pipeline busy, of which a rank has up to one for each of them in
+    flight; with recompute where that alone does not fit."""
+    asked, places = planner.techniques, planner.request.places
+    if asked.micro_batches > 1 or rows_of_batch(planner.scene.graph) % (2 * places):
+        return
+    several = planner.asked(replace(planner.request, in_flight=float(places)))
+    more = {"recompute": "full"}
+    for change in ({}, more) if not asked.recompute else ({},):
+        try:
+            if fits(several.under(replace(asked, micro_batches=2 * places, **change))):
+                yield ", ".join([f"micro_batches={2 * places}", *(f"{k}={v!r}" for k, v in change.items())])
+                return
+        except (LayoutError, PlanError):  # more than a rank has examples
+            continue
 
 
 def _techniques(planner: Planner, fits: Fits) -> Iterator[str]:
