@@ -32,6 +32,7 @@ from meshwright.search.propagation import propagate
 from meshwright.search.searched import SEARCHES, priced, search
 from meshwright.search.tables import with_tables
 
+NO_LIMIT = "no limit, to see the plan"
 ANNOTATED = ("semi_auto", "sharding_propagation", *SEARCHES)  # modes that look at pins and annotations
 Pins = Mapping[str, Mapping[str, Any]]
 
@@ -225,17 +226,18 @@ def within_limit(plan: Plan, request: Request) -> Plan:
         else "stages, or what was asked for beside the search, take more than it knew"
     )
     asked = plan.techniques
-    less = [f"micro_batches={2 * asked.pipeline}"] * (asked.pipeline > max(1, asked.micro_batches))
-    less += ['recompute="full"'] * (asked.pipeline > 1 and not asked.recompute)
+    words = [f"micro_batches={2 * asked.pipeline}"] * (asked.pipeline > max(1, asked.micro_batches))
+    words += ['recompute="full"'] * (asked.pipeline > 1 and not asked.recompute)
+    less = [f"less is taken with {', '.join(words)}"] if words else []
     if peak and limit and peak > limit:
         if request.hard:
             raise DoesNotFit(
                 f"the plan does not fit into {show_bytes(limit)} per rank",
                 why=f"{show_bytes(peak)} at {plan.claims.get('peak_where', 'its peak')}; {searches}",
-                hint="; or ".join([*less, 'mode="auto"', f"{enough_bytes(peak)} per rank", "no limit, to see the plan"]),
+                hint="; or ".join([*less, 'mode="auto"', f"{enough_bytes(peak)} per rank", NO_LIMIT]),
             )
         notes.append(f"does not fit: {show_bytes(peak)} on a rank, of {show_bytes(limit)}; {searches}")
-        notes += [f"what takes less: {', '.join(less)}"] if less else []
+        notes += less
     held, room = plan.claims.get("host_bytes"), request.cluster.host_memory_bytes
     if held and room and held > room:  # 0 where the cluster's file does not say
         notes.append(f"does not fit: {show_bytes(held)} of a rank on its host, of {show_bytes(room)}")
