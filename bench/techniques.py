@@ -30,11 +30,16 @@ from bench.memory import peak_bytes
 from bench.ranks import on_ranks
 from bench.steps import Case, Step, adamw, cycled, timed
 from meshwright.partition.memory import peak
-from meshwright.partition.peaks import optimizer_on
+from meshwright.partition.peaks import ADAMW_FUSED
 
 RANKS = 2
 WARM_UP = 2
-CASES = {"GPT": Case("GPT", 256, 12, 128, 8), "Llama": Case("Llama", 512, 4, 128, 8)}
+CASES = {
+    "GPT": Case("GPT", 256, 12, 128, 8),
+    "Llama": Case("Llama", 512, 4, 128, 8),
+    "table": Case("GPT", 256, 2, 64, 2, 65536),
+    "four": Case("Llama", 512, 4, 128, 8),
+}
 DP: dict[str, Any] = {"mesh": {"dp": 2}, "mode": "data_parallel"}
 TP: dict[str, Any] = {
     "mesh": {"tp": 2},
@@ -47,16 +52,36 @@ TP: dict[str, Any] = {
 }
 
 
+ON_FOUR: dict[
+    str, dict[str, Any]
+] = {  # both products of a layer's second half over four ranks, in one dim and in two
+    "1d": {"mesh": {"x": 4}, "pins": {"*.mlp.up": {"n": "x"}, "*.mlp.gate": {"n": "x"}}},
+    "2d": {
+        "mesh": {"x": 2, "y": 2},
+        "pins": {
+            "*.mlp.up": {"k": "x", "n": "y"},
+            "*.mlp.gate": {"k": "x", "n": "y"},
+            "*.mlp.down": {"k": "y", "n": "x"},
+        },
+    },
+}
+
+
 @dataclass(frozen=True)
 class Row:
-    """A technique on a model: what is asked for, beside the plan that is asked for without it."""
+    """A technique on a model: what is asked for, beside the plan that is asked for without it. `hosted`: the module
+    that the host runs."""
 
     model: str
     base: str
     options: dict[str, Any]
+    hosted: str = ""
 
     def __str__(self) -> str:
-        return ", ".join(f"{k}={v!r}" for k, v in self.options.items()) or "nothing"
+        asked = [f"{k}={v!r}" for k, v in self.options.items()]
+        asked += [f"on_host({self.hosted})"] if self.hosted else []
+        asked += ["2D"] if self.base == "2d" else []
+        return ", ".join(asked) or "nothing"
 
 
 def rows() -> list[Row]:
@@ -94,7 +119,12 @@ def rows() -> list[Row]:
         {"recompute": "full", "slice_activation": True, "offload": ("activations",)},
         {"optimizer_parallel": 3, "recompute": "full", "interleave": 2},
     ]
-    return [Row("GPT", "dp", o) for o in alone] + [Row("Llama", "tp", o) for o in across]
+    return [
+        *(Row("GPT", "dp", o) for o in alone),
+        *(Row("Llama", "tp", o) for o in across),
+        *(Row("table", "dp", {}, hosted) for hosted in ("", "tokens")),
+        *(Row("four", base, {}) for base in ON_FOUR),
+    ]
 
 
 @dataclass(frozen=True)
@@ -112,9 +142,17 @@ class Found:
 
 
 def measure(wanted: list[Row], rounds: int, threads: int, markdown: bool) -> list[Found]:
-    """All rows, in one job; none is timed in 0 rounds."""
-    plain = [dataclasses.asdict(row) for row in wanted]
-    return [Found(**f) for f in on_ranks(RANKS, threads, _measure, plain, rounds, markdown)]
+    """All rows, those on as many ranks in one job; none is timed in 0 rounds."""
+    found: list[Found] = []
+    for count in (RANKS, 2 * RANKS):
+        plain = [
+            dataclasses.asdict(row)
+            for row in wanted
+            if count == (2 * RANKS if row.base in ON_FOUR else RANKS)
+        ]
+        if plain:
+            found += [Found(**f) for f in on_ranks(count, threads, _measure, plain, rounds, markdown)]
+    return found
 
 
 def _measure(plain: list[dict[str, Any]], rounds: int, markdown: bool) -> list[dict[str, Any]]:
@@ -171,11 +209,11 @@ def _built(row: Row) -> tuple[Step, int, int]:
     """The step, and the peak that is predicted for it; and that of the device where the host has a memory of its
     own."""
     model, batches, loss = CASES[row.model].build()
-    how = {"dp": DP, "tp": TP}[row.base]
+    how = {"dp": DP, "tp": TP, **{k: {"mode": TP["mode"], **v} for k, v in ON_FOUR.items()}}[row.base]
+    if row.hosted:
+        mw.on_host(model.get_submodule(row.hosted))
     step = mw.train_step(model, adamw, batches[0], loss=loss, **how, **row.options)
-    here, apart = (
-        peak(step.parts, optimizer=optimizer_on("cpu", 2), apart=way).bytes for way in (None, True)
-    )
+    here, apart = (peak(step.parts, optimizer=ADAMW_FUSED, apart=way).bytes for way in (None, True))
     return cycled(step, batches), here, apart
 
 
@@ -217,7 +255,7 @@ def cells(found: list[Found]) -> list[tuple[str, ...]]:
                 f"{one.measured_bytes / base.measured_bytes:.2f}×",
                 f"{one.predicted_bytes / 2**20:.1f}",
                 f"{100 * error:+.1f} %",
-                f"{one.apart_bytes / 2**20:.1f}" if "offload" in one.row else "",
+                f"{one.apart_bytes / 2**20:.1f}" if "offload" in one.row or "on_host" in one.row else "",
             )
         )
     return lines
@@ -240,9 +278,11 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--json", type=Path, help="also write what was measured to this file")
     options = parser.parse_args(arguments)
     wanted = [
-        row for row in rows() if not row.options or any(text in f"{row.model} {row}" for text in options.only)
+        row
+        for row in rows()
+        if str(row) == "nothing" or any(text in f"{row.model} {row}" for text in options.only)
     ]
-    models = {row.model for row in wanted if row.options}
+    models = {row.model for row in wanted if str(row) != "nothing"}
     wanted = [row for row in wanted if row.model in models]
     if options.markdown:
         print(_text(HEADINGS, markdown=True))

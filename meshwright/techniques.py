@@ -319,7 +319,9 @@ def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
     if value not in known:
         raise PlanError(
             f"{name}={value!r}",
-            why="it may be " + ", ".join(repr(k) for k in known if k),
+            why="it may be "
+            + ", ".join(repr(k) for k in known if k)
+            + (', or "" for none' if "" in known else ""),
             hint=did_you_mean(str(value), [k for k in known if k]),
         )
 

@@ -42,7 +42,7 @@ from meshwright.techniques import NONE, matches, ranges, techniques_from
         ({"recompute": ["full"]}, "patterns of modules"),
         ({"recompute": {0: "full"}}, "patterns of modules"),
         ({"recompute": {"blocks.*": True}}, "'full', 'selective'"),
-        ({"recompute": {"blocks.*": "most"}}, "'full', 'selective'"),
+        ({"recompute": {"blocks.*": "most"}}, "'full', 'selective', or \"\" for none"),
         ({"offload": ("optimzer",)}, "did you mean 'optimizer'"),
         ({"offload": True}, "a list of names"),
         ({"offload": ("optimizer", 2)}, "a list of names"),

@@ -130,6 +130,7 @@ def _prove(
         else:
             with widened_eager() if dtype == torch.float64 else contextlib.nullcontext():
                 expected = reference(model, batch, loss, cast, factory, loss_scale(parts))
+        _check_number(expected.losses[0])
         ranks = simulate(parts, batch, start, factory)
         compare = _Comparison(parts, ranks, differences)
         if label == "SGD":
@@ -165,6 +166,16 @@ def _prove(
     if not report.ok:
         report = replace(report, first=first_difference(parts, batch, start, tolerance))
     return report
+
+
+def _check_number(loss: torch.Tensor) -> None:
+    """Raise RunError for a loss that no plan could be held against."""
+    if not bool(torch.isfinite(loss).all()):
+        raise RunError(
+            f"the loss of one device is {loss.item():g}, so that nothing can be compared",
+            why="plain PyTorch gives it for this model and this batch, without any plan",
+            hint="a batch whose labels count, and weights for which the loss is a number",
+        )
 
 
 def _names(graph: Graph) -> dict[str, dict[str, str]]:

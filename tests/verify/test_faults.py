@@ -10,6 +10,7 @@ import torch
 
 from meshwright.capture import widen
 from meshwright.compile import captured_of, lower, plan_captured
+from meshwright.errors import RunError
 from meshwright.examples import gpt
 from meshwright.graph import Graph, Node, Ref, prune
 from meshwright.layout import parse_layout
@@ -17,7 +18,7 @@ from meshwright.partition import RESHARD, Partition
 from meshwright.partition.collectives import program_collectives
 from meshwright.plan import fingerprint
 from meshwright.runtime.communicator import SimulatedRank
-from meshwright.verify import VerificationError, verify_partition
+from meshwright.verify import VerificationError, verify, verify_partition
 
 PINS = {"blocks.*.qkv": {"n": "tp"}, "blocks.*.up": {"n": "tp"}}
 MESH = {"dp": 2, "tp": 2}
@@ -312,3 +313,11 @@ def test_a_reduction_in_place_in_backward(monkeypatch: pytest.MonkeyPatch) -> No
         SimulatedRank, "all_reduce", lambda self, x, axes, op="sum": x.copy_(honest(self, x, axes, op))
     )
     assert not verify_partition(model, batch, loss, captured, parts).ok
+
+
+def test_a_loss_that_is_no_number_on_one_device_is_no_fault_of_a_plan():
+    model, batch, loss = gpt.build(batch=4)
+    with torch.no_grad():
+        model.norm.weight.fill_(float("nan"))
+    with pytest.raises(RunError, match=r"the loss of one device is nan(.|\n)*without any plan"):
+        verify(model, batch, loss=loss, mesh={"dp": 2})
