@@ -202,6 +202,8 @@ def make(
             **priced,
             **techniques,
         )
+    if "search_seconds" in made.claims:  # one figure, whoever asks for it
+        watch.seconds[SEARCHING] = made.claims["search_seconds"]
     return made, lower(captured, made), about_model(opened, captured)
 
 

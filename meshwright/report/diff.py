@@ -26,6 +26,7 @@ from meshwright.report.quantities import show_bytes, show_change, show_seconds
 
 LAYER = re.compile(r"(?<=[._])\d+(?=[._]|$)|^\d+(?=[._]|$)")  # the number of a layer in a path or a name
 ABSENT = "–"
+WIDE = 60  # letters of what is shown side by side
 LEADING = (  # operators that a reader thinks of as the model; the others mostly follow them
     "linear", "matmul", "bmm", "mm", "addmm", "einsum", "embedding", "attention", "convolution", "conv1d", "conv2d",
     "conv3d", "cross_entropy", "nll_loss", "layer_norm", "rms_norm", "batch_norm", "group_norm", "grouped_mm",
@@ -35,9 +36,12 @@ CLAIMS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("step_seconds", "step", show_seconds),
     ("price_seconds", "price", show_seconds),
     ("peak_bytes", "peak memory", show_bytes),
+    ("host_bytes", "host memory", show_bytes),
+    ("bound_seconds", "bound", show_seconds),
     ("space", "space", str),
     ("cluster", "cluster", str),
 )
+OF_THE_RUN = "search_seconds"  # says nothing of the plan: two searches for one plan differ in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class Change:
 @dataclass(frozen=True)
 class Difference:
     """All that differs. `facts`: mesh, mode, model, pins, techniques; `claims`: time and memory; then cuts and layouts,
-    what is kept for backward in another way, and operators in other stages of a pipeline."""
+    what is kept for backward in another way, operators in other stages of a pipeline, and reasons and notes."""
 
     facts: tuple[Change, ...]
     claims: tuple[Change, ...]
@@ -66,6 +70,7 @@ class Difference:
     states: tuple[Change, ...] = ()
     keeps: tuple[Change, ...] = ()
     stages: tuple[Change, ...] = ()
+    remarks: tuple[Change, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -85,6 +90,7 @@ def difference(a: Plan, b: Plan) -> Difference:
         states=_by_place(a, b, lambda p, q: _layouts(p, q, p.states, q.states)),
         keeps=tuple(_keeps(a, b)),
         stages=tuple(_stages(a, b)),
+        remarks=tuple(_remarks(a, b)),
     )
 
 
@@ -123,15 +129,34 @@ def _facts(a: Plan, b: Plan) -> Iterable[Change]:
         ("pins", _pins(a), _pins(b)),
         *_techniques(a, b),
         ("turns of copies", a.turns, b.turns),
+        ("equal layers", _folds(a), _folds(b)),
     )
     if a.told_mesh == b.told_mesh:
-        pairs = (*pairs, ("links", _links(a), _links(b)))
+        pairs = (*pairs, ("links", _links(a), _links(b)), *_prices(a, b))
     return (Change(what, x, y) for what, x, y in pairs if x != y)
 
 
 def _links(plan: Plan) -> str:
     meshes = plan.meshes or (plan.mesh,)
     return " / ".join(", ".join(f"{x.name} over {x.link}" for x in mesh.axes) for mesh in meshes)
+
+
+def _prices(a: Plan, b: Plan) -> list[tuple[str, str, str]]:
+    """What collectives were taken to cost: sequences of redistributions follow from it."""
+    one, two = ("none" if p.prices is None else str(p.prices) for p in (a, b))
+    if one == two:
+        return []
+    short = (
+        one if len(one) <= WIDE else "those of one file",
+        two if len(two) <= WIDE else "those of the other",
+    )
+    return [("prices of collectives", *short)]
+
+
+def _folds(plan: Plan) -> str:
+    """Stretches of equal layers that a file says twice each."""
+    each = (f"{copies} × {length} operators from {first}" for first, length, copies in plan.folds)
+    return ", ".join(each) or ABSENT
 
 
 def _pins(plan: Plan) -> str:
@@ -159,6 +184,31 @@ def _claims(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterable[Change]:
             note = show_change(before, after)
         one, two = (ABSENT if v is None else show(v) for v in (before, after))
         yield Change(what, one, two, note=note)
+    told = {key for key, _, _ in CLAIMS} | {OF_THE_RUN}
+    for key in dict.fromkeys((*a, *b)):
+        if key not in told and a.get(key) != b.get(key):
+            yield Change(key.replace("_", " "), *(_claim(x.get(key)) for x in (a, b)))
+
+
+def _claim(value: Any) -> str:
+    """A claim that has no words of its own."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_claim(v)}" for name, v in value.items()) or ABSENT
+    return f"{value:.4g}" if isinstance(value, float) else ABSENT if value is None else str(value)
+
+
+def _remarks(a: Plan, b: Plan) -> Iterable[Change]:
+    """Other operators of the same names, how many layers one stands for, why it was cut so, the next best, notes."""
+    ops = [{n: " in ".join(filter(None, about)) for n, about in one.about.items()} for one in (a, b)]
+    both = a.strategies.keys() & b.strategies.keys()
+    yield from _by_operator(a, b, *({n: op for n, op in x.items() if n in both} for x in ops), ABSENT)
+    if a.folds == b.folds:
+        counts = ({n: f"{p.times.get(n, 1)} of its kind" for n in both if p.times} for p in (a, b))
+        yield from _by_operator(a, b, *counts, "1 of its kind")
+    yield from _by_operator(a, b, a.reasons, b.reasons, ABSENT)
+    yield from _by_operator(a, b, a.nexts, b.nexts, ABSENT)
+    yield from (Change("note", note, ABSENT) for note in a.notes if note not in b.notes)
+    yield from (Change("note", ABSENT, note) for note in b.notes if note not in a.notes)
 
 
 def _nodes(a: Plan, b: Plan) -> Iterable[Change]:
@@ -306,6 +356,7 @@ def diff_view(found: Difference, names: tuple[str, str], *, every: bool = False)
     """The difference as tables, to print with rich; with `every`, also the operators that follow the named ones."""
     leading = [c for c in found.nodes if c.leading]
     shown = list(found.nodes) if every or not leading else leading
+    only = not any(getattr(found, f.name) for f in fields(found) if f.name != "remarks")
     parts: list[Any] = []
     for title, changes in (
         ("", (*found.facts, *found.claims)),
@@ -315,6 +366,7 @@ def diff_view(found: Difference, names: tuple[str, str], *, every: bool = False)
         ("updates", found.states),
         ("kept for backward", found.keeps),
         ("stages", found.stages),
+        ("remarks", found.remarks if every or only else ()),
     ):
         if changes:
             parts += [Text("")] if parts else []
@@ -323,6 +375,8 @@ def diff_view(found: Difference, names: tuple[str, str], *, every: bool = False)
     if rest:
         more = "operator follows" if rest == 1 else "operators follow"
         parts += [Text(""), Text(f"{rest} more {more} these (--all shows them)", style="dim")]
+    if found.remarks and not every and not only:
+        parts += [Text(f"{len(found.remarks)} reasons and notes differ, too (--all shows them)", style="dim")]
     return Group(*parts)
 
 

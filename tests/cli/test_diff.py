@@ -55,6 +55,34 @@ def test_differences_are_shown_with_layers_folded(files, meshwright):
     assert "relu" not in done.out and "relu" in meshwright("diff", *files, "--all").out
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"about": {"linear": ("aten.other.default", "up.0")}},
+        {"folds": ((0, 4, 3),)},
+        {"times": {"linear": 7}},
+        {"reasons": {"linear": "because"}},
+        {"nexts": {"linear": "n=tp costs 3 ms more"}},
+        {"notes": ("a remark",)},
+        {"claims": {"gaps": {"sum": 0.1}}},
+        {"claims": {"chosen": "recursion"}},
+        {"prices": "other"},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_whatever_a_file_holds_is_compared(plans, changed):
+    a = plans[0]
+    name, value = next(iter(changed.items()))
+    b = replace(a, **{name: {**getattr(a, name), **value} if isinstance(value, dict) else value})
+    assert a.strategies == b.strategies and "linear" in a.strategies
+    assert difference(a, a).equal and not difference(a, b).equal and not difference(b, a).equal
+
+
+def test_how_long_a_search_took_is_no_difference(plans):
+    a, b = (replace(plans[0], claims={"search_seconds": seconds}) for seconds in (1.0, 2.0))
+    assert difference(a, b).equal
+
+
 def test_differences_as_json(files, meshwright):
     data = json.loads(meshwright("diff", *files, "--json").out)
     assert data["equal"] is False
