@@ -17,7 +17,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from meshwright.errors import PlanError, StrategyError, did_you_mean
+from meshwright.errors import PlanError, StrategyError, a_type, did_you_mean
 from meshwright.graph import AGAIN_MARK, ROWS_MARK, STAGE_MARK
 from meshwright.techniques import RECOMPUTE
 
@@ -272,7 +272,7 @@ def stage(target: F, number: int) -> F:
     if not callable(target):
         raise PlanError(
             f"mw.stage is given {target!r:.80}",
-            why=f"it is a {type(target).__name__}; modules and functions have operators",
+            why=f"it is {a_type(target)}; modules and functions have operators",
             where=_caller(),
             hint="mw.stage(model.encoder, 0)",
         )
@@ -331,13 +331,13 @@ def _check_target(target: Any, name: str) -> None:
     """Raise StrategyError for what is never called: a mark at it would be lost in silence."""
     why = hint = ""
     if isinstance(target, torch.nn.ModuleList | torch.nn.ModuleDict):
-        why = f"a {type(target).__name__} only holds modules, it is never called itself"
+        why = f"{a_type(target)} only holds modules, it is never called itself"
         hint = "annotate each of the modules in it"
     elif isinstance(target, type) and issubclass(target, torch.nn.Module):
         why = f"{target.__name__} is a class"
         hint = "annotate the module that it makes: mw.…(nn.Linear(2, 3))"
     elif not callable(target):
-        why = f"it is a {type(target).__name__}, which is never called"
+        why = f"it is {a_type(target)}, which is never called"
         hint = "a module or a function"
         if isinstance(target, torch.Tensor):
             hint = "the module, or the function, that reads the tensor"

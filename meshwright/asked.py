@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from meshwright.errors import CaptureError, PlanError, RunError
+from meshwright.errors import CaptureError, PlanError, RunError, a_type
 from meshwright.graph import Graph
 from meshwright.plan import Plan
 
@@ -29,7 +29,7 @@ def check_model(model: Any) -> None:
     """Raise CaptureError for what is no module."""
     if not isinstance(model, torch.nn.Module):
         raise CaptureError(
-            f"the model is a {type(model).__name__}, not a torch.nn.Module",
+            f"the model is {a_type(model)}, not a torch.nn.Module",
             why="its parameters and the names of its modules are what a plan speaks of",
             hint="pass the module; what is computed from it goes into loss=lambda model, batch: …",
         )
@@ -40,7 +40,7 @@ def check_function(name: str, given: Any, like: str) -> None:
     if not callable(given):
         raise CaptureError(
             f"{name}={given!r} is no function",
-            why=f"it is a {type(given).__name__}; what is captured is what {name}(model, batch) computes",
+            why=f"it is {a_type(given)}; what is captured is what {name}(model, batch) computes",
             hint=f"{name}={like}, or leave it out for what the model returns",
         )
 
@@ -52,7 +52,7 @@ def plan_from(given: Any) -> Plan | None:
     if not isinstance(given, str | Path):
         raise PlanError(
             f"plan={given!r}",
-            why=f"it is a {type(given).__name__}, neither a plan nor the path of one",
+            why=f"it is {a_type(given)}, neither a plan nor the path of one",
             hint='plan=mw.plan(model, batch, …), or plan="plan.json"',
         )
     return Plan.load(given)
@@ -63,7 +63,7 @@ def folder_from(cache: Any) -> Path | None:
     if cache is None:
         return None
     if not isinstance(cache, str | Path) or not str(cache):
-        what = "an empty text" if cache == "" else f"a {type(cache).__name__}"
+        what = "an empty text" if cache == "" else f"{a_type(cache)}"
     elif Path(cache).exists() and not Path(cache).is_dir():
         what = "a file"
     else:

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from meshwright.asked import check_switches
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, a_type
 from meshwright.state.folder import as_path, write_whole
 from meshwright.state.loading import Loaded
 from meshwright.state.saving import check_keep
@@ -54,7 +54,7 @@ class Autosave:
         save to save; `data`, `async_` and `keep` as for `TrainStep.save`. Raises CheckpointError."""
         if not isinstance(step, TrainStep):
             raise CheckpointError(
-                f"the step is a {type(step).__name__}",
+                f"the step is {a_type(step)}",
                 why="what is saved is what a training step holds",
                 hint="mw.Autosave(step, path, every=100), with step = mw.train_step(…)",
             )

@@ -21,7 +21,7 @@ from meshwright.capture.batch import leaves
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.saved import saved
 from meshwright.cycles import seldom_collected
-from meshwright.errors import ClusterError, DoesNotFit, MeshError, PlanError
+from meshwright.errors import ClusterError, DoesNotFit, MeshError, PlanError, a_type
 from meshwright.fewer_rows import with_batch_that_fits
 from meshwright.mesh import Mesh
 from meshwright.ops.table import register
@@ -147,7 +147,7 @@ def request_for(
     if not isinstance(cluster, Cluster):
         raise PlanError(
             f"the cluster is {cluster!r}",
-            why=f"it is a {type(cluster).__name__}, not a Cluster",
+            why=f"it is {a_type(cluster)}, not a Cluster",
             hint='mw.Cluster.load("cluster.yaml") reads one from a file, mw.Cluster.preset("h100", nodes=2) knows some',
         )
     given = cluster.device.memory_bytes if memory is None else memory
@@ -477,7 +477,7 @@ def mesh_from(mesh: MeshLike, captured: Captured | None = None) -> Mesh:
         case None:
             found = mesh_of_pins(captured.graph) if captured is not None else None
             return found or Mesh.of(ranks=int(os.environ.get("WORLD_SIZE", "1")))
-    empty = "no axes" if isinstance(mesh, Mapping) else f"a {type(mesh).__name__}"
+    empty = "no axes" if isinstance(mesh, Mapping) else f"{a_type(mesh)}"
     raise MeshError(
         f"mesh={mesh!r} is not a mesh",
         why=f"it is {empty}; a mesh is a number of ranks, or the sizes of named axes",

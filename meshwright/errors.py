@@ -113,6 +113,12 @@ class DamagedError(CheckpointError):
     """A checkpoint of which something is missing or is not what was written."""
 
 
+def a_type(value: object) -> str:
+    """The type of a value in a sentence: ``an int``, ``a str``."""
+    name = type(value).__name__
+    return f"a{'n' * name.lower().startswith(tuple('aeio'))} {name}"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint with the closest known names, or the list of them when none is close."""
     names = sorted(set(known) - {name, ""})

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from meshwright.errors import PlanError, did_you_mean
+from meshwright.errors import PlanError, a_type, did_you_mean
 
 RECOMPUTE = ("full", "selective")
 OPTIMIZER, ACTIVATIONS, PARAMETERS = OFFLOAD = ("optimizer", "activations", "parameters")
@@ -352,7 +352,7 @@ def _pairs(name: str, value: Any, hint: str) -> tuple[tuple[str, Any], ...]:
     ):
         raise PlanError(
             f"{name}={value!r}",
-            why=f"it is a {type(value).__name__}; wishes are patterns of modules with a value each",
+            why=f"it is {a_type(value)}; wishes are patterns of modules with a value each",
             hint=hint,
         )
     return tuple((pattern, said) for pattern, said in given)

@@ -52,7 +52,7 @@ from meshwright.compile import (
 )
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.timeline import Timeline
-from meshwright.errors import PlanError, RunError
+from meshwright.errors import PlanError, RunError, a_type
 from meshwright.forward import ForwardStep, Outputs, default_outputs, shared_forward
 from meshwright.graph import Graph
 from meshwright.layout import TensorLayout
@@ -395,7 +395,7 @@ def train_step(
         check_world(cluster.mesh)
     if not callable(optimizer):
         raise RunError(
-            f"optimizer is a {type(optimizer).__name__}, not a function from parameters to an optimizer",
+            f"optimizer is {a_type(optimizer)}, not a function from parameters to an optimizer",
             why="each rank's optimizer works on the parts of the parameters it holds",
             hint="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)",
         )

@@ -108,14 +108,30 @@ def corrections(
         np.array([[row.get(name, 0.0) for name in names] for row in predicted]) / np.array(measured)[:, None]
     )
 
-    wide = [STARTED if name == LAUNCH else 1.0 for name in names]
-    doubts, most = doubt * np.array(wide), math.log(4) * np.array(wide)
+    doubts = doubt * np.array([_wide(name) for name in names])
+    most = np.array([math.log(most_factor(name)) for name in names])
 
     def miss(logs: np.ndarray) -> np.ndarray:
         return np.concatenate([table @ np.exp(logs) - 1, 0.1 * logs / doubts])
 
     found = least_squares(miss, np.zeros(len(names)), bounds=(-most, most)).x
     return {name: _short(float(np.exp(log))) for name, log in zip(names, found, strict=True)}
+
+
+def _wide(name: str) -> float:
+    return STARTED if name == LAUNCH else 1.0
+
+
+def most_factor(name: str) -> float:
+    """The largest factor of a class; the smallest is one over it."""
+    return 4 ** _wide(name)
+
+
+def at_the_end(factors: Mapping[str, float]) -> tuple[str, ...]:
+    """The classes whose factor is the largest or the smallest that may be: what they take is beyond it."""
+    return tuple(
+        n for n, f in sorted(factors.items()) if abs(math.log(f)) >= 0.995 * math.log(most_factor(n))
+    )
 
 
 def corrected(steps: Sequence[Prediction], measured: Sequence[float]) -> dict[str, float]:

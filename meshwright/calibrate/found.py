@@ -137,7 +137,15 @@ def _fit(
         fmean(abs(steps_seconds[row.name][n] / row.points[0].seconds - 1) for row in usable) for n in (0, 1)
     )
     said = ", ".join(f"{name} × {factor:.2f}" for name, factor in sorted(factors.items()))
-    return f"{count(len(usable), 'whole step')}: mean error {before:.1%} without corrections, {after:.1%} with {said}"
+    told = f"{count(len(usable), 'whole step')}: mean error {before:.1%} without corrections, {after:.1%} with {said}"
+    if ends := fit.at_the_end(factors):
+        told += (
+            f"\nbad fit: {', '.join(f'{factors[n]:.2f} of {n}' for n in ends)} is as far as a factor goes, and whole "
+            "steps ask for more: rows do not measure what steps do here, so do not trust the seconds of plans"
+        )
+    if all(row.unrest > NEAR for row in usable):
+        told += "\nno whole step was measured while the machine was quiet: the corrections are guesses, calibrate again"
+    return told
 
 
 def _line(

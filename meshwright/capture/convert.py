@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from meshwright.capture.trace import AS_IT_IS, HERE, TORCH_ROOT, Trace
-from meshwright.errors import CaptureError
+from meshwright.errors import CaptureError, a_type
 from meshwright.graph import Device, Dtype, Graph, Input, Node, Ref, TensorType
 
 SHORT: dict[torch.dtype, str] = {
@@ -32,7 +32,7 @@ def type_of(value: Any) -> TensorType:
     """The type of a tensor (real, fake or meta)."""
     if not isinstance(value, torch.Tensor):
         raise CaptureError(
-            f"the program computes a {type(value).__name__} from the values of a tensor",
+            f"the program computes {a_type(value)} from the values of a tensor",
             hint=f"keep it a tensor, or {AS_IT_IS}",
         )
     if value.dtype not in SHORT:

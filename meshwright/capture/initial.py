@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from meshwright.capture.replay import Take, construct, replay
-from meshwright.errors import RunError
+from meshwright.errors import RunError, a_type
 from meshwright.graph import Input
 
 Init = Callable[[], torch.nn.Module]
@@ -30,7 +30,7 @@ def check_init(model: torch.nn.Module, init: Init | None, broadcast: bool) -> No
         return
     if isinstance(init, torch.nn.Module) or not callable(init):
         raise RunError(
-            f"init is a {type(init).__name__}, not a function that builds the model",
+            f"init is {a_type(init)}, not a function that builds the model",
             why="its calls of torch are followed, and made again for one parameter at a time",
             hint="init=lambda: MyModel(config)",
         )

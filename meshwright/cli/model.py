@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from meshwright.compile import default_loss
-from meshwright.errors import MeshwrightError, ModelError, did_you_mean
+from meshwright.errors import MeshwrightError, ModelError, a_type, did_you_mean
 
 FORMS = "MODEL is file.py:function, hf:config.json, or zoo:name"
 RETURNS = "return model, batch, loss   (loss is loss(model, batch) -> scalar tensor)"
@@ -146,18 +146,18 @@ def _users(error: BaseException, path: Path, what: str) -> ModelError:
 
 def _checked(result: Any, source: str) -> tuple[Any, Any, Any]:
     if not isinstance(result, tuple) or len(result) not in (2, 3):
-        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"{a_type(result)}"
         raise ModelError(f"{source} returned {got}", why="a model and its batch are needed", hint=RETURNS)
     model, batch, loss = (*result, default_loss)[:3]
     if not isinstance(model, torch.nn.Module):
         raise ModelError(
-            f"the first thing that {source} returned is a {type(model).__name__}",
+            f"the first thing that {source} returned is {a_type(model)}",
             why="the model is a torch.nn.Module",
             hint=RETURNS,
         )
     if not callable(loss):
         raise ModelError(
-            f"the third thing that {source} returned is a {type(loss).__name__}",
+            f"the third thing that {source} returned is {a_type(loss)}",
             why="the loss is a function of the model and the batch",
             hint="loss=lambda model, batch: model(**batch).loss",
         )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.capture.batch import leaves
-from meshwright.errors import BatchError
+from meshwright.errors import BatchError, a_type
 from meshwright.runtime.step import LocalStep
 
 LAST = ("drop", "pad")
@@ -72,7 +72,7 @@ def check_order(source: Any, shuffle: bool | None) -> None:
     """Raise BatchError where samples without numbers shall be shuffled."""
     if shuffle:
         raise BatchError(
-            f"shuffle=True beside a {type(source).__name__}",
+            f"shuffle=True beside {a_type(source)}",
             why="what is iterated over, batch by batch, comes in its own order",
             hint="a dataset with __len__ and __getitem__, or a source that shuffles, alike on all ranks",
         )
@@ -86,9 +86,7 @@ def check_batches(source: Sequence[Any], local: LocalStep) -> None:
     one = [path for path, shape in shapes.items() if path in held and tuple(held[path].shape) == shape[1:]]
     if source and (one or not held) and all(tuple(x.shape) != shapes.get(p) for p, x in held.items()):
         raise BatchError(
-            f"a {type(source).__name__} of samples"
-            if one
-            else f"a {type(source).__name__} of what has no tensors",
+            f"{a_type(source)} of samples" if one else f"{a_type(source)} of what has no tensors",
             why="a list is taken for one of whole batches, as the example batch is",
             hint=f"DataLoader(samples, batch_size={size})",
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from meshwright.errors import ModelError, did_you_mean
+from meshwright.errors import ModelError, a_type, did_you_mean
 from meshwright.examples.zoo import Built, hugging_face_loss
 
 BATCH, SEQUENCE = 8, 1024
@@ -79,9 +79,7 @@ def _read(path: Path) -> tuple[Path, dict[str, Any]]:
             f"{str(file)!r} is not JSON", why=error.msg, where=f"{file}:{error.lineno}"
         ) from None
     if not isinstance(data, dict):
-        raise ModelError(
-            f"{str(file)!r} is not a model's configuration", why=f"it holds a {type(data).__name__}"
-        )
+        raise ModelError(f"{str(file)!r} is not a model's configuration", why=f"it holds {a_type(data)}")
     return file, data
 
 

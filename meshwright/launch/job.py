@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.errors import LaunchError, did_you_mean
+from meshwright.errors import LaunchError, a_type, did_you_mean
 
 HANG_SECONDS = 600.0  # as long as NCCL waits for a collective
 
@@ -47,7 +47,7 @@ def check(job: Job) -> Job:
     """The job itself, or a `LaunchError` that says what keeps it from starting."""
     if not isinstance(job, Job):
         raise LaunchError(
-            f"the job is a {type(job).__name__}",
+            f"the job is {a_type(job)}",
             why="it says what is started, and how often",
             hint='mw.launch(mw.Job(4, "train.py"))',
         )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from meshwright.cost.cluster import Cluster
-from meshwright.errors import RunError
+from meshwright.errors import RunError, a_type
 from meshwright.metrics.amounts import model_flops, seconds_at_peak, tokens_of
 from meshwright.metrics.traces import in_trace, name_process, rank_named
 from meshwright.metrics.waiting import Waiting
@@ -62,7 +62,7 @@ class Metrics:
         RunError."""
         if not isinstance(step, TrainStep | LocalStep):
             raise RunError(
-                f"the step is a {type(step).__name__}",
+                f"the step is {a_type(step)}",
                 why="what is reported is what a training step does",
                 hint="mw.Metrics(step, path), with step = mw.train_step(…)",
             )
@@ -76,7 +76,7 @@ class Metrics:
         if cluster is not None and not isinstance(cluster, Cluster):
             raise RunError(
                 f"cluster={cluster!r}",
-                why=f"it is a {type(cluster).__name__}, not a Cluster",
+                why=f"it is {a_type(cluster)}, not a Cluster",
                 hint='mw.Cluster.load("cluster.yaml"), or mw.Cluster.preset("h100")',
             )
         self.local = step.local if isinstance(step, TrainStep) else step
@@ -141,7 +141,7 @@ class Metrics:
             raise RunError("metrics cannot be written", why=str(self._failed)) from self._failed
         if not isinstance(loss, torch.Tensor):
             raise RunError(
-                f"the loss is a {type(loss).__name__}",
+                f"the loss is {a_type(loss)}",
                 why="a record has the loss as the step returned it",
                 hint="metrics(step(batch))",
             )
@@ -272,7 +272,7 @@ def _check_given(**given: Any) -> None:
         if value is not None and not (fits and (place or value >= 0)):
             raise RunError(
                 f"{name}={value!r}",
-                why=f"it is a {type(value).__name__}; a {'path' if place else 'whole number'} is expected",
+                why=f"it is {a_type(value)}; a {'path' if place else 'whole number'} is expected",
                 hint=HINTS[name],
             )
 
@@ -282,7 +282,7 @@ def _check_number(name: str, value: Any) -> None:
     if not one:
         shown = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
         raise RunError(
-            f"{name}= is a {type(value).__name__} {shown}".rstrip(),
+            f"{name}= is {a_type(value)} {shown}".rstrip(),
             why="a record has numbers, words and tensors of one number",
             hint=f"metrics(loss, {name}={name}.mean())" if shown else f"metrics(loss, {name}=float({name}))",
         )

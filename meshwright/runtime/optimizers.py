@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from meshwright.errors import RunError
+from meshwright.errors import RunError, a_type
 
 OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -20,7 +20,7 @@ def make_optimizer(
     made = factory(trained)
     if not isinstance(made, torch.optim.Optimizer):
         raise RunError(
-            f"optimizer(parameters) gave a {type(made).__name__}, not a torch.optim.Optimizer",
+            f"optimizer(parameters) gave {a_type(made)}, not a torch.optim.Optimizer",
             hint="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)",
         )
     apart_by_device(made)

@@ -248,6 +248,12 @@ def _rough(request: Request) -> tuple[str, ...]:
     """What a reader must know of claims that rest on disturbed measurements."""
     if not (void := request.cluster.measured.void):
         return ()
+    measured = request.cluster.measured.rates
+    if measured and set(void) >= set(measured):
+        return (
+            f"seconds are worth nothing: no operator of {request.cluster.name} was measured while the machine was "
+            f"quiet ({len(void)} void rows); calibrate again before this plan is compared with another",
+        )
     return (
         f"seconds are rough: {len(void)} rows of the calibration of {request.cluster.name} were measured while the "
         "machine was not quiet; calibrate again",

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.errors import StrategyError, did_you_mean
+from meshwright.errors import StrategyError, a_type, did_you_mean
 from meshwright.graph import Graph, Input, Node
 from meshwright.layout import Dim, show_dim
 from meshwright.ops.batch import batch_units
@@ -196,7 +196,7 @@ def check_pins(pins: Any) -> None:
     shape = '{"blocks.*.up": {"n": "tp"}}'
     if not isinstance(pins, Mapping):
         raise StrategyError(
-            f"pins={pins!r} is a {type(pins).__name__}",
+            f"pins={pins!r} is {a_type(pins)}",
             why="pins map a pattern of module names to factors, and those to axes",
             hint=f"pins={shape}",
         )

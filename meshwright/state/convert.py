@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import meshwright
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, a_type
 from meshwright.redistribute.boxes import Box, whole
 from meshwright.state.folder import commit, synced, write_whole
 from meshwright.state.index import MODEL, NAME, PLAN, Entry, FileNote, Index, Part, key_of, to_text
@@ -103,7 +103,7 @@ def _check_config(path: Path) -> None:
     """Raise CheckpointError for what is no configuration of a Hugging Face model."""
     try:
         found, why = json.loads(path.read_text("utf-8")), ""
-        why = "" if isinstance(found, dict) else f"it is JSON, but a {type(found).__name__} and no object"
+        why = "" if isinstance(found, dict) else f"it is JSON, but {a_type(found)} and no object"
     except OSError as error:
         why = error.strerror or str(error)
     except ValueError as error:  # no text, or no JSON

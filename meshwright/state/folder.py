@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, a_type
 from meshwright.state.index import NAME
 from meshwright.state.tensor_file import cannot_write
 
@@ -29,7 +29,7 @@ def as_path(path: str | Path) -> Path:
     if not isinstance(path, str | Path):
         raise CheckpointError(
             f"the path of a checkpoint is {path!r}",
-            why=f"it is a {type(path).__name__}",
+            why=f"it is {a_type(path)}",
             hint='a folder of checkpoints such as "ckpt"; step.load takes one of them, a .safetensors file and a '
             "Hugging Face folder too",
         )

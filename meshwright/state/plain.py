@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, a_type
 from meshwright.runtime.dtypes import TORCH_DTYPES
 
 SHORT = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -41,7 +41,7 @@ def to_plain(value: Any, what: str) -> Any:
             pairs = [[to_plain(k, what), to_plain(v, f"{what}[{k!r}]")] for k, v in value.items()]
             return {f"{TAG}items": pairs}
     raise CheckpointError(
-        f"{what} is a {type(value).__name__}, which a checkpoint cannot hold",
+        f"{what} is {a_type(value)}, which a checkpoint cannot hold",
         why="beside tensors it is JSON, so that nothing has to be unpickled",
         hint="numbers, words, lists, mappings, tensors, or an object with state_dict() and load_state_dict()",
     )

@@ -55,7 +55,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a number for pins, of a cluster": (
         lambda: mw.plan(*built()[:2], loss=built()[2], cluster=mw.Cluster.local(2), pins=5),  # type: ignore[arg-type]
-        StrategyError, "pins=5 is a int",
+        StrategyError, "pins=5 is an int",
     ),
     "pins in a list, of several meshes": (
         lambda: mw.plan(*built()[:2], loss=built()[2], mesh=[1, 1], mode="semi_auto", pins=[1]),  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a word for a dtype": (
         lambda: mw.verify(*built()[:2], loss=built()[2], mesh=1, dtype="f64"), RunError, "dtype='f64'",  # type: ignore[arg-type]
     ),
-    "a number for a job": (lambda: mw.launch(3), LaunchError, "the job is a int"),  # type: ignore[arg-type]
+    "a number for a job": (lambda: mw.launch(3), LaunchError, "the job is an int"),  # type: ignore[arg-type]
     "no path of a plan": (lambda: mw.Plan.load(None), PlanError, "the plan file 'None'"),  # type: ignore[arg-type]
     "no path to read": (lambda: mw.CheckpointReader(None), CheckpointError, "the path of a checkpoint is None"),  # type: ignore[arg-type]
     "nothing to put into a stage": (lambda: mw.stage(None, 0), PlanError, "is given None"),

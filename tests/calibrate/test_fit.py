@@ -92,6 +92,13 @@ def test_operators_may_start_far_slower_in_a_step_than_in_a_loop() -> None:
     assert other["memory"] <= 4.0  # of what was measured as it is in a step nothing is so far off
 
 
+def test_a_factor_that_is_as_large_as_it_may_be_is_told() -> None:
+    found = fit.corrections([{"launch": 1e-3}] * 3, [0.5] * 3)
+    assert found["launch"] == pytest.approx(32, rel=5e-2) and fit.most_factor("launch") == 32
+    assert fit.at_the_end({"launch": 8.0, "matmul": 3.5, "memory": 0.25}) == ("memory",)
+    assert fit.at_the_end({"launch": 31.99}) == ("launch",)
+
+
 def test_a_class_that_hardly_occurs_keeps_its_price() -> None:
     parts = [{"matmul": 1e-2, "conv": 1e-7}, {"matmul": 2e-2, "conv": 2e-7}]
     found = fit.corrections(parts, [1.2e-2, 2.4e-2])

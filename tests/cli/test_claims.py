@@ -5,6 +5,12 @@ from __future__ import annotations
 from meshwright.report.claims import claim_lines
 
 
+def test_a_step_above_its_price_is_explained():
+    lines = dict(claim_lines({"step_seconds": 8.749e-4, "price_seconds": 8.674e-4}))
+    assert "by the sum of operators and collectives" in lines["step"] and "waits" in lines["step"]
+    assert "waits" not in dict(claim_lines({"step_seconds": 8e-4, "price_seconds": 9e-4}))["step"]
+
+
 def test_claims_are_lines():
     lines = dict(
         claim_lines(

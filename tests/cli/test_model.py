@@ -172,7 +172,7 @@ def test_wrong_files_and_functions_say_what_is_wrong(file, tmp_path):
     text = refused(f"{file}:biuld")
     assert "no function 'biuld'" in text and "did you mean 'build'" in text
     assert f"{file}:build" in refused(file)  # a function was forgotten: the likely one is named
-    assert "returned a int" in refused(f"{file}:number")
+    assert "returned an int" in refused(f"{file}:number")
     assert "first thing" in refused(f"{file}:no_module") and "is a Tensor" in refused(f"{file}:no_module")
     assert "third thing" in refused(f"{file}:no_loss")
     text = refused(f"{file}:fails")

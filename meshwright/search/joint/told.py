@@ -19,7 +19,7 @@ def told(made: Front, over: tuple[Dimension, ...], best: Found, near: Mapping[st
 
 
 def _line(made: Front, dimension: Dimension, best: Found, near: Found | None) -> str:
-    text = f"auto chose {dimension.name}={shown(getattr(best.techniques, dimension.name))}"
+    text = f"auto chose {chosen(dimension.name, getattr(best.techniques, dimension.name))}"
     if dimension.why:
         text += f": {dimension.why}"
     said = [_plainer(made, dimension, best)]
@@ -46,11 +46,16 @@ def _plainer(made: Front, dimension: Dimension, best: Found) -> str:
     return f"{shown(value)} does not fit ({show_bytes(least)})" if least > limit else ""
 
 
+def chosen(name: str, value: Any) -> str:
+    """``recompute='full'``, ``no recompute``."""
+    return f"no {name}" if value in ("", ()) else f"{name}={shown(value)}"
+
+
 def shown(value: Any) -> str:
     """``'full' in blocks.0-11`` for a policy of some layers; else as it is written."""
     if isinstance(value, tuple) and value and isinstance(value[0], tuple):
         return f"{value[0][1]!r} in {', '.join(name for name, _ in value)}"
-    return repr(value)
+    return repr(value) if value != "" and value != () else "none"
 
 
-__all__ = ["shown", "told"]
+__all__ = ["chosen", "shown", "told"]

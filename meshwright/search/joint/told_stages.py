@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshwright.search.joint.stages import Staged
-from meshwright.search.joint.told import shown
+from meshwright.search.joint.told import chosen, shown
 
 DIMENSIONS: dict[str, Callable[[Staged], Any]] = {
     "pipeline": lambda one: one.outer.stages,
@@ -27,7 +27,7 @@ def told_stages(best: Staged, found: Sequence[Staged], given: frozenset[str] = f
         if name in given or (name == "ranks of each level" and len(mine) == 1):
             continue
         others = [one for one in found if value_of(one) != mine]
-        said = f"auto chose {name}={shown(mine)}"
+        said = f"auto chose {chosen(name, mine)}"
         if others:
             other = min(others, key=lambda one: one.seconds)
             more = 1e3 * (other.seconds - best.seconds)
