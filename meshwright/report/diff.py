@@ -187,7 +187,7 @@ def _claims(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterable[Change]:
     told = {key for key, _, _ in CLAIMS} | {OF_THE_RUN}
     for key in dict.fromkeys((*a, *b)):
         if key not in told and a.get(key) != b.get(key):
-            yield Change(key.replace("_", " "), *(_claim(x.get(key)) for x in (a, b)))
+            yield Change(key.replace("_", " "), _claim(a.get(key)), _claim(b.get(key)))
 
 
 def _claim(value: Any) -> str:
@@ -199,12 +199,12 @@ def _claim(value: Any) -> str:
 
 def _remarks(a: Plan, b: Plan) -> Iterable[Change]:
     """Other operators of the same names, how many layers one stands for, why it was cut so, the next best, notes."""
-    ops = [{n: " in ".join(filter(None, about)) for n, about in one.about.items()} for one in (a, b)]
     both = a.strategies.keys() & b.strategies.keys()
-    yield from _by_operator(a, b, *({n: op for n, op in x.items() if n in both} for x in ops), ABSENT)
+    one, two = ({n: " in ".join(filter(None, p.about[n])) for n in both if n in p.about} for p in (a, b))
+    yield from _by_operator(a, b, one, two, ABSENT)
     if a.folds == b.folds:
-        counts = ({n: f"{p.times.get(n, 1)} of its kind" for n in both if p.times} for p in (a, b))
-        yield from _by_operator(a, b, *counts, "1 of its kind")
+        one, two = ({n: f"{p.times.get(n, 1)} of its kind" for n in both if p.times} for p in (a, b))
+        yield from _by_operator(a, b, one, two, "1 of its kind")
     yield from _by_operator(a, b, a.reasons, b.reasons, ABSENT)
     yield from _by_operator(a, b, a.nexts, b.nexts, ABSENT)
     yield from (Change("note", note, ABSENT) for note in a.notes if note not in b.notes)

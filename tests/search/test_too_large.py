@@ -153,10 +153,9 @@ def test_a_time_limit_ends_a_search_with_its_first_answer_and_says_so() -> None:
 
 def test_a_calibration_without_a_quiet_row_is_warned_of() -> None:
     machine = cluster("cpu", "2")
-    void = replace(machine, measured=replace(machine.measured, void=("matmul f32", *machine.measured.rates)))
-    some = replace(
-        machine, measured=replace(machine.measured, void=("all_reduce",), rates={"memory": ((1.0, 1e9),)})
-    )
+    measured = replace(machine.measured, rates={"memory": ((1e6, 1e9),)})
+    void = replace(machine, measured=replace(measured, void=("all_reduce", "memory")))
+    some = replace(machine, measured=replace(measured, void=("all_reduce",)))
     model, batch, loss = tower(64, 3, rows=512)
     notes = mw.plan(model, batch, loss=loss, cluster=void, mode="data_parallel").notes
     assert any("seconds are worth nothing" in note for note in notes)
