@@ -16,7 +16,8 @@ from meshwright.techniques import Techniques
 
 TRIES = 3  # simulations for the next best of a technique
 CUTS = "cuts"  # the name of what differs in cuts and storage alone
-ALIKE = 1e-4  # of a step: what differs less is as quick
+SAME = 1e-4  # of a step: what differs less is no quicker
+ALIKE = 1e-3  # of a step: what differs less is as quick, and the plainer is taken
 
 
 def neighbours(made: Front, over: Sequence[Dimension], best: Found) -> dict[str, Found]:
@@ -34,11 +35,11 @@ def neighbours(made: Front, over: Sequence[Dimension], best: Found) -> dict[str,
 def quicker(made: Front, over: Sequence[Dimension], near: dict[str, Found], best: Found) -> Found | None:
     """A neighbour that is quicker than the best, or as quick and plainer, judged in full; None where there is none.
     What was judged in full stands in `near` from then on, and what does not fit then is taken out."""
-    places = {d.name: d.values.index(value_of(d, best)) for d in over}
     step = best.claims["step_seconds"]
     for name, one in sorted(near.items(), key=lambda named: named[1].claims["step_seconds"]):
-        plainer = any(d.name == name and d.values.index(value_of(d, one)) < places[name] for d in over)
-        enough = (1 + ALIKE) * step if plainer else step
+        plainer = any(d.name == name and _is_plainer(d, one, best) for d in over)
+        richer = any(d.name == name and _is_plainer(d, best, one) for d in over)
+        enough = (1 + ALIKE if plainer else 1 - ALIKE if richer else 1 - SAME) * step
         if one.claims["step_seconds"] >= enough:
             continue
         found = made.planner.under(one.techniques).settled(one)
@@ -46,9 +47,17 @@ def quicker(made: Front, over: Sequence[Dimension], near: dict[str, Found], best
             del near[name]
             continue
         near[name] = found
-        if found.claims["step_seconds"] < ((1 + ALIKE) if plainer else (1 - ALIKE)) * step:
+        if found.claims["step_seconds"] < enough:
             return found
     return None
+
+
+def _is_plainer(dimension: Dimension, one: Found, other: Found) -> bool:
+    """Whether a choice has less of a technique: of what the host may have, nothing that the other has not."""
+    mine, its = value_of(dimension, one), value_of(dimension, other)
+    if dimension.name == "offload":
+        return set(mine) < set(its)
+    return dimension.values.index(mine) < dimension.values.index(its)
 
 
 def value_of(dimension: Dimension, found: Found) -> Any:
