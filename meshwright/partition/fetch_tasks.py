@@ -10,6 +10,7 @@ from meshwright.graph import START, Graph, Node
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.asked import asked_within
+from meshwright.partition.bucket_tasks import Item
 from meshwright.partition.fetch_prices import fetch_seconds
 from meshwright.partition.fetches import fetch_runs
 from meshwright.partition.interleave import named
@@ -20,9 +21,9 @@ class FetchTasks:
     """Adds tasks to a list. `program`: of all copies that take turns, which share what is brought."""
 
     def __init__(
-        self, parts: Partition, program: Graph, mesh: Mesh, cluster: Cluster, tasks: list[Task]
+        self, parts: Partition, program: Graph, mesh: Mesh, cluster: Cluster, items: list[Item]
     ) -> None:
-        self.parts, self.mesh, self.cluster, self.tasks = parts, mesh, cluster, tasks
+        self.parts, self.mesh, self.cluster, self.items = parts, mesh, cluster, items
         self.runs = fetch_runs(program)
         self._run_of = {name: number for number, run in enumerate(self.runs) for name in run}
         last = parts.copies - 1
@@ -89,15 +90,15 @@ class FetchTasks:
         about = {"module": node.module, "operator": node.op, "bytes": node.outputs[0].size_bytes}
         streams = (LINK,) if self.cluster.host_bytes_per_s else (COMPUTE,)
         seconds = fetch_seconds(self.parts, name, self.mesh, self.cluster)
-        self._ahead[name] = len(self.tasks)
-        self.tasks.append(Task(name, streams, seconds, (last,) if last >= 0 else (), phase, about))
+        self._ahead[name] = len(self.items)
+        self.items.append(Task(name, streams, seconds, (last,) if last >= 0 else (), phase, about))
 
     def _wait(self, name: str) -> int:
         place = self._ahead.pop(name)
         if not self.cluster.host_bytes_per_s:
             return place
-        self.tasks.append(Task(name, (COMPUTE,), 0.0, (place,), "wait"))
-        return len(self.tasks) - 1
+        self.items.append(Task(name, (COMPUTE,), 0.0, (place,), "wait"))
+        return len(self.items) - 1
 
 
 __all__ = ["FetchTasks"]

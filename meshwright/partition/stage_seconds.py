@@ -14,12 +14,13 @@ from meshwright.cost.timeline import COMPUTE, Timeline, play
 from meshwright.graph import Graph
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import programs_in_time, scattered_each_time, summed_first
+from meshwright.partition.bucket_tasks import BucketTasks, Pass
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.halves import splittable
 from meshwright.partition.interleave import Interleaved
 from meshwright.partition.micro_batches import Round
-from meshwright.partition.price import on_cluster, parameter_prices
+from meshwright.partition.price import node_prices, on_cluster, parameter_prices
 from meshwright.partition.tasks import StepTasks
 from meshwright.partition.updates import gathers
 from meshwright.redistribute.buckets import Group, fill
@@ -63,32 +64,31 @@ def stage_seconds(
     mine = frozenset(i.name for i in graph.inputs)
     groups = fill(pending_gradients(parts), cluster.device_type, gradient_bytes(parts.plan))
     scattered = [g for g in groups if g.parted and scattered_each_time(parts)]
-    slowdown = cluster.measured.slowdown
+    held, slowdown = summed_first(parts), cluster.measured.slowdown
 
-    def played(number: int) -> tuple[StepTasks, Timeline]:
+    def played(number: int) -> Timeline:
         """Forward; and backward; and what the last one reduces."""
-        step = StepTasks(parts, graph, mesh, cluster, turns)
+        step, done = StepTasks(parts, graph, mesh, cluster, turns), BucketTasks(mesh, cluster)
+        now = _of((groups, scattered)[number == 1], mine)
         step.begin()
         step.forward()
         if number:
-            held = summed_first(parts) if number == 1 else ()
-            step.backward(_of(groups if number == 2 else scattered, mine), held)
-        if number == 1 and scattered:
-            step.wait()
+            step.backward([g.name for group in now for g in group.members], held if number == 1 else ())
+        done.fill(step.items, [Pass(now, waits=number == 1 and bool(scattered))])
         if number == 2:
-            step.update(0.0)
-        return step, play(step.tasks, slowdown)
+            done.update(0.0)
+        return play(done.tasks, slowdown)
 
-    (_, there), (_, back), (step, last) = (played(number) for number in range(3))
+    there, back, last = (played(number) for number in range(3))
     busy: dict[str, float] = defaultdict(float)
     computed = 0.0
-    for task, end in zip(step.tasks, last.ends, strict=True):
+    for task, end in zip(last.tasks, last.ends, strict=True):
         if COMPUTE in task.streams and task.kind != "update":
             computed = max(computed, end)
         elif task.kind == "reduce":
             busy[task.streams[0]] += task.seconds
     sums = max(busy.values(), default=0.0) * max(1.0, slowdown.get("collective", 1.0))
-    prices = step.nodes
+    prices = node_prices(parts, graph, mesh, cluster)
     split = [prices[name].backward_seconds / 2 for name in splittable(graph) if name in prices]
     later, added, backward = (
         math.fsum(split) * parts.copies,
@@ -125,7 +125,7 @@ def update_seconds_of(
     """The optimizer on the parameters that a rank holds, and the gathering of those that it updates in parts."""
     mesh = on_cluster(parts.plan.mesh, cluster)
     prices = parameter_prices(parts, mesh, cluster, optimizer_states)
-    step = StepTasks(parts, _empty(parts), mesh, cluster)
+    step = BucketTasks(mesh, cluster)
     step.update(math.fsum(update for name, (_, update) in prices.items() if name in held))
     step.gather(_of(gathers(parts, device=cluster.device_type), held))
     return play(step.tasks, cluster.measured.slowdown).step_seconds
@@ -137,7 +137,9 @@ def prologue_seconds(parts: Partition, cluster: Cluster, rounds: Iterable[Round]
     step = StepTasks(parts, _empty(parts), mesh, cluster)
     for found in rounds:
         step.once(found.sums)
-    return play(step.tasks, cluster.measured.slowdown).step_seconds
+    done = BucketTasks(mesh, cluster)
+    done.fill(step.items, ())
+    return play(done.tasks, cluster.measured.slowdown).step_seconds
 
 
 def _empty(parts: Partition) -> Graph:

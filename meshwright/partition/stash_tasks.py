@@ -12,6 +12,7 @@ from meshwright.cost.timeline import COMPUTE, Task
 from meshwright.graph import Graph, Node
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
+from meshwright.partition.bucket_tasks import Item
 from meshwright.partition.interleave import in_copies
 from meshwright.partition.stash_prices import host_seconds
 from meshwright.partition.stashes import Stash, part_bytes, room_bytes, settled_before, stashed_in
@@ -46,11 +47,11 @@ class StashTasks:
         program: Graph,
         mesh: Mesh,
         cluster: Cluster,
-        tasks: list[Task],
+        items: list[Item],
         talk: Talk,
     ) -> None:
         self.parts, self.mesh, self.cluster = parts, mesh, cluster
-        self.tasks, self.talk = tasks, talk
+        self.items, self.talk = items, talk
         rank = mesh.rank(origin(mesh))
         stashes = stashed_in(parts.stashes, program, parts.copies)
         goes = in_copies(dict.fromkeys(moved, ""), parts.copies)
@@ -61,7 +62,7 @@ class StashTasks:
         self.asked: dict[str, list[str]] = {}  # node → what its backward is the first to ask for
         for value, stash in self.moved.items():
             self.asked.setdefault(stash.asked[0], []).append(value)
-        self._leaving: deque[tuple[int, int]] = deque()  # (task, bytes)
+        self._leaving: deque[tuple[int, str]] = deque()  # (task, value)
         self._run: _Run | None = None
         self._runs: dict[str, _Run] = {}
 
@@ -73,10 +74,10 @@ class StashTasks:
                 continue
             if self._run is None or self._run.layer != stash.layer or self._run.opened:
                 self._run = _Run(stash.layer, self._run)
-            self._leaving.append((self._copy(value, "forward", last), self.sizes[value]))
+            self._leaving.append((self._copy(value, "forward", last), value))
             self._run.there.append(value)
             self._runs[value] = self._run
-            while len(self._leaving) > 1 and sum(size for _, size in self._leaving) > self.room:
+            while len(self._leaving) > 1 and sum(self.sizes[v] for _, v in self._leaving) > self.room:
                 self._settle_one()
 
     def settle(self) -> None:
@@ -94,7 +95,7 @@ class StashTasks:
             self.talk(self._maker(stash), stash.gather, "backward")
             if run is not None:
                 if not run.opened and run.before is not None:
-                    self._bring(run.before, len(self.tasks) - 1)
+                    self._bring(run.before, len(self.items) - 1)
                 run.opened = True
 
     def _bring(self, run: _Run, last: int) -> None:
@@ -108,7 +109,7 @@ class StashTasks:
 
     def _copy(self, value: str, phase: str, last: int) -> int:
         """A copy beside computing; its place in the list. Where the device is the host's processor, it computes."""
-        here, stash = len(self.tasks), self.moved[value]
+        here, stash = len(self.items), self.moved[value]
         about = {
             "module": self._maker(stash).module,
             "operator": "kept on the host",
@@ -116,16 +117,16 @@ class StashTasks:
         }
         streams = (LINK,) if self.cluster.host_bytes_per_s else (COMPUTE,)
         seconds = host_seconds(self.parts, stash, self.mesh, self.cluster)
-        self.tasks.append(Task(value, streams, seconds, (last,) if last >= 0 else (), phase, about))
+        self.items.append(Task(value, streams, seconds, (last,) if last >= 0 else (), phase, about))
         return here
 
     def _settle_one(self) -> None:
-        place, _ = self._leaving.popleft()
-        self._wait(self.tasks[place].name, place)
+        place, value = self._leaving.popleft()
+        self._wait(value, place)
 
     def _wait(self, name: str, place: int) -> None:
         if self.cluster.host_bytes_per_s:
-            self.tasks.append(Task(name, (COMPUTE,), 0.0, (place,), "wait"))
+            self.items.append(Task(name, (COMPUTE,), 0.0, (place,), "wait"))
 
 
 __all__ = ["LINK", "StashTasks"]

@@ -9,8 +9,8 @@ Flights (`partition/overlap.py`) start where the program says so and are waited 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.timeline import COMPUTE, Task, Timeline, play
@@ -19,8 +19,9 @@ from meshwright.mesh import Mesh
 from meshwright.ops.talk import kernel_talk
 from meshwright.partition import RESHARD, Partition
 from meshwright.partition.accumulation import programs_in_time, scattered_each_time, summed_first
-from meshwright.partition.arrivals import Started, arrivals
+from meshwright.partition.arrivals import arrivals
 from meshwright.partition.asked import asked_within
+from meshwright.partition.bucket_tasks import Arrival, BucketTasks, Item, Pass, sent
 from meshwright.partition.fetch_tasks import FetchTasks
 from meshwright.partition.fetches import is_fetch
 from meshwright.partition.fusion import gradient_bytes
@@ -39,9 +40,9 @@ from meshwright.partition.reshards import backward_itemsize, parse_steps
 from meshwright.partition.stages import check_one_stage
 from meshwright.partition.stash_prices import moved_values
 from meshwright.partition.stash_tasks import LINK, StashTasks
-from meshwright.partition.updates import gathers
+from meshwright.partition.updates import gathered_bytes, gathered_last
 from meshwright.redistribute import Reshard, Step
-from meshwright.redistribute.buckets import BucketBytes, Group, fill
+from meshwright.redistribute.buckets import BucketBytes, Gradient, fill
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import COLLECTIVES, origin, wire_bytes, wire_elements
 
@@ -66,30 +67,75 @@ def step_tasks(
 ) -> tuple[Task, ...]:
     """The tasks of one training step in the order in which the host issues them; with `programs`, those of a step that
     has so many micro-batches (or times that copies take turns) of the same size."""
+    return filled(
+        issued(parts, cluster, optimizer_states, bucket_bytes=bucket_bytes, programs=programs),
+        parts,
+        cluster,
+        bucket_bytes=bucket_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A step before its buckets are filled: what the host issues, in order, in `sections` that end at these places (a
+    backward ends with one); the gradients that are reduced in buckets and the weights that are gathered after the
+    update, in the order of the parameters; the seconds of the update of each parameter."""
+
+    items: tuple[Item, ...]
+    sections: tuple[int, ...]
+    gradients: tuple[Gradient, ...]
+    weights: tuple[Gradient, ...]
+    updates: Mapping[str, float]
+
+
+def issued(
+    parts: Partition,
+    cluster: Cluster,
+    optimizer_states: int = 2,
+    *,
+    bucket_bytes: BucketBytes | None = None,
+    programs: int | None = None,
+) -> Issued:
+    """The step of `step_tasks`, before its buckets are filled."""
     check_one_stage(parts.plan, "the timeline")
     mesh = on_cluster(parts.plan.mesh, cluster)
     rank = mesh.rank(origin(mesh))
     pieces = first_micro_batch(parts, rank) if parts.micro_batches > 1 else None
     local = parts.local(rank) if pieces is None else pieces.programs[0]
-    size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
-    groups = fill(pending_gradients(parts), cluster.device_type, size)
     turns = first_program(parts, rank) if parts.copies > 1 else None
     step = StepTasks(parts, local, mesh, cluster, turns)
+    gradients, sections = pending_gradients(parts), []
     for found in pieces.rounds if pieces is not None else ():
         step.once(found.sums)
-    scattered = [g for g in groups if g.parted and scattered_each_time(parts)]
+    sections.append(len(step.items))
     held = summed_first(parts)
     for left in reversed(range(programs_in_time(parts) if programs is None else programs)):
         step.begin()
         step.forward()
-        step.backward(scattered if left else groups, held if left else ())
-        if left and scattered:
-            step.wait()
+        sections.append(len(step.items))
+        step.backward([g.name for g in gradients], held if left else ())
+        sections.append(len(step.items))
     if pieces is not None:
         step.once(pieces.late)
-    step.update(math.fsum(u for _, u in parameter_prices(parts, mesh, cluster, optimizer_states).values()))
-    step.gather(gathers(parts, bucket_bytes, cluster.device_type))
-    return tuple(step.tasks)
+    sections.append(len(step.items))
+    updates = {name: u for name, (_, u) in parameter_prices(parts, mesh, cluster, optimizer_states).items()}
+    weights = gathered_last(parts, cluster.device_type)
+    return Issued(tuple(step.items), tuple(sections), gradients, weights, updates)
+
+
+def filled(
+    step: Issued, parts: Partition, cluster: Cluster, *, bucket_bytes: BucketBytes | None = None
+) -> tuple[Task, ...]:
+    """The tasks of a step whose buckets are those of a program."""
+    size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
+    groups = fill(step.gradients, cluster.device_type, size)
+    scattered = [g for g in groups if g.parted and scattered_each_time(parts)]
+    ends = sum(isinstance(item, Arrival) and item.ends for item in step.items)
+    done = BucketTasks(on_cluster(parts.plan.mesh, cluster), cluster)
+    done.fill(step.items, (*[Pass(scattered, bool(scattered))] * (ends - 1), Pass(groups)))
+    done.update(math.fsum(step.updates.values()))
+    done.gather(fill(step.weights, cluster.device_type, gathered_bytes(parts.plan, bucket_bytes)))
+    return tuple(done.tasks)
 
 
 class StepTasks:
@@ -105,7 +151,7 @@ class StepTasks:
         self.nodes = node_prices(parts, local, mesh, cluster)
         self.again = asked_within(parts.again, local)  # what backward makes again → the node that asks first
         self.moves = reshard_prices(parts, mesh, cluster)
-        self.tasks: list[Task] = []
+        self.items: list[Item] = []
         self.late = late_values(local)
         self.stands: dict[str, str] = {}  # node of a copy → what it is in the program of one
         self._last = -1  # the last task that the host waited for
@@ -113,14 +159,12 @@ class StepTasks:
         self._repeated: set[str] = set()  # starts that backward has launched again, and
         self._brought: set[str] = set()  # those of which it has read something
         self._repeats = [n for n in local.nodes if n.op == START and n.kwarg("again")]
-        self._reductions: list[int] = []
-        self._scattered: int | None = None  # the bucket under way of which every rank gets its part
         if turns is not None:
             self.local, self.late = turns.graph, frozenset()
             self.stands = {name: original(name, copy) for name, copy in turns.copy_of.items()}
         moved = moved_values(parts, local)
-        self.fetches = FetchTasks(parts, self.local, mesh, cluster, self.tasks)
-        self.stashes = StashTasks(parts, moved, self.local, mesh, cluster, self.tasks, self._steps)
+        self.fetches = FetchTasks(parts, self.local, mesh, cluster, self.items)
+        self.stashes = StashTasks(parts, moved, self.local, mesh, cluster, self.items, self._steps)
 
     def _of_one(self, node: Node) -> str:
         """The name of a node of a copy in the program of one."""
@@ -133,17 +177,17 @@ class StepTasks:
 
     def _compute(self, node: Node, seconds: float, kind: str) -> None:
         if seconds > 0.0:
-            self._last = len(self.tasks)
+            self._last = len(self.items)
             about = {"module": node.module, "operator": node.op}
             streams = (COMPUTE, HOST) if self.parts.on_host(node) else (COMPUTE,)
-            self.tasks.append(Task(node.name, streams, seconds, (), kind, about))
+            self.items.append(Task(node.name, streams, seconds, (), kind, about))
 
     def _copy(self, node: Node, seconds: float, phase: str) -> None:
         """A transfer over the link to the host; the host waits for it."""
         if seconds > 0.0:
-            self._last = len(self.tasks)
+            self._last = len(self.items)
             about = {"module": node.module, "operator": node.op, "bytes": node.outputs[0].size_bytes}
-            self.tasks.append(Task(node.name, (COMPUTE, LINK), seconds, (), phase, about))
+            self.items.append(Task(node.name, (COMPUTE, LINK), seconds, (), phase, about))
 
     def _send(
         self,
@@ -157,16 +201,11 @@ class StepTasks:
         wait: bool = True,
     ) -> int:
         """One collective, which the compute stream waits for or not; its place in the list."""
-        seconds = (self.waited if wait else self.hidden).seconds(kind, self.mesh, axes, sent_bytes)
-        shown = self.mesh.show(self.mesh.sort(axes))
-        about = {"module": module, "collective": kind, "axes": shown, "sent_bytes": sent_bytes}
-        here = len(self.tasks)
+        here, prices = len(self.items), self.waited if wait else self.hidden
+        after = None if wait else self._last
+        self.items.append(sent(name, kind, axes, sent_bytes, phase, module, self.mesh, prices, after))
         if wait:
-            self.tasks.append(Task(name, (COMPUTE, shown), seconds, (), phase, about))
             self._last = here
-        else:
-            after = (self._last,) if self._last >= 0 else ()
-            self.tasks.append(Task(name, (shown,), seconds, after, phase, about))
         return here
 
     def _steps(
@@ -235,11 +274,10 @@ class StepTasks:
         if price is not None:
             self._compute(node, price.forward_seconds, "forward")
 
-    def backward(self, groups: Sequence[Group], held: Collection[str] = ()) -> None:
-        """The local program from bottom to top; gradients of parameters are reduced beside it. Those of the reshards in
-        `held` are added up and not sent."""
-        started = Started(groups)
-        arrives = arrivals(self.local, [g.name for group in groups for g in group.members])
+    def backward(self, pending: Iterable[str], held: Collection[str] = ()) -> None:
+        """The local program from bottom to top, and where the gradients of parameters are complete that are `pending`
+        then. Those of the reshards in `held` are added up and not sent."""
+        arrives = arrivals(self.local, pending)
         again = self._made_again()
         kept = {hub.name for hubs in again.values() for hub in hubs}
         for node in reversed(self.local.nodes):
@@ -251,7 +289,7 @@ class StepTasks:
             self.stashes.backward(node, self._last)
             self._last = self.fetches.backward(node, self._last)
             if node.name in held:
-                self._reduce(started.arrived(arrives.get(node.name, ())))
+                self._arrived(arrives.get(node.name, ()))
                 continue
             if node.op == RESHARD:
                 steps, width = self._steps_of(node).backward, backward_itemsize(node)
@@ -272,8 +310,12 @@ class StepTasks:
                 price = self.nodes.get(self._of_one(node))
                 if price is not None:
                     self._compute(node, price.backward_seconds, "backward")
-            self._reduce(started.arrived(arrives.get(node.name, ())))
-        self._reduce(started.rest())
+            self._arrived(arrives.get(node.name, ()))
+        self.items.append(Arrival((), self._last, ends=True))
+
+    def _arrived(self, names: Iterable[str]) -> None:
+        if found := tuple(names):
+            self.items.append(Arrival(found, self._last))
 
     # -------------------------------------------------- flights
 
@@ -291,8 +333,8 @@ class StepTasks:
         """The wait for a flight, and what a member does after its first collective."""
         place = self._under_way.pop((member.uses[0], way), None)
         if place is not None:
-            self._last = len(self.tasks)
-            self.tasks.append(Task(member.name, (COMPUTE,), 0.0, (place,), "wait"))
+            self._last = len(self.items)
+            self.items.append(Task(member.name, (COMPUTE,), 0.0, (place,), "wait"))
         width = backward_itemsize(member) if way == "back" else 0
         self._steps(member, self._sent(member, way)[1:], phase, itemsize=width)
 
@@ -338,52 +380,6 @@ class StepTasks:
                     mine = self.local.producers[named(node.name, copy)]
                     found.setdefault(named(last, copy), []).append(mine)
         return found
-
-    def _reduce(self, groups: Iterable[tuple[int, Group]]) -> None:
-        for number, group in groups:
-            name = f"bucket {number}"
-            if group.parted:
-                self._scatter(name, group)
-                continue
-            sent = wire_elements("all_reduce", self.mesh.count(group.axes), group.wire_bytes, 0)
-            place = self._send(name, "all_reduce", group.axes, sent, "reduce", "", wait=False)
-            self._reductions.append(place)
-
-    def _scatter(self, name: str, group: Group) -> None:
-        """A bucket of which every rank gets its part. The host waits for the one before it, to free it."""
-        if self._scattered is not None:
-            self._last = len(self.tasks)
-            self.tasks.append(Task(f"{name}, room", (COMPUTE,), 0.0, (self._scattered,), "reduce"))
-        part = group.wire_bytes / self.mesh.count(group.cut)
-        sent = wire_elements("reduce_scatter", self.mesh.count(group.cut), group.wire_bytes, part)
-        if group.cut:
-            self._scattered = self._send(name, "reduce_scatter", group.cut, sent, "reduce", "", wait=False)
-            self._reductions.append(self._scattered)
-        if group.summed:
-            sent = wire_elements("all_reduce", self.mesh.count(group.summed), part, 0)
-            place = self._send(name, "all_reduce", group.summed, sent, "reduce", "", wait=False)
-            if group.cut:
-                self.tasks[place] = replace(self.tasks[place], after=(place - 1,))
-            self._reductions.append(place)
-
-    def gather(self, groups: Sequence[Group]) -> None:
-        """Weights that were updated in parts are put together again."""
-        for number, group in enumerate(groups):
-            part = group.size_bytes / self.mesh.count(group.axes)
-            sent = wire_elements("all_gather", self.mesh.count(group.axes), part, 0)
-            self._send(f"weights {number}", "all_gather", group.axes, sent, "update", "")
-
-    def wait(self) -> None:
-        """The wait for what a backward that is not the last has reduced and scattered."""
-        self._last = len(self.tasks)
-        self.tasks.append(Task("parts of gradients", (COMPUTE,), 0.0, tuple(self._reductions), "wait"))
-        self._reductions, self._scattered = [], None
-
-    def update(self, seconds: float) -> None:
-        """The wait for the buckets, and the optimizer."""
-        if seconds > 0.0 or self._reductions:
-            self._last = len(self.tasks)
-            self.tasks.append(Task("update", (COMPUTE,), seconds, tuple(self._reductions), "update"))
 
 
 __all__ = ["simulate", "step_tasks"]

@@ -15,6 +15,7 @@ from meshwright.layout import TensorLayout, only_axes
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.fusion import sizes
+from meshwright.plan import Plan
 from meshwright.redistribute import Step
 from meshwright.redistribute.buckets import BucketBytes, Gradient, Group, alone_bytes, fill
 from meshwright.redistribute.positions import Selection, exchange
@@ -113,18 +114,27 @@ def gathered(parts: Partition) -> tuple[Gradient, ...]:
     return tuple(found)
 
 
-def gathers(
-    parts: Partition, bucket_bytes: BucketBytes | None = None, device: str = "cpu"
-) -> tuple[Group, ...]:
-    """Which weights are gathered together after the update, the first to be read first; large ones that come in place
-    alone."""
-    large = sizes(parts.plan)
-    size = (lambda weight: large("all_gather", weight.axes)) if bucket_bytes is None else bucket_bytes
+def gathered_bytes(plan: Plan, bucket_bytes: BucketBytes | None = None) -> BucketBytes:
+    """The bytes from which weights that are gathered together are enough; `bucket_bytes` where they are given."""
+    large = sizes(plan)
+    return (lambda weight: large("all_gather", weight.axes)) if bucket_bytes is None else bucket_bytes
+
+
+def gathered_last(parts: Partition, device: str) -> tuple[Gradient, ...]:
+    """The weights that are gathered after the update, the last to be read first; `fresh` where a large one comes in
+    place."""
     mesh, updated = parts.plan.mesh, updates(parts)
 
     def in_place(weight: Gradient) -> bool:
         enough = alone_bytes("cpu" if weight.host else device)
         return weight.size_bytes >= enough and comes_in_place(updated[weight.name].gather, mesh)
 
-    marked = [replace(weight, fresh=in_place(weight)) for weight in gathered(parts)]
-    return fill(tuple(reversed(marked)), device, size)
+    return tuple(replace(weight, fresh=in_place(weight)) for weight in reversed(gathered(parts)))
+
+
+def gathers(
+    parts: Partition, bucket_bytes: BucketBytes | None = None, device: str = "cpu"
+) -> tuple[Group, ...]:
+    """Which weights are gathered together after the update, the first to be read first; large ones that come in place
+    alone."""
+    return fill(gathered_last(parts, device), device, gathered_bytes(parts.plan, bucket_bytes))
