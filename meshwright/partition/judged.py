@@ -19,6 +19,7 @@ from meshwright.graph import Graph
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition, partition
+from meshwright.partition.layered_times import layered_times
 from meshwright.partition.memory import Peak, optimizer_on, peak
 from meshwright.partition.price import program_price
 from meshwright.partition.step_times import step_times
@@ -33,11 +34,9 @@ from meshwright.techniques import NONE, Techniques
 
 @dataclass(frozen=True)
 class _Seen:
-    """Seconds of a step, those in which something is sent and nothing computes, the most bytes at each instant, and the
-    most in the host's memory."""
+    """A program, the most bytes at each instant, and the most in the host's memory."""
 
-    seconds: float
-    exposed: float
+    parts: Partition
     most: dict[str, int]
     host_bytes: int
 
@@ -58,8 +57,14 @@ class Judge:
         """The same from the whole program: what three layers cannot tell is where buckets of gradients end."""
         seen = self._judged(self.folds.full, choice)
         where = max(seen.most, key=lambda instant: seen.most[instant])
+        line = step_times(seen.parts, self.cluster, self.optimizer_states)
         return Verdict(
-            seen.seconds, float(seen.most[where]), where, float(seen.host_bytes), seen.exposed, in_full=True
+            line.step_seconds,
+            float(seen.most[where]),
+            where,
+            float(seen.host_bytes),
+            line.exposed_seconds,
+            in_full=True,
         )
 
     def __call__(self, choice: Choice) -> Verdict:
@@ -71,26 +76,32 @@ class Judge:
         least = 3 if self.techniques.asked() else 2
         few = [min(least, count) for count in repeats]
         short = self._run(choice, few)
-        step, exposed, hosted = short.seconds, short.exposed, short.host_bytes
-        longer: list[Mapping[str, int]] = []
-        for number, count in enumerate(repeats):
-            more = count - few[number]
+        hosted = short.host_bytes
+        times = tuple(count - k for count, k in zip(repeats, few, strict=True))
+        longer: list[_Seen] = []
+        for number, more in enumerate(times):
             long = self._run(choice, [k + (n == number) for n, k in enumerate(few)]) if more else short
-            step += more * (long.seconds - short.seconds)
-            exposed += more * (long.exposed - short.exposed)
             hosted += more * (long.host_bytes - short.host_bytes)
-            longer.append(long.most)
-        lines = self._lines(short.most, few, longer)
+            longer.append(long)
+        step = layered_times(
+            short.parts,
+            [long.parts if more else None for long, more in zip(longer, times, strict=True)],
+            times,
+            self.cluster,
+            self.optimizer_states,
+            self._first,
+        )
+        lines = self._lines(short.most, few, [long.most for long in longer])
         most = {instant: max(map(sum, each)) for instant, each in lines.items()}
         where = max(most, key=lambda instant: most[instant])
-        last = {self._stands(i) for long in longer for i in long if i not in short.most}
+        last = {self._stands(i) for long in longer for i in long.most if i not in short.most}
         inside = [one for i, each in lines.items() if self._stands(i) in {"update", *last} for one in each]
         return Verdict(
-            step,
+            step.step_seconds,
             float(most[where]),
             where,
             float(hosted),
-            max(0.0, exposed),
+            max(0.0, step.exposed_seconds),
             _highest(one for each in lines.values() for one in each),
             _highest(inside),
         )
@@ -159,6 +170,12 @@ class Judge:
         return {**self.folds.values, **self.folds.nodes, **self.folds.inputs}
 
     @functools.cached_property
+    def _first(self) -> Mapping[str, str]:
+        """Input of the full graph → that of the first layer of its kind which is like it."""
+        same = self.folds.same
+        return {name: same.get(here, here) for name, here in self.folds.inputs.items()}
+
+    @functools.cached_property
     def _places(self) -> Mapping[str, int]:
         return {name: number for number, name in enumerate(self._known)}
 
@@ -178,8 +195,7 @@ class Judge:
         top = peak_on(parts, self.cluster, self.optimizer_states)
         for instant, size in top.timeline:
             most[instant] = max(size, most.get(instant, 0))
-        line = step_times(parts, self.cluster, self.optimizer_states)
-        return _Seen(line.step_seconds, line.exposed_seconds, most, top.host_bytes)
+        return _Seen(parts, most, top.host_bytes)
 
     def _lowered(self, graph: Graph, choice: Choice) -> Partition:
         folds = self.folds

@@ -8,10 +8,11 @@ each other; where they are not equal all of the step is played.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.timeline import Timeline, play
+from meshwright.cost.timeline import Task, play
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import programs_in_time
 from meshwright.partition.tasks import step_tasks
@@ -28,29 +29,36 @@ class StepTimes:
     exposed_seconds: float
     hidden_seconds: float
 
+    def plus(self, other: StepTimes, times: float) -> StepTimes:
+        """With so many times another's."""
+        return StepTimes(
+            self.step_seconds + times * other.step_seconds,
+            self.exposed_seconds + times * other.exposed_seconds,
+            self.hidden_seconds + times * other.hidden_seconds,
+        )
+
 
 def step_times(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> StepTimes:
     """What `simulate` says of a step, but for the timeline. `optimizer_states`: moments per parameter (2 for Adam)."""
 
-    def played(programs: int | None) -> Timeline:
-        tasks = step_tasks(parts, cluster, optimizer_states, programs=programs)
-        return play(tasks, cluster.measured.slowdown)
+    def of(programs: int | None) -> StepTimes:
+        return played(step_tasks(parts, cluster, optimizer_states, programs=programs), cluster)
 
     count = programs_in_time(parts)
     if count <= ALL:
-        return _times(played(None))
-    first, second, third = (_times(played(programs)) for programs in PLAYED)
+        return of(None)
+    first, second, third = map(of, PLAYED)
     if not math.isclose(
         third.step_seconds - second.step_seconds, second.step_seconds - first.step_seconds, rel_tol=1e-9
     ):
-        return _times(played(None))
-    more = count - PLAYED[-1]
-    return StepTimes(
-        third.step_seconds + more * (third.step_seconds - second.step_seconds),
-        third.exposed_seconds + more * (third.exposed_seconds - second.exposed_seconds),
-        third.hidden_seconds + more * (third.hidden_seconds - second.hidden_seconds),
-    )
+        return of(None)
+    return third.plus(third.plus(second, -1.0), count - PLAYED[-1])
 
 
-def _times(line: Timeline) -> StepTimes:
+def played(tasks: Sequence[Task], cluster: Cluster) -> StepTimes:
+    """What a timeline of some tasks says."""
+    line = play(tasks, cluster.measured.slowdown)
     return StepTimes(line.step_seconds, line.exposed_seconds, line.hidden_seconds)
+
+
+__all__ = ["StepTimes", "played", "step_times"]
