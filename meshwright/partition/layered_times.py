@@ -8,15 +8,15 @@ and the others are told by the difference of a few layers.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from meshwright.cost.cluster import Cluster
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import programs_in_time, scattered_each_time
 from meshwright.partition.more_layers import with_layers
-from meshwright.partition.step_times import StepTimes, played, step_times
+from meshwright.partition.step_times import StepTimes, of_many, played, step_times
 from meshwright.partition.tasks import Issued, filled, issued
 
 LONGEST = 16_000  # items of a step that is played; of a longer one so much, and half as much, tell the rest
@@ -35,48 +35,68 @@ def layered_times(
     """The step of the program of a `few` layers with `times` more of each kind. `more`: the programs with one more of a
     kind, None where none is to be added; `first`: parameter → that of the first layer which is like it."""
     count = programs_in_time(few)
+    known: dict[int, _Listed] = {}
 
-    def listed(parts: Partition | None) -> Issued | None:
-        return None if parts is None else issued(parts, cluster, optimizer_states, programs=1)
+    def listed(programs: int) -> _Listed:
+        if programs not in known:
+            parts = [
+                None if p is None else issued(p, cluster, optimizer_states, programs=programs)
+                for p in (few, *more)
+            ]
+            known[programs] = _Listed(few, parts, times, cluster, first)
+        return known[programs]
 
-    step, longer = issued(few, cluster, optimizer_states, programs=1), [listed(parts) for parts in more]
-
-    @functools.cache
-    def seen(added: Times) -> StepTimes | None:
-        whole = with_layers(step, longer, added, first)
-        return None if whole is None else played(filled(whole, few, cluster), cluster)
-
-    one = _extrapolated(seen, _affordable(step, longer, times), times)
-    if one is not None and count == 1:
-        return one
-    all_told = _by_difference(
-        [step_times(p, cluster, optimizer_states) if p else None for p in (few, *more)], times
-    )
-    if one is None:
-        return all_told
-    last = _by_difference(
-        [played(filled(i, few, cluster), cluster) if i else None for i in (step, *longer)], times
-    )
-    return all_told.plus(one.plus(last, -1.0), float(count) if scattered_each_time(few) else 1.0)
+    if scattered_each_time(few):
+        return of_many(count, lambda programs: listed(programs).times())
+    if count == 1:
+        return listed(1).times()
+    # Only the last backward sends gradients: what others add grows by as much with each layer.
+    found = _by_difference([p and step_times(p, cluster, optimizer_states) for p in (few, *more)], times)
+    return found.plus(listed(1).times(), 1.0).plus(listed(1).by_difference(), -1.0)
 
 
-def _affordable(step: Issued, longer: Sequence[Issued | None], times: Times) -> Times:
-    """As many layers as can be played quickly, of each kind the same share."""
-    items = sum(
-        n * (len(long.items) - len(step.items)) for n, long in zip(times, longer, strict=True) if long
-    )
-    share = min(1.0, LONGEST / max(1, items))
-    return tuple(math.ceil(share * n) for n in times)
+@dataclass(frozen=True)
+class _Listed:
+    """A step of a few layers and those with one more of a kind, listed."""
 
+    parts: Partition
+    steps: Sequence[Issued | None]
+    more: Times
+    cluster: Cluster
+    first: Mapping[str, str]
 
-def _extrapolated(seen: Callable[[Times], StepTimes | None], most: Times, times: Times) -> StepTimes | None:
-    """What is seen of all layers; where these are too many, of the most and of half as many, and so on."""
-    whole = seen(most)
-    if whole is None or most == times:
-        return whole
-    fewer = tuple(n // 2 for n in most)
-    half = seen(fewer)
-    return half and whole.plus(whole.plus(half, -1.0), (sum(times) - sum(most)) / (sum(most) - sum(fewer)))
+    def times(self) -> StepTimes:
+        """The step with all layers; where they are too many to be played, told by the most that are not and by half of
+        these."""
+        most = self._affordable()
+        whole = self._seen(most)
+        if whole is None:
+            return self.by_difference()
+        half = tuple(n // 2 for n in most)
+        less = self._seen(half) if most != self.more else None
+        if less is None:
+            return whole
+        further = (sum(self.more) - sum(most)) / (sum(most) - sum(half))
+        return whole.plus(whole.plus(less, -1.0), further)
+
+    def by_difference(self) -> StepTimes:
+        """The step with all layers, each further one as long as the first of them."""
+        return _by_difference([step and self._played(step) for step in self.steps], self.more)
+
+    def _affordable(self) -> Times:
+        """As many layers as can be played quickly, of each kind the same share."""
+        few, *longer = (len(step.items) if step else 0 for step in self.steps)
+        items = sum(n * (long - few) for n, long in zip(self.more, longer, strict=True) if long)
+        share = min(1.0, LONGEST / max(1, items))
+        return tuple(math.ceil(share * n) for n in self.more)
+
+    def _seen(self, more: Times) -> StepTimes | None:
+        few, *longer = self.steps
+        whole = with_layers(few, longer, more, self.first) if few else None
+        return whole and self._played(whole)
+
+    def _played(self, step: Issued) -> StepTimes:
+        return played(filled(step, self.parts, self.cluster), self.cluster)
 
 
 def _by_difference(seen: Sequence[StepTimes | None], times: Times) -> StepTimes:

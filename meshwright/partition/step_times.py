@@ -8,7 +8,7 @@ each other; where they are not equal all of the step is played.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshwright.cost.cluster import Cluster
@@ -41,17 +41,21 @@ class StepTimes:
 def step_times(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> StepTimes:
     """What `simulate` says of a step, but for the timeline. `optimizer_states`: moments per parameter (2 for Adam)."""
 
-    def of(programs: int | None) -> StepTimes:
+    def of(programs: int) -> StepTimes:
         return played(step_tasks(parts, cluster, optimizer_states, programs=programs), cluster)
 
-    count = programs_in_time(parts)
+    return of_many(programs_in_time(parts), of)
+
+
+def of_many(count: int, of: Callable[[int], StepTimes]) -> StepTimes:
+    """The step with so many micro-batches, by what is seen of it with some number of them."""
     if count <= ALL:
-        return of(None)
+        return of(count)
     first, second, third = map(of, PLAYED)
     if not math.isclose(
         third.step_seconds - second.step_seconds, second.step_seconds - first.step_seconds, rel_tol=1e-9
     ):
-        return of(None)
+        return of(count)
     return third.plus(third.plus(second, -1.0), count - PLAYED[-1])
 
 
@@ -61,4 +65,4 @@ def played(tasks: Sequence[Task], cluster: Cluster) -> StepTimes:
     return StepTimes(line.step_seconds, line.exposed_seconds, line.hidden_seconds)
 
 
-__all__ = ["StepTimes", "played", "step_times"]
+__all__ = ["StepTimes", "of_many", "played", "step_times"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -127,6 +128,8 @@ def fill(
 
 def _fill(pending: Sequence[Gradient], device: str, bucket_bytes: BucketBytes) -> Iterator[Group]:
     groups: dict[tuple[object, ...], list[Gradient]] = {}
+    held: dict[tuple[object, ...], int] = {}  # bytes in each
+    wanted = Counter(g.key for g in pending if g.group >= 0)
     made = 0
     for gradient in reversed(pending):
         alone = alone_bytes("cpu" if gradient.host else device)
@@ -134,16 +137,19 @@ def _fill(pending: Sequence[Gradient], device: str, bucket_bytes: BucketBytes) -
             made += 1
             yield Group(gradient.axes, (gradient,), alone=True)
             continue
-        group = groups.setdefault(gradient.key, [])
+        key = gradient.key
+        group = groups.setdefault(key, [])
         group.append(gradient)
+        held[key] = held.get(key, 0) + gradient.size_bytes
         if gradient.group >= 0:  # complete when the first of the program has come
-            full = len(group) == sum(g.key == gradient.key for g in pending)
+            full = len(group) == wanted[key]
         else:
             limit = bucket_bytes if isinstance(bucket_bytes, int) else bucket_bytes(gradient)
             limit = min(FIRST_BUCKET_BYTES, limit) if made == 0 else limit
-            full = sum(g.size_bytes for g in group) >= limit
+            full = held[key] >= limit
         if full:
             made += 1
-            yield Group(gradient.axes, tuple(groups.pop(gradient.key)))
+            held[key] = 0
+            yield Group(gradient.axes, tuple(groups.pop(key)))
     for group in groups.values():
         yield Group(group[0].axes, tuple(group))

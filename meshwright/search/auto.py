@@ -32,7 +32,7 @@ from meshwright.search.within import NEAR, Limited, fits, limited, nearer, price
 ALPHAS = (0.5, 0.3)  # weights of computing against what can hide beside it, as long as there is a gap
 SURE = 4  # candidates that are judged in full, at most
 CLOSE = 0.003  # of the bound of the step: beside what was judged in full and is that near nothing else is
-DOUBT = 0.15  # by how much two and three layers may be wrong about many: they do not tell which of two streams is full
+DOUBT = 0.005  # by how much what is told from a few layers may be wrong: peaks may, and models too long to be played
 FAR = 0.1  # of the best step: where the optimum of fewer ranks is that much later, no others are looked at
 MOST_SOLVES = 12  # for one bound under a limit of memory
 INNER = 3  # how many of the innermost axes a recipe leaves to tensor parallel, at most
