@@ -1,20 +1,22 @@
 """The tasks of a step with many equal layers, from steps with a few: what one more layer puts in, put in as often.
 
 A step is listed for a few layers, and for one more of a kind (`tasks.issued`). In each section the longer list is the
-shorter one with one stretch put in, and a step of many layers has that stretch many times. That holds for what is
+shorter one with a stretch put in (one for each copy, where copies of the batch run one after the other), and a step of
+many layers has that stretch many times. That holds for what is
 computed and sent in order; it does not for buckets of gradients, which close where they are full, and so these are
-filled afterwards, from the gradients of all layers. Where the two lists differ by more than one stretch nothing is
-told, and the whole program has to be lowered.
+filled afterwards, from the gradients of all layers. Where the two lists differ in another way nothing
+is told.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.cost.timeline import Task
+from meshwright.cost.timeline import COMPUTE, Task
 from meshwright.partition.bucket_tasks import Arrival, Item
 from meshwright.partition.tasks import Issued
 from meshwright.redistribute.buckets import Gradient
@@ -30,7 +32,7 @@ def with_layers(
     """
     kinds = [(n, long) for n, long in enumerate(more) if long is not None and times[n]]
     try:
-        items = _Expanded(few, [(long, times[n]) for n, long in kinds]).items
+        items = _expanded(few, [(long, times[n]) for n, long in kinds])
     except _Differs:
         return None
     added = [_added(few, long, times[n]) for n, long in kinds]
@@ -135,7 +137,7 @@ def _backwards(few: Issued, first: Mapping[str, str]) -> bool:
 
 
 class _Differs(Exception):
-    """Two lists differ by something else than one stretch a section."""
+    """Two lists differ by something else than stretches of further layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,96 +152,131 @@ class _Insert:
     times: int
 
 
-class _Expanded:
-    """The items of a step with more layers. How far back lies what an item waits for either stays, or grows with each
-    layer; which of the two, the lists with one more layer tell."""
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """What an item waits for: of what was started, is like `sign` and nobody has waited for yet, the one at `index`
+    (from the oldest, or, negative, from the newest); without a sign what the host waited for last."""
 
-    def __init__(self, few: Issued, more: Sequence[tuple[Issued, int]]) -> None:
-        self.few, self.more = few, more
-        self.signs, self.long_signs = _signs(few), [_signs(long) for long, _ in more]
-        self.inserts = sorted(
-            (i for kind in range(len(more)) for i in self._inserts(kind)), key=lambda i: i.place
-        )
+    sign: Hashable = None
+    index: int = 0
+
+
+class _Line:
+    """Items in order, each after what it waits for by its nature, not by its place."""
+
+    def __init__(self) -> None:
         self.items: list[Item] = []
-        self._made: list[Hashable] = []  # what the items are like
-        at = 0
-        for insert in self.inserts:
-            self._old(range(at, insert.place))
-            at = insert.place
-            for copy in range(insert.times):
-                self._new(insert, copy)
-        self._old(range(at, len(few.items)))
+        self.last = -1  # what the host waited for last
+        self.started: defaultdict[Hashable, list[int]] = defaultdict(list)
 
-    def _inserts(self, kind: int) -> Iterator[_Insert]:
-        (long, times), here, there = self.more[kind], self.signs, self.long_signs[kind]
-        if len(self.few.sections) != len(long.sections):
-            raise _Differs
-        ends = zip(self.few.sections, long.sections, strict=True)
-        for (low, long_low), (high, long_high) in itertools.pairwise(((0, 0), *ends)):
-            length = (long_high - long_low) - (high - low)
-            same = 0
-            while low + same < high and here[low + same] == there[long_low + same]:
-                same += 1
-            if length < 0 or here[low + same : high] != there[long_low + same + length : long_high]:
-                raise _Differs
-            if length:
-                yield _Insert(kind, low + same, length, long_low + same, times)
-
-    def _old(self, places: range) -> None:
-        """Items of the few layers."""
-        for place in places:
-            item = self.few.items[place]
-            back = [place - a for a in _after(item)]
-            if back:
-                for kind, (long, times) in enumerate(self.more):
-                    there = place + sum(i.length for i in self.inserts if i.kind == kind and i.place <= place)
-                    longer = _after(long.items[there])
-                    if len(longer) != len(back):
-                        raise _Differs
-                    now = [place - a for a in _after(item)]
-                    back = [b + times * (there - a - n) for b, a, n in zip(back, longer, now, strict=True)]
-            self._add(item, self.signs[place], back, [self.signs[a] for a in _after(item)])
-
-    def _new(self, insert: _Insert, copy: int) -> None:
-        """One more layer."""
-        (long, _), signs = self.more[insert.kind], self.long_signs[insert.kind]
-        for place in range(insert.source, insert.source + insert.length):
-            item = long.items[place]
-            after = _after(item)
-            back = [place - a for a in after]
-            for number, a in enumerate(after):
-                if a < insert.source and not self._stays(insert, place, number):
-                    back[number] += copy * insert.length + self._others(insert, a)
-            self._add(item, signs[place], back, [signs[a] for a in after])
-
-    def _stays(self, insert: _Insert, place: int, number: int) -> bool:
-        """Whether what an item of a further layer waits for is as far back in each such layer."""
-        (long, _), signs = self.more[insert.kind], self.long_signs[insert.kind]
-        after = _after(long.items[place])
-        before = place - insert.length  # the same in the layer before
-        if before >= 0 and signs[before] == signs[place]:
-            theirs = _after(long.items[before])
-            if len(theirs) == len(after):
-                return place - after[number] == before - theirs[number]
-        return place - after[number] <= insert.length
-
-    def _others(self, insert: _Insert, after: int) -> int:
-        """How many items of layers of other kinds come between an item and what it waits for, which is before all
-        layers of its kind."""
-        mine = [i for i in self.inserts if i.kind == insert.kind and i.source <= after]
-        if any(after < i.source + i.length for i in mine):
-            raise _Differs
-        there = after - sum(i.length for i in mine)
-        between = (i for i in self.inserts if i.kind != insert.kind and there < i.place <= insert.place)
-        return sum(i.length * i.times for i in between)
-
-    def _add(self, item: Item, sign: Hashable, back: Sequence[int], like: Sequence[Hashable]) -> None:
+    def add(self, item: Item, sign: Hashable, wait: _Wait | None) -> None:
+        """An item, what it is like, and what it waits for."""
         here = len(self.items)
-        for distance, wanted in zip(back, like, strict=True):
-            if not (0 < distance <= here and self._made[here - distance] == wanted):
-                raise _Differs
-        self.items.append(_waiting(item, tuple(here - distance for distance in back)))
-        self._made.append(sign)
+        after: tuple[int, ...] = ()
+        if wait is not None:
+            after = (self.last if wait.sign is None else self._taken(wait),)
+        if isinstance(item, Task):
+            if COMPUTE in item.streams:
+                self.last = here
+            else:
+                self.started[sign].append(here)
+            if item.after != after:
+                item = Task(item.name, item.streams, item.seconds, after, item.kind, item.about)
+        elif after and after[0] != item.after:
+            item = Arrival(item.names, after[0], item.ends)
+        self.items.append(item)
+
+    def _taken(self, wait: _Wait) -> int:
+        open_ones = self.started[wait.sign]
+        if not -len(open_ones) <= wait.index < len(open_ones):
+            raise _Differs
+        return open_ones.pop(wait.index)
+
+
+NUMBER = re.compile(r"_?\d+")
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The items of a step, what each is like, and what each waits for."""
+
+    step: Issued
+    signs: list[Hashable]
+    waits: list[_Wait | None]
+
+
+def _read(step: Issued) -> _Read:
+    """Raises `_Differs` where an item waits for something that another has waited for."""
+    found, line = _Read(step, _signs(step), []), _Line()
+    for item, sign in zip(step.items, found.signs, strict=True):
+        wait, after = None, _after(item)
+        if len(after) > 1:
+            raise _Differs
+        for place in after:
+            wait = _Wait()
+            if place != line.last:
+                like = found.signs[place]
+                open_ones = line.started[like]
+                if place not in open_ones:
+                    raise _Differs
+                index = open_ones.index(place)
+                wait = _Wait(like, index - len(open_ones) if index else 0)
+        found.waits.append(wait)
+        line.add(item, sign, wait)
+    return found
+
+
+def _expanded(few: Issued, more: Sequence[tuple[Issued, int]]) -> list[Item]:
+    """The items of a step with further layers of some kinds."""
+    short, longer = _read(few), [(_read(long), times) for long, times in more]
+    inserts = [i for kind, (long, times) in enumerate(longer) for i in _inserts(kind, short, long, times)]
+    line, at = _Line(), 0
+
+    def add(read: _Read, low: int, high: int) -> None:
+        for place in range(low, high):
+            line.add(read.step.items[place], read.signs[place], read.waits[place])
+
+    for insert in sorted(inserts, key=lambda i: i.place):
+        add(short, at, insert.place)
+        at = insert.place
+        for _ in range(insert.times):
+            add(longer[insert.kind][0], insert.source, insert.source + insert.length)
+    add(short, at, len(few.items))
+    return line.items
+
+
+def _inserts(kind: int, few: _Read, long: _Read, times: int) -> Iterator[_Insert]:
+    if len(few.step.sections) != len(long.step.sections):
+        raise _Differs
+    ends = zip(few.step.sections, long.step.sections, strict=True)
+    for (low, long_low), (high, long_high) in itertools.pairwise(((0, 0), *ends)):
+        for place, source, length in _stretches(few.signs[low:high], long.signs[long_low:long_high]):
+            yield _Insert(kind, low + place, length, long_low + source, times)
+
+
+def _stretches(few: Sequence[Hashable], long: Sequence[Hashable]) -> list[tuple[int, int, int]]:
+    """(place in the few, place in the long, length) of what the longer list has more: one stretch; or, where copies run
+    one after the other, one in each."""
+    more = len(long) - len(few)
+    if more <= 0:
+        if more == 0 and few == long:
+            return []
+        raise _Differs
+    first = _alike(few, long, 0, 0)
+    if few[first:] == long[first + more :]:
+        return [(first, first, more)]
+    for length in range(1, more):  # in two copies; gradients are complete in one of them alone
+        second = _alike(few, long, first, length)
+        if second > first and few[second:] == long[second + more :]:
+            return [(first, first, length), (second, second + length, more - length)]
+    raise _Differs
+
+
+def _alike(few: Sequence[Hashable], long: Sequence[Hashable], place: int, shift: int) -> int:
+    """Where, from a place on, the two differ first."""
+    while place < len(few) and few[place] == long[place + shift]:
+        place += 1
+    return place
 
 
 def _after(item: Item) -> tuple[int, ...]:
@@ -248,23 +285,15 @@ def _after(item: Item) -> tuple[int, ...]:
     return (item.after,) if item.after >= 0 else ()
 
 
-def _waiting(item: Item, after: tuple[int, ...]) -> Item:
-    """An item that waits for those at other places."""
-    if after == _after(item):
-        return item
-    if isinstance(item, Task):
-        return Task(item.name, item.streams, item.seconds, after, item.kind, item.about)
-    return Arrival(item.names, after[0], item.ends)
-
-
 def _signs(step: Issued) -> list[Hashable]:
-    """What makes items alike, whatever layer they are of."""
+    """What makes items alike, whatever layer they are of: their names but for numbers, their seconds and streams."""
     sizes = {g.name: (g.key, g.size_bytes, g.fresh, g.wire) for g in step.gradients}
 
     def sign(item: Item) -> Hashable:
         if isinstance(item, Arrival):
             return (item.ends, *(sizes[name] for name in item.names))
-        return (item.streams, item.seconds, item.kind, len(item.after), item.about.get("operator"))
+        name, sends = NUMBER.sub("", item.name), item.about.get("collective")
+        return (name, item.streams, item.seconds, item.kind, len(item.after), sends)
 
     return [sign(item) for item in step.items]
 
