@@ -2,10 +2,9 @@
 
 A step is listed for a few layers, and for one more of a kind (`tasks.issued`). In each section the longer list is the
 shorter one with a stretch put in (one for each copy, where copies of the batch run one after the other), and a step of
-many layers has that stretch many times. That holds for what is
-computed and sent in order; it does not for buckets of gradients, which close where they are full, and so these are
-filled afterwards, from the gradients of all layers. Where the two lists differ in another way nothing
-is told.
+many layers has that stretch many times. That holds for what is computed and sent in order; it does not for buckets of
+gradients, which close where they are full, and so these are filled afterwards, from the gradients of all layers. Where
+two lists differ in another way nothing is told.
 """
 
 from __future__ import annotations
