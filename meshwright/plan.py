@@ -136,7 +136,9 @@ class Plan:
         claims = [f"the search says: {', '.join(said)}"] if self.claims else []
         if self.origin is not None:
             return "\n".join([*claims, self.origin.explain(self)])
-        lines = [f"plan ({self.mode}) on {self.told_mesh if self.meshes else self.mesh}", *claims]
+        where = self.told_mesh if self.meshes else self.mesh
+        lines = [f"plan ({self.mode}) on {where}, without its model", *claims]
+        lines.append("  letters are those of each operator's rule; with the model at hand they have names (batch)")
         for place, plan in enumerate(self.own or (self,)):
             lines += [f"rank {place} of the pipeline, mesh {plan.mesh}"] if self.own else []
             lines += plan._strategy_lines()

@@ -205,6 +205,7 @@ def test_a_plan_with_hubs_is_saved_explained_and_run(tmp_path: Any) -> None:
     head = "the search says: price 0.0125 s, gaps sum 0.4 %, peak 3.1 MB, space a"
     assert loaded.explain().split("\n")[1] == head and plan.explain().startswith(head)
     assert "next best: k=16/tp, 1.2 ms more" in loaded.explain()
+    assert "without its model" in loaded.explain() and "without its model" not in plan.explain()
     model, batch, loss = built("mlp")
     mw.verify(model, batch, loss=loss, plan=loaded).raise_if_different()
 
