@@ -19,7 +19,7 @@ from meshwright.partition.more_layers import with_layers
 from meshwright.partition.step_times import StepTimes, of_many, played, step_times
 from meshwright.partition.tasks import Issued, filled, issued
 
-LONGEST = 16_000  # items of a step that is played; of a longer one so much, and half as much, tell the rest
+LONGEST = 4_000  # items of a step that is played; of a longer one so much, and half as much, tell the rest
 
 Times = tuple[int, ...]  # how many layers of each kind are added
 
