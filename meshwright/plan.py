@@ -138,7 +138,9 @@ class Plan:
             return "\n".join([*claims, self.origin.explain(self)])
         where = self.told_mesh if self.meshes else self.mesh
         lines = [f"plan ({self.mode}) on {where}, without its model", *claims]
-        lines.append("  letters are those of each operator's rule; with the model at hand they have names (batch)")
+        lines.append(
+            "  letters are those of each operator's rule; with the model at hand they have names (batch)"
+        )
         for place, plan in enumerate(self.own or (self,)):
             lines += [f"rank {place} of the pipeline, mesh {plan.mesh}"] if self.own else []
             lines += plan._strategy_lines()

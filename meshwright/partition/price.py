@@ -306,6 +306,9 @@ def parameter_prices(
             if (offloaded or parked) and cluster.host_bytes_per_s:
                 # The gradient goes to the host and the weight comes back; a parked one is there, or comes and goes.
                 ways = 1 if offloaded and parked else 2
-                update += ways * elements * DTYPES[entry.type.dtype] / cluster.host_bytes_per_s
+                size = float(elements * DTYPES[entry.type.dtype])
+                update += ways * transfer_seconds(
+                    size, cluster
+                )  # each a copy of its own, which is started too
             found[entry.name] = (sent.get(entry.name, 0.0), float(update))
     return found

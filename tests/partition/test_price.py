@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+import meshwright as mw
 from meshwright.compile import captured_of, lower, plan_captured
 from meshwright.cost.cluster import Cluster, Device, Level, Measured
 from meshwright.examples import mlp
@@ -157,3 +158,17 @@ def test_a_mesh_without_links_is_laid_over_the_cluster() -> None:
     price = program_price(parts, cluster)
     assert price.by_reshard["linear_2_to"][0] == pytest.approx(ring(6 * 24 * 4))
     assert price.by_reshard["cross_entropy_loss_to"][0] == pytest.approx(2 * (1e-4 + 2 / 1e8))
+
+
+def test_a_small_update_is_not_quicker_on_the_host() -> None:
+    """Each gradient and each weight is a copy over the link, which is started like an operator of the device."""
+    model, batch, loss = mlp.build(depth=1)
+    cluster = Cluster.preset("h100", nodes=1, ranks_per_node=2)
+    captured = captured_of(model, batch, loss)
+
+    def update(**asked: object) -> float:
+        plan = mw.plan(model, batch, loss=loss, cluster=cluster, mode="data_parallel", **asked)
+        return program_price(lower(captured, plan), cluster).update
+
+    weights = sum(p.requires_grad for p in model.parameters())
+    assert update(offload=("optimizer",)) >= update() + weights * cluster.device.launch_seconds
