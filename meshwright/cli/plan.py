@@ -105,6 +105,8 @@ def plan(
     )
     from meshwright.cli.progress import Watch
     from meshwright.cli.screen import err
+    from meshwright.cli.typed import as_typed
+    from meshwright.errors import DoesNotFit
 
     states = optimizer_states(optimizer)
     limit, sizes, pins = size_bytes(memory), mesh_sizes(mesh), pins_of(pin or ())
@@ -122,6 +124,8 @@ def plan(
     except KeyboardInterrupt:
         err().print("stopped before a plan was found")
         raise typer.Exit(130) from None
+    except DoesNotFit as error:
+        raise as_typed(error) from None
     if watch.interrupted:
         err().print("stopped: this is the best plan found so far", style="yellow")
     made.save(output)
