@@ -114,6 +114,7 @@ def test_activations_alone_go_to_the_host_where_nothing_else_is_as_quick() -> No
     assert plan.claims["step_seconds"] < 0.95 * without.claims["step_seconds"]
 
 
+@pytest.mark.slow  # each claim is planned with; tests/search/test_too_large.py does so for smaller models
 def test_what_alone_would_fit_is_named() -> None:
     net, batch, loss = built("wide gpt")
     limit = 0.4 * free("wide gpt", "2x2", "auto").claims["peak_bytes"]
