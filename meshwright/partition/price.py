@@ -305,10 +305,9 @@ def parameter_prices(
             parked = entry.name in parts.resharded.parked
             if (offloaded or parked) and cluster.host_bytes_per_s:
                 # The gradient goes to the host and the weight comes back; a parked one is there, or comes and goes.
+                # Each is a copy of its own, which is started too.
                 ways = 1 if offloaded and parked else 2
                 size = float(elements * DTYPES[entry.type.dtype])
-                update += ways * transfer_seconds(
-                    size, cluster
-                )  # each a copy of its own, which is started too
+                update += ways * transfer_seconds(size, cluster)
             found[entry.name] = (sent.get(entry.name, 0.0), float(update))
     return found
