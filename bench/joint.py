@@ -51,8 +51,9 @@ def run_row(name: str, profile: Path | None) -> dict[str, Any]:
     """What a row measures, as plain data."""
     from bench.models import opened
     from bench.search import _warm
-    from meshwright.compile import plan_captured, request_for
+    from meshwright.compile import plan_captured
     from meshwright.cost.cluster import Cluster
+    from meshwright.request import request_for
 
     row = ROWS[name]
     found = opened(row.model, batch=row.batch, sequence=row.sequence)

@@ -31,7 +31,7 @@ from bench.models import CACHE, CONFIGS, built_from
 from meshwright.capture import Captured
 from meshwright.capture.batch import leaves
 from meshwright.cli.arguments import mesh_sizes, techniques_of
-from meshwright.compile import captured_of, lower, plan_captured, request_for
+from meshwright.compile import captured_of, lower, plan_captured
 from meshwright.cost.cluster import Cluster
 from meshwright.graph import Graph
 from meshwright.layout import Dim, TensorLayout, map_leaves
@@ -50,6 +50,7 @@ from meshwright.pipeline.order import schedule_of
 from meshwright.pipeline.predicted import peaks_of
 from meshwright.plan import Plan, fingerprint
 from meshwright.report.claims import claim_lines
+from meshwright.request import request_for
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.rank import Rank

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 import time
 import weakref
@@ -21,12 +20,12 @@ from meshwright.capture.batch import leaves
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.saved import saved
 from meshwright.cycles import seldom_collected
-from meshwright.errors import ClusterError, DoesNotFit, MeshError, PlanError, a_type
+from meshwright.errors import ClusterError, DoesNotFit, MeshError, a_type
 from meshwright.fewer_rows import with_batch_that_fits
 from meshwright.mesh import Mesh
 from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
-from meshwright.partition.judged import Judge, claims_of
+from meshwright.partition.judged import claims_of
 from meshwright.partition.micro_batches import nothing_to_hide
 from meshwright.partition.turns import with_turns
 from meshwright.partition.weighed import weighed
@@ -41,8 +40,8 @@ from meshwright.pipeline.predicted import claims_of as pipeline_claims
 from meshwright.pipeline.schedules import SCHEDULES
 from meshwright.plan import Plan
 from meshwright.report.plan_table import plan_text
+from meshwright.request import request_for
 from meshwright.search.deadline import Deadline
-from meshwright.search.folded import Folded
 from meshwright.search.marks import mesh_of_pins, renumber
 from meshwright.search.modes import make_plan, within_limit
 from meshwright.search.planner import Progress, Request
@@ -123,75 +122,6 @@ def plan(
         if known is not None:
             _captured[model] = known
         raise told from None
-
-
-def request_for(
-    cluster: Cluster | None,
-    memory: float | None = None,
-    optimizer_states: int = 2,
-    space: str = "",
-    inner: str = "exact",
-    progress: Progress | None = None,
-    time_limit: float | None = None,
-) -> Request | None:
-    """What a search is asked for, on a cluster; None without one. Raises PlanError for limits that cannot be."""
-    limits = {"memory": memory, "time_limit": time_limit}
-    if cluster is None and (given := {name: value for name, value in limits.items() if value is not None}):
-        raise PlanError(
-            " and ".join(f"{name}={value!r}" for name, value in given.items()) + " without a cluster",
-            why="limits are kept by searches, and by what is predicted for the ranks of a cluster",
-            hint='cluster=mw.Cluster.preset("h100", nodes=2) or mw.Cluster.load("cluster.yaml") beside it',
-        )
-    if cluster is None:
-        return None
-    if not isinstance(cluster, Cluster):
-        raise PlanError(
-            f"the cluster is {cluster!r}",
-            why=f"it is {a_type(cluster)}, not a Cluster",
-            hint='mw.Cluster.load("cluster.yaml") reads one from a file, mw.Cluster.preset("h100", nodes=2) knows some',
-        )
-    given = cluster.device.memory_bytes if memory is None else memory
-    limit = float(given) if isinstance(given, int | float) and not isinstance(given, bool) else 0.0
-    if not 0 < limit < float("inf"):
-        raise PlanError(
-            f"memory={memory!r} is no limit",
-            why="it is a number of bytes per rank",
-            hint="memory=70e9 for 70 GB",
-        )
-    if (
-        isinstance(optimizer_states, bool)
-        or not isinstance(optimizer_states, int)
-        or not 0 <= optimizer_states <= 8
-    ):
-        raise PlanError(
-            f"optimizer_states={optimizer_states!r}",
-            why="it counts what an optimizer keeps of every parameter element",
-            hint="2 for Adam, 1 for momentum, 0 for plain SGD",
-        )
-
-    seconds = math.inf if time_limit is None else time_limit
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-        raise PlanError(
-            f"time_limit={time_limit!r}",
-            why="it is the number of seconds after which a search ends with the best so far",
-            hint="time_limit=30, or leave it out",
-        )
-
-    def judge(folds: Folded, mesh: Mesh, hosts: frozenset[str], techniques: Techniques, states: int) -> Judge:
-        return Judge(folds, mesh, cluster, states, hosts, techniques)
-
-    told = progress or _silent
-    return Request(
-        cluster,
-        limit,
-        optimizer_states,
-        space,
-        inner,
-        told,
-        judge,
-        hard=memory is not None,
-        deadline=Deadline(float(seconds)),
-    )
 
 
 @seldom_collected()
@@ -408,10 +338,6 @@ def with_origin(plan: Plan, captured: Captured, request: Request | None = None) 
     if request is not None:  # a plan that takes more pins begins a search of its own
         request = replace(request, deadline=Deadline(request.deadline.seconds))
     return replace(plan, origin=_Origin(captured, request))
-
-
-def _silent(stage: str, price: float | None, bound: float | None) -> None:
-    pass
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,6 @@ from meshwright.compile import (
     lower,
     mesh_from,
     plan_captured,
-    request_for,
     values_of,
     with_origin,
 )
@@ -69,6 +68,7 @@ from meshwright.redistribute import redistribute
 from meshwright.redistribute.positions import exchange
 from meshwright.report.program import ProgramText
 from meshwright.report.step_trace import StepTrace
+from meshwright.request import request_for
 from meshwright.runtime.batches import Given, LocalBatch, taker
 from meshwright.runtime.communicator import leave
 from meshwright.runtime.connect import Meeting, check_world

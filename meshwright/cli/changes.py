@@ -71,12 +71,13 @@ def answer(base: Base, changes: Mapping[str, str], asked: Mapping[str, Any]) -> 
 def _with(
     base: Base, plan: Plan, captured: Captured, cluster: Cluster, asked: Mapping[str, Any]
 ) -> tuple[Plan, str]:
-    from meshwright.compile import lower, request_for
+    from meshwright.compile import lower
     from meshwright.partition.turns import with_turns
     from meshwright.partition.weighed import weighed
     from meshwright.pipeline.levels import part_of
     from meshwright.pipeline.meshes import meshes_of
     from meshwright.report.whatif import changed, changed_in_stages
+    from meshwright.request import request_for
 
     factors = _factors(captured)
     if plan.stages:

@@ -66,9 +66,11 @@ def stage_seconds(
     scattered = [g for g in groups if g.parted and scattered_each_time(parts)]
     held, slowdown = summed_first(parts), cluster.measured.slowdown
 
+    prices = node_prices(parts, graph, mesh, cluster)
+
     def played(number: int) -> Timeline:
         """Forward; and backward; and what the last one reduces."""
-        step, done = StepTasks(parts, graph, mesh, cluster, turns), BucketTasks(mesh, cluster)
+        step, done = StepTasks(parts, graph, mesh, cluster, turns, prices), BucketTasks(mesh, cluster)
         now = _of((groups, scattered)[number == 1], mine)
         step.begin()
         step.forward()
@@ -88,7 +90,6 @@ def stage_seconds(
         elif task.kind == "reduce":
             busy[task.streams[0]] += task.seconds
     sums = max(busy.values(), default=0.0) * max(1.0, slowdown.get("collective", 1.0))
-    prices = node_prices(parts, graph, mesh, cluster)
     split = [prices[name].backward_seconds / 2 for name in splittable(graph) if name in prices]
     later, added, backward = (
         math.fsum(split) * parts.copies,

@@ -31,6 +31,7 @@ from meshwright.partition.localize import late_values
 from meshwright.partition.micro_batches import first_micro_batch, first_program
 from meshwright.partition.overlap import members_of
 from meshwright.partition.price import (
+    NodePrice,
     node_prices,
     on_cluster,
     parameter_prices,
@@ -142,13 +143,20 @@ class StepTasks:
     """The tasks of a step while they are listed."""
 
     def __init__(
-        self, parts: Partition, local: Graph, mesh: Mesh, cluster: Cluster, turns: Interleaved | None = None
+        self,
+        parts: Partition,
+        local: Graph,
+        mesh: Mesh,
+        cluster: Cluster,
+        turns: Interleaved | None = None,
+        prices: dict[str, NodePrice] | None = None,
     ) -> None:
-        """`turns`: the program of all copies. What an operator takes is what it takes in the first of them."""
+        """`turns`: the program of all copies. What an operator takes is what it takes in the first of them. `prices`:
+        those of `node_prices`, where they are known already."""
         self.parts, self.local, self.mesh = parts, local, mesh
         self.waited: Prices = cluster.prices
         self.hidden: Prices = cluster.hidden_prices
-        self.nodes = node_prices(parts, local, mesh, cluster)
+        self.nodes = node_prices(parts, local, mesh, cluster) if prices is None else prices
         self.again = asked_within(parts.again, local)  # what backward makes again → the node that asks first
         self.moves = reshard_prices(parts, mesh, cluster)
         self.items: list[Item] = []

@@ -9,10 +9,11 @@ import torch
 
 from bench.models import built_from
 from bench.one_rank import MEGATRON, Asked, most_blocks, narrow, resized, run
-from meshwright.compile import captured_of, lower, plan_captured, request_for
+from meshwright.compile import captured_of, lower, plan_captured
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.ops.analysis import factors_of
+from meshwright.request import request_for
 from meshwright.search.joint.dimensions import pieces_of
 from meshwright.techniques import techniques_from
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshwright.compile import captured_of, plan_captured, request_for
+from meshwright.compile import captured_of, plan_captured
 from meshwright.cost.cluster import Cluster, Level
 from meshwright.errors import PlanError
 from meshwright.ops.analysis import factors_of
@@ -15,6 +15,7 @@ from meshwright.pipeline.chains import chains, counts, shares_of
 from meshwright.pipeline.check import play
 from meshwright.pipeline.levels import mesh_over
 from meshwright.pipeline.schedules import make
+from meshwright.request import request_for
 from meshwright.search.folded import folded
 from meshwright.search.joint.bounds import Least
 from meshwright.search.joint.outer import Outer

@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from meshwright.compile import captured_of, request_for
+from meshwright.compile import captured_of
 from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
 from meshwright.partition.tasks import simulate
+from meshwright.request import request_for
 from meshwright.search.folded import folded, whole
 from meshwright.search.options import Scene
 from meshwright.search.planner import Planner

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from meshwright.compile import captured_of, request_for
+from meshwright.compile import captured_of
 from meshwright.cost.saved import saved
 from meshwright.ops.analysis import factors_of
 from meshwright.partition import Partition, partition
 from meshwright.partition.price import program_price
 from meshwright.partition.weighed import weighed
 from meshwright.plan import Plan, fingerprint
+from meshwright.request import request_for
 from meshwright.search.data_parallel import by_batch
 from meshwright.search.folded import whole
 from meshwright.search.options import Scene

@@ -10,7 +10,8 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.capture import Captured
-from meshwright.compile import captured_of, plan_captured, request_for
+from meshwright.compile import captured_of, plan_captured
+from meshwright.request import request_for
 
 
 @functools.cache

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.compile import captured_of, plan_captured, request_for
+from meshwright.compile import captured_of, plan_captured
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import LayoutError, PlanError, StrategyError
 from meshwright.partition.judged import Judge
 from meshwright.plan import Plan
+from meshwright.request import request_for
 from meshwright.search.solve import NoStates, Problem
 from meshwright.search.space.build import Space
 from meshwright.techniques import techniques_from

@@ -11,11 +11,12 @@ import pytest
 
 import meshwright as mw
 from meshwright.capture import Captured
-from meshwright.compile import captured_of, plan_captured, request_for
+from meshwright.compile import captured_of, plan_captured
 from meshwright.errors import DoesNotFit, PlanError
 from meshwright.examples import gpt
 from meshwright.plan import Plan
 from meshwright.redistribute.steps import enough_bytes, show_bytes
+from meshwright.request import request_for
 from meshwright.techniques import techniques_from
 from tests.search.planned import SEARCHES, cluster, tower
 

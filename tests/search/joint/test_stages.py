@@ -6,10 +6,11 @@ import functools
 
 import pytest
 
-from meshwright.compile import captured_of, request_for
+from meshwright.compile import captured_of
 from meshwright.cost.cluster import Cluster, Level
 from meshwright.errors import PlanError
 from meshwright.ops.analysis import factors_of
+from meshwright.request import request_for
 from meshwright.search.folded import folded
 from meshwright.search.joint.dimensions import dimensions, points
 from meshwright.search.joint.fronts import stage_front
