@@ -15,6 +15,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.mesh import Mesh
 from meshwright.redistribute.matrix import Table
+from meshwright.search.alike.kinds import kinds_of
 from meshwright.search.alike.prices import Alike, MakePriced
 from meshwright.search.alike.ways import BITS
 from meshwright.search.deadline import Deadline
@@ -51,7 +52,8 @@ SPACES = {
 }
 LARGEST = 4  # axes whose product states are searched
 MOST_NODES = 200  # distinct nodes that a recursion refines in one space, made node by node
-MANY_NODES = 2000  # the same where arrays are no quicker for each value
+MANY_NODES = 2000  # the same where arrays are no quicker: few nodes are alike, or their values have many dims
+ALIKE = 10  # nodes of a kind, on average, from which arrays are quicker; unlike layers have two or three
 FULL = 6000  # nodes of a model whose whole program is simulated for the answer: about two seconds
 Progress = Callable[[str, float | None, float | None], None]
 """Told (stage, best price so far, bound)."""
@@ -256,13 +258,23 @@ class Planner:
     def alike(self, per_byte: np.ndarray | None = None) -> MakePriced | None:
         """What prices a graph of very many nodes as arrays, with a price per byte at each instant where one is given;
         None where one space is quick enough."""
-        places = max((len(value.places) for value in self.values.values()), default=0)
-        wide = places * len(self.scene.mesh.axes) > BITS  # such values the arrays price one by one
-        if len(self.codes) <= (MANY_NODES if wide else MOST_NODES):
+        if not self._has_many_alike():
             return None
         key = "alike" if per_byte is None else ("alike", self.techniques)
         arrays = self.kept.once(key, lambda: self.arrays(per_byte is not None))
         return functools.partial(arrays.priced, per_byte=per_byte)
+
+    def _has_many_alike(self) -> bool:
+        """Whether arrays over what is alike are quicker than one space."""
+        if not MOST_NODES < len(self.codes) <= MANY_NODES:
+            return len(self.codes) > MANY_NODES
+        places = max((len(value.places) for value in self.values.values()), default=0)
+        if places * len(self.scene.mesh.axes) > BITS:  # such values the arrays price one by one
+            return False
+        kinds = self.kept.once(
+            "kinds", lambda: kinds_of(self.codes, self.scene.graph, self.seeds or {}, self.hosts)
+        )
+        return len(self.codes) >= ALIKE * len(kinds)
 
     def arrays(self, demanding: bool = False) -> Alike:
         """The graph as arrays; `demanding` ones know what memory takes under the techniques."""

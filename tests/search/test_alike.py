@@ -16,6 +16,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.graph import Graph
 from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
+from meshwright.search import planner as planner_module
 from meshwright.search.alike import ways
 from meshwright.search.alike.spaces import made
 from meshwright.search.folded import Folded, folded, whole
@@ -261,3 +262,12 @@ def test_rounds_find_what_elimination_finds(start: int) -> None:
         except NoStates:
             wanted = math.inf
         assert price == pytest.approx(wanted, abs=1e-9), seed
+
+
+def test_arrays_are_for_graphs_of_which_much_is_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner_module, "MOST_NODES", 40)
+    unlike = of_model("gpt", "8")
+    assert len(unlike.codes) > 40 and unlike.alike() is None
+    assert on_nodes(distinct(25), 1).alike() is not None
+    monkeypatch.setattr(planner_module, "MANY_NODES", len(unlike.codes) - 1)
+    assert of_model("gpt", "8").alike() is not None
