@@ -265,9 +265,9 @@ def test_rounds_find_what_elimination_finds(start: int) -> None:
 
 
 def test_arrays_are_for_graphs_of_which_much_is_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner_module, "MOST_NODES", 40)
+    monkeypatch.setattr(planner_module, "MOST_NODES", 20)
     unlike = of_model("gpt", "8")
-    assert len(unlike.codes) > 40 and unlike.alike() is None
-    assert on_nodes(distinct(25), 1).alike() is not None
+    assert len(unlike.codes) > 20 and unlike.alike() is None
+    assert on_nodes(distinct(20), 1).alike() is not None
     monkeypatch.setattr(planner_module, "MANY_NODES", len(unlike.codes) - 1)
     assert of_model("gpt", "8").alike() is not None
