@@ -40,7 +40,9 @@ SURE = 0.97  # of the limit: a peak below it, told from a few layers, is not tol
 SLACK = 1.1  # how far over the limit an estimate may be and still be simulated
 NEAR = 0.01  # of a step: what copies that take turns, or techniques of little use, must save
 MUCH = 0.01  # of a step: what a search under other techniques may save to be made
-SOUGHT = 6  # such searches
+SOUGHT = 6  # such searches, and
+WORK = 25_000  # the most that all of them may take: simulations × nodes × axes
+SEARCHED = 26  # simulations of such a search
 MOVES = 4  # to a quicker neighbour, at most
 EXPOSED = 0.05  # of the step is sent while nothing computes: copies that take turns are looked at
 
@@ -231,7 +233,8 @@ def _sought(
     planner: Planner, made: Front, wide: tuple[Dimension, ...], best: Found | None, space: Space
 ) -> Found | None:
     """What a search under the quickest techniques finds whose sums say that they fit, where that may save much: what
-    lives for a moment only no candidate was chosen by."""
+    lives for a moment only no candidate was chosen by. On thousands of ranks one search would take longer than all
+    before it."""
     limit = planner.request.memory_bytes or 0.0
     rows: list[tuple[float, int, Techniques]] = []
     for point in points(wide, planner.techniques):
@@ -241,7 +244,8 @@ def _sought(
         quick = [c for c in quick if made.likely_seconds(c, asked) < most]
         if any(made.sums(c, asked) <= limit and made.saves(c, asked) for c in quick):
             rows.append((min(made.likely_seconds(c, asked) for c in quick), sum(point.places), asked))
-    for _, _, asked in sorted(rows, key=lambda row: row[:2])[:SOUGHT]:
+    each = SEARCHED * len(planner.codes) * len(planner.scene.mesh.axes)
+    for _, _, asked in sorted(rows, key=lambda row: row[:2])[: min(SOUGHT, WORK // each)]:
         under = planner.under(asked)
         try:
             found = limited(under, space, None, alone=False).found
