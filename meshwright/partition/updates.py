@@ -106,11 +106,12 @@ def gathered(parts: Partition) -> tuple[Gradient, ...]:
     found: list[Gradient] = []
     for entry in parts.resharded.graph.inputs:
         if entry.name in updated:
-            whole = largest_size(updated[entry.name].gather.after, mesh) * DTYPES[entry.type.dtype]
+            gather = updated[entry.name].gather
+            sent = largest_size(gather.before, mesh) * mesh.count(gather.axes)  # parts as large as the largest
+            whole = sent * DTYPES[entry.type.dtype]
             group = parts.plan.techniques.fusion_group(entry.target, *entry.ties)
             host = entry.name in parts.resharded.hosted
-            axes = updated[entry.name].gather.axes
-            found.append(Gradient(entry.name, axes, entry.type.dtype, whole, group=group, host=host))
+            found.append(Gradient(entry.name, gather.axes, entry.type.dtype, whole, group=group, host=host))
     return tuple(found)
 
 

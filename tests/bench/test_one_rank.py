@@ -89,6 +89,18 @@ def test_a_narrow_copy_leaves_every_block_of_the_plan_an_element() -> None:
     assert ran.sent == ran.expected and sum(ran.sent.values()) > 10
 
 
+def test_parts_that_are_uneven_are_sent_as_large_as_the_largest() -> None:
+    """Ten rows of seven over two by two ranks: each sends five of four."""
+    model = torch.nn.Linear(7, 10, bias=False)
+    batch = {"x": torch.randn(8, 7)}
+    captured = captured_of(model, batch, lambda model, batch: model(batch["x"]).square().mean())
+    asked = techniques_from({"optimizer_parallel": 1, "threshold_kb": 0})
+    plan = plan_captured(captured, 4, "data_parallel", None, None, asked)
+    ran = run(lower(captured, plan), captured, batch, 1)
+    assert ran.sent == ran.expected
+    assert [size for kind, _, size in ran.sent if kind == "all_gather"] == [4 * 5 * 4 * 4]
+
+
 class Ranked(torch.nn.Module):
     """What a row becomes depends on how many of the batch are smaller."""
 
