@@ -95,7 +95,7 @@ class StashTasks:
             self.talk(self._maker(stash), stash.gather, "backward")
             if run is not None:
                 if not run.opened and run.before is not None:
-                    self._bring(run.before, len(self.items) - 1)
+                    self._bring(run.before, self._last_task())
                 run.opened = True
 
     def _bring(self, run: _Run, last: int) -> None:
@@ -103,6 +103,10 @@ class StashTasks:
         for value in reversed(run.there):
             run.back[value] = self._copy(value, "backward", last)
         run.there = []
+
+    def _last_task(self) -> int:
+        """The place of the last task; where gradients arrive stands among them, and is none."""
+        return next((n for n in reversed(range(len(self.items))) if isinstance(self.items[n], Task)), -1)
 
     def _maker(self, stash: Stash) -> Node:
         return self.parts.resharded.graph.producers[stash.value]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter as Multiset
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -250,6 +251,19 @@ def test_price_and_timeline_have_every_copy_and_gather(asked: dict[str, Any]) ->
         assert gathered == pytest.approx(prices[-1].backward_communication - links[-1] / 2)
     assert prices[1].backward_communication > prices[0].backward_communication
     assert (links[1] > 0) == ("offload" in asked) and links[0] == 0
+
+
+@pytest.mark.parametrize("host_bytes_per_s", (0.0, 1e10), ids=("one memory", "apart"))
+@pytest.mark.parametrize("name", ("gpt", "llama"))
+def test_copies_in_turns_bring_all_that_went(name: str, host_bytes_per_s: float) -> None:
+    """Also where the last item before a run is brought ahead is an arrival of gradients, and no task."""
+    cluster = mw.Cluster.preset("a100-40", nodes=1, ranks_per_node=2)
+    _, parts = planned(name, {"dp": 2}, **HOSTED, interleave=2)
+    line = simulate(parts, replace(cluster, host_bytes_per_s=host_bytes_per_s))
+    copies = [t for t in line.tasks if t.about.get("operator") == "kept on the host"]
+    there, back = ([t.name for t in copies if t.kind == kind] for kind in ("forward", "backward"))
+    assert there and sorted(there) == sorted(back)
+    assert {name.partition("_")[0] for name in there} == {"copy0", "copy1"}
 
 
 def test_copies_go_beside_computing() -> None:
