@@ -36,7 +36,7 @@ class Parked:
         """While a step runs: leaves stand for their parameters on the device, without memory there."""
         for leaf in self.leaves.values():
             leaf.grad = None
-            leaf.data = torch.empty(1, dtype=leaf.dtype, device=self.device).expand(leaf.shape)
+            leaf.data = torch.empty((), dtype=leaf.dtype, device=self.device).expand(leaf.shape)
         try:
             yield
         finally:

@@ -64,6 +64,31 @@ def test_a_parameter_brought_wrong_for_backward_is_found(monkeypatch: pytest.Mon
     assert not mw.verify(model, batch, loss=loss, plan=plan).ok
 
 
+class Scaled(torch.nn.Module):
+    """A parameter without dims between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(6, 6), torch.nn.Linear(6, 4)
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).tanh() * self.scale)
+
+
+@pytest.mark.parametrize("more", ({}, {"optimizer_parallel": 3}), ids=("whole", "in parts"))
+def test_a_parameter_without_dims_lives_there_too(more: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, batch = Scaled(), {"x": torch.randn(8, 6)}
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return model(batch["x"]).square().mean()
+
+    plan = mw.plan(model, batch, loss=loss, mesh={"dp": 2}, mode="data_parallel", **WITH_STATES, **more)
+    assert "scale" in str(lower(captured_of(model, batch, loss), plan).resharded.parked)
+    mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
+
+
 def test_values_are_at_home_between_steps() -> None:
     for asked in (PARKED, WITH_STATES):
         _, parts = planned("gpt", {"dp": 2}, **asked)
