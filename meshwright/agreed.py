@@ -26,6 +26,12 @@ from meshwright.redistribute import redistribute
 from meshwright.runtime.alike import named, options_alike, options_of, options_that_differ
 from meshwright.runtime.communicator import Communicator, ProcessGroups
 from meshwright.runtime.connect import Meeting, launched_world
+from meshwright.runtime.optimizers import (
+    NAMED,
+    Grouped,
+    grouped,
+    grouped_otherwise,
+)
 from meshwright.runtime.step import LocalStep
 
 
@@ -210,6 +216,18 @@ def same_optimizer(meeting: Meeting, local: LocalStep) -> None:
                     why=f"{there} on rank {first}; {here} on rank {rank}",
                     hint="every rank makes the same optimizer, with the same groups",
                 )
+
+
+def same_groups(meeting: Meeting, alone: Grouped | None, local: LocalStep) -> None:
+    """Raise RunError on all ranks where one updates a parameter in another way than one device does, of which
+    `alone` tells."""
+    told = ("", "")
+    if alone is not None and local.optimizer is not None:
+        told = grouped_otherwise(alone, grouped(local.optimizer, local.parameters))
+    for word in meeting.collect(json.dumps(told)):
+        what, why = json.loads(word)
+        if what:
+            raise RunError(what, why=why, hint=NAMED)
 
 
 def over_gloo(meeting: Meeting, plan: Plan, device: torch.device) -> None:

@@ -18,6 +18,7 @@ from meshwright.agreed import (
     own_device,
     pack,
     prepare,
+    same_groups,
     same_model,
     same_optimizer,
     source_of,
@@ -73,8 +74,8 @@ from meshwright.runtime.batches import Given, LocalBatch, taker
 from meshwright.runtime.communicator import leave
 from meshwright.runtime.connect import Meeting, check_world
 from meshwright.runtime.dtypes import TORCH_DTYPES
-from meshwright.runtime.elementwise import check_optimizer
-from meshwright.runtime.optimizers import OptimizerFactory
+from meshwright.runtime.elementwise import check_made, check_optimizer
+from meshwright.runtime.optimizers import OptimizerFactory, grouped_alone
 from meshwright.runtime.pipeline import Pipeline
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.recorder import Recorder, ahead_of_first
@@ -362,7 +363,8 @@ def train_step(
 ) -> TrainStep:
     """Build the step of this rank. Call it on every launched rank (or alone, for a plan of one rank).
 
-    `optimizer` makes a `torch.optim.Optimizer` from parameters. `batch` is an example of shapes. Without
+    `optimizer` makes a `torch.optim.Optimizer` from what this rank updates of the parameters; for groups by name,
+    ``parameters.named()`` gives each with its name. `batch` is an example of shapes. Without
     `plan` (or the path of a plan file), one is made with `mesh`, `mode`, `pins`, `cluster`, `memory` and `techniques`
     as `mw.plan` does.
     `clip_norm` clips gradients by their global norm. `exact_random` gives dropout the very masks of one device
@@ -437,7 +439,9 @@ def train_step(
     chosen = with_origin(
         chosen.check(graph), captured
     )  # as it came it may say many equal layers by two of them
-    check_optimizer(optimizer, _cut_parameter(graph, chosen))
+    cut = _cut_parameter(graph, chosen)
+    apart = next((e.target for e in graph.input_of("parameter") if e.needs_grad), "") if chosen.stages else ""
+    check_optimizer(optimizer, cut, apart)
     over_gloo(meeting, chosen, place)
     comm = meeting.connect(chosen.ranks, place, host=bool(chosen.hosts))
     parts = lower(captured, chosen)
@@ -454,6 +458,7 @@ def train_step(
         for entry in graph.inputs:
             if entry.role in ("parameter", "buffer"):
                 comm.broadcast(values[entry.name].detach(), source)
+    alone = grouped_alone(optimizer, model)
     local = LocalStep(
         parts,
         rank,
@@ -464,6 +469,9 @@ def train_step(
         held=made,
     )
     same_optimizer(meeting, local)
+    same_groups(meeting, alone, local)
+    if local.optimizer is not None:
+        check_made(local.optimizer, cut, apart)
     every = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     return TrainStep(local, parts, every.difference(model.state_dict(keep_vars=True)))
 

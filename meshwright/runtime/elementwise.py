@@ -2,74 +2,131 @@
 
 An optimizer that treats every element by itself (SGD, Adam and its kin, Adagrad, RMSprop) steps on a part as on the
 whole. One that looks at a whole tensor (Muon's orthogonal steps, Adafactor's row and column sums, LARS' and LAMB's
-norms) does not: on a part it would compute something else, and nobody would notice. So it is refused where anything is
-cut, and works where every parameter is whole.
+norms), or at all of them together (a bound on the norm of gradients in a hook, D-Adaptation), does not: on a part it
+would compute something else, and nobody would notice. So it is refused where anything is cut, and works where every
+parameter is whole. Ranks of a pipeline update the parameters of their stages alone: there one that looks at all of them
+is refused.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from meshwright.errors import RunError
+from meshwright.runtime.optimizers import OptimizerFactory, Trained
 
 ROWS, COLUMNS, STEPS = 8, 6, 2
-Factory = Callable[[Sequence[torch.nn.Parameter]], Any]
+Tried = tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]  # an optimizer and what it was made from
+Make = Callable[[Mapping[str, torch.Tensor]], Tried | None]
 
 
-def check_optimizer(factory: Factory, cut: str) -> None:
+def check_optimizer(factory: OptimizerFactory, cut: str, apart: str = "") -> None:
     """Raise RunError for an optimizer that cannot step on parts, or wants to call the model itself. `cut`: the name of
-    a parameter of which a rank updates a part, empty if there is none."""
-    made = _made(factory, [torch.zeros(ROWS, COLUMNS)])
-    if made is None:
-        return  # it wants the model's own parameters: what it makes of them is seen when it is built
+    a parameter of which a rank updates a part, `apart`: of one that not every rank updates; empty if there is none."""
+    name = cut or apart or "weight"
+    made = _made(factory, {name: torch.zeros(ROWS, COLUMNS)})
+    if (
+        made is not None
+    ):  # else it wants the model's own parameters: what it makes of them is seen when it is built
+        _check_kind(made[0], lambda values: _made(factory, values), cut, apart, name)
+
+
+def check_made(made: torch.optim.Optimizer, cut: str, apart: str = "") -> None:
+    """The same of an optimizer that is there, by another one of its kind and with its options."""
+
+    def another(values: Mapping[str, torch.Tensor]) -> Tried | None:
+        options = {k: v for k, v in made.defaults.items() if k in inspect.signature(type(made)).parameters}
+        return _made(lambda parameters: type(made)(parameters, **options), values)
+
+    name = cut or apart
+    if another({name: torch.zeros(ROWS, COLUMNS)}) is not None:
+        _check_kind(made, another, cut, apart, name)
+
+
+def _check_kind(made: torch.optim.Optimizer, make: Make, cut: str, apart: str, name: str) -> None:
+    kind = type(made).__name__
     closure = inspect.signature(type(made).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise RunError(
-            f"{type(made).__name__} calls the model again within a step",
+            f"{kind} calls the model again within a step",
             why="its step needs a closure; forward and backward of many ranks are one program, run once a step",
             hint="torch.optim.AdamW or another optimizer whose step needs no closure",
         )
-    if cut and not _elementwise(factory):
+    if cut and not _elementwise(make, name):
         raise RunError(
-            f"{type(made).__name__} looks at whole tensors, and a rank updates a part of {cut} alone",
+            f"{kind} looks at whole tensors, and a rank updates a part of {cut} alone",
             why="a step on two halves of a matrix differs from the halves of a step",
-            hint="an optimizer that treats every element by itself (AdamW, SGD, …), or a plan that keeps parameters "
-            'whole: mode="data_parallel" without optimizer_parallel',
+            hint="an optimizer that treats every element by itself (AdamW, SGD, …), clip_norm= for a bound on the norm "
+            'of gradients, or a plan that keeps parameters whole: mode="data_parallel" without optimizer_parallel',
+        )
+    if apart and not _each_alone(make, name):
+        raise RunError(
+            f"{kind} looks at all parameters together, and a rank updates those of its stages alone, without {apart}",
+            why="a step on two matrices differs from a step on each",
+            hint="an optimizer that treats every parameter by itself, clip_norm= for a bound on the norm of gradients, "
+            "or no pipeline=",
         )
 
 
-def _made(factory: Factory, values: Sequence[torch.Tensor]) -> torch.optim.Optimizer | None:
+def _made(factory: Callable[[Trained], Any], values: Mapping[str, torch.Tensor]) -> Tried | None:
+    """The optimizer of some values; None where the factory does not take them, or takes others."""
+    given = {name: torch.nn.Parameter(v.contiguous().clone()) for name, v in values.items()}
     try:
-        made = factory([torch.nn.Parameter(v.clone()) for v in values])
+        made = factory(Trained(given))
     except Exception:  # whatever a user's function does with parameters that are not the model's
         return None
-    return made if isinstance(made, torch.optim.Optimizer) else None
+    if not isinstance(made, torch.optim.Optimizer):
+        return None
+    taken = {id(p) for group in made.param_groups for p in group["params"]}
+    return (made, list(given.values())) if taken == {id(p) for p in given.values()} else None
 
 
-def _elementwise(factory: Factory) -> bool:
-    """Whether steps on cuts are cuts of steps; along rows, then along columns."""
+def _example() -> tuple[torch.Tensor, torch.Tensor]:
+    """A small value and its gradient."""
     spread = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)
-    start, gradient = torch.sin(spread), torch.cos(3 * spread) * (1 + spread)
-    whole = _stepped(factory, [start], [gradient])[0]
+    return torch.sin(spread), torch.cos(3 * spread) * (1 + spread)
+
+
+def _elementwise(make: Make, name: str) -> bool:
+    """Whether steps on cuts are cuts of steps, each with an optimizer of its own; along rows, then along columns."""
+    start, gradient = _example()
+    (whole,) = _stepped(make, {name: (start, gradient)})
     for dim in (0, 1):
-        parts = _stepped(factory, start.chunk(2, dim), gradient.chunk(2, dim))
-        if not torch.allclose(torch.cat(parts, dim), whole, rtol=1e-4, atol=1e-6):
+        halves = zip(start.chunk(2, dim), gradient.chunk(2, dim), strict=True)
+        parts = [_stepped(make, {name: half})[0] for half in halves]
+        if not _close(torch.cat(parts, dim), whole):
             return False
     return True
 
 
-def _stepped(
-    factory: Factory, values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    made = _made(factory, [v.contiguous() for v in values])
-    assert made is not None
-    parameters = [p for group in made.param_groups for p in group["params"]]
+def _each_alone(make: Make, name: str) -> bool:
+    """Whether a step on two values is the steps on each."""
+    start, gradient = _example()
+    values = {name: (start, gradient), f"{name}_": (start.flip(0), 3 * gradient.flip(1))}
+    if make({n: v for n, (v, _) in values.items()}) is None:
+        return True
+    together = _stepped(make, values)
+    return all(
+        _close(_stepped(make, {name: value})[0], found)
+        for value, found in zip(values.values(), together, strict=True)
+    )
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def _stepped(make: Make, values: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    """What steps make of values, given with their gradients."""
+    tried = make({name: value for name, (value, _) in values.items()})
+    assert tried is not None
+    made, parameters = tried
     for _ in range(STEPS):
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        for parameter, (_, gradient) in zip(parameters, values.values(), strict=True):
             parameter.grad = gradient.clone()
         made.step()
     return [p.detach() for p in parameters]

@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from meshwright.errors import RunError, a_type
+from meshwright.runtime.alike import options_of
 
-OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
+NAMED = (
+    "parameters.named() gives pairs of a name in the model and what this rank updates of it: "
+    'lambda parameters: torch.optim.AdamW([{"params": [p for n, p in parameters.named() if "norm" in n]}, …])'
+)
+
+
+class Trained(list[torch.nn.Parameter]):
+    """What an optimizer is made from: what this rank updates of each parameter, in the order of the model."""
+
+    def __init__(self, named: Mapping[str, torch.nn.Parameter]) -> None:
+        super().__init__(named.values())
+        self._named = dict(named)
+
+    def named(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """The same, each behind its name in the model, as `torch.nn.Module.named_parameters` gives them."""
+        return list(self._named.items())
+
+
+OptimizerFactory = Callable[[Trained], torch.optim.Optimizer]
 
 
 def make_optimizer(
-    factory: OptimizerFactory | None, trained: Sequence[torch.nn.Parameter]
+    factory: OptimizerFactory | None, trained: Mapping[str, torch.nn.Parameter]
 ) -> torch.optim.Optimizer | None:
     """The optimizer, where there is something to train. Raises RunError for a factory that makes something else."""
     if factory is None or not trained:
         return None
-    made = factory(trained)
+    made = factory(Trained(trained))
     if not isinstance(made, torch.optim.Optimizer):
         raise RunError(
             f"optimizer(parameters) gave {a_type(made)}, not a torch.optim.Optimizer",
@@ -38,4 +58,71 @@ def apart_by_device(optimizer: torch.optim.Optimizer) -> None:
             optimizer.add_param_group({**group, "params": there})
 
 
-__all__ = ["OptimizerFactory", "apart_by_device", "make_optimizer"]
+@dataclass(frozen=True)
+class Grouped:
+    """Into which group of an optimizer parameters are put, -1 for none, by name; and the options of each group."""
+
+    number: Mapping[str, int]
+    options: list[dict[str, str]]
+
+
+def grouped(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> Grouped:
+    """The groups of some parameters."""
+    of = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    numbers = {name: of.get(id(p), -1) for name, p in parameters.items()}
+    return Grouped(numbers, options_of(optimizer.param_groups))
+
+
+def grouped_alone(factory: OptimizerFactory, model: torch.nn.Module) -> Grouped | None:
+    """The groups of one device, made from the model's own parameters; None where the factory does not take them."""
+    own = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    try:
+        made = factory(Trained(own))
+    except Exception:  # whatever a user's function says: it is heard again when the optimizer is made
+        return None
+    if not isinstance(made, torch.optim.Optimizer):
+        return None
+    return grouped(made, dict(model.named_parameters(remove_duplicate=False)))
+
+
+def grouped_otherwise(alone: Grouped, here: Grouped) -> tuple[str, str]:
+    """What is wrong, and why, where a rank's optimizer updates a parameter in another way than one device's; empty if
+    nothing is.
+
+    A factory that knows parameters by identity (``id(p) in decayed``, ``model.parameters()``), by size or by number
+    finds others here. Groups may be split further here.
+    """
+    place: dict[int, int] = {}
+    for name, number in here.number.items():
+        there = alone.number[name]
+        mine, theirs = (g.options[n] if n >= 0 else {} for g, n in ((here, number), (alone, there)))
+        same = (number < 0) == (there < 0) and place.setdefault(number, there) == there
+        if same and mine == theirs:
+            continue
+        odd = [k for k in {**mine, **theirs} if mine.get(k) != theirs.get(k)] if mine and theirs else []
+        return (
+            f"optimizer(parameters) updates {name} in another way than on one device",
+            f"here it is {_said(number, mine, odd)}, there {_said(there, theirs, odd)}; what a rank updates may be a "
+            "part, or a copy on the host, not the model's own tensor, and parameters that the loss does not use are "
+            "left out",
+        )
+    return "", ""
+
+
+def _said(number: int, options: Mapping[str, str], shown: Sequence[str]) -> str:
+    if number < 0:
+        return "in no group"
+    said = ", ".join(f"{k}={options.get(k, 'none')}" for k in shown)
+    return f"in group {number}" + (f" with {said}" if said else "")
+
+
+__all__ = [
+    "NAMED",
+    "OptimizerFactory",
+    "Trained",
+    "apart_by_device",
+    "grouped",
+    "grouped_alone",
+    "grouped_otherwise",
+    "make_optimizer",
+]

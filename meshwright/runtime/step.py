@@ -111,7 +111,7 @@ class LocalStep:
             targets = {self.inputs[n].target: home for n, home in self.parked.homes.items()}
             self.hosted = HostUpdate(self.parameters, targets)
             self.parameters = dict(self.hosted.masters)
-        self.optimizer = make_optimizer(optimizer, list(self.parameters.values()))
+        self.optimizer = make_optimizer(optimizer, self.parameters)
         again = self.made.again
         saving = contextlib.nullcontext if again is None else again.saving
         scale = loss_scale(parts)

@@ -1,4 +1,4 @@
-"""Which optimizers may step on parts of parameters: those of torch, and one that looks at norms."""
+"""Which optimizers may step on parts of parameters, and which groups of parameters are those of one device."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.agreed import same_groups
+from meshwright.compile import captured_of, lower, plan_captured, values_of
 from meshwright.errors import RunError
-from meshwright.runtime.elementwise import check_optimizer
+from meshwright.runtime.communicator import Counter
+from meshwright.runtime.connect import Meeting
+from meshwright.runtime.elementwise import check_made, check_optimizer
+from meshwright.runtime.optimizers import Trained, grouped_alone
+from meshwright.runtime.rank import Rank
+from meshwright.runtime.step import LocalStep
+from meshwright.techniques import techniques_from
 
 OF_ELEMENTS: dict[str, Any] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
@@ -32,10 +40,29 @@ class Norms(torch.optim.SGD):
                 p.data.add_(p.grad / p.grad.norm(), alpha=-0.1)
 
 
+def bounded(parameters: Any) -> torch.optim.Optimizer:
+    """SGD that clips by the norm of all gradients that it has."""
+    made = torch.optim.SGD(parameters, lr=0.1)
+    made.register_step_pre_hook(lambda *_: void(torch.nn.utils.clip_grad_norm_(list(parameters), 0.1)))
+    return made
+
+
+def void(_: object) -> None:
+    """What a hook answers."""
+
+
+def of_the_model(parameters: Any) -> torch.optim.Optimizer:
+    """A factory that takes no other parameters than it knows."""
+    if parameters[0].shape != (3, 3):
+        raise KeyError("not this one")
+    return torch.optim.Adafactor(parameters, lr=0.1)
+
+
 OF_TENSORS: dict[str, Any] = {
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
     "Muon": lambda p: torch.optim.Muon(p, lr=0.1),
     "norms": lambda p: Norms(p, lr=0.1),
+    "the norm of all": bounded,
 }
 
 
@@ -49,6 +76,100 @@ def test_what_looks_at_whole_tensors_may_where_they_are_whole(name: str) -> None
     check_optimizer(OF_TENSORS[name], "")
     with pytest.raises(RunError, match="looks at whole tensors, and a rank updates a part of w alone"):
         check_optimizer(OF_TENSORS[name], "w")
+
+
+def test_what_looks_at_all_parameters_may_where_no_rank_updates_some_alone() -> None:
+    check_optimizer(OF_TENSORS["Adafactor"], "", "w")
+    with pytest.raises(RunError, match="SGD looks at all parameters together"):
+        check_optimizer(bounded, "", "w")
+
+
+def test_a_factory_that_cannot_be_tried_is_known_by_what_it_made() -> None:
+    check_optimizer(of_the_model, "w")  # nothing is known of it yet
+    made = of_the_model(Trained({"w": torch.nn.Parameter(torch.zeros(3, 3))}))
+    check_made(made, "")
+    with pytest.raises(RunError, match="Adafactor looks at whole tensors"):
+        check_made(made, "w")
+    check_made(OF_ELEMENTS["AdamW"]([torch.nn.Parameter(torch.zeros(3, 3))]), "w")
+
+
+class Layers(torch.nn.Module):
+    """One that the loss does not use between two that it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.idle = torch.nn.Linear(6, 8), torch.nn.Linear(2, 2, bias=False)
+        self.last = torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).tanh())
+
+
+def decayed_by(names: Any) -> Any:
+    """A factory that lets those alone decay that a function picks of what it is given."""
+
+    def made(parameters: Any) -> torch.optim.Optimizer:
+        chosen = names(parameters)
+        rest = [p for p in parameters if all(p is not c for c in chosen)]
+        return torch.optim.SGD([{"params": chosen, "weight_decay": 0.5}, {"params": rest}], lr=0.1)
+
+    return made
+
+
+def factories(model: torch.nn.Module) -> dict[str, Any]:
+    weights = {id(p) for n, p in model.named_parameters() if n.endswith("weight")}
+    names = [n for n, _ in model.named_parameters()]
+    return {
+        "by name": decayed_by(lambda ps: [p for n, p in ps.named() if n.endswith("weight")]),
+        "by dims": decayed_by(lambda ps: [p for p in ps if p.dim() > 1]),
+        "by identity": decayed_by(lambda ps: [p for p in ps if id(p) in weights]),
+        "by size": decayed_by(lambda ps: [p for p in ps if p.numel() > 25]),
+        "by number": decayed_by(
+            lambda ps: [p for n, p in zip(names, ps, strict=False) if n.endswith("weight")]
+        ),
+        "the model's own": lambda _: torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "refused"),
+    [
+        ("by name", {"optimizer_parallel": 2}, ""),
+        ("by dims", {"optimizer_parallel": 2}, ""),
+        ("by identity", {}, ""),
+        ("by identity", {"optimizer_parallel": 2}, "weight_decay=0.5"),
+        ("by size", {"optimizer_parallel": 3}, "weight_decay=0.5"),
+        ("by number", {}, "weight_decay=0.5"),
+        ("the model's own", {}, ""),
+        ("the model's own", {"optimizer_parallel": 1}, "here it is in no group, there in group 0"),
+        ("the model's own", {"offload": "optimizer"}, "here it is in no group, there in group 0"),
+    ],
+)
+def test_groups_are_those_of_one_device_or_refused(name: str, asked: dict[str, Any], refused: str) -> None:
+    torch.manual_seed(0)
+    model, batch = Layers(), {"x": torch.randn(4, 6)}
+    sharded = {"threshold_kb": 0} if "optimizer_parallel" in asked else {}
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return model(batch["x"]).square().mean()
+
+    captured = captured_of(model, batch, loss)
+    plan = plan_captured(
+        captured, {"dp": 2}, "data_parallel", None, techniques=techniques_from({**asked, **sharded})
+    )
+    factory = factories(model)[name]
+    comm = Counter(plan.ranks, 0)
+    alone = grouped_alone(factory, model)
+    step = LocalStep(
+        lower(captured, plan), Rank(comm, torch.device("cpu")), values_of(model, captured), factory
+    )
+    assert alone is not None and step.optimizer is not None
+    if not refused:
+        same_groups(Meeting(), alone, step)
+        return
+    with pytest.raises(RunError, match="in another way than on one device") as caught:
+        same_groups(Meeting(), alone, step)
+    assert refused in caught.value.why and "parameters.named()" in caught.value.hint
 
 
 def test_what_calls_the_model_again_is_refused() -> None:
