@@ -27,7 +27,6 @@ from meshwright.runtime.alike import named, options_alike, options_of, options_t
 from meshwright.runtime.communicator import Communicator, ProcessGroups
 from meshwright.runtime.connect import Meeting, launched_world
 from meshwright.runtime.optimizers import (
-    NAMED,
     Grouped,
     grouped,
     grouped_otherwise,
@@ -221,13 +220,13 @@ def same_optimizer(meeting: Meeting, local: LocalStep) -> None:
 def same_groups(meeting: Meeting, alone: Grouped | None, local: LocalStep) -> None:
     """Raise RunError on all ranks where one updates a parameter in another way than one device does, of which
     `alone` tells."""
-    told = ("", "")
+    told = ("", "", "")
     if alone is not None and local.optimizer is not None:
         told = grouped_otherwise(alone, grouped(local.optimizer, local.parameters))
     for word in meeting.collect(json.dumps(told)):
-        what, why = json.loads(word)
+        what, why, hint = json.loads(word)
         if what:
-            raise RunError(what, why=why, hint=NAMED)
+            raise RunError(what, why=why, hint=hint)
 
 
 def over_gloo(meeting: Meeting, plan: Plan, device: torch.device) -> None:

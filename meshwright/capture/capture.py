@@ -22,6 +22,7 @@ from meshwright.capture.gradients import mark_gradients, settle_parameters
 from meshwright.capture.indices import indices_to_views
 from meshwright.capture.marks import settle_marks
 from meshwright.capture.normalize import normalize
+from meshwright.capture.noted import noted
 from meshwright.capture.trace import trace
 from meshwright.graph import Graph, prune, verify
 
@@ -50,9 +51,10 @@ def capture(
         return Captured(*known)
     traced = trace(model, batch, loss)
     graph, constants = convert(traced, model)
+    notes = noted(graph, traced.outside)
     graph = check_dtypes(simplify(graph, constants))
     kept = {i.target: constants[i.target] for i in graph.input_of("constant")}
-    captured = Captured(graph, kept, fold(graph), traced.notes)
+    captured = Captured(graph, kept, fold(graph), (*traced.notes, *notes))
     if folder is not None:
         save(folder, (captured.graph, captured.constants, captured.folding, captured.notes))
     return captured

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from meshwright.capture.noted import SPARSE, is_sparse
 from meshwright.capture.rewrite import ARANGE, Rewriter, Rule, rewrite
 from meshwright.errors import CaptureError
 from meshwright.graph import Device, Dtype, Graph, Node, Ref
@@ -295,6 +296,14 @@ def _cross_entropy(b: Rewriter, n: Node) -> Values:
     return b.emit("aten.cross_entropy_loss.default", args, n.outputs[0])
 
 
+def _dense(b: Rewriter, n: Node) -> Values:
+    """Gradients are added up over ranks, and a sum of sparse ones is dense all too soon."""
+    if not is_sparse(n):
+        return None
+    args = (*n.args[: SPARSE[n.op]], False, *n.args[SPARSE[n.op] + 1 :])
+    return b.emit_many(n.op, args, n.outputs, **dict(n.kwargs))
+
+
 def _layer_norm(b: Rewriter, n: Node) -> Values:
     args = (*n.args, *(None, None, None, None, 1e-05)[len(n.args) :])[:5]
     return b.emit("aten.layer_norm.default", args, n.outputs[0])
@@ -427,6 +436,7 @@ TABLE: dict[str, Rule] = {
     **_named("native_dropout.default dropout.default", _dropout),
     ATTENTION: _attention,
     "aten.cross_entropy_loss.default": _cross_entropy,
+    **dict.fromkeys(SPARSE, _dense),
     "aten.layer_norm.default": _layer_norm,
     **_named("_assert_tensor_metadata.default _assert_async.msg _assert_scalar.default "
              "sym_constrain_range_for_size.default", lambda b, n: ()),

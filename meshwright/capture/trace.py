@@ -32,6 +32,7 @@ HERE = str(Path(__file__).parent)
 CHECKPOINT_FILE = torch_checkpoint.__file__
 FUNCTION_FILE = inspect.getsourcefile(torch.autograd.Function) or ""
 AS_IT_IS = "run the model as it is, data parallel: mw.manual_step(model, optimizer, loss=…, mesh=…)"
+REAL = (torch.Tensor, torch.nn.Parameter)
 NO_CHECKPOINT = (
     "checkpoint() at {} has no effect on a captured program and does not change its numbers; "
     "to recompute activations use mw.recompute(module), recompute= of mw.plan, or leave it to the search"
@@ -44,7 +45,8 @@ class Trace:
 
     `paths` are the batch's tensors in placeholder order, `origins` the places of nodes inside blocks, by name;
     `loss_line` is where the loss is defined: torch remembers lines of `forward` methods only. `labels`: what the
-    results are called.
+    results are called; `outside`: lines that read tensors which somebody might train and which are none of the
+    model's.
     """
 
     program: torch.export.ExportedProgram
@@ -53,6 +55,7 @@ class Trace:
     notes: tuple[str, ...]
     loss_line: str = ""
     labels: tuple[str, ...] = (LOSS,)
+    outside: tuple[str, ...] = ()
 
 
 class Loss(torch.nn.Module):
@@ -104,12 +107,16 @@ class _Watch(TorchFunctionMode):
     """Sees every torch call of the model while it is traced."""
 
     checkpoints: list[str] = field(default_factory=list)
+    outside: list[str] = field(
+        default_factory=list
+    )  # lines that read a trainable tensor which is none of the model's
 
     def __post_init__(self) -> None:
         super().__init__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._look_up_the_stack()
+        self._look_at(args)
         out = func(*args, **(kwargs or {}))
         if torch.is_grad_enabled() or getattr(func, "__name__", "").rstrip("_") != getattr(
             func, "__name__", ""
@@ -118,6 +125,13 @@ class _Watch(TorchFunctionMode):
         if isinstance(out, tuple | list) and type(out) in (tuple, list):
             return type(out)(_detached(o) for o in out)
         return _detached(out)
+
+    def _look_at(self, args: Any) -> None:
+        """Parameters and buffers of the model are fake while it is traced; what is real comes from elsewhere."""
+        if torch.is_grad_enabled() and any(type(x) in REAL and x.requires_grad and x.is_leaf for x in args):
+            line = _line_of(_out_of_torch(inspect.stack()[2].frame))
+            if line not in self.outside:
+                self.outside.append(line)
 
     def _look_up_the_stack(self) -> None:
         frame = inspect.currentframe()
@@ -192,7 +206,8 @@ def trace(model: torch.nn.Module, batch: Any, loss: Callable[..., Any], wrap: ty
             nested = _own_error_in(error)
             raise nested or (_explain(error) if found else _empty(batch, error)) from error
     notes = tuple(NO_CHECKPOINT.format(line) for line in wrapper.watch.checkpoints)
-    return Trace(program, paths, origins, notes, labels=wrapper.labels)
+    outside = tuple(wrapper.watch.outside)
+    return Trace(program, paths, origins, notes, labels=wrapper.labels, outside=outside)
 
 
 def _origins(module: torch.nn.Module) -> dict[str, dict[str, Any]]:

@@ -56,6 +56,20 @@ def _check_kind(made: torch.optim.Optimizer, make: Make, cut: str, apart: str, n
             why="its step needs a closure; forward and backward of many ranks are one program, run once a step",
             hint="torch.optim.AdamW or another optimizer whose step needs no closure",
         )
+    if isinstance(made, torch.optim.SparseAdam):
+        raise RunError(
+            f"{kind} takes sparse gradients alone",
+            why="gradients are dense tensors here, those of tables with sparse=True too: ranks add them up",
+            hint="torch.optim.Adagrad, which leaves rows without a gradient as they are, or torch.optim.AdamW",
+        )
+    problem = _cannot_be_tried(make, name) if cut or apart else ""
+    if problem:
+        alone = f"a part of {cut}" if cut else "the parameters of its stages"
+        raise RunError(
+            f"a step of {kind} on a small parameter fails, so nobody knows whether it may step on parts",
+            why=f"a rank updates {alone} alone; {problem}",
+            hint="an optimizer that steps on any parameter with a gradient (AdamW, SGD, …)",
+        )
     if cut and not _elementwise(make, name):
         raise RunError(
             f"{kind} looks at whole tensors, and a rank updates a part of {cut} alone",
@@ -89,6 +103,15 @@ def _example() -> tuple[torch.Tensor, torch.Tensor]:
     """A small value and its gradient."""
     spread = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)
     return torch.sin(spread), torch.cos(3 * spread) * (1 + spread)
+
+
+def _cannot_be_tried(make: Make, name: str) -> str:
+    """Why a small parameter cannot be stepped on; empty if it can."""
+    try:
+        _stepped(make, {name: _example()})
+    except Exception as error:  # whatever a user's optimizer says
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _elementwise(make: Make, name: str) -> bool:

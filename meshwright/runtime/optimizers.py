@@ -60,17 +60,20 @@ def apart_by_device(optimizer: torch.optim.Optimizer) -> None:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Into which group of an optimizer parameters are put, -1 for none, by name; and the options of each group."""
+    """Into which group of an optimizer parameters are put, -1 for none, by name; the options of each group; and how
+    many other tensors there are in them."""
 
     number: Mapping[str, int]
     options: list[dict[str, str]]
+    others: int = 0
 
 
 def grouped(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> Grouped:
     """The groups of some parameters."""
     of = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
     numbers = {name: of.get(id(p), -1) for name, p in parameters.items()}
-    return Grouped(numbers, options_of(optimizer.param_groups))
+    others = len(of.keys() - {id(p) for p in parameters.values()})
+    return Grouped(numbers, options_of(optimizer.param_groups), others)
 
 
 def grouped_alone(factory: OptimizerFactory, model: torch.nn.Module) -> Grouped | None:
@@ -85,13 +88,19 @@ def grouped_alone(factory: OptimizerFactory, model: torch.nn.Module) -> Grouped 
     return grouped(made, dict(model.named_parameters(remove_duplicate=False)))
 
 
-def grouped_otherwise(alone: Grouped, here: Grouped) -> tuple[str, str]:
-    """What is wrong, and why, where a rank's optimizer updates a parameter in another way than one device's; empty if
-    nothing is.
+def grouped_otherwise(alone: Grouped, here: Grouped) -> tuple[str, str, str]:
+    """What is wrong, why, and a way out, where a rank's optimizer updates a parameter in another way than one device's;
+    empty if nothing is.
 
     A factory that knows parameters by identity (``id(p) in decayed``, ``model.parameters()``), by size or by number
     finds others here. Groups may be split further here.
     """
+    if alone.others:
+        return (
+            "optimizer(parameters) updates tensors that are no parameters of the model",
+            "they would get no gradient: a program has the values that they had when it was captured",
+            "make them parameters of a module that holds the model too, and give that to the step",
+        )
     place: dict[int, int] = {}
     for name, number in here.number.items():
         there = alone.number[name]
@@ -105,8 +114,9 @@ def grouped_otherwise(alone: Grouped, here: Grouped) -> tuple[str, str]:
             f"here it is {_said(number, mine, odd)}, there {_said(there, theirs, odd)}; what a rank updates may be a "
             "part, or a copy on the host, not the model's own tensor, and parameters that the loss does not use are "
             "left out",
+            NAMED,
         )
-    return "", ""
+    return "", "", ""
 
 
 def _said(number: int, options: Mapping[str, str], shown: Sequence[str]) -> str:
@@ -117,7 +127,6 @@ def _said(number: int, options: Mapping[str, str], shown: Sequence[str]) -> str:
 
 
 __all__ = [
-    "NAMED",
     "OptimizerFactory",
     "Trained",
     "apart_by_device",

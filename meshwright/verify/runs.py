@@ -78,6 +78,9 @@ def reference(
         if value.requires_grad:
             (value if scale == 1.0 else value * scale).backward()
         run.losses.append(value.detach())
+        for parameter in twin.parameters():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()  # the same numbers, which AdamW takes too
         if step == 0:
             run.gradients = {n: p.grad.clone() for n, p in twin.named_parameters() if p.grad is not None}
         if optimizer is not None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import meshwright as mw
 from meshwright.capture import Captured, bind, capture, interpret
 from meshwright.errors import CaptureError
 
@@ -296,3 +297,37 @@ def test_parameters_on_meta_are_enough() -> None:
     assert [n.op for n in c.graph.nodes][:2] == ["aten.linear.default", "aten.relu.default"]
     real, _ = run(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8)), {"x": torch.randn(4, 16)})
     assert ops(real) == ops(c)
+
+
+def test_a_trainable_tensor_outside_of_the_model_is_noted() -> None:
+    model, batch = net(lambda m, x: m.b(m.a(x).tanh()))
+    outside, teacher = nn.Parameter(torch.tensor(1.5)), nn.Linear(8, 8)
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.no_grad():  # nobody would train this one
+            wanted = teacher(batch["x"])
+        return (model(batch["x"]) * outside - wanted).pow(2).mean()
+
+    (note,) = capture(model, batch, loss).notes
+    assert "test_traps.py:" in note and "no parameter of the model" in note
+
+
+@pytest.mark.parametrize("bag", (False, True), ids=("rows", "bags"))
+def test_a_sparse_gradient_is_dense_and_noted(bag: bool) -> None:
+    made = nn.EmbeddingBag(12, 4, mode="sum", sparse=True) if bag else nn.Embedding(12, 4, sparse=True)
+    model = nn.Sequential(made, nn.Linear(4, 3))
+    batch = {"x": torch.randint(0, 12, (6, 5))}
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(batch["x"]).pow(2).mean()
+
+    c = capture(model, batch, loss)
+    results = interpret(c.graph, bind(c.graph, c.constants, model, batch))
+    results["loss"].backward()
+    found, made.weight.grad = made.weight.grad, None
+    loss(model, batch).backward()
+    assert found is not None and made.weight.grad is not None
+    assert not found.is_sparse and torch.allclose(found, made.weight.grad.to_dense())
+    (note,) = c.notes
+    assert "as with sparse=False" in note and " 0 " in note
+    mw.verify(model, batch, loss=loss, mesh=2, optimizer_parallel=3, threshold_kb=0).raise_if_different()

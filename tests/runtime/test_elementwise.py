@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from meshwright.errors import RunError
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.connect import Meeting
 from meshwright.runtime.elementwise import check_made, check_optimizer
-from meshwright.runtime.optimizers import Trained, grouped_alone
+from meshwright.runtime.optimizers import Trained, grouped_alone, grouped_otherwise
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
 from meshwright.techniques import techniques_from
@@ -170,6 +171,35 @@ def test_groups_are_those_of_one_device_or_refused(name: str, asked: dict[str, A
     with pytest.raises(RunError, match="in another way than on one device") as caught:
         same_groups(Meeting(), alone, step)
     assert refused in caught.value.why and "parameters.named()" in caught.value.hint
+
+
+def test_tensors_outside_of_the_model_are_not_taken_in_silence() -> None:
+    model, other = torch.nn.Linear(3, 2), torch.nn.Parameter(torch.ones(()))
+    alone = grouped_alone(lambda ps: torch.optim.SGD([*ps, other], lr=0.1), model)
+    assert alone is not None
+    what, why, hint = grouped_otherwise(alone, replace(alone, others=0))
+    assert "tensors that are no parameters of the model" in what and "no gradient" in why and "module" in hint
+    frozen = torch.nn.Linear(3, 2)
+    frozen.bias.requires_grad_(False)
+    alone = grouped_alone(lambda _: torch.optim.SGD(frozen.parameters(), lr=0.1), frozen)
+    assert alone is not None and grouped_otherwise(alone, alone) == ("", "", "")
+
+
+def test_an_optimizer_for_sparse_gradients_is_refused() -> None:
+    with pytest.raises(RunError, match="SparseAdam takes sparse gradients alone"):
+        check_optimizer(lambda p: torch.optim.SparseAdam(p), "")
+
+
+def test_a_step_that_cannot_be_tried_is_refused_where_parts_are_updated() -> None:
+    def needs_more(parameters: Any) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(parameters, lr=0.1)
+        made.register_step_pre_hook(lambda *_: {}["the schedule"])
+        return made
+
+    check_optimizer(needs_more, "")
+    with pytest.raises(RunError, match="nobody knows whether it may step on parts") as caught:
+        check_optimizer(needs_more, "w")
+    assert "KeyError: 'the schedule'" in caught.value.why
 
 
 def test_what_calls_the_model_again_is_refused() -> None:
