@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from bench.models import built_from
 from bench.one_rank import MEGATRON, Asked, most_blocks, narrow, resized, run
+from meshwright.capture import Captured
 from meshwright.compile import captured_of, lower, plan_captured
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
@@ -26,24 +28,25 @@ LLAMA = {
 MIXTRAL = {
     **LLAMA, "model_type": "mixtral", "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
 }  # fmt: skip
+CONFIGS = {"llama": LLAMA, "mixtral": MIXTRAL}
 
 
 @pytest.mark.parametrize(
-    ("config", "nodes", "asked", "rank"),
+    ("name", "nodes", "asked", "rank"),
     [
-        (LLAMA, 16, {"pipeline": 1}, 13),
-        (LLAMA, 16, {"pipeline": 1, "recompute": "full", "micro_batches": 2}, 0),
-        (LLAMA, 2, {"pipeline": 2, "micro_batches": 2}, 0),
-        (LLAMA, 2, {"pipeline": 2, "micro_batches": 2}, 13),
-        (MIXTRAL, 16, {"pipeline": 1}, 0),
-        (MIXTRAL, 2, {"pipeline": 2, "micro_batches": 4, "optimizer_parallel": 3, "recompute": "full"}, 13),
+        ("llama", 16, {"pipeline": 1}, 13),
+        ("llama", 16, {"pipeline": 1, "recompute": "full", "micro_batches": 2}, 0),
+        ("llama", 2, {"pipeline": 2, "micro_batches": 2}, 0),
+        ("llama", 2, {"pipeline": 2, "micro_batches": 2}, 13),
+        ("mixtral", 16, {"pipeline": 1}, 0),
+        ("mixtral", 2, {"pipeline": 2, "micro_batches": 4, "optimizer_parallel": 3, "recompute": "full"}, 13),
     ],
     ids=("in one", "micro-batches", "first stage", "last stage", "experts", "experts in stages"),
 )
 def test_one_rank_of_many_does_what_was_predicted(
-    config: Any, nodes: int, asked: dict[str, Any], rank: int
+    name: str, nodes: int, asked: dict[str, Any], rank: int
 ) -> None:
-    check(config, 8 * nodes, Asked("recursive_programming", None, None, techniques_from(asked)), rank)
+    check(name, 8 * nodes, Asked("recursive_programming", None, None, techniques_from(asked)), rank)
 
 
 @pytest.mark.parametrize("rank", (0, 37), ids=("first stage", "last stage"))
@@ -57,18 +60,25 @@ def test_one_rank_of_a_plan_as_one_cuts_the_largest_models(rank: int, more: dict
     The last sum of a layer is not done again, and tables of positions are kept in slices by every stage."""
     techniques = {"pipeline": 2, "micro_batches": 4, "recompute": "full", "optimizer_parallel": 1, **more}
     asked = Asked("sharding_propagation", {"dp": 4, "tp": 8}, MEGATRON, techniques_from(techniques))
-    check(LLAMA, 64, asked, rank)
+    check("llama", 64, asked, rank)
 
 
-def check(config: Any, ranks: int, asked: Asked, rank: int) -> None:
+@functools.cache
+def captures(name: str) -> tuple[Captured, Captured, Any]:
+    """A wide model, a narrow one, and the batch of that."""
+    config = CONFIGS[name]
+    little = built_from(narrow(config, 4), 256, 16)
+    return captured_of(*built_from(config, 256, 512)), captured_of(*little), little[1]
+
+
+def check(name: str, ranks: int, asked: Asked, rank: int) -> None:
     """Plan the wide model, run a rank of the narrow one."""
-    wide, little = captured_of(*built_from(config, 256, 512)), built_from(narrow(config, 4), 256, 16)
-    small = captured_of(*little)
+    wide, small, batch = captures(name)
     request = request_for(Cluster.preset("h100", nodes=ranks // 8))
     plan = plan_captured(wide, asked.mesh, asked.mode, asked.pins, request, asked.techniques)
     assert plan.ranks.size == ranks
     parts = lower(small, resized(plan, wide.graph, small.graph))
-    ran = run(parts, small, little[1], rank)
+    ran = run(parts, small, batch, rank)
     assert sum(ran.sent.values()) > 10
     assert ran.sent == ran.expected
     assert ran.expected_bytes == pytest.approx(ran.peak_bytes, rel=0.05)
