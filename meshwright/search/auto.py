@@ -9,6 +9,7 @@ these.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -36,6 +37,8 @@ DOUBT = 0.005  # by how much what is told from a few layers may be wrong: peaks 
 FAR = 0.1  # of the best step: where the optimum of fewer ranks is that much later, no others are looked at
 MOST_SOLVES = 12  # for one bound under a limit of memory
 INNER = 3  # how many of the innermost axes a recipe leaves to tensor parallel, at most
+# Weights of computing, each with a price on all bytes: as a share of the step, were the best plan's peak all there is.
+LIGHTER = ((0.5, 0.03), (0.5, 0.06), (0.5, 0.12), (0.3, 0.06), (0.3, 0.12), (None, 0.05))
 
 
 @dataclass
@@ -61,6 +64,7 @@ def auto(planner: Planner) -> Found:
         for name, family in families_of(planner):
             _optima(planner, tried, name, planner.space(family))
         _repeated(planner, tried)
+        _lighter(planner, tried)
         if planner.request.memory_bytes is not None and not _near(planner, tried):
             found, near = priced_by_bytes(planner, recursion(planner))
             tried.nearest += [near] if near is not None else []
@@ -180,6 +184,38 @@ def _repeated(planner: Planner, tried: _Tried) -> None:
             _take(planner, tried, f"recursion, {name}", recursion(planner, rest=rest)(None))
         best = _best(planner, tried) or best
         planner.tell(name, best, None)
+
+
+def _lighter(planner: Planner, tried: _Tried) -> None:
+    """The optima with a small price on bytes, where the best is not near its bound. Their sums are a little dearer and
+    their steps at times quicker, as those are that a limit of memory leads to; without one they are looked at, too."""
+    fitting = [found for _, found in tried.found if fits(planner, found)]
+    if planner.judge is None or not fitting or planner.alike() is not None:
+        return
+    first = min(fitting, key=step_of)
+    seen = {found.states for _, found in tried.found}
+    decided = any(not fits(planner, f) or "memory_decided" in f.claims for _, f in tried.found)
+    claims = {"memory_decided": True} if decided else {}
+    families = [(f"{name[:3]} optimum", family) for name, family in families_of(planner)]
+    if not planner.seeds:  # with the outermost axis idle, too
+        families += [(name, family) for _, name, family in itertools.islice(resting_families(planner), 1)]
+    for name, family in families:
+        space = planner.space(family)
+        memory = planner.memory(space)
+        for alpha, share in LIGHTER:
+            best = _best(planner, tried)
+            if best is None or best <= (1 + CLOSE) * min(tried.steps.values(), default=0.0):
+                return
+            price = share * step_of(first) / planner.peak_bytes(first) / memory.instants
+            asked = memory.weighed(planner.problem(space, alpha), np.full(memory.instants, price))
+            solution = solve(asked)
+            if solution.stopped:
+                raise KeyboardInterrupt
+            if (states := tuple(solution.states)) not in seen:
+                seen.add(states)
+                label = f"{name}{f', α={alpha}' if alpha else ''}, {share:.0%} for bytes"
+                _take(planner, tried, label, planner.found(space, states, claims))
+                planner.tell(name, _best(planner, tried), None)
 
 
 def _bound(
