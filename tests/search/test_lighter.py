@@ -1,7 +1,8 @@
-"""A limit of memory makes no plan quicker: what one leads to is looked at without a limit, too."""
+"""A limit of memory makes no plan quicker, and none is refused that what needs least for a moment fits into."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 import meshwright as mw
+from meshwright.errors import DoesNotFit
+from meshwright.plan import Plan
 
 H100 = mw.Cluster.preset("h100", nodes=1, ranks_per_node=4)
 SAME = 1 + 1e-9
@@ -50,3 +53,29 @@ def test_without_a_limit_no_plan_is_slower_than_with_one(
         return plan.claims["step_seconds"]
 
     assert step_seconds(None) <= SAME * step_seconds(limit)
+
+
+def test_a_refusal_knows_the_choice_whose_operators_need_least_for_a_moment() -> None:
+    net = nn.Sequential(
+        nn.Conv2d(3, 64, 3, padding=1),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.Conv2d(64, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16 * 64 * 64, 10),
+    )
+    batch = (torch.randn(32, 3, 64, 64), torch.randint(0, 10, (32,)))
+
+    def planned(memory: float) -> Plan:
+        how = {"cluster": H100, "mode": "dynamic_programming", "memory": memory}
+        return mw.plan(net, batch, loss=lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]), **how)
+
+    with pytest.raises(DoesNotFit) as caught:
+        planned(20e6)
+    named = re.search(r"([\d.]+) MB per rank$", caught.value.hint)
+    assert named
+    least = 1e6 * float(named[1])
+    assert least <= 46.3e6  # `auto` finds one that fits there
+    assert planned(least).claims["peak_bytes"] <= least
