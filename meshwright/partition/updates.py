@@ -107,7 +107,9 @@ def gathered(parts: Partition) -> tuple[Gradient, ...]:
     for entry in parts.resharded.graph.inputs:
         if entry.name in updated:
             gather = updated[entry.name].gather
-            sent = largest_size(gather.before, mesh) * mesh.count(gather.axes)  # parts as large as the largest
+            sent = largest_size(gather.before, mesh) * mesh.count(
+                gather.axes
+            )  # parts as large as the largest
             whole = sent * DTYPES[entry.type.dtype]
             group = parts.plan.techniques.fusion_group(entry.target, *entry.ties)
             host = entry.name in parts.resharded.hosted

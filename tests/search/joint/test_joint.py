@@ -80,7 +80,14 @@ def tight(share: float) -> Plan:
     return planned("wide gpt", "2x2", share)
 
 
-@pytest.mark.parametrize("share", [0.5, 0.33, 0.28])
+def test_where_computing_alone_takes_as_long_no_technique_is_looked_at() -> None:
+    plan = tight(0.5)
+    assert not plan.techniques.asked() and plan.claims["gaps"]["step"] < 0.01
+    assert plan.claims["peak_bytes"] <= 0.5 * free("wide gpt", "2x2", "auto").claims["peak_bytes"]
+    assert any(note.startswith("auto did not look at recompute, micro_batches, ") for note in plan.notes)
+
+
+@pytest.mark.parametrize("share", [0.4, 0.28])
 def test_every_rank_of_what_was_chosen_is_within_the_limit(share: float) -> None:
     plan = tight(share)
     found = peaks("wide gpt", plan, cluster("gpu", "2x2"))
@@ -89,7 +96,7 @@ def test_every_rank_of_what_was_chosen_is_within_the_limit(share: float) -> None
     assert plan.claims["peak_bytes"] == pytest.approx(found[0].bytes)
 
 
-@pytest.mark.parametrize("share", [0.5, 0.33, 0.28])
+@pytest.mark.parametrize("share", [0.4, 0.28])
 def test_what_was_chosen_computes_what_one_device_computes(share: float) -> None:
     net, batch, loss = built("wide gpt")
     mw.verify(net, batch, loss=loss, plan=tight(share)).raise_if_different()
@@ -151,7 +158,7 @@ def test_each_open_technique_is_explained() -> None:
     assert any("fit" in note for note in said)
 
 
-@pytest.mark.parametrize("share", [0.5, 0.33, 0.28])
+@pytest.mark.parametrize("share", [0.4, 0.28])
 def test_nothing_that_was_simulated_is_quicker(share: float) -> None:
     said = [note for note in tight(share).notes if "next best" in note]
     assert said and not any(" at -" in note for note in said), said
@@ -178,7 +185,7 @@ def test_micro_batches_that_would_be_inexact_are_not_chosen() -> None:
 
 
 def test_a_plan_and_its_file_say_the_same() -> None:
-    plan = tight(0.5)
+    plan = tight(0.4)
     assert Plan.from_json(plan.to_json()).techniques == plan.techniques
 
 
