@@ -143,6 +143,8 @@ def _inputs(
             ties = tuple(rest)
         elif spec.kind == kinds.CONSTANT_TENSOR:
             tensor = program.constants[spec.target or ""]
+            if not tensor.numel():
+                tensor = torch.empty(tensor.shape, dtype=tensor.dtype)  # an empty cache has nothing to lack
             if tensor.device.type == "meta":
                 raise CaptureError(
                     f"the model reads {target or placeholder}, a tensor on the meta device",

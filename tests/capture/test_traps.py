@@ -331,3 +331,17 @@ def test_a_sparse_gradient_is_dense_and_noted(bag: bool) -> None:
     (note,) = c.notes
     assert "as with sparse=False" in note and " 0 " in note
     mw.verify(model, batch, loss=loss, mesh=2, optimizer_parallel=3, threshold_kb=0).raise_if_different()
+
+
+def test_an_empty_tensor_on_the_meta_device_lacks_no_values() -> None:
+    """As the cache of a decoder makes before the first token."""
+
+    def body(model: Any, x: torch.Tensor) -> torch.Tensor:
+        empty = torch.tensor([], dtype=x.dtype, device=x.device)
+        return model.b(torch.cat([empty, model.a(x)], dim=0))
+
+    with torch.device("meta"):
+        model, batch = Net(body), {"x": torch.empty(6, 8)}
+    graph = capture(model, batch, mean_loss).graph
+    real, rows = net(body)
+    assert graph == capture(real, rows, mean_loss).graph
