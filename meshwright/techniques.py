@@ -24,6 +24,7 @@ SWITCHES = (
 )
 SPAN = re.compile(r"(\d+)-(\d+)")  # of numbered modules in a pattern
 FUSED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")  # kinds with a size of bucket each
+SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}  # torch's names, and ours
 TURNS = ("halves", "level", "backward")  # orders in which copies take turns; the planner picks one
 
 
@@ -263,7 +264,7 @@ def techniques_from(given: Mapping[str, Any]) -> Techniques:
     if "gradients" in values:
         _one_of("gradients", values["gradients"], ("mean", "sum"))
     if "reduce_dtype" in values:
-        _one_of("reduce_dtype", values["reduce_dtype"], ("", "f32", "bf16", "f16", "f64"))
+        _one_of("reduce_dtype", values["reduce_dtype"], ("", *SHORT.values()), _short(values["reduce_dtype"]))
     if "recompute" in values:
         values["recompute"] = _recompute(values["recompute"])
     if "fusion" in values:
@@ -315,14 +316,20 @@ def _names(name: str, value: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+def _short(dtype: Any) -> str:
+    """A hint where somebody gives a dtype as torch calls it."""
+    said = SHORT.get(str(dtype).removeprefix("torch."))
+    return f'reduce_dtype="{said}"' if said else ""
+
+
+def _one_of(name: str, value: Any, known: tuple[str, ...], hint: str = "") -> None:
     if value not in known:
         raise PlanError(
             f"{name}={value!r}",
             why="it may be "
             + ", ".join(repr(k) for k in known if k)
             + (', or "" for none' if "" in known else ""),
-            hint=did_you_mean(str(value), [k for k in known if k]),
+            hint=hint or did_you_mean(str(value), [k for k in known if k]),
         )
 
 
@@ -376,9 +383,8 @@ def _fusion(value: Any) -> str | int | tuple[tuple[str, ...], ...] | tuple[tuple
         if value and all(isinstance(g, list | tuple) and len(g) == 2 and _is_number(g[1]) for g in value):
             return _fusion_sizes(value)
         return tuple(_names("fusion", group) for group in value)
-    if isinstance(value, str):
-        _one_of("fusion", value, ("auto",))
-        return value
+    if value == "auto":
+        return "auto"
     if not _is_size(value):
         raise PlanError(
             f"fusion={value!r}",

@@ -49,7 +49,7 @@ from meshwright.techniques import NONE, matches, ranges, techniques_from
         ({"offload": "optimizer:2"}, "behind a colon"),
         ({"offload": "activations:"}, "behind a colon"),
         ({"offload": "parameters:"}, "behind a colon"),
-        ({"fusion": "automatic"}, "'auto'"),
+        ({"fusion": "automatic"}, '"auto"'),
         ({"fusion": -1}, "bucket in bytes"),
         ({"fusion": 1.5}, "bucket in bytes"),
         ({"fusion": True}, "bucket in bytes"),
@@ -65,7 +65,8 @@ from meshwright.techniques import NONE, matches, ranges, techniques_from
         ({"pipeline": 0}, "at least 1"),
         ({"reduce_dtype": "float32"}, "'f32'"),
         ({"reduce_dtype": "i32"}, "'f32'"),
-        ({"reduce_dtype": torch.bfloat16}, "'bf16'"),
+        ({"reduce_dtype": torch.bfloat16}, 'try:   reduce_dtype="bf16"'),
+        ({"fusion": "off"}, "0: each tensor alone"),
         ({"gradients": "average"}, "'mean', 'sum'"),
     ],
 )

@@ -121,7 +121,7 @@ def _offloaded(graph: Graph, words: Iterable[str], keepers: Collection[str]) -> 
             if int(which) > len(layers):
                 raise PlanError(
                     f"offload={word!r}: the model has {len(layers)} layers",
-                    hint=f"{ACTIVATIONS}:{len(layers)}",
+                    hint=f'offload="{ACTIVATIONS}:{len(layers)}"' if layers else f'offload="{ACTIVATIONS}"',
                 )
             chosen = layers[: int(which)]
         elif which:
