@@ -23,6 +23,7 @@ from meshwright.errors import MeshwrightError, ModelError, a_type, did_you_mean
 FORMS = "MODEL is file.py:function, hf:config.json, or zoo:name"
 RETURNS = "return model, batch, loss   (loss is loss(model, batch) -> scalar tensor)"
 SPELLINGS = {"batch": ("batch", "batch_size"), "seq": ("seq", "sequence", "seq_len")}
+FEW = 8  # functions of a file that are named
 PLAIN = ("mlp", "gpt", "recommender")
 
 
@@ -64,17 +65,30 @@ def _nearest(target: str) -> str:
     return "zoo:gpt, to try it"
 
 
-def _functions(path: Path) -> list[str]:
-    """Functions that a file defines, those first that look like a model's; the file is read, not run."""
+def _functions(path: Path, *, alone: bool = True) -> list[str]:
+    """Functions that a file defines, those first that look like a model's; the file is read, not run. `alone`: only
+    those that need no arguments, if there are any."""
     import ast
 
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, SyntaxError):
         return []
-    names = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
+    found = [n for n in tree.body if isinstance(n, ast.FunctionDef)]
+    builders = [n for n in found if not _needs_arguments(n.args)]
+    names = [n.name for n in (builders if alone and builders else found)]
     likely = [n for n in names if any(w in n.lower() for w in ("model", "build", "make"))]
     return [*likely, *(n for n in names if n not in likely)]
+
+
+def _needs_arguments(takes: Any) -> bool:
+    """What does (a loss) builds no model for the command line."""
+    return len(takes.posonlyargs) + len(takes.args) > len(takes.defaults) or None in takes.kw_defaults
+
+
+def _some(names: list[str]) -> str:
+    """The first of them, and how many more there are."""
+    return ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
 
 
 # ---------------------------------------------------------------- a user's file
@@ -87,11 +101,11 @@ def _from_file(target: str, path: Path, name: str, shape: Mapping[str, int]) -> 
     module = _imported(path)
     function = getattr(module, name, None)
     if not callable(function):
-        own = _functions(path)
+        own = _functions(path, alone=False)
         raise ModelError(
             f"{path} has no function {name!r}",
-            why=f"it defines {', '.join(own[:8])}" if own else "it defines no function",
-            hint=did_you_mean(name, own),
+            why=f"it defines {_some(own)}" if own else "it defines no function",
+            hint=did_you_mean(name, _functions(path)),
         )
     return _checked(_called(target, path, function, shape), f"{name}() of {path}")
 

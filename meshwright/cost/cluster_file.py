@@ -111,18 +111,21 @@ class Reader:
                 why=f"it is in {allowed.unit}",
                 hint="80e9, 3.35e12 and 1_000 are numbers; the unit is in the key"
                 if isinstance(value, str)
-                else "",
+                else f"{path[-1]}: a number from {plain(allowed.least)} to {plain(allowed.most)}",
             )
         if not allowed.least <= found <= allowed.most:
             raise self.error(
                 path,
-                f"{show(path)} is {found:g} {allowed.unit}",
-                why=f"a machine has {allowed.least:g} to {allowed.most:g}",
-                hint="is it in another unit? the key says which is meant" if found > 0 else "",
+                f"{show(path)} is {plain(found)} {allowed.unit}",
+                why=f"a machine has {plain(allowed.least)} to {plain(allowed.most)}",
+                hint=_within(found, path[-1], allowed),
             )
         if allowed.whole and found != int(found):
             raise self.error(
-                path, f"{show(path)} is {found:g}", why=f"it counts {allowed.unit}: a whole number"
+                path,
+                f"{show(path)} is {found:g}",
+                why=f"it counts {allowed.unit}: a whole number",
+                hint=f"{path[-1]}: {math.floor(found)} or {math.ceil(found)}",
             )
         return int(found) if allowed.whole else float(found)
 
@@ -241,7 +244,7 @@ def _levels(reader: Reader, value: Any) -> tuple[Level, ...]:
                 [*at, "name"],
                 f"{name!r} cannot name a level",
                 why="the axes of the mesh are called after it: node0, node1",
-                hint="letters, digits and _",
+                hint="letters, digits and _, and no digit first: gpu, or level_1",
             )
         if name in [level.name for level in found]:
             raise reader.error(
@@ -401,6 +404,18 @@ def show(path: Sequence[Any]) -> str:
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"
     return text.lstrip(".") or "the cluster"
+
+
+def _within(number: float, key: Any, allowed: Range) -> str:
+    """How to write a number that is outside its range."""
+    if number > 0 and allowed is not SIZE:
+        return "is it in another unit? the key says which is meant"
+    return f"{key}: {plain(allowed.most)} or less" if number > 0 else f"{key}: {plain(allowed.least)} or more"
+
+
+def plain(number: float) -> str:
+    """As one would read it aloud: ``1,048,576``, ``1e+15``."""
+    return f"{number:,.0f}" if number == int(number) and abs(number) < 1e7 else f"{number:g}"
 
 
 def describe(value: Any) -> str:

@@ -186,6 +186,13 @@ def test_wrong_files_and_functions_say_what_is_wrong(file, tmp_path):
     assert "hf:config.json" in refused("config.json")
 
 
+def test_functions_that_need_no_argument_are_proposed_and_what_is_not_named_is_counted(tmp_path):
+    path = tmp_path / "many.py"
+    path.write_text("def loss(model, batch): ...\n" + "".join(f"def f{n}(): ...\n" for n in range(10)))
+    text = refused(f"{path}:nope")
+    assert "and 3 more" in text and "known: f0" in text and "'loss'" not in text.partition("known")[2]
+
+
 def test_examples_open_by_name():
     assert open_model("zoo:mlp", batch=8).batch["x"].shape == (8, 16)
     assert open_model("zoo:gpt2", batch=2, sequence=16).batch["input_ids"].shape == (2, 16)

@@ -152,7 +152,7 @@ REFUSALS = [
     ("f32: 20e12", "f32: 1e30", "device.flops.f32 is 1e+30 FLOP/s", ":5"),
     ("flops: {f32: 20e12, bf16: 300e12}", "flops: {}", "device.flops is empty", ":5"),
     ("flops: {f32: 20e12, bf16: 300e12}", "flops: 20e12", "not a mapping", ":5"),
-    ("latency_seconds: 4e-6", "latency_seconds: 3600", "levels[0].latency_seconds is 3600 seconds", ":10"),
+    ("latency_seconds: 4e-6", "latency_seconds: 3600", "levels[0].latency_seconds is 3,600 seconds", ":10"),
     ("latency_seconds: 4e-6", "latency_seconds: -1", "levels[0].latency_seconds is -1 seconds", ":10"),
     ("bytes_per_s: 300e9", "bytes_per_s: 1e400", "levels[1].bytes_per_s is '1e400', not a number", ":11"),
     ("size: 4", "size: 0", "levels[1].size is 0 units", ":11"),
@@ -184,6 +184,22 @@ def test_a_wrong_entry_is_named_with_its_line(old: str, new: str, says: str, whe
     assert says in str(error.value)
     assert where in error.value.where and error.value.where.startswith("c.yaml")
     assert error.value.why or error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("new", "hint"),
+    [
+        ("name: '1', size: 4", "no digit first"),
+        *((f"name: gpu, size: {size}", "size: 1 or more") for size in ("0", "-4")),
+        ("name: gpu, size: 2.5", "size: 2 or 3"),
+        *((f"name: gpu, size: {size}", "from 1 to 1,048,576") for size in ("true", ".inf", ".nan")),
+        ("name: gpu, size: 2_000_000", "size: 1,048,576 or less"),
+    ],
+)
+def test_a_wrong_level_is_told_what_it_may_be(new: str, hint: str) -> None:
+    with pytest.raises(ClusterError) as error:
+        Cluster.from_yaml(PLAIN.replace("name: gpu, size: 4", new), "c.yaml")
+    assert hint in error.value.hint
 
 
 @pytest.mark.parametrize("levels", ["levels: []", "levels:", "levels: 3", "levels: {}"])
