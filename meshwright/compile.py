@@ -20,7 +20,7 @@ from meshwright.capture.batch import leaves
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.saved import saved
 from meshwright.cycles import seldom_collected
-from meshwright.errors import ClusterError, DoesNotFit, MeshError, a_type
+from meshwright.errors import CaptureError, ClusterError, DoesNotFit, MeshError, a_type
 from meshwright.fewer_rows import with_batch_that_fits
 from meshwright.mesh import Mesh
 from meshwright.ops.table import register
@@ -54,6 +54,13 @@ Loss = Callable[[Any, Any], torch.Tensor]
 Pins = Mapping[str, Mapping[str, Any]]
 OneMesh = Mesh | int | Mapping[str, int] | None
 MeshLike = OneMesh | Sequence[Mesh | int | Mapping[str, int]]
+
+
+NO_LOSS = "no loss was given, so it is model(batch), or model(**batch).loss of a mapping"
+GIVE_LOSS = (
+    "loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), or what yours is; for the command line: "
+    "return model, batch, loss"
+)
 
 
 def default_loss(model: Any, batch: Any) -> torch.Tensor:
@@ -428,7 +435,12 @@ def captured_of(model: torch.nn.Module, batch: Any, loss: Loss, cache: str | Pat
     known = _captured.get(model)
     if known is not None and known[0] == key:
         return known[1]
-    raw = capture_graph(model, batch, loss, cache=folder)
+    try:
+        raw = capture_graph(model, batch, loss, cache=folder)
+    except CaptureError as error:
+        if loss is default_loss and ("scalar" in error.what or "return model(batch)" in error.where):
+            raise CaptureError(error.what, why=f"{NO_LOSS}; {error.why}", hint=GIVE_LOSS) from error
+        raise
     captured = Captured(renumber(raw.graph), raw.constants, raw.folding, raw.notes)
     _captured[model] = (key, captured)
     return captured

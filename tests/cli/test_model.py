@@ -11,7 +11,7 @@ import torch
 import meshwright as mw
 from meshwright.cli.model import open_model
 from meshwright.compile import captured_of, default_loss
-from meshwright.errors import ModelError
+from meshwright.errors import CaptureError, ModelError
 from meshwright.plan import fingerprint
 
 WIDE = {
@@ -191,6 +191,18 @@ def test_functions_that_need_no_argument_are_proposed_and_what_is_not_named_is_c
     path.write_text("def loss(model, batch): ...\n" + "".join(f"def f{n}(): ...\n" for n in range(10)))
     text = refused(f"{path}:nope")
     assert "and 3 more" in text and "known: f0" in text and "'loss'" not in text.partition("known")[2]
+
+
+@pytest.mark.parametrize("batch", ["x", "(x, x)"])
+def test_where_the_loss_is_missing_it_is_said_what_to_return(batch, tmp_path):
+    path = tmp_path / "lossless.py"
+    path.write_text(
+        f"import torch\n\ndef build():\n    x = torch.ones(4, 8)\n    return torch.nn.Linear(8, 8), {batch}\n"
+    )
+    opened = open_model(f"{path}:build")
+    with pytest.raises(CaptureError) as error:
+        captured_of(opened.model, opened.batch, opened.loss)
+    assert "no loss was given" in error.value.why and "return model, batch, loss" in error.value.hint
 
 
 def test_examples_open_by_name():
