@@ -80,8 +80,8 @@ class Techniques:
     host's memory: ``"optimizer"`` (states and the update), ``"activations"`` (what is kept for backward; ``":4"`` or a
     module pattern behind it say of which layers), ``"parameters"`` (between their uses; a pattern behind it as well).
 
-    `reduce_dtype`: the dtype in which gradients are reduced (``""``: their own). `gradients`: those of the loss as
-    written (``"mean"``), or that times the number of ranks that share the batch (``"sum"``).
+    `reduce_dtype`: the dtype in which gradients are reduced over ranks (``""``: their own). `gradients`: those of the
+    loss as written (``"mean"``), or that times the number of ranks that share the batch (``"sum"``).
 
     `given` names those that were asked for, also as their default: ``mode="auto"`` leaves them as they are.
     """
