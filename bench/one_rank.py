@@ -272,6 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--float32", action="store_true", help="planned and run, where a CPU is slow in bfloat16"
     )
+    parser.add_argument("--layers", type=int, help="planned and run, by default all")
     parser.add_argument("--mode", help="of planning, by default auto")
     parser.add_argument("--mesh", help="as of meshwright plan: dp=128,tp=8")
     parser.add_argument("--with", dest="techniques", default="", help="as of meshwright plan: pipeline=16")
@@ -288,13 +289,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         MEGATRON if options.megatron else None,
         techniques_from(techniques_of([options.techniques])),
     )
-    how = (
-        options.share,
-        options.short,
-        options.rank,
-        asked_for,
-        {"dtype": "float32"} if options.float32 else {},
-    )
+    changes = {"dtype": "float32"} if options.float32 else {}
+    changes |= {"num_hidden_layers": options.layers} if options.layers else {}
+    how = (options.share, options.short, options.rank, asked_for, changes)
     right = [plan_and_run(row, *how) for row in asked]
     sys.exit(not all(right))
 

@@ -87,7 +87,7 @@ class Run:
             gc.collect()
             return lambda: step(batch)
 
-        return peak_bytes(make, warm_up=2, steps=2)
+        return peak_bytes(make, warm_up=1, steps=1)
 
 
 def in_parts(plan: Plan, graph: Graph, again: bool) -> Plan:

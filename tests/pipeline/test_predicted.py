@@ -101,7 +101,7 @@ def peaks(options: dict[str, Any], mesh: Any, place: int) -> tuple[int, int]:
         gc.collect()
         return lambda: step(batch)
 
-    return expected, peak_bytes(make, warm_up=2, steps=2)
+    return expected, peak_bytes(make, warm_up=1, steps=1)
 
 
 def test_a_micro_batch_pays_for_starting_each_of_its_messages() -> None:

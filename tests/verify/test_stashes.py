@@ -183,7 +183,7 @@ def test_the_predicted_peak_of_the_device_is_the_measured_one(
 
     predicted = peak(parts, staged=False, apart=True)
     whole = sum(v.numel() * v.element_size() for v in built("deep")[0].parameters())
-    measured = peak_bytes(make, warm_up=2, steps=2)
+    measured = peak_bytes(make, warm_up=1, steps=1)
     batch = sum(v.numel() * v.element_size() for v in dict(leaves(built("deep")[1])).values())
     # The model and its batch were there before, and are not seen.
     held = predicted.categories["batch"]
