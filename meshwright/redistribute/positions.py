@@ -187,10 +187,14 @@ class Exchange:
 
     @functools.cached_property
     def apart(self) -> bool:
-        """Whether the pieces for the members of a reduce-scatter do not lie behind one another: they are cut along
-        another dim than the first, or not evenly."""
-        ends = [shape[1:] for shape in self._ends]
-        return any(shape != self.shape_before[1:] for shape in ends) or not self.even
+        """Whether the pieces for the members of a reduce-scatter are copied before they are put behind one another:
+        they are cut unevenly, or along dims that were joined, so that they are no grid."""
+        if not self.even:
+            return True
+        cut = [dim for dim in self.step.after.dims if set(dim_axes(dim)) & set(self.axes)]
+        if all(_is_plain(dim, self.axes) for dim in cut):
+            return False
+        return any(shape[1:] != self.shape_before[1:] for shape in self._ends)
 
     @functools.cached_property
     def sent(self) -> int:
@@ -311,6 +315,13 @@ def joined(chunks: tuple[Selection, ...]) -> Join | None:
     if not np.array_equal(np.sort(positions), ascending):
         return None
     return Join(dim, positions, np.argsort(positions))
+
+
+def _is_plain(dim: Dim, axes: Sequence[str]) -> bool:
+    """Whether equal parts of a dim over these axes lie at equal distances: none cuts but its outermost sub-dim, which
+    has no groups."""
+    first, *rest = dim
+    return isinstance(first, SubDim) and not first.groups and not set(dim_axes(tuple(rest))) & set(axes)
 
 
 def _ends_with(dim: Dim, axes: Sequence[str]) -> bool:

@@ -1,9 +1,10 @@
-"""Taking a part of a tensor, and putting one in its place."""
+"""Taking parts of a tensor, and putting them in their places."""
 
 from __future__ import annotations
 
 import torch
 
+from meshwright.redistribute.grids import Grid
 from meshwright.redistribute.positions import Selection
 
 
@@ -64,4 +65,11 @@ class Picker:
             view[grid] = piece
 
 
-__all__ = ["Picker"]
+def all_parts(grid: Grid, x: torch.Tensor) -> torch.Tensor:
+    """The parts of all members: (*counts, *shape), in the memory of the tensor that they are parts of."""
+    start = x.storage_offset() + sum(n * step for n, step in zip(grid.first, x.stride(), strict=True))
+    strides = [sum(n * s for n, s in zip(move, x.stride(), strict=True)) for move in grid.moves]
+    return x.as_strided((*grid.counts, *grid.shape), (*strides, *x.stride()), start)
+
+
+__all__ = ["Picker", "all_parts"]

@@ -11,13 +11,14 @@ from meshwright import pulse
 from meshwright.graph import Node
 from meshwright.mesh import Mesh
 from meshwright.partition.reshards import parse_steps
+from meshwright.redistribute.grids import fills, grid_of
 from meshwright.redistribute.positions import Exchange, exchange, joined
 from meshwright.runtime import collectives
 from meshwright.runtime.accumulation import Accumulation
 from meshwright.runtime.again import Again
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.dtypes import TORCH_DTYPES
-from meshwright.runtime.picker import Picker
+from meshwright.runtime.picker import Picker, all_parts
 
 StepTexts = Sequence[Sequence[str]]  # per step: kind, axes joined by ".", layout before, layout after
 
@@ -34,6 +35,12 @@ class Mover:
         self.order = torch.from_numpy(order) if order is not None else None
         self.place = [Picker(s) for s in plan.place]
         self.send_sizes, self.sizes = [s.numel for s in plan.send], [s.numel for s in plan.place]
+        counts = [plan.mesh.sizes[a] for a in plan.axes]
+        spread = plan.kind == "reduce_scatter" and plan.even
+        self.parts = grid_of(plan.send, counts) if spread else None
+        whole = plan.kind == "all_gather" and plan.even
+        grid = grid_of(plan.place, counts) if whole else None
+        self.places = grid if grid is not None and fills(grid, plan.place) else None
 
     def __call__(self, x: torch.Tensor, comm: Handle) -> torch.Tensor:
         """Run the step. Never writes to `x`."""
@@ -63,6 +70,11 @@ class Mover:
     def message(self, x: torch.Tensor) -> torch.Tensor:
         """What the collective sends of a tensor: (n,), for a reduce-scatter (members, n)."""
         match self.kind:
+            case "reduce_scatter" if self.parts is not None:
+                rows = x.new_empty((len(self.send), self.plan.padded))
+                every = all_parts(self.parts, x)
+                rows.view(every.shape).copy_(every)
+                return rows
             case "reduce_scatter":
                 return torch.stack([_padded(p.take(x), self.plan.padded) for p in self.send])
             case "all_gather":
@@ -79,6 +91,11 @@ class Mover:
         match self.kind:
             case "reduce_scatter" | "all_reduce":
                 return _unpadded(received, plan.shape_after)
+            case "all_gather" if self.places is not None and self.order is None:
+                y = received.new_empty(plan.shape_after)
+                every = all_parts(self.places, y)
+                every.copy_(received.view(every.shape))
+                return y
             case "all_gather":
                 return self._assemble(
                     [_unpadded(r, s.shape) for r, s in zip(received.unbind(), plan.place, strict=True)],

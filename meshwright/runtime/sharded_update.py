@@ -22,6 +22,7 @@ from meshwright.redistribute.buckets import Group
 from meshwright.redistribute.positions import exchange
 from meshwright.runtime.communicator import Communicator, Done, Work
 from meshwright.runtime.dtypes import TORCH_DTYPES
+from meshwright.runtime.picker import all_parts
 from meshwright.runtime.reshard import Mover
 
 
@@ -112,6 +113,11 @@ class ScatterBucket:
             return
         if shard.slices is not None:
             gradient = shard.slices.send[0].take(gradient)
+        if shard.scatter is not None and shard.scatter.parts is not None:
+            every = all_parts(shard.scatter.parts, gradient)
+            self._rows.narrow(1, start, self.widths[index]).view(every.shape).copy_(every)
+            shard.weight.grad = None
+            return
         pieces = [p.take(gradient) for p in shard.scatter.send] if shard.scatter else [gradient]
         for row, piece in zip(self._rows, pieces, strict=True):
             row.narrow(0, start, piece.numel()).view(piece.shape).copy_(piece)
@@ -177,6 +183,10 @@ class GatherBucket:
         widths = [s.gather.plan.padded for s in self.shards]
         for shard, block in zip(self.shards, rows.split(widths, dim=1), strict=True):
             weight = shard.weight.detach()
+            if shard.gather.places is not None:
+                every = all_parts(shard.gather.places, weight)
+                every.copy_(block.view(every.shape))
+                continue
             for place, row in zip(shard.gather.place, block, strict=True):
                 place.put(weight, row.narrow(0, 0, math.prod(place.shape)).view(place.shape))
 

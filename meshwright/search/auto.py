@@ -40,6 +40,10 @@ INNER = 3  # how many of the innermost axes a recipe leaves to tensor parallel, 
 # Weights of computing, each with a price on all bytes: as a share of the step, were the best plan's peak all there is.
 LIGHTER = ((0.5, 0.03), (0.5, 0.06), (0.5, 0.12), (0.3, 0.06), (0.3, 0.12), (None, 0.05))
 
+LIGHTER_WORK = (
+    400  # nodes × axes of the largest spaces where these are looked at: more would take most of the search
+)
+
 
 @dataclass
 class _Tried:
@@ -190,7 +194,8 @@ def _lighter(planner: Planner, tried: _Tried) -> None:
     """The optima with a small price on bytes, where the best is not near its bound. Their sums are a little dearer and
     their steps at times quicker, as those are that a limit of memory leads to; without one they are looked at, too."""
     fitting = [found for _, found in tried.found if fits(planner, found)]
-    if planner.judge is None or not fitting or planner.alike() is not None:
+    work = len(planner.codes) * len(planner.scene.mesh.axes)
+    if planner.judge is None or not fitting or work > LIGHTER_WORK:
         return
     first = min(fitting, key=step_of)
     seen = {found.states for _, found in tried.found}
