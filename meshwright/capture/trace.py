@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
 from meshwright.capture.batch import leaves, rebuild, without_aliases
+from meshwright.capture.quiet import without_dumps
 from meshwright.errors import CaptureError, MeshwrightError
 from meshwright.graph import LOSS
 
@@ -192,7 +193,7 @@ def trace(model: torch.nn.Module, batch: Any, loss: Callable[..., Any], wrap: ty
     found = list(leaves(batch))
     paths, tensors = tuple(p for p, _ in found), without_aliases(t for _, t in found)
     wrapper = wrap(model, batch, loss)
-    with warnings.catch_warnings(), torch.enable_grad(), contextlib.ExitStack() as stack:
+    with warnings.catch_warnings(), torch.enable_grad(), without_dumps(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
         for device, _ in wrapper.autocast:  # it is applied again inside the traced function
             stack.enter_context(torch.autocast(device, enabled=False))

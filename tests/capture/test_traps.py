@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -165,6 +167,27 @@ def test_reentrant_checkpoint_is_refused() -> None:
 
 
 # ---------------------------------------------------------------- control flow, results
+
+
+def test_torch_prints_no_program_above_an_error(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others print meanwhile is shown, and all of it where TORCH_LOGS is set."""
+
+    def body(m: Net, x: torch.Tensor) -> torch.Tensor:
+        print("mine", file=sys.stderr)
+        return m.a(x) if x.sum() > 0 else m.b(x)
+
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
+    with pytest.raises(CaptureError):
+        capture(*net(body), mean_loss)
+    said = capsys.readouterr().err
+    assert set(said.split()) == {"mine"}
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    monkeypatch.setenv("TORCH_LOGS", "")
+    with pytest.raises(CaptureError):
+        capture(*net(body), mean_loss)
+    assert "def forward(self" in capsys.readouterr().err
 
 
 def test_data_dependent_control_flow_names_the_line() -> None:
