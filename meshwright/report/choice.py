@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -110,6 +111,7 @@ def choices(
         op, module = plan.about.get(name, ("", ""))
         node = nodes.get(name)
         edges: tuple[Neighbour, ...] = ()
+        batch = _batch(parts, name) if parts is not None else ()
         cut = cut_words(plan.strategies[name], plan.mesh)
         if parts is not None and node is not None:
             edges, cut = neighbours(parts, node, price), cut_text(parts, node)
@@ -120,10 +122,10 @@ def choices(
                 operator=short(op),
                 cut=cut,
                 why=plan.reasons.get(name, ""),
-                next=plan.nexts.get(name, ""),
+                next=_with_batch(plan.nexts.get(name, ""), batch),
                 source=node.source if node is not None else "",
                 factors=_factors(parts, name) if parts is not None else (),
-                batch=_batch(parts, name) if parts is not None else (),
+                batch=batch,
                 seconds=_seconds(price, name, edges) if price is not None else None,
                 neighbours=edges,
                 times=plan.times.get(name, 1),
@@ -159,6 +161,13 @@ def _factors(parts: Partition, name: str) -> tuple[tuple[str, str], ...]:
         text = str(TensorLayout((tree,)))[1:-1] if size == "whole" else size
         shown.append(("batch" if letter in batch else letter, text))
     return tuple(shown)
+
+
+def _with_batch(text: str, batch: Iterable[str]) -> str:
+    """``d0=dp n=tp`` with the letters that count examples named ``batch``, as beside it."""
+    for letter in batch:
+        text = re.sub(rf"(?<![\w.]){re.escape(letter)}=", "batch=", text)
+    return text
 
 
 def _batch(parts: Partition, name: str) -> tuple[str, ...]:
