@@ -123,6 +123,15 @@ def test_the_file_alone_says_cuts_and_reasons(file, meshwright):
     assert "annotated" in page and "d0=dp n=tp" in page
 
 
+def test_the_next_best_names_what_counts_examples_as_the_cut_does(made):
+    """From the file alone its letter is all that is known."""
+    _, plan, parts = made
+    name = matching(plan, "down.0")[0]
+    noted = replace(plan, nexts={name: "d0=dp n=tp at +1 ms"})
+    assert [c.next for c in choices(noted, [name], None)] == ["d0=dp n=tp at +1 ms"]
+    assert [c.next for c in choices(noted, [name], parts)] == ["batch=dp n=tp at +1 ms"]
+
+
 def test_model_and_cluster_say_the_rest(file, meshwright):
     done = meshwright("explain", file, "down.0", "--model", "zoo:mlp", "--cluster", "preset:h100:4")
     assert done.code == 0
