@@ -50,6 +50,18 @@ def test_marked_blocks_are_what_recompute_selective_makes_of_all() -> None:
     assert planned(marked)[0].keeps == planned(plain, recompute="selective")[0].keeps
 
 
+@pytest.mark.parametrize("policy", ("full", "selective"))
+def test_a_call_of_one_operator_has_nothing_to_compute_again_and_the_plan_says_so(policy: str) -> None:
+    linear = nn.Linear(4, 4)
+    body = mw.recompute(lambda x: torch.tanh(linear(x)), policy=policy)
+    for target, idle in ((mw.recompute(torch.tanh, policy=policy), True), (body, False)):
+        model = nn.Sequential(linear)
+        built = model, {"x": torch.randn(6, 4)}, lambda m, b, target=target: target(m(b["x"])).square().mean()
+        plan, _ = planned(built)
+        said = [note for note in plan.notes if note.startswith(f"mw.recompute ({policy})")]
+        assert bool(said) == (not plan.keeps) and (bool(said) or not idle)
+
+
 def test_equal_marked_layers_stay_one_kind() -> None:
     model, batch, loss = gpt.build(CONFIG, batch=6)
     for block in model.blocks:

@@ -27,7 +27,9 @@ from meshwright.search.techniques.layers import (
     root_of,
     without,
 )
+from meshwright.techniques import RECOMPUTE
 
+IDLE = "mw.recompute ({}) finds nothing to compute again: what enters its calls and what they return is kept as ever"
 DEAR = PRODUCTS | CONVOLUTIONS | {"transformers.grouped_mm_fallback.default"}
 
 
@@ -37,8 +39,12 @@ def recompute(graph: Graph, plan: Plan, weigh: Callable[[Graph, Plan], Weight]) 
     asked = plan.techniques.recompute
     marked = marked_layers(graph)
     taken = {n.name for layer in marked.values() for n in layer.nodes}
-    again = full([marked["full"]]) if "full" in marked else set()
-    again |= selective(graph, [marked["selective"]]) if "selective" in marked else set()
+    again: set[str] = set()
+    for policy in RECOMPUTE:
+        if policy in marked:
+            values = full([marked[policy]]) if policy == "full" else selective(graph, [marked[policy]])
+            plan = plan if values else plan.with_notes(IDLE.format(policy))
+            again |= values
     match asked:
         case "":
             pass
