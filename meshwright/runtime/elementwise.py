@@ -133,9 +133,9 @@ def _each_alone(make: Make, name: str) -> bool:
     if make({n: v for n, (v, _) in values.items()}) is None:
         return True
     together = _stepped(make, values)
-    return all(
-        _close(_stepped(make, {name: value})[0], found)
-        for value, found in zip(values.values(), together, strict=True)
+    return all(  # under its own name, which may give it options of its own
+        make({n: value[0]}) is None or _close(_stepped(make, {n: value})[0], found)
+        for (n, value), found in zip(values.items(), together, strict=True)
     )
 
 

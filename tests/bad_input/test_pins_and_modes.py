@@ -111,7 +111,7 @@ CASES = {
     ),
     "a loss that is no number": Case(
         lambda: mw.plan(nn.Linear(8, 8), torch.ones(8, 8), mesh=2), CaptureError,
-        "the loss is not a scalar", "shape [8, 8]", ".mean()",
+        "the loss is not a scalar", "shape [8, 8]", "loss=lambda model, batch: ",
     ),
     "a branch on a value": Case(
         lambda: net(lambda m, x: x * 2 if x.sum() > 0 else x, mesh=2), CaptureError,

@@ -94,6 +94,11 @@ def test_a_factory_that_cannot_be_tried_is_known_by_what_it_made() -> None:
     check_made(OF_ELEMENTS["AdamW"]([torch.nn.Parameter(torch.zeros(3, 3))]), "w")
 
 
+@pytest.mark.parametrize("name", ("first.weight", "weight"))
+def test_a_parameter_with_options_of_its_own_is_not_all_together(name: str) -> None:
+    check_optimizer(decayed_by(lambda ps: [p for n, p in ps.named() if n == "first.weight"]), "", name)
+
+
 class Layers(torch.nn.Module):
     """One that the loss does not use between two that it does."""
 

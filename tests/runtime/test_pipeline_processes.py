@@ -220,9 +220,11 @@ from meshwright.examples import mlp
 model, batch, loss = mlp.build()
 
 def groups(parameters):
-    first, *others = parameters  # each stage has a first one, with a rate of its own
-    rate = 0.1 if first.shape[0] == 24 else 0.2
-    return torch.optim.SGD([{"params": [first], "lr": rate}, {"params": others}], lr=0.3, weight_decay=0.1)
+    rates = {"enter.weight": 0.1, "leave.bias": 0.2}  # each stage has one with a rate of its own
+    named = list(parameters.named())
+    made = [{"params": [p for n, p in named if n == name], "lr": rate} for name, rate in rates.items()]
+    made.append({"params": [p for n, p in named if n not in rates]})
+    return torch.optim.SGD([group for group in made if group["params"]], lr=0.3, weight_decay=0.1)
 
 step = mw.train_step(model, groups, batch, loss=loss, mesh=2, pipeline=2)
 step(batch)

@@ -98,7 +98,8 @@ def _open(
         if base is None:
             raise too_large(planner, nearest)
         return _turns(planner, base)
-    if base is not None and (least := least_of(planner).in_one(2)) >= _step(base) / (1 + NEAR):
+    every = least_of(planner)
+    if base is not None and (least := min(map(every.in_one, (1, 2)))) >= _step(base) / (1 + NEAR):
         share = f"computing alone takes {least / _step(base):.1%} of the step, whatever the techniques"
         names = ", ".join(d.name for d in wide if len(d.values) > 1)
         return replace(base, claims={**base.claims, "choices": (f"auto did not look at {names}: {share}",)})
