@@ -35,8 +35,10 @@ CONFIGS = {"llama": LLAMA, "mixtral": MIXTRAL}
     ("name", "nodes", "asked", "rank"),
     [
         ("llama", 16, {"pipeline": 1}, 13),
-        ("llama", 16, {"pipeline": 1, "recompute": "full", "micro_batches": 2}, 0),
-        ("llama", 2, {"pipeline": 2, "micro_batches": 2}, 0),
+        pytest.param(
+            "llama", 16, {"pipeline": 1, "recompute": "full", "micro_batches": 2}, 0, marks=pytest.mark.slow
+        ),
+        pytest.param("llama", 2, {"pipeline": 2, "micro_batches": 2}, 0, marks=pytest.mark.slow),
         ("llama", 2, {"pipeline": 2, "micro_batches": 2}, 13),
         ("mixtral", 16, {"pipeline": 1}, 0),
         ("mixtral", 2, {"pipeline": 2, "micro_batches": 4, "optimizer_parallel": 3, "recompute": "full"}, 13),

@@ -41,6 +41,7 @@ def planned(slow: float, **how):
     return mw.plan(net, batch, loss=loss, cluster=cluster(slow), mode="auto", **how)
 
 
+@pytest.mark.slow
 def test_stages_lie_on_both_sides_of_a_link_that_nothing_else_may_cross() -> None:
     plan, alone = planned(1e4), planned(1e4, pipeline=1)
     assert plan.techniques.pipeline > 1 and plan.techniques.micro_batches > 1
@@ -69,6 +70,7 @@ def test_a_mesh_of_the_user_and_a_number_of_stages_stay() -> None:
     assert planned(1e4, pipeline=1).techniques.pipeline == 1
 
 
+@pytest.mark.slow
 def test_no_choice_is_over_the_limit() -> None:
     limit = 0.5 * planned(1e4, pipeline=1).claims["peak_bytes"]
     plan = planned(1e4, memory=limit)

@@ -44,9 +44,9 @@ def lowered(options: dict[str, Any], mesh: Any) -> Any:
     ("options", "mesh"),
     [
         ({"pipeline": 2, "micro_batches": 4}, {"dp": 2}),
-        ({"pipeline": 2, "micro_batches": 4, "recompute": "full"}, 2),
+        pytest.param({"pipeline": 2, "micro_batches": 4, "recompute": "full"}, 2, marks=pytest.mark.slow),
         ({"pipeline": 2, "micro_batches": 4, "schedule": "zero_bubble"}, 2),
-        ({"micro_batches": 4}, [{"dp": 1}, {"dp": 2}]),
+        pytest.param({"micro_batches": 4}, [{"dp": 1}, {"dp": 2}], marks=pytest.mark.slow),
     ],
 )
 def test_the_peak_of_each_rank_is_the_allocators(options: dict[str, Any], mesh: Any, place: int) -> None:

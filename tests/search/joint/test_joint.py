@@ -133,6 +133,7 @@ def test_what_alone_would_fit_is_named() -> None:
     assert named.claims["peak_bytes"] <= limit
 
 
+@pytest.mark.slow
 def test_what_the_user_fixed_stays_and_the_rest_is_chosen() -> None:
     plan = planned("wide gpt", "2x2", 0.45, micro_batches=1, offload=())
     assert plan.techniques.micro_batches == 1 and not plan.techniques.offload
