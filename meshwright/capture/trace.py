@@ -108,9 +108,8 @@ class _Watch(TorchFunctionMode):
     """Sees every torch call of the model while it is traced."""
 
     checkpoints: list[str] = field(default_factory=list)
-    outside: list[str] = field(
-        default_factory=list
-    )  # lines that read a trainable tensor which is none of the model's
+    # Lines that read a trainable tensor which is none of the model's.
+    outside: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()

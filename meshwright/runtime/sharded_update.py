@@ -116,11 +116,10 @@ class ScatterBucket:
         if shard.scatter is not None and shard.scatter.parts is not None:
             every = all_parts(shard.scatter.parts, gradient)
             self._rows.narrow(1, start, self.widths[index]).view(every.shape).copy_(every)
-            shard.weight.grad = None
-            return
-        pieces = [p.take(gradient) for p in shard.scatter.send] if shard.scatter else [gradient]
-        for row, piece in zip(self._rows, pieces, strict=True):
-            row.narrow(0, start, piece.numel()).view(piece.shape).copy_(piece)
+        else:
+            pieces = [p.take(gradient) for p in shard.scatter.send] if shard.scatter else [gradient]
+            for row, piece in zip(self._rows, pieces, strict=True):
+                row.narrow(0, start, piece.numel()).view(piece.shape).copy_(piece)
         shard.weight.grad = None
 
     def start(self, comm: Communicator) -> None:

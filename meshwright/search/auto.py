@@ -194,8 +194,7 @@ def _lighter(planner: Planner, tried: _Tried) -> None:
     """The optima with a small price on bytes, where the best is not near its bound. Their sums are a little dearer and
     their steps at times quicker, as those are that a limit of memory leads to; without one they are looked at, too."""
     fitting = [found for _, found in tried.found if fits(planner, found)]
-    work = len(planner.codes) * len(planner.scene.mesh.axes)
-    if planner.judge is None or not fitting or work > LIGHTER_WORK:
+    if planner.judge is None or not fitting or planner.size > LIGHTER_WORK:
         return
     first = min(fitting, key=step_of)
     seen = {found.states for _, found in tried.found}

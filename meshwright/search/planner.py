@@ -264,6 +264,11 @@ class Planner:
         arrays = self.kept.once(key, lambda: self.arrays(per_byte is not None))
         return functools.partial(arrays.priced, per_byte=per_byte)
 
+    @property
+    def size(self) -> int:
+        """Nodes × axes: what the time of one search or simulation grows with."""
+        return len(self.codes) * len(self.scene.mesh.axes)
+
     def _has_many_alike(self) -> bool:
         """Whether arrays over what is alike are quicker than one space."""
         if not MOST_NODES < len(self.codes) <= MANY_NODES:

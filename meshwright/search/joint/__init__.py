@@ -249,8 +249,8 @@ def _sought(
         quick = [c for c in quick if made.likely_seconds(c, asked) < most]
         if any(made.sums(c, asked) <= limit and made.saves(c, asked) for c in quick):
             rows.append((min(made.likely_seconds(c, asked) for c in quick), sum(point.places), asked))
-    each = SEARCHED * len(planner.codes) * len(planner.scene.mesh.axes)
-    for _, _, asked in sorted(rows, key=lambda row: row[:2])[: min(SOUGHT, WORK // each)]:
+    searches = min(SOUGHT, WORK // (SEARCHED * planner.size))
+    for _, _, asked in sorted(rows, key=lambda row: row[:2])[:searches]:
         under = planner.under(asked)
         try:
             found = limited(under, space, None, alone=False).found
