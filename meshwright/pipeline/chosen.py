@@ -26,7 +26,7 @@ from meshwright.search.options import Scene
 from meshwright.search.planner import Planner, Request
 from meshwright.search.space.build import Ties
 from meshwright.search.techniques.layers import layers_of
-from meshwright.techniques import Techniques
+from meshwright.techniques import OPTIMIZER, Techniques
 
 NEAR = 0.1  # of the bound: a plan that is nearer is not looked at again
 PLANNED = 3  # pipelines that are planned and predicted in full, where one of them fits
@@ -40,8 +40,8 @@ def may_have_stages(graph: Graph, request: Request, techniques: Techniques) -> b
     price."""
     if "pipeline" in techniques.given or request.cluster.ranks == 1 or request.judge is None:
         return False
-    unpriced = techniques.offload or techniques.slice_activation or techniques.interleave > 1
-    if unpriced or any("host" in n.marks for n in graph.nodes):
+    unpriced = set(techniques.offload) - {OPTIMIZER}
+    if unpriced or techniques.interleave > 1 or any("host" in n.marks for n in graph.nodes):
         return False
     if any(level.name.startswith(AXIS) for level in request.cluster.levels):
         return False  # their axes would have the names of the pipeline's
@@ -206,9 +206,9 @@ class _World:
 
 def _unseen(techniques: Techniques, request: Request) -> list[str]:
     """What the search for stages left out, of what was open."""
-    words = ["slice_activation"] if "slice_activation" not in techniques.given else []
-    words += ["offload"] if "offload" not in techniques.given and request.cluster.host_bytes_per_s else []
-    return [f"auto looked at stages without {' and '.join(words)}"] if words else []
+    if "offload" in techniques.given or not request.cluster.host_bytes_per_s:
+        return []
+    return ["auto looked at stages without activations and parameters on the host"]
 
 
 def _asked(found: Staged, techniques: Techniques) -> Techniques:
@@ -219,6 +219,8 @@ def _asked(found: Staged, techniques: Techniques) -> Techniques:
         "schedule": found.outer.schedule.name,
         "micro_batches": chosen.micro_batches,
         "recompute": chosen.recompute,
+        "slice_activation": chosen.slice_activation,
+        "offload": chosen.offload,
     }
     return replace(techniques, **said, given=techniques.given | set(said))
 

@@ -15,7 +15,7 @@ from meshwright.mesh import Mesh
 from meshwright.report.alternatives import Alternative
 from meshwright.report.choice import Choice, Neighbour, folded
 from meshwright.report.diff import LEADING, cut_words
-from meshwright.report.fitted import FittedTable
+from meshwright.report.fitted import FittedTable, Prose
 from meshwright.report.quantities import show_seconds
 
 MOST = 6  # alternatives of one operator that are worth reading
@@ -88,9 +88,9 @@ def _facts(c: Choice) -> Table:
     if c.factors:
         table.add_row("factors", "   ".join(f"{letter} {size}" for letter, size in c.factors))
     if c.why:
-        table.add_row("why", c.why)
+        table.add_row("why", Prose(c.why))
     if c.next:
-        table.add_row("next best", c.next)
+        table.add_row("next best", Prose(c.next))
     if c.seconds is not None:
         s = c.seconds
         halves = (("forward", s.forward), ("backward", s.backward), ("sent for it", s.communication))

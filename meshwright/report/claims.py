@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
+from meshwright.report.fitted import Prose
 from meshwright.report.quantities import show_bytes, show_seconds
 from meshwright.techniques import Techniques
 
@@ -97,5 +97,5 @@ def claims_table(lines: list[tuple[str, str]]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for what, text in lines:
-        table.add_row(what, Text(text))
+        table.add_row(what, Prose(text))
     return table

@@ -13,12 +13,15 @@ from itertools import accumulate
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 GAP = 3  # columns of the screen between two cells
-# A piece ends after white space or one of .,(=_ but a number stays with its unit, and a count with its ×.
-PIECE = re.compile(r"(?:(?<=\d) (?=[kMGT]?B\b)| (?=×)|[^\s.,(=_])*(?:[.,(=_]+|\s+(?!×)|$)")
+# A piece ends after white space or one of .,(=_ but numbers stay whole and with their units, and a count with its ×.
+UNIT = r"(?<=\d) (?=(?:[kMGT]?B|[mµn]?s)\b|%)"
+INSIDE = rf"{UNIT}|(?<=\d)\.(?=\d)|(?<!\S)\(| (?=×)|[^\s.,(=_]"
+PIECE = re.compile(rf"(?:{INSIDE})*(?:[.,(=_]+\s*|\s+(?!×)|$)")
 
 
 @dataclass
@@ -45,6 +48,25 @@ class FittedTable:
         for row in self.rows:
             table.add_row(*(broken(cell, width) for cell, width in zip(row, given, strict=True)))
         yield table
+
+
+@dataclass(frozen=True)
+class Prose:
+    """A text that takes the room there is, and breaks where the cells of a `FittedTable` do."""
+
+    text: Text | str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield broken(self._text, options.max_width)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        least = max(len(piece.rstrip()) for piece in pieces(self._text.plain))
+        most = max((line.cell_len for line in self._text.split()), default=1)
+        return Measurement(min(least, most), most).with_maximum(options.max_width)
+
+    @property
+    def _text(self) -> Text:
+        return Text(self.text) if isinstance(self.text, str) else self.text
 
 
 def pieces(text: str) -> list[str]:

@@ -146,10 +146,11 @@ def least_bytes_of(planner: Planner) -> Found | None:
     return None if best is None else planner.settled(best)
 
 
-def saved(planner: Planner) -> Found | None:
-    """The cheapest of them that fits, judged in full; None where none does."""
+def saved(planner: Planner, *, moved: bool = True) -> Found | None:
+    """The cheapest of them that fits, judged in full; None where none does. `moved`: where none does, also what the
+    lowest becomes when an operator of it is cut otherwise, which takes as long as all before."""
     fitting = [found for found in _below(planner) if fits_in_both(planner, found)]
-    if not fitting and planner.judge is not None:
+    if not fitting and moved and planner.judge is not None:
         fitting = [found for found in frugal(planner).lower() if fits_in_both(planner, found)]
     for found in sorted(fitting, key=lambda one: one.claims["price_seconds"]):
         if fits_in_both(planner, sure := planner.settled(found)):

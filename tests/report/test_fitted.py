@@ -7,9 +7,10 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-from meshwright.report.fitted import FittedTable, broken, pieces, widths
+from meshwright.report.fitted import FittedTable, Prose, broken, pieces, widths
 
 ROWS = (
     ("blocks.*.attention.out ×2", "linear", "batch=dp n=tp", "[48, 48/tp]", "→ all_reduce(dp,tp) 12 B"),
@@ -29,7 +30,23 @@ def printed(width: int) -> str:
 def test_pieces_end_where_a_reader_expects_a_break():
     assert pieces("blocks.*.out ×2") == ["blocks.", "*.", "out ×2"]
     assert pieces("→ all_reduce(dp,tp) 12 kB") == ["→ ", "all_", "reduce(", "dp,", "tp) ", "12 kB"]
+    assert pieces("none does not fit (62.8 MB) at +0.38 ms, 1.5 % more") == [
+        *("none ", "does ", "not ", "fit ", "(62.8 MB) ", "at ", "+0.38 ms, ", "1.5 % ", "more")
+    ]
     assert pieces("") == [""]
+
+
+@pytest.mark.parametrize("width", [20, 30, 45])
+def test_prose_in_a_column_keeps_numbers_with_their_units(width):
+    text = "next best recompute='full' at +0.123 ms; none does not fit (62.84 MB), 12.5 % over"
+    table = Table.grid()
+    table.add_row(Prose(text))
+    out = StringIO()
+    Console(file=out, width=width).print(table)
+    lines = out.getvalue().splitlines()
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
+    assert all(len(line.rstrip()) <= width for line in lines)
+    assert all(any(whole in line for line in lines) for whole in ("+0.123 ms", "62.84 MB", "12.5 %"))
 
 
 @pytest.mark.parametrize("width", [60, 80, 110, 140])

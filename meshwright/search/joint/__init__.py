@@ -276,6 +276,7 @@ def _again(planner: Planner, best: Found) -> Found:
 
 def _last_resort(planner: Planner, space: Space, over: tuple[Dimension, ...]) -> Found | None:
     """A search under the most frugal techniques that the model takes."""
+    moved = True  # of the first alone: what has fewer micro-batches seldom takes less, and there may be many
     for point in _frugal_first(planner, over):
         under = planner.under(point.techniques)
         try:
@@ -284,8 +285,9 @@ def _last_resort(planner: Planner, space: Space, over: tuple[Dimension, ...]) ->
             continue
         if found is not None and fits_in_both(planner, found := under.settled(found)):
             return replace(found, claims={**found.claims, "chosen": "the most frugal"})
-        if (found := saved(under)) is not None:
+        if (found := saved(under, moved=moved)) is not None:
             return found
+        moved = False
     return None
 
 

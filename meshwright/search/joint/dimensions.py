@@ -71,6 +71,21 @@ def wider(planner: Planner, over: tuple[Dimension, ...], *, offload: bool = True
     return tuple(found)
 
 
+def sparing(planner: Planner, asked: Techniques) -> Iterator[Techniques]:
+    """The techniques with one more that leaves less on a rank for the time of messages: slices of activations, then the
+    optimizer on the host. Each set comes from one other alone."""
+    request, mesh = planner.request, planner.scene.mesh
+    hosted = bool(request.cluster.host_bytes_per_s and request.optimizer_states)
+    if (
+        "slice_activation" not in asked.given
+        and mesh.size > 1
+        and not (asked.slice_activation or asked.offload)
+    ):
+        yield replace(asked, slice_activation=True)
+    if "offload" not in asked.given and hosted and not asked.offload:
+        yield replace(asked, offload=(OPTIMIZER,))
+
+
 def points(over: tuple[Dimension, ...], base: Techniques) -> Iterator[Point]:
     """All points; a point keeps what the base has beside the dimensions."""
     names = [d.name for d in over]
@@ -117,4 +132,4 @@ def powers() -> Iterator[int]:
         number *= 2
 
 
-__all__ = ["Dimension", "Point", "dimensions", "points", "powers", "wider"]
+__all__ = ["Dimension", "Point", "dimensions", "points", "powers", "sparing", "wider"]

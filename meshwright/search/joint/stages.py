@@ -3,8 +3,9 @@ problem for each number of ranks that share a stage.
 
 A front of choices is made once for each part of the cluster that may share a stage. Every outer configuration of it,
 with every point of the open techniques, is then a few sums. The quickest by these sums are simulated: the whole model
-on the ranks of a stage, divided by the schedule; what a simulation saw beyond the sums corrects those of its like. The
-first that is not quicker than the best so far ends the search.
+on the ranks of a stage, divided by the schedule; what a simulation saw beyond the sums corrects those of its like. What
+does not fit is looked at again in slices, and with the optimizer on the host. The first that is not quicker than the
+best so far ends the search.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.search.joint.dimensions import MOST, dimensions, points, powers
+from meshwright.search.joint.dimensions import MOST, dimensions, points, powers, sparing
 from meshwright.search.joint.fronts import INNER, Candidate, Front, stage_front
 from meshwright.search.joint.outer import Outer, Whole, outers, peak_bytes, simulated_peak_bytes, step_seconds
 from meshwright.search.planner import Found, Planner
@@ -58,6 +58,13 @@ class _Row:
         pieces = self.techniques.micro_batches
         whole = self.whole_seconds + excess * pieces
         return whole / self.outer.ranks * (1 + self.outer.schedule.idle_share(self.outer.ranks, pieces))
+
+    def sparing(self) -> Iterator[_Row]:
+        """The same with one more of the techniques that leave less on a rank, where that saves bytes."""
+        for asked in sparing(self.front.planner, self.techniques):
+            if self.front.saves(self.candidate, asked):
+                whole, (first, *rest) = self.front.least_seconds(self.candidate, asked), self.order
+                yield replace(self, whole_seconds=whole, order=(first + 1, *rest), techniques=asked)
 
 
 def stages(
@@ -117,17 +124,23 @@ def _simulate(
             heapq.heappush(queue, (now, order, number))
             continue
         limit = row.front.planner.request.memory_bytes or math.inf
-        if known.peak_bytes(row) > SLACK * limit:
+        made: Staged | None = None
+        if known.peak_bytes(row) <= SLACK * limit:
+            tries -= not known.has(row)
+            found = known.judged(row)
+            if found is None:
+                continue
+            made = staged(row.front, row.candidate, found, row.outer, cluster)
+            known.saw(row, made)
+        if made is None or made.peak_bytes > limit:
+            for one in row.sparing():
+                if one.seconds(known.excess(one)) < best:
+                    heapq.heappush(queue, (one.seconds(known.excess(one)), one.order, len(entries)))
+                    entries.append(one)
             continue
-        tries -= not known.has(row)
-        found = known.judged(row)
-        if found is None:
-            continue
-        made = staged(row.front, row.candidate, found, row.outer, cluster)
-        known.saw(row, made)
-        if made.peak_bytes <= limit and made.seconds < enough:
+        if made.seconds < enough:
             fitting.append(made)
-        if made.peak_bytes <= limit and made.seconds < best:
+        if made.seconds < best:
             best = made.seconds
             row.front.planner.tell(f"{row.outer.stages} stages", best, None)
 
@@ -143,7 +156,7 @@ class _Known:
 
     def __init__(self) -> None:
         self.found: dict[tuple[Candidate, Techniques], Found | None] = {}
-        self.more: dict[tuple[Candidate, Any], float] = {}
+        self.more: dict[tuple[Candidate, Techniques], float] = {}
         self.over: dict[Candidate, float] = {}
 
     def has(self, row: _Row) -> bool:
@@ -161,7 +174,7 @@ class _Known:
             if found.verdict is not None:
                 more = found.verdict.step_seconds - row.whole_seconds
                 each = max(0.0, more) / row.techniques.micro_batches
-                self.more[row.candidate, row.techniques.recompute] = each
+                self.more[row.candidate, _in_one(row.techniques)] = each
         return self.found[key]
 
     def peak_bytes(self, row: _Row) -> float:
@@ -175,7 +188,14 @@ class _Known:
 
     def excess(self, row: _Row) -> float:
         """Seconds of a micro-batch that the estimate of a row lacks."""
-        return self.more.get((row.candidate, row.techniques.recompute), 0.0)
+        asked = _in_one(row.techniques)
+        plain = replace(asked, slice_activation=False, offload=())
+        known = (self.more.get((row.candidate, one)) for one in (asked, plain))
+        return next((more for more in known if more is not None), 0.0)
+
+
+def _in_one(techniques: Techniques) -> Techniques:
+    return replace(techniques, micro_batches=1)
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,15 @@ from typing import Any
 from meshwright.search.joint.stages import Staged
 from meshwright.search.joint.told import chosen, shown
 
+SPARING = ("slice_activation", "offload")  # looked at where nothing else fits
+
 DIMENSIONS: dict[str, Callable[[Staged], Any]] = {
     "pipeline": lambda one: one.outer.stages,
     "schedule": lambda one: one.outer.schedule.name,
     "micro_batches": lambda one: one.found.techniques.micro_batches,
     "recompute": lambda one: one.found.techniques.recompute,
+    "slice_activation": lambda one: one.found.techniques.slice_activation,
+    "offload": lambda one: one.found.techniques.offload,
     "ranks of each level": lambda one: one.outer.taken,
 }
 
@@ -27,6 +31,8 @@ def told_stages(best: Staged, found: Sequence[Staged], given: frozenset[str] = f
         if name in given or (name == "ranks of each level" and len(mine) == 1):
             continue
         others = [one for one in found if value_of(one) != mine]
+        if name in SPARING and not mine and not others:
+            continue
         said = f"auto chose {chosen(name, mine)}"
         if others:
             other = min(others, key=lambda one: one.seconds)

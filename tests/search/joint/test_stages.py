@@ -12,12 +12,13 @@ from meshwright.errors import PlanError
 from meshwright.ops.analysis import factors_of
 from meshwright.request import request_for
 from meshwright.search.folded import folded
-from meshwright.search.joint.dimensions import dimensions, points
+from meshwright.search.joint.dimensions import dimensions, points, sparing
 from meshwright.search.joint.fronts import stage_front
 from meshwright.search.joint.outer import outers
 from meshwright.search.joint.stages import Staged, staged, stages
 from meshwright.search.options import Scene
 from meshwright.search.planner import Planner
+from meshwright.techniques import Techniques
 from tests.search.planned import GPU, built
 
 LAYERS = {"wide gpt": 6, "wide mlp": 4}
@@ -45,15 +46,23 @@ def every(model: str, machine: Cluster) -> list[Staged]:
         inside = planner(model, 1e9, outer.inside(machine))
         made = stage_front(inside, outer.ranks)
         for candidate in made.candidates:
-            for point in points(dimensions(inside, offload=False), inside.techniques):
-                pieces = point.techniques.micro_batches
+            for asked in techniques_of(inside):
+                pieces = asked.micro_batches
                 if pieces > candidate.examples or not outer.schedule.can_be(outer.ranks, pieces):
                     continue
                 try:
-                    one = made.judged(candidate, point.techniques)
+                    one = made.judged(candidate, asked)
                 except PlanError:
                     continue
                 found.append(staged(made, candidate, one, outer, machine))
+    return found
+
+
+def techniques_of(inside: Planner) -> list[Techniques]:
+    """All that is looked at, whether memory is short or not."""
+    found = [point.techniques for point in points(dimensions(inside, offload=False), inside.techniques)]
+    for asked in found:
+        found += sparing(inside, asked)
     return found
 
 
