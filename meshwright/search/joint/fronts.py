@@ -61,13 +61,14 @@ class Candidate:
 
 @dataclass
 class Front:
-    """Candidates, and what is known of them. `missed`: what simulations saw beyond sums, of a whole batch; `late`: by
+    """Candidates, and what is known of them. `missed`: what simulations saw beyond sums, of a whole batch, under
+    techniques; `late`: by
     how much later than it must a step ended, under a policy of recompute, the one that was least late; `lates`: the
     same of each that was simulated under techniques."""
 
     planner: Planner
     candidates: list[Candidate] = field(default_factory=list)
-    missed: dict[Candidate, float] = field(default_factory=dict)
+    missed: dict[Candidate, dict[Techniques, float]] = field(default_factory=dict)
     late: dict[tuple[Candidate, Any], float] = field(default_factory=dict)
     lates: dict[Techniques, list[float]] = field(default_factory=dict)
     _seen: dict[tuple[Candidate, Techniques], Found] = field(default_factory=dict)
@@ -90,7 +91,19 @@ class Front:
     def peak_bytes(self, candidate: Candidate, techniques: Techniques) -> float:
         """About the peak of a candidate under techniques: the sums, and what only simulations saw of it, which is cut
         in time as activations are."""
-        return self.sums(candidate, techniques) + self.missed.get(candidate, 0.0) / techniques.micro_batches
+        return (
+            self.sums(candidate, techniques) + self._missed(candidate, techniques) / techniques.micro_batches
+        )
+
+    def _missed(self, candidate: Candidate, techniques: Techniques) -> float:
+        """What a simulation saw beyond the sums under these techniques; else the least under those that compute the
+        same again, else under any: what lives for a moment differs most by what is kept at all."""
+        seen = self.missed.get(candidate, {})
+        at_once = replace(techniques, micro_batches=1)
+        if at_once in seen:
+            return seen[at_once]
+        alike = [more for other, more in seen.items() if other.recompute == techniques.recompute]
+        return min(alike or seen.values(), default=0.0)
 
     def sums(self, candidate: Candidate, techniques: Techniques) -> float:
         """The sums at their worst instant, with what no choice changes."""
@@ -164,7 +177,8 @@ class Front:
         )
         if found.verdict is not None:
             missed = self.planner.peak_bytes(found) - self.sums(candidate, techniques)
-            self.missed[candidate] = max(0.0, missed) * techniques.micro_batches
+            seen, at_once = self.missed.setdefault(candidate, {}), replace(techniques, micro_batches=1)
+            seen[at_once] = max(0.0, missed) * techniques.micro_batches
             late = max(0.0, found.verdict.step_seconds - self.least_seconds(candidate, techniques))
             key = (candidate, techniques.recompute)
             self.late[key] = min(late, self.late.get(key, late))
