@@ -226,8 +226,9 @@ def within_limit(plan: Plan, request: Request) -> Plan:
         else "stages, or what was asked for beside the search, take more than it knew"
     )
     asked = plan.techniques
-    words = [f"micro_batches={2 * asked.pipeline}"] * (asked.pipeline > max(1, asked.micro_batches))
-    words += ['recompute="full"'] * (asked.pipeline > 1 and not asked.recompute)
+    places = plan.ranks.size // plan.mesh.size  # of a pipeline, each of which may have several stages
+    words = [f"micro_batches={2 * places}"] * (places > max(1, asked.micro_batches))
+    words += ['recompute="full"'] * (asked.pipeline > 1 and asked.recompute != "full")
     less = [f"less is taken with {', '.join(words)}"] if words else []
     if peak and limit and peak > limit:
         if request.hard:
