@@ -8,6 +8,7 @@ technique never makes the step of the same choice shorter.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -191,7 +192,7 @@ def _searched(
     seen: list[Found],
     known: tuple[Dimension, ...] = (),
 ) -> Found | None:
-    """The quickest of what is simulated: candidates and points in the order of what they cannot be quicker than.
+    """The quickest of what is simulated: candidates and points in the order of what they are expected to take.
     `known`: dimensions whose points were looked at; of what is beyond them only what saves time and memory is."""
     limit = planner.request.memory_bytes
     assert limit is not None
@@ -202,12 +203,20 @@ def _searched(
         for point in points(over, planner.techniques)
         if point.techniques.pieces <= candidate.examples and point.techniques not in old
     ]
+    rows.sort(key=lambda row: row[:3])
+    queue = [(row[0], place) for place, row in enumerate(rows)]
     best, tries = base, 0
     share = 1 - NEAR if known else 1.0
     fitting: list[tuple[int, Point]] = []
-    for least, _, number, point in sorted(rows, key=lambda row: row[:3]):
-        if tries >= TRIES or (best is not None and least >= share * _step(best)):
-            break
+    while queue and tries < TRIES:
+        expected, place = heapq.heappop(queue)
+        least, _, number, point = rows[place]
+        if best is not None and least >= share * _step(best):
+            continue
+        now = least + made.least_late(point.techniques)  # what was learned of the techniques since
+        if now > expected:
+            heapq.heappush(queue, (now, place))
+            continue
         candidate = made.candidates[number]
         if any(n == number and point.beyond(p) for n, p in fitting):
             continue

@@ -96,14 +96,17 @@ class Front:
         )
 
     def _missed(self, candidate: Candidate, techniques: Techniques) -> float:
-        """What a simulation saw beyond the sums under these techniques; else the least under those that compute the
-        same again, else under any: what lives for a moment differs most by what is kept at all."""
+        """What a simulation saw beyond the sums under these techniques; else the least under those that differ in
+        micro-batches, else in what is not computed again, else at all: what lives for a moment differs most by what is
+        kept."""
         seen = self.missed.get(candidate, {})
-        at_once = replace(techniques, micro_batches=1)
-        if at_once in seen:
-            return seen[at_once]
-        alike = [more for other, more in seen.items() if other.recompute == techniques.recompute]
-        return min(alike or seen.values(), default=0.0)
+        if techniques in seen:
+            return seen[techniques]
+        in_pieces = [
+            m for t, m in seen.items() if replace(t, micro_batches=techniques.micro_batches) == techniques
+        ]
+        again = [m for t, m in seen.items() if t.recompute == techniques.recompute]
+        return min(in_pieces or again or seen.values(), default=0.0)
 
     def sums(self, candidate: Candidate, techniques: Techniques) -> float:
         """The sums at their worst instant, with what no choice changes."""
@@ -123,6 +126,13 @@ class Front:
         others = min(seen) if len(seen) >= ENOUGH else 0.0
         late = self.late.get((candidate, techniques.recompute), others)
         return self.least_seconds(candidate, techniques) + late
+
+    def least_late(self, techniques: Techniques) -> float:
+        """By how much later than it must a step ended under these techniques, in whatever micro-batches, at least."""
+        at_once = replace(techniques, micro_batches=1)
+        return min(
+            (min(v) for t, v in self.lates.items() if replace(t, micro_batches=1) == at_once), default=0.0
+        )
 
     def least_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
         """What the candidate's step is not below under techniques, but for turns of copies."""
@@ -177,8 +187,8 @@ class Front:
         )
         if found.verdict is not None:
             missed = self.planner.peak_bytes(found) - self.sums(candidate, techniques)
-            seen, at_once = self.missed.setdefault(candidate, {}), replace(techniques, micro_batches=1)
-            seen[at_once] = max(0.0, missed) * techniques.micro_batches
+            seen = self.missed.setdefault(candidate, {})
+            seen[techniques] = max(0.0, missed) * techniques.micro_batches
             late = max(0.0, found.verdict.step_seconds - self.least_seconds(candidate, techniques))
             key = (candidate, techniques.recompute)
             self.late[key] = min(late, self.late.get(key, late))
