@@ -64,13 +64,14 @@ class Front:
     """Candidates, and what is known of them. `missed`: what simulations saw beyond sums, of a whole batch, under
     techniques; `late`: by
     how much later than it must a step ended, under a policy of recompute, the one that was least late; `lates`: the
-    same of each that was simulated under techniques."""
+    same of each that was simulated under techniques; `sent`: bytes that stages of it send, once somebody asked."""
 
     planner: Planner
     candidates: list[Candidate] = field(default_factory=list)
     missed: dict[Candidate, dict[Techniques, float]] = field(default_factory=dict)
     late: dict[tuple[Candidate, Any], float] = field(default_factory=dict)
     lates: dict[Techniques, list[float]] = field(default_factory=dict)
+    sent: dict[Candidate, float] = field(default_factory=dict)
     _seen: dict[tuple[Candidate, Techniques], Found] = field(default_factory=dict)
     _added: dict[tuple[Candidate, Techniques], np.ndarray] = field(default_factory=dict)
     _known: MutableMapping[Space, dict[Techniques, Memory]] = field(default_factory=WeakKeyDictionary)

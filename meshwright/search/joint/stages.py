@@ -281,12 +281,14 @@ def whole_of(made: Front, candidate: Candidate, techniques: Techniques) -> Whole
     gathered = sum(float(gathered_bytes(space, name)[candidate.states[n]]) for n, name in owned.items())
     # What readers gather of weights for themselves stays until their backward.
     kept += sum(float(b[0, candidate.states[u], candidate.states[v]]) for (u, v), b in memory.pairs.items())
+    if candidate not in made.sent:
+        made.sent[candidate] = _sent_bytes(candidate)
     return Whole(
         made.least_seconds(candidate, techniques),
         states - gathered + fixed_bytes(space),
         max(sizes, default=0.0),
         kept + gathered,
-        _sent_bytes(candidate) / techniques.micro_batches,
+        made.sent[candidate] / techniques.micro_batches,
     )
 
 
