@@ -62,9 +62,8 @@ class Candidate:
 @dataclass
 class Front:
     """Candidates, and what is known of them. `missed`: what simulations saw beyond sums, of a whole batch, under
-    techniques; `late`: by
-    how much later than it must a step ended, under a policy of recompute, the one that was least late; `lates`: the
-    same of each that was simulated under techniques; `sent`: bytes that stages of it send, once somebody asked."""
+    techniques; `late`: by how much later than it must a step ended, under a policy of recompute, the one that was least
+    late; `lates`: the same of each that was simulated under techniques; `sent`: bytes that stages of it send, once somebody asked."""
 
     planner: Planner
     candidates: list[Candidate] = field(default_factory=list)
