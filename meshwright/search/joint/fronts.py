@@ -63,7 +63,8 @@ class Candidate:
 class Front:
     """Candidates, and what is known of them. `missed`: what simulations saw beyond sums, of a whole batch, under
     techniques; `late`: by how much later than it must a step ended, under a policy of recompute, the one that was least
-    late; `lates`: the same of each that was simulated under techniques; `sent`: bytes that stages of it send, once somebody asked."""
+    late; `lates`: the same of each that was simulated under techniques; `sent`: bytes that stages of it send, once
+    somebody asked."""
 
     planner: Planner
     candidates: list[Candidate] = field(default_factory=list)
@@ -247,7 +248,7 @@ def _recipes(planner: Planner, least: int = 0, *, many: bool = False) -> Iterato
     these examples, so that there can be as many micro-batches."""
     scene = planner.scene
     axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)
-    if planner.seeds or not axes:
+    if planner.seeds:
         return
     rows = rows_of(planner.codes, by_batch(scene, axes), scene.mesh)
     if rows is None:

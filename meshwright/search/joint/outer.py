@@ -50,10 +50,12 @@ class Schedule:
             return float(min(ranks, micro_batches))
         return min(float(micro_batches), ranks * (1 + (ranks - 1) / (ranks * self.chunks)))
 
-    def kept(self, ranks: int, micro_batches: int) -> float:
-        """The same, counted by what is kept: where weights' halves of backward wait, so do gradients of what linears
-        made, about as much again."""
-        return (1 + (self.name in ZERO_BUBBLE)) * self.in_flight(ranks, micro_batches)
+    def kept_bytes(self, whole: Whole, ranks: int, micro_batches: int) -> float:
+        """Bytes of activations of a whole model that the rank with most has at once, were it alone. Where weights'
+        halves of backward wait, the last rank has as many micro-batches under way as the first, and of each what they
+        read."""
+        each = max(whole.kept_bytes, whole.later_bytes) if self.name in ZERO_BUBBLE else whole.kept_bytes
+        return each * self.in_flight(ranks, micro_batches)
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,14 @@ def outers(cluster: Cluster, layers: int, schedules: Sequence[str] = tuple(SEARC
 class Whole:
     """One whole model on the ranks of a stage: seconds of its step, bytes of states (weights, gradients, moments) and
     the largest of one parameter's, and of what a micro-batch keeps for backward. `sent`: bytes that a micro-batch sends
-    from a stage to the next."""
+    from a stage to the next; `later`: about those that weights' halves of backward read, where they wait."""
 
     seconds: float
     states_bytes: float
     largest_bytes: float
     kept_bytes: float
     sent_bytes: float
+    later_bytes: float = 0.0
 
 
 def step_seconds(whole: Whole, outer: Outer, micro_batches: int, cluster: Cluster) -> float:
@@ -123,14 +126,14 @@ def peak_bytes(whole: Whole, outer: Outer, micro_batches: int) -> float:
     """About the peak of the rank that holds most, by sums alone: the first has most micro-batches in flight."""
     ranks = outer.ranks
     states = whole.states_bytes / ranks + whole.largest_bytes * (1 - 1 / ranks)
-    return states + whole.kept_bytes * outer.schedule.kept(ranks, micro_batches) / ranks
+    return states + outer.schedule.kept_bytes(whole, ranks, micro_batches) / ranks
 
 
 def simulated_peak_bytes(verdict: Verdict, whole: Whole, outer: Outer, micro_batches: int) -> float:
     """The same by a simulation of the whole model, at every instant: what is there once is on one rank, of what is in
     layers each has its share."""
     share = 1 / outer.ranks
-    more = (outer.schedule.kept(outer.ranks, micro_batches) - 1) * whole.kept_bytes * share
+    more = (outer.schedule.kept_bytes(whole, outer.ranks, micro_batches) - whole.kept_bytes) * share
     first = max(once + share * layered for once, layered in verdict.at_layers) + more
     return max(first, *(once + share * layered for once, layered in verdict.at))
 

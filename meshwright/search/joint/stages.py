@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +23,7 @@ from meshwright.search.joint.dimensions import MOST, dimensions, points, powers,
 from meshwright.search.joint.fronts import INNER, Candidate, Front, stage_front
 from meshwright.search.joint.outer import Outer, Whole, outers, peak_bytes, simulated_peak_bytes, step_seconds
 from meshwright.search.planner import Found, Planner
+from meshwright.search.solve import Memory
 from meshwright.search.space.memory import fixed_bytes, gathered_bytes
 from meshwright.search.techniques.layers import layers_of
 from meshwright.techniques import Techniques
@@ -274,22 +275,32 @@ def whole_of(made: Front, candidate: Candidate, techniques: Techniques) -> Whole
     """The sums of a choice, states and activations apart."""
     space, memory = candidate.space, made.memory(candidate.space, techniques)
     owned = {number: name for (kind, name), number in space.variable.items() if kind == "parameter"}
-    each = [rows[state] for rows, state in zip(memory.amounts, candidate.states, strict=True)]
-    states = sum(float(each[number].max()) for number in owned)
-    sizes = (float(each[number].max()) / space.owners(name) for number, name in owned.items())
-    kept = sum(float(row[0]) for number, row in enumerate(each) if number not in owned)
+    each = {n: memory.amounts[n][candidate.states[n]] for n in owned}
     gathered = sum(float(gathered_bytes(space, name)[candidate.states[n]]) for n, name in owned.items())
-    # What readers gather of weights for themselves stays until their backward.
-    kept += sum(float(b[0, candidate.states[u], candidate.states[v]]) for (u, v), b in memory.pairs.items())
+    kept = later = _kept_bytes(candidate, memory, owned)
+    if techniques.recompute:  # a layer that is computed again does both halves of its backward at once
+        full = techniques.recompute == "full"
+        plain = made.memory(space, replace(techniques, recompute=""))
+        later = 0.0 if full else _kept_bytes(candidate, plain, owned)
     if candidate not in made.sent:
         made.sent[candidate] = _sent_bytes(candidate)
     return Whole(
         made.least_seconds(candidate, techniques),
-        states - gathered + fixed_bytes(space),
-        max(sizes, default=0.0),
+        sum(float(row.max()) for row in each.values()) - gathered + fixed_bytes(space),
+        max((float(row.max()) / space.owners(owned[n]) for n, row in each.items()), default=0.0),
         kept + gathered,
         made.sent[candidate] / techniques.micro_batches,
+        later + gathered,
     )
+
+
+def _kept_bytes(candidate: Candidate, memory: Memory, owned: Container[int]) -> float:
+    """Bytes of activations that a micro-batch keeps, with what readers gather of weights for themselves, which stays
+    until their backward."""
+    states = candidate.states
+    rows = enumerate(zip(memory.amounts, states, strict=True))
+    kept = sum(float(amounts[state][0]) for n, (amounts, state) in rows if n not in owned)
+    return kept + sum(float(b[0, states[u], states[v]]) for (u, v), b in memory.pairs.items())
 
 
 def _sent_bytes(candidate: Candidate) -> float:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+import meshwright as mw
 from meshwright.compile import captured_of
 from meshwright.cost.cluster import Cluster, Level
 from meshwright.errors import PlanError
+from meshwright.examples import gpt
+from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
 from meshwright.request import request_for
 from meshwright.search.folded import folded
@@ -95,3 +100,42 @@ def test_the_slowest_link_is_left_to_the_pipeline() -> None:
     """Where a level sends a thousand times slower than the other, stages lie on both of its sides."""
     best = stages(cluster(1e3), functools.partial(planner, "wide mlp", 1e9), LAYERS["wide mlp"])[0]
     assert best.outer.taken[0] == 2
+
+
+def test_a_rank_may_have_a_stage_of_its_own() -> None:
+    """Where every link is a thousand times slower, nothing is shared: each rank has a stage, alone."""
+    levels = (Level("node", 2, 1e6, 1e-3), Level("gpu", 2, 1e6, 1e-3))
+    machine = Cluster("far apart", GPU, levels, 1 << 36, 1e10)
+    best = stages(machine, functools.partial(planner, "wide mlp", 1e9), LAYERS["wide mlp"])[0]
+    assert best.outer.taken == (2, 2)
+
+
+@functools.cache
+def deep() -> tuple[Any, Any, Any]:
+    config = gpt.GPTConfig(vocabulary=64, width=128, layers=8, heads=4, sequence=128, tied=False)
+    return gpt.build(config, batch=32)
+
+
+@pytest.mark.parametrize("recompute", ["", "selective", "full"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_the_peak_that_ranks_pipelines_is_near_the_predicted_one(schedule: str, recompute: str) -> None:
+    """Weights' halves of backward wait with what they read: about as much as is kept without recompute, whatever is
+    computed again in the first halves; layers that are computed again as a whole do both halves at once."""
+    machine = Cluster.preset("h100", ranks_per_node=4)
+    model, batch, loss = deep()
+    captured = captured_of(model, batch, loss)
+    folds = folded(captured.graph, captured.folding)
+    outer = next(o for o in outers(machine, 8) if o.ranks == 4 and o.schedule.name == schedule)
+    inside = outer.inside(machine)
+    request = request_for(inside, 1e12)
+    assert request is not None
+    scene = Scene(folds.graph, factors_of(folds.graph), inside.place(Mesh.of({"ranks": 1})))
+    made = stage_front(Planner(scene, folds, {}, request), outer.ranks)
+    asked = replace(made.planner.techniques, micro_batches=8, recompute=recompute)
+    candidate = made.candidates[0]
+    told = staged(made, candidate, made.judged(candidate, asked), outer, machine)
+    plan = mw.plan(
+        model, batch, loss=loss, mesh=4, mode="data_parallel", cluster=machine,
+        pipeline=4, micro_batches=8, schedule=schedule, recompute=recompute,
+    )  # fmt: skip
+    assert told.peak_bytes == pytest.approx(plan.claims["peak_bytes"], rel=0.25)
