@@ -25,6 +25,7 @@ from meshwright.mesh import Mesh
 from meshwright.runtime.buckets import BUCKET_BYTES, GradientBuckets
 from meshwright.runtime.communicator import Communicator, ProcessGroups
 from meshwright.runtime.connect import Meeting, check_world
+from meshwright.runtime.optimizers import as_laid_out
 
 Axes = str | Sequence[str]
 Step = Callable[[torch.Tensor], torch.Tensor]
@@ -244,6 +245,7 @@ class ManualStep:
             for parameter in (p for bucket in self.buckets.buckets for p in bucket.parameters):
                 assert parameter.grad is not None
                 parameter.grad.div_(members)
+        as_laid_out(self.optimizer)
         self.optimizer.step()
         total = self.world.comm.all_reduce(value.detach(), self.axes) if self.axes else value.detach()
         return total / members if self.average else total

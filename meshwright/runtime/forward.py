@@ -16,6 +16,7 @@ from meshwright.redistribute import redistribute
 from meshwright.redistribute.positions import exchange
 from meshwright.redistribute.steps import Step
 from meshwright.runtime.alike import Alike
+from meshwright.runtime.ambient import Ambient
 from meshwright.runtime.batches import BatchParts, Given, place_of, taker
 from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.collectives import Handle
@@ -62,6 +63,7 @@ class LocalForward:
             parts, rank.comm.rank, self.world.rank, lambda name: place_of(name, parts, rank.device)
         )
         self.alike, self._passes = Alike(self.world, rank.device), 0
+        self.ambient = Ambient()
         self.made = Programs(parts, rank, self.handle, self.parked, self.pipe, training=False)
         self.layouts = {label: found.layouts[value] for label, value in found.graph.outputs}
         self._values = dict(found.graph.outputs)
@@ -96,7 +98,8 @@ class LocalForward:
         self.alike.settle()  # of an earlier pass: ranks may not meet in this one
         self.alike.begin(self._passes, batch)
         self._passes += 1
-        with pulse.during("a forward pass"), torch.no_grad(), self.parked.away():
+        during = pulse.during("a forward pass")
+        with self.ambient.as_built(), during, torch.no_grad(), self.parked.away():
             self.made.begin()
             pieces = self._run(batch)
             return {label: self._result(label, pieces[label], gather, share) for label in self.layouts}

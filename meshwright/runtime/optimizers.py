@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -56,6 +58,48 @@ def apart_by_device(optimizer: torch.optim.Optimizer) -> None:
             there = [p for p in group["params"] if p.device == device]
             group["params"] = [p for p in group["params"] if p.device != device]
             optimizer.add_param_group({**group, "params": there})
+
+
+def as_laid_out(optimizer: torch.optim.Optimizer) -> None:
+    """Give gradients the strides of what a fused optimizer updates: its kernels go through both in the order of memory,
+    and a slice of a whole gradient, or that of weights in channels last, lies in another one."""
+    for group in optimizer.param_groups:
+        if not group.get("fused"):
+            continue
+        for p in group["params"]:
+            if p.grad is not None and p.grad.stride() != p.stride():
+                p.grad = torch.empty_like(p, requires_grad=False).copy_(p.grad)
+
+
+class Updating:
+    """Whether a step updates now. `guard` refuses an optimizer's update outside of it: where the program reads other
+    tensors than the optimizer updates, they would stay as they are."""
+
+    def __init__(self) -> None:
+        self._now = False
+
+    @contextlib.contextmanager
+    def now(self) -> Iterator[None]:
+        """While a step updates."""
+        self._now = True
+        try:
+            yield
+        finally:
+            self._now = False
+
+    def guard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have an optimizer raise RunError outside of a step."""
+        optimizer.register_step_pre_hook(self._check)
+
+    def _check(self, *_: Any) -> None:
+        if not self._now:
+            raise RunError(
+                "step.optimizer.step() is called outside of a step",
+                why="it updates this rank's parts of weights, or copies on the host; putting these into the "
+                "weights that the program reads is done by a step",
+                hint="step(batch) updates too, and clip_norm= clips; without optimizer_parallel= and offload= "
+                "it can be called after step.gradients(batch)",
+            )
 
 
 @dataclass(frozen=True)
@@ -129,7 +173,9 @@ def _said(number: int, options: Mapping[str, str], shown: Sequence[str]) -> str:
 __all__ = [
     "OptimizerFactory",
     "Trained",
+    "Updating",
     "apart_by_device",
+    "as_laid_out",
     "grouped",
     "grouped_alone",
     "grouped_otherwise",

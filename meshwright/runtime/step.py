@@ -18,6 +18,7 @@ from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import loss_scale, pending_gradients
 from meshwright.partition.updates import gathers, update_layout, updates
 from meshwright.runtime.alike import Alike
+from meshwright.runtime.ambient import Ambient, check_gradients
 from meshwright.runtime.batches import BatchParts, Given, LocalBatch, place_of, slicer
 from meshwright.runtime.buckets import GradientBuckets, norm_of
 from meshwright.runtime.clipping import clip_by_global_norm
@@ -26,7 +27,7 @@ from meshwright.runtime.executor import Action, Executor, plain_actions
 from meshwright.runtime.fetches import Parked
 from meshwright.runtime.host_update import HostUpdate
 from meshwright.runtime.micro_batches import InTime, actions_in_time
-from meshwright.runtime.optimizers import OptimizerFactory, make_optimizer
+from meshwright.runtime.optimizers import OptimizerFactory, Updating, as_laid_out, make_optimizer
 from meshwright.runtime.pipeline import Pipeline
 from meshwright.runtime.pipelined import Pipelined
 from meshwright.runtime.programs import Programs
@@ -112,6 +113,10 @@ class LocalStep:
             self.hosted = HostUpdate(self.parameters, targets)
             self.parameters = dict(self.hosted.masters)
         self.optimizer = make_optimizer(optimizer, self.parameters)
+        self.updating, self.ambient = Updating(), Ambient()
+        apart = bool(self.sharded.shards or self.hosted is not None or self.parked.homes)
+        if self.optimizer is not None and apart:
+            self.updating.guard(self.optimizer)
         again = self.made.again
         saving = contextlib.nullcontext if again is None else again.saving
         scale = loss_scale(parts)
@@ -234,8 +239,9 @@ class LocalStep:
             parameter.grad = None
 
     def _run(self, actions: Sequence[Action], batch: Given, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
+        check_gradients()
         pulse.step(self.rank.step + 1)
-        with pulse.during(pulse.IN_STEP):
+        with pulse.during(pulse.IN_STEP), self.ambient.as_built():
             return self._run_all(actions, batch, wanted)
 
     def _run_all(
@@ -287,12 +293,14 @@ class LocalStep:
         if self.clip_norm is not None:
             self.clip(self.clip_norm)
         if self.optimizer is not None:
-            if self.hosted is not None:
-                self.optimizer.step()
-                self.hosted.give_back()
-            else:
-                with self.parked.present():
+            as_laid_out(self.optimizer)
+            with self.updating.now():
+                if self.hosted is not None:
                     self.optimizer.step()
+                    self.hosted.give_back()
+                else:
+                    with self.parked.present():
+                        self.optimizer.step()
             self.sharded.gather()
 
     def clip(self, limit: float) -> torch.Tensor:
