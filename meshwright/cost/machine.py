@@ -39,6 +39,9 @@ SHARES: dict[str, Share] = {
 }
 ARITHMETIC = ("matmul", "attention", "causal", "conv")
 ALIKE = {"causal": "attention"}  # has its corrections, and its rates where there are none of its own
+# What a linear costs more whose weights' half of backward waits, in operators that are started (profiled): forward and
+# backward an autograd function of our own, later a place in the queue and a second walk to the parameters.
+QUEUED = (2.0, 0.5, 1.5)
 NARROW = {"f16": "bf16", "bf16": "f16", "f8e4m3": "bf16", "f8e5m2": "bf16"}  # where a peak is not given
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.machine import launch_seconds, seconds
+from meshwright.cost.machine import QUEUED, launch_seconds, seconds
 from meshwright.cost.operators import Work
 from meshwright.cost.timeline import COMPUTE, Timeline, play
 from meshwright.graph import Graph
@@ -44,11 +44,6 @@ class StageSeconds:
     def with_posts(self, forward: float, backward: float) -> StageSeconds:
         """The same with what starting messages takes."""
         return replace(self, forward=self.forward + forward, backward=self.backward + backward)
-
-
-# What a linear costs more whose weights' half of backward waits, in operators that are started (profiled): forward and
-# backward an autograd function of our own, later a place in the queue and a second walk to the parameters.
-QUEUED = (2.0, 0.5, 1.5)
 
 
 def stage_seconds(

@@ -14,10 +14,11 @@ import meshwright.compile as stages
 from bench.memory import peak_bytes
 from meshwright.capture.batch import leaves
 from meshwright.cost.cluster import Cluster, Measured
+from meshwright.cost.machine import QUEUED
 from meshwright.errors import PlanError
 from meshwright.examples import gpt
 from meshwright.partition.memory import peak
-from meshwright.partition.stage_seconds import QUEUED, StageSeconds
+from meshwright.partition.stage_seconds import StageSeconds
 from meshwright.partition.tasks import simulate
 from meshwright.pipeline.claimed import play_stages
 from meshwright.pipeline.meshes import meshes_of

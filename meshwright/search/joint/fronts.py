@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from meshwright.cost.machine import launch_seconds
+from meshwright.cost.machine import QUEUED, launch_seconds
 from meshwright.ops.batch import batch_rows, batch_units
 from meshwright.ops.strategy import at_path
 from meshwright.search.data_parallel import by_batch
@@ -41,6 +41,7 @@ INNER = 3  # how many of the innermost axes a recipe leaves to tensor parallel, 
 ALPHA = 0.5  # of computing against what can hide beside it, for the choice without prices
 LESS = 0.99  # of the bytes without a technique: what saves less is not worth a simulation
 ENOUGH = 3  # candidates under the same techniques, which tell how late others are
+PRODUCTS = ("aten.linear.default", "aten.addmm.default", "aten.mm.default")  # whose weights' halves may wait
 SECOND_FORWARD = 0.2  # of computing: forward is a third, less what lies outside of layers
 
 
@@ -80,6 +81,14 @@ class Front:
     def launching(self) -> float:
         """Seconds that a micro-batch more costs at least."""
         return launching(self.planner)
+
+    @functools.cached_property
+    def queuing(self) -> float:
+        """Seconds that a micro-batch takes longer where weights' halves of backward wait."""
+        planner, cluster = self.planner, self.planner.request.cluster
+        trained = (n for n in planner.scene.graph.nodes if n.op in PRODUCTS and any(n.needs_grad))
+        count = sum(planner.ties.times(n.name) for n in trained)
+        return sum(QUEUED) * count * launch_seconds(cluster.device, cluster.measured)
 
     def memory(self, space: Space, techniques: Techniques) -> Memory:
         """The sums under techniques."""

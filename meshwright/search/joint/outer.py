@@ -37,10 +37,11 @@ class Schedule:
             return False
         return self.name not in ZERO_BUBBLE or micro_batches > 1
 
-    def idle_share(self, ranks: int, micro_batches: int) -> float:
-        """Seconds in which a rank has nothing to do, as a share of those in which it computes."""
+    def idle_share(self, ranks: int, micro_batches: int, halves: bool = True) -> float:
+        """Seconds in which a rank has nothing to do, as a share of those in which it computes. `halves`: whether
+        weights' halves of backward can wait; in layers that are computed again as a whole they cannot."""
         share = (ranks - 1) / (micro_batches * self.chunks)
-        return share / 3 if self.name in ZERO_BUBBLE else share
+        return share / 3 if halves and self.name in ZERO_BUBBLE else share
 
     def in_flight(self, ranks: int, micro_batches: int) -> float:
         """Micro-batches of which the first rank holds the activations of all its stages at once, at most."""
@@ -104,7 +105,8 @@ def outers(cluster: Cluster, layers: int, schedules: Sequence[str] = tuple(SEARC
 class Whole:
     """One whole model on the ranks of a stage: seconds of its step, bytes of states (weights, gradients, moments) and
     the largest of one parameter's, and of what a micro-batch keeps for backward. `sent`: bytes that a micro-batch sends
-    from a stage to the next; `later`: about those that weights' halves of backward read, where they wait."""
+    from a stage to the next; `later`: about those that weights' halves of backward read, where they wait, and `queued`
+    the seconds that they then cost in a micro-batch (None: none can wait)."""
 
     seconds: float
     states_bytes: float
@@ -112,14 +114,22 @@ class Whole:
     kept_bytes: float
     sent_bytes: float
     later_bytes: float = 0.0
+    queued_seconds: float | None = None
+
+
+def busy_seconds(seconds: float, queued_seconds: float | None, outer: Outer, micro_batches: int) -> float:
+    """Seconds in which a rank of a pipeline computes, or waits for others, of those of a `Whole`."""
+    halves = queued_seconds is not None
+    if halves and outer.schedule.name in ZERO_BUBBLE:
+        seconds += micro_batches * queued_seconds
+    idle = outer.schedule.idle_share(outer.ranks, micro_batches, halves)
+    return seconds / outer.ranks * (1 + idle)
 
 
 def step_seconds(whole: Whole, outer: Outer, micro_batches: int, cluster: Cluster) -> float:
     """About the step of a model in equal stages."""
-    ranks = outer.ranks
-    busy = whole.seconds / ranks
     sends = 2 * (outer.stages - 1) * outer.message_seconds(cluster, whole.sent_bytes)
-    return busy * (1 + outer.schedule.idle_share(ranks, micro_batches)) + sends
+    return busy_seconds(whole.seconds, whole.queued_seconds, outer, micro_batches) + sends
 
 
 def peak_bytes(whole: Whole, outer: Outer, micro_batches: int) -> float:
@@ -145,4 +155,13 @@ def _divisors(size: int) -> list[int]:
     return sorted(found)
 
 
-__all__ = ["Outer", "Schedule", "Whole", "outers", "peak_bytes", "simulated_peak_bytes", "step_seconds"]
+__all__ = [
+    "Outer",
+    "Schedule",
+    "Whole",
+    "busy_seconds",
+    "outers",
+    "peak_bytes",
+    "simulated_peak_bytes",
+    "step_seconds",
+]

@@ -21,7 +21,15 @@ from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.search.joint.dimensions import MOST, dimensions, points, powers, sparing
 from meshwright.search.joint.fronts import INNER, Candidate, Front, stage_front
-from meshwright.search.joint.outer import Outer, Whole, outers, peak_bytes, simulated_peak_bytes, step_seconds
+from meshwright.search.joint.outer import (
+    Outer,
+    Whole,
+    busy_seconds,
+    outers,
+    peak_bytes,
+    simulated_peak_bytes,
+    step_seconds,
+)
 from meshwright.search.planner import Found, Planner
 from meshwright.search.solve import Memory
 from meshwright.search.space.memory import fixed_bytes, gathered_bytes
@@ -57,8 +65,8 @@ class _Row:
     def seconds(self, excess: float) -> float:
         """About the step, with so many seconds more for each micro-batch of a whole model."""
         pieces = self.techniques.micro_batches
-        whole = self.whole_seconds + excess * pieces
-        return whole / self.outer.ranks * (1 + self.outer.schedule.idle_share(self.outer.ranks, pieces))
+        queued = _queued(self.front, self.techniques)
+        return busy_seconds(self.whole_seconds + excess * pieces, queued, self.outer, pieces)
 
     def sparing(self) -> Iterator[_Row]:
         """The same with one more of the techniques that leave less on a rank, where that saves bytes."""
@@ -278,8 +286,8 @@ def whole_of(made: Front, candidate: Candidate, techniques: Techniques) -> Whole
     each = {n: memory.amounts[n][candidate.states[n]] for n in owned}
     gathered = sum(float(gathered_bytes(space, name)[candidate.states[n]]) for n, name in owned.items())
     kept = later = _kept_bytes(candidate, memory, owned)
-    if techniques.recompute:  # a layer that is computed again does both halves of its backward at once
-        full = techniques.recompute == "full"
+    if techniques.recompute:
+        full = _queued(made, techniques) is None
         plain = made.memory(space, replace(techniques, recompute=""))
         later = 0.0 if full else _kept_bytes(candidate, plain, owned)
     if candidate not in made.sent:
@@ -291,7 +299,14 @@ def whole_of(made: Front, candidate: Candidate, techniques: Techniques) -> Whole
         kept + gathered,
         made.sent[candidate] / techniques.micro_batches,
         later + gathered,
+        _queued(made, techniques),
     )
+
+
+def _queued(made: Front, techniques: Techniques) -> float | None:
+    """What a micro-batch takes longer where weights' halves of backward wait; None where a layer does both halves at
+    once, since it is computed again as a whole."""
+    return None if techniques.recompute == "full" else made.queuing
 
 
 def _kept_bytes(candidate: Candidate, memory: Memory, owned: Container[int]) -> float:

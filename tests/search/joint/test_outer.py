@@ -103,6 +103,20 @@ def test_time_and_memory_of_a_whole_model_are_divided_by_the_ranks_of_the_pipeli
     assert math.isclose(peak_bytes(Whole(8.0, 80.0, 10.0, 0, 0), outer, 6), 20 + 7.5)
 
 
+def test_halves_of_backward_that_wait_cost_their_queue_and_win_nothing_where_layers_are_computed_again():
+    cluster = Cluster.preset("h100", nodes=4, ranks_per_node=2)
+    plain, halves = (Outer((4, 1), Schedule(name)) for name in ("1f1b", "zero_bubble"))
+    again = Whole(8.0, 80.0, 0.0, 16.0, 0.0)
+    assert step_seconds(again, halves, 6, cluster) == step_seconds(again, plain, 6, cluster)
+    assert peak_bytes(again, halves, 6) == peak_bytes(again, plain, 6)
+    apart = Whole(8.0, 80.0, 0.0, 16.0, 0.0, 20.0, 0.01)
+    assert step_seconds(apart, plain, 6, cluster) == step_seconds(again, plain, 6, cluster)
+    assert step_seconds(apart, halves, 6, cluster) == pytest.approx(
+        (8.0 + 6 * 0.01) / 4 * (1 + 3 / 6 / 3), rel=1e-3
+    )
+    assert peak_bytes(apart, halves, 6) == 20 + 4 * 20 / 4
+
+
 def test_a_simulated_peak_has_once_what_is_there_once_and_of_layers_a_share():
     """Layers take 80 bytes of which 16 are kept for backward; at the loss 40 live once."""
     whole, outer = Whole(8.0, 64.0, 0.0, 16.0, 0.0), Outer((4, 1), Schedule("1f1b"))
