@@ -20,6 +20,7 @@ from meshwright.mesh import Mesh
 from meshwright.ops.batch import Unit, batch_units
 from meshwright.ops.factors import Factors, Site
 from meshwright.ops.strategy import Ports, Strategy, at_path, cut, layouts, through_ports
+from meshwright.ops.table import has_rule
 from meshwright.partition.reshards import Resharded
 from meshwright.plan import Plan
 from meshwright.redistribute.steps import COLLECTIVES
@@ -259,6 +260,13 @@ def _refusal(graph: Graph, reshard: Node, plan: Plan) -> PlanError:
             hint=whole,
         )
     node = consumers[0]
+    if not has_rule(node.op):
+        return PlanError(
+            f"%{node.name} ({node.op}) has no rule, so it is computed on the whole batch, which {told} do not have",
+            why="without a rule nobody knows that it treats examples one by one",
+            where=node.where,
+            hint=f'{whole}, mw.rule({node.op.removesuffix(".default")!r}, "…"), or other operators in its place',
+        )
     return PlanError(
         f"%{node.name} ({node.op}) needs the whole batch at once, which {told} do not have",
         why="the operator is not linear in a sum over the batch, or looks at examples of other pieces",

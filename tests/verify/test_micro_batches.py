@@ -189,6 +189,17 @@ def test_what_needs_the_whole_batch_is_refused(kind: str) -> None:
     mw.verify(model, batch, loss=loss, mesh=2).raise_if_different()  # without them all is well
 
 
+def test_an_operator_without_a_rule_is_not_said_to_need_the_whole_batch() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.GRUCell(6, 5))
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    with pytest.raises(PlanError, match=r"gru_cell.default.* has no rule") as caught:
+        mw.plan(model, torch.randn(8, 6), loss=loss, mesh=2, micro_batches=2)
+    assert "mw.rule('aten.gru_cell', " in caught.value.hint
+
+
 def test_more_micro_batches_than_examples_are_refused() -> None:
     model, batch, loss = head("a mean by hand")
     with pytest.raises(PlanError, match=r"12 examples over 2 ranks .* cannot be cut into 7") as caught:
