@@ -30,6 +30,7 @@ FORWARD: dict[str, tuple[float, float]] = {
     "aten.rms_norm.default": (0, 1),
     "meshwright.cross_entropy_split": (2, 0),
     "meshwright.batch_norm_sync": (1, 1),
+    "aten.logsumexp.default": (1, 0),  # what lies above the largest, then its exponentials in the same memory
 }
 # Backward, likewise, beside the gradients.
 BACKWARD: dict[str, tuple[float, float]] = {
@@ -39,6 +40,7 @@ BACKWARD: dict[str, tuple[float, float]] = {
     "aten.rms_norm.default": (1, 1),
     "meshwright.cross_entropy_split": (1, 0),
     "meshwright.batch_norm_sync": (3, 0),
+    "aten.logsumexp.default": (2, 0),  # the differences, and their exponentials
 }
 
 # Gradients that are views of the gradient that comes in.

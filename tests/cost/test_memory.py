@@ -121,10 +121,21 @@ def hugging(name: str, **sizes: Any) -> Build:
     )
 
 
+def with_sums_of_exponentials() -> Any:
+    """A loss of two terms that reads the logits twice, as language models that keep these small have."""
+    model, batch, cross_entropy = small_gpt(vocabulary=1024)()
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        return cross_entropy(model, batch) + 1e-3 * model(batch["ids"]).logsumexp(-1).square().mean()
+
+    return model, batch, loss
+
+
 CUT = {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}, "head": {"n": "tp"}}
 ROWS = {"*embedder.embedder.convolution": {"y0": "h"}}
 RUNS = {
     "bert with dropout": Run(hugging("bert", sequence=128, batch=8, dropout=0.1)),
+    "gpt, sums of exponentials": Run(with_sums_of_exponentials, {"dp": 2}),
     "resnet": Run(hugging("resnet", batch=16)),
     "resnet, height cut": Run(hugging("resnet", batch=16), {"h": 2}, ROWS, mode="sharding_propagation"),
     "gpt, four ranks": Run(small_gpt(), {"dp": 2, "tp": 2}, CUT),
