@@ -125,7 +125,7 @@ def _best(
     )
     for found in pipelines:
         several.setdefault((_asked(found, techniques), found.outer.taken), found)
-    planned = 0
+    planned, fitting = 0, list[tuple[Staged, float]]()
     for (asked, taken), found in several.items():
         # Those that do not fit after all are no answer: there may be one further on, as a smaller limit would show.
         if best is not None and (planned >= PLANNED or found.seconds >= best.claims["step_seconds"]):
@@ -136,10 +136,17 @@ def _best(
             other = in_stages(inside, asked, taken)
         except PlanError:
             continue
-        if _better(other, request, best.claims["step_seconds"] if best is not None else enough):
+        if not _better(other, request, enough):
+            continue
+        step = other.claims["step_seconds"]
+        fitting.append((found, step))
+        if best is None or step < best.claims["step_seconds"]:
             given = replace(other.techniques, given=techniques.given)
             note = f"auto chose {other.techniques.pipeline} stages, {found.outer.schedule.name}: {before}"
-            told = told_stages(found, list(several.values()), techniques.given)
+            # Those planned so far are told by their plans; one that does not fit after all is no next best.
+            known = [replace(one, seconds=found.seconds + each - step) for one, each in fitting]
+            rest = [*known, *list(several.values())[planned:]]
+            told = told_stages(found, rest, techniques.given)
             best = replace(other, techniques=given).with_notes(note, *told, *_unseen(techniques, request))
             seen.append(best)
             request.deadline.arm()

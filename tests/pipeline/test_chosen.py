@@ -53,7 +53,6 @@ def test_stages_lie_on_both_sides_of_a_link_that_nothing_else_may_cross() -> Non
         (told,) = (n for n in plan.notes if n.startswith(f"auto chose {chosen}; "))
         assert "next best" in told or "nothing else fits" in told
     assert any("; next best" in n for n in plan.notes)
-    assert "auto looked at stages without slice_activation" in plan.notes  # and without a link to a host
     axis = plan.mesh.names[0][0]
     pinned = plan.pin("lm_head", n=axis)  # stages that a search chose stay with a pin
     assert pinned.techniques.pipeline == plan.techniques.pipeline and pinned.ranks == plan.ranks
@@ -187,3 +186,33 @@ def test_an_interrupt_before_there_is_any_answer_ends_all(
     monkeypatch.setattr(Front, "judged", interrupted)
     with pytest.raises(KeyboardInterrupt):
         planned(1e4)
+
+
+def test_what_was_planned_and_does_not_fit_is_no_next_best(
+    nothing_in_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, told = [], []
+    search, better, tell = chosen.stages, chosen._better, chosen.told_stages
+    refused: list[float] = []
+
+    def searched(*given, **named):
+        looked.extend(search(*given, **named))
+        return looked
+
+    def fits(plan, *others) -> bool:
+        if not refused:
+            refused.append(plan.claims["step_seconds"])
+            return False
+        return better(plan, *others)
+
+    def telling(best, found, given):
+        told.append((best, list(found)))
+        return tell(best, found, given)
+
+    monkeypatch.setattr(chosen, "stages", searched)
+    monkeypatch.setattr(chosen, "_better", fits)
+    monkeypatch.setattr(chosen, "told_stages", telling)
+    plan = planned(1e4)
+    (best, found), *_ = told
+    assert looked[0] not in found and best in found
+    assert not any("next best" in note and " at about -" in note for note in plan.notes)

@@ -25,7 +25,7 @@ from meshwright.search.joint.dimensions import (
     points,
     wider,
 )
-from meshwright.search.joint.fronts import Front, first_front, front, least_bytes
+from meshwright.search.joint.fronts import Front, first_front, front, least_bytes, with_choice
 from meshwright.search.joint.layers import fewer_layers
 from meshwright.search.joint.neighbours import neighbours, quicker
 from meshwright.search.joint.told import told
@@ -96,8 +96,11 @@ def _open(
     wide = wider(planner, over, offload=offload)
     decided = base is None or base.claims.get("memory_decided", False)
     if not decided or all(len(d.values) == 1 for d in wide):
-        if base is None:
-            raise too_large(planner, nearest)
+        if base is None:  # what is asked may still fit, as it does where it is chosen
+            base = _searched(planner, front(planner, space), over, None, seen)
+            if base is None:
+                raise too_large(planner, nearest)
+            return _bounded(planner, space, base)
         return _turns(planner, base)
     every = least_of(planner)
     if base is not None and (least := min(map(every.in_one, (1, 2)))) >= _step(base) / (1 + NEAR):
@@ -136,6 +139,7 @@ def _best(
         best = fewer_layers(planner, _again(planner, best))
         _see(planner, seen, best)
     best = _turns(planner, best)
+    with_choice(made, best)
     near = neighbours(made, wide, best)
     for _ in range(MOVES):  # what is simulated last is not ranked by estimates alone
         other = quicker(made, wide, near, best)
@@ -284,20 +288,28 @@ def _again(planner: Planner, best: Found) -> Found:
 
 
 def _last_resort(planner: Planner, space: Space, over: tuple[Dimension, ...]) -> Found | None:
-    """A search under the most frugal techniques that the model takes."""
-    moved = True  # of the first alone: what has fewer micro-batches seldom takes less, and there may be many
+    """A search under the most frugal techniques that the model takes, with the fewest micro-batches that fit."""
+    # Of the first alone, and of the one that ends it: what has fewer micro-batches seldom takes less.
+    moved = True
+    best: Found | None = None
     for point in _frugal_first(planner, over):
-        under = planner.under(point.techniques)
         try:
-            found = limited(under, space, None, alone=False).found
-        except PlanError:  # more micro-batches than a rank has examples
+            found = _under_frugal(planner.under(point.techniques), space, moved or best is not None)
+        except PlanError:  # more micro-batches than there are examples
             continue
-        if found is not None and fits_in_both(planner, found := under.settled(found)):
-            return replace(found, claims={**found.claims, "chosen": "the most frugal"})
-        if (found := saved(under, moved=moved)) is not None:
-            return found
-        moved = False
-    return None
+        if best is not None and (found is None or _step(found) >= _step(best)):
+            break
+        best, moved = found, False
+    return best
+
+
+def _under_frugal(under: Planner, space: Space, moved: bool) -> Found | None:
+    # Of the cuts that leave a rank an example of each micro-batch: others may be cheaper, but have no program.
+    own = space if under.techniques.pieces == 1 else under.space(families_of(under)[0][1])
+    found = limited(under, own, None, alone=False).found
+    if found is not None and fits_in_both(under, found := under.settled(found)):
+        return replace(found, claims={**found.claims, "chosen": "the most frugal"})
+    return saved(under, moved=moved)
 
 
 def _turns(planner: Planner, best: Found) -> Found:

@@ -322,11 +322,25 @@ def _take(made: Front, name: str, space: Space, problems: Iterable[Problem]) -> 
         if found in seen:
             continue
         seen.add(found)
-        least, compute = floor.price(found), space.price(found).compute
-        gathers, each = space.least_gathers(found), examples_of(made.planner, space, found)
-        candidate = Candidate(name, space, found, least, compute, gathers, each)
+        candidate = _candidate(made, name, space, found, floor)
         if not any(_alike(candidate, other) for other in made.candidates):
             made.candidates.append(candidate)
+
+
+def with_choice(made: Front, found: Found) -> None:
+    """Make a choice that another search came to a candidate, too, so that it is looked at under other techniques."""
+    states = tuple(found.states)
+    if any(one.space is found.space and one.states == states for one in made.candidates):
+        return
+    made.candidates.append(
+        _candidate(made, str(found.claims.get("chosen", "")), found.space, states, found.space.problem(1.0))
+    )
+
+
+def _candidate(made: Front, name: str, space: Space, states: tuple[int, ...], floor: Problem) -> Candidate:
+    least, compute = floor.price(states), space.price(states).compute
+    gathers, each = space.least_gathers(states), examples_of(made.planner, space, states)
+    return Candidate(name, space, states, least, compute, gathers, each)
 
 
 def _alike(one: Candidate, other: Candidate) -> bool:
@@ -376,4 +390,5 @@ __all__ = [
     "launching",
     "least_bytes",
     "stage_front",
+    "with_choice",
 ]

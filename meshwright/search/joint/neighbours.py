@@ -3,6 +3,7 @@ of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from meshwright.techniques import Techniques
 
 TRIES = 3  # simulations for the next best of a technique
 CUTS = "cuts"  # the name of what differs in cuts and storage alone
+SLACK = 1.1  # how far over the limit an estimate of the same cuts may be and still be simulated
 SAME = 1e-4  # of a step: what differs less is no quicker
 ALIKE = 1e-3  # of a step: what differs less is as quick, and the plainer is taken
 
@@ -70,15 +72,20 @@ def _next(made: Front, best: Found, asked: Sequence[Techniques]) -> Found | None
     """The quickest choice but the best under some techniques, the plainest first."""
     limit = made.planner.request.memory_bytes or 0.0
     rows: list[tuple[float, int, int]] = []
+    own: list[tuple[float, int, int]] = []  # of the same cuts and storage, which are looked at beside others
     for place, techniques in enumerate(asked):
         for number, candidate in enumerate(made.candidates):
             same = candidate.space is best.space and candidate.states == best.states
             if same and techniques == best.techniques:
                 continue
-            if techniques.pieces <= candidate.examples and made.peak_bytes(candidate, techniques) <= limit:
-                rows.append((made.likely_seconds(candidate, techniques), place, number))
+            sliced = best.techniques.slice_activation and not techniques.slice_activation
+            # What slices leave out by sums may be nothing in the program of these cuts, which tells.
+            room = (math.inf if sliced else SLACK * limit) if same else limit
+            if techniques.pieces <= candidate.examples and made.peak_bytes(candidate, techniques) <= room:
+                row = (made.likely_seconds(candidate, techniques), place, number)
+                (own if same else rows).append(row)
     quickest: Found | None = None
-    for _, place, number in sorted(rows)[:TRIES]:
+    for _, place, number in [*sorted(own)[:1], *sorted(rows)[:TRIES]]:
         likely = made.likely_seconds(made.candidates[number], asked[place])
         if quickest is not None and likely >= quickest.claims["step_seconds"]:
             continue

@@ -194,3 +194,25 @@ def test_where_nothing_fits_the_most_frugal_techniques_are_named() -> None:
     with pytest.raises(PlanError, match="no plan fits") as caught:
         planned("wide gpt", "2x2", 0.02)
     assert "recompute='full'" in caught.value.why and "micro_batches=" in caught.value.why
+
+
+@functools.cache
+def hardly_fits() -> Plan:
+    """Only with an example or two of a rank at a time, which cuts alone over examples do not leave."""
+    return planned("wide mlp", "2x2", 0.39)
+
+
+def test_what_fits_with_very_many_micro_batches_is_not_refused() -> None:
+    limit = 0.39 * free("wide mlp", "2x2", "auto").claims["peak_bytes"]
+    assert hardly_fits().claims["peak_bytes"] <= limit
+
+
+def test_slices_that_change_nothing_are_not_chosen() -> None:
+    assert not hardly_fits().techniques.slice_activation
+
+
+def test_what_was_chosen_can_be_asked_for() -> None:
+    chosen = hardly_fits()
+    names = ("recompute", "micro_batches", "slice_activation", "offload")
+    asked = planned("wide mlp", "2x2", 0.39, pipeline=1, **{n: getattr(chosen.techniques, n) for n in names})
+    assert asked.claims["step_seconds"] <= 1.02 * chosen.claims["step_seconds"]
