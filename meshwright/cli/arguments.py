@@ -91,12 +91,15 @@ def size_bytes(text: str | None) -> int | None:
     return int(float(match[1]) * UNITS[match[2].lower()])
 
 
+NOTHING: dict[str, Any] = {"recompute": "", "offload": ()}  # as the notes of `auto` call it: none
+
+
 def techniques_of(texts: Iterable[str]) -> dict[str, Any]:
     """``optimizer_parallel=3,micro_batches=4`` → options of `mw.plan`. Raises PlanError.
 
     Several names as ``offload=optimizer+activations``, a budget as ``recompute=2GiB``, a policy for some modules as
     ``recompute=blocks.*:full``, buckets as ``fusion=all_gather:64MiB+all_reduce:25MB``, stages as
-    ``stages=blocks.0-5:0+blocks.6-11:1``.
+    ``stages=blocks.0-5:0+blocks.6-11:1``; ``none`` for what a search shall leave out.
     """
     found: dict[str, Any] = {}
     for part in (part for text in texts for part in text.split(",") if part.strip()):
@@ -125,6 +128,8 @@ def _value(name: str, word: str) -> Any:
         return word.lower() == "true"
     if name == "schedule":
         return word
+    if word == "none" and name in NOTHING:
+        return NOTHING[name]
     if name == "stages" and ":" in word:
         pairs = (pair.rsplit(":", 1) for pair in word.split("+"))
         return {pattern: int(stage) if stage.isdigit() else stage for pattern, stage in pairs}

@@ -29,3 +29,7 @@ def test_hints_as_they_are_typed(hint: str, command: str) -> None:
     if "--optimizer" in command:
         name = command.split("--optimizer ")[1].split(")")[0]
         assert f"optimizer_states={optimizer_states(name)}" in hint
+
+
+def test_none_leaves_a_technique_out() -> None:
+    assert techniques_of(["recompute=none,offload=none"]) == {"recompute": "", "offload": ()}
