@@ -123,6 +123,7 @@ def plan(
 
         def planned(fewer: Any) -> Plan:  # any plan will do: it ends with the first
             again = request_for(cluster, memory, optimizer_states, space, inner, progress, FIRST)
+            again = replace(again, any_fits=True) if again is not None else None
             return plan_captured(captured_of(model, fewer, loss), mesh, mode, pins, again, asked)
 
         told = with_batch_that_fits(error, captured.graph, batch, planned)

@@ -29,7 +29,7 @@ from meshwright.search.techniques.layers import layers_of
 from meshwright.techniques import OPTIMIZER, Techniques
 
 NEAR = 0.1  # of the bound: a plan that is nearer is not looked at again
-PLANNED = 3  # pipelines that are planned and predicted in full, where one of them fits
+PLANNED = 3  # pipelines that are planned and predicted in full, where one of them or one stage fits
 WORTH = 0.02  # of the step: what stages must save
 
 InStages = Callable[[Plan, Techniques, tuple[int, ...]], Plan]
@@ -126,16 +126,23 @@ def _best(
     for found in pipelines:
         several.setdefault((_asked(found, techniques), found.outer.taken), found)
     planned, fitting = 0, list[tuple[Staged, float]]()
+    late: dict[str, float] = {}
     for (asked, taken), found in several.items():
         # Those that do not fit after all are no answer: there may be one further on, as a smaller limit would show.
-        if best is not None and (planned >= PLANNED or found.seconds >= best.claims["step_seconds"]):
+        if best is not None and found.seconds >= best.claims["step_seconds"]:
             break
+        if planned >= PLANNED and (best is not None or made is not None):
+            break
+        if made is not None and found.seconds * late.get(found.outer.schedule.name, 1.0) >= enough:
+            continue  # by how much the search told too little of others under this schedule
         planned += 1
         try:
             inside = plan_found(world.planner(found.outer.inside(request.cluster)), found.found)
             other = in_stages(inside, asked, taken)
         except PlanError:
             continue
+        name, lag = found.outer.schedule.name, other.claims["step_seconds"] / found.seconds
+        late[name] = min(lag, late.get(name, lag))
         if not _better(other, request, enough):
             continue
         step = other.claims["step_seconds"]

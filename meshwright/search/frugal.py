@@ -56,6 +56,11 @@ class Frugal:
             self._found[states] = self.planner.found(self.space, states, {"memory_decided": True})
         return self._found[states]
 
+    @property
+    def lowest_peak(self) -> float:
+        """Bytes of the lowest peak that was simulated so far."""
+        return min(map(self.planner.peak_bytes, self._found.values()), default=math.inf)
+
     def below(self, most: float) -> Iterator[Found]:
         """Those simulated whose sums do not say already that they take more."""
         for states in self:
@@ -158,6 +163,11 @@ def saved(planner: Planner, *, moved: bool = True) -> Found | None:
     return None
 
 
+def lowest_peak(planner: Planner) -> float:
+    """Bytes of the lowest peak of those that were simulated so far."""
+    return frugal(planner).lowest_peak
+
+
 def any_fits(planner: Planner) -> bool:
     """Whether one of them fits; it looks at no more of them than that takes."""
     return any(
@@ -171,4 +181,4 @@ def _below(planner: Planner) -> Iterator[Found]:
         yield from frugal(planner).below(planner.request.memory_bytes or math.inf)
 
 
-__all__ = ["Frugal", "any_fits", "frugal", "least_bytes_of", "saved"]
+__all__ = ["Frugal", "any_fits", "frugal", "least_bytes_of", "lowest_peak", "saved"]

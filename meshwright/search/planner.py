@@ -101,7 +101,7 @@ class Request:
     `in_flight` micro-batches they hold what backward needs at once. `interrupts`:
     a search that an interrupt has ended, and that has something to give, says so here: nothing else begins then.
     `hard`: the user gave the limit of memory, so that a plan over it is refused in every mode. `deadline` interrupts by
-    the clock."""
+    the clock. `any_fits`: a plan that fits is enough, whichever, and a refusal needs no reasons."""
 
     cluster: Cluster
     memory_bytes: float | None = None
@@ -116,6 +116,7 @@ class Request:
     interrupts: list[str] = field(default_factory=list, compare=False)
     hard: bool = False
     deadline: Deadline = field(default_factory=Deadline, compare=False)
+    any_fits: bool = False
 
 
 @dataclass(frozen=True)

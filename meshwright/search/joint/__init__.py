@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from meshwright.errors import DoesNotFit, PlanError
-from meshwright.search.frugal import any_fits, saved
+from meshwright.search.frugal import any_fits, lowest_peak, saved
 from meshwright.search.joint.bounds import Least
 from meshwright.search.joint.dimensions import (
     Dimension,
@@ -44,6 +44,7 @@ MUCH = 0.01  # of a step: what a search under other techniques may save to be ma
 SOUGHT = 6  # such searches, and
 WORK = 25_000  # the most that all of them may take: simulations × nodes × axes
 SEARCHED = 26  # simulations of such a search
+WORSE = 2  # numbers of micro-batches, one after the other, that take no less than more of them
 MOVES = 4  # to a quicker neighbour, at most
 EXPOSED = 0.05  # of the step is sent while nothing computes: copies that take turns are looked at
 
@@ -125,6 +126,10 @@ def _best(
     over, wide = overs
     if base is None:
         _first(planner, over, seen)
+        if planner.request.any_fits:
+            if (last := _last_resort(planner, space, wide)) is None:
+                raise too_large(planner, nearest)
+            return last
     made = front(planner, space)
     best = _searched(planner, made, over, base, seen)
     best = _searched(planner, made, wide, best, seen, over)
@@ -292,13 +297,20 @@ def _last_resort(planner: Planner, space: Space, over: tuple[Dimension, ...]) ->
     # Of the first alone, and of the one that ends it: what has fewer micro-batches seldom takes less.
     moved = True
     best: Found | None = None
+    least, worse = math.inf, 0
     for point in _frugal_first(planner, over):
+        under = planner.under(point.techniques)
         try:
-            found = _under_frugal(planner.under(point.techniques), space, moved or best is not None)
+            found = _under_frugal(under, space, moved or best is not None)
         except PlanError:  # more micro-batches than there are examples
             continue
         if best is not None and (found is None or _step(found) >= _step(best)):
             break
+        if found is None:
+            peak = lowest_peak(under)
+            least, worse = min(peak, least), worse + 1 if peak >= least else 0
+            if worse == WORSE:
+                break
         best, moved = found, False
     return best
 

@@ -41,11 +41,14 @@ def too_large(planner: Planner, nearest: Found | None = None, fits: Fits = any_f
     `nearest`: of what the search simulated the one with the lowest peak. Batches are named by sums: whoever has the
     model tries them (`DoesNotFit.parts`).
     """
+    wanted, places = planner.request.memory_bytes or 0.0, planner.request.places
+    what = f"no plan fits into {show_bytes(wanted / places)} per rank"
+    if planner.request.any_fits:
+        return DoesNotFit(what, why="nor does the most frugal one", hint="a larger limit")
     space = planner.space(families_of(planner)[0][1])
     memory, limit = planner.memory(space), planner.limit(space) or 0.0
     least = [_least(space, memory, t) for t in range(memory.instants)]
     worst = int(np.argmax(least))
-    wanted, places = planner.request.memory_bytes or 0.0, planner.request.places
     known = least_bytes_of(planner)
     fixed = wanted - limit  # what no choice changes
     peak = planner.peak_bytes(known) if known is not None else max(least) + fixed
@@ -64,7 +67,7 @@ def too_large(planner: Planner, nearest: Found | None = None, fits: Fits = any_f
         over = f"{show_bytes(most - wanted)} over the limit"
         why = f"the plan that comes nearest has {show_bytes(most)} at {where}{together}, {over}"
     return DoesNotFit(
-        f"no plan fits into {show_bytes(wanted / places)} per rank",
+        what,
         why=why,
         hint="the smallest single changes that fit: " + "; or ".join(changes),
         parts=tuple(_parts(planner, space, memory, limit, peak - fixed - max(least))),
