@@ -129,8 +129,10 @@ def _moved(
             f"of {show_bytes(room)}",
             hint=refused.hint if refused else "",
         ) from None
+    without = f"since nothing was found that fits into {limit} per rank without"
+    why = without if refused else "which is quicker than the optimizer's states there"
     note = (
-        f"tables on the host: {names}, since nothing fits into {limit} per rank otherwise; "
+        f"tables on the host: {names}, {why}; "
         f"with their optimizer's states they take {show_bytes(held)} of a rank's host memory"
         + (f", which is {show_bytes(room)}" if room else "")
     )
