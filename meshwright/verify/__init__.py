@@ -110,10 +110,8 @@ def verify_partition(
             "a proof needs numbers, and the model has tensors on the meta device",
             hint="build it with real (random) weights; a small configuration of the same model proves the same plan",
         )
-    with (
-        default_dtype(dtype),
-        torch.inference_mode(False),
-    ):  # gradients on both sides, whatever is around the call
+    # Gradients on both sides, whatever is around the call.
+    with default_dtype(dtype), torch.inference_mode(False):
         return _prove(model, batch, loss, captured, parts, dtype)
 
 

@@ -25,7 +25,7 @@ from meshwright.search.joint.dimensions import (
     points,
     wider,
 )
-from meshwright.search.joint.fronts import Front, first_front, front, least_bytes, with_choice
+from meshwright.search.joint.fronts import SLACK, Front, first_front, front, least_bytes, with_choice
 from meshwright.search.joint.layers import fewer_layers
 from meshwright.search.joint.neighbours import neighbours, quicker
 from meshwright.search.joint.told import told
@@ -38,7 +38,6 @@ from meshwright.techniques import Techniques
 
 TRIES = 20  # simulations of a choice under techniques
 SURE = 0.97  # of the limit: a peak below it, told from a few layers, is not told from all until the end
-SLACK = 1.1  # how far over the limit an estimate may be and still be simulated
 NEAR = 0.01  # of a step: what copies that take turns, or techniques of little use, must save
 MUCH = 0.01  # of a step: what a search under other techniques may save to be made
 SOUGHT = 6  # such searches, and

@@ -39,6 +39,7 @@ STAGED = ((0.0, 0.0), (0.05, 0.0), (0.5, 0.0), (2.0, 0.5))  # the same for pipel
 MANY = 16  # micro-batches of which each gathers what is stored in parts: for a choice beside those for a whole batch
 INNER = 3  # how many of the innermost axes a recipe leaves to tensor parallel, at most
 ALPHA = 0.5  # of computing against what can hide beside it, for the choice without prices
+SLACK = 1.1  # how far over the limit an estimated peak may be and still be simulated
 LESS = 0.99  # of the bytes without a technique: what saves less is not worth a simulation
 ENOUGH = 3  # candidates under the same techniques, which tell how late others are
 PRODUCTS = ("aten.linear.default", "aten.addmm.default", "aten.mm.default")  # whose weights' halves may wait
@@ -64,14 +65,15 @@ class Candidate:
 class Front:
     """Candidates, and what is known of them. `missed`: what simulations saw beyond sums, of a whole batch, under
     techniques; `late`: by how much later than it must a step ended, under a policy of recompute, the one that was least
-    late; `lates`: the same of each that was simulated under techniques; `sent`: bytes that stages of it send, once
-    somebody asked."""
+    late; `lates`: the same of each that was simulated under techniques, and `soonest` the least of these in whatever
+    micro-batches; `sent`: bytes that stages of it send, once somebody asked."""
 
     planner: Planner
     candidates: list[Candidate] = field(default_factory=list)
     missed: dict[Candidate, dict[Techniques, float]] = field(default_factory=dict)
     late: dict[tuple[Candidate, Any], float] = field(default_factory=dict)
     lates: dict[Techniques, list[float]] = field(default_factory=dict)
+    soonest: dict[Techniques, float] = field(default_factory=dict)
     sent: dict[Candidate, float] = field(default_factory=dict)
     _seen: dict[tuple[Candidate, Techniques], Found] = field(default_factory=dict)
     _added: dict[tuple[Candidate, Techniques], np.ndarray] = field(default_factory=dict)
@@ -139,10 +141,7 @@ class Front:
 
     def least_late(self, techniques: Techniques) -> float:
         """By how much later than it must a step ended under these techniques, in whatever micro-batches, at least."""
-        at_once = replace(techniques, micro_batches=1)
-        return min(
-            (min(v) for t, v in self.lates.items() if replace(t, micro_batches=1) == at_once), default=0.0
-        )
+        return self.soonest.get(replace(techniques, micro_batches=1), 0.0)
 
     def least_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
         """What the candidate's step is not below under techniques, but for turns of copies."""
@@ -203,6 +202,8 @@ class Front:
             key = (candidate, techniques.recompute)
             self.late[key] = min(late, self.late.get(key, late))
             self.lates.setdefault(techniques, []).append(late)
+            at_once = replace(techniques, micro_batches=1)
+            self.soonest[at_once] = min(late, self.soonest.get(at_once, late))
         self._seen[candidate, techniques] = found
         return found
 

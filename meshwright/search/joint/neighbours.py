@@ -10,14 +10,13 @@ from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.search.joint.dimensions import Dimension
-from meshwright.search.joint.fronts import Front
+from meshwright.search.joint.fronts import SLACK, Front
 from meshwright.search.planner import Found
 from meshwright.search.within import fits_in_both
 from meshwright.techniques import Techniques
 
 TRIES = 3  # simulations for the next best of a technique
 CUTS = "cuts"  # the name of what differs in cuts and storage alone
-SLACK = 1.1  # how far over the limit an estimate of the same cuts may be and still be simulated
 SAME = 1e-4  # of a step: what differs less is no quicker
 ALIKE = 1e-3  # of a step: what differs less is as quick, and the plainer is taken
 

@@ -20,7 +20,7 @@ import numpy as np
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.search.joint.dimensions import MOST, dimensions, points, powers, sparing
-from meshwright.search.joint.fronts import INNER, Candidate, Front, stage_front
+from meshwright.search.joint.fronts import INNER, SLACK, Candidate, Front, stage_front
 from meshwright.search.joint.outer import (
     Outer,
     Whole,
@@ -37,7 +37,6 @@ from meshwright.search.techniques.layers import layers_of
 from meshwright.techniques import Techniques
 
 TRIES = 20  # configurations that are simulated
-SLACK = 1.1  # how far over the limit an estimate may be and still be simulated
 
 
 @dataclass(frozen=True)
@@ -119,6 +118,11 @@ def _simulate(
     entries: list[_Group | _Row] = list(groups)
     queue: list[tuple[float, tuple[int, ...], int]] = [(e.seconds, (), n) for n, e in enumerate(groups)]
     heapq.heapify(queue)
+
+    def later(row: _Row) -> None:
+        heapq.heappush(queue, (row.seconds(0.0), row.order, len(entries)))
+        entries.append(row)
+
     while queue and tries > 0:
         estimate, order, number = heapq.heappop(queue)
         if estimate >= best:
@@ -126,8 +130,7 @@ def _simulate(
         row = entries[number]
         if isinstance(row, _Group):  # its front is made when nothing else may be quicker
             for one in row.rows(cluster, planner_of, enough, least):
-                heapq.heappush(queue, (one.seconds(0.0), one.order, len(entries)))
-                entries.append(one)
+                later(one)
             continue
         if (now := row.seconds(known.excess(row))) > estimate:  # what was learned since
             heapq.heappush(queue, (now, order, number))
@@ -143,9 +146,7 @@ def _simulate(
             known.saw(row, made)
         if made is None or made.peak_bytes > limit:
             for one in row.sparing():
-                if one.seconds(known.excess(one)) < best:
-                    heapq.heappush(queue, (one.seconds(known.excess(one)), one.order, len(entries)))
-                    entries.append(one)
+                later(one)
             continue
         if made.seconds < enough:
             fitting.append(made)
@@ -286,10 +287,10 @@ def whole_of(made: Front, candidate: Candidate, techniques: Techniques) -> Whole
     each = {n: memory.amounts[n][candidate.states[n]] for n in owned}
     gathered = sum(float(gathered_bytes(space, name)[candidate.states[n]]) for n, name in owned.items())
     kept = later = _kept_bytes(candidate, memory, owned)
-    if techniques.recompute:
-        full = _queued(made, techniques) is None
+    queued = _queued(made, techniques)
+    if techniques.recompute and queued is not None:
         plain = made.memory(space, replace(techniques, recompute=""))
-        later = 0.0 if full else _kept_bytes(candidate, plain, owned)
+        later = _kept_bytes(candidate, plain, owned)
     if candidate not in made.sent:
         made.sent[candidate] = _sent_bytes(candidate)
     return Whole(
@@ -299,7 +300,7 @@ def whole_of(made: Front, candidate: Candidate, techniques: Techniques) -> Whole
         kept + gathered,
         made.sent[candidate] / techniques.micro_batches,
         later + gathered,
-        _queued(made, techniques),
+        queued,
     )
 
 
