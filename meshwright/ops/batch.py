@@ -36,9 +36,9 @@ def by_whole_batch(graph: Graph, factors: Factors) -> list[Node]:
 
 def _reduces(node: Node, factors: Factors) -> bool:
     site = factors.sites[node.name]
-    if not any(letter in site.rule.inside for letter, _ in batch_units(site, factors)):
+    if not site.rule.inside or ("batch_norm" in node.op and not is_training(node)):
         return False
-    return "batch_norm" not in node.op or is_training(node)
+    return any(letter in site.rule.inside for letter, _ in batch_units(site, factors))
 
 
 def batch_rows(graph: Graph) -> set[int]:

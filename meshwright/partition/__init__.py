@@ -5,8 +5,9 @@ micro-batch has a program (`micro_batches.py`)."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from meshwright.errors import LayoutError
 from meshwright.graph import RESHARD, START, TO_DEVICE, TO_HOST, Graph, Node
@@ -27,6 +28,8 @@ from meshwright.partition.stashes import Stash
 from meshwright.partition.time import check_in_time, in_time, not_in_time
 from meshwright.plan import Plan
 from meshwright.redistribute import TWO_CORE_GLOO, Prices
+
+T = TypeVar("T")
 
 NO_COPIES: Mapping[str, int] = {}
 
@@ -53,6 +56,10 @@ class Partition:
     def of_place(self, place: int) -> Partition:
         """What the ranks at a place of a pipeline share."""
         return self.own[place] if self.own else self
+
+    def for_places(self, places: int, make: Callable[[Partition], T]) -> list[T]:
+        """What `make` says of each place of a pipeline, made once where all places share a mesh."""
+        return [make(one) for one in self.own] if self.own else [make(self)] * places
 
     @property
     def ranks(self) -> Mesh:
@@ -113,6 +120,11 @@ class Partition:
             return self._places[name]
 
         return cut_stages(program, self.plan.techniques.pipeline, place)
+
+    @functools.cached_property
+    def known(self) -> dict[Hashable, object]:
+        """What functions have found out about it (`remembered.py`)."""
+        return {}
 
     @functools.cached_property
     def _latest(self) -> dict[int, Graph]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from meshwright.graph import RESHARD
 from meshwright.partition import Partition
+from meshwright.partition.remembered import remembered
 from meshwright.redistribute.steps import COLLECTIVES
 
 
@@ -23,6 +24,7 @@ def scattered_each_time(parts: Partition) -> bool:
     return programs_in_time(parts) > 1 and asked.gradient_accumulation_shard and asked.optimizer_parallel >= 2
 
 
+@remembered
 def summed_first(parts: Partition) -> frozenset[str]:
     """The reshards of trained parameters whose gradients are added up as the parameter is used, and sent in the last
     backward alone. Adding up and every step of a redistribution are linear, so their order is free.

@@ -7,6 +7,7 @@ others hold several (a view there, a copy here), may save something else. Such h
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -120,7 +121,8 @@ def alike(layout: TensorLayout, mesh: Mesh) -> bool:
     return True
 
 
-def _block_lengths(size: int, axes: tuple[str, ...], mesh: Mesh) -> set[int]:
+@functools.lru_cache(maxsize=1 << 14)
+def _block_lengths(size: int, axes: tuple[str, ...], mesh: Mesh) -> frozenset[int]:
     lengths = {size}
     for axis in axes:
         count, after = mesh.sizes[axis], set[int]()
@@ -128,4 +130,4 @@ def _block_lengths(size: int, axes: tuple[str, ...], mesh: Mesh) -> set[int]:
             step = -(-length // count)
             after |= {step if length >= step * (i + 1) else max(length - step * i, 0) for i in range(count)}
         lengths = after
-    return lengths
+    return frozenset(lengths)

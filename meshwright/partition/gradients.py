@@ -7,6 +7,7 @@ import math
 from meshwright.graph import DTYPES, RESHARD
 from meshwright.layout import dim_axes, only_axes
 from meshwright.partition import Partition
+from meshwright.partition.remembered import remembered
 from meshwright.redistribute.buckets import Gradient
 from meshwright.redistribute.steps import origin
 from meshwright.techniques import wire_dtype
@@ -34,6 +35,7 @@ def loss_scale(parts: Partition) -> float:
     return float(mesh.count(a for a in axes if a in mesh.sizes and a not in mesh.time))
 
 
+@remembered
 def pending_gradients(parts: Partition) -> tuple[Gradient, ...]:
     """The parameters (by the names of the program's inputs) whose gradients are pending, in the order of their first
     use: backward completes them the other way round.

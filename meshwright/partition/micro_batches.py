@@ -20,6 +20,7 @@ from meshwright.ops.batch import by_micro_batch
 from meshwright.partition import Partition
 from meshwright.partition.interleave import Interleaved, interleaved, shared
 from meshwright.partition.localize import SUM_OF_COUNTS
+from meshwright.partition.remembered import remembered
 from meshwright.partition.reshards import local_type, step_texts
 from meshwright.partition.time import early_values
 from meshwright.redistribute import TWO_CORE_GLOO, redistribute
@@ -67,6 +68,7 @@ def micro_batches_of(parts: Partition, rank: int) -> MicroBatches:
     return MicroBatches(rounds, tuple(m.graph for m in merged), late, carried, merged[0].copy_of)
 
 
+@remembered
 def first_program(parts: Partition, rank: int) -> Interleaved:
     """The program of the first copies that take turns: what a timeline looks at. `rank` is one of the plan's mesh in
     the first micro-batch."""
@@ -102,6 +104,7 @@ def _merged(parts: Partition, copies: Sequence[Graph], late: Graph, leading: Seq
     return found
 
 
+@remembered
 def first_micro_batch(parts: Partition, rank: int) -> MicroBatches:
     """The same with the programs of the first micro-batch alone, the largest: what prices and tables look at."""
     cut = _Cut(parts, rank, parts.local(rank))
@@ -243,6 +246,8 @@ def _checked(graph: Graph) -> Graph:
 def _carried(parts: Partition) -> tuple[tuple[str, str], ...]:
     """The buffers whose new values follow from what one micro-batch alone has seen, and are no sums over them."""
     graph, layouts = parts.resharded.graph, parts.resharded.layouts
+    if not graph.mutations:
+        return ()
     sources = {node.name for node in by_micro_batch(graph, parts.factors)}
     own: set[str] = set()
     for node in graph.nodes:

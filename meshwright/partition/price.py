@@ -163,8 +163,10 @@ def on_cluster(mesh: Mesh, cluster: Cluster) -> Mesh:
 # ---------------------------------------------------------------- operators
 
 
-def node_prices(parts: Partition, local: Graph, mesh: Mesh, cluster: Cluster) -> dict[str, NodePrice]:
-    """The price of every operator of the model, in the order of the model."""
+def node_prices(
+    parts: Partition, local: Graph, mesh: Mesh, cluster: Cluster, of: Collection[str] | None = None
+) -> dict[str, NodePrice]:
+    """The price of every operator of the model, or of those `of` it, in the order of the model."""
     graph, sites, at = parts.resharded.graph, parts.factors.sites, origin(mesh)
     sent: dict[str, list[Talk]] = {}
     for node in local.nodes:
@@ -176,6 +178,8 @@ def node_prices(parts: Partition, local: Graph, mesh: Mesh, cluster: Cluster) ->
         Hashable, tuple[Amount, Amount]
     ] = {}  # copies of a layer share their layouts and their seconds
     for name, site in sites.items():
+        if of is not None and name not in of:
+            continue
         ports = parts.resharded.ports[name]
         wanted = [u in graph.needs_grad for u in site.node.uses]
         host = name in parts.plan.hosts
@@ -223,7 +227,7 @@ def reshard_prices(
 ) -> dict[str, tuple[float, float]]:
     """Seconds of every reshard and of every transfer, forward and backward. The gradients of `held` are not sent."""
     found: dict[str, tuple[float, float]] = {}
-    prices, at = cluster.prices, origin(mesh)
+    prices = cluster.prices
     for node in parts.resharded.graph.nodes:
         if node.op not in MOVES:
             continue
@@ -232,9 +236,7 @@ def reshard_prices(
             found[node.name] = (once, once if node.name in parts.fetched else 0.0)
             continue
         if node.op in TRANSFERS:
-            elements = math.prod(parts.resharded.layouts[node.name].local_shape(mesh, at))
-            once = float(transfer_seconds(elements * DTYPES[node.outputs[0].dtype], cluster))
-            found[node.name] = (once, once if any(node.needs_grad) else 0.0)
+            found[node.name] = transfer_price(parts, node, mesh, cluster)
             continue
         pair, itemsize = parts.resharded.pairs[node.name], DTYPES[node.outputs[0].dtype]
         if any(s.kind in COLLECTIVES and not set(mesh.time).isdisjoint(s.axes) for s in pair.forward):
@@ -247,6 +249,13 @@ def reshard_prices(
         )
         found[node.name] = (forward, backward + (forward if made_again(node) else 0.0))
     return found
+
+
+def transfer_price(parts: Partition, node: Node, mesh: Mesh, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of a transfer over the link to the host, forward and backward."""
+    elements = math.prod(parts.resharded.layouts[node.name].local_shape(mesh, origin(mesh)))
+    once = float(transfer_seconds(elements * DTYPES[node.outputs[0].dtype], cluster))
+    return once, once if any(node.needs_grad) else 0.0
 
 
 def once_prices(programs: MicroBatches, mesh: Mesh, cluster: Cluster) -> dict[str, tuple[float, float]]:

@@ -61,7 +61,7 @@ def stage_seconds(
     scattered = [g for g in groups if g.parted and scattered_each_time(parts)]
     held, slowdown = summed_first(parts), cluster.measured.slowdown
 
-    prices = node_prices(parts, graph, mesh, cluster)
+    prices = node_prices(parts, graph, mesh, cluster, {parts.stands_for(n.name) for n in graph.nodes})
 
     def played(number: int) -> Timeline:
         """Forward; and backward; and what the last one reduces."""

@@ -35,7 +35,7 @@ from meshwright.partition.price import (
     node_prices,
     on_cluster,
     parameter_prices,
-    reshard_prices,
+    transfer_price,
 )
 from meshwright.partition.reshards import backward_itemsize, parse_steps
 from meshwright.partition.stages import check_one_stage
@@ -153,12 +153,11 @@ class StepTasks:
     ) -> None:
         """`turns`: the program of all copies. What an operator takes is what it takes in the first of them. `prices`:
         those of `node_prices`, where they are known already."""
-        self.parts, self.local, self.mesh = parts, local, mesh
+        self.parts, self.local, self.mesh, self.cluster = parts, local, mesh, cluster
         self.waited: Prices = cluster.prices
         self.hidden: Prices = cluster.hidden_prices
         self.nodes = node_prices(parts, local, mesh, cluster) if prices is None else prices
         self.again = asked_within(parts.again, local)  # what backward makes again → the node that asks first
-        self.moves = reshard_prices(parts, mesh, cluster)
         self.items: list[Item] = []
         self.late = late_values(local)
         self.stands: dict[str, str] = {}  # node of a copy → what it is in the program of one
@@ -190,8 +189,11 @@ class StepTasks:
             streams = (COMPUTE, HOST) if self.parts.on_host(node) else (COMPUTE,)
             self.items.append(Task(node.name, streams, seconds, (), kind, about))
 
-    def _copy(self, node: Node, seconds: float, phase: str) -> None:
+    def _copy(self, node: Node, phase: str) -> None:
         """A transfer over the link to the host; the host waits for it."""
+        one = self.parts.resharded.graph.producers[self._of_one(node)]
+        there, back = transfer_price(self.parts, one, self.mesh, self.cluster)
+        seconds = back if phase == "backward" else there
         if seconds > 0.0:
             self._last = len(self.items)
             about = {"module": node.module, "operator": node.op, "bytes": node.outputs[0].size_bytes}
@@ -275,7 +277,7 @@ class StepTasks:
             self._last = self.fetches.forward(node, self._last)
             return
         if node.op in TRANSFERS:
-            self._copy(node, self.moves[self._of_one(node)][0], "forward")
+            self._copy(node, "forward")
             return
         self._talk(node, "forward")
         price = self.nodes.get(self._of_one(node))
@@ -312,7 +314,7 @@ class StepTasks:
                         self._land(member, "back", "backward")
             elif node.op in TRANSFERS:
                 if not is_fetch(node):  # of a parked parameter nothing goes back
-                    self._copy(node, self.moves[self._of_one(node)][1], "backward")
+                    self._copy(node, "backward")
             else:
                 self._talk(node, "backward")
                 price = self.nodes.get(self._of_one(node))

@@ -7,7 +7,9 @@ parts to the weight as it is used (optimizer parallel, levels 1 and 2).
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from meshwright.graph import DTYPES, Input
@@ -15,6 +17,7 @@ from meshwright.layout import TensorLayout, only_axes
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.fusion import sizes
+from meshwright.partition.remembered import remembered
 from meshwright.plan import Plan
 from meshwright.redistribute import Step
 from meshwright.redistribute.buckets import BucketBytes, Gradient, Group, alone_bytes, fill
@@ -36,7 +39,8 @@ class Update:
     scattered: bool
 
 
-def updates(parts: Partition) -> dict[str, Update]:
+@remembered
+def updates(parts: Partition) -> Mapping[str, Update]:
     """The parameters that are updated in parts, in the order of the program's inputs."""
     mesh, states = parts.plan.mesh, parts.plan.states
     scattered = parts.plan.techniques.optimizer_parallel >= 2
@@ -81,6 +85,7 @@ def is_stretch(selection: Selection) -> bool:
     return True
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def comes_in_place(gather: Step, mesh: Mesh) -> bool:
     """Whether what each rank sends is, on all ranks, one stretch of the weight's memory, of one length, in the order of
     the group: then a gather needs no memory beside the weight."""
@@ -100,6 +105,7 @@ def _start(selection: Selection) -> int:
     return start
 
 
+@remembered
 def gathered(parts: Partition) -> tuple[Gradient, ...]:
     """The weights that are gathered after the update, in the order of the program's inputs."""
     mesh, updated = parts.plan.mesh, updates(parts)
@@ -123,6 +129,7 @@ def gathered_bytes(plan: Plan, bucket_bytes: BucketBytes | None = None) -> Bucke
     return (lambda weight: large("all_gather", weight.axes)) if bucket_bytes is None else bucket_bytes
 
 
+@remembered
 def gathered_last(parts: Partition, device: str) -> tuple[Gradient, ...]:
     """The weights that are gathered after the update, the last to be read first; `fresh` where a large one comes in
     place."""

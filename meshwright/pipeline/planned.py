@@ -94,13 +94,11 @@ def _within_memory(
     the limit, and what they are over it is kept free in the next try.
     """
     if request is None:
-        each = [costs_of(parts.of_place(place), None) for place in range(world.places)]
+        each = parts.for_places(world.places, lambda one: costs_of(one, None))
         return split(graph, schedule.stages, [each[place] for place in schedule.ranks], pins=pins)
     link = link_of(request.cluster, world)
-    each = [
-        costs_of(parts.of_place(place), request.cluster, request.optimizer_states, link)
-        for place in range(world.places)
-    ]
+    cluster, states = request.cluster, request.optimizer_states
+    each = parts.for_places(world.places, lambda one: costs_of(one, cluster, states, link))
     costs = [each[place] for place in schedule.ranks]
     limit = math.inf if request.memory_bytes is None else request.memory_bytes
     room, in_flight = stage_room(parts, schedule, limit)
@@ -112,7 +110,7 @@ def _within_memory(
             break  # nothing fits, or nothing is as the user wants it, which the last split tells
         if max(cut.memory) < FAR * room:
             return cut
-        over = max(peaks_of(in_stages(dict(cut.of)), request.cluster, request.optimizer_states)) - limit
+        over = max(peaks_of(in_stages(dict(cut.of)), cluster, states)) - limit
         if over <= 0:
             return cut
         found.append((over, cut))

@@ -61,7 +61,7 @@ class Predicted:
 def predict(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Predicted:
     """Play the schedule of a plan with stages. `optimizer_states`: moments per parameter."""
     schedule, meshes = schedule_of(parts.asked), meshes_of(parts.asked)
-    cuts = [_cut_at(parts.of_place(place)) for place in range(meshes.places)]
+    cuts = parts.for_places(meshes.places, _cut_at)
     told = Messages(cuts[0].together, schedule)
     routes = Routes(parts, schedule.ranks, cuts[0].copy_of)
     posts = posting_seconds(told, cluster, routes)
@@ -153,8 +153,10 @@ def peaks_of(
 ) -> tuple[int, ...]:
     """The most bytes on a rank of each place in the pipeline, as `Predicted` has them. `staged`: whether all that is
     scattered comes before it is added up (by default on a CPU)."""
-    every = [parts.of_place(place) for place in range(meshes_of(parts.asked).places)]
-    cuts = [stages_in_copies(one, one.plan.mesh.rank(origin(one.plan.mesh)))[0] for one in every]
+    cuts = parts.for_places(
+        meshes_of(parts.asked).places,
+        lambda one: stages_in_copies(one, one.plan.mesh.rank(origin(one.plan.mesh)))[0],
+    )
     return bytes_of(parts, cluster, optimizer_states, cuts, staged)[0]
 
 

@@ -79,15 +79,17 @@ def split(
             hint=f"pipeline={min(max(len(nodes) // 4, 1), 4)}",
         )
     wishes = {name: stage for name, stage in (pins or {}).items() if name not in free}
-    known: dict[int, _Room] = {}
     each = [costs] * stages if isinstance(costs, Costs) else costs
-    rooms = [known.setdefault(id(c), _Room(graph, nodes, c)) for c in each]
+    known = {id(c): _Room(graph, nodes, c) for c in {id(c): c for c in each}.values()}
+    rooms = [known[id(c)] for c in each]
     places = rooms[0].places(stages, wishes)
-    cost = [room.seconds(places) for room in rooms]
+    spans = {id(room): room.seconds(places) for room in known.values()}
+    cost = [spans[id(room)] for room in rooms]
     allowed = [_allowed(nodes, places, wishes, stage) for stage in range(stages)]
     _check_order(nodes, wishes, stages)
     flights = tuple(in_flight) or (1,) * stages
-    memory = [room.memory(places, flights[stage]) for stage, room in enumerate(rooms)]
+    held = {(id(r), n): r.memory(places, n) for r, n in dict.fromkeys(zip(rooms, flights, strict=True))}
+    memory = [held[id(room), n] for room, n in zip(rooms, flights, strict=True)]
     fits = [ok & (m <= limit_bytes) for ok, m in zip(allowed, memory, strict=True)]
     least, _ = _shortest([np.where(ok, c, np.inf) for ok, c in zip(fits, cost, strict=True)], np.maximum)
     if math.isinf(least):

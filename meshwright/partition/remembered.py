@@ -1,0 +1,30 @@
+"""What is read off a partition over and over, and found once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import ParamSpec, TypeVar, cast
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def remembered(find: Callable[P, T]) -> Callable[P, T]:
+    """A function of a partition, its first argument, and of what can be hashed: its results live as long as the
+    partition (`Partition.known`). Nobody may change them."""
+    name = f"{find.__module__}.{find.__qualname__}"
+
+    @functools.wraps(find)
+    def found(*args: P.args, **kwargs: P.kwargs) -> T:
+        parts, *rest = args
+        known = cast("dict[Hashable, T]", parts.known)  # type: ignore[attr-defined]
+        key = (name, tuple(rest), tuple(sorted(kwargs.items())))
+        if key not in known:
+            known[key] = find(*args, **kwargs)
+        return known[key]
+
+    return found
+
+
+__all__ = ["remembered"]
