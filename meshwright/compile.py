@@ -333,9 +333,18 @@ def _in_stages(
     captured: Captured, made: Plan, world: Meshes, request: Request | None, techniques: Techniques
 ) -> Plan:
     """A plan of the ranks that share a stage, cut into stages."""
-    made = staged(captured.graph, made, techniques, world, functools.partial(lower, captured), request)
+    known: dict[str, Partition] = {}
+
+    def lowered(plan: Plan) -> Partition:
+        key = str([one.stages for one in (plan, *plan.own)])
+        if key not in known:
+            known.clear()  # a program is large
+            known[key] = lower(captured, plan)
+        return known[key]
+
+    made = staged(captured.graph, made, techniques, world, lowered, request)
     if request is not None:
-        said = pipeline_claims(lower(captured, made), request.cluster, request.optimizer_states)
+        said = pipeline_claims(lowered(made), request.cluster, request.optimizer_states)
         made = replace(made, claims=said)
         made = within_limit(made, request)
     return with_origin(made, captured, request)

@@ -111,6 +111,7 @@ def _in_place(pair: Reshard) -> bool | None:
     return None if "mask" in kinds else True
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def alike(layout: TensorLayout, mesh: Mesh) -> bool:
     """Every rank holds the same number of elements along each cut, or at least two."""
     for dim in layout.dims:
@@ -121,13 +122,17 @@ def alike(layout: TensorLayout, mesh: Mesh) -> bool:
     return True
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def _block_lengths(size: int, axes: tuple[str, ...], mesh: Mesh) -> frozenset[int]:
+def _block_lengths(size: int, axes: tuple[str, ...], mesh: Mesh) -> set[int]:
     lengths = {size}
     for axis in axes:
         count, after = mesh.sizes[axis], set[int]()
         for length in lengths:
-            step = -(-length // count)
-            after |= {step if length >= step * (i + 1) else max(length - step * i, 0) for i in range(count)}
+            step = max(1, -(-length // count))
+            full, rest = divmod(
+                length, step
+            )  # so many blocks of the step, one of what is left, none for others
+            after |= {step} if full else set[int]()
+            after |= {rest} if full < count else set[int]()
+            after |= {0} if full + 1 < count else set[int]()
         lengths = after
-    return frozenset(lengths)
+    return lengths

@@ -14,6 +14,7 @@ the rank at the origin, which holds the largest blocks, in these conventions:
   them are sent once, what copies share is brought once for all of them, and gradients that are added up first
   (`partition/accumulation.py`) are sent once;
 - gradients of parameters cost their share of full buckets (`cost/reduction.py`);
+- gradients of a micro-batch are added to those before it (`partition/adding.py`), where an operator's backward ends;
 - the update is priced parameter by parameter. Marks are free, inputs are there.
 """
 
@@ -36,6 +37,7 @@ from meshwright.ops.strategy import Ports
 from meshwright.ops.talk import Talk, kernel_talk
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import programs_in_time, scattered_each_time, summed_first
+from meshwright.partition.adding import added_seconds
 from meshwright.partition.asked import asked_within
 from meshwright.partition.fetch_prices import fetch_seconds
 from meshwright.partition.fetches import is_fetch
@@ -52,19 +54,18 @@ from meshwright.redistribute.steps import COLLECTIVES, largest_size, origin, wir
 
 @dataclass(frozen=True, slots=True)
 class NodePrice:
-    """Seconds of one operator of the model: what it computes, and what its kernels send."""
+    """Seconds of one operator of the model: what it computes, what its kernels send, and what adding the gradients of
+    its parameters to those of micro-batches before takes."""
 
     forward_seconds: float
     backward_seconds: float
     forward_talk_seconds: float = 0.0
     backward_talk_seconds: float = 0.0
+    adding_seconds: float = 0.0
 
     def times(self, count: int) -> NodePrice:
         """That of so many micro-batches."""
-        halves = (self.forward_seconds, self.backward_seconds)
-        return NodePrice(
-            *(count * s for s in (*halves, self.forward_talk_seconds, self.backward_talk_seconds))
-        )
+        return NodePrice(*(count * getattr(self, name) for name in self.__slots__))
 
     @property
     def total(self) -> float:
@@ -74,6 +75,7 @@ class NodePrice:
             + self.backward_seconds
             + self.forward_talk_seconds
             + self.backward_talk_seconds
+            + self.adding_seconds
         )
 
 
@@ -132,7 +134,7 @@ def program_price(parts: Partition, cluster: Cluster, optimizer_states: int = 2)
     by_parameter = parameter_prices(parts, mesh, cluster, optimizer_states)
     nodes, reshards, parameters = by_node.values(), by_reshard.values(), by_parameter.values()
     return Price(
-        compute=math.fsum(n.forward_seconds + n.backward_seconds for n in nodes),
+        compute=math.fsum(n.forward_seconds + n.backward_seconds + n.adding_seconds for n in nodes),
         forward_communication=math.fsum(
             [*(f for f, _ in reshards), *(n.forward_talk_seconds for n in nodes)]
         ),
@@ -195,7 +197,8 @@ def node_prices(
         )
         if name in again:
             backward, back = backward + forward, back + sends
-        found[name] = NodePrice(float(forward), float(backward), sends, back)
+        adding = added_seconds(parts, name, cluster)
+        found[name] = NodePrice(float(forward), float(backward), sends, back, adding)
     return found
 
 

@@ -8,12 +8,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.machine import QUEUED, launch_seconds, seconds
-from meshwright.cost.operators import Work
+from meshwright.cost.machine import QUEUED, launch_seconds
 from meshwright.cost.timeline import COMPUTE, Timeline, play
 from meshwright.graph import Graph
 from meshwright.partition import Partition
-from meshwright.partition.accumulation import programs_in_time, scattered_each_time, summed_first
+from meshwright.partition.accumulation import scattered_each_time, summed_first
 from meshwright.partition.bucket_tasks import BucketTasks, Pass
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import pending_gradients
@@ -28,10 +27,10 @@ from meshwright.redistribute.buckets import Group, fill
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """`forward` and `backward` of one micro-batch, of which `weights` may wait; `reduce`: how much longer the backward
-    of the last one takes, until its gradients are reduced; in the seconds `waited` of these nothing else can be
-    computed. `sums`: seconds in which a link is busy with gradients beside computing, and `slowed` what that computing
-    then takes longer."""
+    """`forward` and `backward` of one micro-batch, of which `weights` may wait, with the adding up of their gradients;
+    `reduce`: how much longer the backward of the last one takes, until its gradients are reduced; in the seconds
+    `waited` of these nothing else can be computed. `sums`: seconds in which a link is busy with gradients beside
+    computing, and `slowed` what that computing then takes longer."""
 
     forward: float
     backward: float
@@ -86,33 +85,19 @@ def stage_seconds(
             busy[task.streams[0]] += task.seconds
     sums = max(busy.values(), default=0.0) * max(1.0, slowdown.get("collective", 1.0))
     split = [prices[name].backward_seconds / 2 for name in splittable(graph) if name in prices]
-    later, added, backward = (
-        math.fsum(split) * parts.copies,
-        adding_seconds(parts, cluster, graph),
-        back.step_seconds - there.step_seconds,
-    )
+    later, backward = math.fsum(split) * parts.copies, back.step_seconds - there.step_seconds
+    added = math.fsum(price.adding_seconds for price in prices.values()) * parts.copies
     each = len(split) * parts.copies * launch_seconds(cluster.device, cluster.measured) if halves else 0.0
     forward, inputs, weights = (each * count for count in QUEUED)
     return StageSeconds(
         there.step_seconds + forward,
-        backward + added + inputs + weights,
-        min(later, backward) + added + weights,
+        backward + inputs + weights,
+        min(later, backward - added) + added + weights,
         max(0.0, last.step_seconds - back.step_seconds),
         max(0.0, computed - back.step_seconds),
         sums,
         sums * (1 - 1 / max(1.0, slowdown.get("compute", 1.0))),
     )
-
-
-def adding_seconds(parts: Partition, cluster: Cluster, graph: Graph) -> float:
-    """Adding the weights' gradients of a micro-batch of a stage to those before it, the first having none: two are
-    read, one is written, all of them once for each micro-batch, so that no cache holds them until the next. It is done
-    where autograd ends, which starts in half of an operator's time."""
-    count = programs_in_time(parts)
-    sizes = [i.type.size_bytes for i in graph.inputs if i.role == "parameter" and i.needs_grad]
-    moved, elements = 3.0 * sum(sizes), float(sum(sizes)) / 4
-    one = Work("memory", "f32", elements, 0.0, moved, 0.0, 0.5 * len(sizes), 0.0)
-    return (1 - 1 / count) * float(seconds(one, cluster.device, cluster.measured)[0])
 
 
 def update_seconds_of(

@@ -319,7 +319,7 @@ class StepTasks:
                 self._talk(node, "backward")
                 price = self.nodes.get(self._of_one(node))
                 if price is not None:
-                    self._compute(node, price.backward_seconds, "backward")
+                    self._compute(node, price.backward_seconds + price.adding_seconds, "backward")
             self._arrived(arrives.get(node.name, ()))
         self.items.append(Arrival((), self._last, ends=True))
 

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from meshwright.cost.cluster import Cluster
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import scattered_each_time
 from meshwright.partition.peaks import optimizer_on
@@ -24,14 +23,13 @@ ENDS = (BACKWARD, BACKWARD_WEIGHT)  # what a micro-batch's backward in a stage e
 
 def bytes_of(
     parts: Partition,
-    cluster: Cluster,
+    device: str,
     optimizer_states: int,
     cuts: Sequence[Sequence[Stage]],
     staged: bool | None = None,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of each place the most bytes on the device, and on the host. `cuts`: the stages of its program, of which it runs
     its own."""
-    device = cluster.device_type
     optimizer, schedule = optimizer_on(device, optimizer_states), schedule_of(parts.asked)
     memory: list[StageMemory] = []
     for s, place in enumerate(schedule.ranks):

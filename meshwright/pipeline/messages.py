@@ -37,6 +37,11 @@ class Messages:
             for reader in later
         ]
         away = [e for e in edges if schedule.ranks[e[1]] != schedule.ranks[e[2]]]
+        self._peers: dict[int, set[int]] = {}  # rank → those that it exchanges messages with
+        for _, maker, reader in away:
+            one, other = schedule.ranks[maker], schedule.ranks[reader]
+            self._peers.setdefault(one, set()).add(other)
+            self._peers.setdefault(other, set()).add(one)
         # In an order that does not depend on a rank's program: where stages have meshes of their own they differ.
         self.number = {edge: number for number, edge in enumerate(sorted(away))}
         graded = [e for e in away if e[0] in cut[e[1]].segment.graph.needs_grad]
@@ -88,9 +93,7 @@ class Messages:
         """Action of a rank → its messages that have been read when what the action needs has arrived."""
         ranks, found = self.schedule.ranks, dict[Action, list[Message]]()
         users = {m: action for action in self.compute(place) for m in self.needed(action)}
-        for peer in range(len(self.schedule.actions)):
-            if peer == place:
-                continue
+        for peer in sorted(self._peers.get(place, ())):
             read: list[Message] = []
             for action in self.compute(peer):
                 read += [m for m in self.needed(action) if ranks[m.reader if m.back else m.maker] == place]

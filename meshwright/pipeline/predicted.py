@@ -11,6 +11,7 @@ from meshwright.cost.cluster import Cluster, Level
 from meshwright.partition import Partition
 from meshwright.partition.interleave import Interleaved
 from meshwright.partition.micro_batches import MicroBatches, first_micro_batch, first_program
+from meshwright.partition.remembered import remembered
 from meshwright.partition.stage_seconds import (
     StageSeconds,
     prologue_seconds,
@@ -94,7 +95,7 @@ def predict(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Pr
             prologue_seconds(parts.of_place(place), cluster, cut.programs.rounds)
             for place, cut in enumerate(cuts)
         ),
-        *bytes_of(parts, cluster, optimizer_states, [cut.together for cut in cuts]),
+        *_bytes(parts, cluster.device_type, optimizer_states, None),
     )
 
 
@@ -153,13 +154,21 @@ def peaks_of(
 ) -> tuple[int, ...]:
     """The most bytes on a rank of each place in the pipeline, as `Predicted` has them. `staged`: whether all that is
     scattered comes before it is added up (by default on a CPU)."""
+    return _bytes(parts, cluster.device_type, optimizer_states, staged)[0]
+
+
+@remembered
+def _bytes(
+    parts: Partition, device: str, optimizer_states: int, staged: bool | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     cuts = parts.for_places(
         meshes_of(parts.asked).places,
         lambda one: stages_in_copies(one, one.plan.mesh.rank(origin(one.plan.mesh)))[0],
     )
-    return bytes_of(parts, cluster, optimizer_states, cuts, staged)[0]
+    return bytes_of(parts, device, optimizer_states, cuts, staged)
 
 
+@remembered
 def stages_in_copies(parts: Partition, rank: int) -> tuple[tuple[Stage, ...], list[Interleaved | None]]:
     """The stages of the first micro-batch as they run; and where its copies take turns, the program of each."""
     if parts.copies == 1:

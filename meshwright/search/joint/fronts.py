@@ -49,7 +49,8 @@ SECOND_FORWARD = 0.2  # of computing: forward is a third, less what lies outside
 @dataclass(frozen=True, eq=False)
 class Candidate:
     """A choice of one space. `floor`: seconds that its step is not below; `compute` those of computing, `gathers` those
-    in which links are busy with weights for each micro-batch. `examples`: how many a rank has, and so how many
+    in which links are busy with weights for each micro-batch, `adds` those in which the gradients of one are added to
+    those before it. `examples`: how many a rank has, and so how many
     micro-batches there can be."""
 
     name: str
@@ -58,6 +59,7 @@ class Candidate:
     floor: float
     compute: float
     gathers: float
+    adds: float
     examples: int
 
 
@@ -145,7 +147,8 @@ class Front:
 
     def least_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
         """What the candidate's step is not below under techniques, but for turns of copies."""
-        seconds = candidate.floor + (techniques.micro_batches - 1) * self.launching
+        adds = 0.0 if techniques.gradient_accumulation_shard else candidate.adds
+        seconds = candidate.floor + (techniques.micro_batches - 1) * (self.launching + adds)
         if techniques.recompute == "full":
             seconds += SECOND_FORWARD * candidate.compute
         if "optimizer" in techniques.offload:
@@ -341,7 +344,8 @@ def with_choice(made: Front, found: Found) -> None:
 def _candidate(made: Front, name: str, space: Space, states: tuple[int, ...], floor: Problem) -> Candidate:
     least, compute = floor.price(states), space.price(states).compute
     gathers, each = space.least_gathers(states), examples_of(made.planner, space, states)
-    return Candidate(name, space, states, least, compute, gathers, each)
+    adds = space.adding_seconds(states)
+    return Candidate(name, space, states, least, compute, gathers, adds, each)
 
 
 def _alike(one: Candidate, other: Candidate) -> bool:

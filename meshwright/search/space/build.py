@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.cost.adding import adding_seconds
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.host import transfer_seconds
-from meshwright.graph import Graph
+from meshwright.graph import DTYPES, Graph
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors
@@ -278,14 +279,15 @@ class Space:
         """What is minimised: the sum of all seconds; with `alpha`, ``α·compute + blocking + (1 − α)·hideable``, whose
         optimum is worth simulating. With α = 1 no step of one copy undercuts it (`step.step_problem` says more); with
         less some may, where two collectives run beside each other over different axes. Parameters that are stored in
-        parts are gathered for each of `micro_batches`.
+        parts are gathered for each of `micro_batches`, and gradients added up.
         """
         compute, hideable = (1.0, 1.0) if alpha is None else (alpha, 1.0 - alpha)
         unary = [compute * p[0] + p[1] + hideable * (p[2] + p[3]) for p in self.unary]
-        if micro_batches > 1 and hideable:
+        if micro_batches > 1:
             for name, seconds in self.gathers.items():
                 number = self.variable["parameter", name]
-                unary[number] = unary[number] + hideable * (micro_batches - 1) * seconds
+                each = hideable * seconds + compute * self.adds.get(name, 0.0)
+                unary[number] = unary[number] + (micro_batches - 1) * each
         if hideable == 1.0:
             return Problem(tuple(unary), dict(self.pairs))
         pairs = {k: self._weighed(k, matrix, hideable) for k, matrix in self.pairs.items()}
@@ -295,6 +297,18 @@ class Space:
     def gathers(self) -> dict[str, np.ndarray]:
         """Parameter → seconds in which all that it stands for are gathered for one micro-batch: float64[states]."""
         return {name: self.owners(name) * self._gathered(name, self.table) for name in self.parameters}
+
+    @functools.cached_property
+    def adds(self) -> dict[str, np.ndarray]:
+        """Parameter → seconds in which the gradients of all that it stands for are added to those of the micro-batches
+        before: float64[states]."""
+        found: dict[str, np.ndarray] = {}
+        for name, known in self.parameters.items():
+            if name in self.graph.needs_grad:
+                size = DTYPES[self.graph.types[name].dtype] * known.summed_elements
+                each = adding_seconds(size, self.cluster, name in self.hosted)
+                found[name] = self.owners(name) * np.asarray(each)
+        return found
 
     def least_gathers(self, states: Sequence[int]) -> float:
         """Seconds that the gathers of a choice take of one micro-batch at least: those over the same axes follow one
@@ -330,7 +344,12 @@ class Space:
         if micro_batches > 1:
             at = ((name, states[self.variable["parameter", name]]) for name in self.parameters)
             pairs += (micro_batches - 1) * sum(float(self.gathers[name][state]) for name, state in at)
+            sums[0] += (micro_batches - 1) * self.adding_seconds(states)
         return Parts(float(sums[0]), float(sums[1] + sums[2]) + pairs, float(sums[3]))
+
+    def adding_seconds(self, states: Sequence[int]) -> float:
+        """Seconds in which the gradients of a micro-batch are added to those before it."""
+        return sum(float(each[states[self.variable["parameter", name]]]) for name, each in self.adds.items())
 
     @functools.cached_property
     def size(self) -> int:
