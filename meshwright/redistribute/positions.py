@@ -156,7 +156,10 @@ class Exchange:
     def received(self) -> Join | None:
         """How what arrives is put together: `joined(place)`, found once."""
         if self.kind in ("all_gather", "all_to_all"):
-            cut = [d for d, dim in enumerate(self.step.before.dims) if set(dim_axes(dim)) & set(self.axes)]
+            moved = {a for a in self.axes if self.mesh.sizes[a] > 1}
+            cut = [d for d, dim in enumerate(self.step.before.dims) if moved.intersection(dim_axes(dim))]
+            if len(cut) > 1 and all(self.shape_after[d] for d in cut):
+                return None  # of no such dim does every member send all that is wanted: `joined` looks at all of them
             if len(cut) == 1 and _ends_with(self.step.before.dims[cut[0]], self.axes):
                 return Join(cut[0], None, None)
         return joined(self.place)
