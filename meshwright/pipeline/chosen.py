@@ -151,7 +151,7 @@ def _best(
             given = replace(other.techniques, given=techniques.given)
             note = f"auto chose {other.techniques.pipeline} stages, {found.outer.schedule.name}: {before}"
             # Those planned so far are told by their plans; one that does not fit after all is no next best.
-            known = [replace(one, seconds=found.seconds + each - step) for one, each in fitting]
+            known = [replace(one, seconds=found.seconds + (each - step)) for one, each in fitting]
             rest = [*known, *list(several.values())[planned:]]
             told = told_stages(found, rest, techniques.given)
             best = replace(other, techniques=given).with_notes(note, *told, *_unseen(techniques, request))
