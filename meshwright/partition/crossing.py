@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from meshwright.mesh import Mesh
 from meshwright.partition.heap import Heap, Storage
-from meshwright.partition.moves import assembled, moved
+from meshwright.partition.moves import moved
 from meshwright.partition.wires import Scatter, gather, scatter
 from meshwright.redistribute import Step
 from meshwright.redistribute.positions import Exchange, exchange
@@ -61,12 +61,9 @@ class Crossing:
         heap, size = self.heap, self._width(plan) * self._rows(plan) * self.itemsize
         match plan.kind:
             case "all_gather":
-                return heap.hold(x) if plan.even else heap.new(size)
+                return heap.new(size) if plan.short else heap.hold(x)
             case "reduce_scatter":
-                pieces = heap.new(math.prod(plan.shape_before) * self.itemsize if plan.apart else 0)
-                rows = heap.new(size)
-                heap.drop(pieces)
-                return rows
+                return heap.new(size)
             case "all_to_all":
                 return heap.new(math.prod(plan.shape_before) * self.itemsize)
         return heap.hold(x)
@@ -105,7 +102,7 @@ class Crossing:
                 assert plan is not None
                 after = math.prod(plan.shape_after) * self.itemsize
                 if plan.kind in ("all_gather", "all_to_all"):
-                    self._inside[number] = assembled(heap, plan, after)
+                    self._inside[number] = heap.new(after)
                 else:
                     self._inside[number] = heap.hold(self._received)
             heap.drop(self._received)

@@ -55,33 +55,21 @@ def _moved(heap: Heap, x: Storage, plan: Exchange, itemsize: int, mesh: Mesh, st
             return heap.new(after)
         case "reduce_scatter":
             message = plan.padded * len(plan.group) * itemsize
-            pieces = heap.new(before if plan.apart else 0)
             rows = heap.new(message)
-            heap.drop(pieces)
             result = scatter(heap, message, len(plan.group), staged).wait()
             heap.drop(rows)
             return result
         case "all_gather":
-            padded = heap.new(0 if plan.even else plan.padded * itemsize)
+            padded = heap.new(plan.padded * itemsize if plan.short else 0)
             rows = gather(heap, plan.padded * len(plan.group) * itemsize, mesh, plan.axes, staged)
-            result = assembled(heap, plan, after)
+            result = heap.new(after)
             heap.drop(rows)
             heap.drop(padded)
             return result
         case "all_to_all":
             flat, received = heap.new(before), heap.new(after)
-            result = assembled(heap, plan, after)
+            result = heap.new(after)
             heap.drop(received)
             heap.drop(flat)
             return result
     raise AssertionError(plan.kind)
-
-
-def assembled(heap: Heap, plan: Exchange, size_bytes: int) -> Storage:
-    """Pieces put together, and put into order where they are not."""
-    if not plan.reordered:
-        return heap.new(size_bytes)
-    apart = heap.new(size_bytes)
-    result = heap.new(size_bytes)
-    heap.drop(apart)
-    return result

@@ -187,7 +187,7 @@ class UpdateMemory:
                 continue
             plans = [self._plan(self.updates[m.name].gather) for m in group.members]
             row = sum(p.padded * self.sizes[m.name] for p, m in zip(plans, group.members, strict=True))
-            alone = len(plans) == 1 and plans[0].even
+            alone = len(plans) == 1 and not plans[0].short
             sent = heap.new(0 if alone else row)
             here = [sent, gather(heap, row * len(plans[0].group), self.mesh, group.axes, self.staged)]
             for storage in before:

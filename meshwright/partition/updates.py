@@ -21,7 +21,8 @@ from meshwright.partition.remembered import remembered
 from meshwright.plan import Plan
 from meshwright.redistribute import Step
 from meshwright.redistribute.buckets import BucketBytes, Gradient, Group, alone_bytes, fill
-from meshwright.redistribute.positions import Selection, exchange
+from meshwright.redistribute.positions import exchange
+from meshwright.redistribute.selections import Selection
 from meshwright.redistribute.steps import largest_size, origin
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from meshwright.hashed import hashed_once
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
-from meshwright.redistribute.positions import Selection, overlap
+from meshwright.redistribute.positions import overlap
+from meshwright.redistribute.selections import Selection
 
 
 @hashed_once

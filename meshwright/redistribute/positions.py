@@ -20,10 +20,8 @@ contiguous once copied, in row-major order.
 
 Flat collectives: pad each chunk to `padded` elements for ``all_gather_into_tensor`` and ``reduce_scatter_tensor``
 (when not `even`); pass ``[s.numel for s in send]`` and ``[s.numel for s in place]`` as split sizes to
-``all_to_all_single``. To put received chunks together without a copy per run, `joined(place)` says along which dim to
-concatenate them and by what to index the result; `joined(send)` by what to index x so that the chunks lie behind one
-another along a dim. Chunks that overlap (a concatenation with a whole part) hold equal elements; `joined` is then
-None.
+``all_to_all_single``. To copy the parts of all members at once, `parts` and `places` show them as few strided views
+(`grids.py`). Chunks that overlap (a concatenation with a whole part) hold equal elements.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,50 +40,15 @@ from meshwright.layout import (
     TensorLayout,
     dim_axes,
     dim_size,
-    leaves,
     local_indices,
-    map_leaves,
 )
 from meshwright.mesh import Mesh
+from meshwright.redistribute.grids import Grid, grids_of
+from meshwright.redistribute.selections import Runs, Selection, everything
 from meshwright.redistribute.steps import Step
 
-Runs = tuple[tuple[int, int], ...]  # (start, length), ascending, apart
 Indices = range | np.ndarray  # ascending
 Held = tuple[Indices, ...]  # per dim
-
-
-@dataclass(frozen=True)
-class Selection:
-    """A rectangle of positions in a tensor of shape `of`: per dim the runs that are selected."""
-
-    runs: tuple[Runs, ...]
-    of: tuple[int, ...]
-
-    @functools.cached_property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of what is selected."""
-        return tuple(sum(n for _, n in runs) for runs in self.runs)
-
-    @functools.cached_property
-    def numel(self) -> int:
-        """The number of elements selected."""
-        return math.prod(self.shape)
-
-    @functools.cached_property
-    def cut_dims(self) -> tuple[int, ...]:
-        """The dims along which less than everything is selected; a runtime need not touch the others."""
-        return tuple(d for d, (n, size) in enumerate(zip(self.shape, self.of, strict=True)) if n != size)
-
-    @property
-    def everything(self) -> bool:
-        """The selection is the tensor itself."""
-        return not self.cut_dims
-
-    def index(self, dim: int) -> np.ndarray:
-        """The positions along a dim, ascending."""
-        return np.concatenate(
-            [np.arange(s, s + n) for s, n in self.runs[dim]] or [np.zeros(0, dtype=np.int64)]
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,24 +116,22 @@ class Exchange:
         return tuple(s.numel for s in (self.send if self.kind == "reduce_scatter" else self.place))
 
     @functools.cached_property
-    def received(self) -> Join | None:
-        """How what arrives is put together: `joined(place)`, found once."""
-        if self.kind in ("all_gather", "all_to_all"):
-            moved = {a for a in self.axes if self.mesh.sizes[a] > 1}
-            cut = [d for d, dim in enumerate(self.step.before.dims) if moved.intersection(dim_axes(dim))]
-            if len(cut) > 1 and all(self.shape_after[d] for d in cut):
-                return None  # of no such dim does every member send all that is wanted: `joined` looks at all of them
-            if len(cut) == 1 and _ends_with(self.step.before.dims[cut[0]], self.axes):
-                return Join(cut[0], None, None)
-        return joined(self.place)
+    def parts(self) -> tuple[Grid, ...]:
+        """`send`, of all members at once."""
+        return self._grids(self.send, written=False)
 
     @functools.cached_property
-    def reordered(self) -> bool:
-        """Whether what arrives is put into order after it was put together: told of fewer elements that are cut
-        alike."""
-        little = _little(self.step, self.mesh)
-        join = (exchange(little, self.mesh, self.rank) if little else self).received
-        return join is not None and join.order is not None
+    def places(self) -> tuple[Grid, ...]:
+        """`place`, of all members at once."""
+        return self._grids(self.place, written=True)
+
+    def _grids(self, selections: Sequence[Selection], written: bool) -> tuple[Grid, ...]:
+        if self.kind == "all_to_all":  # chunks lie behind one another, else one is a row
+            chunks = [0, *itertools.accumulate(s.numel for s in selections)][:-1]
+        else:
+            chunks = range(len(selections))
+        counts = [self.mesh.sizes[a] for a in self.axes]
+        return grids_of(selections, counts if len(selections) > 1 else [1], chunks, written)
 
     @functools.cached_property
     def padded(self) -> int:
@@ -188,16 +149,10 @@ class Exchange:
         first, last = self._ends
         return math.prod(first) == math.prod(last)
 
-    @functools.cached_property
-    def apart(self) -> bool:
-        """Whether the pieces for the members of a reduce-scatter are copied before they are put behind one another:
-        they are cut unevenly, or along dims that were joined, so that they are no grid."""
-        if not self.even:
-            return True
-        cut = [dim for dim in self.step.after.dims if set(dim_axes(dim)) & set(self.axes)]
-        if all(_is_plain(dim, self.axes) for dim in cut):
-            return False
-        return any(shape[1:] != self.shape_before[1:] for shape in self._ends)
+    @property
+    def short(self) -> bool:
+        """Whether what this rank sends in an all-gather is less than a chunk, and is copied into one."""
+        return math.prod(self.shape_before) < self.padded
 
     @functools.cached_property
     def sent(self) -> int:
@@ -238,37 +193,6 @@ def overlap(
     return found
 
 
-def everything(shape: tuple[int, ...]) -> Selection:
-    """The selection of a whole tensor."""
-    return Selection(tuple(((0, n),) if n else () for n in shape), shape)
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _little(step: Step, mesh: Mesh) -> Step | None:
-    """A step of as few elements as can be that are cut into as many blocks, of two elements each where they had more;
-    None where blocks are uneven, or dims written in two ways. Which element lies before which is the same."""
-    sizes: list[int] = []
-    have, want = _leaves(step.before), _leaves(step.after)
-    if len(have) != len(want):
-        return None
-    for before, after in zip(have, want, strict=True):
-        blocks = math.lcm(mesh.count(before.axes), mesh.count(after.axes))
-        if before.groups or before.size != after.size or before.size % blocks:
-            return None
-        sizes.append(blocks * min(2, before.size // blocks))
-
-    def smaller(layout: TensorLayout) -> TensorLayout:
-        left = iter(sizes)
-        dims = tuple(map_leaves(d, lambda leaf: SubDim(next(left), leaf.axes)) for d in layout.dims)
-        return TensorLayout(dims, layout.pending, layout.grad)
-
-    return replace(step, before=smaller(step.before), after=smaller(step.after))
-
-
-def _leaves(layout: TensorLayout) -> list[SubDim]:
-    return [leaf for dim in layout.dims for leaf in leaves(dim)]
-
-
 def _selections(held: Held, wanted: Sequence[Held]) -> tuple[Selection, ...]:
     """Where, in a tensor that holds some global indices per dim, those are that each of some others wants too.
 
@@ -287,65 +211,6 @@ def _selections(held: Held, wanted: Sequence[Held]) -> tuple[Selection, ...]:
         Selection(tuple(runs(d, h, w) for d, (h, w) in enumerate(zip(held, each, strict=True))), shape)
         for each in wanted
     )
-
-
-@dataclass(frozen=True, eq=False)
-class Join:
-    """Chunks that are cuts of one tensor along one dim, together all of it.
-
-    `positions`: indexing the tensor by them along `dim` gives the chunks behind one another, to send. `order`:
-    indexing the chunks behind one another by it gives the tensor, on receipt. Both None where they lie in order
-    already.
-    """
-
-    dim: int
-    positions: np.ndarray | None
-    order: np.ndarray | None
-
-
-def joined(chunks: tuple[Selection, ...]) -> Join | None:
-    """How chunks make up the tensor they select from; None where they overlap, miss some, or cut several dims."""
-    of = chunks[0].of
-    cut = {d for c in chunks for d in c.cut_dims}
-    if len(cut) > 1 or not of:
-        return None
-    dim = cut.pop() if cut else 0
-    if _one_after_another([c.runs[dim] for c in chunks], of[dim]):
-        return Join(dim, None, None)
-    positions, ascending = np.concatenate([c.index(dim) for c in chunks]), np.arange(of[dim])
-    if np.array_equal(positions, ascending):
-        return Join(dim, None, None)
-    if not np.array_equal(np.sort(positions), ascending):
-        return None
-    return Join(dim, positions, np.argsort(positions))
-
-
-def _is_plain(dim: Dim, axes: Sequence[str]) -> bool:
-    """Whether equal parts of a dim over these axes lie at equal distances: none cuts but its outermost sub-dim, which
-    has no groups."""
-    first, *rest = dim
-    return isinstance(first, SubDim) and not first.groups and not set(dim_axes(tuple(rest))) & set(axes)
-
-
-def _ends_with(dim: Dim, axes: Sequence[str]) -> bool:
-    """Whether a dim is cut over these axes in this order, at its outermost sub-dim and as its minor axes: so that the
-    parts of members lie behind one another in the order of a group over them."""
-    first, *rest = dim
-    return (
-        isinstance(first, SubDim)
-        and all(isinstance(item, SubDim) and not item.axes for item in rest)
-        and first.axes[-len(axes) :] == tuple(axes)
-    )
-
-
-def _one_after_another(every: Sequence[Runs], size: int) -> bool:
-    """Whether each chunk has one run, which begins where the last one ended, and all together are the whole dim."""
-    end = 0
-    for runs in every:
-        if len(runs) > 1 or (runs and runs[0][0] != end):
-            return False
-        end += sum(n for _, n in runs)
-    return end == size
 
 
 def _held(layout: TensorLayout, mesh: Mesh, at: Mapping[str, int]) -> Held:
@@ -393,16 +258,29 @@ def _runs_of(held: Indices, wanted: Indices) -> Runs:
     if isinstance(held, range) and isinstance(wanted, range):
         first, stop = max(held.start, wanted.start), min(held.stop, wanted.stop)
         return ((first - held.start, stop - first),) if stop > first else ()
-    return _runs_of_arrays(np.asarray(held), np.asarray(wanted))
-
-
-def _runs_of_arrays(held: np.ndarray, wanted: np.ndarray) -> Runs:
-    if len(held) == len(wanted) and np.array_equal(held, wanted):
+    if isinstance(held, range):
+        found = np.asarray(wanted)
+        return _runs_at(found[(found >= held.start) & (found < held.stop)] - held.start)
+    if isinstance(wanted, range):
+        return _runs_at(np.flatnonzero((held >= wanted.start) & (held < wanted.stop)))
+    if held is wanted:
         return ((0, len(held)),) if len(held) else ()
     if not len(held) or not len(wanted):
         return ()
-    near = np.searchsorted(wanted, held)
-    positions = np.flatnonzero(wanted[np.minimum(near, len(wanted) - 1)] == held)
+    # What there is fewer of is looked for among what there is more of.
+    if len(held) <= len(wanted):
+        return _runs_at(np.flatnonzero(_is_among(held, wanted)[1]))
+    near, there = _is_among(wanted, held)
+    return _runs_at(near[there])
+
+
+def _is_among(few: np.ndarray, many: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    near = np.minimum(np.searchsorted(many, few), len(many) - 1)
+    return near, many[near] == few
+
+
+def _runs_at(positions: np.ndarray) -> Runs:
+    """Ascending positions as runs."""
     if not len(positions):
         return ()
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1

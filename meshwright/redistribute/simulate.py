@@ -12,7 +12,8 @@ import numpy as np
 
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
-from meshwright.redistribute.positions import Exchange, Selection, exchange
+from meshwright.redistribute.positions import Exchange, exchange
+from meshwright.redistribute.selections import Selection
 from meshwright.redistribute.steps import Step
 
 Values = dict[int, np.ndarray]  # rank → what it holds

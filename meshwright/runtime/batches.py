@@ -56,7 +56,7 @@ def slicer(layout: TensorLayout, mesh: Mesh, rank: int) -> Callable[[torch.Tenso
     if not axes:
         return lambda x: x
     mover = Mover(exchange(Move("slice", axes, TensorLayout.whole(layout.shape), layout.forward), mesh, rank))
-    return lambda x: mover.send[0].take(x)
+    return mover.taken.take
 
 
 def place_of(name: str, parts: Partition, device: torch.device) -> torch.device:

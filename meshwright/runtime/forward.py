@@ -24,6 +24,7 @@ from meshwright.runtime.communicator import Communicator
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.fetches import Parked
 from meshwright.runtime.micro_batches import InTime
+from meshwright.runtime.picker import Picker
 from meshwright.runtime.pipeline import Pipeline
 from meshwright.runtime.pipelined import Pipelined
 from meshwright.runtime.programs import Programs
@@ -171,10 +172,10 @@ class LocalForward:
         if len(pieces) == 1 or not parts.split_axes:
             return pieces[-1]
         step = Step("all_gather", mesh.sort(parts.split_axes), parts, TensorLayout.whole(layout.shape))
-        mover = Mover(exchange(step, mesh, self.parts.of_rank(self.rank.comm.rank)[0]))
+        places = exchange(step, mesh, self.parts.of_rank(self.rank.comm.rank)[0]).place
         found = pieces[0].new_empty(layout.shape)
-        for place, piece in zip(mover.place, pieces, strict=True):
-            place.put(found, piece)
+        for place, piece in zip(places, pieces, strict=True):
+            Picker(place).put(found, piece)
         return found
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from meshwright.redistribute.grids import Grid
-from meshwright.redistribute.positions import Selection
+from meshwright.redistribute.selections import Selection
 
 
 class Picker:
@@ -65,11 +67,37 @@ class Picker:
             view[grid] = piece
 
 
-def all_parts(grid: Grid, x: torch.Tensor) -> torch.Tensor:
-    """The parts of all members: (*counts, *shape), in the memory of the tensor that they are parts of."""
-    start = x.storage_offset() + sum(n * step for n, step in zip(grid.first, x.stride(), strict=True))
-    strides = [sum(n * s for n, s in zip(move, x.stride(), strict=True)) for move in grid.moves]
-    return x.as_strided((*grid.counts, *grid.shape), (*strides, *x.stride()), start)
+def spread(grids: Sequence[Grid], x: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Copy the parts of all members into their chunks of a buffer: (n,), or (members, n) with a row for each."""
+    for grid in grids:
+        _in_chunks(grid, buffer).copy_(_in_tensor(grid, x))
 
 
-__all__ = ["Picker", "all_parts"]
+def bring(grids: Sequence[Grid], buffer: torch.Tensor, y: torch.Tensor) -> None:
+    """Copy the chunks of all members from a buffer to where they belong in a tensor."""
+    for grid in grids:
+        _in_tensor(grid, y).copy_(_in_chunks(grid, buffer))
+
+
+def _in_tensor(grid: Grid, x: torch.Tensor) -> torch.Tensor:
+    """(*counts, *sizes), in the memory of the tensor."""
+    by = x.stride()
+    moves = [_dot(move, by) for move in grid.moves]
+    steps = [step * by[dim] for step, dim in zip(grid.steps, grid.dims, strict=True)]
+    start = x.storage_offset() + _dot(grid.first, by)
+    return x.as_strided((*grid.counts, *grid.sizes), (*moves, *steps), start)
+
+
+def _in_chunks(grid: Grid, buffer: torch.Tensor) -> torch.Tensor:
+    """(*counts, *sizes), in the memory of the buffer."""
+    apart = buffer.stride(0) if buffer.dim() == 2 else 1
+    hops = [apart * hop for hop in grid.hops]
+    start = buffer.storage_offset() + apart * grid.chunk + grid.inside
+    return buffer.as_strided((*grid.counts, *grid.sizes), (*hops, *grid.strides), start)
+
+
+def _dot(places: Sequence[int], strides: Sequence[int]) -> int:
+    return sum(n * stride for n, stride in zip(places, strides, strict=True))
+
+
+__all__ = ["Picker", "bring", "spread"]

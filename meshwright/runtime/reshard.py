@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -11,14 +12,13 @@ from meshwright import pulse
 from meshwright.graph import Node
 from meshwright.mesh import Mesh
 from meshwright.partition.reshards import parse_steps
-from meshwright.redistribute.grids import fills, grid_of
-from meshwright.redistribute.positions import Exchange, exchange, joined
+from meshwright.redistribute.positions import Exchange, exchange
 from meshwright.runtime import collectives
 from meshwright.runtime.accumulation import Accumulation
 from meshwright.runtime.again import Again
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.dtypes import TORCH_DTYPES
-from meshwright.runtime.picker import Picker, all_parts
+from meshwright.runtime.picker import Picker, bring, spread
 
 StepTexts = Sequence[Sequence[str]]  # per step: kind, axes joined by ".", layout before, layout after
 
@@ -29,29 +29,25 @@ class Mover:
     def __init__(self, plan: Exchange) -> None:
         self.plan = plan
         self.kind, self.axes = plan.kind, plan.axes
-        self.send = [Picker(s) for s in plan.send]
-        self.joined = joined(plan.place) if plan.kind in ("all_gather", "all_to_all") else None
-        order = self.joined.order if self.joined is not None else None
-        self.order = torch.from_numpy(order) if order is not None else None
-        self.place = [Picker(s) for s in plan.place]
-        self.send_sizes, self.sizes = [s.numel for s in plan.send], [s.numel for s in plan.place]
-        counts = [plan.mesh.sizes[a] for a in plan.axes]
-        spread = plan.kind == "reduce_scatter" and plan.even
-        self.parts = grid_of(plan.send, counts) if spread else None
-        whole = plan.kind == "all_gather" and plan.even
-        grid = grid_of(plan.place, counts) if whole else None
-        self.places = grid if grid is not None and fills(grid, plan.place) else None
+        each = plan.kind == "all_to_all"
+        self.send_sizes = [s.numel for s in plan.send] if each else []
+        self.sizes = [s.numel for s in plan.place] if each else []
+
+    @functools.cached_property
+    def taken(self) -> Picker:
+        """What a slice takes."""
+        return Picker(self.plan.send[0])
 
     def __call__(self, x: torch.Tensor, comm: Handle) -> torch.Tensor:
         """Run the step. Never writes to `x`."""
         match self.kind:
             case "slice":
-                return self.send[0].take(x)
+                return self.taken.take(x)
             case "mask":
                 return x if self.plan.keeps else torch.zeros_like(x, memory_format=torch.contiguous_format)
             case "pad":
                 y = x.new_zeros(self.plan.shape_after)
-                self.place[0].put(y, x)
+                Picker(self.plan.place[0]).put(y, x)
                 return y
             case "all_reduce":
                 return collectives.all_reduce(x, comm, self.axes)
@@ -70,17 +66,18 @@ class Mover:
     def message(self, x: torch.Tensor) -> torch.Tensor:
         """What the collective sends of a tensor: (n,), for a reduce-scatter (members, n)."""
         match self.kind:
-            case "reduce_scatter" if self.parts is not None:
-                rows = x.new_empty((len(self.send), self.plan.padded))
-                every = all_parts(self.parts, x)
-                rows.view(every.shape).copy_(every)
-                return rows
             case "reduce_scatter":
-                return torch.stack([_padded(p.take(x), self.plan.padded) for p in self.send])
+                plan = self.plan
+                make = x.new_empty if plan.even else x.new_zeros
+                rows = make((len(plan.group), plan.padded))
+                spread(plan.parts, x, rows)
+                return rows
             case "all_gather":
                 return _padded(x, self.plan.padded)
             case "all_to_all":
-                return torch.cat([p.take(x).reshape(-1) for p in self.send])
+                flat = x.new_empty(sum(self.send_sizes))
+                spread(self.plan.parts, x, flat)
+                return flat
             case "all_reduce":
                 return x.reshape(-1)
         raise AssertionError(self.kind)
@@ -91,31 +88,11 @@ class Mover:
         match self.kind:
             case "reduce_scatter" | "all_reduce":
                 return _unpadded(received, plan.shape_after)
-            case "all_gather" if self.places is not None and self.order is None:
+            case "all_gather" | "all_to_all":
                 y = received.new_empty(plan.shape_after)
-                every = all_parts(self.places, y)
-                every.copy_(received.view(every.shape))
+                bring(plan.places, received, y)
                 return y
-            case "all_gather":
-                return self._assemble(
-                    [_unpadded(r, s.shape) for r, s in zip(received.unbind(), plan.place, strict=True)],
-                    received,
-                )
-            case "all_to_all":
-                pieces = received.split(self.sizes)
-                return self._assemble(
-                    [f.view(s.shape) for f, s in zip(pieces, plan.place, strict=True)], received
-                )
         raise AssertionError(self.kind)
-
-    def _assemble(self, pieces: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        if self.joined is not None:
-            y = torch.cat(pieces, self.joined.dim)
-            return y if self.order is None else y.index_select(self.joined.dim, self.order.to(y.device))
-        y = like.new_empty(self.plan.shape_after)
-        for piece, picker in zip(pieces, self.place, strict=True):
-            picker.put(y, piece)
-        return y
 
 
 def _padded(x: torch.Tensor, count: int) -> torch.Tensor:

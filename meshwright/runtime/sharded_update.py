@@ -9,7 +9,6 @@ whole gradients are added up before that, or (`gradient_accumulation_shard`) eac
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,7 +21,7 @@ from meshwright.redistribute.buckets import Group
 from meshwright.redistribute.positions import exchange
 from meshwright.runtime.communicator import Communicator, Done, Work
 from meshwright.runtime.dtypes import TORCH_DTYPES
-from meshwright.runtime.picker import all_parts
+from meshwright.runtime.picker import bring, spread
 from meshwright.runtime.reshard import Mover
 
 
@@ -43,7 +42,7 @@ class Shard:
         is to be freed."""
         whole = self.weight.grad
         if whole is not None:
-            mine = self.part.send[0].take(whole)
+            mine = self.part.taken.take(whole)
             self.leaf.grad = (
                 mine.clone(memory_format=torch.contiguous_format) if self.update.scattered else mine
             )
@@ -58,7 +57,7 @@ def make_shard(weight: torch.nn.Parameter, update: Update, mesh: Mesh, rank: int
         return Mover(exchange(step, mesh, rank)) if step is not None else None
 
     part, gather = Mover(exchange(update.part, mesh, rank)), Mover(exchange(update.gather, mesh, rank))
-    mine = part.send[0].take(weight.detach())
+    mine = part.taken.take(weight.detach())
     if not mine.is_contiguous():
         mine = mine.contiguous()
     leaf = torch.nn.Parameter(mine)
@@ -75,7 +74,7 @@ class ScatterBucket:
         self.missing: dict[int, int] = {}
         self.dtype = TORCH_DTYPES[group.wire] if group.wire else self.parameters[0].dtype
         self.widths = [s.scatter.plan.padded if s.scatter else s.leaf.numel() for s in shards]
-        self.members = len(shards[0].scatter.send) if shards[0].scatter else 1
+        self.members = len(shards[0].scatter.plan.group) if shards[0].scatter else 1
         self.even = all(s.scatter is None or s.scatter.plan.even for s in shards)
         self._rows: torch.Tensor | None = None
         self._work: Work | None = None
@@ -112,14 +111,12 @@ class ScatterBucket:
             self._rows.narrow(1, start, self.widths[index]).zero_()
             return
         if shard.slices is not None:
-            gradient = shard.slices.send[0].take(gradient)
-        if shard.scatter is not None and shard.scatter.parts is not None:
-            every = all_parts(shard.scatter.parts, gradient)
-            self._rows.narrow(1, start, self.widths[index]).view(every.shape).copy_(every)
+            gradient = shard.slices.taken.take(gradient)
+        rows = self._rows.narrow(1, start, self.widths[index])
+        if shard.scatter is not None:
+            spread(shard.scatter.plan.parts, gradient, rows)
         else:
-            pieces = [p.take(gradient) for p in shard.scatter.send] if shard.scatter else [gradient]
-            for row, piece in zip(self._rows, pieces, strict=True):
-                row.narrow(0, start, piece.numel()).view(piece.shape).copy_(piece)
+            rows[0].view(gradient.shape).copy_(gradient)
         shard.weight.grad = None
 
     def start(self, comm: Communicator) -> None:
@@ -181,13 +178,7 @@ class GatherBucket:
             return
         widths = [s.gather.plan.padded for s in self.shards]
         for shard, block in zip(self.shards, rows.split(widths, dim=1), strict=True):
-            weight = shard.weight.detach()
-            if shard.gather.places is not None:
-                every = all_parts(shard.gather.places, weight)
-                every.copy_(block.view(every.shape))
-                continue
-            for place, row in zip(shard.gather.place, block, strict=True):
-                place.put(weight, row.narrow(0, 0, math.prod(place.shape)).view(place.shape))
+            bring(shard.gather.plan.places, block, shard.weight.detach())
 
 
 class ShardedUpdate:
