@@ -145,15 +145,31 @@ def _resized(dim: Dim, like: Dim) -> Dim:
     return map_leaves(like, lambda leaf: replace(leaf, axes=next(at)))
 
 
+def shortened(
+    config: Mapping[str, Any], rows: int, tokens: int, wide: Graph, plan: Plan
+) -> tuple[Captured, Any, Plan, int]:
+    """A narrow model with its batch of some tokens, or of as many as the plan cuts them into, and the plan for it.
+
+    Which blocks are of tokens is seen here: before, they may be as many as a matrix is wide.
+    """
+    model, batch, loss = built_from(config, rows, tokens)
+    captured = captured_of(model, batch, loss, CACHE)
+    cut = resized(plan, wide, captured.graph)
+    blocks = most_blocks(cut).get(tokens, 1)
+    if tokens % blocks:
+        return shortened(config, rows, least(tokens, 1, {tokens: blocks}), wide, plan)
+    return captured, batch, cut, tokens
+
+
 def run(parts: Partition, captured: Captured, batch: Any, rank: int) -> Ran:
     """One step of a rank with the counting communicator, its weights drawn at random."""
     plan, world = parts.asked, parts.asked.ranks
     comm = Counter(world, rank)
     within = meshes_of(plan).within(rank) if plan.stages else rank
-    example = {path: torch.zeros(x.shape, dtype=x.dtype) for path, x in leaves(batch)}
 
     def make() -> Callable[[], torch.Tensor]:
-        # Only this rank's part of a weight is ever made.
+        # Every rank is given the whole batch; only this rank's part of a weight is ever made.
+        example = {path: torch.zeros(x.shape, dtype=x.dtype) for path, x in leaves(batch)}
         values, held = _values(parts, captured, within)
         step = LocalStep(parts, Rank(comm, CPU), values, lambda p: torch.optim.AdamW(p, lr=1e-3), held=held)
         made.append(step)
@@ -310,15 +326,11 @@ def plan_and_run(
     print(f"{row.model} planned for {cluster.ranks:,} ranks in {took:.1f} s: {plan.ranks}")
     for what, text in (*claim_lines(plan.claims), ("techniques", str(plan.techniques))):
         print(f"{what:13} {text}")
-    blocks = most_blocks(plan)
-    config, tokens = (
-        narrow(published, share, blocks),
-        least(row.sequence, row.sequence // short, blocks),
-    )
-    model, batch, loss = built_from(config, row.batch, tokens)
-    captured = captured_of(model, batch, loss, CACHE)
+    config = narrow(published, share, most_blocks(plan))
+    fewest = least(row.sequence, row.sequence // short, {})
+    captured, batch, cut, tokens = shortened(config, row.batch, fewest, wide.graph, plan)
     started = time.perf_counter()
-    parts = lower(captured, resized(plan, wide.graph, captured.graph))
+    parts = lower(captured, cut)
     ran = run(parts, captured, batch, rank)
     took = time.perf_counter() - started
     widths = ", ".join(f"{config[name]:,} of {published[name]:,}" for name in WIDTHS)

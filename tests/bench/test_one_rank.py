@@ -83,7 +83,7 @@ def check(name: str, ranks: int, asked: Asked, rank: int) -> None:
     ran = run(parts, small, batch, rank)
     assert sum(ran.sent.values()) > 10
     assert ran.sent == ran.expected
-    assert ran.expected_bytes == pytest.approx(ran.peak_bytes, rel=0.05)
+    assert ran.expected_bytes == pytest.approx(ran.peak_bytes, rel=1e-3)
 
 
 def test_a_narrow_copy_leaves_every_block_of_the_plan_an_element() -> None:
