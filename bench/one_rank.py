@@ -51,9 +51,11 @@ from meshwright.pipeline.predicted import peaks_of
 from meshwright.plan import Plan, fingerprint
 from meshwright.report.claims import claim_lines
 from meshwright.request import request_for
+from meshwright.runtime.buckets import Bucket
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.rank import Rank
+from meshwright.runtime.sharded_update import ScatterBucket
 from meshwright.runtime.step import LocalStep
 from meshwright.techniques import Techniques, techniques_from
 
@@ -178,7 +180,7 @@ def run(parts: Partition, captured: Captured, batch: Any, rank: int) -> Ran:
     made: list[LocalStep] = []
     most = peak_bytes(make, warm_up=1, steps=1)
     calls = comm.calls[len(comm.calls) // 2 :]  # of the second of two steps
-    buckets = [("all_reduce", frozenset(axes), size) for axes, _, size in made[0].bucket_summary()]
+    buckets = [call for bucket in made[0].buckets.buckets for call in _reduced(bucket)]
     gathers = [("all_gather", frozenset(axes), size) for axes, size in _gathered(parts, set(made[0].weights))]
     made.clear()
     gc.collect()
@@ -189,6 +191,18 @@ def run(parts: Partition, captured: Captured, batch: Any, rank: int) -> Ran:
         most,
         _peak(parts, rank, within),
     )
+
+
+def _reduced(bucket: Bucket | ScatterBucket) -> Iterator[Call]:
+    """What is sent to add up a bucket's gradients: all of them, or rows of parts that are as large as the largest."""
+    if isinstance(bucket, Bucket):
+        yield "all_reduce", frozenset(bucket.axes), bucket.size_bytes
+        return
+    part = sum(bucket.widths) * bucket.dtype.itemsize
+    if bucket.cut:
+        yield "reduce_scatter", frozenset(bucket.cut), bucket.members * part
+    if bucket.summed:
+        yield "all_reduce", frozenset(bucket.summed), part
 
 
 def _gathered(parts: Partition, weights: Collection[str]) -> Iterator[tuple[tuple[str, ...], int]]:

@@ -113,6 +113,25 @@ def test_parts_that_are_uneven_are_sent_as_large_as_the_largest() -> None:
     assert [size for kind, _, size in ran.sent if kind == "all_gather"] == [4 * 5 * 4 * 4]
 
 
+@pytest.mark.parametrize("rank", (0, 2047), ids=("largest", "smallest"))
+@pytest.mark.parametrize("level", (1, 2, 3))
+def test_uneven_parts_of_thousands_need_the_memory_that_was_predicted(level: int, rank: int) -> None:
+    """3,001 rows, and as many columns, over 2,048 ranks: two or one each. Messages are padded, and nothing else is
+    beside them."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 3001, bias=False), torch.nn.Linear(3001, 5, bias=False))
+    batch = {"x": torch.randn(2048, 8)}
+    captured = captured_of(model, batch, lambda model, batch: model(batch["x"]).square().mean())
+    asked = techniques_from({"optimizer_parallel": level, "threshold_kb": 0})
+    plan = plan_captured(captured, 2048, "data_parallel", None, None, asked)
+    parts = lower(captured, plan)
+    ran = run(parts, captured, batch, rank)
+    assert ran.sent == ran.expected
+    padded = 4 * 2048 * 2 * (8 + 5)
+    kind = "reduce_scatter" if level > 1 else "all_gather"
+    assert sum(n * size for (k, _, size), n in ran.sent.items() if k == kind) == padded
+    assert ran.expected_bytes == pytest.approx(ran.peak_bytes, rel=1e-3)
+
+
 class Ranked(torch.nn.Module):
     """What a row becomes depends on how many of the batch are smaller."""
 

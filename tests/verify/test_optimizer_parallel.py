@@ -14,6 +14,7 @@ import meshwright as mw
 from meshwright.capture.batch import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
 from meshwright.examples import gpt, llama, mlp, recommender, zoo
+from meshwright.layout import leaves as sub_dims
 from meshwright.layout import parse_layout
 from meshwright.mesh import Mesh
 from meshwright.partition.updates import comes_in_place, gathers
@@ -66,6 +67,33 @@ def test_a_level_trains_as_one_device(name: str, level: int, mesh: dict[str, int
     plan = planned(name, mesh, optimizer_parallel=level, shard_size=shard_size)
     assert bool(plan.states) == (level < 3) and bool(plan.hubs) == (level == 3)
     mw.verify(model, batch, loss=loss, plan=Plan.from_json(plan.to_json())).raise_if_different()
+
+
+@pytest.mark.parametrize("mesh", ({"dp": 4}, {"dp": 6}, {"dp": 2, "tp": 2}), ids=("4", "6", "2x2"))
+@pytest.mark.parametrize("level", (1, 2, 3))
+def test_uneven_parts_train_as_one_device(level: int, mesh: dict[str, int]) -> None:
+    """Eleven rows over four, seven columns over six, five halves over two: some have one less, some none."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(7, 11), torch.nn.GELU(), torch.nn.Linear(11, 10), torch.nn.Linear(10, 7, bias=False)
+    )
+    batch = {"x": torch.randn(12, 7)}
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch["x"]).square().mean()
+
+    captured = captured_of(model, batch, loss)
+    pins = {"2": {"n": "tp"}} if "tp" in mesh else None
+    asked = techniques_from({"optimizer_parallel": level, "threshold_kb": 0})
+    plan = plan_captured(captured, mesh, "semi_auto" if pins else "data_parallel", pins, techniques=asked)
+    made = lower(captured, plan)
+    stored = (
+        plan.states if level < 3 else {i.name: made.resharded.layouts[i.name] for i in captured.graph.inputs}
+    )
+    assert any(
+        leaf.size % plan.mesh.count(leaf.axes)
+        for layout in stored.values() for dim in layout.dims for leaf in sub_dims(dim)
+    )  # fmt: skip
+    mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
 
 
 @pytest.mark.parametrize("level", (1, 2))
