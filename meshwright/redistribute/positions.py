@@ -34,14 +34,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.layout import (
-    Dim,
-    SubDim,
-    TensorLayout,
-    dim_axes,
-    dim_size,
-    local_indices,
-)
+from meshwright.layout import Dim, SubDim, TensorLayout, dim_axes, dim_size, local_indices
 from meshwright.mesh import Mesh
 from meshwright.redistribute.grids import Grid, grids_of
 from meshwright.redistribute.selections import Runs, Selection, everything

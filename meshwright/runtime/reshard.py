@@ -29,7 +29,9 @@ class Mover:
     def __init__(self, plan: Exchange) -> None:
         self.plan = plan
         self.kind, self.axes = plan.kind, plan.axes
-        each = plan.kind == "all_to_all"
+        scatters, gathers, each = (plan.kind == k for k in ("reduce_scatter", "all_gather", "all_to_all"))
+        self.parts = plan.parts if scatters or each else ()
+        self.places = plan.places if gathers or each else ()
         self.send_sizes = [s.numel for s in plan.send] if each else []
         self.sizes = [s.numel for s in plan.place] if each else []
 
@@ -70,13 +72,13 @@ class Mover:
                 plan = self.plan
                 make = x.new_empty if plan.even else x.new_zeros
                 rows = make((len(plan.group), plan.padded))
-                spread(plan.parts, x, rows)
+                spread(self.parts, x, rows)
                 return rows
             case "all_gather":
                 return _padded(x, self.plan.padded)
             case "all_to_all":
                 flat = x.new_empty(sum(self.send_sizes))
-                spread(self.plan.parts, x, flat)
+                spread(self.parts, x, flat)
                 return flat
             case "all_reduce":
                 return x.reshape(-1)
@@ -90,7 +92,7 @@ class Mover:
                 return _unpadded(received, plan.shape_after)
             case "all_gather" | "all_to_all":
                 y = received.new_empty(plan.shape_after)
-                bring(plan.places, received, y)
+                bring(self.places, received, y)
                 return y
         raise AssertionError(self.kind)
 

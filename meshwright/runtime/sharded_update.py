@@ -114,7 +114,7 @@ class ScatterBucket:
             gradient = shard.slices.taken.take(gradient)
         rows = self._rows.narrow(1, start, self.widths[index])
         if shard.scatter is not None:
-            spread(shard.scatter.plan.parts, gradient, rows)
+            spread(shard.scatter.parts, gradient, rows)
         else:
             rows[0].view(gradient.shape).copy_(gradient)
         shard.weight.grad = None
@@ -178,7 +178,7 @@ class GatherBucket:
             return
         widths = [s.gather.plan.padded for s in self.shards]
         for shard, block in zip(self.shards, rows.split(widths, dim=1), strict=True):
-            bring(shard.gather.plan.places, block, shard.weight.detach())
+            bring(shard.gather.places, block, shard.weight.detach())
 
 
 class ShardedUpdate:
