@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from meshwright.compile import captured_of
@@ -20,6 +21,7 @@ from meshwright.search.folded import whole
 from meshwright.search.options import Scene
 from meshwright.search.planner import Planner, families_of
 from meshwright.search.solve import solve
+from meshwright.search.solve.problem import Problem
 from meshwright.search.space.build import Space
 from meshwright.search.space.given import exactly, rows_of
 from meshwright.search.space.memory import gathered_bytes
@@ -84,6 +86,34 @@ def test_weights_stored_in_parts_are_gathered_for_each_micro_batch(again: bool) 
     assert space.problem(micro_batches=3).price(states) == pytest.approx(
         space.price(states, 3).total, rel=1e-9
     )
+
+
+def test_weights_that_readers_want_otherwise_are_brought_to_them_in_each_micro_batch() -> None:
+    """Stored in parts, used with a gradient that is whole where the reader's is a sum: it is summed every time."""
+    planners, machine = {n: planner(micro_batches=n) for n in (1, 3)}, cluster("gpu", MESH)
+    space = planners[1].space(families_of(planners[1])[0][1])
+    looked = 0
+    for name, found in space.parameters.items():
+        number = space.variable["parameter", name]
+        for state in np.flatnonzero(found.stored.any(axis=1) & ~found.again)[::5]:
+            states = with_state(space, number, int(state))
+            brought = 2 * sum(float(m[states[u], states[v]]) for (u, v), m in space.brought.items())
+            once, often = (space.price(states, n).communication for n in (1, 3))
+            if brought < 0.3 * (often - once):
+                continue
+            prices = [program_price(program(p, space, states), machine) for p in planners.values()]
+            one, three = (p.forward_communication + p.backward_communication for p in prices)
+            assert often - once == pytest.approx(three - one, rel=0.05)  # latencies of activations beside it
+            looked += 1
+    assert looked >= 3
+
+
+def with_state(space: Space, number: int, state: int) -> list[int]:
+    """The cheapest choice in which a variable has a state."""
+    problem = space.problem()
+    unary = list(problem.unary)
+    unary[number] = np.where(np.arange(len(unary[number])) == state, unary[number], np.inf)
+    return list(solve(Problem(tuple(unary), problem.pairs)).states)
 
 
 def test_many_micro_batches_keep_weights_whole() -> None:

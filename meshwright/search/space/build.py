@@ -279,7 +279,8 @@ class Space:
         """What is minimised: the sum of all seconds; with `alpha`, ``α·compute + blocking + (1 − α)·hideable``, whose
         optimum is worth simulating. With α = 1 no step of one copy undercuts it (`step.step_problem` says more); with
         less some may, where two collectives run beside each other over different axes. Parameters that are stored in
-        parts are gathered for each of `micro_batches`, and gradients added up.
+        parts are gathered for each of `micro_batches`, brought to those that want them otherwise, and gradients are
+        added up.
         """
         compute, hideable = (1.0, 1.0) if alpha is None else (alpha, 1.0 - alpha)
         unary = [compute * p[0] + p[1] + hideable * (p[2] + p[3]) for p in self.unary]
@@ -288,9 +289,12 @@ class Space:
                 number = self.variable["parameter", name]
                 each = hideable * seconds + compute * self.adds.get(name, 0.0)
                 unary[number] = unary[number] + (micro_batches - 1) * each
-        if hideable == 1.0:
-            return Problem(tuple(unary), dict(self.pairs))
-        pairs = {k: self._weighed(k, matrix, hideable) for k, matrix in self.pairs.items()}
+        pairs = dict(self.pairs)
+        if hideable != 1.0:
+            pairs = {k: self._weighed(k, matrix, hideable) for k, matrix in pairs.items()}
+        if micro_batches > 1 and hideable:
+            for key, matrix in self.brought.items():
+                pairs[key] = pairs[key] + hideable * (micro_batches - 1) * matrix
         return Problem(tuple(unary), pairs)
 
     @functools.cached_property
@@ -308,6 +312,28 @@ class Space:
                 size = DTYPES[self.graph.types[name].dtype] * known.summed_elements
                 each = adding_seconds(size, self.cluster, name in self.hosted)
                 found[name] = self.owners(name) * np.asarray(each)
+        return found
+
+    @functools.cached_property
+    def brought(self) -> dict[tuple[int, int], np.ndarray]:
+        """Pair of variables → seconds in which a parameter goes from where it is brought to a reader that wants it
+        otherwise, and its gradient back, for one micro-batch. A gradient that comes back to where the parameter is
+        stored is sent in the last one alone (`partition/accumulation.py`)."""
+        found: dict[tuple[int, int], np.ndarray] = {}
+        for (source, out, target, at, name), times in self.wiring.edges.items():
+            if source[0] != "parameter" or target not in self.variable:
+                continue
+            have, want = self.port(source, out, gives=True), self.port(target, at, gives=False)
+            value, u, v = self.values[name], self.variable[source], self.variable[target]
+            there = self.prices.between(value, have, want, False, times)
+            if name in self.graph.needs_grad:
+                both = self.prices.between(value, have, want, True, times)
+                cut = self.parameters[source[1]].stored.any(axis=1, keepdims=True)
+                there = np.where(cut, both, there)
+            there = np.where(np.isinf(there), 0.0, there)
+            if there.any():
+                key, matrix = ((u, v), there) if u < v else ((v, u), there.T)
+                found[key] = found[key] + matrix if key in found else matrix
         return found
 
     def least_gathers(self, states: Sequence[int]) -> float:
@@ -343,7 +369,9 @@ class Space:
         pairs = sum(float(m[states[u], states[v]]) for (u, v), m in self.pairs.items())
         if micro_batches > 1:
             at = ((name, states[self.variable["parameter", name]]) for name in self.parameters)
-            pairs += (micro_batches - 1) * sum(float(self.gathers[name][state]) for name, state in at)
+            each = sum(float(self.gathers[name][state]) for name, state in at)
+            each += sum(float(m[states[u], states[v]]) for (u, v), m in self.brought.items())
+            pairs += (micro_batches - 1) * each
             sums[0] += (micro_batches - 1) * self.adding_seconds(states)
         return Parts(float(sums[0]), float(sums[1] + sums[2]) + pairs, float(sums[3]))
 
