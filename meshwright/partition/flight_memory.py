@@ -9,6 +9,7 @@ from meshwright.graph import DTYPES, Graph, Node
 from meshwright.mesh import Mesh
 from meshwright.partition.crossing import Crossing
 from meshwright.partition.heap import Heap, Storage
+from meshwright.partition.moves import own_part
 from meshwright.partition.notes import Held, Notes
 from meshwright.partition.overlap import members_of
 from meshwright.partition.reshards import backward_itemsize
@@ -131,9 +132,15 @@ class FlightMemory:
         if start.name in self._held_back:
             self._held_back.discard(start.name)
             return []
-        taken = [back.take(index) for index in range(len(start.uses))]
+        taken = [self._kept(name, back, index) for index, name in enumerate(start.uses)]
         self.pieces.update(s for s in taken if taken.count(s) > 1)
         return list(zip(start.uses, taken, strict=True))
+
+    def _kept(self, name: str, back: Crossing, index: int) -> Storage:
+        gradient = back.take(index)
+        if name in self.graph.producers or back.sent[index] is not None:
+            return gradient
+        return own_part(self.heap, gradient, back.early[index], self.graph.types[name].size_bytes)
 
 
 __all__ = ["FlightMemory"]

@@ -20,7 +20,7 @@ from meshwright.partition.gradient_memory import GradientMemory
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.halves import ADDMM
 from meshwright.partition.heap import Storage
-from meshwright.partition.moves import moved
+from meshwright.partition.moves import moved, own_part
 from meshwright.partition.peaks import ADAMW, ADAMW_FOREACH, ADAMW_FUSED, Optimizer, Peak, optimizer_on
 from meshwright.partition.reshards import backward_itemsize
 from meshwright.partition.stages import check_one_stage
@@ -220,7 +220,10 @@ class StepWalk(ForwardWalk):
             number = self._number(node)
             made = moved(self.heap, total, steps, self.parts.plan.mesh, number, size, self.staged)
             self.heap.drop(total)
-            return [(node.uses[0], made)]
+            (source,) = node.uses
+            if source not in self.graph.producers:
+                made = own_part(self.heap, made, steps, self.types[source].size_bytes)
+            return [(source, made)]
         if node.op == WAIT:
             return [(node.uses[0], self.flights.give_back(node, self.gradients.summed(node, arrived[0])))]
         if node.op == START:

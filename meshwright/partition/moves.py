@@ -43,6 +43,15 @@ def moved(
     return here
 
 
+def own_part(heap: Heap, x: Storage, steps: Sequence[Step], size_bytes: int) -> Storage:
+    """The gradient of a leaf, which the leaf keeps: a part of what came alone is copied, so that the rest can go."""
+    if [step.kind for step in steps] != ["slice"]:
+        return x
+    part = heap.new(size_bytes)
+    heap.drop(x)
+    return part
+
+
 def _moved(heap: Heap, x: Storage, plan: Exchange, itemsize: int, mesh: Mesh, staged: bool) -> Storage:
     """What one step makes, held once."""
     before, after = (math.prod(s) * itemsize for s in (plan.shape_before, plan.shape_after))

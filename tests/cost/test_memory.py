@@ -32,9 +32,10 @@ Build = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Run:
-    """A model on a mesh. `gathered`: parameters stored in parts, ``keep`` or ``again`` in backward; `level` of
-    optimizer parallel; `recompute` by a policy; `micro_batches`, each in `copies` that take turns; `shard`: sums over
-    them are kept in parts. `wire`: the dtype in which gradients are reduced. `more`: further options."""
+    """A model on a mesh. `gathered`: parameters stored in parts, ``keep`` or ``again`` in backward, ``summed``: again, and
+    their gradients are summed whole before they go into parts; `level` of optimizer parallel; `recompute` by a policy;
+    `micro_batches`, each in `copies` that take turns; `shard`: sums over them are kept in parts. `wire`: the dtype in
+    which gradients are reduced. `more`: further options."""
 
     build: Build
     mesh: Mapping[str, int] | None = None
@@ -63,7 +64,7 @@ class Run:
             captured, Mesh.of(self.mesh or {}), mode, self.pins, techniques=techniques_from(asked)
         )
         if self.gathered:
-            plan = in_parts(plan, captured.graph, self.gathered == "again")
+            plan = in_parts(plan, captured.graph, self.gathered)
         return stages.values_of(model, captured), dict(leaves(batch)), stages.lower(captured, plan)
 
     def predicted(self) -> Peak:
@@ -90,7 +91,7 @@ class Run:
         return peak_bytes(make, warm_up=1, steps=1)
 
 
-def in_parts(plan: Plan, graph: Graph, again: bool) -> Plan:
+def in_parts(plan: Plan, graph: Graph, how: str) -> Plan:
     """Every parameter with a dim that divides is stored in parts and gathered at a hub (ZeRO)."""
     mesh, names = plan.mesh, tuple(a.name for a in plan.mesh.axes)
     inputs, hubs = dict(plan.inputs), dict[str, TensorLayout]()
@@ -99,11 +100,11 @@ def in_parts(plan: Plan, graph: Graph, again: bool) -> Plan:
         dim = next((d for d, n in enumerate(shape) if n % mesh.size == 0), None)
         if dim is None or not entry.needs_grad:
             continue
-        hubs[entry.name] = replace(inputs[entry.name], grad=names)
+        hubs[entry.name] = replace(inputs[entry.name], grad=names if how != "summed" else ())
         inputs[entry.name] = TensorLayout(
             tuple((SubDim(n, names if d == dim else ()),) if n != 1 else () for d, n in enumerate(shape))
         )
-    return replace(plan, inputs=inputs, hubs=hubs, again=frozenset(hubs) if again else frozenset())
+    return replace(plan, inputs=inputs, hubs=hubs, again=frozenset(hubs) if how != "keep" else frozenset())
 
 
 def small_gpt(batch: int = 8, **sizes: Any) -> Build:
@@ -145,6 +146,9 @@ RUNS = {
     ),
     "gpt, half of it again": Run(small_gpt(layers=4), recompute=2.5e6),
     "resnet, what is cheap again": Run(hugging("resnet", batch=16), recompute="selective"),
+    "mlp, gathered, gradients summed whole": Run(
+        functools.partial(mlp.build, batch=8, hidden=1024, depth=4), {"dp": 4}, gathered="summed"
+    ),
     "gpt in copies": Run(small_gpt(), {"tp": 2}, CUT, copies=2),
     "gpt in micro-batches of copies": Run(
         small_gpt(batch=16), {"dp": 2, "tp": 2}, CUT, micro_batches=2, copies=2
