@@ -33,7 +33,7 @@ Build = Callable[[], Any]
 @dataclass(frozen=True)
 class Run:
     """A model on a mesh. `gathered`: parameters stored in parts, ``keep`` or ``again`` in backward, ``summed``: again,
-    and their gradients are summed whole before they go into parts; `level` of optimizer parallel; `recompute` by a policy;
+    and gradients are summed whole before they go into parts; `level` of optimizer parallel; `recompute` by a policy;
     `micro_batches`, each in `copies` that take turns; `shard`: sums over them are kept in parts. `wire`: the dtype in
     which gradients are reduced. `more`: further options."""
 
