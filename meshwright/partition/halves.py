@@ -10,15 +10,16 @@ LINEAR, ADDMM, MM = "aten.linear.default", "aten.addmm.default", "aten.mm.defaul
 
 
 def splittable(graph: Graph, without: Collection[str] = ()) -> frozenset[str]:
-    """The linears of a stage whose weights' half of backward may wait: weight and bias follow from parameters alone,
-    and nothing but such linears reads what lies between, so that backward goes no way to a parameter twice."""
+    """The linears of a stage whose weights' half of backward may wait: what came in and the weight have a gradient,
+    weight and bias follow from parameters alone, and nothing but such linears reads what lies between, so that backward
+    goes no way to a parameter twice."""
     trained = graph.needs_grad
     batch = {i.name for i in graph.inputs if i.role in ("batch", "boundary")}
     for node in graph.nodes:
         if batch.intersection(node.uses):
             batch.update(node.values)
     ends = {v for _, v in (*graph.outputs, *graph.mutations)}
-    found = {n.name: n for n in graph.nodes if n.name not in without and _plain(n)}
+    found = {n.name: n for n in graph.nodes if n.name not in without and _plain(n, trained)}
     while True:
         bad = {name for name, node in found.items() if not _alone(graph, node, found, batch, ends, trained)}
         if not bad:
@@ -26,9 +27,13 @@ def splittable(graph: Graph, without: Collection[str] = ()) -> frozenset[str]:
         found = {name: node for name, node in found.items() if name not in bad}
 
 
-def _plain(node: Node) -> bool:
+def _plain(node: Node, trained: Collection[str]) -> bool:
     sizes = {LINEAR: (2, 3), ADDMM: (3, 3), MM: (2, 2)}.get(node.op)
-    return sizes is not None and not node.kwargs and sizes[0] <= len(node.uses) == len(node.args) <= sizes[1]
+    if sizes is None or node.kwargs or not sizes[0] <= len(node.uses) == len(node.args) <= sizes[1]:
+        return False
+    # Without a gradient of what came in, or of the weight, all of backward is done at once.
+    came_in, weight = node.uses[1:] if node.op == ADDMM else node.uses[:2]
+    return came_in in trained and weight in trained
 
 
 def _weights(node: Node) -> tuple[str, ...]:

@@ -81,6 +81,7 @@ class Crossing:
 
     def give(self, index: int, x: torch.Tensor) -> None:
         """A tensor goes in. Never writes to it."""
+        assert not self.launched, "a tensor came after its flight had left"
         way = self.ways[index]
         x = way.before(x.detach())
         self.missing.discard(index)

@@ -154,7 +154,11 @@ def build_module(
     starts = {} if starts is None else starts
     prefetch = Prefetch()
     for entry in graph.inputs:
-        values[entry.name] = made.placeholder(_identifier(entry.name))
+        argument = made.placeholder(_identifier(entry.name))
+        argument.target = (
+            argument.name
+        )  # fx renames what Python or it has a meaning for, and then assigns over others
+        values[entry.name] = argument
     entered = rank.micro_batch
     again_here = {n.name for n in graph.nodes if any(keeps.get(v) == "again" for v in n.values)}
     split = splittable(graph, again_here.union(hosts)) if queue is not None else frozenset()

@@ -148,3 +148,42 @@ def test_a_copy_that_reads_the_other_ones_examples_is_found(monkeypatch: pytest.
 
     monkeypatch.setattr(InTime, "given", first_alone)
     assert not mw.verify(model, batch, loss=loss, plan=plan).ok
+
+
+@pytest.mark.parametrize("schedule", ("zero_bubble", "zero_bubble_v"))
+@pytest.mark.parametrize("more", ({}, {"gradient_accumulation_shard": True}), ids=("", "shard"))
+def test_weights_that_are_gathered_together_get_their_gradients_at_once(
+    schedule: str, more: dict[str, Any]
+) -> None:
+    """The first linear's input has no gradient, so its weight's comes with the first half of backward; the second's
+    could wait. Both came in one gather, and go back in one scatter."""
+
+    class Chain(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(6))
+
+        def forward(self, x_bf: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x_bf = torch.tanh(layer(x_bf))
+            return x_bf
+
+    torch.manual_seed(0)
+    batch = torch.randn(8, 16), torch.randn(8, 16)
+    techniques = {
+        "optimizer_parallel": 3,
+        "threshold_kb": 0,
+        "micro_batches": 4,
+        "schedule": schedule,
+        **more,
+    }
+    stages = 4 if schedule == "zero_bubble_v" else 2
+    found = mw.verify(
+        Chain(),
+        batch,
+        loss=lambda m, b: (m(b[0]) - b[1]).square().mean(),
+        mesh={"dp": 2},
+        pipeline=stages,
+        **techniques,
+    )
+    assert found.ok, found
