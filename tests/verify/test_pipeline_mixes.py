@@ -161,12 +161,14 @@ def test_weights_that_are_gathered_together_get_their_gradients_at_once(
     class Chain(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(6))
+            self.first, self.second, self.last = (torch.nn.Linear(16, 16) for _ in range(3))
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
 
         def forward(self, x_bf: torch.Tensor) -> torch.Tensor:
+            y_bf = torch.tanh(self.second(torch.tanh(self.first(x_bf))))
             for layer in self.layers:
-                x_bf = torch.tanh(layer(x_bf))
-            return x_bf
+                y_bf = y_bf + torch.tanh(layer(y_bf))
+            return self.last(y_bf)
 
     torch.manual_seed(0)
     batch = torch.randn(8, 16), torch.randn(8, 16)
