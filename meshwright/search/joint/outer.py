@@ -128,8 +128,30 @@ def busy_seconds(seconds: float, queued_seconds: float | None, outer: Outer, mic
 
 def step_seconds(whole: Whole, outer: Outer, micro_batches: int, cluster: Cluster) -> float:
     """About the step of a model in equal stages."""
-    sends = 2 * (outer.stages - 1) * outer.message_seconds(cluster, whole.sent_bytes)
-    return busy_seconds(whole.seconds, whole.queued_seconds, outer, micro_batches) + sends
+    message = outer.message_seconds(cluster, whole.sent_bytes)
+    return pipelined_seconds(whole.seconds, whole.queued_seconds, outer, micro_batches, message)
+
+
+def pipelined_seconds(
+    seconds: float, queued_seconds: float | None, outer: Outer, micro_batches: int, message: float
+) -> float:
+    """The same from the seconds of a `Whole` and those of a message."""
+    around = 2 * (outer.stages - 1) * message  # the first micro-batch's way there and back
+    busy = busy_seconds(seconds, queued_seconds, outer, micro_batches)
+    waits = queued_seconds is not None
+    return busy + around + _stalled_seconds(seconds, waits, outer, micro_batches, message)
+
+
+def _stalled_seconds(seconds: float, waits: bool, outer: Outer, micro_batches: int, message: float) -> float:
+    """About the seconds in which a rank waits for messages once all are busy. A round trip ends as many micro-batches
+    later as ranks follow one another, which is as long as computing takes them: weights' halves that wait leave room in
+    it (`waits`). Chunks of a rank come back to it after a forward for each backward: there is room for a message."""
+    ranks, chunks = outer.ranks, outer.schedule.chunks
+    third = seconds / micro_batches / ranks / 3  # forward, and each half of backward, of a micro-batch
+    if outer.schedule.name == "interleaved":
+        return micro_batches * chunks * max(0.0, message - third / chunks)
+    room = ranks * third if waits and outer.schedule.name in ZERO_BUBBLE else 0.0
+    return max(0.0, micro_batches / ranks - 1) * max(0.0, 2 * (outer.stages - 1) * message - room)
 
 
 def peak_bytes(whole: Whole, outer: Outer, micro_batches: int) -> float:
@@ -162,6 +184,7 @@ __all__ = [
     "busy_seconds",
     "outers",
     "peak_bytes",
+    "pipelined_seconds",
     "simulated_peak_bytes",
     "step_seconds",
 ]

@@ -24,9 +24,9 @@ from meshwright.search.joint.fronts import INNER, SLACK, Candidate, Front, stage
 from meshwright.search.joint.outer import (
     Outer,
     Whole,
-    busy_seconds,
     outers,
     peak_bytes,
+    pipelined_seconds,
     simulated_peak_bytes,
     step_seconds,
 )
@@ -60,12 +60,14 @@ class _Row:
     techniques: Techniques
     front: Front
     candidate: Candidate
+    message: float
 
     def seconds(self, excess: float) -> float:
         """About the step, with so many seconds more for each micro-batch of a whole model."""
         pieces = self.techniques.micro_batches
         queued = _queued(self.front, self.techniques)
-        return busy_seconds(self.whole_seconds + excess * pieces, queued, self.outer, pieces)
+        seconds = self.whole_seconds + excess * pieces
+        return pipelined_seconds(seconds, queued, self.outer, pieces, self.message)
 
     def sparing(self) -> Iterator[_Row]:
         """The same with one more of the techniques that leave less on a rank, where that saves bytes."""
@@ -115,6 +117,7 @@ def _simulate(
 ) -> None:
     """Simulate what may be the quickest, until nothing else may be; `fitting` gets what fits."""
     best, known = enough, _Known()
+    fits: dict[tuple[Candidate, Outer, int], int] = {}  # choice that fits → by how much of techniques
     entries: list[_Group | _Row] = list(groups)
     queue: list[tuple[float, tuple[int, ...], int]] = [(e.seconds, (), n) for n, e in enumerate(groups)]
     heapq.heapify(queue)
@@ -135,6 +138,9 @@ def _simulate(
         if (now := row.seconds(known.excess(row))) > estimate:  # what was learned since
             heapq.heappush(queue, (now, order, number))
             continue
+        key = row.candidate, row.outer, row.techniques.micro_batches
+        if order[0] > fits.get(key, math.inf):
+            continue  # more of them saves only what there is
         limit = row.front.planner.request.memory_bytes or math.inf
         made: Staged | None = None
         if known.peak_bytes(row) <= SLACK * limit:
@@ -148,6 +154,7 @@ def _simulate(
             for one in row.sparing():
                 later(one)
             continue
+        fits[key] = min(order[0], fits.get(key, order[0]))
         if made.seconds < enough:
             fitting.append(made)
         if made.seconds < best:
@@ -240,7 +247,9 @@ class _Group:
                     if pieces > candidate.examples:
                         continue
                     whole = made.least_seconds(candidate, point.techniques)
-                    row = _Row(whole, (sum(point.places), number), outer, point.techniques, made, candidate)
+                    message = outer.message_seconds(cluster, _sent(made, candidate) / pieces)
+                    order = (sum(point.places), number)
+                    row = _Row(whole, order, outer, point.techniques, made, candidate, message)
                     if row.seconds(0.0) < enough:
                         yield row
 
@@ -291,14 +300,12 @@ def whole_of(made: Front, candidate: Candidate, techniques: Techniques) -> Whole
     if techniques.recompute and queued is not None:
         plain = made.memory(space, replace(techniques, recompute=""))
         later = _kept_bytes(candidate, plain, owned)
-    if candidate not in made.sent:
-        made.sent[candidate] = _sent_bytes(candidate)
     return Whole(
         made.least_seconds(candidate, techniques),
         sum(float(row.max()) for row in each.values()) - gathered + fixed_bytes(space),
         max((float(row.max()) / space.owners(owned[n]) for n, row in each.items()), default=0.0),
         kept + gathered,
-        made.sent[candidate] / techniques.micro_batches,
+        _sent(made, candidate) / techniques.micro_batches,
         later + gathered,
         queued,
     )
@@ -317,6 +324,12 @@ def _kept_bytes(candidate: Candidate, memory: Memory, owned: Container[int]) -> 
     rows = enumerate(zip(memory.amounts, states, strict=True))
     kept = sum(float(amounts[state][0]) for n, (amounts, state) in rows if n not in owned)
     return kept + sum(float(b[0, states[u], states[v]]) for (u, v), b in memory.pairs.items())
+
+
+def _sent(made: Front, candidate: Candidate) -> float:
+    if candidate not in made.sent:
+        made.sent[candidate] = _sent_bytes(candidate)
+    return made.sent[candidate]
 
 
 def _sent_bytes(candidate: Candidate) -> float:

@@ -8,7 +8,9 @@ import math
 import pytest
 
 from meshwright.cost.cluster import Cluster
+from meshwright.partition.stage_seconds import StageSeconds
 from meshwright.pipeline.check import play
+from meshwright.pipeline.claimed import play_stages
 from meshwright.pipeline.schedules import make
 from meshwright.search.joint.outer import (
     Outer,
@@ -16,6 +18,7 @@ from meshwright.search.joint.outer import (
     Whole,
     outers,
     peak_bytes,
+    pipelined_seconds,
     simulated_peak_bytes,
     step_seconds,
 )
@@ -92,12 +95,37 @@ def test_a_message_goes_over_the_slowest_level_between_stages():
     assert inside.message_seconds(cluster, 1e9) == gpu.latency_seconds + 1e9 / gpu.bytes_per_s
 
 
+@pytest.mark.parametrize(
+    ("name", "chunks", "micro_batches"),
+    [
+        ("1f1b", 1, 16),
+        ("zero_bubble", 1, 16),
+        ("zero_bubble_v", 2, 16),
+        ("interleaved", 2, 16),
+        ("1f1b", 1, 4),
+    ],
+)
+@pytest.mark.parametrize("message", (0.0, 0.01, 0.3, 1.0))
+def test_what_is_waited_for_messages_is_near_what_a_schedule_waits(
+    name: str, chunks: int, micro_batches: int, message: float
+) -> None:
+    """Four ranks; forward takes a third of a second of each rank's share of a micro-batch, as do both halves."""
+    outer, third = Outer((4, 1), Schedule(name, chunks)), 1 / 3
+    schedule = make(name, 4, micro_batches, chunks)
+    stage = StageSeconds(third / chunks, 2 * third / chunks, third / chunks, 0.0)
+    played = play_stages(schedule, [stage] * (4 * chunks), [message] * (4 * chunks), [0.0] * 4)
+    told = pipelined_seconds(4.0 * micro_batches, 0.0, outer, micro_batches, message)
+    assert told == pytest.approx(played.end, rel=0.3)
+    if message:
+        assert told > pipelined_seconds(4.0 * micro_batches, 0.0, outer, micro_batches, 0.0)
+
+
 def test_time_and_memory_of_a_whole_model_are_divided_by_the_ranks_of_the_pipeline():
     cluster = Cluster.preset("h100", nodes=4, ranks_per_node=2)
     whole = Whole(8.0, 80.0, 0.0, 16.0, 0.0)
     outer = Outer((4, 1), Schedule("1f1b"))
-    sends = 6 * outer.message_seconds(cluster, 0.0)
-    assert step_seconds(whole, outer, 6, cluster) == pytest.approx(2.0 * (1 + 3 / 6) + sends)
+    sends = 6 * outer.message_seconds(cluster, 0.0) * 6 / 4  # a round trip for each four micro-batches
+    assert step_seconds(whole, outer, 6, cluster) == pytest.approx(2.0 * (1 + 3 / 6) + sends, rel=1e-12)
     assert peak_bytes(whole, outer, 6) == 20 + 4 * 16 / 4
     assert peak_bytes(whole, outer, 1) == 20 + 16 / 4
     assert math.isclose(peak_bytes(Whole(8.0, 80.0, 10.0, 0, 0), outer, 6), 20 + 7.5)
