@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -69,6 +69,12 @@ class _Row:
         seconds = self.whole_seconds + excess * pieces
         return pipelined_seconds(seconds, queued, self.outer, pieces, self.message)
 
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Where it is in each dimension that a reader is told of."""
+        asked = self.techniques
+        return self.outer.taken, self.outer.schedule, asked.micro_batches, asked.recompute
+
     def sparing(self) -> Iterator[_Row]:
         """The same with one more of the techniques that leave less on a rank, where that saves bytes."""
         for asked in sparing(self.front.planner, self.techniques):
@@ -116,7 +122,7 @@ def _simulate(
     tries: int,
 ) -> None:
     """Simulate what may be the quickest, until nothing else may be; `fitting` gets what fits."""
-    best, known = enough, _Known()
+    best, known, first = enough, _Known(), None
     fits: dict[tuple[Candidate, Outer, int], int] = {}  # choice that fits → by how much of techniques
     entries: list[_Group | _Row] = list(groups)
     queue: list[tuple[float, tuple[int, ...], int]] = [(e.seconds, (), n) for n, e in enumerate(groups)]
@@ -158,8 +164,25 @@ def _simulate(
         if made.seconds < enough:
             fitting.append(made)
         if made.seconds < best:
-            best = made.seconds
+            best, first = made.seconds, row
             row.front.planner.tell(f"{row.outer.stages} stages", best, None)
+    if first is not None:
+        rows = [row for row in entries if isinstance(row, _Row)]
+        fitting += [one for one in _beside(first, rows, known, cluster) if one.seconds < enough]
+
+
+def _beside(best: _Row, rows: Sequence[_Row], known: _Known, cluster: Cluster) -> Iterator[Staged]:
+    """What differs from the best in one dimension alone, the quickest by what is known. It is simulated too, so that a
+    reader is told truly what the next best of each would cost."""
+    mine = best.place
+    for number in range(len(mine)):
+        near = [row for row in rows if [n for n, v in enumerate(row.place) if v != mine[n]] == [number]]
+        row = min(near, key=lambda row: row.seconds(known.excess(row)), default=None)
+        if row is None or (found := known.judged(row)) is None:
+            continue
+        made = staged(row.front, row.candidate, found, row.outer, cluster)
+        if made.peak_bytes <= (row.front.planner.request.memory_bytes or math.inf):
+            yield made
 
 
 def _estimate(row: _Row) -> float:
