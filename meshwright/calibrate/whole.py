@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwright.cost.adding import STARTS, adding_seconds
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.machine import ALIKE, launch_seconds, seconds, update_seconds
 from meshwright.cost.operators import Work, work
@@ -22,10 +23,11 @@ from meshwright.cost.timeline import COMPUTE, Task, play
 from meshwright.graph import DTYPES
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
+from meshwright.partition.adding import added, added_share
 from meshwright.partition.interleave import original
 from meshwright.partition.micro_batches import first_program
 from meshwright.partition.price import letter_sizes, on_cluster
-from meshwright.partition.tasks import step_tasks
+from meshwright.partition.tasks import ADDING, step_tasks
 from meshwright.partition.updates import update_layout
 from meshwright.redistribute.steps import origin
 
@@ -66,7 +68,8 @@ class Prediction:
 def told(parts: Partition, cluster: Cluster) -> dict[str, Any]:
     """What the rank at the origin does in a step, for JSON: the mesh, and tasks in the order of the host. Of each task
     what it waits for and either its work (class, dtype, FLOPs, bytes, launches), or the parameters that it updates
-    (elements and bytes of each), or what it sends (kind, axes, bytes, whether that is waited for).
+    (elements and bytes of each), or the gradients that it adds up (in which share of the micro-batches, and the bytes of
+    each), or what it sends (kind, axes, bytes, whether that is waited for).
 
     The cluster says on which level each axis of the mesh lies; its rates do not matter."""
     mesh = on_cluster(parts.plan.mesh, cluster)
@@ -87,7 +90,10 @@ def told(parts: Partition, cluster: Cluster) -> dict[str, Any]:
         else:
             copy = copy_of.get(task.name)
             name = task.name if copy is None else original(task.name, copy)
-            entry = {"work": _half(done[name], task.kind)}
+            if task.about["operator"] == ADDING:
+                entry = {"add": [added_share(parts), [one.size_bytes for one in added(parts)[name]]]}
+            else:
+                entry = {"work": _half(done[name], task.kind)}
         tasks.append({"name": task.name, "phase": task.kind, "after": list(task.after), **entry})
     return {"mesh": [[a.name, a.size, a.link] for a in mesh.axes], "tasks": tasks}
 
@@ -146,6 +152,11 @@ def _priced(told: Mapping[str, Any], mesh: Mesh, cluster: Cluster) -> tuple[Task
             whole = update_seconds(float(elements), STATES, cluster.device, cluster.measured, itemsize)
             spent[UPDATE] += float(whole) - launch
             spent[LAUNCH] += launch
+    elif "add" in told:
+        share, sizes = told["add"]
+        whole = share * math.fsum(float(adding_seconds(size, cluster)) for size in sizes)
+        spent = {LAUNCH: share * STARTS * launch * len(sizes)}
+        spent["memory"] = whole - spent[LAUNCH]
     elif "work" in told:
         name, dtype, flops, moved, launches = told["work"]
         one = Work(name, dtype, flops, 0.0, moved, 0.0, launches, 0.0)

@@ -20,4 +20,4 @@ def adding_seconds(size_bytes: Amount, cluster: Cluster, host: bool = False) -> 
     return PASSES * size_bytes / rate + STARTS * launch_seconds(device, measured)
 
 
-__all__ = ["adding_seconds"]
+__all__ = ["STARTS", "adding_seconds"]

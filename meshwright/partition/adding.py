@@ -56,7 +56,12 @@ def added_seconds(parts: Partition, name: str, cluster: Cluster) -> float:
     if parts.micro_batches == 1:
         return 0.0
     each = (float(adding_seconds(a.size_bytes, cluster, a.host)) for a in added(parts).get(name, ()))
-    return (1 - 1 / parts.micro_batches) * math.fsum(each)
+    return added_share(parts) * math.fsum(each)
+
+
+def added_share(parts: Partition) -> float:
+    """The share of micro-batches that find gradients of others."""
+    return 1 - 1 / parts.micro_batches
 
 
 def _operator(parts: Partition, graph: Graph, reader: Node) -> str:
@@ -66,4 +71,4 @@ def _operator(parts: Partition, graph: Graph, reader: Node) -> str:
     return reader.name
 
 
-__all__ = ["Added", "added", "added_seconds"]
+__all__ = ["Added", "added", "added_seconds", "added_share"]

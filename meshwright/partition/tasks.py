@@ -47,6 +47,7 @@ from meshwright.redistribute.buckets import BucketBytes, Gradient, fill
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import COLLECTIVES, origin, wire_bytes, wire_elements
 
+ADDING = "adding up gradients"  # in place of an operator
 HOST = "host"  # a stream: what the host runs; the device waits
 
 
@@ -182,10 +183,10 @@ class StepTasks:
 
     # -------------------------------------------------- one task
 
-    def _compute(self, node: Node, seconds: float, kind: str) -> None:
+    def _compute(self, node: Node, seconds: float, kind: str, what: str = "") -> None:
         if seconds > 0.0:
             self._last = len(self.items)
-            about = {"module": node.module, "operator": node.op}
+            about = {"module": node.module, "operator": what or node.op}
             streams = (COMPUTE, HOST) if self.parts.on_host(node) else (COMPUTE,)
             self.items.append(Task(node.name, streams, seconds, (), kind, about))
 
@@ -319,7 +320,8 @@ class StepTasks:
                 self._talk(node, "backward")
                 price = self.nodes.get(self._of_one(node))
                 if price is not None:
-                    self._compute(node, price.backward_seconds + price.adding_seconds, "backward")
+                    self._compute(node, price.backward_seconds, "backward")
+                    self._compute(node, price.adding_seconds, "backward", ADDING)
             self._arrived(arrives.get(node.name, ()))
         self.items.append(Arrival((), self._last, ends=True))
 
@@ -392,4 +394,4 @@ class StepTasks:
         return found
 
 
-__all__ = ["simulate", "step_tasks"]
+__all__ = ["ADDING", "simulate", "step_tasks"]

@@ -38,6 +38,9 @@ MODELS: dict[str, Any] = {
     "bert": functools.partial(zoo.hugging_face, "bert"),
     # Weights of more than 64 KiB, so that storing them cut is worth its messages.
     "wide mlp": lambda: tower(128, 4, 256),
+    "deep mlp": lambda: tower(
+        64, 16, 32
+    ),  # far less crosses between two layers than within all, or than weights have
     "wide gpt": functools.partial(zoo.hugging_face, "gpt2", hidden=144, layers=6, batch=12, sequence=12),
 }
 PINS: dict[str, dict[str, dict[str, str]]] = {

@@ -26,6 +26,7 @@ from meshwright.search.planner import Planner
 from meshwright.techniques import Techniques
 from tests.search.planned import GPU, built
 
+DEEP = "deep mlp"
 LAYERS = {"wide gpt": 6, "wide mlp": 4}
 
 
@@ -98,15 +99,15 @@ def test_what_is_not_quicker_than_what_there_is_is_not_given() -> None:
 
 def test_the_slowest_link_is_left_to_the_pipeline() -> None:
     """Where a level sends a thousand times slower than the other, stages lie on both of its sides."""
-    best = stages(cluster(1e3), functools.partial(planner, "wide mlp", 1e9), LAYERS["wide mlp"])[0]
+    best = stages(cluster(1e3), functools.partial(planner, DEEP, 1e9), 16)[0]
     assert best.outer.taken[0] == 2
 
 
 def test_a_rank_may_have_a_stage_of_its_own() -> None:
-    """Where every link is a thousand times slower, nothing is shared: each rank has a stage, alone."""
-    levels = (Level("node", 2, 1e6, 1e-3), Level("gpu", 2, 1e6, 1e-3))
+    """Where every link is a hundred times slower, nothing is shared: each rank has a stage, alone."""
+    levels = (Level("node", 2, 1e8, 1e-5), Level("gpu", 2, 1e8, 1e-5))
     machine = Cluster("far apart", GPU, levels, 1 << 36, 1e10)
-    best = stages(machine, functools.partial(planner, "wide mlp", 1e9), LAYERS["wide mlp"])[0]
+    best = stages(machine, functools.partial(planner, DEEP, 1e9), 16)[0]
     assert best.outer.taken == (2, 2)
 
 
