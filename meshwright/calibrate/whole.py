@@ -68,8 +68,8 @@ class Prediction:
 def told(parts: Partition, cluster: Cluster) -> dict[str, Any]:
     """What the rank at the origin does in a step, for JSON: the mesh, and tasks in the order of the host. Of each task
     what it waits for and either its work (class, dtype, FLOPs, bytes, launches), or the parameters that it updates
-    (elements and bytes of each), or the gradients that it adds up (in which share of the micro-batches, and the bytes of
-    each), or what it sends (kind, axes, bytes, whether that is waited for).
+    (elements and bytes of each), or the gradients that it adds up (in which share of the micro-batches, and the bytes
+    of each), or what it sends (kind, axes, bytes, whether that is waited for).
 
     The cluster says on which level each axis of the mesh lies; its rates do not matter."""
     mesh = on_cluster(parts.plan.mesh, cluster)
