@@ -29,7 +29,7 @@ from meshwright.search.folded import Folded, shortened
 from meshwright.search.planner import Line, Verdict
 from meshwright.search.space.build import Choice
 from meshwright.search.techniques import apply
-from meshwright.techniques import NONE, Techniques
+from meshwright.techniques import ACTIVATIONS, NONE, Techniques
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,7 @@ class Judge:
         if self.techniques.names_layers or self.folds.is_whole:
             return self.in_full(choice)
         repeats = self.folds.repeats
-        # Techniques look at the next layer: there the first and the last differ from those between, which two have not.
-        least = 3 if self.techniques.asked() else 2
-        few = [min(least, count) for count in repeats]
+        few = [min(self._least, count) for count in repeats]
         short = self._run(choice, few)
         hosted = short.host_bytes
         times = tuple(count - k for count, k in zip(repeats, few, strict=True))
@@ -137,16 +135,32 @@ class Judge:
                 found.setdefault(instant, []).append(_line(size, more, counts, each))
         return found
 
+    @property
+    def _least(self) -> int:
+        """Copies of which one is like those between. Techniques look at the next layer: there the first and the last
+        differ, which two have not. Activations come back from the host further ahead: backward of the first three
+        copies has less to bring, and that of the last two has less with it."""
+        if self._ahead:
+            return 5
+        return 3 if self.techniques.asked() else 2
+
+    @property
+    def _ahead(self) -> bool:
+        return ACTIVATIONS in self.techniques.offload
+
     def _of_copies(self, short: Mapping[str, int], long: Mapping[str, int]) -> dict[str, str]:
-        """Instant of the last of a few copies → that of the last of one more."""
+        """Instants of the last of a few copies, in their order → those of the last of one more."""
         added = {self._stands(i): i for i in long if i not in short}
-        # By number and not in the order of time: backward meets the last copy first, forward meets it last.
-        ends: dict[str, str] = {}
+        copies: dict[str, list[str]] = {}
         for instant in short:
-            stands = self._stands(instant)
-            if stands in added:
-                ends[stands] = max(ends.get(stands, instant), instant, key=self._number)
-        return {end: added[stands] for stands, end in ends.items()}
+            if (stands := self._stands(instant)) in added:
+                copies.setdefault(stands, []).append(instant)
+        found: dict[str, str] = {}
+        for stands, each in copies.items():
+            # By number and not in the order of time: backward meets the last copy first, forward meets it last.
+            ends = sorted(each, key=self._number)[-2 if self._ahead else -1 :]
+            found |= zip(ends, [*ends[1:], added[stands]], strict=True)
+        return found
 
     def _stands(self, instant: str) -> str:
         """The instant of the second copy that equals one of a later copy: by the value that it is named after."""

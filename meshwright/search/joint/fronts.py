@@ -233,6 +233,11 @@ def front(planner: Planner, space: Space) -> Front:
     _add(made, "front", space, PRICES, MANY)
     for name, recipe, examples in _recipes(planner):
         _add(made, name, recipe, RECIPES, examples)
+    for name, recipe, examples in _recipes(planner, 1, many=True):
+        if examples > planner.techniques.pieces:  # others cut the batch as far as it goes, and leave no micro-batches
+            asked = replace(planner.techniques, micro_batches=min(MANY, examples))
+            plain, memory = recipe.problem(micro_batches=asked.micro_batches), made.memory(recipe, asked)
+            _take(made, name, recipe, _weighed(made, recipe, plain, memory, RECIPES))
     return made
 
 
