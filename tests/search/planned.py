@@ -35,7 +35,8 @@ MODELS: dict[str, Any] = {
     "llama": llama.build,
     # Eight layers that keep more than the head.
     "deep llama": lambda: llama.build(
-        llama.LlamaConfig(vocabulary=16, width=64, inner=224, layers=8, heads=4, kv_heads=2, sequence=64), batch=8
+        llama.LlamaConfig(vocabulary=16, width=64, inner=224, layers=8, heads=4, kv_heads=2, sequence=64),
+        batch=8,
     ),
     "resnet": functools.partial(zoo.hugging_face, "resnet"),
     "recommender": recommender.build,

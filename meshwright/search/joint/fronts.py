@@ -233,8 +233,9 @@ def front(planner: Planner, space: Space) -> Front:
     _add(made, "front", space, PRICES, MANY)
     for name, recipe, examples in _recipes(planner):
         _add(made, name, recipe, RECIPES, examples)
+    # These cut the batch as far as it goes, where that is the quickest: others leave micro-batches their examples.
     for name, recipe, examples in _recipes(planner, 1, many=True):
-        if examples > planner.techniques.pieces:  # others cut the batch as far as it goes, and leave no micro-batches
+        if examples > planner.techniques.pieces:
             asked = replace(planner.techniques, micro_batches=min(MANY, examples))
             plain, memory = recipe.problem(micro_batches=asked.micro_batches), made.memory(recipe, asked)
             _take(made, name, recipe, _weighed(made, recipe, plain, memory, RECIPES))
