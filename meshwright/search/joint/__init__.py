@@ -25,7 +25,7 @@ from meshwright.search.joint.dimensions import (
     points,
     wider,
 )
-from meshwright.search.joint.fronts import SLACK, Front, first_front, front, least_bytes, with_choice
+from meshwright.search.joint.fronts import ALPHA, SLACK, Front, first_front, front, least_bytes, with_choice
 from meshwright.search.joint.layers import fewer_layers
 from meshwright.search.joint.neighbours import neighbours, quicker
 from meshwright.search.joint.told import told
@@ -44,6 +44,7 @@ SOUGHT = 6  # such searches, and
 WORK = 25_000  # the most that all of them may take: simulations × nodes × axes
 SEARCHED = 26  # simulations of such a search
 WORSE = 2  # numbers of micro-batches, one after the other, that take no less than more of them
+AGAIN = 16  # solutions under one limit, for the cuts and storage under the best techniques
 MOVES = 4  # to a quicker neighbour, at most
 EXPOSED = 0.05  # of the step is sent while nothing computes: copies that take turns are looked at
 
@@ -282,13 +283,17 @@ def _sought(
 
 
 def _again(planner: Planner, best: Found) -> Found:
-    """The best with its cuts and storage searched once more under its techniques."""
+    """The best with its cuts and storage searched once more under its techniques, by sums and by what can hide in
+    part."""
     under = planner.under(best.techniques)
-    found = limited(under, best.space, None, alone=False).found
-    if found is None or _step(found) >= _step(best):
-        return best
-    found = under.settled(replace(found, claims={**found.claims, "chosen": best.claims["chosen"]}))
-    return found if fits_in_both(planner, found) and _step(found) < _step(best) else best
+    for alpha in (ALPHA, None):
+        found = limited(under, best.space, alpha, alone=False, most_solves=AGAIN).found
+        if found is None or _step(found) >= _step(best):
+            continue
+        found = under.settled(replace(found, claims={**found.claims, "chosen": best.claims["chosen"]}))
+        if fits_in_both(planner, found) and _step(found) < _step(best):
+            best = found
+    return best
 
 
 def _last_resort(planner: Planner, space: Space, over: tuple[Dimension, ...]) -> Found | None:
