@@ -1,16 +1,17 @@
 """How long a step takes and how much memory it needs, for many equal layers from programs with two and with three.
 
 The program of a choice is lowered, played on a timeline and walked for its memory with two copies of each layer, and
-with three of one kind at a time; with three and four where techniques look at the next layer. What a layer adds, in
-seconds and, at every instant, in bytes, is their difference; the rest of the layers add the same. So 100 layers are
-judged as quickly as four.
+with three of one kind at a time; with three and four where techniques look at the next layer, with five and six where
+they look further. What a layer adds, in seconds and, at every instant, in bytes, is their difference; the rest of the
+layers add the same. So 100 layers are judged as quickly as four.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.cost.cluster import Cluster
@@ -30,6 +31,8 @@ from meshwright.search.planner import Line, Verdict
 from meshwright.search.space.build import Choice
 from meshwright.search.techniques import apply
 from meshwright.techniques import ACTIVATIONS, NONE, Techniques
+
+NUMBER = re.compile(r"(?<=_to)\d+")  # of a reshard, where a value has several
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,19 @@ class Judge:
         """The instant of the second copy that equals one of a later copy: by the value that it is named after."""
         return self._renamed(instant, self._known)
 
+    def _of_readers(self, instant: str) -> str:
+        """The instant at which what all layers read is brought to one of them, as that of whichever: a number tells
+        them apart, of which the last layer has another one for each number of layers."""
+        base = _base(instant, self._known)
+        return (
+            instant if self._known.get(base) in self._layered else base + NUMBER.sub("", instant[len(base) :])
+        )
+
+    @functools.cached_property
+    def _layered(self) -> frozenset[str]:
+        """What there is in each copy of a layer, by its name in the folded graph."""
+        return frozenset(self.folds.same) | frozenset(self.folds.same.values())
+
     def _of_first(self, instant: str) -> str:
         """The instant of the first copy that equals one of the second."""
         return self._renamed(instant, self.folds.same)
@@ -201,7 +217,11 @@ class Judge:
         graph = self._short.get(tuple(copies))
         if graph is None:  # one object for all choices: what is found of a graph is remembered with it
             graph = self._short[tuple(copies)] = shortened(self.folds, copies) if copies else self.folds.graph
-        return self._judged(graph, choice)
+        seen, most = self._judged(graph, choice), dict[str, int]()
+        for instant, size in seen.most.items():
+            name = self._of_readers(instant)
+            most[name] = max(size, most.get(name, 0))
+        return replace(seen, most=most)
 
     def _judged(self, graph: Graph, choice: Choice) -> _Seen:
         parts = self._lowered(graph, choice)

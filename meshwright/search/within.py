@@ -19,6 +19,7 @@ from meshwright.search.space.memory import INSTANTS
 
 TIGHTENINGS = 8
 SOLVES = 40  # under one limit
+ENOUGH = 2e-3  # of the price: what is that near its bound under one limit is not searched further
 DOUBLINGS, HALVINGS = 12, 4
 NEAR = 0.01  # of the bound: what is that near is not searched further
 
@@ -42,11 +43,12 @@ def limited(
     alone: bool = True,
     known: Found | None = None,
     most_solves: int = SOLVES,
+    enough: float = ENOUGH,
 ) -> Limited:
     """The optimum of a space under the request's memory limit; without one, the optimum.
 
     `alone`: whether its price and bound are what the user waits for; one search of several only says that it goes on.
-    `most_solves`: after how many the optimum under a limit is near enough.
+    `most_solves`: after how many the optimum under a limit is near enough; `enough`: of its price, when it is sooner.
     `known`: a choice to begin with where memory has no limit. An interrupt ends it with the best so far, and `stopped`.
     """
     problem, limit = planner.problem(space, alpha), planner.limit(space)
@@ -65,7 +67,9 @@ def limited(
     first: Found | None = None
     stopped = False
     for _ in range(TIGHTENINGS):
-        solution = solve_limited(problem, memory, limits, progress=tell, most_solves=most_solves)
+        solution = solve_limited(
+            problem, memory, limits, progress=tell, enough=enough, most_solves=most_solves
+        )
         bound = solution.bound if bound is None else bound
         stopped = solution.stopped
         if solution.states is None:

@@ -38,6 +38,8 @@ MODELS: dict[str, Any] = {
         llama.LlamaConfig(vocabulary=16, width=64, inner=224, layers=8, heads=4, kv_heads=2, sequence=64),
         batch=8,
     ),
+    # Eight layers that read cosine and sine of positions, which are made once.
+    "rotary llama": functools.partial(zoo.hugging_face, "llama", layers=8, batch=4),
     "resnet": functools.partial(zoo.hugging_face, "resnet"),
     "recommender": recommender.build,
     "bert": functools.partial(zoo.hugging_face, "bert"),

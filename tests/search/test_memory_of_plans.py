@@ -18,7 +18,7 @@ from meshwright.search.planner import Planner, families_of
 from meshwright.search.solve import solve
 from meshwright.search.space.families import named
 from meshwright.search.space.memory import fixed_bytes, memory_of
-from meshwright.techniques import techniques_from
+from meshwright.techniques import ACTIVATIONS, techniques_from
 from tests.search.planned import MESHES, built, cluster, free, lowered, peaks
 
 LARGER = ("llama", "bert", "resnet", "recommender", "wide gpt")
@@ -106,3 +106,21 @@ def test_what_comes_back_from_the_host_is_judged_from_a_few_layers_as_from_all(m
     few, full = judge(choice), judge.in_full(choice)
     assert few.peak_bytes == pytest.approx(full.peak_bytes, rel=1e-3), (few, full)
     assert few.host_bytes == pytest.approx(full.host_bytes, rel=1e-3), (few, full)
+
+
+def test_what_all_layers_read_is_judged_from_a_few_layers_as_from_all() -> None:
+    """Cosine and sine of positions, made once and resharded for every layer: each reshard has a number, of which the
+    last layer's is another one for each number of layers. Of choices drawn among those that are not absurdly dear."""
+    planner = planner_of("rotary llama", "2x2", "gpu")
+    space, judge = (
+        planner.space(families_of(planner)[0][1]),
+        planner.under(techniques_from({"offload": ACTIVATIONS})).judge,
+    )
+    assert judge is not None and planner.folds.repeats == (8,)
+    problem, draw = space.problem(), np.random.default_rng(0)
+    for number in range(8):
+        noise = [draw.uniform(0.2, 5.0, len(u)) for u in problem.unary]
+        unary = tuple(u * n for u, n in zip(problem.unary, noise, strict=True))
+        choice = space.choice(solve(replace(problem, unary=unary)).states)
+        few, full = judge(choice), judge.in_full(choice)
+        assert few.peak_bytes == pytest.approx(full.peak_bytes, rel=1e-3), (number, few, full)

@@ -141,7 +141,7 @@ def _best(
     if best is None:
         raise _hopeless(planner, wide, nearest)
     if best is not base:
-        best = fewer_layers(planner, _again(planner, best))
+        best = fewer_layers(planner, _again(planner, best) if SEARCHED * planner.size <= WORK else best)
         _see(planner, seen, best)
     best = _turns(planner, best)
     with_choice(made, best)
@@ -235,6 +235,8 @@ def _searched(
             continue
         if known and not made.saves(candidate, point.techniques):
             continue
+        if made.overfills_host(candidate, point.techniques):
+            continue
         try:
             found = made.judged(candidate, point.techniques)
         except PlanError:  # too few examples, or a loss that needs the whole batch
@@ -287,7 +289,7 @@ def _again(planner: Planner, best: Found) -> Found:
     part."""
     under = planner.under(best.techniques)
     for alpha in (ALPHA, None):
-        found = limited(under, best.space, alpha, alone=False, most_solves=AGAIN).found
+        found = limited(under, best.space, alpha, alone=False, most_solves=AGAIN, enough=NEAR).found
         if found is None or _step(found) >= _step(best):
             continue
         found = under.settled(replace(found, claims={**found.claims, "chosen": best.claims["chosen"]}))

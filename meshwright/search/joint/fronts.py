@@ -35,12 +35,14 @@ from meshwright.techniques import ACTIVATIONS, PARAMETERS, Techniques
 PRICES = ((0.0, 0.0), (0.2, 0.0), (2.0, 0.0), (2.0, 0.5), (0.0, 2.0), (64.0, 64.0))
 PIECES = ((0.0, 0.0), (2.0, 0.0))  # the same for many micro-batches, whose gradients are added up
 RECIPES = ((0.0, 0.0), (2.0, 0.0))
+HIDDEN = ((0.0, 0.0), (2.0, 0.0))  # the same where half of what is sent hides
 STAGED = ((0.0, 0.0), (0.05, 0.0), (0.5, 0.0), (2.0, 0.5))  # the same for pipelines
 MANY = 16  # micro-batches of which each gathers what is stored in parts: for a choice beside those for a whole batch
 INNER = 3  # how many of the innermost axes a recipe leaves to tensor parallel, at most
-ALPHA = 0.5  # of computing against what can hide beside it, for the choice without prices
+ALPHA = 0.5  # of computing against what can hide beside it
 SLACK = 1.1  # how far over the limit an estimated peak may be and still be simulated
 LESS = 0.99  # of the bytes without a technique: what saves less is not worth a simulation
+ALIKE = 2e-4  # of seconds: candidates of different spaces that differ by no more count as one
 ENOUGH = 3  # candidates under the same techniques, which tell how late others are
 PRODUCTS = ("aten.linear.default", "aten.addmm.default", "aten.mm.default")  # whose weights' halves may wait
 SECOND_FORWARD = 0.2  # of computing: forward is a third, less what lies outside of layers
@@ -68,7 +70,8 @@ class Front:
     """Candidates, and what is known of them. `missed`: what simulations saw beyond sums, of a whole batch, under
     techniques; `late`: by how much later than it must a step ended, under a policy of recompute, the one that was least
     late; `lates`: the same of each that was simulated under techniques, and `soonest` the least of these in whatever
-    micro-batches; `sent`: bytes that stages of it send, once somebody asked."""
+    micro-batches; `hosted`: what the host holds beyond sums, of the one with least of it, under techniques; `sent`:
+    bytes that stages of it send, once somebody asked."""
 
     planner: Planner
     candidates: list[Candidate] = field(default_factory=list)
@@ -76,6 +79,7 @@ class Front:
     late: dict[tuple[Candidate, Any], float] = field(default_factory=dict)
     lates: dict[Techniques, list[float]] = field(default_factory=dict)
     soonest: dict[Techniques, float] = field(default_factory=dict)
+    hosted: dict[Techniques, float] = field(default_factory=dict)
     sent: dict[Candidate, float] = field(default_factory=dict)
     _seen: dict[tuple[Candidate, Techniques], Found] = field(default_factory=dict)
     _added: dict[tuple[Candidate, Techniques], np.ndarray] = field(default_factory=dict)
@@ -179,6 +183,22 @@ class Front:
         other = replace(techniques, offload=tuple(w for w in techniques.offload if w != word))
         return max(0.0, float(self._totals(candidate, other)[0] - self._totals(candidate, techniques)[0]))
 
+    def overfills_host(self, candidate: Candidate, techniques: Techniques) -> bool:
+        """Whether the host's memory is too small for what techniques keep there: by far, or, once one was simulated
+        under them, by what the sums missed of that."""
+        room = self.planner.request.cluster.host_memory_bytes
+        if not techniques.offload or not room:
+            return False
+        kept, missed = self._kept_on_host(candidate, techniques), self.hosted.get(techniques)
+        return kept > SLACK * room if missed is None else kept + missed > room
+
+    def _kept_on_host(self, candidate: Candidate, techniques: Techniques) -> float:
+        at_once, found = replace(techniques, micro_batches=1), 0.0
+        for word in techniques.offload:
+            saved = self._saved(candidate, at_once, word)
+            found += saved / techniques.micro_batches if word == ACTIVATIONS else saved
+        return found
+
     def saves(self, candidate: Candidate, techniques: Techniques) -> bool:
         """Whether slices, and each word of ``offload``, save bytes at some instant beside the others."""
         plainer = [
@@ -207,6 +227,9 @@ class Front:
             self.lates.setdefault(techniques, []).append(late)
             at_once = replace(techniques, micro_batches=1)
             self.soonest[at_once] = min(late, self.soonest.get(at_once, late))
+            if techniques.offload:
+                missed = found.verdict.host_bytes - self._kept_on_host(candidate, techniques)
+                self.hosted[techniques] = min(missed, self.hosted.get(techniques, missed))
         self._seen[candidate, techniques] = found
         return found
 
@@ -298,7 +321,8 @@ def _add(
         many = space.problem(micro_batches=pieces)
         several = _weighed(made, space, many, made.memory(space, asked), PIECES)
     if first is plain:
-        several.insert(0, space.problem(ALPHA))
+        hidden = space.problem(ALPHA)
+        several = [*_weighed(made, space, hidden, memory, HIDDEN), *several]
     _take(made, name, space, [first, *several, *others])
 
 
@@ -361,7 +385,7 @@ def _alike(one: Candidate, other: Candidate) -> bool:
     mine, theirs = one.space.price(one.states), other.space.price(other.states)
     return bool(
         np.isclose(
-            [one.floor, mine.total, mine.compute], [other.floor, theirs.total, theirs.compute], rtol=1e-9
+            [one.floor, mine.total, mine.compute], [other.floor, theirs.total, theirs.compute], rtol=ALIKE
         ).all()
     )
 
