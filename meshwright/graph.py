@@ -20,7 +20,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -199,6 +199,11 @@ class Graph:
     nodes: tuple[Node, ...]
     outputs: tuple[tuple[str, str], ...]
     mutations: tuple[tuple[str, str], ...] = ()
+
+    @functools.cached_property
+    def known(self) -> dict[Hashable, object]:
+        """What functions have found out about it (`remembered.py`)."""
+        return {}
 
     @functools.cached_property
     def types(self) -> dict[str, TensorType]:

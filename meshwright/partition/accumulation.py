@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from meshwright.graph import RESHARD
 from meshwright.partition import Partition
-from meshwright.partition.remembered import remembered
 from meshwright.redistribute.steps import COLLECTIVES
+from meshwright.remembered import remembered
 
 
 def programs_in_time(parts: Partition) -> int:

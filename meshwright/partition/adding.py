@@ -15,9 +15,9 @@ from meshwright.cost.cluster import Cluster
 from meshwright.graph import DTYPES, Graph, Node
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import scattered_each_time, summed_first
-from meshwright.partition.remembered import remembered
 from meshwright.partition.updates import update_layout
 from meshwright.redistribute.steps import origin
+from meshwright.remembered import remembered
 
 
 @dataclass(frozen=True)

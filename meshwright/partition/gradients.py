@@ -7,9 +7,9 @@ import math
 from meshwright.graph import DTYPES, RESHARD
 from meshwright.layout import dim_axes, only_axes
 from meshwright.partition import Partition
-from meshwright.partition.remembered import remembered
 from meshwright.redistribute.buckets import Gradient
 from meshwright.redistribute.steps import origin
+from meshwright.remembered import remembered
 from meshwright.techniques import wire_dtype
 
 # Operators that make the gradient of a parameter anew, so that no other branch of backward can see it.

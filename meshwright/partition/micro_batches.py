@@ -20,11 +20,11 @@ from meshwright.ops.batch import by_micro_batch
 from meshwright.partition import Partition
 from meshwright.partition.interleave import Interleaved, interleaved, shared
 from meshwright.partition.localize import SUM_OF_COUNTS
-from meshwright.partition.remembered import remembered
 from meshwright.partition.reshards import local_type, step_texts
 from meshwright.partition.time import early_values
 from meshwright.redistribute import TWO_CORE_GLOO, redistribute
 from meshwright.redistribute.steps import COLLECTIVES, origin
+from meshwright.remembered import remembered
 
 SUM = "boundary"  # the role of an input that another of these programs has made
 

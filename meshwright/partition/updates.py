@@ -17,13 +17,13 @@ from meshwright.layout import TensorLayout, only_axes
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.fusion import sizes
-from meshwright.partition.remembered import remembered
 from meshwright.plan import Plan
 from meshwright.redistribute import Step
 from meshwright.redistribute.buckets import BucketBytes, Gradient, Group, alone_bytes, fill
 from meshwright.redistribute.positions import exchange
 from meshwright.redistribute.selections import Selection
 from meshwright.redistribute.steps import largest_size, origin
+from meshwright.remembered import remembered
 
 
 @dataclass(frozen=True)

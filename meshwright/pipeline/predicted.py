@@ -11,7 +11,6 @@ from meshwright.cost.cluster import Cluster, Level
 from meshwright.partition import Partition
 from meshwright.partition.interleave import Interleaved
 from meshwright.partition.micro_batches import MicroBatches, first_micro_batch, first_program
-from meshwright.partition.remembered import remembered
 from meshwright.partition.stage_seconds import (
     StageSeconds,
     prologue_seconds,
@@ -30,6 +29,7 @@ from meshwright.pipeline.messages import Messages
 from meshwright.pipeline.order import schedule_of
 from meshwright.pipeline.routes import Routes
 from meshwright.redistribute.steps import origin
+from meshwright.remembered import remembered
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ MODELS: dict[str, Any] = {
     "bert": functools.partial(zoo.hugging_face, "bert"),
     # Weights of more than 64 KiB, so that storing them cut is worth its messages.
     "wide mlp": lambda: tower(128, 4, 256),
+    # One weight, read through a view.
+    "transposed": lambda: (Transposed(128), {"x": torch.randn(8, 128)}, lambda m, b: m(b["x"]).sum()),
     "deep mlp": lambda: tower(
         64, 16, 32
     ),  # far less crosses between two layers than within all, or than weights have
@@ -84,6 +86,19 @@ class Tower(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x.square().mean()
+
+
+class Transposed(nn.Module):
+    """A linear layer, and a product with a weight that is read through a view."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width, bias=False)
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """float32[n, width] → the same."""
+        return (self.first(x) @ self.weight.t()).tanh()
 
 
 def tower(width: int, depth: int, rows: int = 24) -> Any:

@@ -124,3 +124,12 @@ def test_what_all_layers_read_is_judged_from_a_few_layers_as_from_all() -> None:
         choice = space.choice(solve(replace(problem, unary=unary)).states)
         few, full = judge(choice), judge.in_full(choice)
         assert few.peak_bytes == pytest.approx(full.peak_bytes, rel=1e-3), (number, few, full)
+
+
+def test_a_weight_that_is_gathered_for_a_view_is_kept_for_who_reads_the_view() -> None:
+    """The view keeps nothing, but its reader keeps what lies in the same memory."""
+    planner = planner_of("transposed", "2x2", "gpu")
+    space = planner.space(named([[0], [1]]))
+    gathered = memory_of(space, 2).pairs
+    ends = space.variable["node", "permute"], space.variable["parameter", "weight"]
+    assert {float(block.max()) for block in gathered[ends]} == {0.0, space.graph.types["weight"].size_bytes}

@@ -26,7 +26,7 @@ def fewer_layers(planner: Planner, best: Found) -> Found:
     if len(names) < 2:
         return best
     plain = planner.under(replace(best.techniques, recompute=""))
-    none = plain.settled(plain.found(best.space, best.states, {}))
+    none = plain.found(best.space, best.states, {})
     if none.verdict is None or (more := planner.peak_bytes(none)) <= (least := planner.peak_bytes(best)):
         return best
     count = max(1, len(names) - int((limit - least) * len(names) / (more - least)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,6 +119,7 @@ class Space:
         self.kept = kept or Kept(graph, self.values, self.codes, self.hosts)
         self.wiring = self.kept.once("wiring", lambda: Wiring(graph, self.ties, self.codes))
         self.variable: dict[Variable, int] = {v: number for number, v in enumerate(self.wiring.variables)}
+        self.known: dict[Hashable, object] = {}  # what functions have found out about it (`remembered.py`)
         if isinstance(family, Made):
             self.nodes, self.hubs = dict(family.nodes), dict(family.hubs)
             self.parameters = dict(family.parameters)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,9 +22,10 @@ from meshwright.graph import DTYPES, Graph
 from meshwright.places import hosted_values
 from meshwright.redistribute.buckets import alone_bytes
 from meshwright.redistribute.matrix import Value
+from meshwright.remembered import remembered
 from meshwright.search.solve import Memory
 from meshwright.search.space.build import Space
-from meshwright.search.space.wiring import Edge, Ties, Wiring, is_kept
+from meshwright.search.space.wiring import Edge, Ties, Wiring, is_kept, keeps
 
 INSTANTS = ("the loss", "the update", "the head's backward")
 
@@ -139,11 +140,8 @@ def demands_of(
     hosted = hosted_values(graph, hosts)
     loss, head, late = _end(graph)
     found = _charges(graph, values, ties, ranks, hosts, again, elsewhere, (loss, head, late))
-    holdings = {
-        name: _holding(graph, name, wiring.owners[name], cluster, head, optimizer_states, elsewhere)
-        for name in wiring.parameters
-        if name not in hosted
-    }
+    parameters = [name for name in wiring.parameters if name not in hosted]
+    holdings = _holdings(graph, parameters, wiring, cluster, head, optimizer_states, elsewhere)
     return Demands(list(found), holdings, dict(_gathers(graph, wiring, hosted, late)))
 
 
@@ -152,30 +150,67 @@ def memory_of(
 ) -> Memory:
     """float64[states, 3] for every variable of a space, and what readers gather for themselves. `again`: values that
     backward computes again."""
-    table = space.table
-    demands = demands_of(
-        space.graph,
-        space.values,
-        space.ties,
-        space.wiring,
-        space.cluster,
-        space.mesh.size,
-        space.hosts,
-        optimizer_states,
-        again,
-        elsewhere,
+    kept = _kept(space, frozenset(again), elsewhere.sliced, tuple(elsewhere.stay.items()))
+    held = _held(space, optimizer_states, frozenset(elsewhere.parked), elsewhere.updated_there)
+    none = len(INSTANTS)
+    amounts = [
+        found if (found := held.get(v, kept.get(v))) is not None else np.zeros((parts.shape[1], none))
+        for v, parts in enumerate(space.unary)
+    ]
+    return Memory(tuple(amounts), _gathered(space))
+
+
+@remembered
+def _kept(
+    space: Space, again: frozenset[str], sliced: bool, stay: tuple[tuple[str, int], ...]
+) -> dict[int, np.ndarray]:
+    """What operators keep: float64[states, 3] by variable."""
+    graph, table, away = space.graph, space.table, Elsewhere(sliced, dict(stay))
+    found: dict[int, np.ndarray] = {}
+    charges = _charges(
+        graph, space.values, space.ties, space.mesh.size, space.hosts, again, away, _end(graph)
     )
-    amounts = [np.zeros((parts.shape[1], len(INSTANTS))) for parts in space.unary]
-    for charge in demands.charges:
-        codes = space.nodes[charge.node].ports[charge.port].forward
+    for charge in charges:
+        codes, variable = (
+            space.nodes[charge.node].ports[charge.port].forward,
+            space.variable["node", charge.node],
+        )
         held = np.minimum(table.local_elements(space.values[charge.value], codes), charge.most)
-        amounts[space.variable["node", charge.node]] += held[:, None] * np.array(charge.each)
-    for name, holding in demands.holdings.items():
-        found = space.parameters[name]
-        waits = np.any(found.use.grad & ~found.stored, axis=1)
-        taken = holding.taken(found.elements, found.kept_elements, found.summed_elements, waits)
-        amounts[space.variable["parameter", name]] += np.stack(taken, axis=1)
-    return Memory(tuple(amounts), _gathered(space, demands.gathers))
+        each = held[:, None] * np.array(charge.each)
+        found[variable] = found[variable] + each if variable in found else each
+    return found
+
+
+@remembered
+def _held(
+    space: Space, optimizer_states: int, parked: frozenset[str], updated_there: bool
+) -> dict[int, np.ndarray]:
+    """What parameters take: float64[states, 3] by variable."""
+    away, (_, head, _) = Elsewhere(parked=parked, updated_there=updated_there), _end(space.graph)
+    names = [name for name in space.wiring.parameters if name not in space.hosted]
+    holdings = _holdings(space.graph, names, space.wiring, space.cluster, head, optimizer_states, away)
+    found: dict[int, np.ndarray] = {}
+    for name, holding in holdings.items():
+        known = space.parameters[name]
+        waits = np.any(known.use.grad & ~known.stored, axis=1)
+        taken = holding.taken(known.elements, known.kept_elements, known.summed_elements, waits)
+        found[space.variable["parameter", name]] = np.stack(taken, axis=1)
+    return found
+
+
+def _holdings(
+    graph: Graph,
+    names: Iterable[str],
+    wiring: Wiring,
+    cluster: Cluster,
+    head: str,
+    optimizer_states: int,
+    elsewhere: Elsewhere,
+) -> dict[str, Holding]:
+    return {
+        name: _holding(graph, name, wiring.owners[name], cluster, head, optimizer_states, elsewhere)
+        for name in names
+    }
 
 
 def _charges(
@@ -253,16 +288,17 @@ def _gathers(
         if source[0] != "parameter" or name not in graph.needs_grad or name in hosted:
             continue
         node = nodes[target[1]]
-        wanted = [u in graph.needs_grad for u in node.uses]
-        if port in saved(node, graph.types, wanted).inputs:
+        if keeps(graph, node, port):
             each = float(times * DTYPES[graph.types[name].dtype])
             yield edge, (each, 0.0, 0.0 if node.name in late else each)
 
 
-def _gathered(space: Space, gathers: Mapping[Edge, Each]) -> dict[tuple[int, int], np.ndarray]:
-    """float64[3, states, states] for each pair."""
+@remembered
+def _gathered(space: Space) -> dict[tuple[int, int], np.ndarray]:
+    """What readers gather for themselves: float64[3, states, states] for each pair."""
+    _, _, late = _end(space.graph)
     found: dict[tuple[int, int], np.ndarray] = {}
-    for (source, _, target, port, name), each in gathers.items():
+    for (source, _, target, port, name), each in _gathers(space.graph, space.wiring, space.hosted, late):
         value = space.values[name]
         have, want = space.port(source, -1, gives=True), space.port(target, port, gives=False)
         held, wanted = (space.table.local_elements(value, p.forward) for p in (have, want))
@@ -304,6 +340,7 @@ def fixed_bytes(space: Space) -> float:
     return float(sum(i.type.size_bytes for i in given))
 
 
+@remembered
 def _end(graph: Graph) -> tuple[str, str, frozenset[str]]:
     """The node that reads most of what makes the loss, the last product, and the nodes after that."""
     graded = [n for n in graph.nodes if any(n.needs_grad)]

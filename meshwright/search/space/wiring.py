@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from meshwright.cost.operators import VIEWS
 from meshwright.cost.saved import saved
-from meshwright.graph import Graph
+from meshwright.graph import Graph, Node
 from meshwright.search.space.kept import owners_of
 from meshwright.search.space.waited import waited_edges
 
@@ -128,15 +128,16 @@ class Wiring:
 
 
 def is_kept(graph: Graph, name: str) -> bool:
-    """Whether autograd keeps a parameter for some reader, through views of it too."""
-    todo = [name]
-    while todo:
-        for node, port in graph.consumers[todo.pop()]:
-            wanted = [u in graph.needs_grad for u in node.uses]
-            if any(node.needs_grad) and port in saved(node, graph.types, wanted).inputs:
-                return True
-            todo += node.values if node.op in VIEWS else ()
-    return False
+    """Whether autograd keeps a value for some reader, through views of it too."""
+    return any(keeps(graph, node, port) for node, port in graph.consumers[name])
+
+
+def keeps(graph: Graph, node: Node, port: int) -> bool:
+    """Whether autograd keeps what an operator reads at a port, for itself or for who reads it through a view."""
+    wanted = [u in graph.needs_grad for u in node.uses]
+    if any(node.needs_grad) and port in saved(node, graph.types, wanted).inputs:
+        return True
+    return node.op in VIEWS and any(is_kept(graph, value) for value in node.values)
 
 
 def _whole_readers(graph: Graph) -> dict[str, int]:

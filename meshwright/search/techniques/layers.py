@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from meshwright.cost.operators import PIECES, REPEATS, VIEWS
 from meshwright.cost.saved import saved
 from meshwright.graph import AGAIN_MARK, PIN, Graph, Node
+from meshwright.remembered import remembered
 from meshwright.techniques import matches
 
 END = f"{AGAIN_MARK}end"
@@ -28,6 +29,7 @@ class Layer:
         return tuple(v for n in self.nodes for v in n.values if v not in self.ends)
 
 
+@remembered
 def layers_of(graph: Graph) -> tuple[Layer, ...]:
     """The layers as the model's own lists of modules tell them, at the level of nesting at which what every layer is
     given and the most that one of them keeps are least together. A model without lists has its modules as layers."""

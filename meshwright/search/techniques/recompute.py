@@ -18,6 +18,7 @@ from meshwright.cost.saved import has_line, saved
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.graph import Graph, Node
 from meshwright.plan import Plan
+from meshwright.remembered import remembered
 from meshwright.search.techniques.budget import Weight, solve
 from meshwright.search.techniques.layers import (
     Layer,
@@ -85,6 +86,7 @@ def _with(plan: Plan, again: set[str]) -> Plan:
     return replace(plan, keeps={**plan.keeps, **dict.fromkeys(sorted(again), "again")}) if again else plan
 
 
+@remembered
 def again_of(graph: Graph, policy: str | float | tuple[tuple[str, str], ...]) -> frozenset[str]:
     """The values that a policy for all layers computes again; for a budget and for patterns those that they may."""
     if not policy:

@@ -1,4 +1,4 @@
-"""What is read off a partition over and over, and found once."""
+"""What is read off a graph, a space or a partition over and over, and found once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 def remembered(find: Callable[P, T]) -> Callable[P, T]:
-    """A function of a partition, its first argument, and of what can be hashed: its results live as long as the
-    partition (`Partition.known`). Nobody may change them."""
+    """A function of a graph, a space or a partition, its first argument, and of what can be hashed: its results live as
+    long as that does (in its `known`). Nobody may change them."""
     name = f"{find.__module__}.{find.__qualname__}"
 
     @functools.wraps(find)
     def found(*args: P.args, **kwargs: P.kwargs) -> T:
-        parts, *rest = args
-        known = cast("dict[Hashable, T]", parts.known)  # type: ignore[attr-defined]
+        where, *rest = args
+        known = cast("dict[Hashable, T]", where.known)  # type: ignore[attr-defined]
         key = (name, tuple(rest), tuple(sorted(kwargs.items())))
         if key not in known:
             known[key] = find(*args, **kwargs)
