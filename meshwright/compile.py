@@ -29,7 +29,12 @@ from meshwright.partition.judged import claims_of
 from meshwright.partition.micro_batches import nothing_to_hide
 from meshwright.partition.turns import with_turns
 from meshwright.partition.weighed import weighed
-from meshwright.pipeline.chosen import may_have_stages, with_stages
+from meshwright.pipeline.chosen import (
+    beside_stages,
+    may_choose_beside_stages,
+    may_have_stages,
+    with_stages,
+)
 from meshwright.pipeline.levels import along, mesh_over, part_of, taken_of, within_stage
 from meshwright.pipeline.meshes import Meshes, check_chunks, meshes, own_meshes
 from meshwright.pipeline.order import in_flight
@@ -146,21 +151,22 @@ def plan_captured(
         request.deadline.begin()
     if isinstance(mesh, list | tuple):
         return _plan_own(captured, mesh, mode, pins, request, techniques)
-    if techniques.pipeline > 1:
-        return _plan_staged(captured, mesh, mode, pins, request, techniques)
-    check_alone(techniques)
-    if mesh is not None:
-        check_axis(mesh_from(mesh), techniques)
-    if request is not None and _is_open(captured, mesh, mode, pins, request, techniques):
-        return with_stages(
-            captured.graph,
-            captured.folding,
-            request,
-            techniques,
-            lambda: _plan_in_one(captured, None, mode, pins, request, techniques),
-            lambda inside, asked, taken: _plan_chosen(captured, inside, taken, request, asked),
-        )
-    return _plan_in_one(captured, mesh, mode, pins, request, techniques)
+    if techniques.pipeline == 1:
+        check_alone(techniques)
+        if mesh is not None:
+            check_axis(mesh_from(mesh), techniques)
+    given = _plan_staged if techniques.pipeline > 1 else _plan_in_one
+    if request is None or not _is_open(captured, mesh, mode, pins, request, techniques):
+        return given(captured, mesh, mode, pins, request, techniques)
+    search = beside_stages if techniques.pipeline > 1 else with_stages
+    return search(
+        captured.graph,
+        captured.folding,
+        request,
+        techniques,
+        lambda: given(captured, None, mode, pins, request, techniques),
+        lambda inside, asked, taken: _plan_chosen(captured, inside, taken, request, asked),
+    )
 
 
 def _is_open(
@@ -171,10 +177,11 @@ def _is_open(
     request: Request,
     techniques: Techniques,
 ) -> bool:
-    """Whether a search over everything may cut the model into stages."""
+    """Whether a search over everything may cut the model into stages, or choose what goes with those asked for."""
     if mode not in (None, "auto") or mesh is not None or pins or mesh_of_pins(captured.graph) is not None:
         return False
-    return may_have_stages(captured.graph, request, techniques)
+    may = may_choose_beside_stages if techniques.pipeline > 1 else may_have_stages
+    return may(captured.graph, request, techniques)
 
 
 def _plan_in_one(
@@ -367,10 +374,10 @@ class _Origin:
 
     def pinned(self, plan: Plan, pins: Pins) -> Plan:
         given = plan.techniques.as_given()
-        if plan.stages and given.pipeline == 1:  # a search chose them: they stay, since pins are of a mesh
-            chosen = ("pipeline", "schedule", "micro_batches")
+        if plan.stages:  # what a search chose of them stays, since pins are of a mesh
+            chosen = {"pipeline", "schedule", "micro_batches"} - given.given
             given = replace(
-                given, **{k: getattr(plan.techniques, k) for k in chosen}, given=given.given | {*chosen}
+                given, **{k: getattr(plan.techniques, k) for k in chosen}, given=given.given | chosen
             )
         return plan_captured(self.captured, plan.meshes or plan.ranks, plan.mode, pins, self.request, given)
 

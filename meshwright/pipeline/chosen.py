@@ -19,6 +19,7 @@ from meshwright.plan import Plan
 from meshwright.search.folded import folded, whole
 from meshwright.search.joint.bounds import Least
 from meshwright.search.joint.dimensions import MOST, pieces_of
+from meshwright.search.joint.outer import SEARCHED, Outer
 from meshwright.search.joint.stages import Staged, stages
 from meshwright.search.joint.told_stages import told_stages
 from meshwright.search.modes import plan_found
@@ -38,7 +39,19 @@ InStages = Callable[[Plan, Techniques, tuple[int, ...]], Plan]
 def may_have_stages(graph: Graph, request: Request, techniques: Techniques) -> bool:
     """Whether stages are open: not said by the user, exact, and beside nothing that the search for them does not
     price."""
-    if "pipeline" in techniques.given or request.cluster.ranks == 1 or request.judge is None:
+    return "pipeline" not in techniques.given and _is_priced(graph, request, techniques)
+
+
+def may_choose_beside_stages(graph: Graph, request: Request, techniques: Techniques) -> bool:
+    """The same of what goes with as many stages as the user asked for: their schedule, micro-batches, recompute."""
+    if techniques.pipeline == 1 or {"schedule", "micro_batches", "recompute"} <= techniques.given:
+        return False
+    known = not techniques.schedule or techniques.schedule in SEARCHED
+    return known and _is_priced(graph, request, techniques)
+
+
+def _is_priced(graph: Graph, request: Request, techniques: Techniques) -> bool:
+    if request.cluster.ranks == 1 or request.judge is None:
         return False
     unpriced = set(techniques.offload) - {OPTIMIZER}
     if unpriced or techniques.interleave > 1 or any("host" in n.marks for n in graph.nodes):
@@ -90,6 +103,39 @@ def with_stages(
         return _after_interrupt(world, last, made)
 
 
+def beside_stages(
+    graph: Graph,
+    folding: Folding,
+    request: Request,
+    techniques: Techniques,
+    plain: Callable[[], Plan],
+    in_stages: InStages,
+) -> Plan:
+    """The plan in as many stages as the user asked for, under the quickest of what is open beside them. `plain` makes
+    that with nothing chosen: it is looked at where the user said the micro-batches, too, and is the answer where
+    nothing else fits."""
+    request.interrupts.clear()
+    alone: Plan | None = plain() if "micro_batches" in techniques.given else None
+    limit, made = request.memory_bytes, alone
+    if alone is not None and limit is not None and alone.claims["peak_bytes"] > limit:
+        made = None
+    world = _World(
+        graph, folding, replace(request, techniques=replace(techniques, pipeline=1, schedule="", stages=()))
+    )
+    seen: list[Plan] = []
+    try:
+        chosen = _best(world, techniques, made, in_stages, seen) or made
+        if chosen is None:
+            return alone or plain()
+        return world.bounded(chosen, None)
+    except KeyboardInterrupt:
+        if not seen and made is None:
+            raise
+        last = seen[-1] if seen else made
+        assert last is not None
+        return _after_interrupt(world, last, None)
+
+
 def _after_interrupt(world: _World, plan: Plan, alone: Plan | None) -> Plan:
     """The plan with the bound that is told quickly; a second interrupt ends that, too."""
     try:
@@ -107,11 +153,9 @@ def _best(
 ) -> Plan | None:
     """The best plan in stages that is worth it, if any is; `seen` gets each that is the best so far."""
     enough = (1 - WORTH) * made.claims["step_seconds"] if made is not None else float("inf")
-    before = (
-        f"{made.claims['step_seconds']:.4g} s in one stage"
-        if made is not None
-        else "nothing fits in one stage"
-    )
+    before = "nothing fits in one stage"
+    if made is not None:
+        before = f"{made.claims['step_seconds']:.4g} s in one stage"
     best: Plan | None = None
     several: dict[tuple[Techniques, tuple[int, ...]], Staged] = {}
     request = world.request
@@ -122,6 +166,7 @@ def _best(
         enough=enough,
         least=world.bounds.mean,
         examples=min(batch_rows(world.folds.graph), default=MOST),
+        only=lambda outer: _is_asked(outer, techniques),
     )
     for found in pipelines:
         several.setdefault((_asked(found, techniques), found.outer.taken), found)
@@ -149,16 +194,24 @@ def _best(
         fitting.append((found, step))
         if best is None or step < best.claims["step_seconds"]:
             given = replace(other.techniques, given=techniques.given)
-            note = f"auto chose {other.techniques.pipeline} stages, {found.outer.schedule.name}: {before}"
+            note = f"auto chose {asked.pipeline} stages, {name}: {before}"
+            notes = [] if "pipeline" in techniques.given else [note]
             # Those planned so far are told by their plans; one that does not fit after all is no next best.
             known = [replace(one, seconds=found.seconds + (each - step)) for one, each in fitting]
             rest = [*known, *list(several.values())[planned:]]
             told = told_stages(found, rest, techniques.given)
-            best = replace(other, techniques=given).with_notes(note, *told, *_unseen(techniques, request))
+            best = replace(other, techniques=given).with_notes(*notes, *told, *_unseen(techniques, request))
             seen.append(best)
             request.deadline.arm()
             request.progress(f"{other.techniques.pipeline} stages", best.claims["step_seconds"], None)
     return best
+
+
+def _is_asked(outer: Outer, techniques: Techniques) -> bool:
+    """Whether a configuration has the stages and the schedule that the user said."""
+    if "pipeline" in techniques.given and outer.stages != techniques.pipeline:
+        return False
+    return not techniques.schedule or outer.schedule.name == techniques.schedule
 
 
 class _World:
@@ -245,4 +298,4 @@ def _better(plan: Plan, request: Request, enough: float) -> bool:
     return fits and plan.claims["step_seconds"] < enough
 
 
-__all__ = ["may_have_stages", "with_stages"]
+__all__ = ["beside_stages", "may_choose_beside_stages", "may_have_stages", "with_stages"]

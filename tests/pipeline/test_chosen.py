@@ -97,6 +97,45 @@ def test_what_the_user_fixed_stays_beside_stages(given) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"pipeline": 2},
+        {"pipeline": 4, "schedule": "interleaved"},
+        pytest.param({"pipeline": 2, "micro_batches": 4}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_what_is_open_beside_the_stages_of_the_user_is_chosen(given) -> None:
+    """Its schedule and micro-batches once were those that nobody chose: one micro-batch, for which each stage waits."""
+    plan, plain = (
+        planned(1e4, **given),
+        planned(1e4, **{"schedule": "1f1b", "micro_batches": 1, "recompute": "", **given}),
+    )
+    assert all(getattr(plan.techniques, name) == value for name, value in given.items())
+    assert (
+        plan.techniques.micro_batches > 1 and plan.claims["step_seconds"] < 0.8 * plain.claims["step_seconds"]
+    )
+    told = [n for n in plan.notes if n.startswith("auto chose")]
+    assert told and not any(f" {name}=" in n for n in told for name in given)
+    pinned = plan.pin("lm_head", n=plan.mesh.names[0][0])
+    assert pinned.techniques.schedule == plan.techniques.schedule
+    assert pinned.techniques.micro_batches == plan.techniques.micro_batches
+    net, batch, loss = built("wide gpt")
+    mw.verify(net, batch, loss=loss, plan=plan).raise_if_different()
+
+
+def test_recompute_is_chosen_for_the_stages_of_the_user_where_nothing_else_fits() -> None:
+    free = planned(1e4, pipeline=2)
+    plan = planned(1e4, pipeline=2, memory=0.9 * free.claims["peak_bytes"])
+    assert plan.claims["peak_bytes"] <= 0.9 * free.claims["peak_bytes"] and plan.techniques != free.techniques
+
+
+def test_stages_that_the_search_has_no_schedule_for_are_planned_as_asked() -> None:
+    plan = planned(1e4, pipeline=2, schedule="gpipe")
+    assert plan.techniques.schedule == "gpipe" and not any("auto chose" in n for n in plan.notes)
+
+
 # ---------------------------------------------------------------- an interrupt
 
 

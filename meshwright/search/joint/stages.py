@@ -92,20 +92,22 @@ def stages(
     least: Callable[[Outer, int], float] = lambda outer, micro_batches: 0.0,
     examples: int = MOST,
     tries: int = TRIES,
+    only: Callable[[Outer], bool] = lambda outer: True,
 ) -> list[Staged]:
     """The pipelines that were simulated, fit and are quicker than `enough` seconds, the best first.
 
     `planner_of` makes the planner for the ranks that share a stage from their part of the cluster. `layers`: stages
     there can be at most. `least`: what no plan of a configuration with so many micro-batches is quicker than;
-    `examples`: those of the batch.
+    `examples`: those of the batch; `only`: which configurations are looked at.
 
     An interrupt ends the search with the best so far, where there is one and nothing else is (`enough` is infinite).
     """
     fitting: list[Staged] = []
     try:
-        _simulate(
-            cluster, planner_of, _groups(cluster, layers, examples, least), fitting, enough, least, tries
+        groups = _groups(
+            cluster, [outer for outer in outers(cluster, layers) if only(outer)], examples, least
         )
+        _simulate(cluster, planner_of, groups, fitting, enough, least, tries)
     except KeyboardInterrupt:  # wherever it comes: while a choice is simulated, or its answer is told
         if not fitting or enough < math.inf:
             raise
@@ -278,14 +280,14 @@ class _Group:
 
 
 def _groups(
-    cluster: Cluster, layers: int, examples: int, least: Callable[[Outer, int], float]
+    cluster: Cluster, found: Sequence[Outer], examples: int, least: Callable[[Outer, int], float]
 ) -> list[_Group]:
-    """All configurations by the ranks that share a stage. None is quicker than its ranks compute at least, and wait."""
-    found: dict[tuple[int, ...], list[tuple[int, Outer]]] = {}
-    for number, outer in enumerate(outers(cluster, layers)):
-        found.setdefault(outer.taken, []).append((number, outer))
+    """Configurations by the ranks that share a stage. None is quicker than its ranks compute at least, and wait."""
+    alike: dict[tuple[int, ...], list[tuple[int, Outer]]] = {}
+    for number, outer in enumerate(found):
+        alike.setdefault(outer.taken, []).append((number, outer))
     groups: list[_Group] = []
-    for each in found.values():
+    for each in alike.values():
         inside = each[0][1].inside(cluster).mesh
         inner = math.prod([axis.size for axis in inside.axes[-INNER:]])
         most = max(1, examples * inner // inside.size)
