@@ -169,7 +169,7 @@ def test_who_looks_at_one_rank_alone_is_refused() -> None:
 def test_a_plan_on_a_cluster_claims_what_its_stages_take() -> None:
     model, batch, loss = gpt.build(batch=8)
     cluster = Cluster.local(4)
-    plan = stages.plan(model, batch, loss=loss, cluster=cluster, pipeline=2, micro_batches=4)
+    plan = stages.plan(model, batch, loss=loss, cluster=cluster, pipeline=2, micro_batches=4, schedule="1f1b")
     told = plan.claims
     slowest = max(s["forward"] + s["backward"] for s in told["stages"])
     assert told["step_seconds"] > 4 * slowest and 0 < told["bubble"] < 1
