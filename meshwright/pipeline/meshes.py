@@ -107,10 +107,11 @@ def meshes(mesh: Mesh, techniques: Techniques, *, total: bool) -> Meshes:
                     why=f"{mesh.size} ranks do not divide by {count}",
                     hint=f"mesh={count}, or lists for {math.gcd(count, mesh.size)}",
                 )
+            fewer, each = math.gcd(count, mesh.size), techniques.pipeline // count
             raise PlanError(
                 f"pipeline={techniques.pipeline} needs {count} times as many ranks as share a stage",
                 why=f"{mesh.size} ranks do not divide by {count}",
-                hint=f"pipeline={math.gcd(count, mesh.size)}, or another number of ranks",
+                hint=f"{f'pipeline={fewer * each}, or ' if fewer > 1 else ''}a multiple of {count} ranks",
             )
         mesh = Mesh.of(ranks=mesh.size // count)
     return Meshes(_before(mesh, count), mesh)
@@ -145,7 +146,7 @@ def _ranks(techniques: Techniques) -> int:
         raise PlanError(
             f"{techniques.schedule} with {techniques.pipeline} stages",
             why=f"each rank has {chunks} of them",
-            hint=f"pipeline={chunks * max(1, ranks)}",
+            hint=f"pipeline={chunks * max(2, ranks)}",
         )
     return ranks
 

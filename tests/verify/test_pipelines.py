@@ -289,7 +289,10 @@ def waiting() -> Schedule:
         ({"pipeline": 2, "stages": {"blocks.0": 1, "blocks.1": 0}}, "is wanted in stage 0, after"),
         ({"pipeline": 2, "stages": {"blocks": 7}}, "is wanted in stage 7"),
         ({"pipeline": 3}, "pipeline=3 needs 3 times as many ranks"),
+        ({"pipeline": 3}, "try: +a multiple of 3 ranks"),
         ({"pipeline": 3, "schedule": "interleaved"}, "interleaved with 3 stages"),
+        ({"pipeline": 3, "schedule": "zero_bubble_v"}, "try: +pipeline=4"),  # two would be of one rank
+        ({"pipeline": 8, "schedule": "interleaved", "mesh": 6}, "try: +pipeline=4, or a multiple of 4 ranks"),
         ({"pipeline": 2, "micro_batches": 16}, "cannot be cut into 16 micro-batches"),
         ({"pipeline": 2, "schedule": str(make("1f1b", 2, 3))}, "with 3 micro-batches"),
         ({"schedule": "gpipe"}, "without pipeline="),
