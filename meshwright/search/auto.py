@@ -43,6 +43,10 @@ LIGHTER = ((0.5, 0.03), (0.5, 0.06), (0.5, 0.12), (0.3, 0.06), (0.3, 0.12), (Non
 LIGHTER_WORK = (
     400  # nodes × axes of the largest spaces where these are looked at: more would take most of the search
 )
+LITTLE = (
+    0.05  # of the step: where a recursion without a limit saves no more, larger spaces have none under one
+)
+RECURSION = "recursion"  # the candidate
 
 
 @dataclass
@@ -69,7 +73,7 @@ def auto(planner: Planner) -> Found:
             _optima(planner, tried, name, planner.space(family))
         _repeated(planner, tried)
         _lighter(planner, tried)
-        if planner.request.memory_bytes is not None and not _near(planner, tried):
+        if planner.request.memory_bytes is not None and _may_gain(planner, tried):
             found, near = priced_by_bytes(planner, recursion(planner))
             tried.nearest += [near] if near is not None else []
             if found is not None:
@@ -262,6 +266,17 @@ def _near(planner: Planner, tried: _Tried) -> bool:
     return min(prices, default=np.inf) <= (1 + NEAR) * min(tried.sums.values(), default=0.0)
 
 
+def _may_gain(planner: Planner, tried: _Tried) -> bool:
+    """Whether a recursion under the limit is worth its time: nothing that fits is near the bound, and, where it takes
+    long, the one without a limit is more than a little quicker."""
+    if _near(planner, tried):
+        return False
+    best, free = _best(planner, tried), [step_of(found) for name, found in tried.found if name == RECURSION]
+    if best is None or not free or planner.size <= LIGHTER_WORK:
+        return True
+    return min(free) < (1 - LITTLE) * best
+
+
 def _certificate(tried: _Tried, fitting: list[tuple[str, Found]], best: Found) -> dict[str, object]:
     """The bound of the step over all spaces, and how far the best plans are from the bounds."""
     gaps: dict[str, float] = {}
@@ -304,7 +319,7 @@ def recipes(planner: Planner) -> Iterator[tuple[str, Found]]:
                 ranks = scene.mesh.count([a.name for a in scene.mesh.axes[count - inner :]])
                 yield f"data parallel × {ranks} ranks of the best cut", solution.found
             _go_on(solution)
-    yield "recursion", recursion(planner)(None)
+    yield RECURSION, recursion(planner)(None)
 
 
 def step_of(found: Found) -> float:
