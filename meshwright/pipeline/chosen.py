@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from meshwright.blocks import Folding
@@ -88,19 +89,12 @@ def with_stages(
         return _after_interrupt(world, made, made)
     if made is not None and min(made.claims.get("gaps", {}).get(k, 1.0) for k in ("joint", "step")) <= NEAR:
         return world.bounded(made, made, solves=0)
-    seen: list[Plan] = []
-    try:
-        chosen = _best(world, techniques, made, in_stages, seen) or made
-        if chosen is None:
-            assert refused is not None
-            raise refused
-        return world.bounded(chosen, made)
-    except KeyboardInterrupt:
-        if not seen and made is None:
-            raise
-        last = seen[-1] if seen else made
-        assert last is not None
-        return _after_interrupt(world, last, made)
+
+    def refuse() -> Plan:
+        assert refused is not None
+        raise refused
+
+    return _searched(world, techniques, made, in_stages, made, refuse)
 
 
 def beside_stages(
@@ -115,25 +109,39 @@ def beside_stages(
     that with nothing chosen: it is looked at where the user said the micro-batches, too, and is the answer where
     nothing else fits."""
     request.interrupts.clear()
-    alone: Plan | None = plain() if "micro_batches" in techniques.given else None
-    limit, made = request.memory_bytes, alone
+    alone: Plan | None = None
+    if "micro_batches" in techniques.given:
+        with suppress(PlanError):  # what does not fit as it is may do with what is chosen
+            alone = plain()
+    made, limit = alone, request.memory_bytes
     if alone is not None and limit is not None and alone.claims["peak_bytes"] > limit:
         made = None
     world = _World(
         graph, folding, replace(request, techniques=replace(techniques, pipeline=1, schedule="", stages=()))
     )
+    return _searched(world, techniques, made, in_stages, None, lambda: alone or plain())
+
+
+def _searched(
+    world: _World,
+    techniques: Techniques,
+    made: Plan | None,
+    in_stages: InStages,
+    alone: Plan | None,
+    otherwise: Callable[[], Plan],
+) -> Plan:
+    """The best plan in stages, else what is `made`, with its bound; `alone` is the plan in one stage, `otherwise` gives
+    the answer where there is none."""
     seen: list[Plan] = []
     try:
         chosen = _best(world, techniques, made, in_stages, seen) or made
-        if chosen is None:
-            return alone or plain()
-        return world.bounded(chosen, None)
+        return otherwise() if chosen is None else world.bounded(chosen, alone)
     except KeyboardInterrupt:
         if not seen and made is None:
             raise
         last = seen[-1] if seen else made
         assert last is not None
-        return _after_interrupt(world, last, None)
+        return _after_interrupt(world, last, alone)
 
 
 def _after_interrupt(world: _World, plan: Plan, alone: Plan | None) -> Plan:

@@ -125,9 +125,10 @@ def test_what_is_open_beside_the_stages_of_the_user_is_chosen(given) -> None:
     mw.verify(net, batch, loss=loss, plan=plan).raise_if_different()
 
 
-def test_recompute_is_chosen_for_the_stages_of_the_user_where_nothing_else_fits() -> None:
-    free = planned(1e4, pipeline=2)
-    plan = planned(1e4, pipeline=2, memory=0.9 * free.claims["peak_bytes"])
+@pytest.mark.parametrize("given", [{}, {"micro_batches": 4}], ids=str)
+def test_recompute_is_chosen_for_the_stages_of_the_user_where_nothing_else_fits(given) -> None:
+    free = planned(1e4, pipeline=2, **given)
+    plan = planned(1e4, pipeline=2, memory=0.9 * free.claims["peak_bytes"], **given)
     assert plan.claims["peak_bytes"] <= 0.9 * free.claims["peak_bytes"] and plan.techniques != free.techniques
 
 
