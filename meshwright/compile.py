@@ -30,6 +30,7 @@ from meshwright.partition.micro_batches import nothing_to_hide
 from meshwright.partition.turns import with_turns
 from meshwright.partition.weighed import weighed
 from meshwright.pipeline.chosen import (
+    CHOSEN,
     beside_stages,
     may_choose_beside_stages,
     may_have_stages,
@@ -180,8 +181,9 @@ def _is_open(
     """Whether a search over everything may cut the model into stages, or choose what goes with those asked for."""
     if mode not in (None, "auto") or mesh is not None or pins or mesh_of_pins(captured.graph) is not None:
         return False
-    may = may_choose_beside_stages if techniques.pipeline > 1 else may_have_stages
-    return may(captured.graph, request, techniques)
+    if techniques.pipeline > 1:
+        return may_choose_beside_stages(techniques)
+    return may_have_stages(captured.graph, request, techniques)
 
 
 def _plan_in_one(
@@ -373,17 +375,22 @@ class _Origin:
         return plan_text(lower(self.captured, plan))
 
     def pinned(self, plan: Plan, pins: Pins) -> Plan:
-        given = plan.techniques.as_given()
-        if plan.stages:  # what a search chose of them stays, since pins are of a mesh
-            chosen = {"pipeline", "schedule", "micro_batches"} - given.given
-            given = replace(
-                given, **{k: getattr(plan.techniques, k) for k in chosen}, given=given.given | chosen
-            )
+        given = _with_chosen(plan, plan.techniques.as_given())
         return plan_captured(self.captured, plan.meshes or plan.ranks, plan.mode, pins, self.request, given)
 
     def staged(self, plan: Plan, techniques: Techniques) -> Plan:
-        mesh = plan.meshes or plan.ranks
-        return plan_captured(self.captured, mesh, plan.mode, plan.pins, self.request, techniques)
+        mesh, asked = plan.meshes or plan.ranks, _with_chosen(plan, techniques)
+        return plan_captured(self.captured, mesh, plan.mode, plan.pins, self.request, asked)
+
+
+def _with_chosen(plan: Plan, given: Techniques) -> Techniques:
+    """What was asked for, with what a search chose for the stages of a plan: it stays where the plan is made again on
+    its mesh, on which nothing is chosen."""
+    if not plan.stages:
+        return given
+    found = {k: getattr(plan.techniques, k) for k in CHOSEN if k not in given.given}
+    found = {k: value for k, value in found.items() if value != getattr(given, k)}
+    return replace(given, **found, given=given.given | set(found))
 
 
 def rule(op: str, line: str) -> None:

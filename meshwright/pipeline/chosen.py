@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from meshwright.blocks import Folding
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.operators import PRODUCTS
 from meshwright.errors import PlanError
 from meshwright.graph import Graph
 from meshwright.mesh import Mesh
@@ -20,7 +21,7 @@ from meshwright.plan import Plan
 from meshwright.search.folded import folded, whole
 from meshwright.search.joint.bounds import Least
 from meshwright.search.joint.dimensions import MOST, pieces_of
-from meshwright.search.joint.outer import SEARCHED, Outer
+from meshwright.search.joint.outer import SEARCHED
 from meshwright.search.joint.stages import Staged, stages
 from meshwright.search.joint.told_stages import told_stages
 from meshwright.search.modes import plan_found
@@ -32,6 +33,12 @@ from meshwright.techniques import OPTIMIZER, Techniques
 
 NEAR = 0.1  # of the bound: a plan that is nearer is not looked at again
 PLANNED = 3  # pipelines that are planned and predicted in full, where one of them or one stage fits
+SMALL, MORE = (
+    600,
+    9,
+)  # operators of a model of which that is done in a moment, and how many there are of it then
+# What a search chooses for stages.
+CHOSEN = ("pipeline", "schedule", "micro_batches", "recompute", "slice_activation", "offload")
 WORTH = 0.02  # of the step: what stages must save
 
 InStages = Callable[[Plan, Techniques, tuple[int, ...]], Plan]
@@ -40,26 +47,32 @@ InStages = Callable[[Plan, Techniques, tuple[int, ...]], Plan]
 def may_have_stages(graph: Graph, request: Request, techniques: Techniques) -> bool:
     """Whether stages are open: not said by the user, exact, and beside nothing that the search for them does not
     price."""
-    return "pipeline" not in techniques.given and _is_priced(graph, request, techniques)
+    return "pipeline" not in techniques.given and not _unpriced(graph, request, techniques)
 
 
-def may_choose_beside_stages(graph: Graph, request: Request, techniques: Techniques) -> bool:
-    """The same of what goes with as many stages as the user asked for: their schedule, micro-batches, recompute."""
+def may_choose_beside_stages(techniques: Techniques) -> bool:
+    """Whether something that goes with the stages that the user asked for is open: their schedule, micro-batches,
+    recompute."""
     if techniques.pipeline == 1 or {"schedule", "micro_batches", "recompute"} <= techniques.given:
         return False
-    known = not techniques.schedule or techniques.schedule in SEARCHED
-    return known and _is_priced(graph, request, techniques)
+    return techniques.schedule in ("", "gpipe", *SEARCHED)
 
 
-def _is_priced(graph: Graph, request: Request, techniques: Techniques) -> bool:
+def _unpriced(graph: Graph, request: Request, techniques: Techniques) -> str:
+    """Why a search for stages does not know what a plan takes, if so."""
     if request.cluster.ranks == 1 or request.judge is None:
-        return False
-    unpriced = set(techniques.offload) - {OPTIMIZER}
-    if unpriced or techniques.interleave > 1 or any("host" in n.marks for n in graph.nodes):
-        return False
+        return "there is nothing to simulate"
+    if unpriced := sorted(set(techniques.offload) - {OPTIMIZER}):
+        return f"the search for stages does not price offload={unpriced[0]!r}"
+    if techniques.interleave > 1:
+        return f"the search for stages does not price interleave={techniques.interleave}"
+    if any("host" in n.marks for n in graph.nodes):
+        return "the search for stages does not price operators on the host"
     if any(level.name.startswith(AXIS) for level in request.cluster.levels):
-        return False  # their axes would have the names of the pipeline's
-    return not by_micro_batch(graph, factors_of(graph))
+        return f"a level of the cluster is called as the axis of stages is, {AXIS}"
+    if inexact := by_micro_batch(graph, factors_of(graph)):
+        return f"%{inexact[0].name} ({inexact[0].op}) looks at all examples together, micro-batches would be inexact"
+    return ""
 
 
 def with_stages(
@@ -109,6 +122,9 @@ def beside_stages(
     that with nothing chosen: it is looked at where the user said the micro-batches, too, and is the answer where
     nothing else fits."""
     request.interrupts.clear()
+    nothing = "auto chose no schedule, micro-batches or recompute for these stages"
+    if why := _unpriced(graph, request, techniques):
+        return plain().with_notes(f"{nothing}: {why}")
     alone: Plan | None = None
     if "micro_batches" in techniques.given:
         with suppress(PlanError):  # what does not fit as it is may do with what is chosen
@@ -119,7 +135,12 @@ def beside_stages(
     world = _World(
         graph, folding, replace(request, techniques=replace(techniques, pipeline=1, schedule="", stages=()))
     )
-    return _searched(world, techniques, made, in_stages, None, lambda: alone or plain())
+    world.layers = max(world.layers, techniques.pipeline)
+
+    def as_asked() -> Plan:
+        return (alone or plain()).with_notes(f"{nothing}: none of what it looked at fits")
+
+    return _searched(world, techniques, made, in_stages, None, as_asked)
 
 
 def _searched(
@@ -174,17 +195,19 @@ def _best(
         enough=enough,
         least=world.bounds.mean,
         examples=min(batch_rows(world.folds.graph), default=MOST),
-        only=lambda outer: _is_asked(outer, techniques),
+        schedules=(techniques.schedule,) if techniques.schedule else tuple(SEARCHED),
+        asked=techniques.pipeline if "pipeline" in techniques.given else 0,
     )
     for found in pipelines:
         several.setdefault((_asked(found, techniques), found.outer.taken), found)
     planned, fitting = 0, list[tuple[Staged, float]]()
+    most = MORE if len(world.folds.full.nodes) <= SMALL else PLANNED
     late: dict[str, float] = {}
     for (asked, taken), found in several.items():
         # Those that do not fit after all are no answer: there may be one further on, as a smaller limit would show.
         if best is not None and found.seconds >= best.claims["step_seconds"]:
             break
-        if planned >= PLANNED and (best is not None or made is not None):
+        if planned >= most and (best is not None or made is not None):
             break
         if made is not None and found.seconds * late.get(found.outer.schedule.name, 1.0) >= enough:
             continue  # by how much the search told too little of others under this schedule
@@ -215,13 +238,6 @@ def _best(
     return best
 
 
-def _is_asked(outer: Outer, techniques: Techniques) -> bool:
-    """Whether a configuration has the stages and the schedule that the user said."""
-    if "pipeline" in techniques.given and outer.stages != techniques.pipeline:
-        return False
-    return not techniques.schedule or outer.schedule.name == techniques.schedule
-
-
 class _World:
     """What the searches for stages share: planners of the parts of a cluster, and bounds."""
 
@@ -229,7 +245,8 @@ class _World:
         self.request = request
         self.folds = folded(graph, folding) if folding.blocks else whole(graph)
         self.factors = factors_of(self.folds.graph)
-        self.layers = len({layer.name for layer in layers_of(graph)})
+        products = sum(n.op in PRODUCTS and any(n.needs_grad) for n in graph.nodes)
+        self.layers = len({layer.name for layer in layers_of(graph)}) or products
         self._planners: dict[tuple[int, ...], Planner] = {}
 
     def planner(self, cluster: Cluster) -> Planner:
@@ -306,4 +323,4 @@ def _better(plan: Plan, request: Request, enough: float) -> bool:
     return fits and plan.claims["step_seconds"] < enough
 
 
-__all__ = ["beside_stages", "may_choose_beside_stages", "may_have_stages", "with_stages"]
+__all__ = ["CHOSEN", "beside_stages", "may_choose_beside_stages", "may_have_stages", "with_stages"]

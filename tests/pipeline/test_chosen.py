@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 import meshwright as mw
 from meshwright import compile
@@ -132,9 +134,44 @@ def test_recompute_is_chosen_for_the_stages_of_the_user_where_nothing_else_fits(
     assert plan.claims["peak_bytes"] <= 0.9 * free.claims["peak_bytes"] and plan.techniques != free.techniques
 
 
-def test_stages_that_the_search_has_no_schedule_for_are_planned_as_asked() -> None:
-    plan = planned(1e4, pipeline=2, schedule="gpipe")
-    assert plan.techniques.schedule == "gpipe" and not any("auto chose" in n for n in plan.notes)
+@pytest.mark.parametrize("given", [{"interleave": 2}, {"offload": "activations"}], ids=str)
+def test_a_plan_says_why_nothing_was_chosen_for_the_stages_of_the_user(given) -> None:
+    net, batch, loss = built("mlp")
+    plan = mw.plan(
+        net,
+        batch,
+        loss=loss,
+        cluster=replace(cluster(1e4), host_bytes_per_s=1e9),
+        mode="auto",
+        pipeline=2,
+        **given,
+    )
+    assert plan.techniques.micro_batches == 1
+    (note,) = (n for n in plan.notes if n.startswith("auto chose no schedule"))
+    assert f"does not price {next(iter(given))}=" in note
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"pipeline": 2}, {"pipeline": 4}, {"pipeline": 2, "schedule": "gpipe"}], ids=str
+)
+def test_a_model_without_layers_is_cut_between_its_products(given) -> None:
+    """A plain sequence of modules, each too small for a layer, once was in one stage, or had one micro-batch."""
+    torch.manual_seed(0)
+    modules = [one for _ in range(6) for one in (nn.Linear(64, 64), nn.ReLU())]
+    net, batch = nn.Sequential(*modules), {"x": torch.randn(64, 64)}
+    options = {"loss": lambda m, b: m(b["x"]).square().mean(), "cluster": cluster(1e3), "mode": "auto"}
+    plan = mw.plan(net, batch, **options, **given)
+    assert plan.techniques.pipeline == given.get("pipeline", plan.techniques.pipeline) > 1
+    assert plan.techniques.micro_batches > 1
+    mw.verify(net, batch, loss=options["loss"], plan=plan).raise_if_different()
+
+
+def test_what_was_chosen_stays_with_a_module_put_into_a_stage() -> None:
+    plan = planned(1e4, pipeline=2)
+    other = plan.pin_stage("transformer.h.0", 0)
+    assert dict(other.techniques.stages) == {"transformer.h.0": 0}
+    for name in chosen.CHOSEN:
+        assert getattr(other.techniques, name) == getattr(plan.techniques, name)
 
 
 # ---------------------------------------------------------------- an interrupt

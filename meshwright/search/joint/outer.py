@@ -96,7 +96,7 @@ def outers(cluster: Cluster, layers: int, schedules: Sequence[str] = tuple(SEARC
             continue
         for name in schedules:
             most = {layers // ranks} if name == "interleaved" and layers // ranks > 1 else set[int]()
-            for chunks in sorted({*SEARCHED[name], *most}):
+            for chunks in sorted({*SEARCHED.get(name, (1,)), *most}):
                 if ranks * chunks <= layers:
                     yield Outer(taken, Schedule(name, chunks))
 

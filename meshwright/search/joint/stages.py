@@ -18,10 +18,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.operators import PRODUCTS
 from meshwright.errors import PlanError
 from meshwright.search.joint.dimensions import MOST, dimensions, points, powers, sparing
 from meshwright.search.joint.fronts import INNER, SLACK, Candidate, Front, stage_front
 from meshwright.search.joint.outer import (
+    SEARCHED,
     Outer,
     Whole,
     outers,
@@ -92,21 +94,21 @@ def stages(
     least: Callable[[Outer, int], float] = lambda outer, micro_batches: 0.0,
     examples: int = MOST,
     tries: int = TRIES,
-    only: Callable[[Outer], bool] = lambda outer: True,
+    schedules: Sequence[str] = tuple(SEARCHED),
+    asked: int = 0,
 ) -> list[Staged]:
     """The pipelines that were simulated, fit and are quicker than `enough` seconds, the best first.
 
     `planner_of` makes the planner for the ranks that share a stage from their part of the cluster. `layers`: stages
     there can be at most. `least`: what no plan of a configuration with so many micro-batches is quicker than;
-    `examples`: those of the batch; `only`: which configurations are looked at.
+    `examples`: those of the batch; `asked`: how many stages, where there may not be any other number.
 
     An interrupt ends the search with the best so far, where there is one and nothing else is (`enough` is infinite).
     """
     fitting: list[Staged] = []
     try:
-        groups = _groups(
-            cluster, [outer for outer in outers(cluster, layers) if only(outer)], examples, least
-        )
+        found = [outer for outer in outers(cluster, layers, schedules) if asked in (0, outer.stages)]
+        groups = _groups(cluster, found, examples, least)
         _simulate(cluster, planner_of, groups, fitting, enough, least, tries)
     except KeyboardInterrupt:  # wherever it comes: while a choice is simulated, or its answer is told
         if not fitting or enough < math.inf:
@@ -360,7 +362,9 @@ def _sent(made: Front, candidate: Candidate) -> float:
 def _sent_bytes(candidate: Candidate) -> float:
     """What a rank sends of a batch from a layer to the next: the smallest of what layers give."""
     graph = candidate.space.graph
-    ends = (v for layer in layers_of(graph) for v in layer.ends if v in graph.needs_grad)
+    ends = [v for layer in layers_of(graph) for v in layer.ends if v in graph.needs_grad]
+    if not ends:  # a model without layers: what products give, but for the last
+        ends = [v for n in graph.nodes if n.op in PRODUCTS for v in n.values if v in graph.needs_grad][:-1]
     return min((_local_bytes(candidate, value) for value in ends), default=0.0)
 
 
