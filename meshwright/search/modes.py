@@ -230,12 +230,13 @@ def within_limit(plan: Plan, request: Request) -> Plan:
     words = [f"micro_batches={2 * places}"] * (places > max(1, asked.micro_batches))
     words += ['recompute="full"'] * (asked.pipeline > 1 and asked.recompute != "full")
     less = [f"less is taken with {', '.join(words)}"] if words else []
+    other = ['mode="auto"'] if plan.mode != "auto" else []
     if peak and limit and peak > limit:
         if request.hard:
             raise DoesNotFit(
                 f"the plan does not fit into {show_bytes(limit)} per rank",
                 why=f"{show_bytes(peak)} at {plan.claims.get('peak_where', 'its peak')}; {searches}",
-                hint="; or ".join([*less, 'mode="auto"', f"{enough_bytes(peak)} per rank", NO_LIMIT]),
+                hint="; or ".join([*less, *other, f"{enough_bytes(peak)} per rank", NO_LIMIT]),
             )
         notes.append(f"does not fit: {show_bytes(peak)} on a rank, of {show_bytes(limit)}; {searches}")
         notes += less
