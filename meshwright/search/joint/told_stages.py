@@ -26,7 +26,9 @@ def told_stages(best: Staged, found: Sequence[Staged], given: frozenset[str] = f
     """A line for each dimension that was open: `found` are the pipelines that were simulated and fit, `best` the one of
     them that was taken, and the user has `given` what is not told."""
     lines: list[str] = []
-    without = "the plan without it" if "pipeline" in given else "one stage"
+    nothing = "nothing else fits and is quicker than one stage, of what was simulated"
+    if "pipeline" in given:
+        nothing = "nothing else that was simulated fits" + " and is quicker" * ("micro_batches" in given)
     for name, value_of in DIMENSIONS.items():
         mine = value_of(best)
         if name in given or (name == "ranks of each level" and len(mine) == 1):
@@ -40,7 +42,7 @@ def told_stages(best: Staged, found: Sequence[Staged], given: frozenset[str] = f
             more = 1e3 * (other.seconds - best.seconds)
             said += f"; next best {shown(value_of(other))} at about {more:+.3g} ms"
         else:
-            said += f"; nothing else fits and is quicker than {without}, of what was simulated"
+            said += f"; {nothing}"
         lines.append(said)
     return lines
 
