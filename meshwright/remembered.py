@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import ParamSpec, TypeVar, cast
+from typing import ParamSpec, Protocol, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class _Knowing(Protocol):
+    """What keeps what is found out about it."""
+
+    @property
+    def known(self) -> dict[Hashable, object]: ...
 
 
 def remembered(find: Callable[P, T]) -> Callable[P, T]:
@@ -18,7 +25,7 @@ def remembered(find: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(find)
     def found(*args: P.args, **kwargs: P.kwargs) -> T:
         where, *rest = args
-        known = cast("dict[Hashable, T]", where.known)  # type: ignore[attr-defined]
+        known = cast("dict[Hashable, T]", cast("_Knowing", where).known)
         key = (name, tuple(rest), tuple(sorted(kwargs.items())))
         if key not in known:
             known[key] = find(*args, **kwargs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 
 from meshwright.blocks import Folding
@@ -33,10 +32,8 @@ from meshwright.techniques import OPTIMIZER, Techniques
 
 NEAR = 0.1  # of the bound: a plan that is nearer is not looked at again
 PLANNED = 3  # pipelines that are planned and predicted in full, where one of them or one stage fits
-SMALL, MORE = (
-    600,
-    9,
-)  # operators of a model of which that is done in a moment, and how many there are of it then
+SMALL = 600  # operators of a model whose pipelines are planned in a moment, and
+MORE = 9  # how many are then
 # What a search chooses for stages.
 CHOSEN = ("pipeline", "schedule", "micro_batches", "recompute", "slice_activation", "offload")
 WORTH = 0.02  # of the step: what stages must save
@@ -89,13 +86,8 @@ def with_stages(
 
     An interrupt ends it with the best so far. Raises the PlanError of `plain` where neither fits.
     """
-    made: Plan | None = None
-    refused: PlanError | None = None
     request.interrupts.clear()
-    try:
-        made = plain()
-    except PlanError as error:
-        refused = error
+    made, refused = _tried(plain)
     request = replace(request, techniques=techniques)
     world = _World(graph, folding, request)
     if made is not None and request.interrupts:
@@ -125,10 +117,8 @@ def beside_stages(
     nothing = "auto chose no schedule, micro-batches or recompute for these stages"
     if why := _unpriced(graph, request, techniques):
         return plain().with_notes(f"{nothing}: {why}")
-    alone: Plan | None = None
-    if "micro_batches" in techniques.given:
-        with suppress(PlanError):  # what does not fit as it is may do with what is chosen
-            alone = plain()
+    # What does not fit as it is may do with what is chosen.
+    alone, refused = _tried(plain) if "micro_batches" in techniques.given else (None, None)
     made, limit = alone, request.memory_bytes
     if alone is not None and limit is not None and alone.claims["peak_bytes"] > limit:
         made = None
@@ -138,9 +128,19 @@ def beside_stages(
     world.layers = max(world.layers, techniques.pipeline)
 
     def as_asked() -> Plan:
+        if refused is not None:
+            raise refused
         return (alone or plain()).with_notes(f"{nothing}: none of what it looked at fits")
 
     return _searched(world, techniques, made, in_stages, None, as_asked)
+
+
+def _tried(plain: Callable[[], Plan]) -> tuple[Plan | None, PlanError | None]:
+    """What is planned, or why it is not."""
+    try:
+        return plain(), None
+    except PlanError as error:
+        return None, error
 
 
 def _searched(

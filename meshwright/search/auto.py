@@ -43,9 +43,8 @@ LIGHTER = ((0.5, 0.03), (0.5, 0.06), (0.5, 0.12), (0.3, 0.06), (0.3, 0.12), (Non
 LIGHTER_WORK = (
     400  # nodes × axes of the largest spaces where these are looked at: more would take most of the search
 )
-LITTLE = (
-    0.05  # of the step: where a recursion without a limit saves no more, larger spaces have none under one
-)
+# Of the step: where a recursion without a limit saves no more, larger spaces have none under one.
+LITTLE = 0.05
 RECURSION = "recursion"  # the candidate
 
 

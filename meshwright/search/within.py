@@ -13,13 +13,12 @@ import numpy as np
 
 from meshwright.search.planner import Found, Planner
 from meshwright.search.solve import Memory, Problem, solve, solve_limited
+from meshwright.search.solve.limits import ENOUGH, SOLVES
 from meshwright.search.space.build import Space
 from meshwright.search.space.given import rows_chosen, states_with
 from meshwright.search.space.memory import INSTANTS
 
 TIGHTENINGS = 8
-SOLVES = 40  # under one limit
-ENOUGH = 2e-3  # of the price: what is that near its bound under one limit is not searched further
 DOUBLINGS, HALVINGS = 12, 4
 NEAR = 0.01  # of the bound: what is that near is not searched further
 

@@ -27,6 +27,8 @@ Accept = Callable[[States], "bool | np.ndarray | Sequence[float]"]
 
 ACCEPTS = 300  # calls of `accept` that one search may make: a simulation takes milliseconds
 TIGHTENINGS = 8
+SOLVES = 40
+ENOUGH = 2e-3  # of the price: a gap to the bound that is not closed further
 PATIENCE = 3  # times the solves, as long as nothing was accepted
 STEPS = 8  # solves of a part before it is cut again
 REPAIRED = 6  # choices that are made to fit, and rounds of mixing
@@ -69,8 +71,8 @@ def solve_limited(
     accept: Accept = lambda states: True,
     progress: Progress | None = None,
     *,
-    enough: float = 2e-3,
-    most_solves: int = 40,
+    enough: float = ENOUGH,
+    most_solves: int = SOLVES,
     limit_work: float = 4e9,
 ) -> LimitedSolution:
     """The cheapest accepted states whose bytes are within limits float64[T] (finite or inf).
