@@ -22,7 +22,7 @@ class Net(nn.Module):
     """`body(model, x)`, squared and averaged; `w` is a weight to multiply with."""
 
     def __init__(
-        self, body: Callable[..., torch.Tensor], *parts: nn.Module, w: tuple[int, int] = (8, 8)
+        self, body: Callable[..., torch.Tensor], *parts: nn.Module, w: tuple[int, ...] = (8, 8)
     ) -> None:
         super().__init__()
         self.body, self.parts = body, nn.ModuleList(parts)
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 def parts_of(
     body: Callable[..., torch.Tensor], *parts: nn.Module, mesh: Any = None, mode: str = "semi_auto",
-    x: tuple[int, ...] = (8, 8), w: tuple[int, int] = (8, 8), prove: bool = True,
+    x: tuple[int, ...] = (8, 8), w: tuple[int, ...] = (8, 8), prove: bool = True,
 ) -> Partition:  # fmt: skip
     """The partition of a plan that was proved."""
     torch.manual_seed(0)
@@ -244,6 +244,51 @@ def test_reshard_fixes_a_layout_in_the_middle(mode: str) -> None:
     )
     pin = next(n for n in parts.resharded.graph.nodes if n.op == "meshwright.pin.default")
     assert str(parts.resharded.layouts[pin.name].forward) == "[8, 8/ranks0.ranks1]"
+
+
+# ---------------------------------------------------------------- dims of several factors
+
+
+@pytest.mark.parametrize(
+    ("make", "ins", "first"),
+    [
+        (lambda: nn.Conv2d(8, 8, 3, padding=1), (1, 4, 1, 1), "i=8/ranks0.ranks1"),
+        (lambda: nn.Conv2d(8, 8, 2, stride=2), (1, 1, 2, 1), "y0=4/ranks0"),
+        (lambda: nn.Conv2d(8, 8, 2, stride=2), (2, 2, 1, 1), "n=4/ranks0 i=8/ranks1"),
+        (lambda: nn.ConvTranspose2d(8, 8, 2, stride=2), (1, 4, 1, 1), "i=8/ranks0.ranks1"),
+        (lambda: nn.MaxPool2d(2), (1, 2, 2, 1), "a1=8/ranks0 y0=4/ranks1"),
+        (lambda: nn.AvgPool2d(2), (1, 1, 2, 2), "y0=4/ranks0 y1=4/ranks1"),
+        (lambda: nn.GroupNorm(4, 8), (2, 2, 1, 1), "n=4/ranks0 g=4/ranks1"),
+    ],
+)
+def test_a_dim_of_which_a_part_stays_whole_is_split_by_the_rest(
+    make: Callable[[], nn.Module], ins: tuple[int, ...], first: str
+) -> None:
+    parts = parts_of(lambda m, x: m.parts[0](x), mw.shard(make(), (ins,)), mesh=4, x=(4, 8, 8, 8))
+    node = next(n for n in parts.resharded.graph.nodes if n.uses[0].startswith("pin"))
+    assert str(parts.plan.strategies[node.name]).startswith(first)
+    assert not [n for n in parts.plan.notes if "is moved" in n]
+
+
+@pytest.mark.parametrize(
+    ("ins", "name"),
+    [
+        (((2, 1, 1, 1), (2, 1, 1, 1)), "n=4/ranks0 o=8/ranks1"),
+        (((2, 2, 1, 1), (1, 2, 1, 1)), "n=4/ranks0 i=8/ranks1"),
+    ],
+)
+def test_a_convolution_is_split_by_examples_and_channels(ins: Any, name: str) -> None:
+    parts = parts_of(
+        lambda m, x: mw.shard(nn.functional.conv2d, ins)(x, m.w), mesh=4, x=(4, 8, 6, 6), w=(8, 8, 3, 3)
+    )
+    assert str(parts.plan.strategies["conv2d"]) == name
+
+
+def test_a_group_is_not_split() -> None:
+    with pytest.raises(mw.MeshwrightError, match="2 runs of 4 elements, each of which stays whole"):
+        parts_of(
+            lambda m, x: m.parts[0](x), mw.shard(nn.GroupNorm(2, 8), ((1, 4, 1, 1),)), mesh=4, x=(4, 8, 8, 8)
+        )
 
 
 # ---------------------------------------------------------------- the reference's nets
