@@ -35,7 +35,8 @@ from meshwright.runtime.step import LocalStep
 
 
 def source_of(broadcast: bool | int) -> int | None:
-    """The rank whose values all take, if any. Raises RunError for a rank that was not launched."""
+    """The rank whose values all take where they differ; None: differences are refused. Raises RunError for a rank
+    that was not launched."""
     world = launched_world()
     if isinstance(broadcast, bool):
         return 0 if broadcast else None
@@ -117,8 +118,9 @@ def own_device(device: torch.device) -> torch.device:
 
 
 def signature_of(model: torch.nn.Module) -> str:
-    """A hash of the names, shapes and dtypes of parameters."""
-    text = "\n".join(f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in model.named_parameters())
+    """A hash of the names, shapes and dtypes of parameters and buffers."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    text = "\n".join(f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in named)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -170,7 +172,7 @@ def same_model(meeting: Meeting, agreed: Agreed, model: torch.nn.Module) -> None
     """Raise RunError on all ranks where one has another model than rank 0."""
     differs = agreed.signature != signature_of(model)
     meeting.confirm(
-        f"rank {meeting.rank} has another model than rank 0: names, shapes or dtypes of parameters differ"
+        f"rank {meeting.rank} has another model than rank 0: names, shapes or dtypes of parameters or buffers differ"
         if differs
         else "",
         hint="build the model in the same way on every rank",

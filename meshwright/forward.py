@@ -35,6 +35,7 @@ from meshwright.report.program import ProgramText
 from meshwright.runtime.batches import LocalBatch
 from meshwright.runtime.communicator import Communicator
 from meshwright.runtime.connect import Meeting, check_world
+from meshwright.runtime.equal_start import start_equal
 from meshwright.runtime.fetches import Parked
 from meshwright.runtime.forward import LocalForward, leaves_of
 from meshwright.runtime.rank import Rank
@@ -104,7 +105,7 @@ def forward_step(
     pins: Pins | None = None,
     seed: int = 0,
     exact_random: bool = False,
-    broadcast: bool | int = False,
+    broadcast: bool | int = True,
     **techniques: Unpack[Options],
 ) -> ForwardStep:
     """Build what gives ``outputs(model, batch)`` on the launched ranks, without gradients. Collective, once.
@@ -155,10 +156,7 @@ def forward_step(
     comm = meeting.connect(parts.asked.ranks, place, host=bool(parts.asked.hosts))
     prepare(comm, parts)
     values = values_of(model, captured, place)
-    if source is not None:
-        for entry in captured.graph.inputs:
-            if entry.role in ("parameter", "buffer"):
-                comm.broadcast(values[entry.name].detach(), source)
+    start_equal(comm, place, {**dict(model.named_parameters()), **dict(model.named_buffers())}, source)
     rank = Rank(comm, place, seed=seed, exact=exact_random)
     mine = leaves_of(parts, comm, place, values)
     return ForwardStep(LocalForward(parts, rank, mine), parts, agreed.more)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from meshwright.agreed import source_of
 from meshwright.asked import check_model
 from meshwright.compile import Loss, MeshLike, default_loss, mesh_from
 from meshwright.errors import RunError, StrategyError, did_you_mean
@@ -25,6 +26,7 @@ from meshwright.mesh import Mesh
 from meshwright.runtime.buckets import BUCKET_BYTES, GradientBuckets
 from meshwright.runtime.communicator import Communicator, ProcessGroups
 from meshwright.runtime.connect import Meeting, check_world
+from meshwright.runtime.equal_start import start_equal
 from meshwright.runtime.optimizers import as_laid_out
 
 Axes = str | Sequence[str]
@@ -260,16 +262,20 @@ def manual_step(
     reduce_over: Axes | None = None,
     average: bool = True,
     local_parameters: Sequence[str] = (),
+    broadcast: bool | int = True,
 ) -> ManualStep:
     """A step for a model that cuts itself. Gradients are averaged (or summed) over `reduce_over`, by default all axes.
 
     Parameters that match `local_parameters` are this rank's own part and are not reduced (MindSpore's
-    ``layerwise_parallel``). Raises StrategyError for a pattern that matches nothing.
+    ``layerwise_parallel``). All other parameters and buffers start equal on the ranks of `reduce_over`: where they
+    differ all take those of the first of them, or of the one that has the number `broadcast` among them; with
+    ``broadcast=False`` a difference raises RunError. Raises StrategyError for a pattern that matches nothing.
     """
     check_model(model)
+    source_of(broadcast)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     within = world(mesh, device)
-    return ManualStep(
+    made = ManualStep(
         model,
         optimizer,
         loss,
@@ -278,3 +284,18 @@ def manual_step(
         average=average,
         local_parameters=local_parameters,
     )
+    if made.axes:
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        shared = {
+            n: x for n, x in named.items() if not any(fnmatch.fnmatchcase(n, p) for p in local_parameters)
+        }
+        group = within.mesh.group(within.rank, made.axes)
+        number = source_of(broadcast)
+        if number is not None and number >= len(group):
+            raise RunError(
+                f"broadcast={number} is no rank of those that start equal",
+                why=f"there are {len(group)} along {within.mesh.show(made.axes)}, numbered from 0",
+            )
+        source = None if number is None else group[number]
+        start_equal(within.comm, device, shared, source, made.axes)
+    return made

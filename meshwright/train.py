@@ -75,6 +75,7 @@ from meshwright.runtime.communicator import leave
 from meshwright.runtime.connect import Meeting, check_world
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.elementwise import check_made, check_optimizer
+from meshwright.runtime.equal_start import start_equal
 from meshwright.runtime.optimizers import OptimizerFactory, grouped_alone
 from meshwright.runtime.pipeline import Pipeline
 from meshwright.runtime.rank import Rank
@@ -355,7 +356,7 @@ def train_step(
     bucket_bytes: int | None = None,
     seed: int = 0,
     exact_random: bool = False,
-    broadcast: bool | int = False,
+    broadcast: bool | int = True,
     init: Init | None = None,
     device: torch.device | str | None = None,
     cache: str | Path | None = None,
@@ -368,8 +369,9 @@ def train_step(
     `plan` (or the path of a plan file), one is made with `mesh`, `mode`, `pins`, `cluster`, `memory` and `techniques`
     as `mw.plan` does.
     `clip_norm` clips gradients by their global norm. `exact_random` gives dropout the very masks of one device
-    (slower). `broadcast`: the rank whose parameters and buffers all take at the start (``True``: rank 0); without it
-    every rank is trusted to have built the same. Rank 0 captures and plans, the others receive graph and plan.
+    (slower). Rank 0 captures and plans, the others receive graph and plan. Ranks compare checksums of parameters and
+    buffers; where they differ all take those of rank 0, with a remark, or of the rank that `broadcast` names.
+    ``broadcast=False`` refuses a difference.
     Parameters that the plan keeps whole stay the model's own tensors; for those it cuts, the step keeps this rank's
     part.
 
@@ -407,7 +409,7 @@ def train_step(
             hint="mw.manual_step(model, optimizer, loss=…, mesh=…), with collectives from mw.world(mesh)",
         )
     source = source_of(broadcast)
-    check_init(model, init, source is not None)
+    check_init(model, init, broadcast)
     place = device_of(model) if init is None else own_device(torch.device(device or "cpu"))
     if device is not None and init is None:
         raise RunError(
@@ -454,10 +456,8 @@ def train_step(
         mine, inside = pipe.parts, Rank(pipe.comm, place)
     made = {} if initial is None else initial.parts(lambda entry: taker(entry.name, mine, inside), holds)
     values = {**values_of(model, captured, place), **made}
-    if source is not None:
-        for entry in graph.inputs:
-            if entry.role in ("parameter", "buffer"):
-                comm.broadcast(values[entry.name].detach(), source)
+    if initial is None:
+        start_equal(comm, place, {**dict(model.named_parameters()), **dict(model.named_buffers())}, source)
     alone = grouped_alone(optimizer, model)
     local = LocalStep(
         parts,

@@ -16,7 +16,7 @@ from meshwright.graph import Input
 Init = Callable[[], torch.nn.Module]
 
 
-def check_init(model: torch.nn.Module, init: Init | None, broadcast: bool) -> None:
+def check_init(model: torch.nn.Module, init: Init | None, broadcast: bool | int = True) -> None:
     """Raise RunError for a model without values and nothing to make them, or with both."""
     first = first_on_meta(model)
     if init is None and first:
@@ -40,9 +40,9 @@ def check_init(model: torch.nn.Module, init: Init | None, broadcast: bool) -> No
             why="they would be replaced by those that init() gives",
             hint='build the model under torch.device("meta"), or leave out init=',
         )
-    if broadcast:
+    if not isinstance(broadcast, bool) and broadcast != 0:
         raise RunError(
-            "broadcast= is given beside init=",
+            f"broadcast={broadcast} is given beside init=",
             why="init() starts from rank 0's random state on every rank: all have its values already",
             hint="leave out broadcast=",
         )

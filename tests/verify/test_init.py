@@ -12,7 +12,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import meshwright as mw
-from meshwright.capture.initial import Initial
+from meshwright.capture.initial import Initial, check_init
 from meshwright.capture.replay import construct, replay
 from meshwright.compile import captured_of, lower, plan_captured, values_of
 from meshwright.errors import CaptureError, RunError
@@ -252,7 +252,7 @@ def test_bad_wishes_are_refused() -> None:
         step_of(model, init=nn.Sequential(nn.Linear(4, 4))[0])
     with pytest.raises(RunError, match=r"init\(\) gives weight as torch.float32\[2, 4\]"):
         step_of(model, init=lambda: nn.Linear(4, 2))
-    with pytest.raises(RunError, match="broadcast= is given beside init="):
-        step_of(model, init=lambda: nn.Linear(4, 4), broadcast=True)
+    with pytest.raises(RunError, match="broadcast=1 is given beside init="):
+        check_init(model, lambda: nn.Linear(4, 4), 1)
     with pytest.raises(RunError, match="without init="):
         step_of(nn.Linear(4, 4), device="cpu")
