@@ -167,6 +167,26 @@ def without_axes(dim: Dim, axes: Iterable[str]) -> Dim:
     return map_leaves(dim, lambda s: s.on(a for a in s.axes if a not in gone))
 
 
+def axes_onto(tree: Dim, dim: Dim) -> Dim | None:
+    """A dim of other sizes, sharded over the axes of `dim`; None where it is not made of as many sub-dims."""
+    if len(tree) != len(dim):
+        return None
+    found: list[Item] = []
+    for item, like in zip(tree, dim, strict=True):
+        if isinstance(item, SubDim) and isinstance(like, SubDim):
+            if bool(item.groups) != bool(like.groups):
+                return None
+            found.append(item.on(like.axes))
+            continue
+        if not (isinstance(item, Cat) and isinstance(like, Cat)) or len(item.parts) != len(like.parts):
+            return None
+        parts = [axes_onto(one, other) for one, other in zip(item.parts, like.parts, strict=True)]
+        if None in parts:
+            return None
+        found.append(Cat(tuple(part for part in parts if part is not None)))
+    return tuple(found)
+
+
 def only_axes(layout: TensorLayout, axes: Iterable[str]) -> TensorLayout:
     """The layout seen on some axes alone, whole on the others."""
     kept = set(axes)

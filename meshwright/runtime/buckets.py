@@ -130,6 +130,15 @@ class GradientBuckets:
             p.register_post_accumulate_grad_hook(self._arrived) for b in self.buckets for p in b.parameters
         ]
 
+    def same_as(self, other: GradientBuckets) -> bool:
+        """Whether both reduce the same gradients, together in the same way."""
+        mine, theirs = ([id(p) for b in x.buckets for p in b.parameters] for x in (self, other))
+        return self.comm is other.comm and mine == theirs and self.groups == other.groups
+
+    def serve(self, uses: Sequence[Mapping[int, int]], each_time: bool) -> None:
+        """Before a step of one of the programs that share them."""
+        self.uses, self.each_time = uses, each_time
+
     def begin(self) -> None:
         """Before the first backward of a step: forget the gradients of the last one."""
         for bucket in self.buckets:

@@ -18,18 +18,27 @@ import torch
 from meshwright.runtime.again import Again, Result
 from meshwright.runtime.host_link import Event, HostLink, empty_on_host
 
+NO_HOMES: Mapping[str, torch.Tensor] = {}
+
 
 class Parked:
     """The parked parameters of one rank, by the names of the program's inputs, trained ones as leaves. `homes`: their
     values on the host."""
 
-    def __init__(self, leaves: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        leaves: Mapping[str, torch.Tensor],
+        device: torch.device,
+        homes: Mapping[str, torch.Tensor] = NO_HOMES,
+    ) -> None:
+        """`homes`: of those that another program has parked already."""
         self.device, self.link = device, HostLink(device)
         self.leaves = {n: x for n, x in leaves.items() if isinstance(x, torch.nn.Parameter)}
-        self.homes: dict[str, torch.Tensor] = {}
+        self.homes: dict[str, torch.Tensor] = dict(homes)
         for name, leaf in leaves.items():
-            leaf.data = at_home(leaf.data) if device.type == "cuda" else leaf.data
-            self.homes[name] = leaf.data
+            if name not in homes:
+                leaf.data = at_home(leaf.data) if device.type == "cuda" else leaf.data
+                self.homes[name] = leaf.data
 
     @contextmanager
     def away(self) -> Iterator[None]:

@@ -11,18 +11,25 @@ from collections.abc import Mapping
 import torch
 
 HOST = torch.device("cpu")
+NO_MASTERS: Mapping[str, torch.nn.Parameter] = {}
 
 
 class HostUpdate:
     """What a rank updates, by name: `masters` are the leaves of the optimizer."""
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], homes: Mapping[str, torch.Tensor]
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        homes: Mapping[str, torch.Tensor],
+        known: Mapping[str, torch.nn.Parameter] = NO_MASTERS,
     ) -> None:
-        """`homes`: values of those that live on the host in any case, which are updated where they lie."""
+        """`homes`: values of those that live on the host in any case, which are updated where they lie. `known`:
+        copies that another program updates already."""
         self.leaves, self.homes = dict(parameters), homes
         self.masters = {
-            name: torch.nn.Parameter(homes[name] if name in homes else _there(p.detach()))
+            name: known[name]
+            if name in known
+            else torch.nn.Parameter(homes[name] if name in homes else _there(p.detach()))
             for name, p in parameters.items()
         }
 

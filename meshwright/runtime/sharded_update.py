@@ -24,6 +24,8 @@ from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.picker import bring, spread
 from meshwright.runtime.reshard import Mover
 
+NO_LEAVES: Mapping[str, torch.nn.Parameter | None] = {}
+
 
 @dataclass
 class Shard:
@@ -50,17 +52,21 @@ class Shard:
                 self.weight.grad = None
 
 
-def make_shard(weight: torch.nn.Parameter, update: Update, mesh: Mesh, rank: int) -> Shard:
-    """This rank's part of a weight that lies in its use layout."""
+def make_shard(
+    weight: torch.nn.Parameter,
+    update: Update,
+    mesh: Mesh,
+    rank: int,
+    leaf: torch.nn.Parameter | None = None,
+) -> Shard:
+    """This rank's part of a weight that lies in its use layout. `leaf`: what another program updates of it already."""
 
     def mover(step) -> Mover | None:
         return Mover(exchange(step, mesh, rank)) if step is not None else None
 
     part, gather = Mover(exchange(update.part, mesh, rank)), Mover(exchange(update.gather, mesh, rank))
-    mine = part.taken.take(weight.detach())
-    if not mine.is_contiguous():
-        mine = mine.contiguous()
-    leaf = torch.nn.Parameter(mine)
+    if leaf is None:
+        leaf = torch.nn.Parameter(part.taken.take(weight.detach()).contiguous())
     return Shard(weight, leaf, update, part, mover(update.slices), mover(update.scatter), gather)
 
 
@@ -190,10 +196,13 @@ class ShardedUpdate:
         updates: Mapping[str, Update],
         weights: Mapping[str, torch.nn.Parameter],
         gathers: Sequence[Group],
+        known: Mapping[str, torch.nn.Parameter | None] = NO_LEAVES,
     ) -> None:
-        """`gathers`: which weights are gathered together."""
+        """`gathers`: which weights are gathered together. `known`: what another program updates of some already."""
         self.comm, self.groups = comm, gathers
-        self.shards = {n: make_shard(weights[n], u, comm.mesh, comm.rank) for n, u in updates.items()}
+        self.shards = {
+            n: make_shard(weights[n], u, comm.mesh, comm.rank, known.get(n)) for n, u in updates.items()
+        }
         self.of = {id(s.weight): s for s in self.shards.values()}
         self.buckets = [
             GatherBucket(g.axes, [self.shards[m.name] for m in g.members], g.alone) for g in gathers

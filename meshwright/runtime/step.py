@@ -16,6 +16,7 @@ from meshwright.partition import Partition
 from meshwright.partition.accumulation import scattered_each_time
 from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import loss_scale, pending_gradients
+from meshwright.partition.segments import Segment
 from meshwright.partition.updates import gathers, update_layout, updates
 from meshwright.runtime.alike import Alike
 from meshwright.runtime.ambient import Ambient, check_gradients
@@ -33,15 +34,17 @@ from meshwright.runtime.pipelined import Pipelined
 from meshwright.runtime.programs import Programs
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.sharded_update import ShardedUpdate
+from meshwright.runtime.state import State
 
 
 class LocalStep:
-    """What a rank runs each step. `__call__` takes the whole batch as path → tensor, or this rank's part of it as a
-    `LocalBatch`, and returns the global loss.
+    """One program of a rank over its `State`. `__call__` takes the whole batch as path → tensor, or this rank's part of
+    it as a `LocalBatch`, and returns the global loss.
 
-    `parameters` maps each parameter's name to the part that this rank updates, a leaf whose ``.grad`` is this rank's
-    part of the gradient. `leaves` maps the program's inputs to what it reads: the same tensors, unless weights are put
-    together again after an update in parts. `samples` counts those of the steps so far, without what filled a batch up.
+    `parameters` maps the name of each parameter that the program trains to what this rank updates of it, a leaf whose
+    ``.grad`` is this rank's part of the gradient. `leaves` maps the program's inputs to what it reads: the same
+    tensors, unless weights are put together again after an update in parts. `samples` counts those of the steps so far,
+    without what filled a batch up.
     """
 
     def __init__(
@@ -55,12 +58,16 @@ class LocalStep:
         bucket_bytes: int | None = None,
         cuts: Sequence[int] = (),
         held: Collection[str] = (),
+        state: State | None = None,
+        first: LocalStep | None = None,
     ) -> None:
-        """`values`: input name → whole tensor of every parameter, buffer and constant, or this rank's part already for
-        the names in `held`. `bucket_bytes`: of gradients that are reduced together, instead of what the plan's
-        ``fusion`` says."""
-        self.rank, self.world = rank, rank.comm
-        self.pipe = Pipeline(parts, rank.comm) if parts.plan.stages else None
+        """`values`: input name → full tensor of every constant, and of the parameters and buffers that the state lacks,
+        or this rank's shard already for the names in `held`. `bucket_bytes`: of gradients that are reduced together,
+        instead of what the plan's ``fusion`` says. `state`: of the model, where it has one. `first`: the step of which
+        this is another program; both have one optimizer, and `rank` is that of the first."""
+        self.rank, self.world = rank, rank.comm if first is None else first.world
+        self.state = first.state if first is not None else state or State()
+        self.pipe = Pipeline(parts, self.world) if parts.plan.stages else None
         if self.pipe is not None:
             parts, rank.comm = self.pipe.parts, self.pipe.comm  # those of the ranks that share its stages
         self.parts = parts
@@ -76,48 +83,52 @@ class LocalStep:
         self._named = {(i.role, i.target): i.name for i in self.inputs.values()}
         for name, entry in self.inputs.items():
             if entry.role != "batch" and (self.pipe is None or self.pipe.holds(name)):
-                value = values[name].to(place_of(name, parts, values[name].device))
-                self._make_leaf(entry, value, name in held)
+                self._make_leaf(entry, values, name in held)
         self.batches = BatchParts(
             parts, rank.comm.rank, self.world.rank, lambda name: place_of(name, parts, rank.device)
         )
-        self.parked = Parked(
-            {n: self.leaves[n] for n in parts.resharded.parked if n in self.leaves}, rank.device
-        )
+        self.parked = self._parked()
         self.made = Programs(parts, rank, self.handle, self.parked, self.pipe, cuts)
         self.graph, self.programs = self.made.graph, self.made.found
         if self.pipe is not None:
             self.batches.only(self.made.reads)
-        self.alike = Alike(self.world, rank.device)
-        if self.pipe is not None:
-            self.alike.options = frozenset()  # stages have parameters, and so groups, of their own
-        self.samples = 0
         segments, self.modules = self.programs[0]
         described = [g for g in pending_gradients(parts) if g.name in self.weights]
         pending = [(self.weights[g.name], g.axes) for g in described]
         self.sharded = self._split_updates(bucket_bytes)
         size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
+        self.uses = self.made.uses({name: id(leaf) for name, leaf in self.leaves.items()})
+        self.each_time = scattered_each_time(parts)
         with self.parked.away():  # buckets lie where gradients arrive
-            self.buckets = GradientBuckets(
-                rank.comm,
-                pending,
-                self.made.uses({name: id(leaf) for name, leaf in self.leaves.items()}),
-                size,
-                described,
-                self.sharded.of,
-                scattered_each_time(parts),
+            self.buckets = self.state.shared_buckets(
+                GradientBuckets(
+                    rank.comm, pending, self.uses, size, described, self.sharded.of, self.each_time
+                )
             )
         self.hosted: HostUpdate | None = None
         if "optimizer" in parts.plan.techniques.offload:
             targets = {self.inputs[n].target: home for n, home in self.parked.homes.items()}
-            self.hosted = HostUpdate(self.parameters, targets)
+            self.hosted = HostUpdate(self.parameters, targets, self.state.updated)
             self.parameters = dict(self.hosted.masters)
-        self.optimizer = make_optimizer(optimizer, self.parameters)
-        self.updating, self.ambient = Updating(), Ambient()
-        apart = bool(self.sharded.shards or self.hosted is not None or self.parked.homes)
-        if self.optimizer is not None and apart:
-            self.updating.guard(self.optimizer)
-        again = self.made.again
+        self.state.updated |= self.parameters
+        if first is None:
+            self.alike = Alike(self.world, rank.device)
+            if self.pipe is not None:
+                self.alike.options = frozenset()  # stages have parameters, and so groups, of their own
+            self.samples = 0
+            self.optimizer = make_optimizer(optimizer, self.parameters)
+            self.updating, self.ambient = Updating(), Ambient()
+            apart = bool(self.sharded.shards or self.hosted is not None or self.parked.homes)
+            if self.optimizer is not None and apart:
+                self.updating.guard(self.optimizer)
+        else:
+            self.alike, self.samples = first.alike, 0
+            self.optimizer, self.updating, self.ambient = first.optimizer, first.updating, first.ambient
+        self._make_executor(segments)
+        self.state.next_tag = self.last_tag + 1 if self.pipe is not None else self.state.next_tag
+
+    def _make_executor(self, segments: Sequence[Segment]) -> None:
+        parts, rank, again = self.parts, self.rank, self.made.again
         saving = contextlib.nullcontext if again is None else again.saving
         scale = loss_scale(parts)
         self.executor: Executor | Pipelined
@@ -136,6 +147,7 @@ class LocalStep:
                 saving,
                 scale,
                 self.made.stores,
+                self.state.next_tag,
             )
         else:
             self.executor = Executor(
@@ -163,22 +175,38 @@ class LocalStep:
                 else self.pipe.actions(rounds)
             )
 
-    def _make_leaf(self, entry: Input, value: torch.Tensor, held: bool) -> None:
-        local = value.detach()
-        if not held:
-            local = slicer(self.layouts[entry.name], self.mesh, self.rank.comm.rank)(local)
-        if entry.role == "parameter" and entry.needs_grad:
-            # A whole parameter stays the user's own tensor; a cut one gets memory of its own, so the rest can be freed.
-            whole = local.shape == value.shape
-            if whole and isinstance(value, torch.nn.Parameter):
-                leaf = value
-            elif held:
-                leaf = torch.nn.Parameter(local)
-            else:
-                leaf = torch.nn.Parameter(local.clone(memory_format=torch.contiguous_format))
-            self.parameters[entry.target] = self.weights[entry.name] = self.leaves[entry.name] = leaf
-        else:
-            self.leaves[entry.name] = local if local.shape == value.shape else local.clone()
+    def _make_leaf(self, entry: Input, values: Mapping[str, torch.Tensor], held: bool) -> None:
+        """What the program reads of an input: a constant of its own, or the state's shard of a parameter or buffer."""
+        trained = entry.role == "parameter" and entry.needs_grad
+
+        def shard() -> torch.Tensor:
+            value = values[entry.name].to(place_of(entry.name, self.parts, values[entry.name].device))
+            if held:
+                return value.detach()
+            local = slicer(self.layouts[entry.name], self.mesh, self.rank.comm.rank)(value.detach())
+            # A replicated tensor stays the user's own; a shard gets memory of its own, so the rest can be freed.
+            own = not trained or isinstance(value, torch.nn.Parameter)
+            if local.shape == value.shape and own:
+                return value if trained else local
+            return local.clone(memory_format=torch.contiguous_format)
+
+        if entry.role == "constant":
+            self.leaves[entry.name] = shard()
+            return
+        layout = self.layouts[entry.name].forward
+        updated = self.parts.plan.states.get(entry.name) if trained else None
+        leaf = self.leaves[entry.name] = self.state.place(entry, (layout, updated), shard)
+        if trained:
+            assert isinstance(leaf, torch.nn.Parameter)
+            self.parameters[entry.target] = self.weights[entry.name] = leaf
+
+    def _parked(self) -> Parked:
+        """The parameters that live on the host, brought there where no other program has done so."""
+        here = {n: self.leaves[n] for n in self.parts.resharded.parked if n in self.leaves}
+        homes = {n: self.state.homes[t] for n in here if (t := self.inputs[n].target) in self.state.homes}
+        found = Parked(here, self.rank.device, homes)
+        self.state.homes |= {self.inputs[n].target: home for n, home in found.homes.items()}
+        return found
 
     def _split_updates(self, bucket_bytes: int | None) -> ShardedUpdate:
         """The parts of weights that this rank updates, in the place of the weights among the parameters."""
@@ -189,7 +217,8 @@ class LocalStep:
             replace(group, members=tuple(m for m in group.members if m.name in mine))
             for group in gathers(self.parts, bucket_bytes, device)
         )
-        made = ShardedUpdate(self.rank.comm, mine, self.weights, [g for g in groups if g.members])
+        known = {n: self.state.updated.get(self.inputs[n].target) for n in mine}
+        made = ShardedUpdate(self.rank.comm, mine, self.weights, [g for g in groups if g.members], known)
         for name, shard in made.shards.items():
             self.parameters[self.inputs[name].target] = shard.leaf
         return made
@@ -235,7 +264,7 @@ class LocalStep:
         return found
 
     def _forget_gradients(self) -> None:
-        for parameter in (*self.weights.values(), *self.parameters.values()):
+        for parameter in (*self.state.weights.values(), *self.state.updated.values()):
             parameter.grad = None
 
     def _run(self, actions: Sequence[Action], batch: Given, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -252,6 +281,9 @@ class LocalStep:
         self.alike.begin(self.rank.step, batch, groups)
         self.samples += batch.samples if isinstance(batch, LocalBatch) else self.batches.rows
         self.made.begin()
+        if self.rank.mesh is not self.parts.plan.mesh:  # another program of this rank ran last
+            self.rank.runs_on(self.parts.plan.mesh)
+        self.buckets.serve(self.uses, self.each_time)
         with self.handle.deferring(), self.parked.away():
             if self.in_time is None:
                 results = self.executor.run(actions, local, wanted)
