@@ -87,20 +87,27 @@ class Loss(torch.nn.Module):
             return self.loss(self.model, rebuild(self.batch, tensors))
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        """The loss. Raises CaptureError for what is none."""
-        value = self.value(tensors)
-        if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            shown = (
-                f"a tensor of shape {list(value.shape)}"
-                if isinstance(value, torch.Tensor)
-                else type(value).__name__
-            )
-            raise CaptureError(
-                "the loss is not a scalar tensor",
-                why=f"loss(model, batch) returned {shown}",
-                hint="reduce it, as with .mean(); a Hugging Face model: lambda model, batch: model(**batch).loss",
-            )
-        return value
+        """The loss as a scalar, whatever the shape of its one element. Raises CaptureError for what is none."""
+        return scalar_of(self.value(tensors))
+
+
+def scalar_of(value: Any) -> torch.Tensor:
+    """What a user's function gives as a loss. Raises CaptureError for what is none, as ``backward()`` does."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point():
+        return value.reshape(())
+    if isinstance(value, torch.Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        shown, hint = f"a tensor of shape {list(value.shape)} of {kind}", "reduce it, as with .mean()"
+        if value.numel() == 1:
+            hint = "a real floating dtype, as with .float() or .abs()"
+    elif isinstance(getattr(value, "loss", None), torch.Tensor):
+        shown = f"{type(value).__name__}, an object with the loss in it"
+        hint = "return what is in it: lambda model, batch: model(**batch).loss"
+    else:
+        shown, hint = type(value).__name__, "return a tensor of one element"
+    raise CaptureError(
+        "the loss is not a scalar tensor", why=f"loss(model, batch) returned {shown}", hint=hint
+    )
 
 
 @dataclass

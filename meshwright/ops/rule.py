@@ -212,7 +212,8 @@ _like: dict[
 
 def bind(pattern: Pattern, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Rule:
     """The rule of one node from its line and its shapes. Raises RuleError with both when they do not fit."""
-    ports = list(pattern.inputs)
+    # No text before the arrow is no port to an operator that makes a tensor, and a scalar to one that reads one.
+    ports = list(pattern.inputs) or [PortPattern(())] * min(len(inputs), 1)
     spare = len(ports) - len(inputs)
     for port in [p for p in reversed(ports) if p.optional][: max(spare, 0)]:
         ports.remove(port)

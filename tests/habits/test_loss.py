@@ -1,0 +1,89 @@
+"""What a loss function may return: a tensor of one element in any shape, and results beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import meshwright as mw
+from meshwright.errors import CaptureError
+from tests.habits.plans import NAMES, Net, batches, run
+
+ONE_ELEMENT = """
+def of(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+def each(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+LOSSES = {
+    "a tensor of shape [1]": lambda m, b: each(m, b).mean(0, keepdim=True),
+    "mean of a scalar": lambda m, b: of(m, b).mean(),
+    "reshape": lambda m, b: of(m, b).sum().reshape(1, 1),
+}
+for name, function in LOSSES.items():
+    torch.manual_seed(0)
+    model = Net()
+    twin = copy.deepcopy(model)
+    optimizer = adamw(twin.parameters())
+    step = mw.train_step(model, adamw, batches()[0], loss=function, **PLAN)
+    for batch in batches(2):
+        expected = function(twin, batch)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        assert close(step(batch), expected.detach().reshape(())), name
+    state = step.full_state()
+    assert all(close(state[n], p.detach()) for n, p in twin.named_parameters()), name
+mw.shutdown()
+"""
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("plan", [*NAMES, "pipeline"])
+def test_a_loss_of_one_element_trains(tmp_path: Path, plan: str) -> None:
+    run(tmp_path, plan, ONE_ELEMENT)
+
+
+REDUCTIONS = {
+    "sum": lambda x: x.sum(),
+    "mean over a dim": lambda x: x.mean(0),
+    "max": lambda x: x.max(),
+    "amin": lambda x: x.amin(),
+    "max over a dim": lambda x: x.max(0)[0],
+    "prod": lambda x: x.prod(),
+    "logsumexp": lambda x: x.logsumexp(0),
+    "norm": lambda x: x.norm(),
+    "median": lambda x: x.median(),
+    "cumsum": lambda x: x.cumsum(0),
+    "softmax": lambda x: x * x.softmax(0),
+    "squeeze": lambda x: x.squeeze(),
+    "a new dim": lambda x: x[None],
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_any_reduction_of_a_scalar_loss_is_planned_and_proved(name: str) -> None:
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return REDUCTIONS[name](F.cross_entropy(model(batch["x"]), batch["y"]))
+
+    assert mw.verify(Net(), batches()[0], loss=loss, mesh=2)
+
+
+@pytest.mark.parametrize(
+    ("returned", "hint"),
+    [
+        (lambda x: x, "mean"),
+        (lambda x: x.argmax(), "float"),
+        (lambda x: SimpleNamespace(loss=x.mean()), r"\.loss"),
+        (lambda x: 3.0, "tensor"),
+    ],
+)
+def test_what_is_no_loss_is_refused_with_what_to_write(returned: Any, hint: str) -> None:
+    with pytest.raises(CaptureError, match=f"not a scalar tensor[^$]*{hint}"):
+        mw.plan(Net(), batches()[0], loss=lambda model, batch: returned(model(batch["x"])), mesh=2)
