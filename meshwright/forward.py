@@ -3,7 +3,8 @@ weights that a training step holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -14,6 +15,7 @@ from meshwright.agreed import (
     Agreed,
     device_of,
     over_gloo,
+    own_device,
     pack,
     prepare,
     same_model,
@@ -22,11 +24,12 @@ from meshwright.agreed import (
 )
 from meshwright.asked import check_function, check_model, check_switches, plan_from
 from meshwright.capture import Captured
-from meshwright.capture.batch import leaves
+from meshwright.capture.batch import leaves, map_leaves
 from meshwright.capture.fold import fold
 from meshwright.capture.forward import Forward, capture_forward, filled
+from meshwright.capture.initial import Init, Initial, all_on_meta, check_absent, check_weights, temporary_of
 from meshwright.compile import MeshLike, Pins, lower, mesh_from, plan_captured, values_of, with_origin
-from meshwright.errors import PlanError, RunError
+from meshwright.errors import MeshwrightError, PlanError, RunError
 from meshwright.layout import TensorLayout
 from meshwright.partition import Partition
 from meshwright.pipeline.meshes import meshes
@@ -40,6 +43,14 @@ from meshwright.runtime.fetches import Parked
 from meshwright.runtime.forward import LocalForward, leaves_of
 from meshwright.runtime.rank import Rank
 from meshwright.search.carried import carried
+from meshwright.state.weights import (
+    Weights,
+    agree_on_path,
+    confirmed,
+    named_path,
+    open_weights,
+    read_weights,
+)
 from meshwright.techniques import Options, Techniques, asked_beside
 
 Outputs = Callable[[Any, Any], Any]
@@ -106,6 +117,10 @@ def forward_step(
     seed: int = 0,
     exact_random: bool = False,
     broadcast: bool | int = True,
+    weights: str | Path | None = None,
+    init: Init | None = None,
+    cast: bool = False,
+    device: torch.device | str | None = None,
     **techniques: Unpack[Options],
 ) -> ForwardStep:
     """Build what gives ``outputs(model, batch)`` on the launched ranks, without gradients. Collective, once.
@@ -117,8 +132,17 @@ def forward_step(
     and storage hold here too. Without it one is made with `mesh`, `mode`, `pins` and `techniques` as `mw.plan` does,
     where those that are about gradients have no meaning and are refused. `broadcast` as in `mw.train_step`.
 
-    Parameters that the plan keeps whole stay the model's own tensors; of those it cuts, the step keeps this rank's
-    part. Raises a subclass of MeshwrightError before a process group is made.
+    Parameters that the plan replicates stay the model's own tensors; of those it shards, the step keeps this rank's
+    shard.
+
+    A `model` on the meta device has no values: `weights` is where they are, a checkpoint, a safetensors file or the
+    folder of a Hugging Face model. Each rank reads its shards of them onto `device` (the CPU); none holds the full
+    model. `cast` takes values of another floating dtype into that of the model. Buffers that no file has (positions,
+    masks) are the model's own where they are real, else those that `init`, the function that builds the model
+    (``lambda: MyModel(config)``), computes.
+
+    Raises a subclass of MeshwrightError before a process group is made; only shards of a file that are damaged are
+    found later, on all ranks.
     """
     asked = asked_beside(plan, techniques)
     check_model(model)
@@ -131,13 +155,13 @@ def forward_step(
         given, total = mesh_from(mesh), isinstance(mesh, int)
         plain = asked.pipeline == 1 or isinstance(mesh, list | tuple)
         check_world(given if plain else meshes(given, asked, total=total).world)
+    check_switches(cast=cast)
+    check_weights(model, weights, {"init": init, "cast": cast, "device": device})
     source, place, meeting = source_of(broadcast), device_of(model), Meeting()
-    if place.type == "meta":
-        raise RunError(
-            "the model is on the meta device",
-            why="its parameters have no values",
-            hint="load it on the CPU, or take the weights of a training step: step.forward_step(model, batch)",
-        )
+    if weights is not None:
+        place = own_device(torch.device(device or "cpu"))
+    agree_on_path(meeting, weights)
+    temporary = temporary_of(model)
 
     def chosen(found: Forward) -> Plan:
         captured = found.captured
@@ -150,16 +174,34 @@ def forward_step(
         check_world(made.ranks)
         return made
 
-    agreed = _agree(meeting, model, batch, outputs, chosen)
+    def found_at(found: Forward) -> str:
+        """The checkpoint that rank 0 has found, once it is the model's."""
+        if weights is None:
+            return ""
+        path = named_path(weights)
+        absent = open_weights(path, found.captured.graph.inputs, temporary, cast).absent
+        check_absent(model, absent, init, path)
+        return str(path)
+
+    agreed = _agree(meeting, model, batch, outputs, chosen, found_at)
     captured, parts = _lowered(agreed)
     over_gloo(meeting, parts.asked, place)
+    opened, computed = None, dict[str, torch.Tensor]()
+    if agreed.more["weights"]:
+        opened, computed = _opened(meeting, model, agreed, temporary, cast, init)
     comm = meeting.connect(parts.asked.ranks, place, host=bool(parts.asked.hosts))
     prepare(comm, parts)
     values = values_of(model, captured, place)
-    start_equal(comm, place, {**dict(model.named_parameters()), **dict(model.named_buffers())}, source)
+    read = dict[str, torch.Tensor]()
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if opened is not None:
+        read = read_weights(opened, meeting, parts, comm, place)
+        values = {n: computed.get(n, x) for n, x in values.items() if n not in opened.names}
+        named = {e.target: named[e.target] for e in opened.absent}
+    start_equal(comm, place, named, source)
     rank = Rank(comm, place, seed=seed, exact=exact_random)
-    mine = leaves_of(parts, comm, place, values)
-    return ForwardStep(LocalForward(parts, rank, mine), parts, agreed.more)
+    mine = {**leaves_of(parts, comm, place, values), **read}
+    return ForwardStep(LocalForward(parts, rank, mine), parts, agreed.more["shape"])
 
 
 def forward(model: torch.nn.Module, batch: Any, **how: Any) -> Any:
@@ -198,7 +240,7 @@ def shared_forward(
         }
         twin = Rank(comm, rank.device, rank.seed, rank.exact)
         local = LocalForward(parts, twin, {**leaves, **own}, parked, first_tag)
-        return ForwardStep(local, parts, agreed.more)
+        return ForwardStep(local, parts, agreed.more["shape"])
 
     return build
 
@@ -230,15 +272,48 @@ def _agree(
     batch: Any,
     outputs: Outputs,
     chosen: Callable[[Forward], Plan],
+    found_at: Callable[[Forward], str] = lambda _: "",
 ) -> Agreed:
     def compute() -> bytes:
-        found = capture_forward(model, batch, outputs)
+        meta = any(p.device.type == "meta" for p in model.parameters())
+        example = map_leaves(batch, lambda t: t.to("meta")) if meta else batch
+        with all_on_meta(model) if meta else contextlib.nullcontext():
+            found = capture_forward(model, example, outputs)
+        more = {"shape": found.shape, "weights": found_at(found)}
         plan = chosen(found)
-        return pack(found.captured, plan, model, torch.get_rng_state(), found.shape)
+        return pack(found.captured, plan, model, torch.get_rng_state(), more)
 
     agreed = unpack(meeting.agree(compute))
     same_model(meeting, agreed, model)
     return agreed
+
+
+def _opened(
+    meeting: Meeting,
+    model: torch.nn.Module,
+    agreed: Agreed,
+    temporary: Collection[str],
+    cast: bool,
+    init: Init | None,
+) -> tuple[Weights | None, dict[str, torch.Tensor]]:
+    """The checkpoint that all ranks read, and by input the buffers that `init` computes since it lacks them."""
+    problem, found, computed = None, None, dict[str, torch.Tensor]()
+    try:
+        found = open_weights(Path(agreed.more["weights"]), agreed.graph.inputs, temporary, cast)
+        without = check_absent(model, found.absent, init, found.index.path)
+        if without and init is not None:
+            state = torch.get_rng_state()
+            try:
+                initial = Initial(init, agreed.graph.inputs, state)
+                if differs := initial.problem(model):
+                    raise RunError(differs, hint="init is what built the model, with the same configuration")
+                computed = initial.computed(without)
+            finally:
+                torch.set_rng_state(state)
+    except MeshwrightError as error:
+        problem = error
+    confirmed(meeting, problem)
+    return found, computed
 
 
 def _lowered(agreed: Agreed) -> tuple[Captured, Partition]:

@@ -36,7 +36,7 @@ from meshwright.asked import (
 from meshwright.capture import Captured
 from meshwright.capture.batch import leaves, map_leaves
 from meshwright.capture.fold import fold
-from meshwright.capture.initial import Init, Initial, check_init
+from meshwright.capture.initial import Init, Initial, check_init, temporary_of
 from meshwright.compile import (
     Loss,
     MeshLike,
@@ -472,8 +472,7 @@ def train_step(
     same_groups(meeting, alone, local)
     if local.optimizer is not None:
         check_made(local.optimizer, cut, apart)
-    every = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    return TrainStep(local, parts, every.difference(model.state_dict(keep_vars=True)))
+    return TrainStep(local, parts, temporary_of(model))
 
 
 def _predicted(parts: Partition, cluster: Cluster | None) -> tuple[Played | None, float, Timeline | None]:

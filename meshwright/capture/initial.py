@@ -5,15 +5,19 @@ All ranks go on from the random state of rank 0, so that they need not be seeded
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from meshwright.capture.replay import Take, construct, replay
+from meshwright.capture.replay import Take, construct, evaluate, replay
 from meshwright.errors import RunError, a_type
 from meshwright.graph import Input
 
 Init = Callable[[], torch.nn.Module]
+LISTED = 6  # buffers that an error lists
 
 
 def check_init(model: torch.nn.Module, init: Init | None, broadcast: bool | int = True) -> None:
@@ -28,12 +32,7 @@ def check_init(model: torch.nn.Module, init: Init | None, broadcast: bool | int 
         )
     if init is None:
         return
-    if isinstance(init, torch.nn.Module) or not callable(init):
-        raise RunError(
-            f"init is {a_type(init)}, not a function that builds the model",
-            why="its calls of torch are followed, and made again for one parameter at a time",
-            hint="init=lambda: MyModel(config)",
-        )
+    _check_builds(init)
     if not first:
         raise RunError(
             "init= is given beside a model that has values",
@@ -46,6 +45,88 @@ def check_init(model: torch.nn.Module, init: Init | None, broadcast: bool | int 
             why="init() starts from rank 0's random state on every rank: all have its values already",
             hint="leave out broadcast=",
         )
+
+
+def _check_builds(init: Any) -> None:
+    if isinstance(init, torch.nn.Module) or not callable(init):
+        raise RunError(
+            f"init is {a_type(init)}, not a function that builds the model",
+            why="its calls of torch are followed, and made again for one parameter at a time",
+            hint="init=lambda: MyModel(config)",
+        )
+
+
+def check_weights(model: torch.nn.Module, weights: Any, beside: Mapping[str, Any]) -> None:
+    """Raise RunError for a model without values and no file that has them, or with both. `beside`: what else was given
+    that only a file gives a meaning, by name."""
+    first = first_on_meta(model)
+    if weights is None:
+        if first:
+            raise RunError(
+                f"{first} is on the meta device, which holds no values",
+                why="a forward step computes with the numbers that the model has",
+                hint='forward_step(…, weights="model.safetensors") reads them, a checkpoint or a Hugging Face folder, '
+                "each rank its shards; or take those of a training step: step.forward_step(model, batch)",
+            )
+        given = next((name for name, value in beside.items() if value not in (None, False)), "")
+        if given:
+            raise RunError(
+                f"{given}= without weights=",
+                why="it is about a model on the meta device, whose values are read from a file",
+                hint="leave it out",
+            )
+        return
+    if not any(p.device.type == "meta" for p in model.parameters()):
+        raise RunError(
+            "weights= is given beside a model that has values",
+            why="they would be replaced by those of the file, and each rank holds the full model already",
+            hint='build the model under torch.device("meta"), or leave out weights=',
+        )
+    if beside.get("init") is not None:
+        _check_builds(beside["init"])
+
+
+def temporary_of(model: torch.nn.Module) -> frozenset[str]:
+    """The buffers that a model makes anew, which no file need have."""
+    every = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    return frozenset(every.difference(model.state_dict(keep_vars=True)))
+
+
+def check_absent(
+    model: torch.nn.Module, absent: Iterable[Input], init: Init | None, path: Path
+) -> list[Input]:
+    """Of the buffers that a checkpoint lacks those that `init` has to compute. Raises RunError without it."""
+    real = {n for n, b in model.named_buffers(remove_duplicate=False) if b.device.type != "meta"}
+    without = [e for e in absent if e.target not in real]
+    if without and init is None:
+        names = ", ".join(e.target for e in without[:LISTED])
+        more = f" and {len(without) - LISTED} more" if len(without) > LISTED else ""
+        build = "type(model)(model.config)" if hasattr(model, "config") else f"{type(model).__name__}(…)"
+        raise RunError(
+            f"no values for {len(without)} buffers of the model: {names}{more}",
+            why="they are on the meta device, and not saved with the weights (persistent=False)",
+            where=str(path),
+            hint=f"init=lambda: {build} computes them",
+        )
+    return without
+
+
+@contextlib.contextmanager
+def all_on_meta(model: torch.nn.Module) -> Iterator[None]:
+    """While it is entered, the buffers of a model on the meta device are there too, so that it can be followed."""
+    real = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.device.type != "meta"
+    ]
+    try:
+        for module, name, buffer in real:
+            setattr(module, name, buffer.to("meta"))
+        yield
+    finally:
+        for module, name, buffer in real:
+            setattr(module, name, buffer)
 
 
 def first_on_meta(model: torch.nn.Module) -> str:
@@ -91,5 +172,19 @@ class Initial:
         mine = (e for e in self.entries if wanted(e.name))
         return replay(self.built, {e.name: (self.tensors[e.target], take(e)) for e in mine})
 
+    def computed(self, entries: Iterable[Input]) -> dict[str, torch.Tensor]:
+        """Input name → full tensor, of those that the constructor computes without random numbers. Raises CaptureError
+        for others."""
+        return {e.name: evaluate(self.built, self.built.view(self.tensors[e.target])) for e in entries}
 
-__all__ = ["Init", "Initial", "check_init", "first_on_meta"]
+
+__all__ = [
+    "Init",
+    "Initial",
+    "all_on_meta",
+    "check_absent",
+    "check_init",
+    "check_weights",
+    "first_on_meta",
+    "temporary_of",
+]

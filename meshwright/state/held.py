@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -36,7 +36,16 @@ class Item:
     places: tuple[int, ...] = (0,)
 
 
-def kept_inputs(step: LocalStep) -> list[Input]:
+class HasInputs(Protocol):
+    """A step, or what else has the inputs of a program."""
+
+    @property
+    def inputs(self) -> Mapping[str, Input]:
+        """By name."""
+        ...
+
+
+def kept_inputs(step: HasInputs) -> list[Input]:
     """The program's parameters and buffers, on all ranks."""
     return [e for e in step.inputs.values() if e.role in ("parameter", "buffer")]
 

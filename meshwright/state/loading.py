@@ -7,8 +7,8 @@ files, names, shapes, dtypes, and the checksum of every part that a rank reads.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -17,8 +17,8 @@ import torch
 from meshwright import pulse
 from meshwright.errors import CheckpointError, DamagedError, MeshwrightError
 from meshwright.layout import TensorLayout
-from meshwright.redistribute.boxes import Box, held_boxes, whole
 from meshwright.runtime.step import LocalStep
+from meshwright.state.filling import check_met, fill
 from meshwright.state.folder import as_path, in_turn, passed_over, whole_ones
 from meshwright.state.generators import begun_anew, set_random_state
 from meshwright.state.held import (
@@ -88,7 +88,7 @@ def load(
     def read() -> dict[str, torch.Tensor]:
         states = random_of(index, step) if random else {}
         for name, tensor, layout in _model_parts(index, step):
-            _fill(index, name, tensor, layout, step)
+            fill(index, name, tensor, layout, step.mesh, step.rank.comm.rank)
         if taken:
             _load_optimizer(index, step, cast)
         return states
@@ -201,48 +201,7 @@ def _check_parts(index: Index, step: LocalStep, optimizer: bool) -> None:
     if optimizer and step.optimizer is not None:
         wanted += _state_parts(index, step)
     for name, layout in wanted:
-        for number in _met(index, name, layout, step):
-            index.check(name, index.tensors[name].parts[number])
-
-
-def _met(
-    index: Index, name: str, layout: TensorLayout, step: LocalStep
-) -> dict[int, list[tuple[Box, Box, Box]]]:
-    """The parts of a tensor that have what this rank holds of it: number of the part → common box, the box that is
-    held, and where that lies in the rank's tensor."""
-    entry = index.tensors[name]
-    mine = held_boxes(layout, step.mesh, step.rank.comm.rank)
-    wanted: dict[int, list[tuple[Box, Box, Box]]] = {}
-    count = 0
-    for held in mine:
-        for number, common in entry.meeting(held.box):
-            wanted.setdefault(number, []).append((common, held.box, held.here))
-            count += common.numel
-    if count != sum(held.box.numel for held in mine):
-        raise DamagedError(f"the checkpoint has only parts of {name}", where=str(index.path))
-    return wanted
-
-
-def _fill(index: Index, name: str, into: torch.Tensor, layout: TensorLayout, step: LocalStep) -> None:
-    """Read what this rank holds of a tensor, whose parts are known to be sound."""
-    entry = index.tensors[name]
-    dtype, outer = DTYPES[entry.dtype], whole(tuple(into.shape))
-    for number, targets in _met(index, name, layout, step).items():
-        rows = _around([common for common, _, _ in targets])
-        numbers, box = index.read(name, replace(entry.parts[number], crc=None), rows)
-        values = torch.from_numpy(numbers.reshape(-1)).view(dtype).view(box.shape)
-        for common, there, here in targets:
-            moved = zip(common.start, there.start, here.start, strict=True)
-            place = Box(tuple(c - t + h for c, t, h in moved), common.shape)
-            into[place.within(outer)].copy_(values[common.within(box)])
-        del numbers, values  # before the next part is read
-
-
-def _around(boxes: Sequence[Box]) -> Box:
-    """The smallest box that has all of some."""
-    start = tuple(min(n) for n in zip(*(b.start for b in boxes), strict=True))
-    ends = zip(*((s + n for s, n in zip(b.start, b.shape, strict=True)) for b in boxes), strict=True)
-    return Box(start, tuple(max(e) - s for s, e in zip(start, ends, strict=True)))
+        check_met(index, name, layout, step.mesh, step.rank.comm.rank)
 
 
 def _load_optimizer(index: Index, step: LocalStep, cast: bool) -> None:
@@ -276,7 +235,7 @@ def _load_optimizer(index: Index, step: LocalStep, cast: bool) -> None:
                 layout = TensorLayout.whole(there.shape)
                 made = torch.empty(there.shape, dtype=DTYPES[there.dtype], device=leaf.device)
             made = made.to(place_of_state(key, there.shape, groups[id(leaf)], leaf.device))
-            _fill(index, name, made, layout, step)
+            fill(index, name, made, layout, step.mesh, step.rank.comm.rank)
             state[key] = made
         optimizer.state[leaf] = state
 

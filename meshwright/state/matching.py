@@ -13,14 +13,14 @@ from dataclasses import replace
 from meshwright.errors import CheckpointError
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.step import LocalStep
-from meshwright.state.held import DTYPES, SAFE_NAMES, kept_inputs
+from meshwright.state.held import DTYPES, SAFE_NAMES, HasInputs, kept_inputs
 from meshwright.state.index import MODEL, Index
 from meshwright.state.sources import same_tensors
 
 LISTED = 8  # differences between models that an error lists
 
 
-def as_named_here(index: Index, step: LocalStep) -> Index:
+def as_named_here(index: Index, step: HasInputs) -> Index:
     """The same checkpoint by the names of the step's model, where it comes from elsewhere."""
     if index.world:
         return index
@@ -44,7 +44,7 @@ def as_named_here(index: Index, step: LocalStep) -> Index:
     return replace(index, tensors=tensors, ties={here(a): here(n) for a, n in index.ties.items()})
 
 
-def check_model(index: Index, step: LocalStep, temporary: Collection[str] = (), cast: bool = False) -> None:
+def check_model(index: Index, step: HasInputs, temporary: Collection[str] = (), cast: bool = False) -> None:
     """Raise CheckpointError that lists the names, shapes and dtypes that differ. Buffers that are `temporary`, there or
     here, may be missing. With `cast` numbers with a point may be of another dtype."""
     saved = index.model
@@ -80,7 +80,7 @@ def check_model(index: Index, step: LocalStep, temporary: Collection[str] = (), 
             f"the checkpoint is of another model: {len(problems)} of its tensors differ from this one's",
             why="\n         ".join(problems[:LISTED]) + more,
             where=str(index.path),
-            hint="step.load(path, cast=True) takes values into the model's own dtypes"
+            hint="cast=True takes values into the model's own dtypes"
             if castable == len(problems)
             else "build the model that was saved, with the same configuration",
         )
@@ -112,7 +112,7 @@ def check_optimizer(index: Index, step: LocalStep) -> None:
         )
 
 
-def saved_name(index: Index, step: LocalStep, target: str) -> str | None:
+def saved_name(index: Index, step: HasInputs, target: str) -> str | None:
     """The name under which a parameter or buffer was saved: one of those that it is tied to, maybe. None for none."""
     entry = next(e for e in kept_inputs(step) if e.target == target)
     for name in (target, *entry.ties):

@@ -1,0 +1,104 @@
+"""Inference from a file: a model on the meta device whose weights each rank reads its shards of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.habits.plans import run
+
+pytestmark = pytest.mark.procs
+
+READS = """
+from pathlib import Path
+from safetensors.torch import save_file
+
+class Tied(Net):
+    # a tied weight, a buffer that is saved and one that is not
+    def __init__(self):
+        super().__init__()
+        self.again = torch.nn.Linear(16, 32, bias=False)
+        self.again.weight = self.up.weight
+        self.register_buffer("shift", torch.arange(8) / 8)
+        self.register_buffer("scale", torch.arange(1, 9) / 4, persistent=False)
+
+    def forward(self, x):
+        return (super().forward(x) + self.again(x).sum(-1, keepdim=True) + self.shift) * self.scale
+
+def on_meta():
+    with torch.device("meta"):
+        return Tied().eval()
+
+batch = batches()[0]
+torch.manual_seed(0)
+twin = Tied().eval()
+twin.shift.mul_(3)
+wanted = twin(batch["x"]).detach()
+outputs = lambda model, batch: model(batch["x"])
+x = {"x": batch["x"]}
+rank = int(__import__("os").environ["RANK"])
+
+# a checkpoint of ours, saved under another plan than it is read
+step = mw.train_step(copy.deepcopy(twin), adamw, batch, loss=loss, mesh={"dp": 2}, optimizer_parallel=1)
+step.save("ours")
+state = {n: t.clone() for n, t in twin.state_dict().items() if n != "again.weight"}
+if rank == 0:
+    save_file(state, "one.safetensors")
+    Path("hf").mkdir()
+    save_file({n: t for n, t in state.items() if n.startswith("up")}, "hf/model-1.safetensors")
+    save_file({n: t for n, t in state.items() if not n.startswith("up")}, "hf/model-2.safetensors")
+    where = {n: f"model-{1 if n.startswith('up') else 2}.safetensors" for n in state}
+    Path("hf/model.safetensors.index.json").write_text(__import__("json").dumps({"weight_map": where}))
+    save_file({n: t.to(torch.bfloat16) for n, t in state.items()}, "half.safetensors")
+    save_file({n: t for n, t in state.items() if "norm" not in n}, "lacks.safetensors")
+step.forward_step(copy.deepcopy(twin), x, outputs)  # all ranks meet: the files are there
+
+if sys.argv[1] in ("zero3", "pipeline", "auto"):  # what forward steps take from a plan for training
+    PLAN = {"plan": mw.plan(on_meta(), {n: t.to("meta") for n, t in batch.items()}, loss=loss, **PLAN)}
+for source in ("ours", "one.safetensors", "hf"):
+    forward = mw.forward_step(on_meta(), x, outputs=outputs, weights=source, init=Tied, **PLAN)
+    assert close(forward(x), wanted), source
+if sys.argv[1] == "tp":
+    held = sum(t.numel() for t in forward.local.leaves.values())
+    assert held < 0.8 * sum(p.numel() for p in twin.parameters()), held
+
+model = on_meta()
+model.scale = twin.scale.clone()  # real values of its own: no init= needed
+assert close(mw.forward_step(model, x, outputs=outputs, weights="hf", **PLAN)(x), wanted)
+assert model.scale.device.type == "cpu"
+
+forward = mw.forward_step(on_meta(), x, outputs=outputs, weights="half.safetensors", init=Tied, cast=True, **PLAN)
+half = copy.deepcopy(twin)
+half.load_state_dict({n: t.to(torch.bfloat16).float() for n, t in twin.state_dict().items()})
+assert close(forward(x), half(batch["x"]).detach())
+
+def refused(word, *args, **how):
+    try:
+        mw.forward_step(*args, x, outputs=outputs, **{**PLAN, **how})
+    except mw.MeshwrightError as error:
+        assert word in str(error), str(error)
+    else:
+        raise AssertionError(word)
+
+refused("cast=True takes", on_meta(), weights="half.safetensors", init=Tied)
+refused("no values for 1 buffers of the model: scale", on_meta(), weights="hf")
+refused("norm.weight F32[32] is not in the checkpoint", on_meta(), weights="lacks.safetensors", init=Tied)
+refused("there is no checkpoint in 'gone'", on_meta(), weights="gone", init=Tied)
+if rank == 1:
+    data = bytearray(Path("ours/step-00000000/rank00000.safetensors").read_bytes())
+    data[int.from_bytes(data[:8], "little") + 16] ^= 1
+    Path("ours/step-00000000/rank00000.safetensors").write_bytes(data)
+refused("reads weights=", on_meta(), weights="hf" if rank else "one.safetensors", init=Tied)
+refused("on the meta device, which holds no values", on_meta())
+refused("beside a model that has values", twin, weights="hf")
+refused("init= without weights=", twin, init=Tied)
+refused("not a function that builds", on_meta(), weights="hf", init=twin)
+refused("rank00000.safetensors is damaged", on_meta(), weights="ours", init=Tied)
+mw.shutdown()
+"""
+
+
+@pytest.mark.parametrize("plan", ["dp", "tp", "zero3", "pipeline", "auto"])
+def test_a_model_on_the_meta_device_reads_its_weights(tmp_path: Path, plan: str) -> None:
+    run(tmp_path, plan, READS)
