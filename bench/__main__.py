@@ -10,6 +10,7 @@ python -m bench techniques            what each technique costs and saves, and w
 python -m bench interleave            copies that take turns on a slow link; has options of its own: --help
 python -m bench recompute             layers computed again, against torch.utils.checkpoint
 python -m bench pipeline              stages on two and four ranks, against torch.distributed.pipelining, and predicted
+python -m bench guards                what is looked at before each step, and its share of the step
 python -m bench state                 saving and loading, against torch.distributed.checkpoint
 python -m bench recovery              ranks killed at 20 random moments, and losses equal to the last bit
 python -m bench predict               predicted against measured steps; has options of its own: --help
@@ -49,6 +50,11 @@ def main() -> None:
         from bench.one_rank import main as one_rank
 
         one_rank(sys.argv[2:])
+        return
+    if sys.argv[1:2] == ["guards"]:
+        from bench.guards import main as guards
+
+        guards()
         return
     if sys.argv[1:2] == ["state"]:
         from bench.state import main as state

@@ -30,6 +30,7 @@ from meshwright.capture.forward import Forward, capture_forward, filled
 from meshwright.capture.initial import Init, Initial, all_on_meta, check_absent, check_weights, temporary_of
 from meshwright.compile import MeshLike, Pins, lower, mesh_from, plan_captured, values_of, with_origin
 from meshwright.errors import MeshwrightError, PlanError, RunError
+from meshwright.guards import Guards
 from meshwright.layout import TensorLayout
 from meshwright.partition import Partition
 from meshwright.pipeline.meshes import meshes
@@ -68,9 +69,9 @@ class ForwardStep:
     there to look at.
     """
 
-    def __init__(self, local: LocalForward, parts: Partition, shape: Any) -> None:
+    def __init__(self, local: LocalForward, parts: Partition, shape: Any, guards: Guards) -> None:
         self.local, self.parts, self.plan = local, parts, parts.asked
-        self._shape = shape
+        self._shape, self._guards = shape, guards
 
     @property
     def rank(self) -> int:
@@ -99,6 +100,7 @@ class ForwardStep:
         all ranks call it alike. Raises BatchError.
         """
         check_switches(gather=gather, share=share)
+        self._guards.check(batch)
         given = batch if isinstance(batch, LocalBatch) else dict(leaves(batch))
         found = self.local(given, gather=gather, share=share)
         return filled(self._shape, found.values())
@@ -184,6 +186,7 @@ def forward_step(
         return str(path)
 
     agreed = _agree(meeting, model, batch, outputs, chosen, found_at)
+    guards = Guards.of(model, outputs, batch)
     captured, parts = _lowered(agreed)
     over_gloo(meeting, parts.asked, place)
     opened, computed = None, dict[str, torch.Tensor]()
@@ -201,7 +204,7 @@ def forward_step(
     start_equal(comm, place, named, source)
     rank = Rank(comm, place, seed=seed, exact=exact_random)
     mine = {**leaves_of(parts, comm, place, values), **read}
-    return ForwardStep(LocalForward(parts, rank, mine), parts, agreed.more["shape"])
+    return ForwardStep(LocalForward(parts, rank, mine), parts, agreed.more["shape"], guards)
 
 
 def forward(model: torch.nn.Module, batch: Any, **how: Any) -> Any:
@@ -233,6 +236,7 @@ def shared_forward(
             return carried(plan, found.captured.graph, found.captured.folding)
 
         agreed = _agree(meeting, model, batch, outputs, chosen)
+        guards = Guards.of(model, outputs, batch)
         captured, parts = _lowered(agreed)
         prepare(comm, parts)
         own = {
@@ -240,7 +244,7 @@ def shared_forward(
         }
         twin = Rank(comm, rank.device, rank.seed, rank.exact)
         local = LocalForward(parts, twin, {**leaves, **own}, parked, first_tag)
-        return ForwardStep(local, parts, agreed.more["shape"])
+        return ForwardStep(local, parts, agreed.more["shape"], guards)
 
     return build
 

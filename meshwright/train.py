@@ -55,6 +55,7 @@ from meshwright.cost.timeline import Timeline
 from meshwright.errors import PlanError, RunError, a_type
 from meshwright.forward import ForwardStep, Outputs, default_outputs, shared_forward
 from meshwright.graph import Graph
+from meshwright.guards import Guards
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
@@ -95,11 +96,18 @@ class TrainStep:
     there to look at.
     """
 
-    def __init__(self, local: LocalStep, parts: Partition, temporary: Collection[str] = ()) -> None:
-        """`temporary`: buffers that the model makes anew, which no file need have."""
+    def __init__(
+        self,
+        local: LocalStep,
+        parts: Partition,
+        temporary: Collection[str] = (),
+        guards: Guards | None = None,
+    ) -> None:
+        """`temporary`: buffers that the model makes anew, which no file need have. `guards`: the Python values that the
+        program was captured with."""
         # The model is not kept: the whole weights of parameters that are cut can be freed with it.
         self.local, self.plan = local, parts.asked
-        self.parts = parts
+        self.parts, self._guards = parts, guards
         self._temporary = frozenset(temporary)
         self._saves = Saves(local, self.plan, self._temporary)
 
@@ -153,11 +161,16 @@ class TrainStep:
     def __call__(self, batch: Any) -> torch.Tensor:
         """One step on the whole batch (every rank gives the same one and takes its part), or on this rank's part as
         `mw.shard_loader` reads it. Raises BatchError."""
-        return self.local(_given(batch))
+        return self.local(self._given(batch))
 
     def gradients(self, batch: Any) -> torch.Tensor:
         """Loss and gradients without an update."""
-        return self.local.gradients(_given(batch))
+        return self.local.gradients(self._given(batch))
+
+    def _given(self, batch: Any) -> Given:
+        if self._guards is not None:
+            self._guards.check(batch)
+        return batch if isinstance(batch, LocalBatch) else dict(leaves(batch))
 
     def local_norms(self, batch: Any) -> dict[str, torch.Tensor]:
         """Name → the 2-norm of this rank's gradient before it is added up with those of other ranks, without an update.
@@ -165,7 +178,7 @@ class TrainStep:
         Collective: all ranks call it. A weight that is stored in parts, and gathered where it is used, has its part of
         the sum already; with `gradient_accumulation_shard` the norm is that of the last micro-batch.
         """
-        return self.local.local_norms(_given(batch))
+        return self.local.local_norms(self._given(batch))
 
     def trace(self, batch: Any, cluster: Cluster | None = None) -> StepTrace:
         """A step like any other, with what each rank did when: print it, or `StepTrace.save` it for Perfetto.
@@ -335,10 +348,6 @@ def _on_stderr(sentence: str) -> None:
     print(sentence, file=sys.stderr, flush=True)
 
 
-def _given(batch: Any) -> Given:
-    return batch if isinstance(batch, LocalBatch) else dict(leaves(batch))
-
-
 @pulse.during("building a step", patient=True)
 def train_step(
     model: torch.nn.Module,
@@ -431,6 +440,7 @@ def train_step(
     agreed = unpack(meeting.agree(compute))
     graph, chosen = agreed.graph, agreed.plan
     same_model(meeting, agreed, model)
+    guards = Guards.of(model, loss, batch)
     initial = None
     if init is not None:
         initial = Initial(init, graph.inputs, agreed.state)
@@ -472,7 +482,7 @@ def train_step(
     same_groups(meeting, alone, local)
     if local.optimizer is not None:
         check_made(local.optimizer, cut, apart)
-    return TrainStep(local, parts, temporary_of(model))
+    return TrainStep(local, parts, temporary_of(model), guards)
 
 
 def _predicted(parts: Partition, cluster: Cluster | None) -> tuple[Played | None, float, Timeline | None]:

@@ -23,12 +23,28 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         yield from leaves(child, f"{path}.{key}" if path else str(key))
 
 
+def literals(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything that is no tensor with its path, in the tree's own order."""
+    if isinstance(tree, torch.Tensor):
+        return
+    if not isinstance(tree, dict | list | tuple | Mapping) and not _is_record(tree):
+        yield path, tree
+        return
+    for key, child in _children(tree):
+        if not isinstance(child, torch.Tensor):
+            yield from literals(child, f"{path}.{key}" if path else str(key))
+
+
+def _is_record(tree: Any) -> bool:
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
+
+
 def _children(tree: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(tree, Mapping):
         return tree.items()
     if isinstance(tree, list | tuple):
         return enumerate(tree)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+    if _is_record(tree):
         return [(f.name, getattr(tree, f.name)) for f in dataclasses.fields(tree)]
     return ()
 
@@ -47,7 +63,7 @@ def map_leaves(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(tree, list | tuple):
         items = [map_leaves(child, change) for child in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+    if _is_record(tree):
         return dataclasses.replace(tree, **{key: map_leaves(child, change) for key, child in _children(tree)})
     return tree
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from meshwright import pulse
-from meshwright.capture.batch import leaves
+from meshwright.capture.batch import leaves, literals
 from meshwright.data.asked import KEPT, check_batches, check_options, check_order, wrong_options
 from meshwright.data.order import check_state, order_of_dataset, order_of_loader
 from meshwright.data.padding import fills, fills_forward
@@ -400,7 +400,8 @@ class _Stream(ShardedLoader):
             samples, held = filled
             place = functools.partial(_place, f"batch {self._taken} of epoch {self.epoch}", held)
             self._taken += 1
-            yield replace(parts_of(self.reading, held), samples=samples, place=place)
+            plain = tuple(literals(batch))
+            yield replace(parts_of(self.reading, held), samples=samples, place=place, plain=plain)
         self.epoch, self._taken, self._skip = self.epoch + 1, 0, 0
 
     def _filled(self, held: dict[str, torch.Tensor]) -> tuple[int, dict[str, torch.Tensor]] | None:

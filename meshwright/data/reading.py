@@ -6,18 +6,19 @@ import contextlib
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate, get_worker_info
 
-from meshwright.capture.batch import leaves
+from meshwright.capture.batch import leaves, literals
 from meshwright.errors import BatchError
 from meshwright.runtime.batches import BatchParts, LocalBatch
 from meshwright.runtime.dtypes import TORCH_DTYPES
 
+Plain = tuple[tuple[str, Any], ...] | None
 Cut = tuple[int, int] | np.ndarray | None  # along a dim: start and length, indices, or all of it
 
 
@@ -225,19 +226,21 @@ class Collate:
 
     def __call__(self, found: list[tuple[Item, Any]]) -> LocalBatch | Failed:
         try:
-            return parts_of(self.reading, self._whole(found))
+            held, plain = self._whole(found)
+            return replace(parts_of(self.reading, held), plain=plain)
         except BatchError as error:
             return Failed(error.what, error.why, error.where, error.hint)
 
-    def _whole(self, found: list[tuple[Item, Any]]) -> dict[str, torch.Tensor]:
+    def _whole(self, found: list[tuple[Item, Any]]) -> tuple[dict[str, torch.Tensor], Plain]:
         reading = self.reading
         if not found:
-            return {e.path: torch.empty((0, *e.shape[1:]), dtype=e.dtype) for e in reading.inputs}
+            return {e.path: torch.empty((0, *e.shape[1:]), dtype=e.dtype) for e in reading.inputs}, None
         samples = [sample for _, sample in found]
         if self.collate is None:
             samples = [_cropped(sample, reading.boxes, reading) for sample in samples]
         try:
-            made = dict(leaves((self.collate or default_collate)(samples)))
+            batch = (self.collate or default_collate)(samples)
+            made, plain = dict(leaves(batch)), tuple(literals(batch))
         except (RuntimeError, TypeError, ValueError) as error:
             self._check_alike(found)
             raise BatchError(
@@ -250,7 +253,7 @@ class Collate:
             if path in made:
                 made[path] = made[path].clone()
                 made[path][filled] = value
-        return made
+        return made, plain
 
     def _check_alike(self, found: list[tuple[Item, Any]]) -> None:
         """Raise BatchError for the first sample that has another shape than the one before."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -28,13 +29,14 @@ class LocalBatch:
 
     `samples` counts those of the whole batch; what fills a last batch up is not among them. `key` says for which rank
     of which plan it was read; `place` is where in its loader it stands, the same on all ranks, or a function that
-    finds that out.
+    finds that out. `plain`: of the batch what is no tensor, by path; None where this rank read nothing of it.
     """
 
     parts: tuple[Mapping[str, torch.Tensor], ...]
     samples: int
     key: str
     place: str | Callable[[], str] = ""
+    plain: tuple[tuple[str, Any], ...] | None = None
 
     @property
     def size_bytes(self) -> int:

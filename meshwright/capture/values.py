@@ -1,0 +1,385 @@
+"""The Python values that a capture may read: of the modules of a model, and of what the loss and the user's functions
+name. `find` lists them with labels for a reader, and the objects that hold them for a quick look."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshwright.capture.reads import codes, is_library, names, of_library, pieces, reads
+
+SCALARS = (bool, int, float, complex, str, bytes, type(None))
+FIXED = (torch.dtype, torch.device, torch.layout, enum.Enum, slice, range)
+BASE = frozenset(vars(torch.nn.Module()))  # what a module has before a user gives it something
+HOOKS = tuple(n for n in BASE if n.endswith("_hooks") and "state_dict" not in n)
+UNREAD = {"generation_config"}  # what Hugging Face keeps beside a model for `generate`
+MANY = 1000  # elements of a container, above which its length alone is compared
+SMALL_BYTES = 4096  # of an array whose content is compared
+
+
+@dataclass(frozen=True)
+class Item:
+    """A value as it is now: `value` can be hashed, `text` is for a reader; `library`: of an object whose class is none
+    of the user's."""
+
+    value: Hashable
+    text: str
+    library: bool = False
+
+
+@dataclass
+class Owner:
+    """A dict that holds values under names. `size`: how many it has, None where more may come."""
+
+    mapping: Mapping[str, Any]
+    names: dict[str, None] = field(default_factory=dict)
+    sized: bool = False
+
+
+@dataclass
+class Found:
+    """What there is to read: `items` by label, and the objects that hold them. `names` are those that the code of the
+    user has, `functions` the user's."""
+
+    items: dict[str, Item] = field(default_factory=dict)
+    owners: dict[int, Owner] = field(default_factory=dict)
+    lists: list[list[Any]] = field(default_factory=list)
+    dicts: list[dict[Any, Any]] = field(default_factory=list)
+    sets: list[set[Any]] = field(default_factory=list)
+    arrays: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    cells: list[types.CellType] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)  # of the tensors
+    hooks: list[Mapping[int, Any]] = field(default_factory=list)
+    functions: list[types.FunctionType] = field(default_factory=list)
+    generators: list[Any] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    pieces: set[str] = field(default_factory=set)
+
+
+def find(model: torch.nn.Module | None, loss: Callable[..., Any], own: Collection[int]) -> Found:
+    """All that a capture of ``loss(model, batch)`` may read. `own`: the ids of tensors that are inputs of the
+    program."""
+    known: set[str] = set()
+    texts: set[str] = set()
+    while True:
+        finder = _Finder(own, known, texts)
+        if model is not None:
+            finder.module("model", model)
+        finder.visit("loss", loss, False)
+        found = finder.found
+        if found.names <= known and found.pieces <= texts:
+            return found
+        known, texts = known | found.names, texts | found.pieces
+
+
+def shown(value: Any) -> str:
+    """A value for a reader, short."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, types.FunctionType | type):
+        return value.__qualname__
+    text = (
+        repr(value) if isinstance(value, (*SCALARS, *FIXED, list, tuple, dict, set)) else type(value).__name__
+    )
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def fixed(value: Any) -> Hashable:
+    """A plain value as one that can be hashed, in which 1, 1.0 and True differ and nan is equal to itself."""
+    if isinstance(value, tuple | frozenset):
+        return (type(value).__name__, *(fixed(v) for v in value))
+    return type(value).__name__, repr(value) if isinstance(value, (float, complex, *FIXED)) else value
+
+
+def is_plain(value: Any, depth: int = 4) -> bool:
+    """Whether a value holds numbers, texts and types alone, at most so deep."""
+    if isinstance(value, (*SCALARS, *FIXED)):
+        return True
+    if depth == 0:
+        return False
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(is_plain(v, depth - 1) for v in value)
+    if isinstance(value, dict):
+        return all(is_plain(v, depth - 1) for v in value.values())
+    if isinstance(value, type | types.ModuleType) or callable(value) or not hasattr(value, "__dict__"):
+        return False
+    return all(is_plain(v, depth - 1) for v in vars(value).values())
+
+
+def differs(was: dict[str, Item], now: dict[str, Item], library: bool = True) -> str:
+    """The first difference of two sets of values, in words. What objects of libraries have got in addition counts for
+    nothing; without `library` nothing does that they have."""
+    for label, old in was.items():
+        new = now.get(label)
+        if new is not None and new.value == old.value:
+            continue
+        if old.library and not library:
+            continue
+        if new is None:
+            return f"{label}: {old.text} → not there"
+        if isinstance(old.value, tuple) and old.value[:1] == ("tensor",):
+            return f"{label}: {_tensor_change(old.value, new.value)}"
+        if new.text == old.text:
+            return f"{label}: another {old.text}"
+        return f"{label}: {old.text} → {new.text}"
+    for label, new in now.items():
+        if label not in was and not new.library:
+            return f"{label}: not there → {new.text}"
+    return ""
+
+
+def _tensor_change(old: Any, new: Any) -> str:
+    if old[:2] != new[:2]:
+        return "another tensor"
+    return "values were changed in place" if old[2] != new[2] else f"requires_grad {old[3]} → {new[3]}"
+
+
+class _Finder:
+    """`known` and `texts`: names that the user's code has, as far as they are known."""
+
+    def __init__(self, own: Collection[int], known: Collection[str], texts: Collection[str]) -> None:
+        self.own, self.known, self.texts = own, known, texts
+        self.found = Found()
+        self.seen: dict[int, Any] = {}
+        self.kinds: set[type] = set()
+        self.followed: set[int] = set()
+
+    # ------------------------------------------------------------ values
+
+    def visit(self, label: str, value: Any, library: bool) -> None:
+        """Note a value, and what it holds."""
+        item = self._item(label, value, library)
+        self.found.items.setdefault(label, Item(item, shown(value), library))
+
+    def _item(self, label: str, value: Any, library: bool) -> Hashable:
+        if isinstance(value, (*SCALARS, *FIXED)):
+            return fixed(value)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(label, value)
+        if isinstance(value, tuple | list | dict | set | frozenset):
+            return self._container(label, value, library)
+        if isinstance(value, types.ModuleType):
+            return ("module", value.__name__)
+        first = id(value) not in self.seen
+        self.seen[id(value)] = value
+        if isinstance(value, np.ndarray) and value.nbytes <= SMALL_BYTES and not value.dtype.hasobject:
+            self.found.arrays += [value] if first else []
+            return ("array", str(value.dtype), value.shape, value.tobytes())
+        if first:
+            self._look_into(label, value, library)
+        if self._is_record(value):
+            return ("object", type(value).__qualname__)
+        return ("object", id(value))
+
+    def _is_record(self, value: Any) -> bool:
+        """Whether two objects of equal attributes are the same: those of configurations, and of the user."""
+        if callable(value) or isinstance(value, torch.nn.Module) or not hasattr(value, "__dict__"):
+            return False
+        return not of_library(type(value)) or is_plain(value)
+
+    def _look_into(self, label: str, value: Any, library: bool) -> None:
+        match value:
+            case torch.nn.Module():
+                self.module(label, value)
+            case types.FunctionType():
+                self.function(label, value)
+            case types.MethodType():
+                self.visit(_of(label, "self"), value.__self__, library)
+                self.function(label, value.__func__)
+            case functools.partial():
+                self.visit(label, value.func, library)
+                for number, part in enumerate(value.args):
+                    self.visit(f"{label}, argument {number}", part, library)
+                for name, part in value.keywords.items():
+                    self.visit(f"{label}, {name}=", part, library)
+            case type():
+                self.kind(value)
+            case _:
+                if type(value).__module__.startswith(("random", "numpy.random")):
+                    self.found.generators.append(value)
+                self._object(label, value)
+
+    def _object(self, label: str, value: Any) -> None:
+        if not hasattr(value, "__dict__") or isinstance(value, torch.nn.Module):
+            return
+        library = of_library(type(value))
+        if library and not is_plain(value):
+            return
+        if not library:
+            self.kind(type(value))
+        self._attributes(label, vars(value), library, filtered=not library)
+
+    def _attributes(self, label: str, held: Mapping[str, Any], library: bool, filtered: bool) -> None:
+        chosen = [n for n in held if n not in BASE and n not in UNREAD and isinstance(n, str)]
+        chosen = [n for n in chosen if not n.startswith("__") and (not filtered or self._named(n))]
+        for name in chosen:
+            self.visit(_of(label, name), held[name], library)
+        self._owner(held, chosen, sized=filtered)
+
+    def _named(self, name: str) -> bool:
+        return name in self.known or any(text in name for text in self.texts)
+
+    def _owner(self, mapping: Mapping[str, Any], chosen: Collection[str], sized: bool = False) -> None:
+        owner = self.found.owners.setdefault(id(mapping), Owner(mapping))
+        owner.names |= dict.fromkeys(chosen)
+        owner.sized |= sized
+
+    def _tensor(self, label: str, value: torch.Tensor) -> Hashable:
+        if id(value) in self.own:
+            return ("tensor of the model",)
+        if id(value) not in self.seen:
+            self.seen[id(value)] = value
+            self.found.tensors.append(value)
+            self.found.labels.append(label)
+        return ("tensor", id(value), version(value), value.requires_grad)
+
+    def _container(self, label: str, value: Any, library: bool) -> Hashable:
+        kind = type(value).__name__
+        if isinstance(value, tuple | frozenset) and is_plain(value):
+            return fixed(value)
+        first = id(value) not in self.seen
+        self.seen[id(value)] = value
+        if first:
+            for kinds, held in ((list, self.found.lists), (dict, self.found.dicts), (set, self.found.sets)):
+                if isinstance(value, kinds):
+                    held.append(value)
+        if len(value) > MANY:
+            return (kind, len(value))
+        if isinstance(value, set | frozenset):
+            return (kind, frozenset(fixed(v) if isinstance(v, SCALARS) else id(v) for v in value))
+        if first:
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, child in list(pairs):
+                self.visit(f"{label}[{key!r}]", child, library)
+        order = tuple(map(repr, value)) if isinstance(value, dict) and is_plain(tuple(value)) else len(value)
+        return (kind, order)
+
+    # ------------------------------------------------------------ modules
+
+    def module(self, label: str, root: torch.nn.Module) -> None:
+        """Note attributes, training flags and hooks of a module and those in it."""
+        for name, module in root.named_modules():
+            place = _of(label, name) if name else label
+            if id(module) in self.seen and module is not root:
+                continue
+            self.seen[id(module)] = module
+            self.found.items.setdefault(place, Item(("object", id(module)), type(module).__name__))
+            held = vars(module)
+            bases = [k for k in type(module).__mro__ if k not in (object, torch.nn.Module)]
+            mine = [k for k in bases if not of_library(k)]
+            others = [k for k in bases if of_library(k) and not k.__module__.startswith("torch.nn.")]
+            self._attributes(place, held, not mine, filtered=bool(mine) and not others)
+            self.visit(_of(place, "training"), module.training, False)
+            self._owner(held, ["training"])
+            self._owner(held["_modules"], list(held["_modules"]), sized=True)
+            hooks = [held[n] for n in HOOKS if n in held]
+            self.found.hooks += hooks
+            numbers = tuple(number for group in hooks for number in group)
+            text = f"{len(numbers)} hooks" if len(numbers) != 1 else "1 hook"
+            self.found.items[f"hooks of {place}"] = Item(numbers, text)
+            for group in hooks:
+                for hook in group.values():
+                    self.visit(f"a hook of {place}", hook, False)
+            if mine:
+                self.kind(type(module))
+            for key, tensor in (
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            ):
+                if id(tensor) not in self.own:
+                    self.visit(_of(place, key), tensor, False)
+
+    def kind(self, kind: type) -> None:
+        """Note what methods of a class read, as far as code names them, and the attributes of the class itself."""
+        for base in kind.__mro__:
+            if base in (object, torch.nn.Module) or base in self.kinds:
+                continue
+            self.kinds.add(base)
+            if of_library(base):
+                functions = (f for f in vars(base).values() if isinstance(f, types.FunctionType))
+                self.found.names |= frozenset[str]().union(*(names(f.__code__) for f in functions))
+                continue
+            held = vars(base)
+            plain: list[str] = []
+            for name, value in list(held.items()):
+                function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+                if isinstance(function, types.FunctionType):
+                    if self._may_run(kind, name):
+                        self.function(function.__qualname__, function)
+                elif not name.startswith("__") and self._named(name):
+                    plain.append(name)
+                    self.visit(f"{base.__qualname__}.{name}", value, False)
+            if plain:
+                self._owner(held, plain)
+
+    def _may_run(self, kind: type, name: str) -> bool:
+        if issubclass(kind, torch.nn.Module):
+            return name == "forward" or name in self.known or (name.startswith("__") and name != "__init__")
+        return name in self.known or name.startswith("__")
+
+    # ------------------------------------------------------------ functions
+
+    def function(self, label: str, function: types.FunctionType) -> None:
+        """Note what a function of the user finds in its defaults, its closure and its globals."""
+        inner = getattr(function, "__wrapped__", None)
+        if inner is not None:
+            self.visit(label, inner, False)
+        if is_library(function.__code__.co_filename) or id(function) in self.followed:
+            return
+        code = function.__code__
+        self.followed.add(id(function))
+        self.found.functions.append(function)
+        self.found.names |= names(code)
+        self.found.pieces |= pieces(code)
+        named = code.co_varnames[: code.co_argcount]
+        defaults = function.__defaults__ or ()
+        for name, value in zip(named[len(named) - len(defaults) :], defaults, strict=True):
+            self.visit(f"{name} (a default of {code.co_name})", value, False)
+        for name, value in (function.__kwdefaults__ or {}).items():
+            self.visit(f"{name} (a default of {code.co_name})", value, False)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            if is_filled(cell):
+                self.found.cells.append(cell)
+                self.visit(f"{name} (in the closure of {code.co_name})", cell.cell_contents, False)
+        for inside in codes(code):
+            for read in reads(inside):
+                if read.kind == "global" and read.name in function.__globals__:
+                    self._global(function.__globals__, read.name, read.chain)
+
+    def _global(self, held: dict[str, Any], name: str, chain: tuple[str, ...], of: str = "") -> None:
+        value = held[name]
+        if isinstance(value, types.ModuleType):
+            if chain and not of_library(value) and chain[0] in vars(value):
+                self._global(vars(value), chain[0], chain[1:], f"{value.__name__}.")
+            return
+        self._owner(held, [name])
+        self.visit(f"{of}{name}" if of else f"{name} (a global of {held.get('__name__', '?')})", value, False)
+
+
+def _of(label: str, name: str) -> str:
+    return f"{label}.{name}"
+
+
+def is_filled(cell: types.CellType) -> bool:
+    """Whether a closure's cell has a value."""
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place, as far as it counts that."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+__all__ = ["Found", "Item", "Owner", "differs", "find", "fixed", "is_filled", "is_plain", "shown", "version"]

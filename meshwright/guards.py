@@ -1,0 +1,271 @@
+"""What a captured program froze of Python: it is looked at again at every call.
+
+A capture reads each Python value once. `Guards` remembers what was there to read: numbers and texts of the batch; what
+the loss finds in its closure, defaults and globals, and what the functions of the user that it calls find there; plain
+attributes of modules and of configurations; training and requires_grad flags; hooks of modules. Tensors from outside
+of the model are followed by identity and by their version, which counts changes in place.
+
+A call compares identities alone, in a few flat lists. Where one differs all is read anew: equal content is no change.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from itertools import chain
+from operator import attrgetter, getitem, is_
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshwright.capture.batch import literals
+from meshwright.capture.reads import is_library, takes_all
+from meshwright.capture.values import Found, differs, find, fixed, shown, version
+from meshwright.errors import RunError
+from meshwright.runtime.batches import LocalBatch
+
+REQUIRES_GRAD, CELL = attrgetter("requires_grad"), attrgetter("cell_contents")
+TENSORS = {torch.Tensor}
+DEFAULTS = attrgetter("__defaults__")
+FROZEN = "Python values are read once, when the program is captured: the step would go on with the old one"
+AS_DATA = "give it as a tensor in the batch: then it is data, and free to change; or build another step"
+
+
+class Guards:
+    """What a program of ``loss(model, batch)`` has read of Python."""
+
+    def __init__(self, model: torch.nn.Module, loss: Callable[..., Any], batch: Any = None) -> None:
+        # Whoever lets go of the model frees its weights; then there is nothing left of it to compare.
+        self._model, self.loss = weakref.ref(model, self._forget), loss
+        # Parameters and buffers are inputs of the program, whatever becomes of the module's own.
+        self._own = {id(t) for t in (*model.parameters(), *model.buffers())}
+        self._flags = {n: p.requires_grad for n, p in model.named_parameters()}
+        self._parameters: list[torch.Tensor] = []
+        self._gone = False
+        self._adopt(self._find())
+        self._unread = _unread(self._found, loss, batch)
+        self._batch = self._literals(batch)
+
+    @staticmethod
+    def of(model: torch.nn.Module, loss: Callable[..., Any], batch: Any = None) -> Guards:
+        """The values as they are now. Of the example `batch` what is no tensor counts."""
+        return Guards(model, loss, batch)
+
+    def key(self) -> Hashable:
+        """What was read: two guards of one model and loss have the same key where one program holds for both."""
+        return (
+            frozenset((label, item.value) for label, item in self._found.items.items()),
+            tuple(self._flags.items()),
+            tuple((path, _hashable(value)) for path, value in self._batch.items()),
+        )
+
+    def changed(self, batch: Any = None) -> str:
+        """What is otherwise now, in words: ``model.scale: 1.0 → 2.0``; empty where all is as it was. Without a batch
+        only the model and the loss are compared."""
+        if self._gone:
+            said = self._go_on_without()
+        else:
+            said = "" if self._quick() else self._compared()
+        return said or ("" if batch is None else self._compared_batch(batch))
+
+    def check(self, batch: Any = None) -> None:
+        """Raise RunError where something changed: it says what, and what to write instead."""
+        said = self.changed(batch)
+        if said:
+            raise RunError(
+                f"what the step was captured with has changed: {said}", why=FROZEN, hint=_hint(said)
+            )
+
+    # ------------------------------------------------------------ the model and the loss
+
+    def _find(self) -> Found:
+        model = self._model()
+        now = set() if model is None else {id(t) for t in (*model.parameters(), *model.buffers())}
+        return find(model, self.loss, self._own | now)
+
+    def _forget(self, _: object) -> None:
+        self._gone, items = True, self._found.items
+        self._adopt(Found(items=items))
+        self._parameters, self._expected = [], []
+
+    def _go_on_without(self) -> str:
+        """What changed of the loss before the model had gone; it alone is compared from now on."""
+        fresh = self._find()
+        both = self._found.items.keys() & fresh.items.keys()
+        said = differs(self._found.items, {**self._found.items, **{n: fresh.items[n] for n in both}})
+        if not said:
+            self._gone = False
+            self._adopt(fresh)
+        return said
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        model = self._model()
+        return {} if model is None else dict(model.named_parameters())
+
+    def _adopt(self, found: Found) -> None:
+        """Compare with these objects from now on."""
+        self._found = found
+        pairs = [(owner.mapping, name) for owner in found.owners.values() for name in owner.names]
+        self._mappings, self._names = [m for m, _ in pairs], [n for _, n in pairs]
+        self._values = [mapping[name] for mapping, name in pairs]
+        self._sized = [owner.mapping for owner in found.owners.values() if owner.sized]
+        self._sizes = list(map(len, self._sized))
+        self._lists = [(held, tuple(held)) for held in found.lists]
+        self._dicts = [(held, tuple(held), tuple(held.values())) for held in found.dicts]
+        self._sets = [(held, frozenset(held)) for held in found.sets]
+        self._arrays = [(held, held.tobytes()) for held in found.arrays]
+        self._cells = [cell.cell_contents for cell in found.cells]
+        self._defaults = [function.__defaults__ for function in found.functions]
+        self._versions = list(map(version, found.tensors))
+        self._hooks = list(chain.from_iterable(found.hooks))
+        self._probes = [
+            (label, t, _sample(t))
+            for label, t in zip(found.labels, found.tensors, strict=True)
+            if t.device.type == "cpu" and t.numel()  # a GPU would have to be waited for
+        ]
+        self._turn = 0
+
+    def _quick(self) -> bool:
+        """Whether every object is the one that it was."""
+        found = self._found
+        try:
+            if not all(map(is_, map(getitem, self._mappings, self._names), self._values)):
+                return False
+        except KeyError:
+            return False
+        return (
+            list(map(len, self._sized)) == self._sizes
+            and all(map(is_, map(CELL, found.cells), self._cells))
+            and all(map(is_, map(DEFAULTS, found.functions), self._defaults))
+            and (
+                list(chain.from_iterable(found.hooks)) == self._hooks if self._hooks else not any(found.hooks)
+            )
+            and self._quick_contents()
+            and self._quick_flags()
+        )
+
+    def _quick_contents(self) -> bool:
+        for held, was in self._lists:
+            if len(held) != len(was) or not all(map(is_, held, was)):
+                return False
+        for mapping, keys, values in self._dicts:
+            same = len(mapping) == len(keys) and all(map(is_, mapping, keys))
+            if not same or not all(map(is_, mapping.values(), values)):
+                return False
+        if any(held != was for held, was in self._sets) or any(a.tobytes() != was for a, was in self._arrays):
+            return False
+        if not self._versions:
+            return True
+        return list(map(version, self._found.tensors)) == self._versions and self._probed()
+
+    def _probed(self) -> bool:
+        """Whether a few values of one tensor, another at each call, are as they were: ``x.data`` changes a tensor
+        without being counted."""
+        if not self._probes:
+            return True
+        self._turn = (self._turn + 1) % len(self._probes)
+        _, tensor, was = self._probes[self._turn]
+        return _sample(tensor) == was
+
+    def _quick_flags(self) -> bool:
+        if not self._parameters:  # at the first call: a step may have put others into their places
+            named = self._named()
+            self._parameters = list(named.values())
+            self._expected = [self._flags.get(n, p.requires_grad) for n, p in named.items()]
+        return list(map(REQUIRES_GRAD, self._parameters)) == self._expected
+
+    def _compared(self) -> str:
+        """The first difference by content, after which equal objects are the ones to compare with."""
+        for name, parameter in self._named().items():
+            if parameter.requires_grad != self._flags.get(name, parameter.requires_grad):
+                return f"model.{name}.requires_grad: {self._flags[name]} → {parameter.requires_grad}"
+        for label, tensor, was in self._probes:
+            if _sample(tensor) != was:
+                return f"{label}: values were changed in place"
+        fresh = self._find()
+        said = differs(self._found.items, fresh.items)
+        if not said:
+            self._adopt(fresh)
+            self._parameters = []
+        return said
+
+    # ------------------------------------------------------------ the batch
+
+    def _literals(self, batch: Any) -> dict[str, Any]:
+        if type(batch) is dict and self._unread:
+            batch = {key: value for key, value in batch.items() if key not in self._unread}
+        return dict(literals(batch)) if batch is not None else {}
+
+    def _compared_batch(self, batch: Any) -> str:
+        if isinstance(batch, LocalBatch):
+            if batch.plain is None:
+                return ""
+            now = {path: x for path, x in batch.plain if path.partition(".")[0] not in self._unread}
+        else:
+            if type(batch) is dict and not self._batch and set(map(type, batch.values())) == TENSORS:
+                return ""
+            now = self._literals(batch)
+        was = self._batch
+        for path in {**was, **now}:
+            old, new = was.get(path, _ABSENT), now.get(path, _ABSENT)
+            if old is not new and _hashable(old) != _hashable(new):
+                return f"batch[{path!r}]: {_text(old)} → {_text(new)}"
+        return ""
+
+
+class _Absent:
+    """Stands for a value that is not there."""
+
+    def __repr__(self) -> str:
+        return "not there"
+
+
+_ABSENT = _Absent()
+
+
+def _text(value: Any) -> str:
+    return repr(value) if value is _ABSENT else shown(value)
+
+
+def _hashable(value: Any) -> Hashable:
+    if isinstance(value, np.ndarray | np.generic):
+        return ("array", str(value.dtype), value.shape, value.tobytes())
+    try:
+        hash(value)
+    except TypeError:
+        return ("object", id(value))
+    return fixed(value)
+
+
+def _sample(tensor: torch.Tensor) -> str:
+    """A few of a tensor's values."""
+    if not tensor.is_contiguous():
+        return repr(tensor[(0,) * tensor.ndim].item())
+    flat = tensor.detach().reshape(-1)
+    return repr(flat[:: max(1, flat.numel() // 4)].tolist())
+
+
+def _unread(found: Found, loss: Callable[..., Any], batch: Any) -> frozenset[str]:
+    """Keys of a batch that no code of the user names, such as texts and paths beside the data."""
+    code = getattr(getattr(loss, "__func__", loss), "__code__", None)
+    if type(batch) is not dict or code is None or is_library(code.co_filename):
+        return frozenset()
+    if any(takes_all(function.__code__, function.__code__ is code) for function in found.functions):
+        return frozenset()
+    read = found.names.union(*(f.__code__.co_varnames for f in found.functions))
+    return frozenset(key for key in batch if isinstance(key, str) and key not in read)
+
+
+def _hint(said: str) -> str:
+    label = said.partition(":")[0]
+    if label.startswith("hooks of"):
+        return "register hooks of modules before the step is built, or build another step"
+    if label.endswith(".training"):
+        return "put the mode back as it was; for evaluation: step.forward_step(model.eval(), batch)"
+    if label.endswith(".requires_grad"):
+        return "put the flag back as it was, or build another step for other trainable parameters"
+    return AS_DATA
+
+
+__all__ = ["Guards"]

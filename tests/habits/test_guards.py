@@ -1,0 +1,271 @@
+"""What a capture froze of Python is looked at again at every call, and what changed is named."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.guards import Guards
+from meshwright.runtime.batches import LocalBatch
+from tests.habits.plans import NAMES, Net, batches, loss, run
+
+SCALE = 1.0
+TABLE: dict[str, Any] = {"weights": [1.0, 2.0]}
+SETTINGS = types.SimpleNamespace(scale=1.0)
+BATCH = batches()[0]
+
+
+class Scaled(Net):
+    """A net with plain attributes, some of which its forward reads."""
+
+    kind_scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+        self.parts = [1, 2]
+        self.config = types.SimpleNamespace(depth=2, inner={"alpha": 0.5})
+        self.mask = torch.ones(8)
+        self.best_loss = 3.0  # no code reads it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x) * self.scale * self.kind_scale * self.mask * helper()
+        return out * self.parts[0] * self.config.inner["alpha"]
+
+
+def helper() -> float:
+    return SCALE * SETTINGS.scale * TABLE["weights"][0]
+
+
+def scaled_loss(model: torch.nn.Module, batch: Any, alpha: float = 1.0, *, beta: float = 1.0) -> torch.Tensor:
+    return loss(model, batch) * alpha * beta * batch.get("lr_scale", 1.0)
+
+
+MODEL = Scaled()
+
+
+def guards(
+    model: torch.nn.Module | None = None, of: Callable[..., Any] = scaled_loss, batch: Any = None
+) -> Guards:
+    return Guards.of(model or MODEL, of, batch or BATCH)
+
+
+CHANGES: dict[str, tuple[Callable[[Scaled], Any], str]] = {
+    "attribute": (lambda m: setattr(m, "scale", 2.0), "model.scale: 1.0 → 2.0"),
+    "another type": (lambda m: setattr(m, "scale", True), "model.scale: 1.0 → True"),
+    "list": (lambda m: m.parts.append(3), "model.parts: "),
+    "element": (lambda m: m.parts.__setitem__(0, 5), "model.parts[0]: 1 → 5"),
+    "configuration": (lambda m: setattr(m.config, "depth", 3), "model.config.depth: 2 → 3"),
+    "inside of it": (lambda m: m.config.inner.update(alpha=0.1), "model.config.inner['alpha']: 0.5 → 0.1"),
+    "tensor": (lambda m: setattr(m, "mask", torch.zeros(8)), "model.mask: another tensor"),
+    "tensor in place": (lambda m: m.mask.mul_(2), "model.mask: values were changed in place"),
+    "tensor's data": (lambda m: m.mask.data.mul_(2), "model.mask: values were changed in place"),
+    "training": (lambda m: m.norm.eval(), "model.norm.training: True → False"),
+    "requires_grad": (lambda m: m.up.requires_grad_(False), "model.up.weight.requires_grad: True → False"),
+    "library's attribute": (lambda m: setattr(m.norm, "eps", 1e-3), "model.norm.eps: 1e-05 → 0.001"),
+    "hook": (lambda m: m.up.register_forward_hook(lambda *_: None), "hooks of model.up: 0 hooks → 1 hook"),
+    "submodule": (lambda m: setattr(m, "down", torch.nn.Linear(32, 8)), "model.down"),
+    "deleted": (lambda m: delattr(m, "scale"), "model.scale: 1.0 → not there"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_the_model_is_named(name: str) -> None:
+    model = Scaled()
+    found = guards(model)
+    assert found.changed(BATCH) == ""
+    change, said = CHANGES[name]
+    change(model)
+    assert said in found.changed(BATCH)
+    with pytest.raises(mw.RunError, match="has changed"):
+        found.check(BATCH)
+    assert name == "tensor's data" or guards(model).key() != found.key()
+
+
+def test_equal_values_are_no_change() -> None:
+    model = Scaled()
+    found = guards(model)
+    model.scale = float("1.0")
+    model.parts = [1, 2]
+    model.config = types.SimpleNamespace(depth=2, inner={"alpha": 0.5})
+    model.best_loss = 0.1
+    model.epoch = 7  # type: ignore[assignment]
+    model.eval()
+    model.train()
+    assert found.changed(BATCH) == ""
+    model.parts.append(3)  # of the new list
+    assert found.changed(BATCH).startswith("model.parts")
+
+
+def test_globals_that_helpers_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = guards()
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "SCALE", 3.0)
+        assert "SCALE (a global of" in found.changed() and "1.0 → 3.0" in found.changed()
+        patch.setitem(globals(), "helper", lambda: 2.0)
+        assert found.changed()
+    with monkeypatch.context() as patch:
+        patch.setattr(SETTINGS, "scale", 2.0)
+        assert found.changed().endswith(".scale: 1.0 → 2.0")
+    with monkeypatch.context() as patch:
+        patch.setitem(TABLE, "weights", [7.0, 2.0])
+        assert "['weights'][0]: 1.0 → 7.0" in found.changed()
+    with monkeypatch.context() as patch:
+        patch.setattr(Scaled, "kind_scale", 2.0)
+        assert found.changed() == "Scaled.kind_scale: 1.0 → 2.0"
+    assert found.changed() == ""
+
+
+def test_closure_defaults_partial_and_bound_loss() -> None:
+    weight, table = 0.5, torch.ones(3)
+    criterion = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
+
+    def inner(model: Any, batch: Any) -> torch.Tensor:
+        return criterion(model(batch["x"]), batch["y"]) * weight * table.sum()
+
+    found = guards(of=inner)
+    weight = 0.1
+    assert found.changed() == "weight (in the closure of inner): 0.5 → 0.1"
+    weight = 0.5
+    criterion.label_smoothing = 0.2
+    assert found.changed() == "criterion (in the closure of inner).label_smoothing: 0.1 → 0.2"
+    criterion.label_smoothing = 0.1
+    assert found.changed() == ""
+    table.add_(1)
+    assert found.changed() == "table (in the closure of inner): values were changed in place"
+
+    options = {"gamma": [1.0]}
+    found = guards(
+        of=functools.partial(lambda m, b, options: loss(m, b) * options["gamma"][0], options=options)
+    )
+    options["gamma"][0] = 2.0
+    assert "['gamma'][0]: 1.0 → 2.0" in found.changed()
+
+    class Trainer:
+        alpha, steps = 1.0, 0
+
+        def loss(self, model: Any, batch: Any) -> torch.Tensor:
+            return loss(model, batch) * self.alpha
+
+    trainer = Trainer()
+    found = guards(of=trainer.loss)
+    trainer.steps += 1  # the loss does not read it
+    assert found.changed() == ""
+    trainer.alpha = 2.0
+    assert "alpha" in found.changed()
+
+    def defaulted(model: Any, batch: Any, alpha: float = 1.0) -> torch.Tensor:
+        return loss(model, batch) * alpha
+
+    found = guards(of=defaulted)
+    defaulted.__defaults__ = (2.0,)
+    assert found.changed() == "alpha (a default of defaulted): 1.0 → 2.0"
+
+
+def test_a_teacher_outside_of_the_model() -> None:
+    teacher = Net().eval()
+
+    def distil(model: Any, batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            target = teacher(batch["x"])
+        return (model(batch["x"]) - target).pow(2).mean()
+
+    found = guards(of=distil)
+    assert found.changed(BATCH) == ""
+    with torch.no_grad():
+        teacher.up.weight.lerp_(torch.zeros(()), 0.1)
+    assert "teacher" in found.changed(BATCH) and "in place" in found.changed(BATCH)
+    found = guards(of=distil)
+    for parameter in teacher.parameters():  # not counted by torch
+        parameter.data.mul_(0.9)
+    assert "teacher" in found.changed(BATCH)
+
+
+def test_what_is_no_tensor_of_a_batch() -> None:
+    example = {**BATCH, "lr_scale": 0.1, "text": ["a", "b"]}
+    found = guards(batch=example)
+    assert found.changed({**example, "text": ["c", "d"]}) == ""  # nobody reads it
+    assert found.changed({**example, "lr_scale": 0.2}) == "batch['lr_scale']: 0.1 → 0.2"
+    assert found.changed(BATCH) == "batch['lr_scale']: 0.1 → not there"
+    with pytest.raises(mw.RunError, match="as a tensor in the batch"):
+        found.check({**example, "lr_scale": 0.2})
+    local = LocalBatch((), 8, "", plain=(("lr_scale", 0.2),))
+    assert found.changed(local) == "batch['lr_scale']: 0.1 → 0.2"
+
+    def wholesale(model: Any, batch: Any) -> torch.Tensor:
+        return model(**batch)
+
+    found = guards(of=wholesale, batch={"x": BATCH["x"], "flag": True, "table": np.ones(2)})
+    assert "batch['flag']" in found.changed({"x": BATCH["x"], "flag": False, "table": np.ones(2)})
+    assert found.changed({"x": BATCH["x"], "flag": True, "table": np.ones(2)}) == ""
+    assert "batch['table']" in found.changed({"x": BATCH["x"], "flag": True, "table": np.zeros(2)})
+
+
+def test_a_model_that_is_let_go_of_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Scaled()
+    found = guards(model)
+    freed = model.up.weight.untyped_storage()
+    weak = torch.multiprocessing.reductions.StorageWeakRef(freed)
+    del model, freed
+    assert weak.expired()
+    assert found.changed(BATCH) == ""
+    monkeypatch.setitem(
+        globals(), "SCALE", 3.0
+    )  # the loss is still there, and what the model's code read is not
+    assert found.changed(BATCH) == ""
+    monkeypatch.setattr(scaled_loss, "__defaults__", (2.0,))
+    assert "alpha" in found.changed(BATCH)
+
+
+CALLS = """
+scale = {"now": 1.0}
+
+def scaled(model, batch):
+    return loss(model, batch) * scale["now"] * batch["weight"]
+
+model = Net()
+examples = [{**b, "weight": 0.5} for b in batches()]
+step = mw.train_step(model, adamw, examples[0], loss=scaled, **PLAN)
+step(examples[0])
+
+def refused(batch, said):
+    before = step.steps
+    try:
+        step(batch)
+    except mw.MeshwrightError as error:
+        assert said in str(error), error
+    else:
+        raise AssertionError(said)
+    assert step.steps == before
+
+refused({**examples[1], "weight": 0.25}, "batch['weight']: 0.5 → 0.25")
+scale["now"] = 2.0
+refused(examples[1], "['now']: 1.0 → 2.0")
+scale["now"] = 1.0
+handle = model.down.register_forward_hook(lambda *_: None)
+refused(examples[1], "hooks of model.down")
+handle.remove()
+step(examples[1])
+outputs = mw.forward_step(Net(), examples[0], outputs=lambda m, b: m(b["x"]) * scale["now"], mesh={"dp": 2})
+scale["now"] = 3.0
+try:
+    outputs(examples[0])
+    raise AssertionError
+except mw.RunError as error:
+    assert "1.0 → 3.0" in str(error)
+mw.shutdown()
+"""
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("plan", NAMES)
+def test_a_change_is_refused_under_each_plan(tmp_path: Path, plan: str) -> None:
+    run(tmp_path, plan, CALLS)
