@@ -1,12 +1,8 @@
 """Manual parallel: the user slices and calls collectives; ours are the groups, the launcher and the reduction.
 
-    world = mw.world({"dp": 2, "tp": 2})
-    h = world.copy(x, "tp")                      # forward the same tensor, backward an all-reduce
-    y = world.all_reduce(h @ w_mine, "tp")       # forward an all-reduce, backward the same gradient
-
-Gradients follow one convention: the loss counts once, and a value that is equal on all ranks of an axis has
-the same, full gradient on each. So the backward of an all-reduce is the identity (`torch.distributed.nn`
-differs: there each rank's loss counts, and its backward is an all-reduce).
+world = mw.world({"dp": 2, "tp": 2})
+h = world.copy(x, "tp")                      # forward the same tensor, backward an all-reduce
+y = world.all_reduce(h @ w_mine, "tp")       # forward an all-reduce, backward the same gradient
 """
 
 from __future__ import annotations
@@ -20,170 +16,19 @@ import torch
 from meshwright.agreed import source_of
 from meshwright.asked import check_model
 from meshwright.compile import Loss, MeshLike, default_loss, mesh_from
-from meshwright.errors import RunError, StrategyError, did_you_mean
-from meshwright.layout import block
-from meshwright.mesh import Mesh
+from meshwright.errors import StrategyError, did_you_mean
 from meshwright.runtime.buckets import BUCKET_BYTES, GradientBuckets
-from meshwright.runtime.communicator import Communicator, ProcessGroups
+from meshwright.runtime.communicator import ProcessGroups
 from meshwright.runtime.connect import Meeting, check_world
 from meshwright.runtime.equal_start import start_equal
 from meshwright.runtime.optimizers import as_laid_out
-
-Axes = str | Sequence[str]
-Step = Callable[[torch.Tensor], torch.Tensor]
+from meshwright.runtime.world import Axes, World
 
 
-class World:
-    """This rank among the others: `rank`, `mesh`, and collectives over axes that autograd goes through."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-
-    @property
-    def mesh(self) -> Mesh:
-        """The ranks as a mesh."""
-        return self.comm.mesh
-
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return self.comm.rank
-
-    def size(self, axes: Axes) -> int:
-        """The number of ranks along some axes."""
-        return self.mesh.count(self._resolve(axes))
-
-    def index(self, axes: Axes) -> int:
-        """This rank's place along some axes, 0 … size - 1."""
-        at, place = self.mesh.coordinate(self.rank), 0
-        for axis in self._resolve(axes):
-            place = place * self.mesh.sizes[axis] + at[axis]
-        return place
-
-    def slice(self, x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
-        """This rank's block of a dim of a whole tensor (blocks may be uneven); backward gathers."""
-        run = self._resolve(axes)
-        sizes = self._sizes(x.shape[dim], run)
-        start = sum(sizes[: self.index(axes)])
-        length = sizes[self.index(axes)]
-        return _through(
-            x, lambda v: v.narrow(dim, start, length).clone(), lambda g: self._gather(g, dim, run, sizes)
-        )
-
-    def copy(self, x: torch.Tensor, axes: Axes) -> torch.Tensor:
-        """The same tensor, about to be used for a part of the work on each rank; backward adds the ranks' gradients."""
-        run = self._resolve(axes)
-        return _through(x, lambda v: v.view_as(v), lambda g: self.comm.all_reduce(g, run))
-
-    def all_reduce(self, x: torch.Tensor, axes: Axes, op: str = "sum") -> torch.Tensor:
-        """The sum over the ranks; backward hands the gradient on. `op` may be "max" or "min", without a gradient."""
-        run = self._resolve(axes)
-        if op != "sum":
-            return self.comm.all_reduce(x.detach(), run, op)
-        return _through(x, lambda v: self.comm.all_reduce(v, run), lambda g: g)
-
-    def all_gather(self, x: torch.Tensor, dim: int, axes: Axes, size: int | None = None) -> torch.Tensor:
-        """The ranks' blocks joined along a dim; backward slices. `size`: the joined length, when blocks are uneven."""
-        run = self._resolve(axes)
-        members, place = self.mesh.count(run), self.index(axes)
-        sizes = self._sizes(size, run) if size is not None else [x.shape[dim]] * members
-        if x.shape[dim] != sizes[place]:
-            raise RunError(
-                f"rank {self.rank} brings {x.shape[dim]} to a gather where it should hold {sizes[place]}",
-                why=f"blocks: {sizes}",
-            )
-        start = sum(sizes[:place])
-        return _through(
-            x,
-            lambda v: self._gather(v, dim, run, sizes),
-            lambda g: g.narrow(dim, start, sizes[place]).clone(),
-        )
-
-    def reduce_scatter(self, x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
-        """The sum over the ranks, of which each keeps its block of a dim; backward gathers."""
-        run = self._resolve(axes)
-        sizes = self._sizes(x.shape[dim], run)
-        return _through(
-            x, lambda v: self._scatter_sum(v, dim, run, sizes), lambda g: self._gather(g, dim, run, sizes)
-        )
-
-    def all_to_all(self, x: torch.Tensor, split_dim: int, join_dim: int, axes: Axes) -> torch.Tensor:
-        """Split one dim among the ranks and join their blocks along another; backward is the reverse. Dims
-        must divide."""
-        run = self._resolve(axes)
-        members = self.mesh.count(run)
-        if x.shape[split_dim] % members:
-            raise RunError(
-                f"an all-to-all of {x.shape[split_dim]} elements among {members} ranks does not divide",
-                hint="pad the dim",
-            )
-
-        def exchange(value: torch.Tensor, cut: int, join: int) -> torch.Tensor:
-            pieces = value.chunk(members, cut)
-            sizes = [p.numel() for p in pieces]
-            flat = self.comm.all_to_all(torch.cat([p.reshape(-1) for p in pieces]), sizes, sizes, run)
-            return torch.cat([f.view(pieces[0].shape) for f in flat.split(sizes)], join)
-
-        return _through(
-            x, lambda v: exchange(v, split_dim, join_dim), lambda g: exchange(g, join_dim, split_dim)
-        )
-
-    def broadcast(self, x: torch.Tensor, axes: Axes, source: int = 0) -> torch.Tensor:
-        """The tensor of the rank whose `index(axes)` is `source`. No gradient."""
-        mine = x.detach() if self.index(axes) == source else torch.zeros_like(x)
-        return self.comm.all_reduce(mine, self._resolve(axes))
-
-    def barrier(self) -> None:
-        """Wait for everybody."""
-        self.comm.all_reduce(torch.zeros(1), [a.name for a in self.mesh.axes])
-
-    def _resolve(self, axes: Axes) -> tuple[str, ...]:
-        names = (axes,) if isinstance(axes, str) else tuple(axes)
-        return tuple(a for name in names for a in self.mesh.resolve(name))
-
-    def _sizes(self, total: int, run: tuple[str, ...]) -> list[int]:
-        at = self.mesh.coordinate(self.rank)
-        return [
-            block(total, run, self.mesh, {**at, **{a: self.mesh.coordinate(r)[a] for a in run}})[1]
-            for r in self.mesh.group(self.rank, run)
-        ]
-
-    def _gather(self, x: torch.Tensor, dim: int, run: tuple[str, ...], sizes: list[int]) -> torch.Tensor:
-        shapes = [(*x.shape[:dim], n, *x.shape[dim + 1 :]) for n in sizes]
-        longest = max(torch.Size(s).numel() for s in shapes)
-        flat = x.reshape(-1)
-        rows = self.comm.all_gather(torch.cat([flat, flat.new_zeros(longest - flat.numel())]), run)
-        return torch.cat(
-            [r[: torch.Size(s).numel()].view(s) for r, s in zip(rows.unbind(), shapes, strict=True)], dim
-        )
-
-    def _scatter_sum(self, x: torch.Tensor, dim: int, run: tuple[str, ...], sizes: list[int]) -> torch.Tensor:
-        pieces = [p.reshape(-1) for p in x.split(sizes, dim)]
-        longest = max(p.numel() for p in pieces)
-        rows = torch.stack([torch.cat([p, p.new_zeros(longest - p.numel())]) for p in pieces])
-        mine = self.comm.mesh.group(self.rank, run).index(self.rank)
-        shape = (*x.shape[:dim], sizes[mine], *x.shape[dim + 1 :])
-        return self.comm.reduce_scatter(rows, run)[: pieces[mine].numel()].view(shape)
-
-
-class _Through(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, onward: Step, back: Step) -> torch.Tensor:
-        ctx.back = back
-        return onward(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.back(gradient), None, None
-
-
-def _through(x: torch.Tensor, onward: Step, back: Step) -> torch.Tensor:
-    return _Through.apply(x, onward, back)
-
-
-def world(mesh: MeshLike = None, device: torch.device | str = "cpu") -> World:
+def world(mesh: MeshLike = None, device: torch.device | str = "cpu", *, check: bool = True) -> World:
     """This rank in a launched job. Makes the process groups of every run of the mesh's axes. Collective: all
-    ranks call it.
+    ranks call it. `check=False`: members do not tell each other what they are about to do before a collective, which
+    costs one more message (and, on a GPU, waits for it); then uneven blocks need sizes, and ranks that disagree hang.
 
     Raises RunError when another number of ranks was launched.
     """
@@ -195,7 +40,7 @@ def world(mesh: MeshLike = None, device: torch.device | str = "cpu") -> World:
         runs = [names[i:j] for i in range(len(names)) for j in range(i + 1, len(names) + 1)]
         pairs = [[a, b] for i, a in enumerate(names) for b in names[i + 1 :]]
         comm.prepare([frozenset(a for name in run for a in chosen.resolve(name)) for run in (*runs, *pairs)])
-    return World(comm)
+    return World(comm, device, check=check)
 
 
 class ManualStep:

@@ -51,12 +51,16 @@ class Alone(AtOnce):
         """The value itself."""
         return x.clone()
 
-    def all_reduce_start(self, x: torch.Tensor, axes: Sequence[str]) -> Work:
+    def all_reduce_start(self, x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> Work:
         """The value itself."""
         return Done(x)
 
     def broadcast(self, x: torch.Tensor, source: int) -> None:
         """Nothing: it is the source."""
+
+    def broadcast_start(self, x: torch.Tensor, source: int, axes: Sequence[str]) -> Work:
+        """Nothing: it is the source."""
+        return Done(x)
 
     def all_gather(self, x_n: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
         """One row."""
@@ -97,14 +101,19 @@ class Counter(AtOnce):
         self._count("all_reduce", axes, x.numel() * x.element_size())
         return x.clone()
 
-    def all_reduce_start(self, x: torch.Tensor, axes: Sequence[str]) -> Work:
+    def all_reduce_start(self, x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> Work:
         """See `Communicator`."""
         self._count("all_reduce", axes, x.numel() * x.element_size())
         return Done(x)
 
     def broadcast(self, x: torch.Tensor, source: int) -> None:
         """See `Communicator`."""
-        self._count("broadcast", [a.name for a in self.mesh.axes], x.numel() * x.element_size())
+        self.broadcast_start(x, source, [a.name for a in self.mesh.axes])
+
+    def broadcast_start(self, x: torch.Tensor, source: int, axes: Sequence[str]) -> Work:
+        """See `Communicator`."""
+        self._count("broadcast", axes, x.numel() * x.element_size())
+        return Done(x)
 
     def all_gather(self, x_n: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
         """See `Communicator`."""

@@ -73,8 +73,13 @@ class _Messages:
 # torch 2.13 renamed the two collectives on flat tensors; the old names remain for older releases.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_PAIRED = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_PAIRED = {"sum": torch.add, "prod": torch.mul, "max": torch.maximum, "min": torch.minimum}
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "prod": dist.ReduceOp.PRODUCT,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
 
 
 _living: weakref.WeakSet[ProcessGroups] = weakref.WeakSet()
@@ -218,10 +223,11 @@ class ProcessGroups(Waited):
         dist.all_reduce(result, _OPS[op], group=self._group(axes))
         return result
 
-    def all_reduce_start(self, x: torch.Tensor, axes: Sequence[str]) -> Work:
+    def all_reduce_start(self, x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> Work:
         """See `Communicator`."""
         entry = self._begun("all_reduce", axes)
-        return _Pending(entry, "an all_reduce", dist.all_reduce(x, group=self._group(axes), async_op=True), x)
+        work = dist.all_reduce(x, _OPS[op], group=self._group(axes), async_op=True)
+        return _Pending(entry, "an all_reduce", work, x)
 
     def broadcast(self, x: torch.Tensor, source: int) -> None:
         """See `Communicator`."""
@@ -231,6 +237,13 @@ class ProcessGroups(Waited):
             dist.broadcast(plain, src=source)
         if plain.data_ptr() != x.data_ptr():
             x.copy_(plain)
+
+    def broadcast_start(self, x: torch.Tensor, source: int, axes: Sequence[str]) -> Work:
+        """See `Communicator`."""
+        entry = self._begun("broadcast", axes)
+        (first,) = self._in_world((source,))
+        work = dist.broadcast(x, src=first, group=self._group(axes), async_op=True)
+        return _Pending(entry, "a broadcast", work, x)
 
     def all_gather_start(
         self, x_n: torch.Tensor, axes: Sequence[str], into: torch.Tensor | None = None

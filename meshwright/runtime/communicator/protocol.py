@@ -70,10 +70,10 @@ class Communicator(Protocol):
     rank: int
 
     def all_reduce(self, x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> torch.Tensor:
-        """The sum (or "max", "min") over the group, as a new tensor."""
+        """The sum (or "prod", "max", "min") over the group, as a new tensor."""
         ...
 
-    def all_reduce_start(self, x: torch.Tensor, axes: Sequence[str]) -> Work:
+    def all_reduce_start(self, x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> Work:
         """Start a sum over the group *in place* of a buffer that the caller owns."""
         ...
 
@@ -94,6 +94,10 @@ class Communicator(Protocol):
 
     def broadcast(self, x: torch.Tensor, source: int) -> None:
         """Overwrite a tensor, on all ranks of the mesh, by that of one of them."""
+        ...
+
+    def broadcast_start(self, x: torch.Tensor, source: int, axes: Sequence[str]) -> Work:
+        """Start to overwrite a contiguous tensor on the ranks of the group by that of one of them."""
         ...
 
     def all_gather_start(

@@ -130,14 +130,19 @@ class SimulatedRank(Waited):
         """See `Communicator`. Adds in group order, so that all members get the same bits."""
         return self._start(x.detach().clone(), axes, lambda values, _: _reduced(values, op)).wait()
 
-    def all_reduce_start(self, x: torch.Tensor, axes: Sequence[str]) -> Work:
+    def all_reduce_start(self, x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> Work:
         """See `Communicator`."""
-        return self._start(x.detach().clone(), axes, lambda values, _: x.copy_(_reduced(values)))
+        return self._start(x.detach().clone(), axes, lambda values, _: x.copy_(_reduced(values, op)))
 
     def broadcast(self, x: torch.Tensor, source: int) -> None:
         """See `Communicator`."""
         axes = [a.name for a in self.mesh.axes]
         x.copy_(self._start(x.detach().clone(), axes, lambda values, _: values[source]).wait())
+
+    def broadcast_start(self, x: torch.Tensor, source: int, axes: Sequence[str]) -> Work:
+        """See `Communicator`."""
+        first = self.ranks[source] if self.ranks else source
+        return self._start(x.detach().clone(), axes, lambda values, _: x.copy_(values[first]))
 
     def all_gather_start(
         self, x_n: torch.Tensor, axes: Sequence[str], into: torch.Tensor | None = None
@@ -197,6 +202,8 @@ def _reduced(values: Mapping[int, torch.Tensor], op: str = "sum") -> torch.Tenso
         match op:
             case "sum":
                 total += values[rank]
+            case "prod":
+                total *= values[rank]
             case "max":
                 total = torch.maximum(total, values[rank])
             case "min":
