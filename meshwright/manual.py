@@ -16,7 +16,7 @@ import torch
 from meshwright.agreed import source_of
 from meshwright.asked import check_model
 from meshwright.compile import Loss, MeshLike, default_loss, mesh_from
-from meshwright.errors import StrategyError, did_you_mean
+from meshwright.errors import RunError, StrategyError, did_you_mean
 from meshwright.runtime.buckets import BUCKET_BYTES, GradientBuckets
 from meshwright.runtime.communicator import ProcessGroups
 from meshwright.runtime.connect import Meeting, check_world

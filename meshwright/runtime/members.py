@@ -68,6 +68,7 @@ class Members:
     ) -> Any:
         """Send a tensor to a member along some axes (by default, to a rank), which needs not know its shape. A message
         has no gradient. Two ranks that send to each other at once use ``async_=True``."""
+        check_tensor(x, "send")
         peer = self._peer(to, axes, tag)
         head = torch.tensor(Call("send", x.dtype, tuple(x.shape)).numbers(0), device=self.device)
         works = [
@@ -190,10 +191,7 @@ class Members:
         always: bool = False,
     ) -> list[Call]:
         """The call of every member, this one's too. Raises RunError on all of them where they disagree."""
-        if not isinstance(x, torch.Tensor):
-            raise RunError(
-                f"{kind} takes a tensor, got a {type(x).__name__}", hint="objects: all_gather_object"
-            )
+        check_tensor(x, kind)
         call = Call(kind, x.dtype, tuple(x.shape), op, dims, peer, tuple(pieces))
         members = self.mesh.group(self.rank, run)
         if len(members) == 1 or not (self.check or always):
@@ -203,4 +201,13 @@ class Members:
         return calls
 
 
-__all__ = ["Axes", "Handle", "Members"]
+def check_tensor(x: object, taking: str) -> None:
+    """Raise RunError for what is no tensor."""
+    if not isinstance(x, torch.Tensor):
+        raise RunError(
+            f"{taking} takes a tensor, got a {type(x).__name__}",
+            hint="torch.tensor(x); plain data goes by all_gather_object, broadcast_object, send_object",
+        )
+
+
+__all__ = ["Axes", "Handle", "Members", "check_tensor"]

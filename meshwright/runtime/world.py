@@ -6,7 +6,8 @@ rank's loss counts, and its backward is an all-reduce).
 
 Before a collective its members tell each other what they are about to do: those that disagree (about the collective,
 a size, a dtype, who gives) raise on all of them, where they would wait for ever or add up what does not belong
-together, and uneven blocks need no sizes. `check=False` leaves that out: then everybody is taken to do what this rank does.
+together, and uneven blocks need no sizes. `check=False` leaves that out: then everybody is taken to do what this rank
+does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from meshwright.errors import RunError, did_you_mean
 from meshwright.runtime import plain
 from meshwright.runtime.announced import Call, check_alike
 from meshwright.runtime.communicator import Done, Later, Work
-from meshwright.runtime.members import Axes, Handle, Members
+from meshwright.runtime.members import Axes, Handle, Members, check_tensor
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
@@ -386,6 +387,7 @@ def _combined(rows: torch.Tensor, mine: int, op: str) -> tuple[torch.Tensor, tor
 
 
 def _check_op(x: torch.Tensor, op: str, known: tuple[str, ...], hint: str = "") -> None:
+    check_tensor(x, "a reduction")
     if op not in known:
         raise RunError(
             f"op={op!r} is not known here",
@@ -401,6 +403,7 @@ def _check_op(x: torch.Tensor, op: str, known: tuple[str, ...], hint: str = "") 
 
 
 def _dim(x: torch.Tensor, dim: int) -> int:
+    check_tensor(x, "a collective")
     if not -x.dim() <= dim < x.dim():
         raise RunError(f"there is no dim {dim} of a tensor of shape {list(x.shape)}")
     return dim % x.dim()
