@@ -24,6 +24,8 @@ from meshwright.techniques import RECOMPUTE
 Blocks = tuple[int, ...]
 F = TypeVar("F", bound=Callable[..., Any])
 
+TURNS = "interleaved_parallel"  # the reference's name of an axis that is none of ranks
+
 _sites: Iterator[int] = itertools.count()
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -67,7 +69,8 @@ class Layout:
 
     ``Layout((2, 2, 2), ("dp", "sp", "mp"))("mp", ("sp", "dp"))`` splits dim 0 over mp and dim 1 over dp and sp
     (in the order of the matrix: dp cuts first).
-    ``"None"`` (or None) keeps a dim whole. `rank_list` gives the ranks in row-major order of the matrix.
+    ``"None"`` (or None) keeps a dim whole. ``"interleaved_parallel"`` is no axis here: the step takes ``interleave=2``.
+    `rank_list` gives the ranks in row-major order of the matrix.
     """
 
     matrix: tuple[int, ...]
@@ -97,6 +100,17 @@ class Layout:
                 why='a layout tells axes apart by their names, and "None" stands for a whole dim',
                 where=_caller(),
                 hint='Layout((2, 4), ("dp", "tp"))',
+            )
+        if TURNS in aliases:
+            copies = matrix[aliases.index(TURNS)]
+            rest = [(n, a) for n, a in zip(matrix, aliases, strict=True) if a != TURNS]
+            raise StrategyError(
+                f"the device matrix {matrix} has the axis {TURNS!r}",
+                why=f"it stands for {copies} copies of a tensor on each rank, which take turns, not for ranks: here "
+                "the whole step takes turns, and not one operator",
+                where=_caller(),
+                hint=f"Layout({tuple(n for n, _ in rest)}, {tuple(a for _, a in rest)}), and interleave={copies} in "
+                "mw.plan or mw.train_step (docs/techniques.md, Multi-copy)",
             )
         total = 1
         for n in matrix:

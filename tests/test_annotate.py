@@ -46,6 +46,10 @@ def test_annotations_do_nothing_on_one_device() -> None:
         (lambda: mw.Layout((2, 2), ("dp",)), "2 dims has 1 names"),
         (lambda: mw.Layout((2, 2), ("dp", "dp")), "different words"),
         (lambda: mw.Layout((2, 0), ("dp", "tp")), "at least one block"),
+        (
+            lambda: mw.Layout((2, 2, 2), ("dp", "tp", "interleaved_parallel")),
+            r"try:   Layout\(\(2, 2\), \('dp', 'tp'\)\), and interleave=2",
+        ),
         (lambda: mw.Layout((2, 2), ("dp", "tp"), rank_list=(0, 1, 2)), "list each of the 4 ranks once"),
     ],
 )

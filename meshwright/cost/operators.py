@@ -101,7 +101,7 @@ LAUNCHES: dict[str, tuple[int, int]] = {
     "aten.std.correction": (1, 4),
     "aten.glu.default": (1, 1),
     "meshwright.dropout": (4, 2),
-    "meshwright.embedding_rows": (6, 3),
+    "meshwright.embedding_rows": (10, 3),
     "meshwright.attention_dropout": (10, 14),
     "transformers.grouped_mm_fallback.default": (4, 8),
     EXPERT_LINEAR: (6, 10),

@@ -1,7 +1,8 @@
 """Start the ranks of one job on this machine, watch them, and leave no process behind.
 
-`job.py` says what to start and refuses what cannot be; `agent.py` runs attempts through torch's elastic agent;
-`bootstrap.py` is the first thing a rank executes; `terminal.py` shows rank 0; `failure.py` finds out which rank
+`job.py` says what to start and refuses what cannot be; `agent.py` runs attempts, `ranks.py` the processes of one;
+`bootstrap.py` is the first thing a rank executes; `port.py` is where scripts meet that know torch alone; `terminal.py`
+shows rank 0; `failure.py` finds out which rank
 failed first and why; `hang.py` and `blame.py` find out which one hangs; `warden.py` ends what is left, also when the
 launcher itself was killed.
 """
@@ -17,6 +18,6 @@ def launch(job: Job) -> Outcome:
 
     Raises `LaunchError` when the job cannot be started at all; ranks that fail are an `Outcome`.
     """
-    from meshwright.launch.agent import run  # the only part that needs torch
+    from meshwright.launch.agent import run
 
     return run(job)

@@ -35,11 +35,13 @@ SIGNAL_HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """How one rank ended: `exit_code` as `subprocess` has it (negative for a signal), and its log."""
+    """How one rank ended: `exit_code` as `subprocess` has it (negative for a signal), its log, and whether the launcher
+    had stopped it."""
 
     rank: int
     exit_code: int
     log: Path
+    stopped: bool = False
 
     @property
     def status(self) -> int:
@@ -59,14 +61,13 @@ def first(ends: Sequence[RankEnd]) -> RankEnd:
 
     def blame(end: RankEnd) -> tuple[int, int, int]:
         text = tail(end.log)
-        stopped_by_us = end.exit_code == -signal.SIGTERM and not final_error(text)
+        quiet = end.stopped and not final_error(text)
         written = end.log.stat().st_mtime_ns if end.log.exists() else 0
-        return (2 if stopped_by_us else 1 if lost_a_peer(text) else 0, written, end.rank)
+        return (2 if quiet else 1 if lost_a_peer(text) else 0, written, end.rank)
 
     end = min(ends, key=blame)
-    # somebody must have ended otherwise for the launcher to stop it; else the signal came from elsewhere
-    raised = final_error(tail(end.log)) and any(e.exit_code != -signal.SIGTERM for e in ends)
-    return dataclasses.replace(end, exit_code=1) if end.exit_code == -signal.SIGTERM and raised else end
+    raised = end.stopped and end.exit_code < 0 and final_error(tail(end.log))
+    return dataclasses.replace(end, exit_code=1) if raised else end
 
 
 def raised(end: RankEnd) -> bool:

@@ -19,8 +19,9 @@ class Job:
 
     `log_dir` None means a temporary folder, kept only when a rank fails. `restarts` counts whole new attempts after
     a failure; each has a store and a port of its own. `poll_seconds` is the time between two looks at the ranks;
-    `grace_seconds` is how long a rank may take to stop when asked, before it is killed. `hang_seconds` is how long all
-    ranks may be silent before it is looked who hangs, 0 for ever.
+    `grace_seconds` is how long a rank may take to stop when asked, before it is killed; at most two seconds after the
+    failure of another, since nothing that it waits for will come. `hang_seconds` is how long all ranks may be silent
+    before it is looked who hangs, 0 for ever.
     """
 
     nproc: int

@@ -16,7 +16,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.graph import Graph, Node
+from meshwright.graph import PIN, Graph, Node
 from meshwright.layout import Cat, Dim, SubDim, dim_size
 from meshwright.ops.rule import Rule, RuleDim, is_whole
 
@@ -212,7 +212,7 @@ class Site:
             if letter in self.rule.follows and letter not in cuts:
                 items.append(self._following(letter, cuts))
                 continue
-            tree = cuts.get(letter, self.trees[letter])
+            tree = cuts[letter] if letter in cuts else _ungrouped(self.trees[letter])
             if part:
                 (cat,) = tree
                 assert isinstance(cat, Cat)
@@ -223,11 +223,22 @@ class Site:
     def _following(self, letter: str, cuts: Mapping[str, Dim]) -> SubDim:
         """A letter that is cut where another one is: groups of its elements, one for each block of that."""
         leader, groups = self.rule.follows[letter]
-        (first, *inner) = cuts.get(leader, self.trees[leader])
+        first = cuts.get(leader, self.trees[leader])[0]
         assert isinstance(first, SubDim), "a letter that others follow is cut at its outermost sub-dim"
-        each = dim_size(tuple(inner))
-        joined = tuple(sum(groups[n : n + each]) for n in range(0, len(groups), each))
-        return SubDim(sum(groups), first.axes, joined if first.axes else ())
+        return SubDim(sum(groups), first.axes, self.groups(letter) if first.axes else ())
+
+    def groups(self, letter: str) -> tuple[int, ...]:
+        """Of a letter that follows another one: its elements for each element of the outermost sub-dim of that."""
+        leader, groups = self.rule.follows[letter]
+        each = dim_size(self.trees[leader][1:])
+        return tuple(sum(groups[n : n + each]) for n in range(0, len(groups), each))
+
+
+def _ungrouped(tree: Dim) -> Dim:
+    """What is not split has no groups."""
+    if len(tree) == 1 and isinstance(tree[0], SubDim) and tree[0].groups:
+        return (SubDim(tree[0].size),)
+    return tree
 
 
 @dataclass(frozen=True)
@@ -270,6 +281,7 @@ def analyze(graph: Graph, rules: Mapping[str, Rule]) -> Factors:
             if is_whole(rule, letter):
                 whole.update(found)
         sites[node.name] = Site(node, rule, trees)
+        sites.update(_marked_groups(graph, sites, sites[node.name], settled))
     inputs = {i.name: tuple([_marks(settled.of(d)[1], batch) for d in dims[i.name]]) for i in graph.inputs}
     return Factors(
         sites,
@@ -278,6 +290,22 @@ def analyze(graph: Graph, rules: Mapping[str, Rule]) -> Factors:
         {key: _marks(found, whole) for key, found in owned.items()},
         inputs,
     )
+
+
+def _marked_groups(graph: Graph, sites: Mapping[str, Site], site: Site, settled: _Settled) -> dict[str, Site]:
+    """The annotated marks at what a node reads by groups (rows of a table by columns of its indices): they are split
+    between these groups, as the node splits them."""
+    found: dict[str, Site] = {}
+    for letter in site.rule.follows:
+        groups = site.groups(letter)
+        tree = settled.shared.setdefault((found_tree := (SubDim(sum(groups), (), groups),)), found_tree)
+        for use, port in zip(site.node.uses, site.rule.inputs, strict=True):
+            mark = graph.producers.get(use)
+            if mark is not None and mark.op == PIN and (letter,) in port:
+                own = sites[mark.name]
+                (name,) = own.rule.inputs[0][port.index((letter,))]
+                found[mark.name] = replace(own, trees={**own.trees, name: tree})
+    return found
 
 
 def _marks(found: tuple[_Var, ...], marked: set[_Var]) -> tuple[bool, ...]:

@@ -85,7 +85,8 @@ def at_path(tree: Dim, path: tuple[int, ...]) -> SubDim:
 def fits(tree: Dim, unit: tuple[tuple[int, ...], ...], mesh: Mesh, axis: str) -> bool:
     """Whether a unit has elements for one more axis."""
     return all(
-        (sub := at_path(tree, path)).size >= mesh.count(sub.axes) * mesh.sizes[axis] and axis not in sub.axes
+        (sub := at_path(tree, path)).pieces >= mesh.count(sub.axes) * mesh.sizes[axis]
+        and axis not in sub.axes
         for path in unit
     )
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from meshwright.pulse.record import BESIDE, ENDED, FOR_SAVE, IN_STEP, NONE, OWN_CODE, WAIT, Entry, Pulse
 
 OWN = "MESHWRIGHT_PULSE"  # set by the launcher: the process it is for, and the file without its suffix
+STORE = "MESHWRIGHT_STORE"  # set by the launcher: the file in which the ranks of a job on one machine meet
+RAISED = ".raised"  # beside it, after `rank1`: what a rank leaves whose script raised, once its log says so
 _mine: Pulse | None = None
 
 
@@ -106,6 +108,8 @@ __all__ = [
     "IN_STEP",
     "OWN",
     "OWN_CODE",
+    "RAISED",
+    "STORE",
     "Entry",
     "alive",
     "begin",

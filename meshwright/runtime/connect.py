@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,16 @@ def check_world(mesh: Mesh) -> None:
             f"the plan is for {mesh.size} ranks ({mesh}), {world} {'was' if world == 1 else 'were'} launched",
             hint=f"meshwright run --nproc {mesh.size} script.py, or plan for mesh={world}",
         )
+
+
+def _store(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Where the ranks meet first, this one's number and how many there are. `meshwright run` names a file, which only
+    its user can open; with other launchers it is what ``init_process_group()`` would take."""
+    if pulse.STORE not in os.environ:
+        return next(dist.rendezvous("env://", timeout=timeout))
+    store = dist.FileStore(os.environ[pulse.STORE])
+    store.set_timeout(timeout)
+    return store, int(os.environ["RANK"]), launched_world()
 
 
 class _StoreChannel:
@@ -94,19 +105,28 @@ class _GroupChannel:
 
     def __init__(self) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        alone = dist.get_backend() == "nccl"  # else it has one for the processor, too
+        self._device = torch.device("cuda", torch.cuda.current_device()) if alone else torch.device("cpu")
 
     def share(self, word: bytes | None) -> bytes:
         """Rank 0's word on every rank."""
-        box = [word]
-        dist.broadcast_object_list(box, src=0)
-        assert box[0] is not None
-        return box[0]
+        return self._told(word or b"", 0)
 
     def collect(self, word: str) -> list[str]:
         """Everybody's word on every rank."""
-        told = [""] * self.world
-        dist.all_gather_object(told, word)
-        return told
+        return [self._told(word.encode(), rank).decode() for rank in range(self.world)]
+
+    def _told(self, word: bytes, source: int) -> bytes:
+        """The word of one rank on every rank, as numbers: torch's collectives of objects unpickle what comes."""
+        count = torch.tensor([len(word)], device=self._device)
+        dist.broadcast(count, src=source)
+        data = torch.zeros(int(count), dtype=torch.uint8)
+        if self.rank == source and word:
+            data = torch.frombuffer(bytearray(word), dtype=torch.uint8)
+        data = data.to(self._device)
+        if data.numel():
+            dist.broadcast(data, src=source)
+        return data.cpu().numpy().tobytes()
 
 
 _store_channel: list[_StoreChannel] = []  # the one of this process: keys must not repeat within a job
@@ -131,9 +151,11 @@ class Meeting:
         elif dist.is_initialized():
             self.channel = _GroupChannel()
         elif launched_world() > 1:
-            made = _StoreChannel(*next(dist.rendezvous("env://", timeout=timeout)))
+            made = _StoreChannel(*_store(timeout))
             _store_channel.append(made)
-            peers.begin(made.store, made.rank, outlive)
+            file = os.environ.get(pulse.STORE)
+            raised = file and Path(file).with_name(f"rank{made.rank}{pulse.RAISED}")
+            peers.begin(made.store, made.rank, outlive, raised or None)
             self.channel = made
         self.rank = self.channel.rank if self.channel is not None else 0
 

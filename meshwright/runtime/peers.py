@@ -11,6 +11,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -23,8 +24,9 @@ SAID = 1000  # letters of an error that others are told
 _told: list[tuple[Any, int]] = []  # the store of this job and this rank, once they are known
 
 
-def begin(store: dist.Store, rank: int, failing: Callable[[], None]) -> None:
-    """From now on an error that ends this process is left in the store. `failing` is called when one does."""
+def begin(store: dist.Store, rank: int, failing: Callable[[], None], raised: Path | None = None) -> None:
+    """From now on an error that ends this process is left in the store. `failing` is called when one does. `raised`:
+    the file that says so to the launcher."""
     _told.append((store, rank))
     before = sys.excepthook
 
@@ -37,6 +39,10 @@ def begin(store: dist.Store, rank: int, failing: Callable[[], None]) -> None:
             return
         leave_reason(error, trace)
         before(kind, error, trace)
+        sys.stderr.flush()
+        if raised is not None:  # once the traceback is in the log; to leave may take long
+            with contextlib.suppress(OSError):
+                raised.touch()
 
     sys.excepthook = hook
 

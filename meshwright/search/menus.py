@@ -134,7 +134,7 @@ class Menu:
         self.site, self.choices, self.entries = site, choices, choices.entries
         # The blocks that each option has room for; whole and pending sums have room for any number.
         self.rooms = tuple([
-            min([at_path(site.trees[e.letter], path).size for path in e.unit]) if e.letter else 0
+            min([at_path(site.trees[e.letter], path).pieces for path in e.unit]) if e.letter else 0
             for e in choices.entries
         ])  # fmt: skip
         self.start = State(self)
@@ -159,7 +159,7 @@ class Menu:
             if entry.letter:
                 tree = cuts.get(entry.letter) or self.site.trees[entry.letter]
                 if len(tree) == 1 and type(only := tree[0]) is SubDim:
-                    cuts[entry.letter] = (SubDim(only.size, (*only.axes, axis)),)
+                    cuts[entry.letter] = (only.on((*only.axes, axis)),)
                 else:
                     cuts[entry.letter] = cut(tree, entry.unit, axis)
             elif entry.through:

@@ -16,11 +16,11 @@ PEER = TRACE.format(error="RuntimeError: [pair.cc:553] Connection closed by peer
 
 @pytest.fixture
 def end(tmp_path):
-    def make(rank, exit_code, log="", written=0):
+    def make(rank, exit_code, log="", written=0, stopped=False):
         path = tmp_path / f"rank{rank}.log"
         path.write_text(log)
         os.utime(path, ns=(written, written))
-        return RankEnd(rank, exit_code, path)
+        return RankEnd(rank, exit_code, path, stopped)
 
     return make
 
@@ -30,9 +30,12 @@ def end(tmp_path):
     [
         pytest.param([(0, 1, PEER, 1), (1, 1, OWN, 2)], 1, id="an error of its own before a lost peer"),
         pytest.param([(0, 1, OWN, 9), (2, 1, OWN, 3)], 2, id="among equals, who wrote first"),
-        pytest.param([(0, -15, "", 1), (1, 1, OWN, 2)], 1, id="who was stopped comes last"),
-        pytest.param([(0, -15, OWN, 1), (1, 1, PEER, 2)], 0, id="stopped while its traceback stood already"),
+        pytest.param([(0, -15, "", 1, True), (1, 1, OWN, 2)], 1, id="who was stopped comes last"),
+        pytest.param(
+            [(0, -15, OWN, 1, True), (1, 1, PEER, 2)], 0, id="stopped while its traceback stood already"
+        ),
         pytest.param([(0, 1, PEER, 1), (1, -9, "", 2)], 1, id="killed"),
+        pytest.param([(0, -9, "", 1, True), (1, 1, OWN, 2)], 1, id="killed by the launcher: last, too"),
         pytest.param([(0, 1, PEER, 1), (1, 3, "bye", 2)], 1, id="left by sys.exit"),
         pytest.param([(0, 1, PEER, 2), (1, 1, PEER, 1)], 1, id="only lost peers: the first to say so"),
     ],
@@ -42,7 +45,7 @@ def test_first(end, ends, named):
 
 
 def test_a_rank_that_raised_and_was_stopped_on_its_way_out_failed_with_its_error(end):
-    ends = [end(0, 1, PEER, 2), end(1, -signal.SIGTERM, OWN, 1)]
+    ends = [end(0, 1, PEER, 2), end(1, -signal.SIGTERM, OWN, 1, True)]
     named = first(ends)
     assert (named.rank, named.status) == (1, 1)
     assert str(explain(named, ends, 2)).startswith(
@@ -51,8 +54,8 @@ def test_a_rank_that_raised_and_was_stopped_on_its_way_out_failed_with_its_error
 
 
 def test_a_rank_that_somebody_else_stopped_was_ended_by_the_signal(end):
-    # all were ended alike: the launcher acted on none of them, so the old traceback in the log is not the reason
-    named = first([end(0, -signal.SIGTERM, OWN, 1), end(1, -signal.SIGTERM, "", 2)])
+    # the launcher did not stop rank 0, so the old traceback in its log is not the reason
+    named = first([end(0, -signal.SIGTERM, OWN, 1), end(1, -signal.SIGTERM, "", 2, True)])
     assert named.status == 128 + signal.SIGTERM
 
 

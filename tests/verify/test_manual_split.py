@@ -9,14 +9,15 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.compile import captured_of, lower
-from meshwright.errors import LayoutError, StrategyError
+from meshwright.compile import captured_of, lower, values_of
+from meshwright.errors import LayoutError, RunError, StrategyError
 from meshwright.layout import TensorLayout, parse_layout, verify
 from meshwright.mesh import Mesh
 from meshwright.partition.collectives import program_collectives
 from meshwright.redistribute import redistribute
 from meshwright.redistribute.boxes import held_boxes
 from meshwright.redistribute.simulate import assemble, execute, scatter
+from meshwright.verify.runs import OPTIMIZERS, simulate
 
 ROWS = (10, 20, 30, 4)
 
@@ -113,8 +114,72 @@ def test_an_index_of_another_column_is_an_error() -> None:
     model, batch, loss = built()
     plan = mw.plan(model, batch, loss=loss, mesh={"tp": 4}, mode="semi_auto", pins={"table": {"c": "tp"}})
     batch["ids"][0, 1] = 3  # a row of column 0
-    with pytest.raises(IndexError):
+    with pytest.raises(
+        RunError, match=r"the index 3 in column 1 belongs[^@]*gives column 1 the rows 10 to 29"
+    ):
         mw.verify(model, batch, loss=loss, plan=plan)
+
+
+class Sharded(torch.nn.Module):
+    """One lookup in a table, as `mw.shard` says."""
+
+    def __init__(self, *how) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(sum(ROWS), 8))
+        self.lookup = mw.shard(mw.manual_split(torch.nn.functional.embedding, ROWS), *how)
+
+    def forward(self, ids):
+        return self.lookup(ids, self.weight).tanh().square().mean()
+
+
+@pytest.mark.parametrize("mode", ("semi_auto", "sharding_propagation"))
+@pytest.mark.parametrize(
+    ("how", "held"),
+    [
+        ((((1, 4), (4, 1)),), "[64:10+20+30+4/{0}.{1}, 8]"),
+        ((((2, 2), (2, 1)),), "[64:10+20+30+4/{1}, 8]"),
+        ((((1, 2), (2, 2)), ((1, 2, 2),)), "[64:10+20+30+4/{0}, 8/{1}]"),
+    ],
+)
+def test_a_strategy_splits_columns_and_their_rows(how, held: str, mode: str) -> None:
+    torch.manual_seed(0)
+    ids, model = built()[1]["ids"], Sharded(*how)
+    plan = mw.plan(model, ids, loss=lambda m, b: m(b), mesh=4, mode=mode)
+    parts = lower(captured_of(model, ids, lambda m, b: m(b)), plan)
+    (mark,) = [n for n in parts.resharded.graph.nodes if n.uses == ("weight",)]
+    axes = [a.name for a in plan.mesh.axes]
+    assert str(parts.resharded.layouts[mark.name].forward) == held.format(*axes)
+    mw.verify(model, ids, loss=lambda m, b: m(b), plan=plan).raise_if_different()
+
+
+@pytest.mark.parametrize("ins", [((1, 4), (1, 1)), ((1, 1), (4, 1))])
+def test_columns_without_their_rows_are_refused(ins) -> None:
+    with pytest.raises(StrategyError, match="cut one factor in two ways"):
+        mw.plan(Sharded(ins), built()[1]["ids"], loss=lambda m, b: m(b), mesh=4, mode="semi_auto")
+
+
+def test_an_index_beyond_a_split_table_is_the_error_of_torch() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 2))
+    good, loss = torch.tensor([1, 7]), lambda m, b: m(b).square().mean()
+    plan = mw.plan(model, good, loss=loss, mesh=2, mode="sharding_propagation", pins={"0": {"v": "ranks"}})
+    mw.verify(model, good, loss=loss, plan=plan).raise_if_different()
+    parts = lower(captured_of(model, good, loss), plan)
+    start = values_of(model, captured_of(model, good, loss))
+    for astray in (8, -1):
+        with pytest.raises(IndexError, match="index out of range"):
+            simulate(parts, torch.tensor([1, astray]), start, OPTIMIZERS["SGD"])
+
+
+def test_a_label_beyond_split_classes_is_the_error_of_torch() -> None:
+    model, batch = torch.nn.Linear(4, 8), {"x": torch.randn(3, 4), "y": torch.tensor([0, -100, 7])}
+    loss = lambda m, b: torch.nn.functional.cross_entropy(m(b["x"]), b["y"])  # noqa: E731
+    captured = captured_of(model, batch, loss)
+    plan = mw.plan(model, batch, loss=loss, mesh=2, mode="sharding_propagation", pins={"": {"n": "ranks"}})
+    parts, start = lower(captured, plan), values_of(model, captured)
+    mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
+    for astray in (8, -1):
+        with pytest.raises(IndexError, match=f"Target {astray} is out of bounds"):
+            simulate(parts, batch | {"y": torch.tensor([0, astray, 7])}, start, OPTIMIZERS["SGD"])
 
 
 MESH = Mesh.of(a=2, b=3)

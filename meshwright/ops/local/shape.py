@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from meshwright.graph import Device, Dtype, Node, TensorType
-from meshwright.layout import Cat, TensorLayout, dim_axes, local_size
+from meshwright.layout import Cat, TensorLayout, dim_axes, dim_size, local_size
 from meshwright.ops.local.cut import Cut, ref, text, with_arg
 from meshwright.ops.special.shape import slice_bounds
 
@@ -97,8 +97,7 @@ def groups(at: int) -> Callable[[Cut], tuple[Node, ...]]:
 
 
 def _by_column(cut: Cut) -> tuple[Node, ...]:
-    """Columns of indices read rows of their own: those of this rank begin at 0 here. An index of another column's rows
-    is an error of the lookup."""
+    """Columns of indices read rows of their own: those of this rank begin at 0 here."""
     if not cut.axes(["c"]):
         return (cut.last(),)
     weight, ids = cut.node.args[:2]
@@ -106,9 +105,18 @@ def _by_column(cut: Cut) -> tuple[Node, ...]:
         return (cut.nothing(),)
     start = cut.start(cut.ports.inputs[0].dims[0])
     assert start is not None, "groups of rows are cut into runs"
-    local = cut.helper(0, "aten.sub.Scalar", (ids, start), TensorType(INT, cut.input_shape(1)))
+    column = cut.start(cut.ports.inputs[1].dims[-1])
+    assert column is not None, "columns are cut into runs"
+    _, counts = cut.site.rule.follows["v"]
+    rows = cut.input_shape(0)[0]
+    local = cut.helper(
+        0,
+        "meshwright.column_rows",
+        (ids, start, rows, column, tuple(counts), cut.node.where),
+        TensorType(INT, cut.input_shape(1)),
+    )
     padding = int(cut.node.arg(2, "padding_idx", -1))
-    inside = 0 <= padding - start < cut.input_shape(0)[0]
+    inside = 0 <= padding - start < rows
     return (local, cut.last(args=(weight, ref(local), padding - start if inside else -1), kwargs={}))
 
 
@@ -123,11 +131,8 @@ def embedding(cut: Cut) -> tuple[Node, ...]:
     rows = cut.ports.inputs[0].dims[0]
     start = cut.start(rows)
     if start is not None:
-        return (
-            cut.last(
-                "meshwright.embedding_rows", (weight, ids, start, padding - start if padding >= 0 else -1), {}
-            ),
-        )
+        there = padding - start if padding >= 0 else -1
+        return (cut.last("meshwright.embedding_rows", (weight, ids, start, there, dim_size(rows)), {}),)
     kind = TensorType(INT, cut.input_shape(1))
     local = cut.helper(0, "meshwright.local_places", (ids, text(cut.ports.inputs[0]), 0), kind)
     where = [int(i) for i in (cut.places(rows) == padding).nonzero()[0]]

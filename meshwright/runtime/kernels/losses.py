@@ -86,8 +86,13 @@ def cross_entropy_split(
     single = x.dim() == 1
     x_nc = x[None] if single else x.movedim(1, -1).reshape(-1, x.size(1))
     valid_n = (target != ignore_index).reshape(-1)
+    astray_n = valid_n & ((target < 0) | (target >= classes)).reshape(-1)
+    if target.device.type == "cpu" and bool(astray_n.any()):
+        raise IndexError(f"Target {target.reshape(-1)[astray_n][0].item()} is out of bounds.")
     here_n = (places - start).reshape(-1)
     here_n = torch.where((here_n >= 0) & (here_n < x_nc.size(1)), here_n, -1)
+    # Elsewhere the lookup of the column finds it: an answer is not waited for.
+    here_n = torch.where(astray_n, x_nc.size(1), here_n)
     loss_n = SplitCrossEntropy.apply(x_nc, here_n, valid_n, classes, smoothing, rank, tuple(axes))
     match reduction:
         case 0:

@@ -7,24 +7,55 @@ from typing import Any
 
 import torch
 
+from meshwright.errors import RunError
 from meshwright.runtime.kernels.random import layout_of
 from meshwright.runtime.rank import Rank
 
 
 def embedding_rows(
-    rank: Rank, weight_vh: torch.Tensor, ids: torch.Tensor, start: int, padding: int = -1
+    rank: Rank,
+    weight_vh: torch.Tensor,
+    ids: torch.Tensor,
+    start: int,
+    padding: int = -1,
+    total: int | None = None,
 ) -> torch.Tensor:
     """Rows ``ids - start`` of this rank's part of a table; zeros for rows of other ranks. `padding` is a local row
-    without a gradient."""
+    without a gradient, `total` the rows of the whole table (None: ids are of local rows, -1 for those of others).
+    An index beyond the table is torch's error."""
     rows = weight_vh.size(0)
     if rows == 0:
         return weight_vh.new_zeros((*ids.shape, weight_vh.size(1))) + weight_vh.sum()
     places = ids - start
     inside = (places >= 0) & (places < rows)
-    found = torch.nn.functional.embedding(torch.where(inside, places, 0), weight_vh)
+    astray = ids >= rows if total is None else (ids < 0) | (ids >= total)
+    # A row that no table has: on a device that cannot be waited for, the lookup itself has to find it.
+    found = torch.nn.functional.embedding(
+        torch.where(inside, places, torch.where(astray, rows, 0)), weight_vh
+    )
     if 0 <= padding < rows:
         found = torch.where((places == padding)[..., None], found.detach(), found)
     return torch.where(inside[..., None], found, 0)
+
+
+def column_rows(
+    rank: Rank, ids: torch.Tensor, start: int, rows: int, column: int, counts: Sequence[int], where: str
+) -> torch.Tensor:
+    """``ids - start``, for columns of indices from `column` on that read `rows` rows of a table from `start` on. On a
+    CPU it raises RunError for an index of other columns (`counts`: the rows of each); elsewhere the lookup does."""
+    places = ids - start
+    if places.device.type == "cpu" and bool((astray := (places < 0) | (places >= rows)).any()):
+        spot = astray.nonzero()[0].tolist()
+        this = column + spot[-1]
+        first = sum(counts[:this])
+        raise RunError(
+            f"the index {ids[tuple(spot)].item()} in column {this} belongs to another column",
+            why=f"mw.manual_split gives column {this} the rows {first} to {first + counts[this] - 1} of the table, "
+            f"and this rank has rows {start} to {start + rows - 1}",
+            where=where,
+            hint=f"add {first} to what counts from 0 within the column, or other numbers of rows in mw.manual_split",
+        )
+    return places
 
 
 def nothing(
@@ -55,13 +86,16 @@ def take_iota(
 
 
 def local_places(rank: Rank, ids: torch.Tensor, layout_text: str, dim: int) -> torch.Tensor:
-    """The local index of each global one along a dim, -1 where another rank holds it."""
-    places = torch.from_numpy(layout_of(layout_text).indices(rank.mesh, rank.at)[dim]).to(ids.device)
+    """The local index of each global one along a dim, -1 where another rank holds it; beyond the last where none
+    does."""
+    layout = layout_of(layout_text)
+    places = torch.from_numpy(layout.indices(rank.mesh, rank.at)[dim]).to(ids.device)
+    astray = (ids < 0) | (ids >= layout.shape[dim])
     if places.numel() == 0:
-        return torch.full_like(ids, -1)
+        return torch.where(astray, 0, -1)
     ordered, order = torch.sort(places)
     spot = torch.searchsorted(ordered, ids.contiguous()).clamp_max(places.numel() - 1)
-    return torch.where(ordered[spot] == ids, order[spot], -1)
+    return torch.where(ordered[spot] == ids, order[spot], torch.where(astray, places.numel(), -1))
 
 
 class BatchNorm(torch.autograd.Function):

@@ -1,0 +1,69 @@
+"""A store on the loopback address, for scripts that call ``torch.distributed.init_process_group()`` themselves.
+
+torch's own store listens on all interfaces. So the launcher binds a port of 127.0.0.1 and waits; when the first rank
+connects, a process of its own (this file) becomes the store behind it. Jobs of Meshwright's own steps meet in a file
+(`meshwright.runtime.connect`) and never connect, so that nobody has to import torch here.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from types import TracebackType
+
+LOOPBACK = "127.0.0.1"
+WAITING = 4096  # ranks that may connect before the store is there
+
+
+class Port:
+    """A port of the loopback address within a ``with`` block. `env`: of the store's process."""
+
+    def __init__(self, env: dict[str, str]) -> None:
+        self._env = env
+        self._socket = socket.socket()
+        self._store: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Port:
+        self._socket.bind((LOOPBACK, 0))
+        self._socket.listen(WAITING)
+        self.number = self._socket.getsockname()[1]
+        return self
+
+    def look(self) -> None:
+        """Start the store if somebody has come for it."""
+        if self._store is None and select.select([self._socket], [], [], 0)[0]:
+            handle = self._socket.fileno()
+            self._store = subprocess.Popen(
+                [sys.executable, "-P", __file__, str(handle), str(self.number), str(os.getpid())],
+                env=self._env, pass_fds=[handle], start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._store is not None:
+            self._store.kill()
+            self._store.wait()
+        self._socket.close()
+
+
+def main() -> None:
+    """Be the store: of a socket that is bound already, until the launcher ends this process or is gone."""
+    from meshwright.launch.bootstrap import die_with
+
+    handle, number, launcher = map(int, sys.argv[1:])
+    die_with(launcher)
+    import torch.distributed as dist
+
+    store = dist.TCPStore(LOOPBACK, number, None, True, wait_for_workers=False, master_listen_fd=handle)
+    while store.port:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()

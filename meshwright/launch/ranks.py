@@ -1,0 +1,87 @@
+"""The processes of one attempt: started, looked at, and stopped.
+
+Each rank has a session of its own, so that Ctrl-C reaches the launcher alone and a signal to a rank its children too. A
+rank whose script raised says so in a file (`meshwright.runtime.peers`): it may take its time to leave, and may wait for
+others meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from meshwright.launch.failure import RankEnd
+from meshwright.pulse import RAISED
+
+LOOK_SECONDS = 0.02  # between two looks at ranks that have been asked to stop
+
+
+class Ranks:
+    """`commands`: by rank, what it executes and its environment. `records`: the folder of what ranks say of themselves.
+    `logs`: the folder of their logs."""
+
+    def __init__(
+        self, commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], records: Path, logs: Path
+    ) -> None:
+        self.records, self.logs = records, logs
+        self._stopped: set[int] = set()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for command, env in commands:
+                self._processes.append(subprocess.Popen(command, env=env, start_new_session=True))
+        except BaseException:
+            self.stop(signal.SIGKILL, 0.0)
+            raise
+
+    def running(self) -> list[int]:
+        """The ranks that have not ended."""
+        return [rank for rank, process in enumerate(self._processes) if process.poll() is None]
+
+    def raised(self, rank: int) -> bool:
+        """Whether a rank has said that its script raised."""
+        return (self.records / f"rank{rank}{RAISED}").exists()
+
+    def failed(self) -> bool:
+        """Whether a rank has ended with an error, or is about to."""
+        return any(p.poll() or self.raised(rank) for rank, p in enumerate(self._processes))
+
+    def stop(self, number: int, seconds: float, now: Callable[[], bool] = lambda: False) -> None:
+        """Ask all that run to stop, and kill those that have not within a time, or as soon as `now` is true. A rank
+        that has raised is on its way out and not asked."""
+        for rank in self.running():
+            if not self.raised(rank):
+                self._signal(rank, number)
+        end = time.monotonic() + seconds
+        while self.running() and time.monotonic() < end and not now():
+            time.sleep(LOOK_SECONDS)
+        for rank in self.running():
+            self._signal(rank, signal.SIGKILL)
+        for process in self._processes:
+            # a process that the kernel cannot end now (uninterruptible sleep) must not hold up the launcher
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(1.0, seconds))
+
+    def _signal(self, rank: int, number: int) -> None:
+        self._stopped.add(rank)
+        with contextlib.suppress(OSError):
+            os.killpg(self._processes[rank].pid, number)
+
+    def failures(self) -> list[RankEnd]:
+        """How those ended that did not end well."""
+        ends = []
+        for rank, process in enumerate(self._processes):
+            code = process.poll()
+            code = -signal.SIGKILL if code is None else code
+            if code == 0 and self.raised(rank):
+                code = 1
+            if code:
+                ends.append(RankEnd(rank, code, self.logs / f"rank{rank}.log", rank in self._stopped))
+        return ends
+
+
+__all__ = ["Ranks"]
