@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from meshwright.errors import CaptureError, PlanError, RunError, a_type
+from meshwright.errors import CaptureError, PlanError, RunError, a_type, path_from
 from meshwright.graph import Graph
 from meshwright.plan import Plan
 
@@ -62,17 +63,21 @@ def folder_from(cache: Any) -> Path | None:
     """The folder of captured programs that is given as `cache`. Raises CaptureError for what is no path of one."""
     if cache is None:
         return None
-    if not isinstance(cache, str | Path) or not str(cache):
-        what = "an empty text" if cache == "" else f"{a_type(cache)}"
-    elif Path(cache).exists() and not Path(cache).is_dir():
-        what = "a file"
-    else:
-        return Path(cache)
-    raise CaptureError(
-        f"cache={cache!r} is no folder",
-        why=f"it is {what}; captured programs are kept in a folder, by their content",
-        hint='cache=".meshwright", or leave it out',
-    )
+    hint = 'cache=".meshwright", or leave it out'
+    path = path_from(cache, f"cache={cache!r:.80} is no folder", CaptureError, hint)
+    try:
+        if not str(cache):
+            raise OSError("it is an empty text")
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        why = "it is a file" if path.is_file() else error.strerror or str(error)
+        raise CaptureError(
+            f"cache={cache!r} is no folder that can be written",
+            why=f"{why}; captured programs are kept in a folder, by their content",
+            hint=hint,
+        ) from None
+    return path
 
 
 def check_switches(**given: Any) -> None:

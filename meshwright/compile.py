@@ -451,7 +451,7 @@ def captured_of(model: torch.nn.Module, batch: Any, loss: Loss, cache: str | Pat
     check_function("loss", loss, "lambda model, batch: model(batch).mean()")
     folder = folder_from(cache)
     key = (
-        tuple((path, tuple(x.shape), x.dtype) for path, x in leaves(batch)),
+        tuple((path, tuple(x.shape), x.dtype, x.layout) for path, x in leaves(batch)),
         loss,
         tuple(m.training for m in model.modules()),
         tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in model.named_parameters()),

@@ -7,8 +7,11 @@ invariants are `assert`s.
 from __future__ import annotations
 
 import difflib
+import errno
 import re
 from collections.abc import Iterable
+from os import PathLike
+from pathlib import Path
 
 # What back ends say on a rank that did nothing wrong when another one has gone away.
 PEER_LOST = re.compile(
@@ -117,6 +120,21 @@ def a_type(value: object) -> str:
     """The type of a value in a sentence: ``an int``, ``a str``."""
     name = type(value).__name__
     return f"a{'n' * name.lower().startswith(tuple('aeio'))} {name}"
+
+
+def path_from(given: object, what: str, error: type[MeshwrightError], hint: str) -> Path:
+    """The path that a user gave. Raises `error`, which says `what`, for what is none or no file can be called."""
+    why = "" if isinstance(given, str | PathLike) else f"it is {a_type(given)}, not a path"
+    try:
+        path = Path("" if why else given)  # type: ignore[arg-type]
+        path.stat()
+    except (TypeError, ValueError) as wrong:  # a path of bytes, a NUL, half a character
+        why = f"no file is called so: {wrong!s:.80}"
+    except OSError as wrong:
+        why = wrong.strerror if wrong.errno in (errno.ENAMETOOLONG, errno.ELOOP) else ""
+    if why:
+        raise error(what, why=why, hint=hint)
+    return path
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

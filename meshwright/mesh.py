@@ -8,6 +8,7 @@ changes fastest.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,7 @@ from meshwright.errors import MeshError, did_you_mean
 from meshwright.hashed import hashed_once
 
 IN_TIME = "in time"  # the link of an axis along which the same ranks do one thing after the other
+MOST_RANKS = 1 << 20  # that are planned for
 TIME = "time"  # the name of that axis
 
 
@@ -54,6 +56,7 @@ class Mesh:
     order: tuple[int, ...] = field(default=())
 
     def __post_init__(self) -> None:
+        _check_count(axis.size for axis in self.axes if axis.link != IN_TIME)
         if not self.order:
             object.__setattr__(self, "order", tuple(range(self.size)))
         if sorted(self.order) != list(range(self.size)):
@@ -85,6 +88,7 @@ class Mesh:
                     why="an axis has a whole number of ranks, at least 1",
                     hint="1 for an axis that is not used; the product of the sizes is the number of ranks",
                 )
+            _check_count(wanted.values())
             primes = prime_factors(size)
             run = (name,) if len(primes) <= 1 else tuple(f"{name}{i}" for i in range(len(primes)))
             axes += [Axis(n, p) for n, p in zip(run, primes or (1,), strict=True)]
@@ -98,7 +102,7 @@ class Mesh:
             raise MeshError(
                 f"the axis name {clash[0]!r} occurs twice in the mesh", why=f"axes: {', '.join(all_names)}"
             )
-        return Mesh(tuple(axes), tuple(names), tuple(order))
+        return Mesh(tuple(axes), tuple(names), tuple(itertools.islice(order, MOST_RANKS + 1)))
 
     def linked(self, links: Mapping[str, str]) -> Mesh:
         """The mesh with links: name of an axis (or of a run of axes) → name of the level it runs over."""
@@ -220,3 +224,14 @@ class Mesh:
     def __str__(self) -> str:
         text = " × ".join(f"{name}={self.count(run)}" for name, run in self.names)
         return text if self.order == tuple(range(self.size)) else f"{text} order {list(self.order)}"
+
+
+def _check_count(sizes: Iterable[int]) -> None:
+    """Raise MeshError for more ranks than can be, before any is counted."""
+    found = [size for size in sizes if isinstance(size, int)]
+    if math.prod(found) > MOST_RANKS:
+        raise MeshError(
+            f"a mesh of {' × '.join(f'{size:,}' for size in found)} ranks",
+            why=f"at most {MOST_RANKS:,} are planned for",
+            hint="the sizes of the axes; their product is the number of ranks",
+        )

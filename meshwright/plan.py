@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshwright.errors import PlanError, did_you_mean
+from meshwright.errors import PlanError, did_you_mean, path_from
 from meshwright.graph import Graph
 from meshwright.layout import TensorLayout, dim_axes, dim_size, show_dim, without_axes
 from meshwright.mesh import Mesh
@@ -204,18 +204,33 @@ class Plan:
         return self.own[place] if self.own else self
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON (UTF-8, one node a line)."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write the plan as JSON (UTF-8, one node a line). Raises PlanError where no file can be written."""
+        where = path_from(
+            path,
+            what := f"the plan file {str(path)!r:.80} cannot be written",
+            PlanError,
+            'plan.save("plan.json")',
+        )
+        try:
+            where.write_text(self.to_json(), encoding="utf-8")
+        except OSError as error:
+            why = error.strerror or str(error)
+            hint = "a file in a folder that you may write to"
+            raise PlanError(what, why=why, hint=hint) from None
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan. Raises PlanError for a file that is missing, damaged or of another version."""
+        where = path_from(
+            path,
+            what := f"the plan file {str(path)!r:.80} cannot be read",
+            PlanError,
+            'mw.Plan.load("plan.json")',
+        )
         try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError, TypeError) as error:
-            raise PlanError(
-                f"the plan file {str(path)!r} cannot be read", why=str(error), hint=AGAIN
-            ) from None
+            text = where.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(what, why=str(error), hint=AGAIN) from None
         return Plan.from_json(text, str(path))
 
     def to_json(self) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+from meshwright.elsewhere import called_here
 from meshwright.errors import PlanError, a_type, did_you_mean
 
 RECOMPUTE = ("full", "selective")
@@ -25,6 +26,7 @@ SWITCHES = (
 SPAN = re.compile(r"(\d+)-(\d+)")  # of numbered modules in a pattern
 FUSED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")  # kinds with a size of bucket each
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}  # torch's names, and ours
+MOST = 1 << 16  # stages, micro-batches or copies of them
 TURNS = ("halves", "level", "backward")  # orders in which copies take turns; the planner picks one
 
 
@@ -226,15 +228,15 @@ def techniques_from(given: Mapping[str, Any]) -> Techniques:
             raise PlanError(
                 f"there is no technique {name!r}",
                 why="techniques: " + ", ".join(names),
-                hint=did_you_mean(str(name), names),
+                hint=called_here(name) or did_you_mean(str(name), names),
             )
     values = dict(given)
     for name, least, most in (
         ("optimizer_parallel", 0, 3),
         ("shard_size", 0, None),
-        ("pipeline", 1, None),
-        ("micro_batches", 1, None),
-        ("interleave", 1, None),
+        ("pipeline", 1, MOST),
+        ("micro_batches", 1, MOST),
+        ("interleave", 1, MOST),
     ):
         if name in values:
             _whole_number(name, values[name], least, most)
@@ -292,7 +294,8 @@ def _differs(techniques: Techniques, field: dataclasses.Field[Any]) -> bool:
 
 
 def _whole_number(name: str, value: Any, least: int, most: int | None) -> None:
-    span = f"from {least} to {most}" if most is not None else f"of at least {least}"
+    above = f" and at most {most:,}" if most else ""
+    span = f"from 0 to {most}" if most and not least else f"of at least {least}{above}"
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most and value > most):
         raise PlanError(
             f"{name}={value!r}", why=f"it is a whole number {span}", hint=f"{name}={max(least, 2)}"

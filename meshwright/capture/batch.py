@@ -13,14 +13,28 @@ from typing import Any
 
 import torch
 
+from meshwright.errors import BatchError, a_type
 
-def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor with its path (``input_ids``, ``0.image``), in the tree's own order."""
+
+def leaves(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor with its path (``input_ids``, ``0.image``), in the tree's own order. Raises BatchError for a tree
+    that holds itself."""
+    try:
+        yield from _leaves(tree, "")
+    except RecursionError:
+        raise BatchError(
+            f"the batch is {a_type(tree)} that is nested without end",
+            why="one of its lists or mappings holds itself, or hundreds are in one another",
+            hint="a tensor, or dicts, lists and tuples of tensors",
+        ) from None
+
+
+def _leaves(tree: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(tree, torch.Tensor):
         yield path, tree
         return
     for key, child in _children(tree):
-        yield from leaves(child, f"{path}.{key}" if path else str(key))
+        yield from _leaves(child, f"{path}.{key}" if path else str(key))
 
 
 def literals(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -82,6 +96,12 @@ def without_aliases(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     seen: set[int] = set()
     fresh = []
     for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise BatchError(
+                f"a tensor of the batch is {str(tensor.layout).removeprefix('torch.')}, {list(tensor.shape)}",
+                why="its elements do not lie side by side, so that no rank could take its part of them",
+                hint="x.to_dense(), or the indices and values as tensors of their own",
+            )
         address = tensor.untyped_storage().data_ptr() if tensor.device.type != "meta" else 0
         marks = {id(tensor), address} if address else {id(tensor)}
         fresh.append(tensor.clone() if marks & seen or not address else tensor)

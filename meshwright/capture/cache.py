@@ -91,7 +91,7 @@ def key_of(model: torch.nn.Module, batch: Any, loss: Callable[..., Any]) -> str:
     for name, module in model.named_modules(remove_duplicate=False):
         add("module", name, _name(type(module)), write.code(module.forward), write(vars(module)))
     for path, leaf in leaves(batch):
-        add("batch", path, type_of(leaf))
+        add("batch", path, type_of(leaf), leaf.layout)
     add("tree", write(map_leaves(batch, lambda _: None)))
     add("loss", write(loss))
     add("autocast", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))

@@ -10,11 +10,12 @@ along, because a block that export drops or moves would change what the program 
 
 from __future__ import annotations
 
-import contextlib
 import inspect
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from meshwright.errors import CaptureError, MeshwrightError
 from meshwright.graph import LOSS
 
 TORCH_ROOT = str(Path(torch.__file__).parent)
+# torch.export patches classes and has state of the whole process, so one thread traces at a time.
+ONE_AT_A_TIME = threading.RLock()
 HERE = str(Path(__file__).parent)
 CHECKPOINT_FILE = torch_checkpoint.__file__
 FUNCTION_FILE = inspect.getsourcefile(torch.autograd.Function) or ""
@@ -80,7 +83,7 @@ class Loss(torch.nn.Module):
 
     def value(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """What the user's function gives for the batch's tensors."""
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype))
             stack.enter_context(self.watch)
@@ -199,7 +202,7 @@ def trace(model: torch.nn.Module, batch: Any, loss: Callable[..., Any], wrap: ty
     found = list(leaves(batch))
     paths, tensors = tuple(p for p, _ in found), without_aliases(t for _, t in found)
     wrapper = wrap(model, batch, loss)
-    with warnings.catch_warnings(), torch.enable_grad(), without_dumps(), contextlib.ExitStack() as stack:
+    with ONE_AT_A_TIME, warnings.catch_warnings(), torch.enable_grad(), without_dumps(), ExitStack() as stack:
         warnings.simplefilter("ignore")
         for device, _ in wrapper.autocast:  # it is applied again inside the traced function
             stack.enter_context(torch.autocast(device, enabled=False))

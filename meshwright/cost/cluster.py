@@ -14,6 +14,7 @@ from pathlib import Path
 
 from meshwright.cost import cluster_file, cluster_text, local, presets
 from meshwright.cost.parts import Curve, Description, Device, Level, Measured
+from meshwright.errors import ClusterError, path_from
 from meshwright.mesh import Axis, Mesh
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import COLLECTIVES
@@ -54,7 +55,14 @@ class Cluster(Description):
         """Write a cluster file. Raises ClusterError for a cluster that `load` would refuse."""
         text = self.to_yaml(note)
         cluster_file.parse(text, str(path))
-        Path(path).write_text(text, encoding="utf-8")
+        what = f"the cluster file {str(path)!r:.80} cannot be written"
+        try:
+            path_from(path, what, ClusterError, 'cluster.save("cluster.yaml")').write_text(
+                text, encoding="utf-8"
+            )
+        except OSError as error:
+            hint = "a file in a folder that you may write to"
+            raise ClusterError(what, why=error.strerror or str(error), hint=hint) from None
 
     @property
     def device_type(self) -> str:

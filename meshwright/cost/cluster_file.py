@@ -16,12 +16,12 @@ from typing import Any
 import yaml
 
 from meshwright.cost.parts import Curve, Description, Device, Level, Measured
-from meshwright.errors import ClusterError, did_you_mean
+from meshwright.errors import ClusterError, did_you_mean, path_from
+from meshwright.mesh import MOST_RANKS
 from meshwright.redistribute.steps import COLLECTIVES
 
 VERSION = 1
 MARK = "meshwright cluster"
-MOST_RANKS = 1 << 20
 MOST_BYTES = 4 << 20  # of a cluster file: a calibrated one has some 10 kB
 
 DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8e4m3", "f8e5m2", "i8")
@@ -145,7 +145,12 @@ class Reader:
 
 def load(path: str | Path) -> Description:
     """Read a cluster file. Raises ClusterError that names the entry and its line."""
-    file = Path(path)
+    file = path_from(
+        path,
+        what := f"the cluster file {str(path)!r:.80} cannot be read",
+        ClusterError,
+        'mw.Cluster.load("cluster.yaml")',
+    )
     try:
         if file.stat().st_size > MOST_BYTES:
             raise ClusterError(
@@ -156,7 +161,7 @@ def load(path: str | Path) -> Description:
         why = (error.strerror or str(error)) if isinstance(error, OSError) else "it is not a text in UTF-8"
         near = [str(p) for p in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
         hint = did_you_mean(str(file), near) if near and not file.exists() else HINT
-        raise ClusterError(f"the cluster file {str(path)!r} cannot be read", why=why, hint=hint) from None
+        raise ClusterError(what, why=why, hint=hint) from None
     return parse(text, str(path))
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshwright.errors import LaunchError, a_type, did_you_mean
+from meshwright.errors import LaunchError, a_type, did_you_mean, path_from
 
 HANG_SECONDS = 600.0  # as long as NCCL waits for a collective
 
@@ -56,7 +56,15 @@ def check(job: Job) -> Job:
     _check_count(
         job.restarts, "--max-restarts", least=0, unit="restarts", hint="0 gives up at the first failure"
     )
-    for seconds, option in ((job.poll_seconds, "--monitor-interval"), (job.grace_seconds, "--grace")):
+    every = (
+        (job.poll_seconds, "--monitor-interval"),
+        (job.grace_seconds, "--grace"),
+        (job.hang_seconds, "--hang-after"),
+    )
+    for seconds, option in every:
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+            raise LaunchError(f"{option} is {seconds!r}", why="it is a time in seconds", hint=f"{option} 60")
+    for seconds, option in every[:2]:
         if not 0 < seconds <= 3600:
             raise LaunchError(
                 f"{option} is {seconds:g} seconds", why="it is a time: more than 0, at most an hour"
@@ -67,6 +75,7 @@ def check(job: Job) -> Job:
             why="it is a time, from a second to a day",
             hint="--hang-after 0 never looks who hangs",
         )
+    job = _with_words(job)
     (_check_module if job.module else _check_script)(job.target)
     if job.log_dir is not None:
         _check_log_dir(job.log_dir)
@@ -96,6 +105,32 @@ def duration(text: str | float, option: str) -> float:
 def _check_count(value: int, option: str, *, least: int, unit: str, hint: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise LaunchError(f"{option} is {value!r}", why=f"a job has at least {least} {unit}", hint=hint)
+
+
+def _with_words(job: Job) -> Job:
+    """The job with its paths, once they and the words for the script can be such. Raises LaunchError."""
+    hint = 'mw.Job(4, "train.py", ("--epochs", "3"))'
+    if not isinstance(job.target, str | os.PathLike) or not str(job.target):
+        raise LaunchError(
+            f"target={job.target!r} is nothing that could be started",
+            why=f"it is {a_type(job.target)}; a job has a script, or the name of a module",
+            hint=hint,
+        )
+    words = [str(job.target), *job.args] if isinstance(job.args, tuple | list) else None
+    if words is None or not all(isinstance(word, str) for word in words):
+        raise LaunchError(
+            f"args={job.args!r:.80} are no words for the script",
+            why=f"it is {a_type(job.args)}" if words is None else "one of them is no text",
+            hint=hint,
+        )
+    if wrong := [word for word in words if "\0" in word]:
+        raise LaunchError(f"{wrong[0]!r:.80} has a NUL", why="no word of a command may have one", hint=hint)
+    if not job.module:
+        path_from(job.target, f"target={job.target!r:.80}", LaunchError, hint)
+    if job.log_dir is not None:
+        hint = 'log_dir="logs", or leave it out'
+        job = replace(job, log_dir=path_from(job.log_dir, f"log_dir={job.log_dir!r:.80}", LaunchError, hint))
+    return replace(job, target=words[0], args=tuple(words[1:]))
 
 
 def _check_script(target: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+from meshwright.elsewhere import called_here
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.pipeline.actions import FORWARD, MESSAGES, Schedule
 from meshwright.pipeline.check import play
@@ -48,7 +49,7 @@ def schedule_for(techniques: Techniques, places: int) -> Schedule:
         raise PlanError(
             f"there is no schedule {asked!r}",
             why=f"schedules that train: {', '.join(TRAINING)}, or one of your own",
-            hint=did_you_mean(asked.lower(), TRAINING)
+            hint=called_here(asked) or did_you_mean(asked.lower(), TRAINING)
             if asked.lower() not in TRAINING
             else f"schedule={asked.lower()!r}",
         )

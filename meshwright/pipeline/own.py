@@ -32,7 +32,7 @@ def _fits(cuts: Mapping[str, Any], mesh: Mesh) -> bool:
         for axes in cuts.values():
             for axis in (axes,) if isinstance(axes, str) else axes:
                 mesh.resolve(axis)
-    except (MeshError, TypeError):
+    except (AttributeError, MeshError, TypeError):  # what the planner of a mesh refuses
         return False
     return True
 

@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from meshwright.elsewhere import called_here
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.pipeline.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule
 
@@ -33,7 +34,7 @@ def make(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule
         raise PlanError(
             f"there is no schedule {name!r}",
             why="schedules: " + ", ".join(SCHEDULES),
-            hint=did_you_mean(name, SCHEDULES),
+            hint=called_here(name) or did_you_mean(name, SCHEDULES),
         )
     for what, number in (("pipeline ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:

@@ -165,6 +165,12 @@ def check_batch(entries: Sequence[Input], batch: Mapping[str, torch.Tensor]) -> 
                 hint="the step was built for the example batch; give one of the same structure",
             )
         value = batch[entry.target]
+        if value.layout is not torch.strided:
+            raise BatchError(
+                f"{entry.target!r} is {str(value.layout).removeprefix('torch.')}",
+                why="its elements do not lie side by side, so that no rank could take its part of them",
+                hint="x.to_dense()",
+            )
         dtype = TORCH_DTYPES[entry.type.dtype]
         if tuple(value.shape) != entry.type.shape or value.dtype != dtype:
             short = next((k for k, v in TORCH_DTYPES.items() if v == value.dtype), str(value.dtype))

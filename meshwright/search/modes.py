@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.blocks import UNFOLDED, Folding
 from meshwright.cycles import seldom_collected
+from meshwright.elsewhere import called_here
 from meshwright.errors import DoesNotFit, LayoutError, PlanError, StrategyError, did_you_mean
 from meshwright.graph import Graph
 from meshwright.layout import TensorLayout, verify
@@ -286,7 +287,7 @@ def _check_mode(mode: str, mesh: Mesh, pins: Any, request: Request | None) -> No
         raise PlanError(
             f"there is no mode {mode!r}",
             why="modes: " + ", ".join(MODES),
-            hint=did_you_mean(str(mode), MODES),
+            hint=called_here(mode) or did_you_mean(str(mode), MODES),
         )
     if mode == "stand_alone" and mesh.size != 1:
         raise PlanError(

@@ -201,6 +201,13 @@ def check_pins(pins: Any) -> None:
             hint=f"pins={shape}",
         )
     for pattern, cuts in pins.items():
+        names = [pattern, *(cuts if isinstance(cuts, Mapping) else ())]
+        if wrong := [name for name in names if not isinstance(name, str)]:
+            raise StrategyError(
+                f"pins={pins!r:.80} has {wrong[0]!r} where a name is expected",
+                why=f"it is {a_type(wrong[0])}; patterns of modules and factors are texts, the number of a dim too",
+                hint=f'{shape}, or {{"blocks.*.up.weight": {{"0": "tp"}}}}',
+            )
         if not isinstance(cuts, Mapping):
             raise StrategyError(
                 f"the pin of {pattern!r} is {cuts!r}",

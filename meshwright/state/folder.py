@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright.errors import CheckpointError, a_type
+from meshwright.errors import CheckpointError, path_from
 from meshwright.state.index import NAME
 from meshwright.state.tensor_file import cannot_write
 
@@ -26,14 +26,13 @@ PREFIX = "step-"
 
 def as_path(path: str | Path) -> Path:
     """What a user gives as a path. Raises CheckpointError for what is none."""
-    if not isinstance(path, str | Path):
-        raise CheckpointError(
-            f"the path of a checkpoint is {path!r}",
-            why=f"it is {a_type(path)}",
-            hint='a folder of checkpoints such as "ckpt"; step.load takes one of them, a .safetensors file and a '
-            "Hugging Face folder too",
-        )
-    return Path(path)
+    return path_from(
+        path,
+        f"the path of a checkpoint is {path!r:.80}",
+        CheckpointError,
+        'a folder of checkpoints such as "ckpt"; step.load takes one of them, a .safetensors file and a '
+        "Hugging Face folder too",
+    )
 
 
 def newest(path: Path) -> Path:
@@ -53,13 +52,13 @@ def newest(path: Path) -> Path:
         why="it does not exist"
         if not path.exists()
         else "it is a file"
-        if path.is_file()
+        if not path.is_dir()
         else f"a save was begun there and not ended: {begun[0]}"
         if begun
         else f"neither it nor a folder {PREFIX}… in it has a {NAME}",
         hint="a folder of checkpoints, a .safetensors file, or the folder of a Hugging Face model; "
         "pickles (.pt, .bin) are not read"
-        if path.is_file()
+        if path.exists() and not path.is_dir()
         else "step.save(path) writes one",
     )
 
@@ -72,8 +71,8 @@ def whole_ones(path: Path) -> list[Path]:
 
 def in_turn(path: Path) -> list[Path]:
     """The whole checkpoints of a folder, that which is named as the newest first; of one itself, that one. Raises
-    CheckpointError for a file."""
-    if path.is_file() or (path / NAME).is_file():
+    CheckpointError for what is there and no folder."""
+    if (path.exists() and not path.is_dir()) or (path / NAME).is_file():
         return [newest(path)]
     found = whole_ones(path)
     first = newest(path) if found else None
@@ -108,7 +107,7 @@ def begin(path: Path, step: int, word: str) -> tuple[Path, Path]:
             why=f"it has a {NAME}; checkpoints are saved as folders {PREFIX}… in the folder that is named",
             hint=f"step.save({str(path.parent)!r})",
         )
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         raise CheckpointError(
             f"{str(path)!r} is a file",
             why="a checkpoint is a folder in the folder that is named",

@@ -17,19 +17,26 @@ from meshwright.runtime.dtypes import TORCH_DTYPES
 
 SHORT = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 TAG = "!"
+DEEPEST = 100  # levels of lists and mappings in one another
 
 
-def to_plain(value: Any, what: str) -> Any:
+def to_plain(value: Any, what: str, depth: int = DEEPEST) -> Any:
     """A value as JSON has it. Raises CheckpointError that says where in `what` something else stands."""
+    if not depth:
+        raise CheckpointError(
+            f"what is given as data is nested more than {DEEPEST} times",
+            why=f"{what[:60]}… goes on; does it hold itself?",
+            hint="what is needed to go on: numbers, words, flat lists and mappings, tensors",
+        )
     if callable(state := getattr(value, "state_dict", None)):
-        return to_plain(state(), f"{what}.state_dict()")
+        return to_plain(state(), f"{what}.state_dict()", depth - 1)
     match value:
         case None | bool() | int() | float() | str():
             return value
         case list():
-            return [to_plain(v, f"{what}[{n}]") for n, v in enumerate(value)]
+            return [to_plain(v, f"{what}[{n}]", depth - 1) for n, v in enumerate(value)]
         case tuple():
-            return {f"{TAG}tuple": [to_plain(v, f"{what}[{n}]") for n, v in enumerate(value)]}
+            return {f"{TAG}tuple": [to_plain(v, f"{what}[{n}]", depth - 1) for n, v in enumerate(value)]}
         case bytes():
             return {f"{TAG}bytes": base64.b64encode(value).decode()}
         case torch.Tensor() if value.dtype in SHORT:
@@ -37,8 +44,11 @@ def to_plain(value: Any, what: str) -> Any:
             return {f"{TAG}tensor": [SHORT[value.dtype], list(value.shape), base64.b64encode(data).decode()]}
         case Mapping():
             if all(isinstance(k, str) and not k.startswith(TAG) for k in value):
-                return {k: to_plain(v, f"{what}[{k!r}]") for k, v in value.items()}
-            pairs = [[to_plain(k, what), to_plain(v, f"{what}[{k!r}]")] for k, v in value.items()]
+                return {k: to_plain(v, f"{what}[{k!r}]", depth - 1) for k, v in value.items()}
+            pairs = [
+                [to_plain(k, what, depth - 1), to_plain(v, f"{what}[{k!r}]", depth - 1)]
+                for k, v in value.items()
+            ]
             return {f"{TAG}items": pairs}
     raise CheckpointError(
         f"{what} is {a_type(value)}, which a checkpoint cannot hold",
