@@ -6,6 +6,7 @@ literal. (torch's own pytree is not public, and knows no mapping of another libr
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,8 +20,14 @@ from meshwright.errors import BatchError, a_type
 def leaves(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor with its path (``input_ids``, ``0.image``), in the tree's own order. Raises BatchError for a tree
     that holds itself."""
-    try:
+    with _ending(tree):
         yield from _leaves(tree, "")
+
+
+@contextlib.contextmanager
+def _ending(tree: Any) -> Iterator[None]:
+    try:
+        yield
     except RecursionError:
         raise BatchError(
             f"the batch is {a_type(tree)} that is nested without end",
@@ -37,8 +44,13 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from _leaves(child, f"{path}.{key}" if path else str(key))
 
 
-def literals(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def literals(tree: Any) -> Iterator[tuple[str, Any]]:
     """Everything that is no tensor with its path, in the tree's own order."""
+    with _ending(tree):
+        yield from _literals(tree, "")
+
+
+def _literals(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(tree, torch.Tensor):
         return
     if not isinstance(tree, dict | list | tuple | Mapping) and not _is_record(tree):
@@ -46,7 +58,7 @@ def literals(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, child in _children(tree):
         if not isinstance(child, torch.Tensor):
-            yield from literals(child, f"{path}.{key}" if path else str(key))
+            yield from _literals(child, f"{path}.{key}" if path else str(key))
 
 
 def _is_record(tree: Any) -> bool:
