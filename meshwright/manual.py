@@ -1,23 +1,28 @@
 """Manual parallel: the user slices and calls collectives; ours are the groups, the launcher and the reduction.
 
-world = mw.world({"dp": 2, "tp": 2})
-h = world.copy(x, "tp")                      # forward the same tensor, backward an all-reduce
-y = world.all_reduce(h @ w_mine, "tp")       # forward an all-reduce, backward the same gradient
+    world = mw.world({"dp": 2, "tp": 2})
+    h = world.copy(x, "tp")                      # forward the same tensor, backward an all-reduce
+    y = world.all_reduce(h @ w_mine, "tp")       # forward an all-reduce, backward the same gradient
+
+`mw.manual_step` is data parallelism for an eager model, with what `DistributedDataParallel` has.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from meshwright.agreed import source_of
-from meshwright.asked import check_model
+from meshwright.asked import check_model, check_numbers, check_switches
+from meshwright.capture.trace import scalar_of
 from meshwright.compile import Loss, MeshLike, default_loss, mesh_from
 from meshwright.errors import RunError, StrategyError, did_you_mean
 from meshwright.runtime.buckets import BUCKET_BYTES, GradientBuckets
+from meshwright.runtime.clipping import clip_by_global_norm
 from meshwright.runtime.communicator import ProcessGroups
 from meshwright.runtime.connect import Meeting, check_world
 from meshwright.runtime.equal_start import start_equal
@@ -46,7 +51,9 @@ def world(mesh: MeshLike = None, device: torch.device | str = "cpu", *, check: b
 class ManualStep:
     """A step of the user's own eager model: forward, backward, gradients over the mesh in buckets, update.
 
-    The batch is this rank's own; the returned loss is the mean over the reduced axes.
+    The batch is this rank's own, of any shape; the returned loss is the mean over the reduced axes. Gradients are added
+    up while backward runs. A parameter that has none on some ranks counts as zero there; one that has none on any keeps
+    none, and the optimizer leaves it alone. After a call ``parameter.grad`` is what the update took.
     """
 
     def __init__(
@@ -60,42 +67,158 @@ class ManualStep:
         average: bool = True,
         local_parameters: Sequence[str] = (),
         bucket_bytes: int = BUCKET_BYTES,
+        broadcast_buffers: bool = True,
+        clip_norm: float | None = None,
     ) -> None:
+        check_numbers(clip_norm, 0, bucket_bytes)
+        check_switches(average=average, broadcast_buffers=broadcast_buffers)
         self.model, self.loss, self.world, self.average = model, loss, within, average
+        self.clip_norm, self._norm = clip_norm, None
         everything = [a.name for a in within.mesh.axes if a.size > 1]
-        self.axes = tuple(everything) if reduce_over is None else within._resolve(reduce_over)
-        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.axes = tuple(everything) if reduce_over is None else within.resolve(reduce_over)
+        if clip_norm is not None and (left := [a for a in everything if a not in self.axes]):
+            raise StrategyError(
+                f"clip_norm= with gradients that are not reduced over {within.mesh.show(left)}",
+                why="which parameters are parts of one another there, and count apart, is not known",
+                hint="clip in the optimizer, by a norm of your own over mw.world's all_reduce",
+            )
+        self._named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         for pattern in local_parameters:
-            if not fnmatch.filter(named, pattern):
+            if not fnmatch.filter(self._named, pattern):
                 raise StrategyError(
-                    f"no parameter matches {pattern!r} of local_parameters", hint=did_you_mean(pattern, named)
+                    f"no parameter matches {pattern!r} of local_parameters",
+                    hint=did_you_mean(pattern, self._named),
                 )
-        shared = [
-            (p, self.axes)
-            for n, p in named.items()
-            if not any(fnmatch.fnmatchcase(n, x) for x in local_parameters)
-        ]
-        self.parameters = list(named.values())
+        everywhere = [n for n in self._named if not _matches(n, local_parameters)]
+        self._shared = [self._named[n] for n in everywhere] if self.axes else []
+        self._own = [p for n, p in self._named.items() if n not in everywhere] if self.axes else []
+        self._buffers = [n for n, _ in model.named_buffers() if not _matches(n, local_parameters)]
+        self._broadcast_buffers = broadcast_buffers and bool(self._buffers and self.axes)
+        self.parameters = list(self._named.values())
         self.optimizer = optimizer(self.parameters)
-        self.buckets = GradientBuckets(within.comm, shared if self.axes else [], bucket_bytes=bucket_bytes)
+        pending = [(p, self.axes) for p in self._shared]
+        self.buckets = GradientBuckets(within.comm, pending, bucket_bytes=bucket_bytes)
+        self._synced, self._accumulated = True, False
 
-    def __call__(self, batch: Any) -> torch.Tensor:
-        """One step on this rank's own batch."""
-        for parameter in self.parameters:
-            parameter.grad = None
-        self.buckets.begin()
-        value = self.loss(self.model, batch)
+    def __call__(self, batch: Any, *, update: bool = True) -> torch.Tensor:
+        """One step on this rank's own batch. Without `update` nothing is sent: gradients are kept, and added to those
+        of the next call, as ``loss.backward()`` does, and the loss is this rank's own."""
+        check_switches(update=update)
+        self._check_parameters()
+        kept = [p.grad if self._accumulated else None for p in self.parameters]
+        ends = update and self._synced
+        if ends:
+            self.buckets.begin()
+        else:
+            self.buckets.rest()
+        for parameter, gradient in zip(self.parameters, kept, strict=True):
+            parameter.grad = gradient
+        value = scalar_of(self.loss(self.model, batch))
         value.backward()
+        self._accumulated = not ends
+        return self._finish(value.detach()) if ends else value.detach()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Calls inside do not update and send nothing, as with ``update=False``: gradients add up until the next call
+        outside."""
+        before, self._synced = self._synced, False
+        try:
+            yield
+        finally:
+            self._synced = before
+
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """The norm of all gradients of the last update, before they were clipped. Raises RunError where none was
+        computed."""
+        if self._norm is None:
+            raise RunError(
+                "the norm of the gradients is not known",
+                why="no step has been done" if self.clip_norm is not None else "clip_norm= was not given",
+                hint="mw.manual_step(…, clip_norm=1.0)",
+            )
+        return self._norm
+
+    def evaluate(self, batch: Any) -> torch.Tensor:
+        """The loss over all ranks, each on a batch of its own, in evaluation mode and without gradients."""
+        training = [m for m in self.model.modules() if m.training]
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                value = scalar_of(self.loss(self.model, batch))
+        finally:
+            for module in training:
+                module.training = True
+        return self._over_ranks(value.detach()[None])[0]
+
+    def _over_ranks(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.axes:
+            return x
+        total = self.world.comm.all_reduce(x, self.axes)
+        return total / self.world.mesh.count(self.axes) if self.average else total
+
+    def _finish(self, value: torch.Tensor) -> torch.Tensor:
+        """What follows backward. Which parameters have a gradient on some rank is told beside the loss."""
+        wide = torch.promote_types(value.dtype, torch.float32)
+        used = torch.tensor([p.grad is not None for p in self._shared], dtype=wide, device=value.device)
         self.buckets.finish()
+        told = self._over_ranks(torch.cat([value.to(wide)[None], used]))
         members = self.world.mesh.count(self.axes)
-        if self.average and members > 1:
-            for parameter in (p for bucket in self.buckets.buckets for p in bucket.parameters):
+        for parameter, there in zip(self._shared, told[1:].tolist(), strict=True):
+            if not there:
+                parameter.grad = None
+            elif self.average:
                 assert parameter.grad is not None
                 parameter.grad.div_(members)
+        if self.clip_norm is not None:
+            self._norm = self._clip(self.clip_norm)
         as_laid_out(self.optimizer)
         self.optimizer.step()
-        total = self.world.comm.all_reduce(value.detach(), self.axes) if self.axes else value.detach()
-        return total / members if self.average else total
+        self._send_buffers()
+        return told[0].to(value.dtype)
+
+    def _clip(self, limit: float) -> torch.Tensor:
+        """Parameters of each rank's own count on all ranks together, the others once."""
+        own = {id(p) for p in self._own}
+        gradients = [
+            (p.grad, self.axes if id(p) in own else ()) for p in self.parameters if p.grad is not None
+        ]
+        device = self.world.device
+        nothing = (
+            [(torch.zeros(1, device=device), self.axes)] if own else []
+        )  # where none of them has a gradient
+        scaled = [g for g, _ in gradients]
+        return clip_by_global_norm([*gradients, *nothing], scaled, limit, self.world.comm, device)
+
+    def _send_buffers(self) -> None:
+        """Give all ranks the buffers of the first, together, by their bytes: running statistics, counters."""
+        if not self._broadcast_buffers:
+            return
+        now = dict(self.model.named_buffers())
+        tensors = [now[n].detach() for n in self._buffers if n in now]
+        flat = torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for t in tensors])
+        first = self.world.mesh.group(self.world.rank, self.axes)[0]
+        came = self.world.comm.broadcast_start(flat, first, self.axes).wait()
+        if first == self.world.rank:
+            return
+        sizes = [t.numel() * t.element_size() for t in tensors]
+        for tensor, part in zip(tensors, came.split(sizes), strict=True):
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a clone, for its alignment
+
+    def _check_parameters(self) -> None:
+        """Raise RunError for a parameter that asks for a gradient and would neither be reduced nor updated."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and self._named.get(name) is not parameter:
+                raise RunError(
+                    f"{name} is not a parameter that this step trains",
+                    why="it was replaced, added or unfrozen after the step was made",
+                    hint="change the model first, then call mw.manual_step; load values in place, by load_state_dict",
+                )
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, p) for p in patterns)
 
 
 def manual_step(
@@ -108,13 +231,20 @@ def manual_step(
     average: bool = True,
     local_parameters: Sequence[str] = (),
     broadcast: bool | int = True,
+    broadcast_buffers: bool = True,
+    bucket_bytes: int = BUCKET_BYTES,
+    clip_norm: float | None = None,
 ) -> ManualStep:
-    """A step for a model that cuts itself. Gradients are averaged (or summed) over `reduce_over`, by default all axes.
+    """A step for an eager model, as `DistributedDataParallel` has it. Gradients are averaged (or summed) over
+    `reduce_over`, by default all axes.
 
     Parameters that match `local_parameters` are this rank's own part and are not reduced (MindSpore's
     ``layerwise_parallel``). All other parameters and buffers start equal on the ranks of `reduce_over`: where they
     differ all take those of the first of them, or of the one that has the number `broadcast` among them; with
-    ``broadcast=False`` a difference raises RunError. Raises StrategyError for a pattern that matches nothing.
+    ``broadcast=False`` a difference raises RunError. `broadcast_buffers`: after each update all take the buffers of the
+    first (running statistics, which every rank has of its own part of the batch). `bucket_bytes`: gradients of so many
+    bytes are added up together. `clip_norm`: the norm of all gradients is clipped to it, `ManualStep.grad_norm`. Raises
+    StrategyError for a pattern that matches nothing.
     """
     check_model(model)
     source_of(broadcast)
@@ -128,12 +258,13 @@ def manual_step(
         reduce_over=reduce_over,
         average=average,
         local_parameters=local_parameters,
+        bucket_bytes=bucket_bytes,
+        broadcast_buffers=broadcast_buffers,
+        clip_norm=clip_norm,
     )
     if made.axes:
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        shared = {
-            n: x for n, x in named.items() if not any(fnmatch.fnmatchcase(n, p) for p in local_parameters)
-        }
+        shared = {n: x for n, x in named.items() if not _matches(n, local_parameters)}
         group = within.mesh.group(within.rank, made.axes)
         number = source_of(broadcast)
         if number is not None and number >= len(group):

@@ -149,6 +149,11 @@ class GradientBuckets:
         if len(self.uses) == 1 and not self.each_time:
             self.enter(0)
 
+    def rest(self) -> None:
+        """Before a backward that is reduced nowhere: gradients stay where autograd puts them."""
+        for bucket in self.buckets:
+            bucket.missing = {}
+
     def enter(self, program: int, last: bool | None = None) -> None:
         """Before the backward of a program. `last`: of the step; by default the last of all programs is."""
         last = program == len(self.uses) - 1 if last is None else last

@@ -57,11 +57,11 @@ class Members:
 
     def size(self, axes: Axes) -> int:
         """The number of ranks along some axes."""
-        return self.mesh.count(self._resolve(axes))
+        return self.mesh.count(self.resolve(axes))
 
     def index(self, axes: Axes) -> int:
         """This rank's place along some axes, 0 … size - 1."""
-        return self.mesh.group(self.rank, self._resolve(axes)).index(self.rank)
+        return self.mesh.group(self.rank, self.resolve(axes)).index(self.rank)
 
     def send(
         self, x: torch.Tensor, to: int, axes: Axes | None = None, *, tag: int = 0, async_: bool = False
@@ -121,7 +121,8 @@ class Members:
 
     # ------------------------------------------------------------------ who, and how much
 
-    def _resolve(self, axes: Axes | None) -> tuple[str, ...]:
+    def resolve(self, axes: Axes | None) -> tuple[str, ...]:
+        """The prime axes that names stand for; all of them by default. Raises MeshError and RunError."""
         if axes is None:
             return tuple(a.name for a in self.mesh.axes)
         names = (axes,) if isinstance(axes, str) else tuple(axes)
@@ -146,7 +147,7 @@ class Members:
             raise RunError(
                 f"there is no rank {member!r}", why=f"ranks are numbered from 0 to {len(everybody) - 1}"
             )
-        peer = member if axes is None else self._member(member, self._resolve(axes))
+        peer = member if axes is None else self._member(member, self.resolve(axes))
         if peer == self.rank:
             raise RunError(f"rank {peer} would send to itself, or wait for itself", hint="it has the tensor")
         if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < _TAGS:

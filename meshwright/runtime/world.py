@@ -38,7 +38,7 @@ class World(Members):
 
     def slice(self, x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
         """This rank's block of a dim of a whole tensor (blocks may be uneven); backward gathers."""
-        run, dim = self._resolve(axes), _dim(x, dim)
+        run, dim = self.resolve(axes), _dim(x, dim)
         sizes, mine = self._sizes(x.shape[dim], run), self.index(axes)
         start = sum(sizes[:mine])
         return _through(
@@ -49,13 +49,13 @@ class World(Members):
 
     def copy(self, x: torch.Tensor, axes: Axes) -> torch.Tensor:
         """The same tensor, about to be used for a part of the work on each rank; backward adds the ranks' gradients."""
-        run = self._resolve(axes)
+        run = self.resolve(axes)
         return _through(x, lambda v: v.view_as(v), lambda g: self._sum(g, run, "sum", False).wait())
 
     def all_reduce(self, x: torch.Tensor, axes: Axes, op: str = "sum", *, async_: bool = False) -> Any:
         """The sum over the ranks; backward hands the gradient on. `op` may also be "avg", "prod", "max" or "min", with
         their gradients: where several ranks hold the greatest value they share it."""
-        run = self._resolve(axes)
+        run = self.resolve(axes)
         _check_op(x, op, ("sum", "avg", "prod", "max", "min"))
         self._announce("all_reduce", x, run, op=op)
         if op in ("sum", "avg"):
@@ -83,7 +83,7 @@ class World(Members):
     ) -> Any:
         """The ranks' blocks joined along a dim, as uneven as they are; backward slices. `size`: the joined length,
         where blocks have to be those of `slice`."""
-        run, dim, mine = self._resolve(axes), _dim(x, dim), self.index(axes)
+        run, dim, mine = self.resolve(axes), _dim(x, dim), self.index(axes)
         wanted = None if size is None else self._sizes(size, run)
         if wanted is not None and x.shape[dim] != wanted[mine]:
             raise RunError(
@@ -104,7 +104,7 @@ class World(Members):
         self, x: torch.Tensor, dim: int, axes: Axes, op: str = "sum", *, async_: bool = False
     ) -> Any:
         """The sum (or "avg") over the ranks, of which each keeps its block of a dim; backward gathers."""
-        run, dim = self._resolve(axes), _dim(x, dim)
+        run, dim = self.resolve(axes), _dim(x, dim)
         _check_op(x, op, ("sum", "avg"), "all_reduce takes it; then slice")
         self._announce("reduce_scatter", x, run, op=op, dims=(dim,))
         sizes, share = self._sizes(x.shape[dim], run), self.mesh.count(run) if op == "avg" else 1
@@ -133,7 +133,7 @@ class World(Members):
     ) -> Any:
         """Split one dim among the ranks and join their blocks along another, or the same; backward is the reverse.
         `sizes`: how much of `split_dim` goes to each member; by default the blocks of `slice`."""
-        run, split, join = self._resolve(axes), _dim(x, split_dim), _dim(x, join_dim)
+        run, split, join = self.resolve(axes), _dim(x, split_dim), _dim(x, join_dim)
         mine = self.index(axes)
         send = self._pieces(x, split, run, sizes)
         free = (split, join) if split == join else (join,)
@@ -158,7 +158,7 @@ class World(Members):
     def broadcast(self, x: torch.Tensor, axes: Axes, source: int = 0, *, async_: bool = False) -> Any:
         """The tensor of the member `source`; the others bring one of its shape. Backward gives the gradient to it, and
         zeros to the others."""
-        run = self._resolve(axes)
+        run = self.resolve(axes)
         first = self._member(source, run)
         self._announce("broadcast", x, run, peer=source)
         buffer = x.detach().clone(memory_format=torch.contiguous_format)
@@ -173,7 +173,7 @@ class World(Members):
     ) -> Any:
         """The sum (or another `op` of `all_reduce`) on the member `to`, None on the others. Backward through it is
         refused."""
-        run = self._resolve(axes)
+        run = self.resolve(axes)
         own = self._member(to, run) == self.rank
         _check_op(x, op, ("sum", "avg", "prod", "max", "min"))
         self._announce("reduce", x, run, op=op, peer=to)
@@ -183,7 +183,7 @@ class World(Members):
     def gather(self, x: torch.Tensor, dim: int, axes: Axes, to: int = 0, *, async_: bool = False) -> Any:
         """The ranks' blocks, as uneven as they are, joined along a dim on the member `to`; None on the others. Backward
         through it is refused."""
-        run, dim = self._resolve(axes), _dim(x, dim)
+        run, dim = self.resolve(axes), _dim(x, dim)
         own = self._member(to, run) == self.rank
         calls = self._announce("gather", x, run, dims=(dim,), peer=to, free=(dim,))
         empty = _resized(x, {dim: 0})
@@ -203,7 +203,7 @@ class World(Members):
     ) -> Any:
         """This rank's block of a dim of the tensor of the member `source`; the others give None. `sizes`: of the
         blocks, by default those of `slice`. Backward through it is refused."""
-        run, mine = self._resolve(axes), self.index(axes)
+        run, mine = self.resolve(axes), self.index(axes)
         own = self._member(source, run) == self.rank
         if (x is not None) != own:
             raise RunError(
@@ -233,7 +233,7 @@ class World(Members):
 
     def barrier(self, axes: Axes | None = None, *, async_: bool = False) -> Any:
         """Wait for everybody, or for the members along some axes."""
-        run = self._resolve(axes)
+        run = self.resolve(axes)
         word = torch.zeros(1, device=self.device)
         self._announce("barrier", word, run)
         work = self._sum(word, run, "sum", async_)
@@ -245,7 +245,7 @@ class World(Members):
     def broadcast_object(self, value: Any, source: int = 0, axes: Axes | None = None) -> Any:
         """Plain data (None, numbers, strings, bytes, lists, tuples and dicts of these) of the member `source`. Raises
         RunError for anything else: nothing is pickled. So for the others below."""
-        run = self._resolve(axes)
+        run = self.resolve(axes)
         first = self._member(source, run)
         mine = self._as_bytes(value if first == self.rank else None)
         calls = self._announce("broadcast_object", mine, run, peer=source, free=(0,), always=True)
@@ -254,14 +254,14 @@ class World(Members):
 
     def all_gather_object(self, value: Any, axes: Axes | None = None) -> list[Any]:
         """Everybody's plain data, by member."""
-        run, mine = self._resolve(axes), self._as_bytes(value)
+        run, mine = self.resolve(axes), self._as_bytes(value)
         calls = self._announce("all_gather_object", mine, run, free=(0,), always=True)
         sizes = [c.shape[0] for c in calls]
         return [_object(part) for part in self._gather(mine, 0, run, sizes).wait().split(sizes)]
 
     def gather_object(self, value: Any, to: int = 0, axes: Axes | None = None) -> list[Any] | None:
         """Everybody's plain data, by member, on the member `to`; None on the others."""
-        run, mine = self._resolve(axes), self._as_bytes(value)
+        run, mine = self.resolve(axes), self._as_bytes(value)
         own = self._member(to, run) == self.rank
         calls = self._announce("gather_object", mine, run, peer=to, free=(0,), always=True)
         sizes = [c.shape[0] if own else 0 for c in calls]

@@ -65,3 +65,54 @@ mw.shutdown()
 
 def test_a_world_of_two_processes_has_all_collectives(tmp_path: Path) -> None:
     run(tmp_path, "dp", WORLD)
+
+
+STEP = """
+import os
+rank = int(os.environ["RANK"])
+
+class Tower(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.extra, self.norm = Net(), torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)
+
+def by_hand(model, batch):
+    y = model.norm(model.net(batch["x"]))
+    if batch["x"][0, 0] > 0:  # a branch that captured programs do not have
+        y = y + model.extra(y)
+    return F.cross_entropy(y, batch["y"])
+
+def decayed(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1)
+
+torch.manual_seed(rank)  # rank 0's weights are taken
+model = Tower()
+torch.manual_seed(0)
+twin = Tower()
+step = mw.manual_step(model, decayed, loss=by_hand, mesh={"dp": 2}, bucket_bytes=1000, clip_norm=0.5)
+optimizer = decayed(twin.parameters())
+given = batches(12) + batches(4, rows=5)
+assert {bool(b["x"][0, 0] > 0) for b in given} == {True, False}
+for number, (one, two) in enumerate(zip(given[::2], given[1::2])):
+    expected = (by_hand(twin, one) + by_hand(twin, two)) / 2
+    expected.backward()
+    mine = two if rank else one
+    if number % 3 == 0:
+        with step.no_sync():
+            step(mine)
+        continue
+    assert close(step(mine), expected.detach())
+    assert close(step.grad_norm, torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5))
+    optimizer.step()
+    optimizer.zero_grad()
+    trained = dict(model.named_parameters())
+    assert all(close(trained[n].detach(), p.detach()) for n, p in twin.named_parameters())
+everybody = mw.world({"dp": 2}).all_gather_object([p.double().sum().item() for p in model.state_dict().values()])
+assert everybody[0] == everybody[1]
+assert close(step.evaluate(given[0]), by_hand(model.eval(), given[0]).detach())
+mw.shutdown()
+"""
+
+
+def test_manual_data_parallel_equals_plain_pytorch(tmp_path: Path) -> None:
+    run(tmp_path, "dp", STEP)
