@@ -22,10 +22,11 @@ from typing import Any
 
 from meshwright.asked import check_switches
 from meshwright.errors import CheckpointError, a_type
-from meshwright.state.folder import as_path, write_whole
+from meshwright.state.folder import as_path, own, write_whole
 from meshwright.state.loading import Loaded
+from meshwright.state.lock import Lock
 from meshwright.state.saving import check_keep
-from meshwright.state.words import from_first
+from meshwright.state.words import confirm, from_first
 from meshwright.train import TrainStep, shutdown
 
 STOP = ".stop-"  # begins the names of files that announce a stop
@@ -66,6 +67,7 @@ class Autosave:
         check_switches(async_=async_)
         self.step, self.path, self.every, self.data = step, as_path(path), every, data
         self.async_, self.keep = async_, keep
+        self._lock = self._own()  # now, and not when the first save is due
         self.loaded: Loaded | None = step.resume(path, data=data)
         self.saved = step.steps if self.loaded is not None else -1
         word = from_first(step.local, uuid.uuid4().hex[:12] if step.rank == 0 else "")
@@ -78,6 +80,17 @@ class Autosave:
         self._process = os.getpid()
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._heard)
+
+    def _own(self) -> Lock | None:
+        """Keep other jobs from saving here. Raises CheckpointError on all ranks."""
+        found, problem = None, None
+        if self.step.rank == 0:
+            try:
+                found = own(self.path.absolute())
+            except CheckpointError as error:
+                problem = error
+        confirm(self.step.local, problem)
+        return found
 
     def __call__(self) -> None:
         """Save if it is time. Exits where the ranks have agreed to stop. Collective."""

@@ -3,6 +3,7 @@
     ckpt/latest                     the name of the newest whole checkpoint
     ckpt/step-00000200/             checkpoint.json, plan.json, rank00000.safetensors, …
     ckpt/.saving-step-00000300-…/   one that is being written, or whose writer was killed
+    ckpt/.lock                      the job that saves here
 
 Whoever is killed at any moment leaves either the checkpoint before as the newest, or the new one, whole.
 """
@@ -16,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshwright.errors import CheckpointError, path_from
-from meshwright.state.index import NAME
+from meshwright.state.index import NAME, leads_away
+from meshwright.state.lock import Lock, lock
 from meshwright.state.tensor_file import cannot_write
 
 LATEST = "latest"
@@ -39,10 +41,9 @@ def newest(path: Path) -> Path:
     """The folder of the checkpoint that a path means: itself, or the newest of those in it. Raises CheckpointError."""
     if (path / NAME).is_file():
         return path
-    with contextlib.suppress(OSError):
-        named = path / (path / LATEST).read_text("utf-8").strip()
-        if (named / NAME).is_file():
-            return named
+    named = _named(path)
+    if named is not None and (named / NAME).is_file():
+        return named
     found = whole_ones(path)
     if found:
         return found[0]
@@ -63,9 +64,26 @@ def newest(path: Path) -> Path:
     )
 
 
+def _named(path: Path) -> Path | None:
+    """The folder that is named as the newest; None where none is. Raises CheckpointError for one that is elsewhere."""
+    try:
+        name = (path / LATEST).read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    if name and (name in (".", "..") or Path(name).name != name or "\0" in name or leads_away(path / name)):
+        raise CheckpointError(
+            f"{LATEST} names {name[:200]!r}, which is not in the folder",
+            why="a checkpoint is loaded from below the path that is given, and from nowhere else",
+            where=str(path / LATEST),
+            hint=f"step.load with the path of the checkpoint itself, or write the name of a folder {PREFIX}… there",
+        )
+    return path / name if name else None
+
+
 def whole_ones(path: Path) -> list[Path]:
-    """The whole checkpoints of a folder, the newest first."""
-    found = (p for p in path.glob(f"{PREFIX}*") if (p / NAME).is_file()) if path.is_dir() else ()
+    """The whole checkpoints of a folder, the newest first. Links to elsewhere are none."""
+    there = path.glob(f"{PREFIX}*") if path.is_dir() else ()
+    found = (p for p in there if (p / NAME).is_file() and not leads_away(p))
     return sorted(found, key=lambda p: ((p / NAME).stat().st_mtime_ns, p.name), reverse=True)
 
 
@@ -75,7 +93,8 @@ def in_turn(path: Path) -> list[Path]:
     if (path.exists() and not path.is_dir()) or (path / NAME).is_file():
         return [newest(path)]
     found = whole_ones(path)
-    first = newest(path) if found else None
+    named = _named(path)
+    first = named if named in found else found[0] if found else None
     return sorted(found, key=lambda p: p != first)
 
 
@@ -84,23 +103,22 @@ def passed_over(path: Path, chosen: Path) -> list[str]:
     if not path.is_dir() or (path / NAME).is_file():
         return []
     found, taken = [], f"{chosen.name} is taken" if chosen != path else "training begins anew"
-    named = ""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        named = (path / LATEST).read_text("utf-8").strip()
-        if not (path / named / NAME).is_file():
-            lacks = f"has no {NAME}" if (path / named).is_dir() else "is not there"
-            found.append(f"{path / LATEST} names {named!r}, which {lacks}: {taken}")
+    named = _named(path)
+    if named is not None and not (named / NAME).is_file():
+        lacks = f"has no {NAME}" if named.is_dir() else "is not there"
+        found.append(f"{path / LATEST} names {named.name!r}, which {lacks}: {taken}")
     for folder in sorted(path.glob(f"{PREFIX}*")):
-        newer = folder.name != named and (chosen == path or folder.name > chosen.name)
-        if newer and folder.is_dir() and not (folder / NAME).is_file():
+        newer = folder != named and (chosen == path or folder.name > chosen.name)
+        if newer and leads_away(folder):
+            found.append(f"{folder} is a link out of {path}: {taken}")
+        elif newer and folder.is_dir() and not (folder / NAME).is_file():
             found.append(f"{folder} has no {NAME}, so it is no whole checkpoint: {taken}")
     return found
 
 
-def begin(path: Path, step: int, word: str) -> tuple[Path, Path]:
-    """Make the folder in which a checkpoint is written; its name and the one that it gets at the end.
-
-    What killed saves have left is removed. `word` tells this save from any other. Raises CheckpointError."""
+def own(path: Path) -> Lock:
+    """Make a folder of checkpoints if it is not there, and keep other jobs from saving into it as long as the result is
+    held. Raises CheckpointError."""
     if (path / NAME).is_file():
         raise CheckpointError(
             f"{str(path)!r} is a checkpoint itself",
@@ -113,6 +131,18 @@ def begin(path: Path, step: int, word: str) -> tuple[Path, Path]:
             why="a checkpoint is a folder in the folder that is named",
             hint="step.save('checkpoints')",
         )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    return lock(path)
+
+
+def begin(path: Path, step: int, word: str) -> tuple[Path, Path]:
+    """Make the folder in which a checkpoint is written, in a folder that this job owns; its name and the one that it
+    gets at the end.
+
+    What killed saves have left is removed. `word` tells this save from any other. Raises CheckpointError."""
     final = path / f"{PREFIX}{step:08d}"
     number = 1
     while final.exists():  # the same step once more
@@ -120,7 +150,6 @@ def begin(path: Path, step: int, word: str) -> tuple[Path, Path]:
         final = path / f"{PREFIX}{step:08d}.{number}"
     temporary = path / f"{UNFINISHED}{final.name}-{word}"
     try:
-        path.mkdir(parents=True, exist_ok=True)
         for left in path.glob(f"{UNFINISHED}*"):
             shutil.rmtree(left, ignore_errors=True)
         temporary.mkdir()
@@ -186,6 +215,7 @@ __all__ = [
     "begin",
     "commit",
     "newest",
+    "own",
     "passed_over",
     "prune",
     "synced",

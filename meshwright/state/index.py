@@ -182,6 +182,11 @@ class Index:
         return found
 
 
+def leads_away(path: Path) -> bool:
+    """Whether a name in a folder is a link to somewhere else."""
+    return path.is_symlink() and path.resolve().parent != path.parent.resolve()
+
+
 def key_of(name: str, shape: tuple[int, ...], box: Box) -> str:
     """The name in its file of a part of a tensor: the tensor's own for all of it, else ``name[0:16,8:24]``."""
     if box.shape == shape:
@@ -258,9 +263,18 @@ def read_index(folder: Path) -> Index:
     if found != crc:
         raise _damaged(path, f"its checksum is {found}, {crc} was written")
     try:
-        return _index(folder, json.loads("{" + rest))
+        index = _index(folder, json.loads("{" + rest))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise _damaged(path, f"it does not parse: {error}") from None
+    for name in (NAME, *index.files):
+        if leads_away(folder / name):
+            raise CheckpointError(
+                f"{name} is a link to {str((folder / name).resolve())!r}",
+                why="a checkpoint is read from its own folder, and from nowhere else",
+                where=str(folder),
+                hint="copy the file itself into the folder: cp -L",
+            )
+    return index
 
 
 def _damaged(path: Path, why: str) -> DamagedError:
@@ -269,7 +283,7 @@ def _damaged(path: Path, why: str) -> DamagedError:
 
 def _index(folder: Path, data: dict[str, Any]) -> Index:
     files = list(data["files"])
-    if wrong := [name for name in files if Path(name).name != name]:
+    if wrong := [name for name in files if Path(name).name != name or name == ".."]:
         raise ValueError(f"{wrong[0]!r} is no name of a file beside it")
 
     def part(entry: list[Any]) -> Part:
@@ -306,6 +320,7 @@ __all__ = [
     "Index",
     "Part",
     "key_of",
+    "leads_away",
     "read_index",
     "to_text",
 ]

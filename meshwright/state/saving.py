@@ -19,7 +19,7 @@ from meshwright.redistribute.boxes import Box, whole
 from meshwright.runtime.communicator import ProcessGroups
 from meshwright.runtime.connect import late
 from meshwright.runtime.step import LocalStep
-from meshwright.state.folder import as_path, begin
+from meshwright.state.folder import as_path, begin, own
 from meshwright.state.generators import random_state
 from meshwright.state.held import (
     SAFE_NAMES,
@@ -29,6 +29,7 @@ from meshwright.state.held import (
     state_items,
 )
 from meshwright.state.index import RANDOM, key_of
+from meshwright.state.lock import Lock
 from meshwright.state.plain import to_plain
 from meshwright.state.share import own_pieces
 from meshwright.state.tensor_file import Tensor
@@ -54,6 +55,7 @@ class Saves:
         self.step, self.plan, self.patience_seconds = step, plan, patience_seconds
         self.temporary = sorted(temporary)
         self.come_seconds = COME_SECONDS
+        self._owned: dict[Path, Lock] = {}
         self._thread: threading.Thread | None = None
         self._problem: MeshwrightError | None = None
 
@@ -85,6 +87,10 @@ class Saves:
         self._thread = threading.Thread(target=self._beside, args=(job,), name=f"save {final.name}")
         self._thread.start()
         return final
+
+    def own(self, path: Path) -> None:
+        """Keep other jobs from saving into a folder, as long as this is held. Rank 0's. Raises CheckpointError."""
+        self._owned[path] = own(path)
 
     @property
     def under_way(self) -> bool:
@@ -123,6 +129,7 @@ class Saves:
         told, mine = "", None
         if self.step.world.rank == 0:
             try:
+                self.own(path.absolute())
                 temporary, final = begin(path.absolute(), self.step.rank.step, uuid.uuid4().hex[:12])
                 told = json.dumps({"paths": [str(temporary), str(final), str(path)]})
             except MeshwrightError as error:

@@ -114,7 +114,7 @@ def test_autosave_alone(tmp_path: Path) -> None:
     for _ in range(5):
         step(batch)
         autosave()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000002", "step-00000004"]
+    assert sorted(p.name for p in tmp_path.glob("[!.]*")) == ["latest", "step-00000002", "step-00000004"]
     os.kill(os.getpid(), signal.SIGTERM)
     step(batch)
     step(batch)

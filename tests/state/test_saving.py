@@ -18,6 +18,7 @@ from meshwright.runtime.step import LocalStep
 from meshwright.state import tensor_file, writing
 from meshwright.state.folder import newest
 from meshwright.state.loading import load
+from meshwright.state.lock import LOCK
 from meshwright.state.plain import from_plain, to_plain
 from meshwright.state.saving import Saves
 from tests.state.worlds import batch_of, case, run, whole_state
@@ -36,7 +37,7 @@ def alone() -> Any:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir())
+    return sorted(p.name for p in folder.iterdir() if p.name != LOCK)
 
 
 def test_the_newest_are_kept(alone: Any, tmp_path: Path) -> None:
