@@ -3,8 +3,8 @@
 A block repeats when `period` nodes later the same operators follow with the same literals and types, and each of their
 inputs is the same value (a mask, a rotary table), the value `period` nodes later (inside the block, or handed on by the
 block before), or a parameter of its own of the same type. What the first block gets from outside stands where the
-later ones read their predecessor. Candidate periods are the distances between equal runs of 1, 2, 4, … nodes, so the
-work is n log n.
+later ones read their predecessor, and is of the same type. Candidate periods are the distances between equal runs of
+1, 2, 4, … nodes, so the work is n log n.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def _numbers(graph: Graph) -> _View:
     known: dict[Any, int] = {}
     tokens, wires = [], []
     last: dict[Wire, int] = {}
+    types = graph.types
     for number, node in enumerate(graph.nodes):
-        tokens.append(known.setdefault(_signature(node), len(known)))
+        tokens.append(known.setdefault((_signature(node), tuple([types[u] for u in node.uses])), len(known)))
         wires.append(tuple([place[u] for u in node.uses]))
         for wire in wires[-1]:
             last[wire] = number

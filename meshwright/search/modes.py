@@ -31,6 +31,7 @@ from meshwright.search.pins import Seeds, check_pins, module_seeds, overlaps, pi
 from meshwright.search.planner import Found, Planner, Request
 from meshwright.search.propagation import propagate
 from meshwright.search.searched import SEARCHES, priced, search
+from meshwright.search.solve import NoStates
 from meshwright.search.tables import with_tables
 
 NO_LIMIT = "no limit, to see the plan"
@@ -61,8 +62,10 @@ def make_plan(
     folds = folded(graph, folding, pinned_kinds(graph, wishes)) if folding.blocks else whole(graph)
     try:
         return _make_plan(folds, mesh, mode, pins or {}, wishes, request)
-    except (StrategyError, LayoutError):
-        if folds.is_whole:
+    except (StrategyError, LayoutError, PlanError) as error:
+        # What no state of equal layers allows may be possible where each has its own.
+        unlike = isinstance(error.__cause__, NoStates)
+        if folds.is_whole or (isinstance(error, PlanError) and not unlike):
             raise
     return _make_plan(
         whole(graph), mesh, mode, pins or {}, wishes, request

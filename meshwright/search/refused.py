@@ -49,14 +49,17 @@ def _apart(space: Space) -> tuple[Variable, ...]:
     have none."""
     problem, names = space.problem(), list(space.variable)
     dear = 1e3 * (1 + sum(float(m[np.isfinite(m)].max(initial=0.0)) for m in problem.pairs.values()))
-    unary = tuple(np.where(np.isinf(row), dear, row) for row in problem.unary)
-    pairs = {key: np.where(np.isinf(m), dear, m) for key, m in problem.pairs.items()}
-    states = solve(Problem(unary, pairs)).states
+    unary = tuple(np.where(np.isfinite(row), row, dear) for row in problem.unary)
+    pairs = {key: np.where(np.isfinite(m), m, dear) for key, m in problem.pairs.items()}
+    try:
+        states = solve(Problem(unary, pairs)).states
+    except NoStates:  # too much work: what was asked for is said without the two
+        return ()
     for v, row in enumerate(problem.unary):
-        if np.isinf(row[states[v]]):
+        if not np.isfinite(row[states[v]]):
             return (names[v],)
     for (u, v), matrix in problem.pairs.items():
-        if np.isinf(matrix[states[u], states[v]]):
+        if not np.isfinite(matrix[states[u], states[v]]):
             return names[u], names[v]
     return ()
 

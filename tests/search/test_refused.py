@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import meshwright as mw
 from meshwright.compile import captured_of, plan_captured
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import LayoutError, PlanError, StrategyError
@@ -40,6 +41,44 @@ def test_where_no_choice_is_allowed_the_operators_are_named(
     assert isinstance(error.__cause__, NoStates)
     assert error.why.startswith("no layout of %linear") and "goes with one of" in error.why
     assert "mlp.py" in error.where and error.hint
+
+
+def test_where_nothing_explains_that_no_choice_is_allowed_it_is_a_plan_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none(*_: Any, **__: Any) -> None:
+        raise NoStates(0)
+
+    monkeypatch.setattr("meshwright.search.recursion.eliminate", none)
+    monkeypatch.setattr("meshwright.search.refused.solve", none)
+    with pytest.raises(PlanError, match="no plan is possible on this mesh") as caught:
+        made("mlp", "2x2", "recursive_programming")
+    assert isinstance(caught.value.__cause__, NoStates) and caught.value.hint
+
+
+class Rotated(torch.nn.Module):
+    """Rotary embeddings as GLM has them: a half of the frequencies, each repeated, by views that look alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        q = self.up(x).view(*x.shape[:2], 2, 4).transpose(1, 2)
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        cos = cos[..., :2].repeat_interleave(2, dim=-1)
+        sin = sin[..., :2].repeat_interleave(2, dim=-1)
+        half = torch.stack((-q[..., 1::2], q[..., 0::2]), dim=-1).flatten(-2)
+        return (q * cos + half * sin).square().mean()
+
+
+@pytest.mark.parametrize("mode", SEARCHES)
+def test_views_of_other_tensors_are_no_equal_layers(mode: str) -> None:
+    torch.manual_seed(0)
+    model = Rotated()
+    batch = {"x": torch.randn(8, 16, 8), "cos": torch.rand(1, 16, 4), "sin": torch.rand(1, 16, 4)}
+    plan = mw.plan(model, batch, loss=lambda m, b: m(**b), cluster=Cluster.local(4), mode=mode)
+    mw.verify(model, batch, loss=lambda m, b: m(**b), plan=plan).raise_if_different()
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt"])

@@ -164,6 +164,7 @@ class Prices:
                 asked[value] = (key, rows[first])
         found = self.table.among([(value, rows) for value, (_, rows) in asked.items()])
         for (value, (key, _)), seconds in zip(asked.items(), found, strict=True):
+            seconds[np.isnan(seconds)] = np.inf  # a layout that the value cannot have
             self._seconds[value] = seconds
             if seconds.size <= SMALL:
                 self.known[key] = seconds
