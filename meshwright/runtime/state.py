@@ -7,7 +7,7 @@ tensors. Everything is known by its name in the model: names of a program's inpu
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -17,35 +17,61 @@ from meshwright.layout import TensorLayout
 from meshwright.runtime.buckets import GradientBuckets
 
 
+@dataclass(frozen=True)
+class Kept:
+    """How the ranks have one parameter or buffer. `stored`: as programs read it. `updated`: as the optimizer does,
+    where that is split further. `trained`: by some program so far. `holders`: the places of a pipeline that have it."""
+
+    entry: Input
+    stored: TensorLayout
+    updated: TensorLayout | None = None
+    trained: bool = False
+    holders: tuple[int, ...] = (0,)
+
+    @property
+    def layout(self) -> TensorLayout:
+        """The layout of this rank's values in `State.updated`, or of a tensor that nobody trains."""
+        return self.updated or self.stored
+
+
 @dataclass
 class State:
-    """`tensors`: parameter or buffer → this rank's shard, as programs read it. `weights`: those that are trained, as
-    autograd leaves. `updated`: what an optimizer updates of each: the weight itself, its shard (ZeRO-1 and 2), or a
-    copy on the host. `layouts`: how each is stored, and updated where that is split further. `homes`: values of
-    parameters that live in the host's memory. `next_tag`: messages between stages of the next program have tags from
-    here on."""
+    """`kept`: parameter or buffer → how the ranks have it, also those of other stages. `tensors`: this rank's shard, as
+    programs read it. `weights`: those that are trained, as autograd leaves. `updated`: what an optimizer updates of
+    each: the weight itself, its shard (ZeRO-1 and 2), or a copy on the host. `homes`: values of parameters that live in
+    the host's memory. `publishers`: trained parameters → what brings values from `updated` to `tensors`. `next_tag`:
+    messages between stages of the next program have tags from here on."""
 
+    kept: dict[str, Kept] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     updated: dict[str, torch.nn.Parameter] = field(default_factory=dict)
-    layouts: dict[str, tuple[TensorLayout, TensorLayout | None]] = field(default_factory=dict)
     homes: dict[str, torch.Tensor] = field(default_factory=dict)
     next_tag: int = 0
-    _buckets: list[GradientBuckets] = field(default_factory=list)
+    publishers: dict[frozenset[str], Callable[[], None]] = field(default_factory=dict)
+    buckets: list[GradientBuckets] = field(default_factory=list)
 
-    def place(
-        self, entry: Input, layout: tuple[TensorLayout, TensorLayout | None], make: Callable[[], torch.Tensor]
-    ) -> torch.Tensor:
-        """This rank's shard of an input: the one that is there, else the one that `make` gives. A parameter that a
-        program trains is an autograd leaf there, one that it only reads is not. Raises PlanError for a program that
-        wants it stored in another way."""
-        name = entry.target
-        if self.layouts.setdefault(name, layout) != layout:
+    def keep(self, new: Kept) -> None:
+        """Take over how a program has a parameter or a buffer. Raises PlanError where another has it otherwise."""
+        name, known = new.entry.target, self.kept.get(new.entry.target)
+        if known is None:
+            self.kept[name] = new
+            return
+        moved = new.stored != known.stored or not set(new.holders) <= set(known.holders)
+        if moved or (new.trained and known.trained and new.updated != known.updated):
             raise PlanError(
-                f"{name} is stored as {self.layouts[name][0]}, and this program wants {layout[0]}",
-                why="all programs of a model share its weights",
-                hint="build one step for each plan from a model of its own",
+                f"{name} is stored as {known.stored}, and this program wants {new.stored}",
+                why="all programs of a model share its weights, where they are",
+                hint="build the model anew for a step under another plan",
             )
+        if new.trained and not known.trained:
+            entry = replace(known.entry, needs_grad=True)
+            self.kept[name] = replace(known, entry=entry, trained=True, updated=new.updated)
+
+    def shard(self, entry: Input, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """This rank's shard of an input: the one that is there, else the one that `make` gives. A parameter that a
+        program trains is an autograd leaf there, one that it only reads is not."""
+        name = entry.target
         if name not in self.tensors:
             self.tensors[name] = make()
         found = self.tensors[name]
@@ -55,18 +81,25 @@ class State:
             return found.detach()
         if name not in self.weights:
             leaf = found if isinstance(found, torch.nn.Parameter) else torch.nn.Parameter(found.detach())
-            leaf.requires_grad_()
             self.tensors[name] = self.weights[name] = leaf
         return self.weights[name]
 
+    def publish(self) -> None:
+        """Bring what was written into `updated` to where programs read it. Collective."""
+        done: set[str] = set()
+        for names in sorted(self.publishers, key=lambda names: (-len(names), sorted(names))):
+            if not names <= done:
+                self.publishers[names]()
+                done |= names
+
     def shared_buckets(self, made: GradientBuckets) -> GradientBuckets:
         """The buckets of a program, or those of an earlier one with the same gradients: their memory serves both."""
-        for known in self._buckets:
+        for known in self.buckets:
             if known.same_as(made):
                 made.close()
                 return known
-        self._buckets.append(made)
+        self.buckets.append(made)
         return made
 
 
-__all__ = ["State"]
+__all__ = ["Kept", "State"]

@@ -34,7 +34,7 @@ from meshwright.runtime.pipelined import Pipelined
 from meshwright.runtime.programs import Programs
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.sharded_update import ShardedUpdate
-from meshwright.runtime.state import State
+from meshwright.runtime.state import Kept, State
 
 
 class LocalStep:
@@ -82,6 +82,8 @@ class LocalStep:
         self.inputs = {i.name: i for i in parts.resharded.graph.inputs}
         self._named = {(i.role, i.target): i.name for i in self.inputs.values()}
         for name, entry in self.inputs.items():
+            if entry.role in ("parameter", "buffer"):
+                self.state.keep(self._kept(entry))
             if entry.role != "batch" and (self.pipe is None or self.pipe.holds(name)):
                 self._make_leaf(entry, values, name in held)
         self.batches = BatchParts(
@@ -111,6 +113,9 @@ class LocalStep:
             self.hosted = HostUpdate(self.parameters, targets, self.state.updated)
             self.parameters = dict(self.hosted.masters)
         self.state.updated |= self.parameters
+        self.state.publishers[frozenset(self.parameters)] = functools.partial(
+            _publish, self.hosted, self.sharded
+        )
         if first is None:
             self.alike = Alike(self.world, rank.device)
             if self.pipe is not None:
@@ -190,15 +195,19 @@ class LocalStep:
                 return value if trained else local
             return local.clone(memory_format=torch.contiguous_format)
 
-        if entry.role == "constant":
-            self.leaves[entry.name] = shard()
-            return
-        layout = self.layouts[entry.name].forward
-        updated = self.parts.plan.states.get(entry.name) if trained else None
-        leaf = self.leaves[entry.name] = self.state.place(entry, (layout, updated), shard)
+        leaf = self.leaves[entry.name] = (
+            shard() if entry.role == "constant" else self.state.shard(entry, shard)
+        )
         if trained:
             assert isinstance(leaf, torch.nn.Parameter)
             self.parameters[entry.target] = self.weights[entry.name] = leaf
+
+    def _kept(self, entry: Input) -> Kept:
+        """How the ranks have a parameter or a buffer under the program's plan."""
+        trained = entry.role == "parameter" and entry.needs_grad
+        updated = self.parts.plan.states.get(entry.name) if trained else None
+        holders = (0,) if self.pipe is None else self.pipe.holders[entry.name]
+        return Kept(entry, self.layouts[entry.name].forward, updated, trained, holders)
 
     def _parked(self) -> Parked:
         """The parameters that live on the host, brought there where no other program has done so."""
@@ -361,6 +370,11 @@ class LocalStep:
         assert isinstance(self.executor, Pipelined)
         return self.executor.first_free_tag + 2 + len(self.inputs)
 
+    @property
+    def kept_inputs(self) -> list[Input]:
+        """The parameters and buffers of all programs over the state, on all ranks."""
+        return [kept.entry for kept in self.state.kept.values()]
+
     def named(self, role: str, target: str) -> str:
         """The program's input for a parameter or buffer of the model."""
         return self._named[role, target]
@@ -368,3 +382,9 @@ class LocalStep:
     def layout_of(self, parameter: str) -> TensorLayout:
         """The layout in which this rank updates a parameter: that of `parameters`."""
         return update_layout(self.parts, self.inputs[self._named["parameter", parameter]])
+
+
+def _publish(hosted: HostUpdate | None, sharded: ShardedUpdate) -> None:
+    if hosted is not None:
+        hosted.give_back()
+    sharded.gather()

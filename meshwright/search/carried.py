@@ -9,7 +9,7 @@ gradients what belongs to them goes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.blocks import UNFOLDED, Folding
@@ -52,17 +52,27 @@ def carried(plan: Plan, graph: Graph, folding: Folding = UNFOLDED) -> Plan:
     )
 
 
-def carried_to_train(plan: Plan, graph: Graph, held: Mapping[str, Held], weigh: Weigh) -> Plan:
+def carried_to_train(plan: Plan, graph: Graph, held: Sequence[Mapping[str, Held]], weigh: Weigh) -> Plan:
     """The plan of another program that trains: another shape or another loss of the same model.
 
     `held`: input → how a parameter or buffer is stored and updated already, which stays; what is not among them is
-    placed as the plan's techniques say. `weigh` as in `apply`. Raises PlanError where a stage has nothing to do.
+    placed as the plan's techniques say. One for all, or one for each of the plan's `own`. `weigh` as in `apply`. Raises
+    PlanError where a stage has nothing to do.
     """
     if plan.own:
-        own = tuple(carried_to_train(one, graph, held, weigh) for one in plan.own)
+        own = tuple(
+            _carried_to_train(one, graph, there, weigh) for one, there in zip(plan.own, held, strict=True)
+        )
         return replace(own[0], own=own)
+    return _carried_to_train(plan, graph, held[0], weigh)
+
+
+def _carried_to_train(plan: Plan, graph: Graph, held: Mapping[str, Held], weigh: Weigh) -> Plan:
     scene, _, same = _matched(plan, graph, UNFOLDED)
-    isomorphic = len(same) == len(graph.nodes) == len(plan.strategies)
+    trains = {e.name: e.needs_grad for e in graph.input_of("parameter")}
+    isomorphic = len(same) == len(graph.nodes) == len(plan.strategies) and all(
+        name in held and held[name].trained == trained for name, trained in trains.items()
+    )
     strategies = _strategies(scene, plan, same, gradients=isomorphic)
     if not isomorphic:
         pass_gradients_back(scene, strategies)
@@ -84,10 +94,12 @@ def carried_to_train(plan: Plan, graph: Graph, held: Mapping[str, Held], weigh: 
 
 @dataclass(frozen=True)
 class Held:
-    """How a parameter or a buffer is stored, and how it is updated where that is split further."""
+    """How a parameter or a buffer is stored, and how it is updated where that is split further. `trained`: by some
+    program so far; how one that is not will be updated is still open."""
 
     stored: TensorLayout
     updated: TensorLayout | None = None
+    trained: bool = False
 
 
 def _stored_as_held(plan: Plan, held: Mapping[str, Held]) -> Plan:
@@ -98,7 +110,8 @@ def _stored_as_held(plan: Plan, held: Mapping[str, Held]) -> Plan:
             continue
         hub = hubs.get(name)
         use = inputs[name] if hub is None or hub.pending else hub
-        states.pop(name, None)
+        if one.trained or use.dims != one.stored.dims:
+            states.pop(name, None)
         if one.updated is not None:
             states[name] = one.updated
         if use.dims == one.stored.dims:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +11,6 @@ import torch
 from meshwright.errors import CheckpointError
 from meshwright.graph import Input
 from meshwright.layout import TensorLayout
-from meshwright.partition.updates import update_layout
 from meshwright.runtime.step import LocalStep
 from meshwright.state.index import MODEL, STATE
 from meshwright.state.plain import from_plain, to_plain
@@ -37,47 +36,46 @@ class Item:
 
 
 class HasInputs(Protocol):
-    """A step, or what else has the inputs of a program."""
+    """A step, or what else knows the parameters and buffers of a program."""
 
     @property
-    def inputs(self) -> Mapping[str, Input]:
-        """By name."""
+    def kept_inputs(self) -> list[Input]:
+        """Those of all ranks."""
         ...
 
 
 def kept_inputs(step: HasInputs) -> list[Input]:
-    """The program's parameters and buffers, on all ranks."""
-    return [e for e in step.inputs.values() if e.role in ("parameter", "buffer")]
+    """The parameters and buffers of the step's programs, on all ranks."""
+    return step.kept_inputs
 
 
 def layout_of(step: LocalStep, entry: Input) -> TensorLayout:
     """The layout in which a parameter is updated, or a buffer is held."""
-    trained = entry.role == "parameter" and entry.needs_grad
-    return (update_layout(step.parts, entry) if trained else step.layouts[entry.name]).forward
+    return step.state.kept[entry.target].layout.forward
 
 
 def places_of(step: LocalStep, entry: Input) -> tuple[int, ...]:
     """The places in a pipeline that share the writing of an input: all that hold the same parts of it."""
     if step.pipe is None:
         return (0,)
-    found = step.pipe.holders[entry.name]
+    found = step.state.kept[entry.target].holders
     return found[:1] if step.parts.plan.meshes else found  # others hold other parts
 
 
 def model_items(step: LocalStep) -> Iterator[Item]:
     """Parameters and buffers, parameters as this rank updates them."""
+    state = step.state
     for entry in kept_inputs(step):
-        if entry.name in step.leaves:
-            trained = entry.role == "parameter" and entry.needs_grad
-            tensor = step.parameters[entry.target] if trained else step.leaves[entry.name]
+        tensor = state.updated.get(entry.target, state.tensors.get(entry.target))
+        if tensor is not None:
             yield Item(MODEL + entry.target, tensor.detach(), layout_of(step, entry), places_of(step, entry))
 
 
 def trained_inputs(step: LocalStep) -> Iterator[tuple[Input, torch.nn.Parameter]]:
     """Those of the parameters that this rank updates, with what the optimizer knows of each."""
     for entry in kept_inputs(step):
-        if entry.role == "parameter" and entry.target in step.parameters:
-            yield entry, step.parameters[entry.target]
+        if entry.target in step.state.updated:
+            yield entry, step.state.updated[entry.target]
 
 
 def state_items(step: LocalStep) -> Iterator[Item]:

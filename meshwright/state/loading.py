@@ -96,9 +96,7 @@ def load(
     _together(step, path, lambda: _check_parts(index, step, taken))
     with torch.no_grad():
         states = _together(step, path, read)
-        if step.hosted is not None:
-            step.hosted.give_back()
-        step.sharded.gather()
+        step.state.publish()
     step.rank.step = index.step
     if index.seed is not None:
         step.rank.seed = index.seed
@@ -218,7 +216,7 @@ def _load_optimizer(index: Index, step: LocalStep, cast: bool) -> None:
     for entry, leaf in trained_inputs(step):
         told = of.get(names[id(leaf)])
         optimizer.state.pop(leaf, None)
-        if told is None or not (told["tensors"] or told["values"]):
+        if told is None or id(leaf) not in groups or not (told["tensors"] or told["values"]):
             continue
         state = {k: from_plain(v) for k, v in told["values"].items()}
         for key in told["tensors"]:

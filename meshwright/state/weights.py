@@ -40,7 +40,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class _Inputs:
-    inputs: Mapping[str, Input]
+    kept_inputs: list[Input]
 
 
 def open_weights(
@@ -49,20 +49,19 @@ def open_weights(
     """Open a checkpoint, a safetensors file or a Hugging Face folder, and compare it with the parameters and buffers of
     a program. Buffers that are `temporary` may be missing. With `cast` floating dtypes may differ. Raises
     CheckpointError."""
-    program = _Inputs({i.name: i for i in inputs})
+    program = _Inputs([i for i in inputs if i.role in ("parameter", "buffer")])
     index = open_checkpoint(path)
     index.check_files()
     index = as_named_here(index, program)
     check_model(index, program, temporary, cast)
     names: dict[str, str] = {}
     absent: list[Input] = []
-    for entry in program.inputs.values():
-        if entry.role in ("parameter", "buffer"):
-            saved = saved_name(index, program, entry.target)
-            if saved is None:
-                absent.append(entry)
-            else:
-                names[entry.name] = MODEL + saved
+    for entry in program.kept_inputs:
+        saved = saved_name(index, program, entry.target)
+        if saved is None:
+            absent.append(entry)
+        else:
+            names[entry.name] = MODEL + saved
     return Weights(index, names, tuple(absent))
 
 
