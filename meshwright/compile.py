@@ -22,6 +22,7 @@ from meshwright.cost.saved import saved
 from meshwright.cycles import seldom_collected
 from meshwright.errors import CaptureError, ClusterError, DoesNotFit, MeshError, a_type
 from meshwright.fewer_rows import with_batch_that_fits
+from meshwright.guards import Guards
 from meshwright.mesh import Mesh
 from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
@@ -442,7 +443,9 @@ def mesh_from(mesh: MeshLike, captured: Captured | None = None) -> Mesh:
     )
 
 
-_captured: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Captured]] = weakref.WeakKeyDictionary()
+_captured: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Captured, Guards]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def captured_of(model: torch.nn.Module, batch: Any, loss: Loss, cache: str | Path | None = None) -> Captured:
@@ -457,7 +460,7 @@ def captured_of(model: torch.nn.Module, batch: Any, loss: Loss, cache: str | Pat
         tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in model.named_parameters()),
     )
     known = _captured.get(model)
-    if known is not None and known[0] == key:
+    if known is not None and known[0] == key and not known[2].changed(batch):
         return known[1]
     try:
         raw = capture_graph(model, batch, loss, cache=folder)
@@ -466,7 +469,7 @@ def captured_of(model: torch.nn.Module, batch: Any, loss: Loss, cache: str | Pat
             raise CaptureError(error.what, why=f"{NO_LOSS}; {error.why}", hint=GIVE_LOSS) from error
         raise
     captured = Captured(renumber(raw.graph), raw.constants, raw.folding, raw.notes)
-    _captured[model] = (key, captured)
+    _captured[model] = (key, captured, Guards.of(model, loss, batch))
     return captured
 
 

@@ -9,25 +9,35 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import time
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from meshwright.agreed import pack, prepare, same_model, same_optimizer, unpack
+from meshwright.asked import check_trains
+from meshwright.capture import Captured
+from meshwright.capture.batch import leaves, map_leaves
+from meshwright.capture.fold import fold
+from meshwright.compile import Loss, captured_of, lower, values_of, with_origin
 from meshwright.errors import BatchError, PlanError, RunError
 from meshwright.graph import Graph
+from meshwright.guards import Guards
 from meshwright.partition.weighed import weighed
-from meshwright.pipeline.meshes import meshes_of
 from meshwright.plan import Plan
 from meshwright.runtime.batches import Given, LocalBatch
 from meshwright.runtime.communicator import Communicator
 from meshwright.runtime.connect import Meeting, late
+from meshwright.runtime.elementwise import check_made
+from meshwright.runtime.optimizers import OptimizerFactory, extend_optimizer
 from meshwright.runtime.state import State
 from meshwright.runtime.step import LocalStep
 from meshwright.search.carried import Held, carried_to_train
+from meshwright.techniques import Techniques
 
 COME_SECONDS = 60.0  # for which ranks wait for each other before they make another program
 log = logging.getLogger("meshwright")
@@ -37,11 +47,12 @@ log = logging.getLogger("meshwright")
 class ModelState:
     """What all steps of a model share. `plan`: that of the first; `held`: parameter or buffer → how it is stored and
     updated, of each place of a pipeline whose places have meshes of their own, else one for all. `names`: each name of
-    a tied parameter → the one it is known by."""
+    a tied parameter → the one it is known by. `temporary`: buffers that the model makes anew, which no file need have.
+    """
 
     plan: Plan
     world: Communicator
-    device: torch.device
+    temporary: frozenset[str] = frozenset()
     state: State = field(default_factory=State)
     held: list[dict[str, Held]] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
@@ -59,18 +70,20 @@ class ModelState:
                 trained = entry.role == "parameter" and entry.needs_grad
                 if known is None or (trained and not known.trained):
                     stored = known.stored if known is not None else one.inputs[entry.name].forward
-                    held[entry.target] = Held(stored, one.states.get(entry.name) if trained else None, trained)
+                    held[entry.target] = Held(
+                        stored, one.states.get(entry.name) if trained else None, trained
+                    )
 
-    def renamed(self, graph: Graph) -> Graph:
-        """A graph that calls tied parameters as the state does."""
+    def renamed(self, captured: Captured) -> Captured:
+        """A program that calls tied parameters as the state does."""
         inputs = []
-        for entry in graph.inputs:
+        for entry in captured.graph.inputs:
             every = (entry.target, *entry.ties)
             name = next((self.names[n] for n in every if n in self.names), entry.target)
             if name != entry.target and entry.role in ("parameter", "buffer"):
                 entry = replace(entry, target=name, ties=tuple(n for n in every if n != name))
             inputs.append(entry)
-        return replace(graph, inputs=tuple(inputs))
+        return replace(captured, graph=replace(captured.graph, inputs=tuple(inputs)))
 
     def carried(self, plan: Plan, graph: Graph) -> Plan:
         """A plan for another program: that of an earlier one, with weights where they are. Where its micro-batches are
@@ -100,6 +113,31 @@ def state_of(model: torch.nn.Module) -> ModelState | None:
     return _of_model.get(model)
 
 
+def forget_states() -> None:
+    """The ranks part: no later step shares anything with those before."""
+    _of_model.clear()
+
+
+def check_joins(shared: ModelState, plan: Plan | None, mesh: Any, asked: Techniques) -> None:
+    """Raise PlanError where a further step of a model asks for another plan than the first has."""
+    first = shared.plan
+    odd = ""
+    if plan is not None and plan.ranks.sizes != first.ranks.sizes:
+        odd = f"a plan for {plan.told_mesh}"
+    if isinstance(mesh, Mapping) and dict(mesh) not in (dict(first.mesh.sizes), dict(first.ranks.sizes)):
+        odd = f"mesh={dict(mesh)}"
+    theirs = first.techniques.asked()
+    differ = [f"{k}={v!r}" for k, v in asked.asked().items() if k not in theirs or theirs[k] != v]
+    odd = differ[0] if differ else odd
+    if odd:
+        raise PlanError(
+            f"another step of this model was built, and this one asks for {odd}",
+            why=f"they train the same weights, which are sharded by the plan of the first: {first.told_mesh}",
+            hint="leave it out: a further step of a model has the plan of the first. To compare plans, build the model "
+            "anew for each",
+        )
+
+
 def keep_state(model: torch.nn.Module, state: ModelState) -> None:
     """Note what the steps of a model share."""
     _of_model[model] = state
@@ -114,30 +152,58 @@ def shapes_of(given: Given) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Program:
-    """A program and what it was captured for: shapes of the batch, and flags of the model."""
+    """A program and what it was captured for: the shapes of a batch, of which `example` is one without memory, and the
+    Python values that were read."""
 
+    example: Any
     shapes: tuple[Any, ...]
-    flags: tuple[Any, ...]
+    guards: Guards
     local: LocalStep
-    told: str  # for a reader
+
+    @staticmethod
+    def of(batch: Any, guards: Guards, local: LocalStep) -> Program:
+        """What was captured for a batch."""
+        example = map_leaves(batch, lambda x: x.new_empty(()).expand(x.shape))
+        return Program(example, shapes_of(dict(leaves(batch))), guards, local)
+
+    def takes(self, shapes: tuple[Any, ...]) -> bool:
+        """Whether it runs on a batch of some shapes, or on a part that was read for it."""
+        return shapes in (self.shapes, (self.local.batches.key,))
 
 
 class ProgramTable:
     """The programs of one step, the last one used first; the one it was built with stays."""
 
-    def __init__(self, first: Program, limit: int) -> None:
-        self.first, self.limit = first, limit
+    def __init__(self, first: Program, limit: int, source: Source) -> None:
+        self.first, self.limit, self.source = first, limit, source
         self.recent = [first]
-        self._made: Counter[str] = Counter()  # what differed → programs made for it
+        self._dropped = 0
 
-    def find(self, shapes: tuple[Any, ...], flags: tuple[Any, ...]) -> LocalStep | None:
-        """The program for a batch and the model's flags; None where there is none."""
+    def of(self, batch: Any, given: Given) -> LocalStep:
+        """The program for a batch, made where there is none. Collective then. Raises RunError for a change that no
+        program can follow."""
+        shapes, said = shapes_of(given), ""
+        nearest: Program | None = None
         for number, one in enumerate(self.recent):
-            if one.shapes == shapes and one.flags == flags:
+            if not one.takes(shapes):
+                continue
+            changed = one.guards.changed(batch)
+            if not changed:
                 if number:
                     self.recent.insert(0, self.recent.pop(number))
                 return one.local
-        return None
+            said, nearest = said or changed, nearest or one
+        if isinstance(given, LocalBatch):
+            if nearest is None:  # its check says what is wrong
+                return self.first.local
+            batch = nearest.example
+        if nearest is not None and said.startswith(
+            ("batch[", "hooks of") if given is not batch else "hooks of"
+        ):
+            nearest.guards.check(batch)
+        made = self.source.another(batch, said, self.first.local)
+        self.add(made)
+        return made.local
 
     def add(self, made: Program) -> None:
         """Keep a program; of too many the one goes that was not used for longest."""
@@ -146,8 +212,8 @@ class ProgramTable:
             last = next(p for p in reversed(self.recent) if p is not self.first)
             self.recent.remove(last)
             self._drop(last.local)
-            self._made[made.told] += 1
-            if self._made.total() in (1, 10, 100, 1000):
+            self._dropped += 1
+            if self._dropped in (1, 10, 100, 1000):
                 log.warning(
                     "more than %d programs of one step: %s keeps changing, and each costs a capture. "
                     "Pad batches to a few shapes (mw.pad_to), or raise max_programs=",
@@ -171,11 +237,83 @@ def changing(shapes: Sequence[tuple[Any, ...]]) -> str:
     return f"the shape of {', '.join(repr(p) if p else 'the batch' for p in odd[:4])}" if odd else "the model"
 
 
-def described(given: Given) -> str:
+def described(batch: Any) -> str:
     """The shapes of a batch, for a reader."""
-    if isinstance(given, LocalBatch):
-        return "a part of a batch"
-    return ", ".join(f"{path or 'batch'} {list(x.shape)}" for path, x in list(given.items())[:4])
+    return ", ".join(f"{path or 'batch'} {list(x.shape)}" for path, x in list(leaves(batch))[:4])
+
+
+@dataclass
+class Source:
+    """What the programs of one step are captured from. `plan`: that of its first program."""
+
+    model: torch.nn.Module
+    loss: Loss
+    optimizer: OptimizerFactory
+    cache: str | Path | None
+    shared: ModelState
+    plan: Plan
+    on_meta: bool = False
+
+    def another(self, batch: Any, changed: str, first: LocalStep) -> Program:
+        """A program for another batch, or for Python values that have `changed`, beside the first one. Collective.
+        Raises CaptureError and PlanError."""
+        began, shared, model, meeting = time.perf_counter(), self.shared, self.model, Meeting()
+        told = changed or described(batch)
+        all_here(
+            meeting, told, "every rank gives step(batch) the same batch; mw.shard_loader reads parts of one"
+        )
+
+        def compute() -> bytes:
+            example = map_leaves(batch, lambda t: t.to("meta")) if self.on_meta else batch
+            captured = shared.renamed(captured_of(model, example, self.loss, self.cache))
+            check_trains(captured.graph)
+            plan = shared.carried(self.plan, captured.graph)
+            return pack(captured, plan.check(captured.graph), model, torch.get_rng_state())
+
+        agreed = unpack(meeting.agree(compute))
+        same_model(meeting, agreed, model)
+        guards = Guards.of(model, self.loss, batch)
+        captured = Captured(agreed.graph, agreed.constants, fold(agreed.graph), ())
+        plan = with_origin(agreed.plan.check(agreed.graph), captured)
+        parts = lower(captured, plan)
+        prepare(shared.world, parts)
+        rank = first.rank
+        made = LocalStep(
+            parts,
+            rank,
+            values_of(model, captured, rank.device),
+            None,
+            clip_norm=first.clip_norm,
+            first=first,
+        )
+        self._train_further(made, first, cut_parameter(agreed.graph, plan))
+        same_optimizer(meeting, made)
+        shared.remember(agreed.graph, plan)
+        if shared.world.rank == 0:
+            log.warning(
+                "a program for %s was captured and planned in %.1f s", told, time.perf_counter() - began
+            )
+        return Program.of(batch, guards, made)
+
+    def _train_further(self, made: LocalStep, first: LocalStep, cut: str) -> None:
+        """Have the optimizer update what only this program trains, if it may step on shards."""
+        optimizer, known = first.optimizer, first.offered
+        new = {name: p for name, p in made.parameters.items() if name not in known}
+        if optimizer is None or not new:
+            return
+        if cut in new:
+            check_made(optimizer, cut)
+        extend_optimizer(optimizer, self.optimizer, known, new)
+        known |= new
+
+
+def cut_parameter(graph: Graph, plan: Plan) -> str:
+    """A trained parameter of which a rank updates a shard alone, empty where there is none."""
+    for one in plan.own or (plan,):
+        for entry in graph.input_of("parameter"):
+            if entry.needs_grad and one.states.get(entry.name, one.inputs[entry.name]).split_axes:
+                return entry.target
+    return ""
 
 
 def all_here(meeting: Meeting, told: str, hint: str) -> None:
@@ -197,9 +335,10 @@ __all__ = [
     "ModelState",
     "Program",
     "ProgramTable",
-    "all_here",
-    "described",
+    "Source",
+    "check_joins",
+    "cut_parameter",
+    "forget_states",
     "keep_state",
-    "shapes_of",
     "state_of",
 ]

@@ -54,7 +54,6 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.timeline import Timeline
 from meshwright.errors import PlanError, RunError, a_type
 from meshwright.forward import ForwardStep, Outputs, default_outputs, shared_forward
-from meshwright.graph import Graph
 from meshwright.guards import Guards
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
@@ -66,6 +65,17 @@ from meshwright.pipeline.measured import Measured, from_text, to_text
 from meshwright.pipeline.meshes import meshes, meshes_of
 from meshwright.pipeline.predicted import predict
 from meshwright.plan import Plan
+from meshwright.programs import (
+    ModelState,
+    Program,
+    ProgramTable,
+    Source,
+    check_joins,
+    cut_parameter,
+    forget_states,
+    keep_state,
+    state_of,
+)
 from meshwright.redistribute import redistribute
 from meshwright.redistribute.positions import exchange
 from meshwright.report.program import ProgramText
@@ -101,13 +111,13 @@ class TrainStep:
         local: LocalStep,
         parts: Partition,
         temporary: Collection[str] = (),
-        guards: Guards | None = None,
+        programs: ProgramTable | None = None,
     ) -> None:
-        """`temporary`: buffers that the model makes anew, which no file need have. `guards`: the Python values that the
-        program was captured with."""
+        """`temporary`: buffers that the model makes anew, which no file need have. `programs`: where those of other
+        shapes are found; without it there is one."""
         # The model is not kept: the whole weights of parameters that are cut can be freed with it.
         self.local, self.plan = local, parts.asked
-        self.parts, self._guards = parts, guards
+        self.parts, self._programs = parts, programs
         self._temporary = frozenset(temporary)
         self._saves = Saves(local, self.plan, self._temporary)
 
@@ -161,16 +171,18 @@ class TrainStep:
     def __call__(self, batch: Any) -> torch.Tensor:
         """One step on the whole batch (every rank gives the same one and takes its part), or on this rank's part as
         `mw.shard_loader` reads it. Raises BatchError."""
-        return self.local(self._given(batch))
+        local, given = self._program_for(batch)
+        return local(given)
+
+    def _program_for(self, batch: Any) -> tuple[LocalStep, Given]:
+        """The program for a batch, made where there is none, and what it is given. Collective then."""
+        given = batch if isinstance(batch, LocalBatch) else dict(leaves(batch))
+        return (self.local if self._programs is None else self._programs.of(batch, given)), given
 
     def gradients(self, batch: Any) -> torch.Tensor:
         """Loss and gradients without an update."""
-        return self.local.gradients(self._given(batch))
-
-    def _given(self, batch: Any) -> Given:
-        if self._guards is not None:
-            self._guards.check(batch)
-        return batch if isinstance(batch, LocalBatch) else dict(leaves(batch))
+        local, given = self._program_for(batch)
+        return local.gradients(given)
 
     def local_norms(self, batch: Any) -> dict[str, torch.Tensor]:
         """Name → the 2-norm of this rank's gradient before it is added up with those of other ranks, without an update.
@@ -178,7 +190,8 @@ class TrainStep:
         Collective: all ranks call it. A weight that is stored in parts, and gathered where it is used, has its part of
         the sum already; with `gradient_accumulation_shard` the norm is that of the last micro-batch.
         """
-        return self.local.local_norms(self._given(batch))
+        local, given = self._program_for(batch)
+        return local.local_norms(given)
 
     def trace(self, batch: Any, cluster: Cluster | None = None) -> StepTrace:
         """A step like any other, with what each rank did when: print it, or `StepTrace.save` it for Perfetto.
@@ -189,7 +202,7 @@ class TrainStep:
         local, plan = self.local, self.plan
         played, prologue, timeline = _predicted(self.parts, cluster)
         recorder = Recorder(local.rank.device)
-        tag = 0 if local.pipe is None else local.last_tag + 1
+        tag = 0 if local.pipe is None else local.state.next_tag
         ahead = ahead_of_first(local.world, local.rank.device, tag)
         with recorder.watching(local):
             loss = self(batch)
@@ -211,7 +224,7 @@ class TrainStep:
         and PlanError for a model with other parameters.
         """
         local = self.local
-        tag = 0 if local.pipe is None else local.last_tag + 2
+        tag = 0 if local.pipe is None else local.state.next_tag + 1
         check_model(model)
         check_function("outputs", outputs, 'lambda model, batch: model(batch["ids"])')
         return shared_forward(self.plan, local.world, local.rank, local.leaves, local.parked, tag)(
@@ -222,7 +235,7 @@ class TrainStep:
     def full_state(self) -> dict[str, torch.Tensor]:
         """A copy of every parameter and buffer, whole, as `load_state_dict` of the model takes them: those that a model
         makes anew are left out. Collective: all ranks call it."""
-        ours = {x.untyped_storage().data_ptr() for x in self.local.leaves.values()}
+        ours = {x.untyped_storage().data_ptr() for x in self.local.state.tensors.values()}
         return {
             name: x.clone() if x.untyped_storage().data_ptr() in ours else x
             for name, x in self._whole().items()
@@ -234,10 +247,8 @@ class TrainStep:
         found: dict[str, torch.Tensor] = {}
         local, pipe = self.local, self.local.pipe
         mesh, rank = local.mesh, local.rank.comm.rank
-        for name, entry in local.inputs.items():
-            if entry.role not in ("parameter", "buffer"):
-                continue
-            value, layout = local.leaves.get(name), local.layouts[name].forward
+        for name, kept in local.state.kept.items():
+            entry, layout, value = kept.entry, kept.stored, local.state.tensors.get(name)
             if value is not None and layout.split_axes:
                 value = value.to(local.rank.device)
                 whole = TensorLayout.whole(layout.shape)
@@ -250,7 +261,7 @@ class TrainStep:
                     dtype=TORCH_DTYPES[entry.type.dtype],
                     device=local.rank.device,
                 )
-                value = pipe.comm.from_first(value, empty, pipe.holders[name], local.last_tag)
+                value = pipe.comm.from_first(value, empty, kept.holders, local.last_tag)
             assert value is not None
             value = value.detach()
             for target in (entry.target, *entry.ties):
@@ -369,6 +380,7 @@ def train_step(
     init: Init | None = None,
     device: torch.device | str | None = None,
     cache: str | Path | None = None,
+    max_programs: int = 16,
     **techniques: Unpack[Options],
 ) -> TrainStep:
     """Build the step of this rank. Call it on every launched rank (or alone, for a plan of one rank).
@@ -387,6 +399,10 @@ def train_step(
     A `model` on the meta device has no values: `init`, the function that builds it (``lambda: MyModel(config)``), is
     followed without memory, and each rank makes its parts, one parameter after the other, on `device` (the CPU), bit
     for bit as ``init()`` would on rank 0's CPU from the state of its random generator.
+
+    A batch of another shape, a changed ``requires_grad``, ``model.train()`` or ``model.eval()`` is another program over
+    the same weights: it is captured at the first such call, and kept, up to `max_programs`. A second step of one model,
+    with another loss or another optimizer, trains the same weights, too; its plan is that of the first.
 
     Raises a subclass of MeshwrightError before a process group is made.
     """
@@ -426,14 +442,20 @@ def train_step(
             why=f"the step runs where the model is, on {place}",
             hint="model.to(device)",
         )
-    meeting = Meeting()
+    meeting, shared = Meeting(), state_of(model)
+    if shared is not None:
+        check_joins(shared, plan, mesh, asked)
 
     def compute() -> bytes:
         state = torch.get_rng_state()
         example = batch if init is None else map_leaves(batch, lambda t: t.to("meta"))
         captured = captured_of(model, example, loss, cache)
         check_trains(captured.graph)
-        chosen = plan if plan is not None else plan_captured(captured, mesh, mode, pins, request, asked)
+        if shared is not None:
+            captured = shared.renamed(captured)
+            chosen = shared.carried(shared.plan, captured.graph)
+        else:
+            chosen = plan if plan is not None else plan_captured(captured, mesh, mode, pins, request, asked)
         check_world(chosen.ranks)
         return pack(captured, chosen.check(captured.graph), model, state)
 
@@ -451,11 +473,14 @@ def train_step(
     chosen = with_origin(
         chosen.check(graph), captured
     )  # as it came it may say many equal layers by two of them
-    cut = _cut_parameter(graph, chosen)
+    cut = cut_parameter(graph, chosen)
     apart = next((e.target for e in graph.input_of("parameter") if e.needs_grad), "") if chosen.stages else ""
     check_optimizer(optimizer, cut, apart)
     over_gloo(meeting, chosen, place)
-    comm = meeting.connect(chosen.ranks, place, host=bool(chosen.hosts))
+    if shared is None:
+        comm = meeting.connect(chosen.ranks, place, host=bool(chosen.hosts))
+        shared = ModelState(chosen, comm, frozenset(temporary_of(model)))
+    comm = shared.world
     parts = lower(captured, chosen)
     rank = Rank(comm, place, seed=seed, exact=exact_random)
     prepare(comm, parts)
@@ -467,7 +492,8 @@ def train_step(
     made = {} if initial is None else initial.parts(lambda entry: taker(entry.name, mine, inside), holds)
     values = {**values_of(model, captured, place), **made}
     if initial is None:
-        start_equal(comm, place, {**dict(model.named_parameters()), **dict(model.named_buffers())}, source)
+        every_tensor = (*model.named_parameters(), *model.named_buffers())
+        start_equal(comm, place, {n: x for n, x in every_tensor if n not in shared.names}, source)
     alone = grouped_alone(optimizer, model)
     local = LocalStep(
         parts,
@@ -477,12 +503,17 @@ def train_step(
         clip_norm=clip_norm,
         bucket_bytes=bucket_bytes,
         held=made,
+        state=shared.state,
     )
     same_optimizer(meeting, local)
     same_groups(meeting, alone, local)
     if local.optimizer is not None:
         check_made(local.optimizer, cut, apart)
-    return TrainStep(local, parts, temporary_of(model), guards)
+    shared.remember(graph, chosen)
+    keep_state(model, shared)
+    source_of_programs = Source(model, loss, optimizer, cache, shared, chosen, init is not None)
+    table = ProgramTable(Program.of(batch, guards, local), max_programs, source_of_programs)
+    return TrainStep(local, parts, shared.temporary, table)
 
 
 def _predicted(parts: Partition, cluster: Cluster | None) -> tuple[Played | None, float, Timeline | None]:
@@ -502,16 +533,8 @@ def _predicted(parts: Partition, cluster: Cluster | None) -> tuple[Played | None
     return None, 0.0, simulate(parts, cluster)
 
 
-def _cut_parameter(graph: Graph, plan: Plan) -> str:
-    """A trained parameter of which a rank updates a part alone, empty where there is none."""
-    for one in plan.own or (plan,):
-        for entry in graph.input_of("parameter"):
-            if entry.needs_grad and one.states.get(entry.name, one.inputs[entry.name]).split_axes:
-                return entry.target
-    return ""
-
-
 def shutdown() -> None:
     """Leave together: a barrier, then the end of the process groups (gloo aborts when a peer leaves mid-talk)."""
+    forget_states()
     if dist.is_initialized():
         leave()

@@ -49,6 +49,30 @@ def make_optimizer(
     return made
 
 
+def extend_optimizer(
+    optimizer: torch.optim.Optimizer,
+    factory: OptimizerFactory,
+    known: Mapping[str, torch.nn.Parameter],
+    new: Mapping[str, torch.nn.Parameter],
+) -> None:
+    """Have an optimizer update further parameters, that have begun to train: each in the group of those that the
+    factory puts into one group with it, else in a group of its own. States and options of the others stay."""
+    fresh = make_optimizer(factory, {**known, **new})
+    assert fresh is not None
+    names = {id(p): name for name, p in {**known, **new}.items()}
+    place = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for group in fresh.param_groups:
+        added = [p for p in group["params"] if names.get(id(p)) in new]
+        if not added:
+            continue
+        beside = next((place[id(p)] for p in group["params"] if id(p) in place), None)
+        if beside is not None:
+            beside["params"].extend(added)
+        else:
+            optimizer.add_param_group({**group, "params": added})
+    apart_by_device(optimizer)
+
+
 def apart_by_device(optimizer: torch.optim.Optimizer) -> None:
     """Split groups whose parameters lie on several devices, one group for each: torch updates many tensors in one
     kernel only where all of a group are on one device."""

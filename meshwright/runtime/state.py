@@ -57,6 +57,12 @@ class State:
         if known is None:
             self.kept[name] = new
             return
+        if new.entry.type != known.entry.type:
+            raise PlanError(
+                f"{name} is {known.entry.type} in an earlier step of this model, and {new.entry.type} now",
+                why="all programs of a model share its weights",
+                hint="build the model anew for a step of another dtype",
+            )
         moved = new.stored != known.stored or not set(new.holders) <= set(known.holders)
         if moved or (new.trained and known.trained and new.updated != known.updated):
             raise PlanError(

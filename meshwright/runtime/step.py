@@ -44,7 +44,7 @@ class LocalStep:
     `parameters` maps the name of each parameter that the program trains to what this rank updates of it, a leaf whose
     ``.grad`` is this rank's part of the gradient. `leaves` maps the program's inputs to what it reads: the same
     tensors, unless weights are put together again after an update in parts. `samples` counts those of the steps so far,
-    without what filled a batch up.
+    without what filled a batch up. `offered`: what its optimizer was made from.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class LocalStep:
         or this rank's shard already for the names in `held`. `bucket_bytes`: of gradients that are reduced together,
         instead of what the plan's ``fusion`` says. `state`: of the model, where it has one. `first`: the step of which
         this is another program; both have one optimizer, and `rank` is that of the first."""
+        self.first = first or self
         self.rank, self.world = rank, rank.comm if first is None else first.world
         self.state = first.state if first is not None else state or State()
         self.pipe = Pipeline(parts, self.world) if parts.plan.stages else None
@@ -121,14 +122,15 @@ class LocalStep:
             if self.pipe is not None:
                 self.alike.options = frozenset()  # stages have parameters, and so groups, of their own
             self.samples = 0
-            self.optimizer = make_optimizer(optimizer, self.parameters)
+            self.optimizer, self.offered = make_optimizer(optimizer, self.parameters), dict(self.parameters)
             self.updating, self.ambient = Updating(), Ambient()
             apart = bool(self.sharded.shards or self.hosted is not None or self.parked.homes)
             if self.optimizer is not None and apart:
                 self.updating.guard(self.optimizer)
         else:
-            self.alike, self.samples = first.alike, 0
+            self.alike, self.samples = first.alike, 0  # samples are counted by the first
             self.optimizer, self.updating, self.ambient = first.optimizer, first.updating, first.ambient
+            self.offered = first.offered
         self._make_executor(segments)
         self.state.next_tag = self.last_tag + 1 if self.pipe is not None else self.state.next_tag
 
@@ -288,7 +290,7 @@ class LocalStep:
         local = self.local_batch(batch)
         groups = self.optimizer.param_groups if self.optimizer is not None else None
         self.alike.begin(self.rank.step, batch, groups)
-        self.samples += batch.samples if isinstance(batch, LocalBatch) else self.batches.rows
+        self.first.samples += batch.samples if isinstance(batch, LocalBatch) else self.batches.rows
         self.made.begin()
         if self.rank.mesh is not self.parts.plan.mesh:  # another program of this rank ran last
             self.rank.runs_on(self.parts.plan.mesh)

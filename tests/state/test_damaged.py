@@ -211,7 +211,7 @@ def test_another_dtype_is_refused(tmp_path: Path) -> None:
     model, batch, loss = mlp.build()
     mw.train_step(model, sgd, batch, loss=loss, mesh=1).save(tmp_path)
     batch = map_leaves(batch, lambda x: x.double() if x.is_floating_point() else x)
-    wide = mw.train_step(model.double(), sgd, batch, loss=loss, mesh=1)
+    wide = mw.train_step(mlp.build()[0].double(), sgd, batch, loss=loss, mesh=1)
     with pytest.raises(CheckpointError, match=r"is F64\[.*\] here and F32\["):
         wide.load(tmp_path)
 

@@ -1,0 +1,148 @@
+"""One sharded state, many programs: shapes that change, several losses and optimizers, what trains, which mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.habits.plans import NAMES, run
+
+pytestmark = pytest.mark.procs
+
+SHAPES = """
+torch.manual_seed(0)
+model = Net()
+twin = copy.deepcopy(model)
+optimizer = adamw(twin.parameters())
+step = mw.train_step(model, adamw, batches()[0], loss=loss, **PLAN)
+for rows in (8, 6, 8, 3, 6, 8):
+    batch = batches(1, rows)[0]
+    expected = loss(twin, batch)
+    optimizer.zero_grad()
+    expected.backward()
+    optimizer.step()
+    assert close(step(batch), expected.detach()), rows
+assert step.steps == 6
+state = step.full_state()
+assert all(close(state[n], p.detach()) for n, p in twin.named_parameters())
+mw.shutdown()
+"""
+
+GAN = """
+class Gan(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.g = Net()
+        self.d = torch.nn.Sequential()
+        self.d.up = torch.nn.Linear(8, 16)
+        self.d.act = torch.nn.Tanh()
+        self.d.down = torch.nn.Linear(16, 1)
+
+def d_loss(model, batch):
+    real = model.d(F.one_hot(batch["y"], 8).float())
+    with torch.no_grad():
+        made = model.g(batch["x"])
+    fake = model.d(made)
+    return F.softplus(-real).mean() + F.softplus(fake).mean()
+
+def g_loss(model, batch):
+    return F.softplus(-model.d(model.g(batch["x"]))).mean()
+
+def of(prefix):
+    return lambda parameters: adamw([p for n, p in parameters.named() if n.startswith(prefix)])
+
+torch.manual_seed(0)
+model = Gan()
+twin = copy.deepcopy(model)
+optimizers = [adamw(twin.d.parameters()), adamw(twin.g.parameters())]
+steps = [mw.train_step(model, of("d."), batches()[0], loss=d_loss, **PLAN)]
+steps.append(mw.train_step(model, of("g."), batches()[0], loss=g_loss, **PLAN))
+for batch in batches():
+    for step, optimizer, objective in zip(steps, optimizers, (d_loss, g_loss)):
+        expected = objective(twin, batch)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        assert close(step(batch), expected.detach()), objective
+state = steps[0].full_state()
+assert set(state) == set(twin.state_dict())
+assert all(close(state[n], p.detach()) for n, p in twin.named_parameters())
+steps[0].save("d"), steps[1].save("g")
+steps[0].load("d"), steps[1].load("g")
+again = steps[1].full_state()
+assert all(torch.equal(again[n], state[n]) for n in state)
+mw.shutdown()
+"""
+
+FREEZE = """
+torch.manual_seed(0)
+model = Net()
+twin = copy.deepcopy(model)
+for one in (model, twin):
+    one.up.requires_grad_(False)
+optimizer = adamw(twin.parameters())
+step = mw.train_step(model, adamw, batches()[0], loss=loss, **PLAN)
+for number, batch in enumerate(batches(6)):
+    for one in (model, twin):
+        one.up.requires_grad_(number % 3 > 0)
+        one.down.requires_grad_(number != 4)
+    expected = loss(twin, batch)
+    optimizer.zero_grad()
+    expected.backward()
+    optimizer.step()
+    assert close(step(batch), expected.detach()), number
+state = step.full_state()
+assert all(close(state[n], p.detach()) for n, p in twin.named_parameters())
+step.save("ckpt")
+step.load("ckpt")
+mw.shutdown()
+"""
+
+MODE = """
+class Normed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(16, 32)
+        self.norm = torch.nn.BatchNorm1d(32)
+        self.down = torch.nn.Linear(32, 8)
+    def forward(self, x):
+        return self.down(torch.relu(self.norm(self.up(x))))
+
+torch.manual_seed(0)
+model = Normed()
+twin = copy.deepcopy(model)
+optimizer = adamw(twin.parameters())
+step = mw.train_step(model, adamw, batches()[0], loss=loss, **PLAN)
+for number, batch in enumerate(batches(5)):
+    for one in (model, twin):
+        one.train(number % 2 == 0)
+    expected = loss(twin, batch)
+    optimizer.zero_grad()
+    expected.backward()
+    optimizer.step()
+    assert close(step(batch), expected.detach()), number
+state = step.full_state()
+assert all(close(state[n].float(), x.float()) for n, x in twin.state_dict().items() if "tracked" not in n)
+mw.shutdown()
+"""
+
+
+@pytest.mark.parametrize("plan", [*NAMES, "zero1", "zero2", "pipeline"])
+def test_batches_of_other_shapes_train_the_same_weights(tmp_path: Path, plan: str) -> None:
+    run(tmp_path, plan, SHAPES)
+
+
+@pytest.mark.parametrize("plan", [*NAMES, "zero2"])
+def test_two_optimizers_train_one_model_in_turn(tmp_path: Path, plan: str) -> None:
+    run(tmp_path, plan, GAN)
+
+
+@pytest.mark.parametrize("plan", [*NAMES, "zero1", "zero2"])
+def test_what_is_frozen_or_unfrozen_after_the_build_is_honoured(tmp_path: Path, plan: str) -> None:
+    run(tmp_path, plan, FREEZE)
+
+
+@pytest.mark.parametrize("plan", NAMES)
+def test_train_and_eval_are_programs_of_one_state(tmp_path: Path, plan: str) -> None:
+    run(tmp_path, plan, MODE)
