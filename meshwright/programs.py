@@ -193,14 +193,13 @@ class ProgramTable:
                     self.recent.insert(0, self.recent.pop(number))
                 return one.local
             said, nearest = said or changed, nearest or one
-        if isinstance(given, LocalBatch):
-            if nearest is None:  # its check says what is wrong
-                return self.first.local
-            batch = nearest.example
-        if nearest is not None and said.startswith(
-            ("batch[", "hooks of") if given is not batch else "hooks of"
-        ):
+        part = isinstance(given, LocalBatch)
+        if nearest is None and part:  # its check says what is wrong
+            return self.first.local
+        if nearest is not None and said.startswith(("batch[", "hooks of") if part else "hooks of"):
             nearest.guards.check(batch)
+        if nearest is not None and part:
+            batch = nearest.example
         made = self.source.another(batch, said, self.first.local)
         self.add(made)
         return made.local
