@@ -40,7 +40,11 @@ def run(
         str, typer.Option(metavar="SECONDS", help="Time between two looks at the ranks.")
     ] = "0.1",
     grace: Annotated[
-        str, typer.Option(metavar="SECONDS", help="How long a rank may take to stop before it is killed.")
+        str,
+        typer.Option(
+            metavar="SECONDS",
+            help="How long a rank may take to stop before it is killed; at most 2 after a failure of another.",
+        ),
     ] = "5",
     hang_after: Annotated[
         str,

@@ -34,7 +34,7 @@ def main() -> None:
         **settings["fixed_env"],
         **(settings["shown_env"] if shown else {}),
     }
-    env["MESHWRIGHT_STORE"] = f"{settings['records']}/store"  # see `meshwright.runtime.connect`
+    env["MESHWRIGHT_STORE"] = f"{os.getpid()}:{settings['records']}/store"  # see `meshwright.runtime.connect`
     if settings["watched"]:  # of what this rank does, for the launcher to look at when nothing moves
         path = f"{settings['records']}/rank{os.environ['RANK']}"
         number = os.open(f"{path}.pid", os.O_WRONLY | os.O_CREAT, 0o644)

@@ -17,9 +17,17 @@ from pathlib import Path
 from meshwright.pulse.record import BESIDE, ENDED, FOR_SAVE, IN_STEP, NONE, OWN_CODE, WAIT, Entry, Pulse
 
 OWN = "MESHWRIGHT_PULSE"  # set by the launcher: the process it is for, and the file without its suffix
-STORE = "MESHWRIGHT_STORE"  # set by the launcher: the file in which the ranks of a job on one machine meet
-RAISED = ".raised"  # beside it, after `rank1`: what a rank leaves whose script raised, once its log says so
+STORE = (
+    "MESHWRIGHT_STORE"  # so, too: the process, and the file in which the ranks of a job on one machine meet
+)
+RAISED = ".raised"  # `rank1.raised`, beside that file: its script has raised, and its log says so
 _mine: Pulse | None = None
+
+
+def store() -> Path | None:
+    """The file in which the ranks of this job meet; None where no launcher of ours has started this very process."""
+    pid, _, path = os.environ.get(STORE, "").partition(":")
+    return Path(path) if pid == str(os.getpid()) else None
 
 
 def begin() -> None:
@@ -119,6 +127,7 @@ __all__ = [
     "of",
     "over",
     "step",
+    "store",
     "waiting",
     "waits",
 ]

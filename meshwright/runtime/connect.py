@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from meshwright import pulse
-from meshwright.errors import MeshwrightError, RunError
+from meshwright.errors import MeshwrightError, PeerLost, RunError
 from meshwright.mesh import Mesh
 from meshwright.runtime import peers
 from meshwright.runtime.communicator import Alone, Communicator, ProcessGroups, outlive
+
+LOOK_SECONDS = 1.0  # between two looks at whether another rank has failed, while one waits in the store
 
 
 def launched_world() -> int:
@@ -36,9 +38,10 @@ def check_world(mesh: Mesh) -> None:
 def _store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Where the ranks meet first, this one's number and how many there are. `meshwright run` names a file, which only
     its user can open; with other launchers it is what ``init_process_group()`` would take."""
-    if pulse.STORE not in os.environ:
+    file = pulse.store()
+    if file is None:
         return next(dist.rendezvous("env://", timeout=timeout))
-    store = dist.FileStore(os.environ[pulse.STORE])
+    store = dist.FileStore(str(file))
     store.set_timeout(timeout)
     return store, int(os.environ["RANK"]), launched_world()
 
@@ -87,10 +90,12 @@ class _StoreChannel:
         try:
             with pulse.waiting(entry):
                 if self.rank == 0:
-                    self.store.wait(keys, timedelta(seconds=seconds))
+                    self._wait(keys, seconds, what)
                     self.store.set(f"{place}/all", b"here")
                 else:
-                    self.store.wait([f"{place}/all"], timedelta(seconds=seconds))
+                    self._wait([f"{place}/all"], seconds, what)
+        except PeerLost:
+            raise
         except RuntimeError:  # in vain, or the store has gone: then the next line says so
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             if missing:
@@ -98,6 +103,21 @@ class _StoreChannel:
             raise
         self._came[what] = self._came.get(what, 0) + 1
         return []
+
+    def _wait(self, keys: list[str], seconds: float, what: str) -> None:
+        """Wait for keys as long as no rank has left word that it failed. Raises RuntimeError, of which PeerLost is."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > LOOK_SECONDS:
+            began = time.monotonic()
+            try:
+                self.store.wait(keys, timedelta(seconds=LOOK_SECONDS))
+                return
+            except RuntimeError:
+                if (failed := peers.told(what)) is not None:
+                    raise failed from None
+                if time.monotonic() - began < LOOK_SECONDS / 2:  # the store has gone
+                    raise
+        self.store.wait(keys, timedelta(seconds=max(0.0, left)))
 
 
 class _GroupChannel:
@@ -153,9 +173,9 @@ class Meeting:
         elif launched_world() > 1:
             made = _StoreChannel(*_store(timeout))
             _store_channel.append(made)
-            file = os.environ.get(pulse.STORE)
-            raised = file and Path(file).with_name(f"rank{made.rank}{pulse.RAISED}")
-            peers.begin(made.store, made.rank, outlive, raised or None)
+            file = pulse.store()
+            raised = None if file is None else file.with_name(f"rank{made.rank}{pulse.RAISED}")
+            peers.begin(made.store, made.rank, outlive, raised)
             self.channel = made
         self.rank = self.channel.rank if self.channel is not None else 0
 

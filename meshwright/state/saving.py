@@ -57,7 +57,7 @@ class Saves:
         self.come_seconds = COME_SECONDS
         self._owned: dict[Path, Lock] = {}
         self._thread: threading.Thread | None = None
-        self._problem: MeshwrightError | None = None
+        self._problem: Exception | None = None
 
     def save(self, path: str | Path, *, data: Any = None, async_: bool = False, keep: int | None = 2) -> Path:
         """Write a checkpoint into a folder of checkpoints; the path of the new one. Collective.
@@ -110,7 +110,7 @@ class Saves:
     def _beside(self, job: Job) -> None:
         try:
             job.run()
-        except MeshwrightError as error:
+        except Exception as error:  # else it would be said by the thread alone, and training go on
             self._problem = error
 
     def _agree(self, path: Path) -> tuple[Path, Path]:
