@@ -29,6 +29,7 @@ from meshwright.capture.fold import fold
 from meshwright.capture.forward import Forward, capture_forward, filled
 from meshwright.capture.initial import Init, Initial, all_on_meta, check_absent, check_weights, temporary_of
 from meshwright.compile import MeshLike, Pins, lower, mesh_from, plan_captured, values_of, with_origin
+from meshwright.cost.cluster import Cluster
 from meshwright.errors import MeshwrightError, PlanError, RunError
 from meshwright.guards import Guards
 from meshwright.layout import TensorLayout
@@ -36,6 +37,7 @@ from meshwright.partition import Partition
 from meshwright.pipeline.meshes import meshes
 from meshwright.plan import Plan
 from meshwright.report.program import ProgramText
+from meshwright.request import request_for
 from meshwright.runtime.batches import LocalBatch
 from meshwright.runtime.communicator import Communicator
 from meshwright.runtime.connect import Meeting, check_world
@@ -90,6 +92,18 @@ class ForwardStep:
         stages = {} if local.pipe is None else {s: local.pipe.cut[s] for s in local.pipe.mine}
         return ProgramText(local.made.graph, local.parts, [], [], local.rank.comm.rank, stages)
 
+    def check_unchanged(self) -> None:
+        """Raise RunError where the model, or what `outputs` reads, is another than when this was built."""
+        self._guards.check()
+
+    def beside(self, model: torch.nn.Module, batch: Any, outputs: Outputs = default_outputs) -> ForwardStep:
+        """Another program over the very parameters and buffers of this one: of other shapes, with other results.
+        Collective. `model` is the one that this was built from, or the same on the meta device."""
+        local = self.local
+        tag = 0 if local.executor is None else local.executor.first_free_tag + 1
+        build = shared_forward(self.plan, local.world, local.rank, local.leaves, local.parked, tag)
+        return build(model, batch, outputs)
+
     def __call__(self, batch: Any, *, gather: bool = True, share: bool = True) -> Any:
         """The results for a batch that every rank gives whole, or as `mw.shard_loader` reads it: the tensors of
         ``outputs(model, batch)`` in a nest of dicts, lists and tuples.
@@ -116,6 +130,7 @@ def forward_step(
     mesh: MeshLike = None,
     mode: str | None = None,
     pins: Pins | None = None,
+    cluster: Cluster | None = None,
     seed: int = 0,
     exact_random: bool = False,
     broadcast: bool | int = True,
@@ -131,8 +146,9 @@ def forward_step(
     does. `model` runs in the mode it is in: call ``model.eval()`` before. `batch` is an example of shapes.
 
     `plan`: one of this program, or that of a training step of the model (or the path of its file), whose cuts, stages
-    and storage hold here too. Without it one is made with `mesh`, `mode`, `pins` and `techniques` as `mw.plan` does,
-    where those that are about gradients have no meaning and are refused. `broadcast` as in `mw.train_step`.
+    and storage hold here too. Without it one is made with `mesh`, `mode`, `pins`, `cluster` and `techniques` as
+    `mw.plan` does, where those that are about gradients have no meaning and are refused. `broadcast` as in
+    `mw.train_step`.
 
     Parameters that the plan replicates stay the model's own tensors; of those it shards, the step keeps this rank's
     shard.
@@ -147,6 +163,7 @@ def forward_step(
     found later, on all ranks.
     """
     asked = asked_beside(plan, techniques)
+    request = request_for(cluster, None)
     check_model(model)
     check_function("outputs", outputs, 'lambda model, batch: model(batch["ids"])')
     plan = plan_from(plan)
@@ -157,6 +174,8 @@ def forward_step(
         given, total = mesh_from(mesh), isinstance(mesh, int)
         plain = asked.pipeline == 1 or isinstance(mesh, list | tuple)
         check_world(given if plain else meshes(given, asked, total=total).world)
+    elif cluster is not None:
+        check_world(cluster.mesh)
     check_switches(cast=cast)
     check_weights(model, weights, {"init": init, "cast": cast, "device": device})
     source, place, meeting = source_of(broadcast), device_of(model), Meeting()
@@ -168,7 +187,7 @@ def forward_step(
     def chosen(found: Forward) -> Plan:
         captured = found.captured
         if plan is None:
-            made = plan_captured(captured, mesh, mode, pins, techniques=asked)
+            made = plan_captured(captured, mesh, mode, pins, request, asked)
         elif plan.fingerprint == captured.graph.fingerprint:
             made = plan.check(captured.graph)
         else:

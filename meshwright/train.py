@@ -54,6 +54,8 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.timeline import Timeline
 from meshwright.errors import PlanError, RunError, a_type
 from meshwright.forward import ForwardStep, Outputs, default_outputs, shared_forward
+from meshwright.generate import Generator
+from meshwright.generate.shell import prompts
 from meshwright.guards import Guards
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
@@ -230,6 +232,12 @@ class TrainStep:
         return shared_forward(self.plan, local.world, local.rank, local.leaves, local.parked, tag)(
             model, batch, outputs
         )
+
+    def generator(self, model: torch.nn.Module, batch: Any) -> Generator:
+        """What generates tokens with the very parameters that this step trains: `mw.generator` without a second copy
+        of them. `model` as in `forward_step`, a causal model of Hugging Face; `batch` is an example of prompts."""
+        check_model(model)
+        return Generator(model, prompts(model, batch), functools.partial(self.forward_step, model), True)
 
     @pulse.during("putting the state together")
     def full_state(self) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -90,11 +90,11 @@ class LocalForward:
             self.actions = self.pipe.actions(len(self.made.in_time.rounds))
 
     def __call__(
-        self, batch: Given, *, gather: bool = True, share: bool = True
+        self, batch: Given, *, gather: bool | Collection[str] = True, share: bool = True
     ) -> dict[str, torch.Tensor | None]:
-        """Results by label. With `gather` whole, else as this rank holds them: its part, those of micro-batches one
-        after the other. In a pipeline results come to all ranks with `share`; without it (and without `gather`) ranks
-        whose stages make none have None. Raises BatchError."""
+        """Results by label. With `gather`, or if it names the label, whole, else as this rank holds them: its part,
+        those of micro-batches one after the other. In a pipeline results come to all ranks with `share`; without it
+        (and without `gather`) ranks whose stages make none have None. Raises BatchError."""
         self.batches.check(batch)
         self.alike.settle()  # of an earlier pass: ranks may not meet in this one
         self.alike.begin(self._passes, batch)
@@ -103,7 +103,11 @@ class LocalForward:
         with self.ambient.as_built(), during, torch.no_grad(), self.parked.away():
             self.made.begin()
             pieces = self._run(batch)
-            return {label: self._result(label, pieces[label], gather, share) for label in self.layouts}
+            every = self.layouts if isinstance(gather, bool) else gather
+            wanted = frozenset(every) if gather else frozenset()
+            return {
+                label: self._result(label, pieces[label], label in wanted, share) for label in self.layouts
+            }
 
     def _run(self, batch: Given) -> dict[str, list[torch.Tensor]]:
         """Label → this rank's part of the result in each micro-batch; none where its stages do not make it."""
@@ -133,6 +137,11 @@ class LocalForward:
         return not set(mesh.time).isdisjoint(self.parts.resharded.layouts[value].pending)
 
     # ------------------------------------------------------------ results
+
+    def gathered(self, x: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
+        """A result of one micro-batch as this rank holds it, put together over the ranks. Collective."""
+        with torch.no_grad():
+            return self._gathered(x, layout, 0)
 
     def _result(
         self, label: str, pieces: list[torch.Tensor], gather: bool, share: bool

@@ -102,3 +102,76 @@ mw.shutdown()
 @pytest.mark.parametrize("plan", ["dp", "tp", "zero3", "pipeline", "auto"])
 def test_a_model_on_the_meta_device_reads_its_weights(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, READS)
+
+
+GENERATES = """
+import json
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SIZES = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.3, pad_token_id=0, eos_token_id=2)
+config = LlamaConfig(**SIZES)
+rank = int(__import__("os").environ["RANK"])
+torch.manual_seed(0)
+model = LlamaForCausalLM(config).eval()
+ids = torch.randint(3, 96, (2, 11))
+mask = torch.ones_like(ids)
+ids[0, :4], mask[0, :4] = 0, 0
+if sys.argv[1] == "tp":
+    PLAN["pins"] = {f"*{n}_proj": {"n": "tp"} for n in ("q", "k", "v", "gate", "up")}
+
+def equal(generator, label, **how):
+    torch.manual_seed(5)
+    wanted = model.generate(ids, attention_mask=mask, **how)
+    torch.manual_seed(5 + rank)  # rank 0's numbers count, and the other's own go on
+    found = generator.generate(ids, attention_mask=mask, **how)
+    assert torch.equal(found, wanted), (label, found, wanted)
+    if rank:
+        after = torch.rand(3)
+        torch.manual_seed(5 + rank)
+        assert torch.equal(after, torch.rand(3))
+
+if sys.argv[1] == "zero3":  # on the shards of a training step
+    batch = {"input_ids": ids, "labels": ids}
+    step = mw.train_step(copy.deepcopy(model), adamw, batch, loss=lambda model, batch: model(**batch).loss, **PLAN)
+    step(batch)
+    generator = step.generator(copy.deepcopy(model), ids)
+    model.load_state_dict(step.full_state())
+else:
+    if rank == 0:
+        model.save_pretrained("writing")
+        __import__("os").rename("writing", "hf")
+    while not __import__("os").path.exists("hf"):
+        __import__("time").sleep(0.01)
+    with torch.device("meta"):
+        empty = LlamaForCausalLM(config).eval()
+    generator = mw.generator(empty, {"input_ids": ids}, weights="hf", init=lambda: LlamaForCausalLM(config), **PLAN)
+equal(generator, "greedy", max_new_tokens=16)
+equal(generator, "sampled", max_new_tokens=12, do_sample=True, temperature=0.8, top_k=20, top_p=0.9)
+equal(generator, "eos", max_new_tokens=12, do_sample=True, eos_token_id=list(range(3, 30)), pad_token_id=0)
+assert len(generator._programs) == 2, list(generator._programs)
+if sys.argv[1] == "tp":
+    caches = [p.layout for p in list(generator._programs.values())[1].local.batches.micro_batches[0][-4:]]
+    assert [str(c) for c in caches] == ["[2, 2/tp, 32, 8]"] * 4, caches
+
+def refused(word, ids=ids, **how):
+    try:
+        generator.generate(ids, **how)
+    except mw.MeshwrightError as error:
+        assert word in str(error), str(error)
+    else:
+        raise AssertionError(word)
+
+refused("num_beams=2", num_beams=2)
+refused("rank 1 generates with another max_new_tokens", max_new_tokens=4 + rank)
+refused("token ids are int64", ids.float())
+if sys.argv[1] in ("dp", "tp"):
+    empty.model.norm.variance_epsilon = 1.0
+    refused("variance_epsilon", max_new_tokens=2)
+mw.shutdown()
+"""
+
+
+@pytest.mark.parametrize("plan", ["dp", "tp", "zero3", "auto"])
+def test_tokens_are_those_of_transformers(tmp_path: Path, plan: str) -> None:
+    run(tmp_path, plan, GENERATES)
