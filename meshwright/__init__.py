@@ -32,6 +32,7 @@ _PUBLIC = {
     "generator": "meshwright.generate",
     "manual_split": "meshwright.annotate",
     "on_host": "meshwright.annotate",
+    "pad_to": "meshwright.data.lengths",
     "plan": "meshwright.compile",
     "recompute": "meshwright.annotate",
     "reshard": "meshwright.annotate",

@@ -176,6 +176,11 @@ class TrainStep:
         local, given = self._program_for(batch)
         return local(given)
 
+    @property
+    def takes_other_shapes(self) -> bool:
+        """Whether a batch of another shape than the example's is another program."""
+        return self._programs is not None
+
     def _program_for(self, batch: Any) -> tuple[LocalStep, Given]:
         """The program for a batch, made where there is none, and what it is given. Collective then."""
         given = batch if isinstance(batch, LocalBatch) else dict(leaves(batch))

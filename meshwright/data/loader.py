@@ -32,6 +32,7 @@ from meshwright.train import TrainStep
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
 
 READING = "reading a batch"
+KEEP = "keep"  # a last batch as it is
 
 
 class ShardedLoader(abc.ABC):
@@ -55,7 +56,7 @@ class ShardedLoader(abc.ABC):
     def __len__(self) -> int: ...
 
     @abc.abstractmethod
-    def __iter__(self) -> Iterator[LocalBatch]: ...
+    def __iter__(self) -> Iterator[Any]: ...
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -74,6 +75,7 @@ def shard_loader(
     last: str | None = None,
     seed: int = 0,
     sample_seeds: bool = True,
+    whole: bool = False,
     **options: Any,
 ) -> ShardedLoader:
     """The batches of a step, of which each rank reads its part alone: ``for batch in mw.shard_loader(dataset, step)``.
@@ -87,15 +89,25 @@ def shard_loader(
 
     The order is that of one device: of a DataLoader with its generator, of a dataset that of ``generator=
     torch.Generator().manual_seed(seed)``. `last`: a last batch that is too small is left out ("drop") or filled up with
-    samples that the loss ignores ("pad"; of a forward pass, ``batch.samples`` says how many rows count); without it,
-    such a dataset is refused. `sample_seeds`: random augmentation of
-    a sample is drawn from `seed`, the epoch and its number, so that it is the same whoever reads it.
+    samples that the loss ignores ("pad"; of a forward pass, ``batch.samples`` says how many rows count); without it, a
+    training step takes it as it is, read by all ranks, and a forward step refuses such a dataset. `whole`: every rank
+    reads whole batches, in the same order, and gives them to the step, which takes its part: for batches of changing
+    shapes, such as sentences that ``collate_fn`` pads to the longest. `sample_seeds`: random augmentation of a sample
+    is drawn from `seed`, the epoch and its number, so that it is the same whoever reads it.
 
     Collective: all ranks call it, with equal arguments. Raises BatchError and RunError, on all ranks where they differ.
     """
     local: LocalStep = getattr(step, "local", step)  # a step, or one of simulated ranks as it is
-    switches = {"shuffle": shuffle, "sample_seeds": sample_seeds}
+    switches = {"shuffle": shuffle, "sample_seeds": sample_seeds, "whole": whole}
     check_options(local, last, seed, switches, options)
+    follows = isinstance(step, TrainStep) and step.takes_other_shapes
+    if whole and not follows:
+        raise BatchError(
+            "whole=True for a step of one shape",
+            why="whole batches are read where their shapes change; a forward step has one program",
+            hint="leave out whole=True, or give it the training step",
+        )
+    rest = KEEP if follows else None
     if isinstance(source, DataLoader):
         given = [name for name, value in (("shuffle", shuffle), *options.items()) if value is not None]
         if given:
@@ -105,12 +117,12 @@ def shard_loader(
                 hint=f"DataLoader(…, {given[0]}=…)",
             )
         if isinstance(source.dataset, IterableDataset) or source.batch_sampler is None:
-            return _Stream(_stateful(source), local, last)
+            return _Stream(_stateful(source), local, last or rest)
         kept = {name: getattr(source, name) for name in KEPT}
         collate = None if _is_default(source) else source.collate_fn
-        last = last or ("drop" if source.drop_last else None)
+        last = last or ("drop" if source.drop_last else rest)
         size = source.batch_size
-        return _Numbered(source.dataset, local, last, seed, sample_seeds, kept, collate, source, size)
+        return _Numbered(source.dataset, local, last, seed, sample_seeds, kept, collate, source, size, whole)
     if isinstance(source, IterableDataset) or not hasattr(source, "__getitem__"):
         if not isinstance(source, Iterable):
             raise BatchError(
@@ -125,14 +137,16 @@ def shard_loader(
                 source = StatefulDataLoader(source, batch_size=size, **options)
             except (ValueError, TypeError) as error:
                 raise wrong_options(options, error) from None
-        return _Stream(source, local, last)
+        return _Stream(source, local, last or rest)
     if isinstance(source, list | tuple) and not isinstance(source, Dataset):
         check_order(source, shuffle)
-        check_batches(source, local)
-        return _Stream(source, local, last)
+        if not follows:
+            check_batches(source, local)
+        return _Stream(source, local, last or rest)
     options = dict(options)
     collate = options.pop("collate_fn", None)
-    return _Numbered(source, local, last, seed, sample_seeds, options, collate, bool(shuffle))
+    order = bool(shuffle)
+    return _Numbered(source, local, last or rest, seed, sample_seeds, options, collate, order, None, whole)
 
 
 def _is_default(loader: DataLoader[Any]) -> bool:
@@ -162,6 +176,7 @@ class _Numbered(ShardedLoader):
         collate: Any,
         order: DataLoader[Any] | bool,
         batch_size: int | None = None,
+        whole: bool = False,
     ) -> None:
         self.dataset, self.local, self.seed = dataset, local, seed
         self.epoch, self._taken = 0, 0  # samples of this epoch that were given out
@@ -193,7 +208,7 @@ class _Numbered(ShardedLoader):
         if collate is None:
             _check_names(local, found)
         self._drawn: torch.Tensor | None = None
-        self._indices = _Indices(self.reading, seed)
+        self._indices = _Indices(self.reading, seed, whole, keeps=last == KEEP)
         try:
             self._loader = DataLoader(
                 Samples(dataset, self.reading.boxes, sample_seeds),  # type: ignore[arg-type]
@@ -258,12 +273,13 @@ class _Numbered(ShardedLoader):
                 else "a dataset with samples",
             )
         self._drawn, self._size = drawn, len(drawn)
-        self._end = len(drawn) - left if self.last != "pad" else len(drawn)
+        self._end = len(drawn) - left if self.last not in ("pad", KEEP) else len(drawn)
 
     def __len__(self) -> int:
-        return -(-self._size // self.batch_size) if self.last == "pad" else self._size // self.batch_size
+        up = self.last in ("pad", KEEP)
+        return -(-self._size // self.batch_size) if up else self._size // self.batch_size
 
-    def __iter__(self) -> Iterator[LocalBatch]:
+    def __iter__(self) -> Iterator[Any]:
         if self._drawn is None:
             self._begin()
         assert self._drawn is not None
@@ -274,7 +290,8 @@ class _Numbered(ShardedLoader):
             samples = min(self.batch_size, self._end - self._taken)
             place = f"samples {self._taken} to {self._taken + samples - 1} of epoch {self.epoch}"
             self._taken += samples
-            yield replace(batch, samples=samples, place=place)
+            part = isinstance(batch, LocalBatch)
+            yield replace(batch, samples=samples, place=place) if part else batch
         self.epoch, self._taken, self._drawn = self.epoch + 1, 0, None
 
     def state_dict(self) -> dict[str, Any]:
@@ -342,8 +359,9 @@ def _fills(local: Any, size: int) -> dict[str, int]:
 class _Indices:
     """What a rank reads of each batch of an epoch from a position on: the batch sampler of its loader."""
 
-    def __init__(self, reading: Reading, seed: int) -> None:
-        self.reading, self.seed = reading, seed
+    def __init__(self, reading: Reading, seed: int, whole: bool = False, keeps: bool = False) -> None:
+        """`whole`: every rank reads all of each batch; with `keeps` of a last one that is too small."""
+        self.reading, self.seed, self.whole, self.keeps = reading, seed, whole, keeps
         self.begin(torch.zeros(0, dtype=torch.int64), 0, 0, 0)
 
     def begin(self, drawn: torch.Tensor, taken: int, end: int, epoch: int) -> None:
@@ -356,6 +374,10 @@ class _Indices:
     def __iter__(self) -> Iterator[list[Item]]:
         size, rows = self.reading.batch_size, torch.from_numpy(self.reading.rows)
         for start in range(self.taken, self.end, size):
+            if self.whole or (self.keeps and start + size > self.end):
+                indices = self.drawn[start : min(start + size, self.end)].tolist()
+                yield [Item(i, self._seed(i), whole=True) for i in indices]
+                continue
             places = start + rows
             fills = places >= len(self.drawn)
             # What fills a batch up is its first sample once more: nothing that the model has never seen.
@@ -386,7 +408,7 @@ class _Stream(ShardedLoader):
     def __len__(self) -> int:
         return len(self.source)  # type: ignore[arg-type]
 
-    def __iter__(self) -> Iterator[LocalBatch]:
+    def __iter__(self) -> Iterator[Any]:
         found = _read(self.source)
         if self.epoch == 0 and self.local.world.rank == 0:  # once, and by one rank: all of them read the same
             found = watched(found, self.source)
@@ -394,6 +416,12 @@ class _Stream(ShardedLoader):
             if number < self._skip:
                 continue
             held = dict(leaves(batch))
+            if self.last == KEEP and any(
+                tuple(held[e.path].shape) != e.shape for e in self.reading.inputs if e.path in held
+            ):
+                self._taken += 1
+                yield batch
+                continue
             filled = self._filled(held)
             if filled is None:
                 continue

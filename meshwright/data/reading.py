@@ -131,7 +131,8 @@ def parts_of(reading: Reading, batch: Mapping[str, torch.Tensor]) -> LocalBatch:
                 f"rank {reading.rank} read {entry.path!r} as {_kind(x)}; the step was built for "
                 f"{_kind(torch.empty(0, dtype=entry.dtype), expected)} there",
                 why="all ranks run one program of fixed shapes, each on its part of a batch",
-                hint="samples of one shape: crop, resize or pad them in the dataset"
+                hint="samples of one shape: crop, resize or pad them in the dataset; for batches of changing shapes "
+                "mw.shard_loader(…, whole=True)"
                 if tuple(x.shape) != expected
                 else "cast it in the dataset",
             )
@@ -155,11 +156,13 @@ def _kind(x: torch.Tensor, shape: Sequence[int] | None = None) -> str:
 
 @dataclass(frozen=True)
 class Item:
-    """A sample to be read: its number, the seed of its random augmentation, and whether it only fills a batch up."""
+    """A sample to be read: its number, the seed of its random augmentation, whether it only fills a batch up, and
+    whether it is of a batch that every rank reads whole."""
 
     index: int
     seed: int
     fills: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,7 @@ class Samples:
     def __getitem__(self, item: Item) -> tuple[Item, Any]:
         try:
             with _drawing(item.seed) if self.seeds else contextlib.nullcontext():
-                if self.boxes and hasattr(self.dataset, "read_part"):
+                if self.boxes and not item.whole and hasattr(self.dataset, "read_part"):
                     return item, self.dataset.read_part(item.index, self.boxes)
                 return item, self.dataset[item.index]
         except Exception as error:
@@ -224,8 +227,11 @@ class Collate:
     def __init__(self, reading: Reading, collate: Callable[..., Any] | None, fill: Mapping[str, int]) -> None:
         self.reading, self.collate, self.fill = reading, collate, fill
 
-    def __call__(self, found: list[tuple[Item, Any]]) -> LocalBatch | Failed:
+    def __call__(self, found: list[tuple[Item, Any]]) -> Any:
+        """This rank's parts, the batch where that is read whole, or what went wrong."""
         try:
+            if found and found[0][0].whole:
+                return self._together(found, [sample for _, sample in found])
             held, plain = self._whole(found)
             return replace(parts_of(self.reading, held), plain=plain)
         except BatchError as error:
@@ -238,22 +244,28 @@ class Collate:
         samples = [sample for _, sample in found]
         if self.collate is None:
             samples = [_cropped(sample, reading.boxes, reading) for sample in samples]
-        try:
-            batch = (self.collate or default_collate)(samples)
-            made, plain = dict(leaves(batch)), tuple(literals(batch))
-        except (RuntimeError, TypeError, ValueError) as error:
-            self._check_alike(found)
-            raise BatchError(
-                f"rank {reading.rank} cannot put samples {_some([i.index for i, _ in found])} together",
-                why=f"{type(error).__name__}: {error}",
-                hint="collate_fn= of a DataLoader says how samples become a batch",
-            ) from None
+        batch = self._together(found, samples)
+        made, plain = dict(leaves(batch)), tuple(literals(batch))
         filled = [n for n, (item, _) in enumerate(found) if item.fills]
         for path, value in self.fill.items() if filled else ():
             if path in made:
                 made[path] = made[path].clone()
                 made[path][filled] = value
         return made, plain
+
+    def _together(self, found: list[tuple[Item, Any]], samples: list[Any]) -> Any:
+        """The batch of some samples."""
+        try:
+            batch = (self.collate or default_collate)(samples)
+            dict(leaves(batch))
+        except (RuntimeError, TypeError, ValueError) as error:
+            self._check_alike(found)
+            raise BatchError(
+                f"rank {self.reading.rank} cannot put samples {_some([i.index for i, _ in found])} together",
+                why=f"{type(error).__name__}: {error}",
+                hint="collate_fn= of a DataLoader says how samples become a batch",
+            ) from None
+        return batch
 
     def _check_alike(self, found: list[tuple[Item, Any]]) -> None:
         """Raise BatchError for the first sample that has another shape than the one before."""

@@ -146,3 +146,65 @@ def test_what_is_frozen_or_unfrozen_after_the_build_is_honoured(tmp_path: Path, 
 @pytest.mark.parametrize("plan", NAMES)
 def test_train_and_eval_are_programs_of_one_state(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, MODE)
+
+
+LENGTHS = """
+class Text(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(32, 16)
+        self.net = Net()
+    def forward(self, ids):
+        return self.net(self.table(ids).cumsum(1))
+
+def objective(model, batch):
+    return F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten())
+
+class Sentences(torch.utils.data.Dataset):
+    def __len__(self):
+        return 22
+    def __getitem__(self, i):
+        g = torch.Generator().manual_seed(i)
+        n = 3 + int(torch.randint(4, (), generator=g))
+        return {"ids": torch.randint(32, (n,), generator=g), "labels": torch.randint(8, (n,), generator=g)}
+
+def collate(samples):
+    padded = lambda key, value: torch.nn.utils.rnn.pad_sequence([s[key] for s in samples], True, value)
+    return {"ids": padded("ids", 0), "labels": padded("labels", -100)}
+
+def loader():
+    shuffled = torch.Generator().manual_seed(3)
+    return torch.utils.data.DataLoader(Sentences(), 8, shuffle=True, collate_fn=collate, generator=shuffled)
+
+torch.manual_seed(0)
+model = Text()
+twin = copy.deepcopy(model)
+optimizer = adamw(twin.parameters())
+example = {"ids": torch.zeros(8, 6, dtype=torch.int64), "labels": torch.zeros(8, 6, dtype=torch.int64)}
+step = mw.train_step(model, adamw, example, loss=objective, **PLAN)
+pad = mw.pad_to([4, 6])
+count = 0
+for given, batch in zip(mw.shard_loader(loader(), step, whole=True), loader(), strict=True):
+    expected = objective(twin, batch)
+    optimizer.zero_grad()
+    expected.backward()
+    optimizer.step()
+    assert close(step(pad(given)), expected.detach()), count
+    count += 1
+assert count == 3
+rows = torch.utils.data.TensorDataset(example["ids"].repeat(3, 1)[:22], example["labels"].repeat(3, 1)[:22])
+as_dict = lambda samples: {"ids": torch.stack([a for a, _ in samples]), "labels": torch.stack([b for _, b in samples])}
+plain = torch.utils.data.DataLoader(rows, 8, collate_fn=as_dict)
+for given, batch in zip(mw.shard_loader(plain, step), plain, strict=True):
+    expected = objective(twin, batch)
+    optimizer.zero_grad()
+    expected.backward()
+    optimizer.step()
+    assert close(step(given), expected.detach())
+mw.shutdown()
+"""
+
+
+@pytest.mark.parametrize("plan", NAMES)
+def test_loaders_follow_lengths_and_a_last_batch(tmp_path: Path, plan: str) -> None:
+    run(tmp_path, plan, LENGTHS)
