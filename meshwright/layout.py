@@ -365,9 +365,9 @@ def parse_layout(text: str) -> TensorLayout:
     flat = [a or b for a, b, kind, _ in tokens if not kind]
     try:
         dims, rest = _parse_dims(flat)
-    except (IndexError, ValueError):
+    except (IndexError, RecursionError, ValueError):
         raise LayoutError(
-            f"{text!r} is not a layout", hint="write it like [(4/dp 16), 32/tp] pending cp"
+            f"{text!r:.80} is not a layout", hint="write it like [(4/dp 16), 32/tp] pending cp"
         ) from None
     if rest:
         raise LayoutError(f"{text!r} is not a layout", why=f"unexpected {rest[0]!r}")

@@ -10,16 +10,22 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct, field
 
 from meshwright.errors import MeshError, MeshwrightError, PlanError, did_you_mean
 from meshwright.layout import TensorLayout, parse_layout, verify
-from meshwright.mesh import Axis, Mesh
+from meshwright.mesh import IN_TIME, Axis, Mesh
 from meshwright.ops.strategy import Strategy
 from meshwright.redistribute.prices import Prices
 from meshwright.techniques import TURNS, techniques_from
+from meshwright.typed import Count, Wrong, typed
 
 VERSION = 2
+MARK = "meshwright plan"
+NAMED = ("inputs", "hubs", "states", "nodes", "keeps")  # sections with a line for each entry
 MODES = (
     "stand_alone",
     "data_parallel",
@@ -40,7 +46,7 @@ def write(plan: Mapping[str, Any], left_out: Collection[str] = ()) -> str:
     (and folds, if there are none)."""
     mesh: Mesh = plan["mesh"]
     head: dict[str, Any] = {
-        "meshwright plan": VERSION,
+        MARK: VERSION,
         "mode": plan["mode"],
         "graph": plan["fingerprint"],
         "mesh": _mesh_data(mesh),
@@ -134,10 +140,55 @@ def _strategy_data(
 # ---------------------------------------------------------------- read
 
 
-KEYS = (
-    "meshwright plan", "mode", "graph", "mesh", "notes", "pins", "prices", "claims", "techniques", "turns", "folds",
-    "times", "inputs", "hubs", "states", "again", "keeps", "hosts", "nodes", "world", "stages", "own",
-)  # fmt: skip
+class _Mesh(Struct, forbid_unknown_fields=True):
+    axes: list[tuple[str, Count, str]]
+    names: list[tuple[str, list[str]]]
+    order: list[Count] = []
+
+
+class _Node(Struct, forbid_unknown_fields=True):
+    op: str = ""
+    module: str = ""
+    cuts: dict[str, str] = {}
+    through: dict[str, list[Count]] = {}
+    grad: list[str] = []
+    why: str = ""
+    next: str = ""
+
+
+class _Prices(Struct, forbid_unknown_fields=True):
+    growth: str
+    rows: list[tuple[str, str, float, float]]
+
+
+class _Data(Struct):
+    """A plan file, as JSON has it. What stands in its texts is parsed after."""
+
+    version: int = field(name=MARK)
+    mode: str
+    graph: str
+    mesh: _Mesh
+    notes: list[str]
+    pins: dict[str, dict[str, str | list[str]]]
+    inputs: dict[str, str]
+    hubs: dict[str, str]
+    again: list[str]
+    nodes: dict[str, _Node]
+    states: dict[str, str] = {}
+    keeps: dict[str, str] = {}
+    hosts: list[str] = []
+    world: _Mesh | None = None
+    stages: dict[str, list[str]] = {}
+    folds: list[tuple[Count, Count, Count]] = []
+    times: dict[str, Annotated[int, Meta(ge=1)]] = {}
+    prices: _Prices | None = None
+    claims: dict[str, Any] = {}
+    techniques: dict[str, Any] = {}
+    turns: Literal[TURNS] = TURNS[0]  # type: ignore[valid-type]
+    own: list[_Data] = []
+
+
+KEYS = tuple(one.encode_name for one in msgspec.structs.fields(_Data))
 
 
 def read(text: str, source: str) -> dict[str, Any]:
@@ -148,174 +199,175 @@ def read(text: str, source: str) -> dict[str, Any]:
 
 def _fields(file: _File) -> dict[str, Any]:
     data, source = file.data, file.source
-    mesh: Mesh = file.entry("mesh", _mesh, data.get("mesh"))
+    mesh: Mesh = file.entry("mesh", _mesh, data.mesh)
 
-    def laid(entry: Any) -> TensorLayout:
+    def laid(entry: str) -> TensorLayout:
         return verify(parse_layout(entry), mesh)
 
     nodes = file.entries("nodes", lambda entry: _strategy(entry, mesh))
-    inputs, hubs = file.entries("inputs", laid), file.entries("hubs", laid)
-    mode, graph = file.entry("mode", lambda d: (str(d["mode"]), str(d["graph"])), data)
-    if mode not in MODES:
+    hubs = file.entries("hubs", laid)
+    if data.mode not in MODES:
         raise PlanError(
-            f"{source} has the mode {mode!r}, by which no plan is made",
+            f"{source} has the mode {data.mode!r}, by which no plan is made",
             why="modes: " + ", ".join(MODES),
             where=file.place("mode"),
-            hint=did_you_mean(mode, MODES),
+            hint=did_you_mean(data.mode, MODES),
         )
-    notes = file.entry("notes", lambda d: tuple(str(note) for note in d["notes"]), data)
-    pins = file.entry("pins", lambda d: plain_pins(d["pins"]), data)
-    raw = data["nodes"]
-    found = {
+    prices = data.prices
+    return {
         "mesh": mesh,
-        "mode": mode,
-        "fingerprint": graph,
+        "mode": data.mode,
+        "fingerprint": data.graph,
         "strategies": nodes,
-        "inputs": inputs,
-        "reasons": {name: entry["why"] for name, entry in raw.items() if "why" in entry},
-        "notes": notes,
-        "about": {name: (e["op"], e.get("module", "")) for name, e in raw.items() if "op" in e},
-        "pins": pins,
+        "inputs": file.entries("inputs", laid),
+        "reasons": {name: node.why for name, node in data.nodes.items() if node.why},
+        "notes": tuple(data.notes),
+        "about": {name: (node.op, node.module) for name, node in data.nodes.items() if node.op},
+        "pins": plain_pins(data.pins),
         "hubs": hubs,
-        "states": file.entries("states", laid) if "states" in data else {},
-        "again": file.entry("again", lambda d: _again(d["again"], hubs), data),
-        "keeps": file.entry("keeps", lambda d: {str(k): str(v) for k, v in d.items()}, data.get("keeps", {})),
-        "hosts": file.entry("hosts", lambda d: _hosts(d, nodes), data.get("hosts", [])),
-        "world": file.entry("world", _mesh, data["world"]) if "world" in data else None,
-        "stages": file.entry("stages", _stages, data.get("stages", {})),
-        "folds": file.entry("folds", _folds, data.get("folds", [])),
-        "times": file.entry("times", _times, data.get("times", {})),
-        "prices": file.entry("prices", _prices, data.get("prices")),
-        "claims": file.entry("claims", _claims, data.get("claims", {})),
-        "techniques": file.entry("techniques", techniques_from, data.get("techniques", {})),
-        "turns": file.entry("turns", _turns, data.get("turns", TURNS[0])),
-        "nexts": {name: str(entry["next"]) for name, entry in raw.items() if "next" in entry},
-        "own": [_fields(one) for one in file.inside("own")],
+        "states": file.entries("states", laid),
+        "again": file.entry(
+            "again", lambda names: _among(names, hubs, "has no hub to be made again"), data.again
+        ),
+        "keeps": data.keeps,
+        "hosts": file.entry(
+            "hosts", lambda names: _among(names, nodes, "is no node of the plan"), data.hosts
+        ),
+        "world": file.entry("world", _mesh, data.world) if data.world is not None else None,
+        "stages": file.entry("stages", _stages, data.stages),
+        "folds": file.entry("folds", _folds, data.folds),
+        "times": data.times,
+        "prices": Prices(tuple(prices.rows), prices.growth) if prices is not None else None,
+        "claims": file.entry("claims", _claims, data.claims),
+        "techniques": file.entry("techniques", techniques_from, data.techniques),
+        "turns": data.turns,
+        "nexts": {name: node.next for name, node in data.nodes.items() if node.next},
+        "own": [_fields(one) for one in file.own()],
     }
-    for key in data:
-        if key not in KEYS:
-            raise PlanError(
-                f"{source} has the entry {key!r}, which no plan has",
-                hint=did_you_mean(key, KEYS),
-                where=source,
-            )
-    return found
 
 
-def _claims(data: Mapping[str, Any]) -> dict[str, Any]:
+def _claims(data: dict[str, Any]) -> dict[str, Any]:
     """Seconds, bytes, gaps and what was tried are numbers that such things can be."""
-
-    def check(name: str, value: Any) -> None:
-        if value is not None and not (_is_number(value) and value >= 0):
-            raise ValueError(f"{name} is {value!r}, not a number from 0")
-
-    for name, value in _table(data).items():
+    number = Annotated[float, Meta(ge=0)]
+    for name, value in data.items():
         if name.endswith(("_seconds", "_bytes")):
-            check(name, value)
-        elif name in ("gaps", "candidates"):
-            for what, one in _table(value).items():
-                if not isinstance(one, str):  # of a gap in words
-                    check(f"{name} of {what}", one)
-    return dict(data)
-
-
-def _times(data: Mapping[str, Any]) -> dict[str, int]:
-    """How often each node of a folded plan stands in the model."""
-    for name, count in _table(data).items():
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ValueError(f"{name} stands in the model {count!r} times")
-    return dict(data)
-
-
-def _table(data: Any) -> Mapping[str, Any]:
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{data!r:.40} is no table of names")
+            typed({"claims": {name: value}}, dict[str, dict[str, number | None]])
+        elif name in ("gaps", "candidates"):  # a gap may be in words
+            typed({"claims": {name: value}}, dict[str, dict[str, dict[str, number | str | None]]])
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"{name} is not a number")
     return data
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-
-
 class _File:
-    """A parsed file, and where in its text each entry stands."""
+    """A file and its data, and where in its text each entry stands."""
 
-    def __init__(self, text: str, source: str, data: Any = None, first: int = 0) -> None:
+    def __init__(self, text: str, source: str, data: _Data | None = None, first: int = 0) -> None:
         """`data`: of a plan inside of the text, which begins after the line `first`."""
-        self.lines, self.source, self.first = text.splitlines(), source, first
-        self.text = text
+        self.text, self.lines, self.source, self.first = text, text.splitlines(), source, first
+        self.data = self._parsed() if data is None else data
+
+    def _parsed(self) -> _Data:
         try:
-            self.data: dict[str, Any] = json.loads(text) if data is None else data
-        except json.JSONDecodeError as error:
-            raise PlanError(
-                f"{source} is not JSON, or it was cut short",
-                why=error.msg,
-                where=f"{source}:{error.lineno}",
-                hint=AGAIN,
-            ) from None
-        if not isinstance(self.data, dict) or "meshwright plan" not in self.data:
-            raise PlanError(
-                f"{source} is not a plan file", why='it does not begin with "meshwright plan"', hint=AGAIN
+            found = json.loads(self.text)
+        except (RecursionError, ValueError) as error:
+            line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+            why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            what = f"{self.source} is not JSON, or it was cut short"
+            raise PlanError(what, why=why, where=f"{self.source}{line}", hint=AGAIN) from None
+        if not isinstance(found, dict) or MARK not in found:
+            what = f"{self.source} is not a plan file"
+            raise PlanError(what, why=f'it does not begin with "{MARK}"', hint=AGAIN)
+        if (version := found[MARK]) != VERSION:
+            what, why = (
+                f"{self.source} has version {version!r:.40}",
+                f"this Meshwright reads version {VERSION}",
             )
-        version = self.data["meshwright plan"]
-        if version != VERSION:
-            raise PlanError(
-                f"{source} has version {version}", why=f"this Meshwright reads version {VERSION}", hint=AGAIN
-            )
+            raise PlanError(what, why=why, hint=AGAIN)
+        try:
+            data = typed(found, _Data)
+        except Wrong as error:
+            names = [step for step in error.path if isinstance(step, str)] or [MARK]
+            lined = names[: 1 + (names[0] in NAMED)]
+            why = error.why if "there" in error.why else str(error)
+            raise self._damaged(lined[-1], why, self._line(*lined)) from None
+        for one in (found, *found.get("own", ())):
+            if unknown := [key for key in one if key not in KEYS]:
+                what = f"{self.source} has the entry {unknown[0]!r}, which no plan has"
+                why, hint = f"entries: {', '.join(KEYS)}", did_you_mean(unknown[0], KEYS)
+                raise PlanError(what, why=why, where=self.place(unknown[0]), hint=hint)
+        return data
 
     def entry(self, name: str, convert: Callable[[Any], Any], entry: Any, section: str = "") -> Any:
         """What `convert` makes of an entry. Raises PlanError that names the entry and its line."""
         try:
             return convert(entry)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
             why = f"no {error} there" if isinstance(error, KeyError) else str(error)
             if isinstance(error, MeshwrightError):
                 why = f"{error.what}: {error.why}" if error.why else error.what
-            raise PlanError(
-                f"{self.source} is damaged: {name!r} does not parse",
-                why=why,
-                where=self.place(name, section),
-                hint=AGAIN,
-            ) from None
+            raise self._damaged(name, why, self._line(*([section] if section else []), name)) from None
+
+    def _damaged(self, name: str, why: str, line: int) -> PlanError:
+        where = f"{self.source}:{line}" if line else self.source
+        return PlanError(
+            f"{self.source} is damaged: {name!r} does not parse",
+            why=why if len(why) < 500 else f"{why[:500]}…",
+            where=where,
+            hint=AGAIN,
+        )
 
     def entries(self, section: str, convert: Callable[[Any], Any]) -> dict[str, Any]:
         """A section of named entries, each converted."""
-        found = self.entry(section, lambda d: dict(d[section].items()), self.data)
+        found = getattr(self.data, section)
         return {name: self.entry(name, convert, entry, section) for name, entry in found.items()}
 
-    def inside(self, section: str) -> list[_File]:
-        """The plans in a section."""
-        found, line = list[_File](), self._line(section)
-        for data in self.entry(section, list, self.data.get(section, [])):
-            line = self._line("meshwright plan", line)
+    def own(self) -> list[_File]:
+        """The plans of further places."""
+        found, line = list[_File](), self._line("own")
+        for data in self.data.own:
+            if data.own:
+                raise self._damaged("own", "the plan of a place has places of its own", line)
+            line = self._line(MARK, after=line)
             found.append(_File(self.text, self.source, data, line - 1))
         return found
 
-    def place(self, name: str, section: str = "") -> str:
+    def place(self, *names: str) -> str:
         """``plan.json:12``, where an entry begins; the file alone where it is nowhere."""
-        line = self._line(name, self._line(section) if section else 0)
+        line = self._line(*names)
         return f"{self.source}:{line}" if line else self.source
 
-    def _line(self, name: str, after: int = 0) -> int:
-        """The number of the line at which an entry begins, 0 if it is nowhere."""
-        start = f"{json.dumps(name)}:"
-        after = max(after, self.first)
-        return next((n for n, x in enumerate(self.lines, 1) if n > after and x.strip().startswith(start)), 0)
+    def _line(self, *names: str, after: int = 0) -> int:
+        """The number of the line at which an entry begins, or the last of those around it that has a line of its own;
+        0 if none has."""
+        line = max(after, self.first)
+        for name in names:
+            start, lines = f"{json.dumps(name)}:", enumerate(self.lines, 1)
+            found = next((n for n, x in lines if n > line and x.strip().startswith(start)), 0)
+            if not found:
+                break
+            line = found
+        return line if line > max(after, self.first) else 0
 
 
-def _mesh(data: Any) -> Mesh:
-    axes = tuple(Axis(*a) for a in data["axes"])
+def _mesh(data: _Mesh) -> Mesh:
+    axes = tuple(Axis(*a) for a in data.axes)
     for axis in axes:
-        if not isinstance(axis.size, int) or axis.size < 1:
-            raise MeshError(f"axis {axis.name!r} has size {axis.size!r}")
-    return Mesh(axes, tuple((name, tuple(run)) for name, run in data["names"]), tuple(data["order"]))
+        if axis.size < 1 or axis.link == IN_TIME:
+            raise MeshError(f"axis {axis.name!r} has size {axis.size!r} and link {axis.link!r}")
+    mesh = Mesh(axes, tuple((name, tuple(run)) for name, run in data.names), tuple(data.order))
+    if sorted(a for _, run in mesh.names for a in run) != sorted(mesh.sizes) or len(mesh.sizes) != len(axes):
+        raise MeshError(
+            "its names do not stand for its axes", why=f"axes {list(mesh.sizes)}, names {dict(mesh.names)}"
+        )
+    return mesh
 
 
-def _strategy(data: dict[str, Any], mesh: Mesh) -> Strategy:
+def _strategy(data: _Node, mesh: Mesh) -> Strategy:
     found = Strategy(
-        tuple((letter, parse_layout(f"[{text}]").dims[0]) for letter, text in data.get("cuts", {}).items()),
-        tuple((axis, tuple(ports)) for axis, ports in data.get("through", {}).items()),
-        tuple(data.get("grad", ())),
+        tuple((letter, parse_layout(f"[{text}]").dims[0]) for letter, text in data.cuts.items()),
+        tuple((axis, tuple(ports)) for axis, ports in data.through.items()),
+        tuple(data.grad),
     )
     for letter, dim in found.cuts:
         verify(TensorLayout((dim,)), mesh, f"the cut of {letter}")
@@ -323,52 +375,30 @@ def _strategy(data: dict[str, Any], mesh: Mesh) -> Strategy:
     return found
 
 
-def _again(data: Any, hubs: Collection[str]) -> frozenset[str]:
-    if not isinstance(data, list):
-        raise ValueError("a list of names is expected")
-    for name in data:
-        if name not in hubs:
-            raise ValueError(f"%{name} has no hub that could be made again")
-    return frozenset(data)
+def _among(names: list[str], known: Collection[str], lacks: str) -> frozenset[str]:
+    for name in names:
+        if name not in known:
+            raise ValueError(f"%{name} {lacks}")
+    return frozenset(names)
 
 
-def _turns(data: Any) -> str:
-    if data not in TURNS:
-        raise ValueError(f"copies take turns by {', '.join(TURNS)}, not by {data!r}")
-    return data
+def _stages(data: dict[str, list[str]]) -> dict[str, int]:
+    if wrong := [stage for stage in data if not (stage.isascii() and stage.isdigit() and len(stage) < 6)]:
+        raise ValueError(f"{wrong[0]!r:.40} is no number of a stage")
+    return {name: int(stage) for stage, names in data.items() for name in names}
 
 
-def _hosts(data: Any, nodes: Collection[str]) -> frozenset[str]:
-    if not isinstance(data, list):
-        raise ValueError("a list of names is expected")
-    for name in data:
-        if name not in nodes:
-            raise ValueError(f"%{name} is no node of the plan")
-    return frozenset(data)
-
-
-def _stages(data: Any) -> dict[str, int]:
-    return {str(name): int(stage) for stage, names in data.items() for name in names}
-
-
-def _folds(data: Any) -> tuple[tuple[int, int, int], ...]:
+def _folds(data: list[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
     end = 0
     for start, length, repeats in data:
-        if not all(isinstance(n, int) for n in (start, length, repeats)) or length < 1 or repeats < 3:
+        if length < 1 or repeats < 3:
             raise ValueError(
                 f"{[start, length, repeats]} is no stretch [start, length, three or more repeats]"
             )
         if start < end:
             raise ValueError(f"the stretch at {start} begins within the one before, which ends at {end}")
         end = start + length * repeats
-    return tuple((start, length, repeats) for start, length, repeats in data)
-
-
-def _prices(data: Any) -> Prices | None:
-    if data is None:
-        return None
-    rows = ((str(k), str(link), float(latency), float(rate)) for k, link, latency, rate in data["rows"])
-    return Prices(tuple(rows), str(data["growth"]))
+    return tuple(data)
 
 
 def plain_pins(pins: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

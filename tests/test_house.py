@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PURE = (
-    "errors elsewhere hashed remembered cycles pulse mesh layout graph blocks places ops redistribute cost techniques "
-    "plan search partition pipeline report"
+    "errors elsewhere hashed remembered cycles pulse typed mesh layout graph blocks places ops redistribute cost "
+    "techniques plan search partition pipeline report"
 ).split()
 BUILT = [
     n

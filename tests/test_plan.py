@@ -231,17 +231,23 @@ WRONG = {
         changed('"again": [', '"again": [\n    "up_0_bias",'),
         "'again' does not parse", "%up_0_bias has no hub", '"again"',
     ),
-    "made again as a word": (changed('"again": [', '"again": "x", "b": ['), "'again'", "a list of names", '"again"'),
+    "made again as a word": (
+        changed('"again": [', '"again": "x", "b": ['), "'again'", "$.again: expected list, got str", '"again"',
+    ),
     "claims as a list": (
-        changed('"claims": {', '"claims": [1], "b": {'), "'claims'", "is no table of names", '"claims"',
+        changed('"claims": {', '"claims": [1], "b": {'), "'claims'", "$.claims: expected mapping, got list", '"claims"',
     ),
     "seconds in words": (
-        changed('"price_seconds": 0.0125', '"price_seconds": "fast"'), "'claims'", "not a number from 0", '"claims"',
+        changed('"price_seconds": 0.0125', '"price_seconds": "fast"'), "'claims'",
+        "$.claims.price_seconds: expected float", '"claims"',
     ),
-    "a negative gap": (changed('"sum": 0.004', '"sum": -0.004'), "'claims'", "gaps of sum is -0.004", '"claims"'),
+    "a negative gap": (
+        changed('"sum": 0.004', '"sum": -0.004'),
+        "'claims'", "$.claims.gaps.sum: expected float >= 0.0, got -0.004", '"claims"',
+    ),
     "a layer that stands nowhere": (
         changed('"claims": {', '"times": {"linear": 0}, "claims": {'),
-        "'times'", "stands in the model 0 times", '"times"',
+        "'times'", "$.times.linear: expected int >= 1, got 0", '"times"',
     ),
     "folds that overlap": (
         changed('"claims": {', '"folds": [[1, 2, 3], [4, 2, 3]], "claims": {'),
@@ -252,7 +258,7 @@ WRONG = {
     ),
     "prices without rates": (
         changed('"claims": {', '"prices": {"growth": "ring", "rows": [["all_reduce", "*"]]}, "claims": {'),
-        "'prices'", "not enough values", '"prices"',
+        "'prices'", "$.prices.rows[0]: expected list of length 4, got 2", '"prices"',
     ),
     "version 1": (changed('plan": 2', 'plan": 1'), "has version 1", "reads version 2", ""),
 }  # fmt: skip
