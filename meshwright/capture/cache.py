@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -34,9 +35,18 @@ from meshwright.capture.batch import leaves, map_leaves
 from meshwright.capture.convert import hash_of, type_of
 from meshwright.errors import GraphError
 from meshwright.graph import Graph, parse
+from meshwright.typed import Count, typed
 
 FORMAT = "1"
 Entry = tuple[Graph, dict[str, torch.Tensor], Folding, tuple[str, ...]]
+
+
+class _Rest(Struct):
+    """What `folding.json` says."""
+
+    blocks: tuple[Block, ...]
+    unique_nodes: Count
+    notes: tuple[str, ...]
 
 
 def load(folder: Path) -> Entry | None:
@@ -44,10 +54,9 @@ def load(folder: Path) -> Entry | None:
     try:
         graph = parse((folder / "graph.txt").read_text(encoding="utf-8"))
         constants = load_file(folder / "constants.safetensors")
-        rest = json.loads((folder / "folding.json").read_text(encoding="utf-8"))
-        folding = Folding(tuple(Block(**b) for b in rest["blocks"]), rest["unique_nodes"])
-        return graph, constants, folding, tuple(rest["notes"])
-    except (OSError, GraphError, SafetensorError, ValueError, KeyError, TypeError):
+        rest = typed(json.loads((folder / "folding.json").read_text(encoding="utf-8")), _Rest)
+        return graph, constants, Folding(rest.blocks, rest.unique_nodes), rest.notes
+    except (OSError, GraphError, RecursionError, SafetensorError, ValueError):
         return None
 
 

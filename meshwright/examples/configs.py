@@ -68,7 +68,7 @@ def _read(path: Path) -> tuple[Path, dict[str, Any]]:
     file = path / "config.json" if path.is_dir() else path
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, RecursionError, UnicodeDecodeError) as error:
         raise ModelError(
             f"the configuration {str(file)!r} cannot be read",
             why=str(error),

@@ -106,7 +106,7 @@ def _check_config(path: Path) -> None:
         why = "" if isinstance(found, dict) else f"it is JSON, but {a_type(found)} and no object"
     except OSError as error:
         why = error.strerror or str(error)
-    except ValueError as error:  # no text, or no JSON
+    except (RecursionError, ValueError) as error:  # no text, or no JSON
         why = str(error)
     if why:
         raise CheckpointError(

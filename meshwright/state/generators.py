@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from meshwright.errors import DamagedError
+
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
     """The states of the random generators of this process, each as bytes."""
@@ -48,7 +50,18 @@ def _numpy(generator: Any) -> torch.Tensor:
 
 
 def set_random_state(found: dict[str, torch.Tensor], device: torch.device) -> None:
-    """The states that `random_state` gave."""
+    """The states that `random_state` gave. Raises DamagedError for others."""
+    try:
+        _set(found, device)
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise DamagedError(
+            "the states of random generators in the checkpoint are none",
+            why=f"{error!s:.200}",
+            hint="step.load(path, random=False) leaves the generators as they are",
+        ) from None
+
+
+def _set(found: dict[str, torch.Tensor], device: torch.device) -> None:
     torch.set_rng_state(found["torch"])
     python, keys = found["python"].numpy().tobytes(), found["numpy"].numpy().tobytes()
     version, *words = np.frombuffer(python[: 4 * 626], dtype=np.uint32).tolist()

@@ -11,15 +11,18 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as default
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from msgspec import Meta, Struct, field
 
 from meshwright.errors import CheckpointError, DamagedError
 from meshwright.redistribute.boxes import Box, whole
 from meshwright.state.tensor_file import DAMAGED, ITEM_BYTES, Place, crc_of, damaged, read_into
+from meshwright.typed import Count, typed
 
 VERSION = 1
 NAME = "checkpoint.json"
@@ -101,7 +104,7 @@ class Index:
     step: int = 0
     seed: int | None = None
     world: int = 0
-    ties: Mapping[str, str] = field(default_factory=dict)
+    ties: Mapping[str, str] = default(default_factory=dict)
     optimizer: Mapping[str, Any] | None = None
     data: Any = None
     made_by: str = ""
@@ -248,9 +251,9 @@ def read_index(folder: Path) -> Index:
         ) from None
     first, _, rest = text.partition("\n")
     try:
-        head = json.loads(first.rstrip().rstrip(",") + "}")
-        version, crc = int(head["meshwright checkpoint"]), str(head["crc32"])
-    except (ValueError, KeyError, TypeError):
+        head = typed(json.loads(first.rstrip().rstrip(",") + "}"), _Head)
+        version, crc = head.version, head.crc32
+    except (RecursionError, ValueError):
         raise _damaged(path, "its first line has no version") from None
     if version != VERSION:
         raise CheckpointError(
@@ -264,8 +267,8 @@ def read_index(folder: Path) -> Index:
         raise _damaged(path, f"its checksum is {found}, {crc} was written")
     try:
         index = _index(folder, json.loads("{" + rest))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise _damaged(path, f"it does not parse: {error}") from None
+    except (RecursionError, ValueError) as error:
+        raise _damaged(path, f"it does not parse: {error!s:.400}") from None
     for name in (NAME, *index.files):
         if leads_away(folder / name):
             raise CheckpointError(
@@ -281,31 +284,83 @@ def _damaged(path: Path, why: str) -> DamagedError:
     return DamagedError(f"{NAME} is damaged, or was cut short", why=why, where=str(path), hint=DAMAGED)
 
 
-def _index(folder: Path, data: dict[str, Any]) -> Index:
-    files = list(data["files"])
-    if wrong := [name for name in files if Path(name).name != name or name == ".."]:
+class _Head(Struct):
+    version: int = field(name="meshwright checkpoint")
+    crc32: str
+
+
+class _Tensor(Struct):
+    dtype: Literal[tuple(ITEM_BYTES)]  # type: ignore[valid-type]
+    shape: tuple[Count, ...]
+    parts: list[tuple[Count, tuple[Count, ...], tuple[Count, ...], Count, Count | None]]
+
+
+class _Parameter(Struct):
+    options: Count
+    tensors: list[str]
+    values: dict[str, Any]
+
+
+class _Optimizer(Struct):
+    name: str = field(name="class")
+    options: list[dict[str, Any]]
+    parameters: dict[str, _Parameter]
+
+
+class _Data(Struct):
+    """The rest of the file, as JSON has it."""
+
+    made_by: str = field(name="made by")
+    step: Count
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None
+    ranks: Count
+    files: dict[str, tuple[Count, Count, Count | None]]
+    ties: dict[str, str]
+    temporary: list[str]
+    data: Any
+    tensors: dict[str, _Tensor]
+    optimizer: _Optimizer | None = None
+
+
+def _index(folder: Path, plain: dict[str, Any]) -> Index:
+    """The index of plain data. Raises ValueError for what is no such, or speaks of what is not there."""
+    data = typed(plain, _Data)
+    files = list(data.files)
+    if wrong := [name for name in files if Path(name).name != name or name == ".." or "\0" in name]:
         raise ValueError(f"{wrong[0]!r} is no name of a file beside it")
 
-    def part(entry: list[Any]) -> Part:
-        number, start, shape, offset, crc = entry
-        return Part(files[number], Box(tuple(start), tuple(shape)), int(offset), crc)
+    def entry(name: str, tensor: _Tensor) -> Entry:
+        parts = []
+        for number, start, shape, offset, crc in tensor.parts:
+            box, there = (
+                Box(start, shape),
+                number < len(files) and len(start) == len(shape) == len(tensor.shape),
+            )
+            if not there or any(s + n > most for s, n, most in zip(start, shape, tensor.shape, strict=True)):
+                raise ValueError(f"{name} is {list(tensor.shape)}, and has no part {[number, start, shape]}")
+            if offset + box.numel * ITEM_BYTES[tensor.dtype] > data.files[files[number]][0]:
+                raise ValueError(f"{files[number]} ends before the part of {name} from byte {offset:,}")
+            parts.append(Part(files[number], box, offset, crc))
+        if math.prod(tensor.shape) >= 1 << 58:
+            raise ValueError(f"{name} is {list(tensor.shape)}, more than any file has")
+        return Entry(tensor.dtype, tensor.shape, tuple(parts))
 
-    tensors = {
-        name: Entry(e["dtype"], tuple(e["shape"]), tuple(part(p) for p in e["parts"]))
-        for name, e in data["tensors"].items()
-    }
+    for name, told in data.optimizer.parameters.items() if data.optimizer is not None else ():
+        lacks = [key for key in told.tensors if f"{STATE}{name}.{key}" not in data.tensors]
+        if lacks or told.options >= len(data.optimizer.options):
+            raise ValueError(f"{name} has states or options that are not there: {(*lacks, told.options)}")
     return Index(
         folder,
-        tensors,
-        {name: FileNote(*note) for name, note in data["files"].items()},
-        int(data["step"]),
-        data["seed"],
-        int(data["ranks"]),
-        dict(data["ties"]),
-        data.get("optimizer"),
-        data["data"],
-        str(data["made by"]),
-        frozenset(data["temporary"]),
+        {name: entry(name, tensor) for name, tensor in data.tensors.items()},
+        {name: FileNote(*note) for name, note in data.files.items()},
+        data.step,
+        data.seed,
+        data.ranks,
+        data.ties,
+        plain.get("optimizer"),
+        data.data,
+        data.made_by,
+        frozenset(data.temporary),
     )
 
 

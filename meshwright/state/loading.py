@@ -102,8 +102,8 @@ def load(
         step.rank.seed = index.seed
     if data is not None:
         _together(step, path, lambda: give_back(found, data))
-    if states:  # after all else: who goes on from a position may draw numbers
-        set_random_state(states, step.rank.device)
+    if random:  # after all else: who goes on from a position may draw numbers
+        _together(step, path, lambda: set_random_state(states, step.rank.device) if states else None)
     return Loaded(index.path, index.step, found, taken, bool(states))
 
 
@@ -246,7 +246,7 @@ def random_of(index: Index, step: LocalStep) -> dict[str, torch.Tensor]:
     mine = step.world.rank
     rank = f"{RANDOM}{mine % index.world}."
     found = {n[len(rank) :]: torch.from_numpy(index.whole(n)) for n in index.tensors if n.startswith(rank)}
-    return found if mine < index.world else begun_anew(found, mine)
+    return found if mine < index.world or "torch" not in found else begun_anew(found, mine)
 
 
 __all__ = ["Loaded", "load", "random_of", "resume"]

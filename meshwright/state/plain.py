@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from meshwright.errors import CheckpointError, a_type
+from meshwright.errors import CheckpointError, DamagedError, a_type
 from meshwright.runtime.dtypes import TORCH_DTYPES
 
 SHORT = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -58,12 +58,23 @@ def to_plain(value: Any, what: str, depth: int = DEEPEST) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """The value again."""
+    """The value again. Raises DamagedError for what `to_plain` did not make."""
+    try:
+        return _from_plain(value)
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:  # endless recursion is a RuntimeError
+        raise DamagedError(
+            "a value that stands beside the tensors of a checkpoint cannot be read",
+            why=f"{a_type(error)}: {error!s:.200}",
+            hint="load another checkpoint, or save this one again",
+        ) from None
+
+
+def _from_plain(value: Any) -> Any:
     match value:
         case list():
-            return [from_plain(v) for v in value]
+            return [_from_plain(v) for v in value]
         case {"!tuple": list(found)}:
-            return tuple(from_plain(v) for v in found)
+            return tuple(_from_plain(v) for v in found)
         case {"!bytes": str(found)}:
             return base64.b64decode(found)
         case {"!tensor": [str(dtype), list(shape), str(found)]}:
@@ -72,9 +83,9 @@ def from_plain(value: Any) -> Any:
                 return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
             return torch.frombuffer(data, dtype=TORCH_DTYPES[dtype]).reshape(shape)
         case {"!items": list(found)}:
-            return {from_plain(k): from_plain(v) for k, v in found}
+            return {_from_plain(k): _from_plain(v) for k, v in found}
         case dict():
-            return {k: from_plain(v) for k, v in value.items()}
+            return {k: _from_plain(v) for k, v in value.items()}
     return value
 
 

@@ -10,15 +10,22 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from msgspec import Struct
+
 from meshwright.errors import CheckpointError
 from meshwright.redistribute.boxes import whole
 from meshwright.state.folder import newest
 from meshwright.state.index import MODEL, NAME, Entry, FileNote, Index, Part, read_index
 from meshwright.state.tensor_file import ITEM_BYTES, read_head, same_bytes
+from meshwright.typed import typed
 
 SUFFIX = ".safetensors"
 ONE = "model.safetensors"
 SPREAD = "model.safetensors.index.json"
+
+
+class _Spread(Struct):
+    weight_map: dict[str, str]
 
 
 def kind_of(path: Path) -> str:
@@ -54,12 +61,12 @@ def _files_of(folder: Path) -> list[str]:
     if not (folder / SPREAD).is_file():
         return [ONE]
     try:
-        files = set(json.loads((folder / SPREAD).read_text("utf-8"))["weight_map"].values())
-        wrong = [name for name in files if Path(name).name != name]
+        files = set(typed(json.loads((folder / SPREAD).read_text("utf-8")), _Spread).weight_map.values())
+        wrong = [name for name in files if Path(name).name != name or "\0" in name]
         if wrong:
             raise ValueError(f"{wrong[0]!r} is no name of a file beside it")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{SPREAD} is damaged", why=str(error), where=str(folder)) from None
+    except (OSError, RecursionError, ValueError) as error:
+        raise CheckpointError(f"{SPREAD} is damaged", why=f"{error!s:.400}", where=str(folder)) from None
     return sorted(files)
 
 

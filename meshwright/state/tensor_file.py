@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from meshwright import pulse
 from meshwright.errors import CheckpointError, DamagedError
+from meshwright.typed import Count, typed
 
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
@@ -122,6 +125,14 @@ def cannot_write(path: Path, error: OSError) -> CheckpointError:
     )
 
 
+class _Entry(Struct):
+    """Of a tensor, in the header."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    data_offsets: tuple[Count, Count]
+
+
 def read_head(path: Path) -> tuple[dict[str, Place], dict[str, str], int]:
     """The tensors of a safetensors file, the words in its header and the length of the header.
 
@@ -132,23 +143,23 @@ def read_head(path: Path) -> tuple[dict[str, Place], dict[str, str], int]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, HEAD_LIMIT):
                 raise ValueError(f"{size:,} bytes, of which the header would take {length + 8:,}")
-            head = json.loads(file.read(length))
-        notes = {str(k): str(v) for k, v in head.pop("__metadata__", {}).items()}
+            head = typed(json.loads(file.read(length)), dict[str, Any])
+        notes = typed(head.pop("__metadata__", {}), dict[str, str])
         places, end = {}, 0
-        for key, entry in sorted(head.items(), key=lambda e: e[1]["data_offsets"]):
-            start, stop = entry["data_offsets"]
-            place = Place(entry["dtype"], tuple(int(n) for n in entry["shape"]), 8 + length + start)
+        for key, entry in sorted(typed(head, dict[str, _Entry]).items(), key=lambda e: e[1].data_offsets):
+            start, stop = entry.data_offsets
+            place = Place(entry.dtype, entry.shape, 8 + length + start)
             if place.dtype not in ITEM_BYTES:
                 raise ValueError(f"{key!r} has the dtype {place.dtype!r}, which is not known here")
-            if start != end or stop - start != place.size_bytes or min(place.shape, default=0) < 0:
+            if start != end or stop - start != place.size_bytes:
                 raise ValueError(f"{key!r} does not lie where the header says")
             places[key], end = place, stop
     except OSError as error:
         raise _cannot_read(path, error) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (RecursionError, ValueError) as error:
         raise DamagedError(
             f"{path.name} is no safetensors file, or was cut short",
-            why=f"no {error} in an entry" if isinstance(error, KeyError) else str(error),
+            why=f"{error!s:.400}",
             where=str(path),
             hint=DAMAGED,
         ) from None

@@ -5,17 +5,22 @@ from __future__ import annotations
 import copy
 import json
 import random
+import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+import yaml
 from msgspec import Struct
 
 import meshwright as mw
-from meshwright.errors import MeshwrightError, PlanError
+from meshwright.errors import CheckpointError, MeshwrightError, PlanError
 from meshwright.plan_file import NAMED
 from meshwright.typed import Wrong, typed
 from tests.bad_input.wrong import built, perceptron
+from tests.cost.test_cluster import PLAIN
 
 ODD = (
     None, True, -1, 0, 3, 1.5, float("inf"), float("nan"), 10**30, "", "a", "[4]", "0", "-3", "4/dp", "\0", "(" * 2000,
@@ -64,19 +69,21 @@ def damaged(text: str, draw: random.Random) -> str:
     return text[:place] + draw.choice('\0\n",:[]{}0-é') + text[place + 1 :]
 
 
-def check(text: str, read: Callable[[str], Any], count: int) -> None:
-    """Whatever comes of a text, it is read or refused with a reason."""
+def check(text: str, read: Callable[[str], Any], count: int, whole: bool = True) -> None:
+    """Whatever comes of a text, it is read or refused with a reason. `whole`: it is JSON, of which values change."""
     refused = 0
     for seed in range(count):
         draw = random.Random(seed)
         wrong = (
-            damaged(text, draw) if seed % 4 == 0 else json.dumps(changed(json.loads(text), draw), indent=1)
+            damaged(text, draw)
+            if not whole or seed % 4 == 0
+            else json.dumps(changed(json.loads(text), draw), indent=1)
         )
         try:
             read(wrong)
         except MeshwrightError as error:
             assert error.why or error.where, error
-            assert len(str(error)) < 2000, len(str(error))
+            assert len(str(error)) < 10_000
             refused += 1
     assert refused > count // 3
 
@@ -88,6 +95,118 @@ def test_a_plan_file_is_read_or_refused() -> None:
     asked = {"pipeline": 2, "micro_batches": 2, "optimizer_parallel": 1, "threshold_kb": 0}
     staged = mw.plan(model, batch, loss=loss, cluster=mw.Cluster.local(4), **asked)
     check(staged.to_json(), lambda text: mw.Plan.from_json(text).to_json(), 120)
+
+
+def test_a_cluster_file_is_read_or_refused() -> None:
+    plain = yaml.safe_load(PLAIN)
+    check(json.dumps(plain), lambda text: mw.Cluster.from_yaml(text).to_yaml(), 200)
+    check(PLAIN, lambda text: mw.Cluster.from_yaml(text).to_yaml(), 200, whole=False)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[mw.TrainStep, Path]:
+    """A step and its checkpoint."""
+    model, batch, loss = built()
+    step = mw.train_step(model, lambda p: torch.optim.Adam(p, lr=0.1), batch, loss=loss, mesh=1)
+    step(batch)
+    data = {"position": (1, torch.ones(3)), "bytes": b"x", 3: [1]}
+    return step, step.save(tmp_path_factory.mktemp("saved"), data=data)
+
+
+def index_of(rest: str) -> str:
+    return f'{{"meshwright checkpoint": 1, "crc32": "{zlib.crc32(rest.encode()):08x}",\n{rest}'
+
+
+def test_an_index_of_a_checkpoint_is_read_or_refused(saved: tuple[mw.TrainStep, Path]) -> None:
+    """Its checksum fits, so that no other check comes before."""
+    step, folder = saved
+    path = folder / "checkpoint.json"
+    text = path.read_text()
+
+    def load(wrong: str) -> None:
+        path.write_text(index_of(wrong.lstrip("{")))
+        step.load(folder)
+
+    check("{" + text.partition("\n")[2], load, 120)
+    path.write_text(text)
+    step.load(folder)
+
+
+def test_a_safetensors_file_is_read_or_refused(saved: tuple[mw.TrainStep, Path], tmp_path: Path) -> None:
+    step, folder = saved
+    data = next(folder.glob("*.safetensors")).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+
+    def load(head: str) -> None:
+        said = head.encode()
+        (tmp_path / "m.safetensors").write_bytes(len(said).to_bytes(8, "little") + said + data[8 + length :])
+        step.load(tmp_path / "m.safetensors", cast=True)
+
+    check(data[8 : 8 + length].decode(), load, 120)
+
+
+INDICES = {
+    "a negative start": (
+        ("tensors", "model.enter.weight", "parts", 0, 1, 0),
+        -8,
+        "expected int >= 0, got -8",
+    ),
+    "an unknown dtype": (
+        ("tensors", "model.enter.weight", "dtype"),
+        "F33",
+        "model.enter.weight.dtype: invalid enum",
+    ),
+    "a text for a number": (
+        ("tensors", "model.enter.weight", "shape", 0),
+        "24",
+        "shape[0]: expected int, got str",
+    ),
+    "a part of no file": (("tensors", "model.enter.weight", "parts", 0, 0), 7, "has no part [7, "),
+    "a part beyond its file": (
+        ("tensors", "model.enter.weight", "parts", 0, 3),
+        10**9,
+        "ends before the part of",
+    ),
+    "a part beyond its tensor": (
+        ("tensors", "model.enter.weight", "parts", 0, 1, 0),
+        8,
+        "has no part [0, (8",
+    ),
+    "states that are not there": (
+        ("optimizer", "parameters", "enter.weight", "tensors"),
+        ["z"],
+        "are not there",
+    ),
+    "a step in words": (("step",), "one", "$.step: expected int, got str"),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_a_field_of_an_index_has_its_type(name: str, saved: tuple[mw.TrainStep, Path]) -> None:
+    where, value, says = INDICES[name]
+    step, folder = saved
+    path = folder / "checkpoint.json"
+    text = path.read_text()
+    data = json.loads("{" + text.partition("\n")[2])
+    inside = data
+    for key in where[:-1]:
+        inside = inside[key]
+    inside[where[-1]] = value
+    path.write_text(index_of(json.dumps(data)[1:]))
+    with pytest.raises(CheckpointError) as caught:
+        step.load(folder)
+    path.write_text(text)
+    assert says in caught.value.why and caught.value.hint
+
+
+def test_floats_are_no_offsets(saved: tuple[mw.TrainStep, Path], tmp_path: Path) -> None:
+    path, head = (
+        tmp_path / "m.safetensors",
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4.0]}}',
+    )
+    path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(4))
+    with pytest.raises(CheckpointError, match=r"\$.a.data_offsets\[0\]: expected int, got float"):
+        saved[0].load(path)
 
 
 class Case(NamedTuple):
