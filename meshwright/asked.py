@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -90,11 +89,11 @@ def check_switches(**given: Any) -> None:
 def check_numbers(clip_norm: Any, seed: Any, bucket_bytes: Any = None) -> None:
     """Raise RunError for a norm that cannot be clipped to, a seed that is none, and a size of buckets that is none."""
     number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
-    if clip_norm is not None and not (number and math.isfinite(clip_norm) and clip_norm > 0):
+    if clip_norm is not None and not (number and clip_norm > 0):
         raise RunError(
             f"clip_norm={clip_norm!r}",
             why="gradients are scaled down to that norm: a number above 0 is expected",
-            hint="clip_norm=1.0, or leave it out",
+            hint="clip_norm=1.0, math.inf to compute the norm alone, or leave it out",
         )
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise RunError(f"seed={seed!r}", why="a whole number is expected", hint="seed=0")

@@ -282,7 +282,6 @@ class Source:
             rank,
             values_of(model, captured, rank.device),
             None,
-            clip_norm=first.clip_norm,
             first=first,
         )
         self._train_further(made, first, cut_parameter(agreed.graph, plan))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -84,6 +85,7 @@ from meshwright.report.program import ProgramText
 from meshwright.report.step_trace import StepTrace
 from meshwright.request import request_for
 from meshwright.runtime.batches import Given, LocalBatch, taker
+from meshwright.runtime.before_update import BeforeUpdate, scaler_of
 from meshwright.runtime.communicator import leave
 from meshwright.runtime.connect import Meeting, check_world
 from meshwright.runtime.dtypes import TORCH_DTYPES
@@ -121,6 +123,7 @@ class TrainStep:
         self.local, self.plan = local, parts.asked
         self.parts, self._programs = parts, programs
         self._temporary = frozenset(temporary)
+        self._updates = True
         self._saves = Saves(local, self.plan, self._temporary)
 
     def __repr__(self) -> str:
@@ -170,11 +173,44 @@ class TrainStep:
         """Name → this rank's part of a trained parameter."""
         return self.local.parameters
 
-    def __call__(self, batch: Any) -> torch.Tensor:
+    def __call__(self, batch: Any, *, update: bool = True) -> torch.Tensor:
         """One step on the whole batch (every rank gives the same one and takes its part), or on this rank's part as
-        `mw.shard_loader` reads it. Raises BatchError."""
+        `mw.shard_loader` reads it. Without `update` its gradients are kept, and added to those of the next call, as
+        ``loss.backward()`` does. Raises BatchError."""
+        check_switches(update=update)
         local, given = self._program_for(batch)
-        return local(given)
+        return local(given, update and self._updates)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Calls inside do not update, as with ``update=False``: gradients add up until the next call outside."""
+        before, self._updates = self._updates, False
+        try:
+            yield
+        finally:
+            self._updates = before
+
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """The global norm of the last update's gradients, before they were clipped; equal on all ranks. Raises RunError
+        where none was computed."""
+        if self.local.before.norm is None:
+            why = (
+                "no step has been done"
+                if self.local.before.clip_norm is not None
+                else "clip_norm= was not given"
+            )
+            raise RunError(
+                "the norm of the gradients is not known",
+                why=why,
+                hint="mw.train_step(…, clip_norm=1.0), or clip_norm=math.inf to compute the norm alone",
+            )
+        return self.local.before.norm
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were left out because of non-finite gradients; `steps` counts them, too."""
+        return self.local.before.skipped
 
     @property
     def takes_other_shapes(self) -> bool:
@@ -386,6 +422,8 @@ def train_step(
     cluster: Cluster | None = None,
     memory: float | None = None,
     clip_norm: float | None = None,
+    skip_nonfinite: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
     bucket_bytes: int | None = None,
     seed: int = 0,
     exact_random: bool = False,
@@ -402,10 +440,12 @@ def train_step(
     ``parameters.named()`` gives each with its name. `batch` is an example of shapes. Without
     `plan` (or the path of a plan file), one is made with `mesh`, `mode`, `pins`, `cluster`, `memory` and `techniques`
     as `mw.plan` does.
-    `clip_norm` clips gradients by their global norm. `exact_random` gives dropout the very masks of one device
-    (slower). Rank 0 captures and plans, the others receive graph and plan. Ranks compare checksums of parameters and
-    buffers; where they differ all take those of rank 0, with a remark, or of the rank that `broadcast` names.
-    ``broadcast=False`` refuses a difference.
+    `clip_norm` clips gradients by their global norm (`TrainStep.grad_norm`). `skip_nonfinite` leaves out steps with
+    gradients that are not finite on some rank. `scaler` (``torch.amp.GradScaler("cuda")``) scales the loss of float16,
+    and does all that its ``scale``, ``unscale_``, ``step`` and ``update`` do. `exact_random` gives dropout the very
+    masks of one device (slower). Rank 0 captures and plans, the others receive graph and plan. Ranks compare
+    checksums of parameters and buffers; where they differ all take those of rank 0, with a remark, or of the rank
+    that `broadcast` names. ``broadcast=False`` refuses a difference.
     Parameters that the plan keeps whole stay the model's own tensors; for those it cuts, the step keeps this rank's
     part.
 
@@ -423,7 +463,7 @@ def train_step(
     request = request_for(cluster, memory)
     check_beside(plan, {"mesh": mesh, "mode": mode, "pins": pins, "memory": memory})
     check_numbers(clip_norm, seed, bucket_bytes)
-    check_switches(exact_random=exact_random)
+    check_switches(exact_random=exact_random, skip_nonfinite=skip_nonfinite)
     check_model(model)
     check_function("loss", loss, "lambda model, batch: model(batch).mean()")
     plan = plan_from(plan)
@@ -513,7 +553,7 @@ def train_step(
         rank,
         values,
         optimizer,
-        clip_norm=clip_norm,
+        before=BeforeUpdate(clip_norm, skip_nonfinite, scaler_of(scaler)),
         bucket_bytes=bucket_bytes,
         held=made,
         state=shared.state,

@@ -37,7 +37,7 @@ def test_what_a_plan_has_is_not_given_beside_it(given) -> None:
         step_of(plan=plan, **given)
 
 
-@pytest.mark.parametrize("norm", [-1, 0, float("nan"), float("inf"), "1", True])
+@pytest.mark.parametrize("norm", [-1, 0, float("nan"), "1", True])
 def test_a_norm_is_a_number_above_zero(norm) -> None:
     with pytest.raises(RunError, match="clip_norm="):
         step_of(clip_norm=norm)

@@ -24,6 +24,7 @@ from meshwright.runtime.told import told_by_all
 EVERY = 32
 WHOLE, SOME = 1 << 14, 1 << 12  # a tensor of more elements than the first is known by as many as the second
 OPTIONS = "options of the optimizer"
+UPDATE = "update=False"
 Word = Mapping[str, str]
 Options = list[dict[str, str]]  # of each group of parameters: name → value
 Which = frozenset[tuple[int, str]]  # (group, name) of some options
@@ -39,12 +40,19 @@ class Alike:
         self.options: Which | None = None
         self._begun: tuple[int, Word, torch.Tensor, Work] | None = None
 
-    def begin(self, steps: int, batch: Given, groups: Sequence[Mapping[str, object]] | None = None) -> None:
+    def begin(
+        self,
+        steps: int,
+        batch: Given,
+        groups: Sequence[Mapping[str, object]] | None = None,
+        update: bool = True,
+    ) -> None:
         """Before a step, when so many are over: start the comparison if it is time for one. `groups`: those of the
-        optimizer, of which `options` are compared."""
+        optimizer, of which `options` are compared. `update`: whether the step ends with one."""
         if not self.on or self._begun is not None or not is_due(steps + 1):
             return
         word = dict(told_of(batch, elsewhere=steps == 0))
+        word |= {} if update else {UPDATE: "no"}
         if groups is not None and self.options != frozenset():
             word[OPTIONS] = json.dumps(some_of(options_of(groups), self.options))
         digest = hashlib.blake2b(json.dumps(word).encode(), digest_size=8).digest()
@@ -148,6 +156,12 @@ def difference(step: int, told: Sequence[Word]) -> MeshwrightError:
                 f"in step {step} the {OPTIONS} differ between ranks",
                 why=shown,
                 hint="every rank makes the same optimizer, and changes its learning rate alike",
+            )
+        if what == UPDATE:
+            return RunError(
+                f"some ranks update in step {step}, others accumulate gradients",
+                why=shown,
+                hint="all ranks call step(batch, update=False), or use step.no_sync(), alike",
             )
         if what == "position":
             return BatchError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -43,6 +44,8 @@ def clip_by_global_norm(
     if total is None:
         return torch.zeros(())
     norm = total.sqrt()
+    if math.isinf(limit):
+        return norm
     scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
     for gradient in scaled:
         gradient.mul_(scale.to(gradient.device))

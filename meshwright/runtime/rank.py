@@ -18,6 +18,7 @@ class Rank:
     """Passed to every kernel. `exact` makes random masks equal to one device's (slower; for proofs).
 
     `step` and `micro_batch` number what runs, so that random operators differ between steps and repeat on recompute.
+    `calls` counts those since the last update, of which each draws numbers of its own.
     `mesh` is the program's: it has an axis in time where there are micro-batches, and `at` is the coordinate in the
     micro-batch that runs now. Who replays another one sets `micro_batch` for as long.
     """
@@ -28,6 +29,7 @@ class Rank:
     exact: bool = False
     step: int = 0
     micro_batch: int = 0
+    calls: int = 0
     mesh: Mesh = field(init=False)
     _ats: list[dict[str, int]] = field(init=False, repr=False)
 
@@ -46,22 +48,27 @@ class Rank:
         return self._ats[self.micro_batch]
 
     @property
+    def draw(self) -> int:
+        """What numbers a call of the step among all: that of the step, but where one has several."""
+        return self.step + (self.calls << 32)
+
+    @property
     def number(self) -> int:
         """The number on the program's mesh."""
         return self.micro_batch * self.comm.mesh.size + self.comm.rank
 
     def moment(self) -> Callable[[], AbstractContextManager[None]]:
         """What brings the rank back to the step and micro-batch of now, for a while: random operators repeat there."""
-        now = self.step, self.micro_batch
+        now = self.step, self.calls, self.micro_batch
 
         @contextlib.contextmanager
         def back() -> Iterator[None]:
-            later = self.step, self.micro_batch
-            self.step, self.micro_batch = now
+            later = self.step, self.calls, self.micro_batch
+            self.step, self.calls, self.micro_batch = now
             try:
                 yield
             finally:
-                self.step, self.micro_batch = later
+                self.step, self.calls, self.micro_batch = later
 
         return back
 

@@ -40,7 +40,8 @@ class State:
     programs read it. `weights`: those that are trained, as autograd leaves. `updated`: what an optimizer updates of
     each: the weight itself, its shard (ZeRO-1 and 2), or a copy on the host. `homes`: values of parameters that live in
     the host's memory. `publishers`: trained parameters → what brings values from `updated` to `tensors`. `next_tag`:
-    messages between stages of the next program have tags from here on."""
+    messages between stages of the next program have tags from here on. `accumulating`: gradients in
+    ``.grad`` wait for an update in a later call."""
 
     kept: dict[str, Kept] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -49,6 +50,7 @@ class State:
     homes: dict[str, torch.Tensor] = field(default_factory=dict)
     next_tag: int = 0
     publishers: dict[frozenset[str], Callable[[], None]] = field(default_factory=dict)
+    accumulating: bool = False
     buckets: list[GradientBuckets] = field(default_factory=list)
 
     def keep(self, new: Kept) -> None:

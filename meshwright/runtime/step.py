@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from meshwright import pulse
+from meshwright.errors import RunError
 from meshwright.graph import Input
 from meshwright.layout import TensorLayout, dim_axes
 from meshwright.partition import Partition
@@ -21,6 +22,7 @@ from meshwright.partition.updates import gathers, update_layout, updates
 from meshwright.runtime.alike import Alike
 from meshwright.runtime.ambient import Ambient, check_gradients
 from meshwright.runtime.batches import BatchParts, Given, LocalBatch, place_of, slicer
+from meshwright.runtime.before_update import BeforeUpdate
 from meshwright.runtime.buckets import GradientBuckets, norm_of
 from meshwright.runtime.clipping import clip_by_global_norm
 from meshwright.runtime.collectives import Handle
@@ -54,7 +56,7 @@ class LocalStep:
         values: Mapping[str, torch.Tensor],
         optimizer: OptimizerFactory | None,
         *,
-        clip_norm: float | None = None,
+        before: BeforeUpdate | None = None,
         bucket_bytes: int | None = None,
         cuts: Sequence[int] = (),
         held: Collection[str] = (),
@@ -63,8 +65,9 @@ class LocalStep:
     ) -> None:
         """`values`: input name → full tensor of every constant, and of the parameters and buffers that the state lacks,
         or this rank's shard already for the names in `held`. `bucket_bytes`: of gradients that are reduced together,
-        instead of what the plan's ``fusion`` says. `state`: of the model, where it has one. `first`: the step of which
-        this is another program; both have one optimizer, and `rank` is that of the first."""
+        instead of what the plan's ``fusion`` says. `before`: what is done to gradients before an update.
+        `state`: of the model, where it has one. `first`: the step of which this is another program; both have one
+        optimizer, and `rank` is that of the first."""
         self.first = first or self
         self.rank, self.world = rank, rank.comm if first is None else first.world
         self.state = first.state if first is not None else state or State()
@@ -76,7 +79,7 @@ class LocalStep:
         self.handle = Handle(rank.comm)
         rank.runs_on(parts.plan.mesh)
         self.layouts = parts.resharded.layouts
-        self.clip_norm = clip_norm
+        self.before = first.before if first is not None else before or BeforeUpdate()
         self.leaves: dict[str, torch.Tensor] = {}
         self.weights: dict[str, torch.nn.Parameter] = {}  # trained leaves, as the program reads them
         self.parameters: dict[str, torch.nn.Parameter] = {}
@@ -138,6 +141,7 @@ class LocalStep:
         parts, rank, again = self.parts, self.rank, self.made.again
         saving = contextlib.nullcontext if again is None else again.saving
         scale = loss_scale(parts)
+        self.added: dict[str, torch.Tensor] = {}  # gradients of earlier calls, while a step runs
         self.executor: Executor | Pipelined
         if self.pipe is not None:
             self.executor = Pipelined(
@@ -240,22 +244,64 @@ class LocalStep:
         self.batches.check(batch)
         return self.batches.taken(0, batch)
 
-    def __call__(self, batch: Given) -> torch.Tensor:
-        """Forward, backward and update on the whole batch; the global loss."""
+    def __call__(self, batch: Given, update: bool = True) -> torch.Tensor:
+        """Forward, backward and update on the whole batch; the global loss. Without `update` gradients stay in
+        ``.grad``, where those of the next call are added to them."""
+        kept = self._kept_gradients()
         self._forget_gradients()
         wanted = [v for _, v in (*self.graph.outputs, *self.graph.mutations)]
-        results = self._run(self.actions, batch, wanted)
+        actions = self.actions if update else [a for a in self.actions if a.kind != "update"]
+        self.added, scale = kept, self.executor.scale
+        self.executor.scale = scale * self.before.scale
+        try:
+            results = self._run(actions, batch, wanted, update)
+        except BaseException:
+            self._forget_gradients()
+            for name, gradient in kept.items():  # a batch that was refused changes nothing
+                self.state.updated[name].grad = gradient
+            raise
+        finally:
+            self.added, self.executor.scale = {}, scale
+        self.state.accumulating = not update
+        if not update:
+            for name, parameter in self.parameters.items():
+                if parameter.grad is not None and name not in kept:  # it may lie in a bucket
+                    parameter.grad = parameter.grad.clone()
         for target, value in self.graph.mutations:
             if value in results:
                 self.leaves[self._named["buffer", target]].copy_(results[value])
-        self.rank.step += 1
+        self.rank.step, self.rank.calls = (
+            (self.rank.step + 1, 0) if update else (self.rank.step, self.rank.calls + 1)
+        )
         return results[self.graph.loss]
 
     def gradients(self, batch: Given) -> torch.Tensor:
-        """The loss and, in ``.grad``, the gradients, without an update; buffers and the step count stay as they are."""
+        """The loss and, in ``.grad``, the gradients, without an update; buffers and the step count stay as they are.
+        Raises RunError where gradients of earlier calls wait for an update."""
+        if self._kept_gradients():
+            raise RunError(
+                "gradients of step(batch, update=False) wait for an update",
+                why="gradients(batch) and local_norms(batch) would replace them",
+                hint="step(batch) first, or drop them: step.optimizer.zero_grad()",
+            )
         self._forget_gradients()
         actions = [a for a in self.actions if a.kind != "update"]
         return self._run(actions, batch, [self.graph.loss])[self.graph.loss]
+
+    def _kept_gradients(self) -> dict[str, torch.Tensor]:
+        """Name → the gradient that earlier calls without an update have left. Raises RunError for one of a parameter
+        that this program does not train."""
+        if not self.state.accumulating:
+            return {}
+        kept = {n: p.grad for n, p in self.state.updated.items() if p.grad is not None}
+        other = next((n for n in kept if n not in self.parameters), None)
+        if other is not None:
+            raise RunError(
+                f"the gradient of {other} waits for an update",
+                why="another program of this step has left it there, and this one does not train the parameter",
+                hint="an update by the program that made it, or drop it: step.optimizer.zero_grad()",
+            )
+        return kept
 
     def local_norms(self, batch: Given) -> dict[str, torch.Tensor]:
         """Name → the norm of this rank's gradient before it is added up with the others'; no update."""
@@ -278,18 +324,20 @@ class LocalStep:
         for parameter in (*self.state.weights.values(), *self.state.updated.values()):
             parameter.grad = None
 
-    def _run(self, actions: Sequence[Action], batch: Given, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
+    def _run(
+        self, actions: Sequence[Action], batch: Given, wanted: Sequence[str], update: bool = True
+    ) -> dict[str, torch.Tensor]:
         check_gradients()
         pulse.step(self.rank.step + 1)
         with pulse.during(pulse.IN_STEP), self.ambient.as_built():
-            return self._run_all(actions, batch, wanted)
+            return self._run_all(actions, batch, wanted, update)
 
     def _run_all(
-        self, actions: Sequence[Action], batch: Given, wanted: Sequence[str]
+        self, actions: Sequence[Action], batch: Given, wanted: Sequence[str], update: bool
     ) -> dict[str, torch.Tensor]:
         local = self.local_batch(batch)
         groups = self.optimizer.param_groups if self.optimizer is not None else None
-        self.alike.begin(self.rank.step, batch, groups)
+        self.alike.begin(self.rank.step, batch, groups, update)
         self.first.samples += batch.samples if isinstance(batch, LocalBatch) else self.batches.rows
         self.made.begin()
         if self.rank.mesh is not self.parts.plan.mesh:  # another program of this rank ran last
@@ -319,6 +367,9 @@ class LocalStep:
             self._sum_over_stages(self.pipe)
         if self.hosted is not None:
             self.hosted.take_gradients()
+        for name, kept in self.added.items():
+            parameter = self.parameters[name]
+            parameter.grad = kept if parameter.grad is None else kept.add_(parameter.grad)
 
     def _sum_over_stages(self, pipe: Pipeline) -> None:
         """Gradients of weights that stages of several ranks use are added up over these."""
@@ -333,8 +384,9 @@ class LocalStep:
 
     def _update(self) -> None:
         self._settle()
-        if self.clip_norm is not None:
-            self.clip(self.clip_norm)
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if not self.before.allows(gradients, self._over_ranks, self.clip, self.rank.device):
+            return
         if self.optimizer is not None:
             as_laid_out(self.optimizer)
             with self.updating.now():
@@ -360,6 +412,17 @@ class LocalStep:
             self.rank.comm,
             self.rank.device,
             None if pipe is None else (pipe, self.last_tag),
+        )
+
+    def _over_ranks(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of a number of each rank over all ranks."""
+        axes = self.rank.comm.mesh.sort(a for a, size in self.rank.comm.mesh.sizes.items() if size > 1)
+        pulse.of("whether all gradients are finite")
+        x = self.rank.comm.all_reduce(x, axes) if axes else x
+        return (
+            x
+            if self.pipe is None
+            else self.pipe.comm.sum_over(x, range(self.pipe.comm.places), self.last_tag)
         )
 
     def bucket_summary(self) -> list[tuple[tuple[str, ...], int, int]]:

@@ -11,6 +11,7 @@ from meshwright.errors import BatchError, RunError
 from meshwright.examples import gpt
 from meshwright.mesh import Mesh
 from meshwright.partition.segments import split_segments
+from meshwright.runtime.before_update import BeforeUpdate
 from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.communicator import Alone, SimulatedWorld
 from meshwright.runtime.executor import plain_actions
@@ -130,7 +131,7 @@ def test_clipping_by_global_norm_equals_one_device_s() -> None:
 
     def body(comm):
         mine = {k: v.clone() for k, v in values.items()}
-        step = LocalStep(parts, Rank(comm, torch.device("cpu")), mine, sgd, clip_norm=0.05)
+        step = LocalStep(parts, Rank(comm, torch.device("cpu")), mine, sgd, before=BeforeUpdate(0.05))
         step(dict(leaves(batch)))
         return step
 

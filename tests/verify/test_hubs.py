@@ -21,6 +21,7 @@ from meshwright.graph import Graph
 from meshwright.layout import SubDim, TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan
+from meshwright.runtime.before_update import BeforeUpdate
 from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld
 from meshwright.runtime.step import LocalStep
 from meshwright.train import TrainStep
@@ -188,7 +189,7 @@ def test_zero_trains_clips_and_hands_back_whole_weights(mesh: dict[str, int], ag
 
     def body(comm: SimulatedRank) -> None:
         values = {k: v.detach().clone() for k, v in values_of(model, captured).items()}
-        local = LocalStep(parts, simulated_rank(comm), values, adamw, clip_norm=0.05)
+        local = LocalStep(parts, simulated_rank(comm), values, adamw, before=BeforeUpdate(0.05))
         step = TrainStep(local, parts)
         for expected in losses:
             assert step(batch).item() == pytest.approx(expected, rel=1e-12)

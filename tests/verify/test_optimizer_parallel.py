@@ -20,6 +20,7 @@ from meshwright.mesh import Mesh
 from meshwright.partition.updates import comes_in_place, gathers
 from meshwright.plan import Plan
 from meshwright.redistribute import Step, buckets
+from meshwright.runtime.before_update import BeforeUpdate
 from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld
 from meshwright.runtime.step import LocalStep
 from meshwright.techniques import techniques_from
@@ -194,7 +195,9 @@ def test_clipping_groups_and_whole_weights(mesh: dict[str, int], level: int) -> 
 
     def body(comm: SimulatedRank) -> None:
         values = {k: v.detach().clone() for k, v in values_of(model, captured).items()}
-        step = TrainStep(LocalStep(parts, simulated_rank(comm), values, grouped, clip_norm=0.05), parts)
+        step = TrainStep(
+            LocalStep(parts, simulated_rank(comm), values, grouped, before=BeforeUpdate(0.05)), parts
+        )
         for _ in range(3):
             step(batch)
         fresh = copy.deepcopy(model)
@@ -245,7 +248,7 @@ def test_an_optimizer_on_the_host_trains_as_one_device(level: int) -> None:
 
     def body(comm: SimulatedRank) -> None:
         values = {k: v.detach().clone() for k, v in values_of(model, captured).items()}
-        step = LocalStep(parts, simulated_rank(comm), values, adamw, clip_norm=0.05)
+        step = LocalStep(parts, simulated_rank(comm), values, adamw, before=BeforeUpdate(0.05))
         step(dict(leaves(batch)))
         assert step.optimizer is not None and step.optimizer.state
         on_device = {w.untyped_storage().data_ptr() for w in step.weights.values()}

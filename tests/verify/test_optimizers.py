@@ -15,6 +15,7 @@ from meshwright.capture.batch import leaves, map_leaves
 from meshwright.compile import lower, values_of
 from meshwright.partition.gradients import loss_scale
 from meshwright.plan import fingerprint
+from meshwright.runtime.before_update import BeforeUpdate
 from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld
 from meshwright.runtime.step import LocalStep
 from meshwright.train import TrainStep
@@ -68,7 +69,9 @@ def trained(name: str, label: str, factory: Factory, clip: float | None) -> None
 
     def body(comm: SimulatedRank) -> dict[str, torch.Tensor]:
         values = {k: v.clone() for k, v in start.items()}
-        step = TrainStep(LocalStep(parts, simulated_rank(comm), values, factory, clip_norm=clip), parts)
+        step = TrainStep(
+            LocalStep(parts, simulated_rank(comm), values, factory, before=BeforeUpdate(clip)), parts
+        )
         for _ in range(STEPS):
             step.local(dict(leaves(batch)))
         return step.full_state()

@@ -69,12 +69,12 @@ def uniform(
     """Uniform numbers for what a rank holds of a value."""
     layout = layout_of(layout_text)
     if rank.exact:
-        return uniform_at(element_indices(layout, rank), mix(rank.seed, slot, rank.step))
+        return uniform_at(element_indices(layout, rank), mix(rank.seed, slot, rank.draw))
     mesh = rank.mesh
     place = [rank.at[a] + 1 if a in layout.split_axes else 0 for a in mesh.sizes]
     device = device or rank.device
     generator = torch.Generator(device=device)
-    generator.manual_seed(_signed(mix(rank.seed, slot, rank.step, *place)))
+    generator.manual_seed(_signed(mix(rank.seed, slot, rank.draw, *place)))
     shape = layout.local_shape(mesh, rank.at)
     return torch.rand(shape, generator=generator, device=device, dtype=dtype)
 

@@ -1,0 +1,125 @@
+"""What is done around a gradient: its norm, accumulation over calls, a scaled loss, steps that are left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.habits.plans import NAMES, run
+
+pytestmark = pytest.mark.procs
+EACH = [*NAMES, "zero1", "zero2", "pipeline"]
+
+ACCUMULATED = """
+import math
+torch.manual_seed(0)
+model = Net()
+twin = copy.deepcopy(model)
+optimizer = adamw(twin.parameters())
+step = mw.train_step(model, adamw, batches()[0], loss=loss, clip_norm=0.1, **PLAN)
+first, second, third, last = batches(4)
+for group in ([first], [second, third, last], [second, first]):
+    optimizer.zero_grad()
+    for batch in group:
+        expected = loss(twin, batch)
+        expected.backward()
+    norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+    optimizer.step()
+    *before, end = group
+    for batch in before[1:]:
+        step(batch, update=False)
+    with step.no_sync():
+        for batch in before[:1]:
+            step(batch)
+    if before:
+        try:
+            step.gradients(end)
+            raise SystemExit("gradients() replaced those that wait")
+        except mw.RunError as error:
+            assert "wait for an update" in str(error)
+        try:
+            step({"x": end["x"]})
+            raise SystemExit("took a batch without labels")
+        except mw.MeshwrightError:
+            pass
+    assert close(step(end), expected.detach()), step.plan
+    assert close(step.grad_norm, norm), (step.grad_norm, norm)
+state = step.full_state()
+assert all(close(state[n], p.detach()) for n, p in twin.named_parameters())
+assert step.steps == 3
+
+before = {n: x.clone() for n, x in step.full_state().items()}
+step(first, update=False)
+step.optimizer.zero_grad()
+assert all(close(x, before[n]) for n, x in step.full_state().items())
+optimizer.zero_grad()
+loss(twin, last).backward()
+torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+optimizer.step()
+step(last)
+state = step.full_state()
+assert all(close(state[n], p.detach()) for n, p in twin.named_parameters()), "dropped gradients were added"
+mw.shutdown()
+"""
+
+
+@pytest.mark.parametrize("plan", EACH)
+def test_gradients_add_up_over_calls_and_their_norm_is_known(tmp_path: Path, plan: str) -> None:
+    run(tmp_path, plan, ACCUMULATED)
+
+
+SCALED = """
+import math
+torch.manual_seed(0)
+made = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
+model = Net()
+twin = copy.deepcopy(model)
+optimizer = adamw(twin.parameters())
+mine, theirs = made
+step = mw.train_step(model, adamw, batches()[0], loss=loss, clip_norm=0.1, scaler=mine, **PLAN)
+for number, batch in enumerate(batches(6)):
+    if number in (1, 4):
+        batch["x"][7] = math.inf  # the examples of the last rank alone
+    optimizer.zero_grad()
+    theirs.scale(loss(twin, batch)).backward()
+    theirs.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+    theirs.step(optimizer)
+    theirs.update()
+    step(batch)
+    assert mine.get_scale() == theirs.get_scale(), number
+    assert mine.state_dict() == theirs.state_dict()
+    assert close(step.grad_norm, norm) or not norm.isfinite()
+state = step.full_state()
+assert all(close(state[n], p.detach()) for n, p in twin.named_parameters())
+assert step.skipped == 2 and step.steps == 6
+
+torch.manual_seed(0)
+model = Net()
+twin = copy.deepcopy(model)
+optimizer = adamw(twin.parameters())
+step = mw.train_step(model, adamw, batches()[0], loss=loss, skip_nonfinite=True, **PLAN)
+for number, batch in enumerate(batches(3)):
+    if number == 1:
+        batch["x"][0] = math.nan
+    else:
+        optimizer.zero_grad()
+        loss(twin, batch).backward()
+        optimizer.step()
+    step(batch)
+state = step.full_state()
+assert all(close(state[n], p.detach()) for n, p in twin.named_parameters())
+assert step.skipped == 1
+try:
+    step.grad_norm
+    raise SystemExit("a norm that nobody computed")
+except mw.RunError as error:
+    assert "clip_norm=" in str(error)
+mw.shutdown()
+"""
+
+
+@pytest.mark.parametrize("plan", EACH)
+def test_a_scaled_loss_and_steps_left_out_are_those_of_plain_pytorch(tmp_path: Path, plan: str) -> None:
+    run(tmp_path, plan, SCALED)
