@@ -10,13 +10,19 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.graph import Dtype, Graph, Node, TensorType
 
-NARROW = ("f32", "bf16", "f16")
-NARROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NARROW = {"f32": "f64", "bf16": "f64", "f16": "f64", "c64": "c128"}
+NARROW_DTYPES = {
+    torch.float32: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float16: torch.float64,
+    torch.complex64: torch.complex128,
+}
 GROUPED = torch.nn.functional.grouped_mm
 
 
 def widen(graph: Graph) -> Graph:
-    """The same program with f64 wherever it says f32, bf16 or f16: in types, dtype arguments and created constants."""
+    """The same program with f64 wherever it says f32, bf16 or f16, and c128 for c64: in types, dtype
+    arguments and created constants."""
     inputs = tuple(replace(i, type=_type(i.type)) for i in graph.inputs)
     return replace(graph, inputs=inputs, nodes=tuple(_node(n) for n in graph.nodes))
 
@@ -29,12 +35,12 @@ def _node(node: Node) -> Node:
 
 
 def _type(type_: TensorType) -> TensorType:
-    return replace(type_, dtype="f64") if type_.dtype in NARROW else type_
+    return replace(type_, dtype=NARROW[type_.dtype]) if type_.dtype in NARROW else type_
 
 
 def _dtype(value: Any) -> Any:
     if isinstance(value, Dtype):
-        return Dtype("f64") if value.name in NARROW else value
+        return Dtype(NARROW.get(value.name, value.name))
     return tuple(_dtype(v) for v in value) if isinstance(value, tuple) else value
 
 
@@ -59,11 +65,13 @@ class widened_eager(TorchFunctionMode):
         args = tuple(_wide(a) for a in args)
         if func in (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half):
             return torch.Tensor.double(*args, **kwargs)
+        if func is torch.Tensor.cfloat:
+            return torch.Tensor.cdouble(*args, **kwargs)
         return func(*args, **kwargs)
 
 
 def _wide(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in NARROW_DTYPES else value
+    return NARROW_DTYPES.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 def _grouped(rows: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor, **more: Any) -> torch.Tensor:

@@ -31,7 +31,8 @@ class Report:
     """What a verification found. `ok` is true when every difference is within the tolerance.
 
     `inexact`: operators that by design look at a micro-batch only. Then all is compared with one device that runs the
-    same micro-batches, not with the whole batch.
+    same micro-batches, not with the whole batch. `captured`: so it is with the captured program on one device where the
+    model draws random numbers within functions of torch, which then are not those of plain PyTorch.
     """
 
     plan: Plan
@@ -40,6 +41,7 @@ class Report:
     differences: tuple[Difference, ...]
     first: str = ""
     inexact: tuple[str, ...] = ()
+    captured: bool = False
 
     @property
     def worst(self) -> Difference:
@@ -81,6 +83,10 @@ class Report:
             lines.append(
                 f"  inexact by design, statistics of a micro-batch: {', '.join(self.inexact[:4])}{more}"
             )
+        if self.captured:
+            lines.append(
+                "  random numbers are drawn within functions of torch: compared with the captured program on one device"
+            )
         for kind, found in kinds.items():
             worst = max(found, key=lambda d: d.error)
             lines.append(
@@ -101,17 +107,17 @@ def take(whole: torch.Tensor, layout: TensorLayout, mesh: Mesh, rank: int) -> to
 
 
 def relative_error(
-    value: torch.Tensor, expected: torch.Tensor, scale_of: torch.Tensor | None = None
+    value: torch.Tensor, expected: torch.Tensor, scale_of: torch.Tensor | None = None, least: float = 1e-3
 ) -> float:
-    """Largest difference over the largest magnitude expected (at least 1e-3, so that zeros do not divide)."""
+    """Largest difference over the largest magnitude expected (at least `least`, so that zeros do not divide)."""
     if value.shape != expected.shape:
         return float("inf")
     if expected.numel() == 0:
         return 0.0
-    scale = (
-        (expected if scale_of is None else scale_of).detach().double().abs().max().item()
-        if expected.numel()
-        else 1.0
-    )
-    difference = (value.detach().double() - expected.detach().double()).abs().max().item()
-    return difference / max(scale, 1e-3)
+    scale = _wide(expected if scale_of is None else scale_of).abs().max().item()
+    difference = (_wide(value) - _wide(expected)).abs().max().item()
+    return difference / max(scale, least)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().to(torch.complex128 if x.is_complex() else torch.float64)

@@ -12,6 +12,7 @@ import torch
 
 from meshwright.capture import Captured
 from meshwright.capture.batch import leaves
+from meshwright.capture.normalize import DROPOUT
 from meshwright.compile import Loss
 from meshwright.graph import Graph, Node
 from meshwright.mesh import Mesh
@@ -35,7 +36,8 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 
 @dataclass
 class Run:
-    """What three steps gave: the losses, the first gradients by name, and the state after the last step."""
+    """What three steps gave: the losses, the first gradients by name, and the state after the last step. `draws`: the
+    random tensors of the last one."""
 
     losses: list[torch.Tensor]
     gradients: dict[str, torch.Tensor]
@@ -43,6 +45,7 @@ class Run:
     holds: frozenset[str] = (
         frozenset()
     )  # inputs of the program that the rank has; in a pipeline, those of its stages
+    draws: int = 0
 
 
 @contextlib.contextmanager
@@ -64,7 +67,7 @@ def reference(
     factory: OptimizerFactory,
     scale: float = 1.0,
 ) -> Run:
-    """Plain eager PyTorch on a copy of the model. Dropout masks are the exact ones, number by number. Gradients are of
+    """Plain eager PyTorch on a copy of the model. Random numbers are those of exact mode, one by one. Gradients are of
     the loss times `scale`."""
     twin = _copy_cast(model, cast)
     parameters = [p for p in twin.parameters() if p.requires_grad]
@@ -73,8 +76,9 @@ def reference(
     for step in range(STEPS):
         for parameter in twin.parameters():
             parameter.grad = None
-        with reference_dropout(seed=0, step=step):
+        with reference_dropout(seed=0, step=step) as mode:
             value = loss(twin, batch)
+        run.draws = mode.slot
         if value.requires_grad:
             (value if scale == 1.0 else value * scale).backward()
         run.losses.append(value.detach())
@@ -88,6 +92,11 @@ def reference(
     run.state = {n: p.detach() for n, p in twin.named_parameters(remove_duplicate=False)}
     run.state |= {n: b.detach() for n, b in twin.named_buffers(remove_duplicate=False)}
     return run
+
+
+def draws_of(graph: Graph) -> int:
+    """How many random tensors a program draws."""
+    return sum(n.op == DROPOUT or n.kwarg("seed") is not None for n in graph.nodes)
 
 
 def inexact_nodes(graph: Graph, parts: Partition) -> list[Node]:
@@ -119,9 +128,28 @@ def _copy_cast(model: torch.nn.Module, cast: Callable[[torch.Tensor], torch.Tens
 
 
 def caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that brings floating-point tensors to a dtype and leaves others."""
-    narrow = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    return lambda x: x.to(dtype) if x.dtype in narrow else x
+    """A function that brings floating-point tensors to a dtype, complex ones to that of pairs of it, and leaves
+    others."""
+    known = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16, torch.float64), dtype)
+    known |= dict.fromkeys((torch.complex64, torch.complex128), dtype.to_complex())
+    return lambda x: x.to(known.get(x.dtype, x.dtype))
+
+
+def nudger(
+    cast: Callable[[torch.Tensor], torch.Tensor], size: float
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The cast, and each number changed by up to `size` of itself: what a result changes by then is what rounding may
+    do to it."""
+    generator = torch.Generator().manual_seed(0)
+
+    def nudge(x: torch.Tensor) -> torch.Tensor:
+        x = cast(x)
+        if not (x.is_floating_point() or x.is_complex()):
+            return x
+        part = torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device) * 2 - 1
+        return x * (1 + size * part).to(x.dtype)
+
+    return nudge
 
 
 def simulated_rank(comm: SimulatedRank) -> Rank:

@@ -146,28 +146,30 @@ def random(
     device: torch.device,
 ) -> torch.Tensor:
     """Numbers of a distribution, as plain tensors without history."""
-    u = uniform(rank, slot, layout_text, torch.float64)
+    return distributed(kind, numbers, uniform(rank, slot, layout_text, torch.float64)).to(dtype)
+
+
+def distributed(kind: str, numbers: Sequence[float], u: torch.Tensor) -> torch.Tensor:
+    """Numbers of a distribution from uniform ones, float64."""
     match kind, tuple(numbers):
         case "uniform", (low, high):
-            return (low + u * (high - low)).to(dtype)
+            return low + u * (high - low)
         case "normal", (mean, deviation):
             # Away from 0, where the inverse is infinite.
-            return (
-                mean + deviation * math.sqrt(2.0) * torch.erfinv((2 * u - 1).clamp_min(-1 + 2.0**-53))
-            ).to(dtype)
+            return mean + deviation * math.sqrt(2.0) * torch.erfinv((2 * u - 1).clamp_min(-1 + 2.0**-53))
         case "log normal", (mean, deviation):
             normal = torch.erfinv((2 * u - 1).clamp_min(-1 + 2.0**-53)) * math.sqrt(2.0)
-            return torch.exp(mean + deviation * normal).to(dtype)
+            return torch.exp(mean + deviation * normal)
         case "geometric", (p,):
-            return (torch.floor(torch.log1p(-u) / math.log1p(-p)) + 1).to(dtype)
+            return torch.floor(torch.log1p(-u) / math.log1p(-p)) + 1
         case "cauchy", (median, scale):
-            return (median + scale * torch.tan(math.pi * (u - 0.5))).to(dtype)
+            return median + scale * torch.tan(math.pi * (u - 0.5))
         case "exponential", (rate,):
-            return (-torch.log1p(-u) / rate).to(dtype)
+            return -torch.log1p(-u) / rate
         case "integer", (low, high):
-            return (low + torch.floor(u * (high - low))).to(dtype)
+            return low + torch.floor(u * (high - low))
         case "permutation", _:
-            return torch.argsort(u).to(dtype)
+            return torch.argsort(u)
     raise AssertionError(kind)
 
 

@@ -1,7 +1,8 @@
-"""A plain eager model with our exact dropout masks, so that a parallel run can be compared with it."""
+"""A plain eager model with our exact random numbers, so that a parallel run can be compared with it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,14 +10,36 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from meshwright.runtime.kernels.attention import probabilities, values_of
-from meshwright.runtime.kernels.random import Dropout, exact_dropout_mask
+from meshwright.runtime.kernels.random import Dropout, distributed, exact_dropout_mask, mix, uniform_at
 
 FUNCTIONAL_DROPOUT = torch.nn.functional.dropout
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
+Numbers = tuple[
+    tuple[str, float], ...
+]  # names of arguments that are numbers, in their order, and their defaults
+
+# torch function → kind of distribution, tensors before its numbers, and these
+DRAWS: dict[Any, tuple[str, int, Numbers]] = {
+    torch.rand: ("uniform", 0, ()),
+    torch.rand_like: ("uniform", 0, ()),
+    torch.randn: ("normal", 0, ()),
+    torch.randn_like: ("normal", 0, ()),
+    torch.randperm: ("permutation", 0, ()),
+    torch.Tensor.uniform_: ("uniform", 1, (("from", 0.0), ("to", 1.0))),
+    torch.Tensor.normal_: ("normal", 1, (("mean", 0.0), ("std", 1.0))),
+    torch.Tensor.log_normal_: ("log normal", 1, (("mean", 1.0), ("std", 2.0))),
+    torch.Tensor.exponential_: ("exponential", 1, (("lambd", 1.0),)),
+    torch.Tensor.geometric_: ("geometric", 1, (("p", 0.5),)),
+    torch.Tensor.cauchy_: ("cauchy", 1, (("median", 0.0), ("sigma", 1.0))),
+}
+STANDARD: dict[str, tuple[float, ...]] = {"uniform": (0.0, 1.0), "normal": (0.0, 1.0)}
+INTEGERS = {torch.randint: 0, torch.randint_like: 1}  # → tensors before the bounds
+BERNOULLI = (torch.bernoulli, torch.Tensor.bernoulli, torch.Tensor.bernoulli_)
 
 
 class reference_dropout(TorchFunctionMode):
-    """Within it, dropout (and attention with dropout) draws the masks of exact mode; calls are slots 0, 1, 2, …
+    """Within it, dropout (and attention with dropout) draws the masks of exact mode, and so do torch's random numbers;
+    calls are slots 0, 1, 2, …
 
     Calls that drop nothing (evaluation, p = 0) take no slot, as the capture removes them. A function mode is off within
     the body of a torch function, so the names in `torch.nn.functional` are replaced as well: that reaches the dropout
@@ -55,7 +78,36 @@ class reference_dropout(TorchFunctionMode):
             return self._dropout(*args, **{("training" if k == "train" else k): v for k, v in given.items()})
         if function is ATTENTION and (given.get("dropout_p") or (len(args) > 4 and args[4])):
             return self._attention(*args, **given)
+        if function in DRAWS:
+            kind, before, names = DRAWS[function]
+            values = [given.get(name, default) for name, default in names]
+            values[: len(args) - before] = args[before : before + len(names)]
+            return self._drawn(function(*args, **given), kind, values or STANDARD.get(kind, ()))
+        if function in INTEGERS:
+            bounds = [n for n in args[INTEGERS[function] :] if isinstance(n, int)][:2]
+            bounds += [given[name] for name in ("low", "high") if name in given]
+            return self._drawn(function(*args, **given), "integer", (0, *bounds)[-2:])
+        if function in BERNOULLI:
+            return self._bernoulli(function, args, given)
         return function(*args, **given)
+
+    def _uniform(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
+        indices = torch.arange(math.prod(shape), dtype=torch.int64, device=device).reshape(shape)
+        self.slot += 1
+        return uniform_at(indices, mix(self.seed, self.slot - 1, self.step))
+
+    def _drawn(self, given: torch.Tensor, kind: str, numbers: Any) -> torch.Tensor:
+        """What torch drew, with our numbers in place of its own."""
+        with torch.no_grad():
+            return given.copy_(distributed(kind, numbers, self._uniform(given.shape, given.device)))
+
+    def _bernoulli(self, function: Callable[..., Any], args: Any, given: Mapping[str, Any]) -> torch.Tensor:
+        p = given.get("p", args[1] if len(args) > 1 else None)
+        if p is None:
+            p = 0.5 if function is torch.Tensor.bernoulli_ else args[0].detach().clone()
+        result = function(*args, **given)
+        with torch.no_grad():
+            return result.copy_(self._uniform(result.shape, result.device) < p)
 
     def _mask(self, shape: torch.Size, p: float, device: torch.device) -> torch.Tensor:
         mask = exact_dropout_mask(shape, p, self.seed, self.slot, self.step)
