@@ -36,12 +36,14 @@ CHECKED = (
     "docs/pipeline.md",
     "docs/data.md",
     "docs/inference.md",
+    "docs/coming-from.md",
 )
 PROSE = tuple(
     str(p.relative_to(ROOT)) for p in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")))
 )
 
 LAUNCHING = ("docs/checkpoints.md",)
+WITH_SCRIPTS = ("README.md", "docs/inference.md", "docs/coming-from.md")
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VERB = re.compile(r"\$ meshwright ((?:plan|explain|estimate|diff|convert) .*)\n(?!\$)(?=.)")
@@ -172,7 +174,7 @@ def test_every_block_prints_what_the_page_says(name: str, tmp_path: Path) -> Non
 
 def launched() -> list[tuple[Block, Block]]:
     """Each file of these pages and the console block that starts it."""
-    found = [blocks((ROOT / page).read_text("utf-8")) for page in ("README.md", "docs/inference.md")]
+    found = [blocks((ROOT / page).read_text("utf-8")) for page in WITH_SCRIPTS]
     pairs = itertools.chain(*map(itertools.pairwise, found))
     return [(block, after) for block, after in pairs if block.file]
 
