@@ -127,7 +127,7 @@ def test_a_collective_that_is_left_out(launches: Launches, size: int) -> None:
         import meshwright as mw
 
         size = int(sys.argv[1])
-        world = mw.world({"dp": 2})
+        world = mw.world({"dp": 2}, check=False)
         for n in range(5):
             if not (n == 3 and world.rank == 1):
                 world.all_reduce(torch.ones(size), "dp")
