@@ -262,7 +262,7 @@ def _hint(said: str) -> str:
     if label.startswith("hooks of"):
         return "register hooks of modules before the step is built, or build another step"
     if label.endswith(".training"):
-        return "put the mode back as it was; for evaluation: step.forward_step(model.eval(), batch)"
+        return "put the mode back, also after step.forward_step(model.eval(), batch), which is for evaluation"
     if label.endswith(".requires_grad"):
         return "put the flag back as it was, or build another step for other trainable parameters"
     return AS_DATA

@@ -37,6 +37,7 @@ from meshwright.asked import (
 from meshwright.capture import Captured
 from meshwright.capture.batch import leaves, map_leaves
 from meshwright.capture.fold import fold
+from meshwright.capture.hooks import check_shard_hooks, check_weight_hooks
 from meshwright.capture.initial import Init, Initial, check_init, temporary_of
 from meshwright.compile import (
     Loss,
@@ -220,6 +221,8 @@ class TrainStep:
     def _program_for(self, batch: Any) -> tuple[LocalStep, Given]:
         """The program for a batch, made where there is none, and what it is given. Collective then."""
         given = batch if isinstance(batch, LocalBatch) else dict(leaves(batch))
+        check_shard_hooks(self.local.parameters)
+        check_shard_hooks(self.local.weights)
         return (self.local if self._programs is None else self._programs.of(batch, given)), given
 
     def gradients(self, batch: Any) -> torch.Tensor:
@@ -465,6 +468,7 @@ def train_step(
     check_numbers(clip_norm, seed, bucket_bytes)
     check_switches(exact_random=exact_random, skip_nonfinite=skip_nonfinite)
     check_model(model)
+    check_weight_hooks(model.named_parameters())
     check_function("loss", loss, "lambda model, batch: model(batch).mean()")
     plan = plan_from(plan)
     if plan is not None:

@@ -155,7 +155,8 @@ def _inputs(
             constants[target] = tensor.detach()
         else:
             raise CaptureError(
-                f"the model reads {spec.target!r}, which is no tensor ({spec.kind.name.lower()})"
+                f"the model reads {spec.target!r}, which is no tensor ({spec.kind.name.lower()})",
+                hint="a torch.Generator: draw without generator=; train_step(seed=…) seeds what a step draws",
             )
         name = _identifier(
             f"{'batch_' if role == 'batch' else 'constant_' if role == 'constant' else ''}{target}"

@@ -25,6 +25,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
 from meshwright.capture.batch import leaves, rebuild, without_aliases
+from meshwright.capture.construction import user_line
+from meshwright.capture.effects import Effects
+from meshwright.capture.hooks import check_backward_hooks
 from meshwright.capture.quiet import without_dumps
 from meshwright.errors import CaptureError, MeshwrightError
 from meshwright.graph import LOSS
@@ -70,6 +73,7 @@ class Loss(torch.nn.Module):
         self.model = model
         self.train(model.training)
         self.batch, self.loss, self.watch, self.autocast = batch, loss, _Watch(), _ambient_autocast()
+        self.effects = Effects(model, loss)
 
     def train(self, mode: bool = True) -> Loss:
         """Leave the model's own training flags alone: a user may freeze some of its modules in eval mode."""
@@ -86,6 +90,7 @@ class Loss(torch.nn.Module):
         with ExitStack() as stack:
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype))
+            stack.enter_context(self.effects.inside())
             stack.enter_context(self.watch)
             return self.loss(self.model, rebuild(self.batch, tensors))
 
@@ -127,6 +132,8 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._look_up_the_stack()
         self._look_at(args)
+        if func in GRADIENT_CALLS:
+            _refuse_gradient_call(func)
         out = func(*args, **(kwargs or {}))
         if torch.is_grad_enabled() or getattr(func, "__name__", "").rstrip("_") != getattr(
             func, "__name__", ""
@@ -164,6 +171,25 @@ class _Watch(TorchFunctionMode):
             inner, frame = frame, frame.f_back
 
 
+GRADIENT_CALLS = {
+    torch.Tensor.register_hook: "g * 2 in a hook is y * 2 - y.detach() in the model; clipping is clip_norm=",
+    torch.Tensor.register_post_accumulate_grad_hook: "what a gradient becomes is the optimizer's, or clip_norm=",
+    torch.Tensor.retain_grad: "make it a parameter, or compare gradients on one device",
+    torch.Tensor.backward: "return the sum of the losses: the step goes backward by itself",
+    torch.autograd.backward: "return the sum of the losses: the step goes backward by itself",
+    torch.autograd.grad: "mw.manual_step(model, optimizer, loss=…, mesh=…) runs the model as it is, data parallel",
+}
+
+
+def _refuse_gradient_call(func: Any) -> None:
+    raise CaptureError(
+        f"{func.__name__}() inside the loss cannot be captured",
+        why="a captured program has the forward pass; what is done to gradients on the way would be lost",
+        where=user_line(),
+        hint=GRADIENT_CALLS[func],
+    )
+
+
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
@@ -199,13 +225,15 @@ def _ambient_autocast() -> tuple[tuple[str, torch.dtype], ...]:
 
 def trace(model: torch.nn.Module, batch: Any, loss: Callable[..., Any], wrap: type[Loss] = Loss) -> Trace:
     """Export `loss(model, batch)` and make it functional. `wrap` says what it gives. Raises CaptureError."""
+    check_backward_hooks(model)
     found = list(leaves(batch))
     paths, tensors = tuple(p for p, _ in found), without_aliases(t for _, t in found)
-    wrapper = wrap(model, batch, loss)
     with ONE_AT_A_TIME, warnings.catch_warnings(), torch.enable_grad(), without_dumps(), ExitStack() as stack:
         warnings.simplefilter("ignore")
+        wrapper = wrap(model, batch, loss)
         for device, _ in wrapper.autocast:  # it is applied again inside the traced function
             stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(wrapper.effects.around())
         try:
             program = torch.export.export(wrapper, tuple(tensors), strict=False)
             origins = _origins(program.graph_module)

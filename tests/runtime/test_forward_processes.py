@@ -28,6 +28,7 @@ optimizer = sgd(twin.parameters())
 step = mw.train_step(model, sgd, batch, loss=loss, OPTIONS)
 held = sum(p.numel() for p in step.parameters.values())
 evaluate = step.forward_step(model.eval(), {"ids": batch["ids"]}, logits)
+model.train()
 for _ in range(3):
     step(batch)
     loss(twin, batch).backward()

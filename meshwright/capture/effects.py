@@ -1,0 +1,287 @@
+"""What a model does beside computing while it is captured: each of it would happen once, and never again in a step.
+
+Attributes, lists, globals and closures that are other ones after the loss than before; numbers that Python or numpy
+drew; clocks that were read, seeds that were set. Each is refused with its line, and all is put back as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import linecache
+import os
+import random
+import secrets
+import sys
+import time
+import types
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshwright.capture.reads import codes, lines_that_change, reads
+from meshwright.capture.values import Found, differs, find
+from meshwright.errors import CaptureError
+
+STORES = ("_parameters", "_buffers", "_modules")
+CLOCKS = [
+    vars(time)[n]
+    for n in ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+    if hasattr(time, n)
+]
+CLOCKS += [
+    vars(time)[n]
+    for n in ("time_ns", "perf_counter_ns", "monotonic_ns", "process_time_ns", "localtime", "gmtime")
+]
+CLOCKS += [datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today, datetime.date.today]
+SOURCES = [
+    os.urandom,
+    uuid.uuid1,
+    uuid.uuid4,
+    secrets.token_bytes,
+    secrets.randbits,
+    secrets.choice,
+    secrets.randbelow,
+]
+SEEDS = {"manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all"}
+UNSEEDED = [np.random.default_rng, np.random.RandomState, random.Random]  # called without a seed
+ONCE = "the program is captured once: it would {} then, and in no step after"
+
+
+class Effects:
+    """Watches one capture of ``loss(model, batch)``."""
+
+    def __init__(self, model: torch.nn.Module, loss: Callable[..., Any]) -> None:
+        self.model, self.loss = model, loss
+        own = {id(t) for t in (*model.parameters(), *model.buffers())}
+        self.found = find(model, loss, own)
+        self.lines = _suspects(self.found)
+        self.executed: list[tuple[str, str, int]] = []
+        self.saved = [(m, dict(vars(m)), {n: dict(vars(m)[n]) for n in STORES}) for m in model.modules()]
+        self.owned = [(o.mapping, {n: o.mapping[n] for n in o.names}) for o in self.found.owners.values()]
+        self.held = [(held, held.copy()) for held in (*self.found.lists, *self.found.dicts, *self.found.sets)]
+        self.cells = [(cell, cell.cell_contents) for cell in self.found.cells]
+        self.drawn = random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.initial_seed()
+        self.generators = [(g, _state(g)) for g in self.found.generators]
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Around the capture: raises CaptureError for what was drawn, and leaves all as it was."""
+        try:
+            yield
+            self._check_draws()
+        except BaseException:
+            self._put_back()
+            raise
+        finally:
+            self._put_back_modules()
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Around the loss itself, while it is traced. Raises CaptureError for what it changed."""
+        before, tensors = self._items(), _registered(self.model)
+        with self._lines_watched():
+            yield
+        after = _registered(self.model)
+        label = next((n for n, x in tensors.items() if after.get(n) is not x), "")
+        said = f"{label}: another tensor" if label else differs(before, self._items(), library=False)
+        if said:
+            buffer = label and not said.startswith("model._")
+            raise CaptureError(
+                f"the loss, or the model, changes a Python value while it runs: {said}",
+                why=ONCE.format("change"),
+                where=self._where(said.partition(": ")[0]),
+                hint="change the buffer in place, with copy_(), add_() or lerp_(): a step does that each time"
+                if buffer
+                else "keep what changes in a buffer (self.register_buffer) and change it in place, or return it; what "
+                "is counted or logged belongs beside the step's call",
+            )
+        for what, file, line in self.executed:
+            if what in ("clock", "seed", "source"):
+                raise _outside(what, f"{Path(file).name}:{line}  {linecache.getline(file, line).strip()}")
+
+    def _items(self) -> Any:
+        own = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
+        return find(self.model, self.loss, own).items
+
+    def _where(self, label: str) -> str:
+        name = label.partition(" (")[0].partition("[")[0].rpartition(".")[2]
+        for function in self.found.functions:
+            for code in codes(function.__code__):
+                for line in lines_that_change(code, name):
+                    if code.co_name != "__init__":
+                        return _shown(code.co_filename, line)
+        return ""
+
+    # ------------------------------------------------------------ what is drawn
+
+    @contextlib.contextmanager
+    def _lines_watched(self) -> Iterator[None]:
+        """Note which suspicious lines run. Python's trace function is set where there are any, and not else."""
+        if not self.lines:
+            yield
+            return
+        lines, executed, before = self.lines, self.executed, sys.gettrace()
+
+        def local(frame: types.FrameType, event: str, _: Any) -> Any:
+            what = lines[frame.f_code].get(frame.f_lineno) if event == "line" else None
+            if what is not None:
+                executed.append((what, frame.f_code.co_filename, frame.f_lineno))
+            return local
+
+        sys.settrace(lambda frame, event, _: local if frame.f_code in lines else None)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _check_draws(self) -> None:
+        python, numpy, _, seed = self.drawn
+        drew = random.getstate() != python or not _same(np.random.get_state(), numpy)
+        drew = drew or any(_state(g) != was for g, was in self.generators)
+        if drew:
+            lines = [_shown(file, line) for what, file, line in self.executed if what == "draw"]
+            raise _outside("draw", lines[0] if lines else "")
+        if torch.initial_seed() != seed:
+            raise _outside("seed", "")
+
+    # ------------------------------------------------------------ as it was
+
+    def _put_back_modules(self) -> None:
+        """Give modules their attributes back: torch.export leaves copies of lists and dicts in their places."""
+        for module, attributes, stores in self.saved:
+            held = vars(module)
+            for name in [n for n in held if n not in attributes]:
+                del held[name]
+            held.update(attributes)
+            for name, was in stores.items():
+                if (
+                    list(held[name].items()) != list(was.items())
+                    if name == "_modules"
+                    else not _is(held[name], was)
+                ):
+                    held[name].clear()
+                    held[name].update(was)
+
+    def _put_back(self) -> None:
+        for mapping, was in self.owned:
+            if isinstance(mapping, dict):
+                mapping.update(was)
+        for held, was in self.held:
+            if isinstance(held, list):
+                held[:] = was
+            else:
+                held.clear()
+                held.update(was)
+        for cell, was in self.cells:
+            cell.cell_contents = was
+        python, numpy, state, seed = self.drawn
+        random.setstate(python)
+        np.random.set_state(numpy)
+        if torch.initial_seed() != seed:
+            torch.manual_seed(seed)
+        torch.set_rng_state(state)
+
+
+def _is(held: dict[str, Any], was: dict[str, Any]) -> bool:
+    return held.keys() == was.keys() and all(held[n] is x for n, x in was.items())
+
+
+def _registered(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    return {
+        f"model.{prefix}.{name}" if prefix else f"model.{name}": tensor
+        for prefix, module in model.named_modules()
+        for store in ("_parameters", "_buffers")
+        for name, tensor in vars(module)[store].items()
+    }
+
+
+def _outside(what: str, where: str) -> CaptureError:
+    match what:
+        case "draw" if not where:
+            said, why = "random or numpy drew numbers", "be drawn"
+            hint = (
+                "torch.rand(…) in the model, which each step draws anew; no other thread that draws beside it"
+            )
+        case "clock":
+            said, why, hint = (
+                "a clock is read",
+                "read it",
+                "take the time around the step's call, or put it into the batch as a tensor",
+            )
+        case "seed":
+            said, why, hint = (
+                "a seed is set",
+                "be set",
+                "set it before the step is built; train_step(seed=…) seeds what a step draws",
+            )
+        case _:
+            said, why = "random numbers are drawn outside of torch's program", "be drawn"
+            hint = "torch.rand(…), which each step draws anew, or numbers that the data loader draws, in the batch"
+    return CaptureError(f"{said} while the loss runs", why=ONCE.format(why), where=where, hint=hint)
+
+
+def _shown(file: str, line: int) -> str:
+    return f"{Path(file).name}:{line}  {linecache.getline(file, line).strip()}"
+
+
+def _suspects(found: Found) -> dict[types.CodeType, dict[int, str]]:
+    """Code of the user → line → what it may do there."""
+    lines: dict[types.CodeType, dict[int, str]] = {}
+    for function in found.functions:
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        for code in codes(function.__code__):
+            for read in reads(code):
+                held: Any = function.__globals__.get(read.name)
+                if read.kind == "cell":
+                    if read.name not in cells:
+                        continue
+                    with contextlib.suppress(ValueError):
+                        held = cells[read.name].cell_contents
+                what = _kind(held, read.chain, read.bare)
+                if what:
+                    lines.setdefault(code, {})[read.line] = what
+    return lines
+
+
+def _kind(value: Any, chain: tuple[str, ...], bare: bool) -> str:
+    for name in chain:
+        if not isinstance(
+            value, types.ModuleType | type | random.Random | np.random.Generator | np.random.RandomState
+        ):
+            break
+        value = getattr(value, name, None)
+    if bare and any(value is known for known in UNSEEDED):
+        return "source"
+    # By name: torch puts wrappers into the places of its own functions.
+    if (
+        isinstance(value, types.FunctionType)
+        and value.__module__.startswith("torch.")
+        and value.__name__ in SEEDS
+    ):
+        return "seed"
+    for what, known in (("clock", CLOCKS), ("source", SOURCES)):
+        if any(value == one for one in known if callable(value) and not isinstance(value, torch.Tensor)):
+            return what
+    drawer = getattr(value, "__self__", None) if callable(value) else None
+    if isinstance(drawer, random.Random | np.random.RandomState | np.random.Generator):
+        return "draw"
+    return ""
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    bits = getattr(generator, "bit_generator", None)
+    return repr(bits.state if bits is not None else generator.get_state())
+
+
+def _same(one: Any, other: Any) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+__all__ = ["Effects"]

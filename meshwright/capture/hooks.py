@@ -1,0 +1,53 @@
+"""Hooks that a captured program does not run: those of gradients. Forward hooks are traced like the rest of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
+
+import torch
+
+from meshwright.errors import CaptureError, RunError
+
+BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
+OF_WEIGHTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+HOOKS = attrgetter("_backward_hooks")
+INSTEAD = (
+    "clip_norm= for clipping, groups of the optimizer for other learning rates; to look at gradients: "
+    "step.gradients(batch), then step.parameters[name].grad"
+)
+
+
+def check_backward_hooks(model: torch.nn.Module) -> None:
+    """Raise CaptureError for a module with a backward hook."""
+    for name, module in model.named_modules():
+        if any(vars(module).get(kind) for kind in BACKWARD):
+            raise CaptureError(
+                f"{name or 'the model'} has a backward hook",
+                why="a captured program has the forward pass alone: what the hook does to gradients would be lost",
+                hint=INSTEAD + "; or remove the hook before the step is built",
+            )
+
+
+def check_weight_hooks(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise RunError for a weight with a hook on its gradient."""
+    for name, parameter in parameters:
+        if any(getattr(parameter, kind, None) for kind in OF_WEIGHTS):
+            raise _of_a_weight(name)
+
+
+def check_shard_hooks(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise RunError for a step's own shard of a weight that somebody gave a hook. Quick: it is asked at every step."""
+    if any(map(HOOKS, parameters.values())):
+        raise _of_a_weight(next(name for name, x in parameters.items() if HOOKS(x)))
+
+
+def _of_a_weight(name: str) -> RunError:
+    return RunError(
+        f"{name} has a hook on its gradient",
+        why="a rank has a shard of a gradient, or its own summand of it: the hook would see another one per plan",
+        hint=INSTEAD,
+    )
+
+
+__all__ = ["check_backward_hooks", "check_shard_hooks", "check_weight_hooks"]

@@ -1,0 +1,218 @@
+"""What a loss or a model does beside computing is refused when it is captured, with its line, and put back."""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.capture import capture
+from tests.habits.plans import Net, batches, loss, run
+
+BATCH = batches()[0]
+COUNT = 0
+HISTORY: list[Any] = []
+RNG = np.random.default_rng(0)
+
+
+class Busy(Net):
+    """A net whose forward does something else, too."""
+
+    def __init__(self, what: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.calls, self.log, self.seen = 0, [], {"last": 0}
+        self.cache: torch.Tensor | None = None
+        self.mask = torch.ones(8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        found = self.what(self, out)
+        return out if found is None else out * found
+
+
+def count(model: Any, out: torch.Tensor) -> None:
+    model.calls += 1
+
+
+def note(model: Any, out: torch.Tensor) -> None:
+    model.log.append(1)
+
+
+def remember(model: Any, out: torch.Tensor) -> None:
+    model.seen["last"] = 1
+
+
+def keep(model: Any, out: torch.Tensor) -> None:
+    model.cache = out
+
+
+def reassign(model: Any, out: torch.Tensor) -> None:
+    model.mean = 0.9 * model.mean + 0.1 * out.detach().mean(0)
+
+
+def add(model: Any, out: torch.Tensor) -> None:
+    model.mask.add_(1)
+
+
+def count_globally(model: Any, out: torch.Tensor) -> None:
+    global COUNT
+    COUNT += 1
+
+
+def note_globally(model: Any, out: torch.Tensor) -> None:
+    HISTORY.append(out)
+
+
+def draw(model: Any, out: torch.Tensor) -> float:
+    return random.random()
+
+
+def draw_of_numpy(model: Any, out: torch.Tensor) -> float:
+    return float(np.random.rand())
+
+
+def draw_of_a_generator(model: Any, out: torch.Tensor) -> float:
+    return float(RNG.random())
+
+
+def draw_unseeded(model: Any, out: torch.Tensor) -> float:
+    return float(np.random.default_rng().random())
+
+
+def read_clock(model: Any, out: torch.Tensor) -> float:
+    return time.time() % 1
+
+
+def seed(model: Any, out: torch.Tensor) -> None:
+    torch.manual_seed(3)
+
+
+def hook(model: Any, out: torch.Tensor) -> None:
+    out.register_hook(lambda g: g * 2)
+
+
+def grad(model: Any, out: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(out.sum(), out, create_graph=True)[0]
+
+
+def backward(model: Any, out: torch.Tensor) -> None:
+    out.sum().backward(retain_graph=True)
+
+
+CASES = {
+    count: ("model.calls: 0 → 1", "model.calls += 1"),
+    note: ("model.log: [] → [1]", "model.log.append(1)"),
+    remember: ("model.seen['last']: 0 → 1", 'model.seen["last"] = 1'),
+    keep: ("model.cache: None → a tensor", "model.cache = out"),
+    reassign: ("model.mean: another tensor", "model.mean = 0.9"),
+    add: ("model.mask: values were changed in place", "model.mask.add_(1)"),
+    count_globally: ("COUNT", "COUNT += 1"),
+    note_globally: ("HISTORY", "HISTORY.append(out)"),
+    draw: ("random numbers", "random.random()"),
+    draw_of_numpy: ("random numbers", "np.random.rand()"),
+    draw_of_a_generator: ("random numbers", "RNG.random()"),
+    draw_unseeded: ("random numbers", "np.random.default_rng()"),
+    read_clock: ("a clock is read", "time.time()"),
+    seed: ("a seed is set", "torch.manual_seed(3)"),
+    hook: (r"register_hook() inside the loss", "test_side_effects.py:"),
+    grad: (r"grad() inside the loss", "test_side_effects.py:"),
+    backward: (r"backward() inside the loss", "test_side_effects.py:"),
+}
+
+
+@pytest.mark.parametrize("what", CASES, ids=lambda what: what.__name__)
+def test_a_side_effect_is_refused_with_its_line(what: Callable[..., Any]) -> None:
+    model = Busy(what)
+    held = [(m, dict(vars(m)), dict(vars(m)["_buffers"])) for m in model.modules()]
+    states = random.getstate(), torch.get_rng_state(), RNG.bit_generator.state
+    numpy = np.random.get_state()[1].copy()
+    said, line = CASES[what]
+    with pytest.raises(mw.CaptureError) as raised:
+        capture(model, BATCH, loss)
+    assert said in raised.value.what
+    assert line in raised.value.where and "test_side_effects.py:" in raised.value.where
+    assert raised.value.hint
+    for module, attributes, buffers in held:
+        assert list(vars(module).items()) == list(attributes.items())
+        assert all(vars(module)["_buffers"][n] is x for n, x in buffers.items())
+    assert (model.calls, model.log, model.seen, COUNT, HISTORY) == (0, [], {"last": 0}, 0, [])
+    assert random.getstate() == states[0] and np.array_equal(np.random.get_state()[1], numpy)
+    assert torch.equal(torch.get_rng_state(), states[1])
+
+
+def test_of_the_loss() -> None:
+    losses: list[Any] = []
+    steps = 0
+
+    def noted(model: Any, batch: Any) -> torch.Tensor:
+        value = loss(model, batch)
+        losses.append(value.detach())
+        return value
+
+    def counted(model: Any, batch: Any) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        return loss(model, batch)
+
+    with pytest.raises(mw.CaptureError, match=r"(?s)losses \(in the closure.*losses.append"):
+        capture(Net(), BATCH, noted)
+    with pytest.raises(mw.CaptureError, match=r"(?s)steps \(in the closure of counted\): 0 → 1.*steps \+= 1"):
+        capture(Net(), BATCH, counted)
+    with pytest.raises(mw.CaptureError, match="losses"):
+        capture(Net(), BATCH, functools.partial(lambda m, b, f: f(m, b), f=noted))
+    assert losses == [] and steps == 0
+
+
+def test_what_changes_nothing_is_captured() -> None:
+    """Branches that are not taken, local lists, buffers in place, and a capture that leaves lists as they were."""
+
+    def harmless(model: Any, out: torch.Tensor) -> Any:
+        if not model.training:
+            model.calls += random.randint(1, 2)
+        parts = []
+        parts.append(out)
+        generator = random.Random(3)
+        with torch.no_grad():
+            model.mean.lerp_(out.mean(0), 0.1)
+        model.calls = 0
+        return parts[0].mean() * generator.random()
+
+    model = Busy(harmless).train()
+    log = model.log
+    captured = capture(model, BATCH, loss)
+    assert [name for name, _ in captured.graph.mutations] == ["mean"]
+    assert model.log is log
+
+
+CALLS = """
+class Counting(Net):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+try:
+    mw.train_step(Counting(), adamw, batches()[0], loss=loss, **PLAN)
+    raise AssertionError
+except mw.MeshwrightError as error:
+    assert "model.calls: 0 → 1" in str(error) and "self.calls += 1" in str(error), error
+assert not torch.distributed.is_initialized()
+"""
+
+
+@pytest.mark.procs
+def test_it_is_refused_before_a_process_group_is_made(tmp_path: Path) -> None:
+    run(tmp_path, "tp", CALLS)
