@@ -136,7 +136,7 @@ class ManualStep:
             raise RunError(
                 "the norm of the gradients is not known",
                 why="no step has been done" if self.clip_norm is not None else "clip_norm= was not given",
-                hint="mw.manual_step(…, clip_norm=1.0)",
+                hint="mw.manual_step(…, clip_norm=1.0), or clip_norm=math.inf to compute the norm alone",
             )
         return self._norm
 
