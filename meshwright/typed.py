@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, TypeVar
+from collections.abc import Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
@@ -17,10 +19,13 @@ WORDS = {"array": "list", "object": "mapping", "null": "nothing", "`": ""}
 
 
 class Wrong(ValueError):
-    """What does not have its type: the path to it, and why."""
+    """What does not have its type: the path to it, why, and the type; `lacks` and `extra` where a name is missing
+    there, or may not be."""
 
-    def __init__(self, path: Path, why: str) -> None:
-        self.path, self.why = path, why
+    def __init__(
+        self, path: Path, why: str, kind: Any = None, lacks: bool = False, extra: bool = False
+    ) -> None:
+        self.path, self.why, self.kind, self.lacks, self.extra = path, why, kind, lacks, extra
         super().__init__(f"{show(path)}: {why}")
 
 
@@ -30,7 +35,7 @@ def typed(data: Any, kind: type[T]) -> T:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
         why, path = _parts(error)
-        raise Wrong(*_said(data, _with_names(data, kind, path), why)) from None
+        raise _wrong(data, kind, _with_names(data, kind, path), why) from None
     except RecursionError:
         raise Wrong((), "it is nested too deeply") from None
 
@@ -49,15 +54,47 @@ def _parts(error: msgspec.ValidationError) -> tuple[str, Path]:
     return found["why"], tuple(path)
 
 
-def _said(data: Any, path: Path, why: str) -> tuple[Path, str]:
+def _wrong(data: Any, kind: Any, path: Path, why: str) -> Wrong:
+    there = kind_at(kind, path)
     if field := FIELD.fullmatch(why):
-        name = field["name"]
-        return (*path, name), f"no {name!r} there" if "missing" in field["lacks"] else "nothing is called so"
+        name, lacks = field["name"], "missing" in field["lacks"]
+        said = f"no {name!r} there" if lacks else "nothing is called so"
+        return Wrong((*path, name), said, there, lacks, not lacks)
     for word, ours in WORDS.items():
         why = why.replace(word, ours)
     if ", got" not in why:
-        why += f", got {_at(data, path)!r:.40}"
-    return path, why[:1].lower() + why[1:]
+        why += f", got {at(data, path)!r:.40}"
+    return Wrong(path, why[:1].lower() + why[1:], there)
+
+
+def kind_at(kind: Any, path: Path) -> Any:
+    """The type of what stands at a path."""
+    for step in path:
+        kind, *inner = plain_kind(kind)
+        if get_origin(kind) is None and issubclass(kind, msgspec.Struct):
+            kind = next(f.type for f in msgspec.structs.fields(kind) if f.encode_name == step)
+        elif kind is dict:
+            kind = inner[1]
+        else:
+            kind = (
+                inner[step] if isinstance(step, int) and kind is tuple and inner[-1] is not ... else inner[0]
+            )
+    return kind
+
+
+def plain_kind(kind: Any) -> tuple[Any, ...]:
+    """A type without its limits and without ``None``: what it is, and of what."""
+    while (origin := get_origin(kind)) in (Annotated, Union, UnionType):
+        kind = next(one for one in get_args(kind) if one is not NoneType)
+    return (kind,) if origin is None else (origin, *get_args(kind))
+
+
+def names_at(kind: Any) -> tuple[str, ...]:
+    """The names that may stand in a mapping of a type; none for any."""
+    kind, *inner = plain_kind(kind)
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return tuple(f.encode_name for f in msgspec.structs.fields(kind))
+    return get_args(inner[0]) if kind is dict and get_origin(inner[0]) is Literal else ()
 
 
 def _with_names(data: Any, kind: type[Any], path: Path) -> Path:
@@ -65,7 +102,7 @@ def _with_names(data: Any, kind: type[Any], path: Path) -> Path:
     for place, step in enumerate(path):
         if step != "...":
             continue
-        head, entries = path[:place], list(_at(data, path[:place]).items())
+        head, entries = path[:place], list(at(data, path[:place]).items())
         while len(entries) > 1:
             half = entries[: len(entries) // 2]
             entries = half if _refuses(_put(data, head, dict(half)), kind, path) else entries[len(half) :]
@@ -83,7 +120,8 @@ def _refuses(data: Any, kind: type[Any], path: Path) -> bool:
     return False
 
 
-def _at(data: Any, path: Path) -> Any:
+def at(data: Any, path: Sequence[Any]) -> Any:
+    """What stands at a path."""
     for step in path:
         data = data[step]
     return data
@@ -98,4 +136,4 @@ def _put(data: Any, path: Path, value: Any) -> Any:
     return fresh
 
 
-__all__ = ["Count", "Wrong", "show", "typed"]
+__all__ = ["Count", "Wrong", "at", "names_at", "plain_kind", "show", "typed"]

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
+from msgspec import Meta, Struct, field, structs
 
-from meshwright.cost.parts import Curve, Description, Device, Level, Measured
+from meshwright.cost.parts import Description, Device, Level, Measured
 from meshwright.errors import ClusterError, did_you_mean, path_from
 from meshwright.mesh import MOST_RANKS
 from meshwright.redistribute.steps import COLLECTIVES
+from meshwright.typed import Wrong, at, names_at, plain_kind, typed
 
 VERSION = 1
 MARK = "meshwright cluster"
@@ -40,29 +42,70 @@ BESIDE_CLASSES = (
 HINT = "meshwright calibrate -o cluster.yaml writes such a file, Cluster.preset(name).to_yaml() another"
 
 
-@dataclass(frozen=True)
-class Range:
-    """What a number may be: anything outside is a mistake of units or a slip, not a machine."""
+# What a number may be: anything outside is a mistake of units or a slip, not a machine.
+Flops = Annotated[float, Meta(ge=1e6, le=1e18, description="FLOP/s")]
+Memory = Annotated[int, Meta(ge=1 << 20, le=10**15, description="bytes")]
+Rate = Annotated[float, Meta(ge=1e3, le=1e16, description="bytes/s")]
+Latency = Annotated[float, Meta(ge=1e-9, le=1.0, description="seconds")]
+Size = Annotated[int, Meta(ge=1, le=MOST_RANKS, description="units")]
+Factor = Annotated[float, Meta(ge=1e-2, le=1e3, description="times")]
+Work = Annotated[float, Meta(ge=1e-3, le=1e21, description="FLOP or bytes in one call")]
+Speed = Annotated[float, Meta(ge=1.0, le=1e18, description="FLOP/s or bytes/s")]
+Name = Annotated[str, Meta(pattern=r"\S")]
+RATES = (*CLASSES, *(f"{kind} {dtype}" for kind in CLASSES for dtype in DTYPES))
 
-    least: float
-    most: float
-    unit: str
-    whole: bool = False
+
+class _Device(Struct, forbid_unknown_fields=True):
+    name: Name
+    flops: Annotated[dict[Literal[DTYPES], Flops], Meta(min_length=1)]  # type: ignore[valid-type]
+    memory_bytes: Memory
+    memory_bytes_per_s: Rate
+    launch_seconds: Latency
 
 
-FLOPS = Range(1e6, 1e18, "FLOP/s")
-MEMORY = Range(1 << 20, 1e15, "bytes", whole=True)
-RATE = Range(1e3, 1e16, "bytes/s")
-LATENCY = Range(1e-9, 1.0, "seconds")
-SIZE = Range(1, MOST_RANKS, "units", whole=True)
-WORK = Range(1e-3, 1e21, "FLOP or bytes in one call")
-SPEED = Range(1.0, 1e18, "FLOP/s or bytes/s")
-FACTOR = Range(1e-2, 1e3, "times")
+class _Level(Struct, forbid_unknown_fields=True):
+    name: Name
+    size: Size
+    bytes_per_s: Rate
+    latency_seconds: Latency
+
+
+class _Host(Struct, forbid_unknown_fields=True):
+    memory_bytes: Memory | None = None
+    bytes_per_s: Rate | None = None
+
+
+class _Link(Struct, forbid_unknown_fields=True):
+    latency_seconds: Latency
+    bytes_per_s: Rate
+
+
+Links = dict[str, dict[Literal[KINDS], _Link] | None] | None  # type: ignore[valid-type]
+
+
+class _Measured(Struct, forbid_unknown_fields=True):
+    rates: dict[Literal[RATES], Annotated[list[tuple[Work, Speed]], Meta(min_length=1)]] | None = None  # type: ignore[valid-type]
+    collectives: Links = None
+    waited: Links = None
+    post_seconds: Latency | None = None
+    slowdown: dict[Literal[STREAMS], Factor] | None = None  # type: ignore[valid-type]
+    corrections: dict[Literal[(*RATES, *BESIDE_CLASSES)], Factor] | None = None  # type: ignore[valid-type]
+    void: list[Name] | None = None
+
+
+class _Data(Struct, forbid_unknown_fields=True):
+    version: int = field(name=MARK)
+    device: _Device
+    levels: Annotated[list[_Level], Meta(min_length=1)]
+    name: Name | None = None
+    growth: Literal[GROWTHS] = GROWTHS[0]  # type: ignore[valid-type]
+    host: _Host | None = None
+    measured: _Measured | None = None
 
 
 @dataclass(frozen=True)
 class Reader:
-    """One file: its name, and the line on which each entry stands."""
+    """One file: its name, its data, and the line on which each entry stands."""
 
     source: str
     lines: Mapping[tuple[Any, ...], int]
@@ -75,72 +118,104 @@ class Reader:
         )
         return ClusterError(what, why=why, where=f"{self.source}:{line}" if line else self.source, hint=hint)
 
-    def mapping(
-        self, value: Any, path: Sequence[Any], known: Sequence[str] = (), needed: Sequence[str] = ()
-    ) -> dict[str, Any]:
-        """A mapping whose keys are all `known` (any text, if there are none) and include the `needed`."""
-        if not isinstance(value, dict):
-            raise self.error(
-                path,
-                f"{show(path)} is {describe(value)}, not a mapping",
-                why=f"it has the keys {', '.join(known)}" if known else "it maps names to numbers",
-                hint=HINT,
-            )
-        for key in value:
-            if not isinstance(key, str) or (known and key not in known):
-                raise self.error(
-                    [*path, key], f"{show(path)} has no key {key!r}", hint=did_you_mean(str(key), known)
-                )
-        missing = [k for k in needed if k not in value]
-        if missing:
-            raise self.error(
-                path,
-                f"{show(path)} lacks {' and '.join(repr(k) for k in missing)}",
-                why=f"needed: {', '.join(needed)}",
-                hint=HINT,
-            )
-        return value
+    def typed(self, data: Any) -> _Data:
+        """The data as a record. Raises ClusterError that says what stands there, and what may."""
+        try:
+            return typed(with_numbers(data, {}), _Data)
+        except Wrong as wrong:
+            raise self._told(wrong, data) from None
 
-    def number(self, value: Any, path: Sequence[Any], allowed: Range) -> float:
-        """A number within its range."""
-        found = as_number(value)
+    def _told(self, wrong: Wrong, data: Any) -> ClusterError:
+        path, kind, known = wrong.path, wrong.kind, names_at(wrong.kind)
+        if wrong.lacks:
+            return self.error(
+                path[:-1],
+                f"{show(path[:-1])} lacks {path[-1]!r}",
+                why=f"it has {', '.join(known)}",
+                hint=HINT,
+            )
+        if wrong.extra:
+            hint = did_you_mean(str(path[-1]), known)
+            return self.error(path, f"{show(path[:-1])} has no key {path[-1]!r}", hint=hint)
+        value = at(data, path)
+        if isinstance(value, dict) and known and (odd := [key for key in value if key not in known]):
+            return self.error(
+                [*path, odd[0]], f"{show(path)} has no key {odd[0]!r}", hint=did_you_mean(str(odd[0]), known)
+            )
+        if path == ("levels",):
+            return self.error(
+                path,
+                f"levels is {describe(value)}, not a list of levels" if value else "levels is empty",
+                why="a cluster has at least one level: one rank alone is a level of size 1",
+                hint="levels: [{name: node, size: 2, bytes_per_s: 50e9, latency_seconds: 4e-6}, {name: gpu, …}]",
+            )
+        limits = next((one for one in get_args(kind) if isinstance(one, Meta) and one.description), None)
+        if path[:2] == ("measured", "rates") and (limits is None or not as_number(value)):
+            return self.error(
+                path[:3],
+                f"{show(path[:3])} is not a curve",
+                why="a curve is a list of pairs [work of a call, work per second]",
+                hint="[[1e6, 2e9], [1e9, 40e9]]",
+            )
+        if limits is not None and limits.description:
+            return self._number(value, path, limits, limits.description)
+        base = plain_kind(kind)[0]
+        if base is str:
+            what = f"{show(path)} is {describe(value)}, not a name"
+            return self.error(path, what, hint=f"{path[-1]}: h100")
+        if base is Literal:
+            known = get_args(kind)
+            return self.error(
+                path,
+                f"{show(path)} is {describe(value)}",
+                why=f"it is {' or '.join(known)}",
+                hint=f"{path[-1]}: {known[0]}",
+            )
+        if value == {}:
+            return self.error(
+                path,
+                f"{show(path)} is empty",
+                why="operators take time",
+                hint="flops: {f32: 67e12, bf16: 989e12}",
+            )
+        return self.error(
+            path,
+            f"{show(path)} is {describe(value)}, not a {'list of names' if base is list else 'mapping'}",
+            why=f"it has the keys {', '.join(known)}" if known else wrong.why,
+            hint=HINT,
+        )
+
+    def _number(self, value: Any, path: Sequence[Any], limits: Meta, unit: str) -> ClusterError:
+        """The error of what is no number within its limits."""
+        found, least, most = as_number(value), float(limits.ge or 0), float(limits.le or 0)
         if found is None or not math.isfinite(found):
-            raise self.error(
+            return self.error(
                 path,
                 f"{show(path)} is {describe(value)}, not a number",
-                why=f"it is in {allowed.unit}",
+                why=f"it is in {unit}",
                 hint="80e9, 3.35e12 and 1_000 are numbers; the unit is in the key"
                 if isinstance(value, str)
-                else f"{path[-1]}: a number from {plain(allowed.least)} to {plain(allowed.most)}",
+                else f"{path[-1]}: a number from {plain(least)} to {plain(most)}",
             )
-        if not allowed.least <= found <= allowed.most:
-            raise self.error(
-                path,
-                f"{show(path)} is {plain(found)} {allowed.unit}",
-                why=f"a machine has {plain(allowed.least)} to {plain(allowed.most)}",
-                hint=_within(found, path[-1], allowed),
-            )
-        if allowed.whole and found != int(found):
-            raise self.error(
+        if least <= found <= most:
+            return self.error(
                 path,
                 f"{show(path)} is {found:g}",
-                why=f"it counts {allowed.unit}: a whole number",
+                why=f"it counts {unit}: a whole number",
                 hint=f"{path[-1]}: {math.floor(found)} or {math.ceil(found)}",
             )
-        return int(found) if allowed.whole else float(found)
-
-    def text(self, value: Any, path: Sequence[Any]) -> str:
-        """A name."""
-        if not isinstance(value, str) or not value.strip():
-            raise self.error(path, f"{show(path)} is {describe(value)}, not a name", hint=f"{path[-1]}: h100")
-        return value
-
-    def table(
-        self, value: Any, path: Sequence[Any], known: Sequence[str], read: Callable[[Any, list[Any]], Any]
-    ) -> dict[str, Any]:
-        """A mapping in which every value is read alike."""
-        entries = self.mapping(value if value is not None else {}, path, known)
-        return {key: read(entry, [*path, key]) for key, entry in entries.items()}
+        if found > 0 and unit != "units":
+            hint = "is it in another unit? the key says which is meant"
+        else:
+            hint = (
+                f"{path[-1]}: {plain(most)} or less" if found > 0 else f"{path[-1]}: {plain(least)} or more"
+            )
+        return self.error(
+            path,
+            f"{show(path)} is {plain(found)} {unit}",
+            why=f"a machine has {plain(least)} to {plain(most)}",
+            hint=hint,
+        )
 
 
 def load(path: str | Path) -> Description:
@@ -167,169 +242,94 @@ def load(path: str | Path) -> Description:
 
 def parse(text: str, source: str = "the cluster") -> Description:
     """A cluster from the text of a file. Raises ClusterError."""
-    data, reader = _read_yaml(text, source)
-    known = (MARK, "name", "device", "levels", "growth", "host", "measured")
-    top = reader.mapping(data, (), known, (MARK, "device", "levels"))
-    if top[MARK] != VERSION:
-        raise reader.error(
-            [MARK],
-            f"{source} has version {top[MARK]!r}",
-            why=f"this Meshwright reads version {VERSION}",
-            hint=HINT,
-        )
-    device = _device(reader, top["device"])
-    levels = _levels(reader, top["levels"])
-    host = reader.mapping(top.get("host") or {}, ["host"], ("memory_bytes", "bytes_per_s"))
-    ranks = math.prod(level.size for level in levels)
+    plain_data, reader = _read_yaml(text, source)
+    if (version := plain_data[MARK]) != VERSION:
+        why = f"this Meshwright reads version {VERSION}"
+        raise reader.error([MARK], f"{source} has version {version!r:.40}", why=why, hint=HINT)
+    data = reader.typed(plain_data)
+    ranks = math.prod(level.size for level in data.levels)
     if ranks > MOST_RANKS:
         raise reader.error(
             ["levels"],
             f"{source} has {ranks:,} ranks",
-            why=f"{' × '.join(str(level.size) for level in levels)}; at most {MOST_RANKS:,} are planned for",
+            why=f"{' × '.join(str(level.size) for level in data.levels)}; at most {MOST_RANKS:,} are planned for",
             hint="size counts units of the next inner level, not ranks in all",
         )
+    device, host = data.device, data.host or _Host()
+    levels = _levels(reader, data.levels)
     return Description(
-        name=reader.text(top.get("name", device.name), ["name"]),
-        device=device,
-        levels=levels,
-        host_memory_bytes=int(reader.number(host["memory_bytes"], ["host", "memory_bytes"], MEMORY))
-        if "memory_bytes" in host
-        else 0,
-        host_bytes_per_s=reader.number(host["bytes_per_s"], ["host", "bytes_per_s"], RATE)
-        if "bytes_per_s" in host
-        else 0.0,
-        growth=_growth(reader, top.get("growth", "ring")),
-        measured=_measured(reader, top.get("measured") or {}, [level.name for level in levels]),
+        data.name or device.name,
+        Device(**structs.asdict(device)),
+        levels,
+        host.memory_bytes or 0,
+        host.bytes_per_s or 0.0,
+        _measured(reader, data.measured or _Measured(), [level.name for level in levels]),
+        data.growth,
     )
 
 
-def _growth(reader: Reader, value: Any) -> str:
-    if value not in GROWTHS:
-        why = "the rounds of a collective grow with its ranks as a ring's or a tree's do"
-        raise reader.error(["growth"], f"growth is {describe(value)}", why=why, hint="growth: ring")
-    return value
-
-
-def _device(reader: Reader, value: Any) -> Device:
-    keys = ("name", "flops", "memory_bytes", "memory_bytes_per_s", "launch_seconds")
-    data = reader.mapping(value, ["device"], keys, keys)
-    flops = reader.table(data["flops"], ["device", "flops"], DTYPES, lambda v, p: reader.number(v, p, FLOPS))
-    if not flops:
-        raise reader.error(
-            ["device", "flops"],
-            "device.flops is empty",
-            why="operators take time",
-            hint="flops: {f32: 67e12, bf16: 989e12}",
-        )
-    return Device(
-        name=reader.text(data["name"], ["device", "name"]),
-        flops=flops,
-        memory_bytes=int(reader.number(data["memory_bytes"], ["device", "memory_bytes"], MEMORY)),
-        memory_bytes_per_s=reader.number(data["memory_bytes_per_s"], ["device", "memory_bytes_per_s"], RATE),
-        launch_seconds=reader.number(data["launch_seconds"], ["device", "launch_seconds"], LATENCY),
-    )
-
-
-def _levels(reader: Reader, value: Any) -> tuple[Level, ...]:
-    keys = ("name", "size", "bytes_per_s", "latency_seconds")
-    if not isinstance(value, list) or not value:
-        raise reader.error(
-            ["levels"],
-            f"levels is {describe(value)}, not a list of levels" if value else "levels is empty",
-            why="a cluster has at least one level: one rank alone is a level of size 1",
-            hint="levels: [{name: node, size: 2, bytes_per_s: 50e9, latency_seconds: 4e-6}, {name: gpu, …}]",
-        )
-    found: list[Level] = []
-    for place, entry in enumerate(value):
-        at = ["levels", place]
-        data = reader.mapping(entry, at, keys, keys)
-        name = reader.text(data["name"], [*at, "name"])
+def _levels(reader: Reader, data: Sequence[_Level]) -> tuple[Level, ...]:
+    names = [level.name for level in data]
+    for place, name in enumerate(names):
+        where = ["levels", place, "name"]
         if not re.fullmatch(r"[^\W\d]\w*", name):
             raise reader.error(
-                [*at, "name"],
+                where,
                 f"{name!r} cannot name a level",
                 why="the axes of the mesh are called after it: node0, node1",
                 hint="letters, digits and _, and no digit first: gpu, or level_1",
             )
-        if name in [level.name for level in found]:
+        if name in names[:place]:
+            raise reader.error(where, f"the level {name!r} occurs twice", why="links are told apart by it")
+    return tuple(Level(**structs.asdict(level)) for level in data)
+
+
+def _measured(reader: Reader, data: _Measured, levels: Sequence[str]) -> Measured:
+    def links(name: str, tables: Links) -> dict[str, dict[str, tuple[float, float]]]:
+        for level in tables or ():
+            if level not in levels:
+                what = f"measured.{name} has no key {level!r}"
+                raise reader.error(["measured", name, level], what, hint=did_you_mean(level, levels))
+        return {
+            level: {
+                str(kind): (link.latency_seconds, link.bytes_per_s) for kind, link in (kinds or {}).items()
+            }
+            for level, kinds in (tables or {}).items()
+        }
+
+    for name, curve in (data.rates or {}).items():
+        works = [work for work, _ in curve]
+        if sorted(set(works)) != works:
+            where = ["measured", "rates", name]
             raise reader.error(
-                [*at, "name"], f"the level {name!r} occurs twice", why="links are told apart by it"
+                where, f"{show(where)} does not ascend", why="the amounts of work grow from pair to pair"
             )
-        size, rate, latency = (
-            reader.number(data[key], [*at, key], allowed)
-            for key, allowed in (("size", SIZE), ("bytes_per_s", RATE), ("latency_seconds", LATENCY))
-        )
-        found.append(Level(name, int(size), rate, latency))
-    return tuple(found)
-
-
-def _measured(reader: Reader, value: Any, levels: Sequence[str]) -> Measured:
-    keys = ("rates", "collectives", "waited", "post_seconds", "slowdown", "corrections", "void")
-    data = reader.mapping(value, ["measured"], keys)
-    known_rates = (*CLASSES, *(f"{kind} {dtype}" for kind in CLASSES for dtype in DTYPES))
-
-    def factor(entry: Any, path: list[Any]) -> float:
-        return reader.number(entry, path, FACTOR)
-
-    def link(entry: Any, path: list[Any]) -> tuple[float, float]:
-        both = ("latency_seconds", "bytes_per_s")
-        pair = reader.mapping(entry, path, both, both)
-        return reader.number(pair[both[0]], [*path, both[0]], LATENCY), reader.number(
-            pair[both[1]], [*path, both[1]], RATE
-        )
-
-    def links(name: str) -> dict[str, Any]:
-        def kinds(entry: Any, path: list[Any]) -> dict[str, tuple[float, float]]:
-            return reader.table(entry, path, KINDS, link)
-
-        return reader.table(data.get(name), ["measured", name], levels, kinds)
-
-    void = data.get("void") or []
-    if not isinstance(void, list):
-        raise reader.error(
-            ["measured", "void"],
-            f"measured.void is {describe(void)}, not a list of rows",
-            hint="void: [memory]",
-        )
     return Measured(
-        rates=reader.table(
-            data.get("rates"), ["measured", "rates"], known_rates, lambda v, p: _curve(reader, v, p)
-        ),
-        collectives=links("collectives"),
-        waited=links("waited"),
-        slowdown=reader.table(data.get("slowdown"), ["measured", "slowdown"], STREAMS, factor),
-        corrections=reader.table(
-            data.get("corrections"), ["measured", "corrections"], (*known_rates, *BESIDE_CLASSES), factor
-        ),
-        void=tuple(reader.text(row, ["measured", "void", n]) for n, row in enumerate(void)),
-        post_seconds=reader.number(data["post_seconds"], ["measured", "post_seconds"], LATENCY)
-        if "post_seconds" in data
-        else 0.0,
+        rates={name: tuple(curve) for name, curve in (data.rates or {}).items()},
+        collectives=links("collectives", data.collectives),
+        waited=links("waited", data.waited),
+        slowdown=data.slowdown or {},
+        corrections=data.corrections or {},
+        void=tuple(data.void or ()),
+        post_seconds=data.post_seconds or 0.0,
     )
 
 
-def _curve(reader: Reader, value: Any, path: list[Any]) -> Curve:
-    if (
-        not isinstance(value, list)
-        or not value
-        or not all(isinstance(p, list) and len(p) == 2 for p in value)
-    ):
-        raise reader.error(
-            path,
-            f"{show(path)} is not a curve",
-            why="a curve is a list of pairs [work of a call, work per second]",
-            hint="[[1e6, 2e9], [1e9, 40e9]]",
-        )
-    points = tuple(
-        (reader.number(w, [*path, n], WORK), reader.number(s, [*path, n], SPEED))
-        for n, (w, s) in enumerate(value)
-    )
-    works = [w for w, _ in points]
-    if sorted(set(works)) != works:
-        raise reader.error(
-            path, f"{show(path)} does not ascend", why="the amounts of work grow from pair to pair"
-        )
-    return points
+def with_numbers(value: Any, known: dict[int, Any], key: Any = "") -> Any:
+    """The data with numbers for the texts that say one, but for names. What has no number stays as it is."""
+    if isinstance(value, dict | list):
+        if id(value) not in known:  # an alias is followed once
+            known[id(value)] = value
+            pairs = value.items() if isinstance(value, dict) else ((key, one) for one in value)
+            made = [(k, with_numbers(one, known, k)) for k, one in pairs]
+            known[id(value)] = dict(made) if isinstance(value, dict) else [one for _, one in made]
+        return known[id(value)]
+    found = None if key in ("name", "void") else as_number(value)
+    if found is None:
+        return value
+    if not math.isfinite(found):
+        return str(value)
+    return int(found) if found == int(found) else found
 
 
 # ---------------------------------------------------------------- YAML with lines
@@ -409,13 +409,6 @@ def show(path: Sequence[Any]) -> str:
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"
     return text.lstrip(".") or "the cluster"
-
-
-def _within(number: float, key: Any, allowed: Range) -> str:
-    """How to write a number that is outside its range."""
-    if number > 0 and allowed is not SIZE:
-        return "is it in another unit? the key says which is meant"
-    return f"{key}: {plain(allowed.most)} or less" if number > 0 else f"{key}: {plain(allowed.least)} or more"
 
 
 def plain(number: float) -> str:
