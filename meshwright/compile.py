@@ -46,6 +46,7 @@ from meshwright.pipeline.planned import check_alone, check_axis, in_one_stage, s
 from meshwright.pipeline.predicted import claims_of as pipeline_claims
 from meshwright.pipeline.schedules import SCHEDULES
 from meshwright.plan import Plan
+from meshwright.remarks import log_remarks
 from meshwright.report.plan_table import plan_text
 from meshwright.request import request_for
 from meshwright.search.deadline import Deadline
@@ -110,7 +111,7 @@ def plan(
     `progress` is told (stage, best price in seconds so far, bound). After `time_limit` seconds a search ends with the
     best so far, as it does by Ctrl-C; without any that fits by then it goes on to the first that does. `techniques`:
     see `meshwright.techniques`, as in ``optimizer_parallel=3, micro_batches=4``. Raises a subclass of MeshwrightError
-    that names the operator and the line.
+    that names the operator and the line. What the plan remarks is logged: ``logging.getLogger("meshwright")``.
     """
     asked = techniques_from(techniques)
     captured = captured_of(model, batch, loss, cache)
@@ -121,10 +122,10 @@ def plan(
         if "search_seconds" in made.claims:  # all of it, as a user waits for it
             made = replace(made, claims={**made.claims, "search_seconds": time.perf_counter() - began})
         if request is not None and request.deadline.over:
-            return made.with_notes(
+            made = made.with_notes(
                 f"the search was ended after {time_limit:g} s: this is the best plan found by then"
             )
-        return made
+        return log_remarks(made)
     except DoesNotFit as error:
         known = _captured.get(model)
 

@@ -36,6 +36,7 @@ from meshwright.layout import TensorLayout
 from meshwright.partition import Partition
 from meshwright.pipeline.meshes import meshes
 from meshwright.plan import Plan
+from meshwright.remarks import log_remarks
 from meshwright.report.program import ProgramText
 from meshwright.request import request_for
 from meshwright.runtime.batches import LocalBatch
@@ -341,7 +342,7 @@ def _opened(
 
 def _lowered(agreed: Agreed) -> tuple[Captured, Partition]:
     captured = Captured(agreed.graph, agreed.constants, fold(agreed.graph), ())
-    return captured, lower(captured, with_origin(agreed.plan.check(agreed.graph), captured))
+    return captured, lower(captured, with_origin(log_remarks(agreed.plan).check(agreed.graph), captured))
 
 
 __all__ = ["ForwardStep", "Outputs", "default_outputs", "forward", "forward_step", "shared_forward"]

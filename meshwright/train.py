@@ -82,6 +82,7 @@ from meshwright.programs import (
 )
 from meshwright.redistribute import redistribute
 from meshwright.redistribute.positions import exchange
+from meshwright.remarks import log_remarks
 from meshwright.report.program import ProgramText
 from meshwright.report.step_trace import StepTrace
 from meshwright.request import request_for
@@ -517,7 +518,7 @@ def train_step(
         return pack(captured, chosen.check(captured.graph), model, state)
 
     agreed = unpack(meeting.agree(compute))
-    graph, chosen = agreed.graph, agreed.plan
+    graph, chosen = agreed.graph, log_remarks(agreed.plan)
     same_model(meeting, agreed, model)
     guards = Guards.of(model, loss, batch)
     initial = None

@@ -178,21 +178,23 @@ def _planned_again(
     base: Base, opened: Opened, cluster: Cluster, asked: Mapping[str, Any]
 ) -> tuple[Plan, str]:
     import meshwright as mw
+    from meshwright.remarks import shown_elsewhere
 
     given = {**base.plan.techniques.asked(), **asked}
     stages = asked.get("pipeline", 1)  # on ranks of their own
-    plan = mw.plan(
-        opened.model,
-        opened.batch,
-        loss=opened.loss,
-        mesh=scaled(base.plan, cluster.ranks, base.cluster, stages)
-        or (cluster.mesh if stages == 1 else None),
-        mode=base.plan.mode,
-        pins=dict(base.plan.pins) or None,
-        cluster=cluster,
-        optimizer_states=base.optimizer_states,
-        **given,
-    )
+    with shown_elsewhere():
+        plan = mw.plan(
+            opened.model,
+            opened.batch,
+            loss=opened.loss,
+            mesh=scaled(base.plan, cluster.ranks, base.cluster, stages)
+            or (cluster.mesh if stages == 1 else None),
+            mode=base.plan.mode,
+            pins=dict(base.plan.pins) or None,
+            cluster=cluster,
+            optimizer_states=base.optimizer_states,
+            **given,
+        )
     return plan, f"planned again by {plan.mode}"
 
 

@@ -187,6 +187,7 @@ def make(
         import meshwright as mw
         from meshwright.cli.model import open_model
         from meshwright.compile import captured_of, lower
+        from meshwright.remarks import shown_elsewhere
 
         opened = open_model(model, batch=batch, sequence=seq)
     with watch.stage(CAPTURING):
@@ -195,7 +196,7 @@ def make(
     if machine is not None:
         priced = {"cluster": machine, "memory": limit, "optimizer_states": states, "progress": watch}
         priced["time_limit"] = time_limit
-    with watch.stage(SEARCHING), watch.interruptible():
+    with watch.stage(SEARCHING), watch.interruptible(), shown_elsewhere():
         made = mw.plan(
             opened.model,
             opened.batch,
