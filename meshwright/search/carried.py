@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from meshwright.blocks import UNFOLDED, Folding
 from meshwright.errors import PlanError
 from meshwright.graph import Graph
-from meshwright.layout import Dim, TensorLayout, axes_onto, dim_axes, without_axes
+from meshwright.layout import Dim, TensorLayout, axes_onto, dim_axes, leaves, without_axes
+from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.factors import Site
 from meshwright.ops.strategy import Strategy
@@ -70,8 +71,10 @@ def carried_to_train(plan: Plan, graph: Graph, held: Sequence[Mapping[str, Held]
 def _carried_to_train(plan: Plan, graph: Graph, held: Mapping[str, Held], weigh: Weigh) -> Plan:
     scene, _, same = _matched(plan, graph, UNFOLDED)
     trains = {e.name: e.needs_grad for e in graph.input_of("parameter")}
-    isomorphic = len(same) == len(graph.nodes) == len(plan.strategies) and all(
-        name in held and held[name].trained == trained for name, trained in trains.items()
+    isomorphic = (
+        len(same) == len(graph.nodes) == len(plan.strategies)
+        and all(name in held and held[name].trained == trained for name, trained in trains.items())
+        and all(_is_resized(plan.strategies[here], scene.site(n), plan.mesh) for n, here in same.items())
     )
     strategies = _strategies(scene, plan, same, gradients=isomorphic)
     if not isomorphic:
@@ -211,7 +214,7 @@ def _strategies(
 ) -> dict[str, Strategy]:
     """Those of all nodes: the plan's, at the sizes of the graph, and where there is none with the least redistribution
     around it. `gradients`: keep where those of outputs are partial."""
-    resized = {n: _resized(plan.strategies[here], scene.site(n)) for n, here in same.items()}
+    resized = {n: _resized(plan.strategies[here], scene.site(n), scene.mesh) for n, here in same.items()}
     fitting = {n: s if gradients else replace(s, grad=()) for n, s in resized.items() if s is not None}
     if len(fitting) == len(scene.graph.nodes):
         return {node.name: fitting[node.name] for node in scene.graph.nodes}
@@ -222,17 +225,33 @@ def _strategies(
     return {**scene.board.strategies(states), **fitting}
 
 
-def _resized(strategy: Strategy, site: Site) -> Strategy | None:
-    """A strategy at the sizes of another site of its operator; None where the operator there has not the dims that it
-    splits."""
+def _resized(strategy: Strategy, site: Site, mesh: Mesh) -> Strategy | None:
+    """A strategy at the sizes of another site of its operator, without the axes for which there are too few elements;
+    None where the operator there has not the dims that it splits."""
     cuts: list[tuple[str, Dim]] = []
     for letter, dim in strategy.cuts:
         made = axes_onto(site.trees[letter], dim) if letter in site.trees else None
         if made is None:
             return None
-        cuts.append((letter, made))
-    made_of = replace(strategy, cuts=tuple(cuts))
-    return made_of if _fits(made_of, site) else None
+        while (axis := _too_many(made, mesh)) is not None:
+            made = without_axes(made, [axis])
+        if dim_axes(made):
+            cuts.append((letter, made))
+    found = replace(strategy, cuts=tuple(cuts))
+    return found if _fits(found, site) else None
+
+
+def _too_many(dim: Dim, mesh: Mesh) -> str | None:
+    """The minor axis of a sub-dim that has fewer elements than ranks; None where there is none."""
+    return next((s.axes[-1] for s in leaves(dim) if s.axes and s.pieces < mesh.count(s.axes)), None)
+
+
+def _is_resized(strategy: Strategy, site: Site, mesh: Mesh) -> bool:
+    """Whether a strategy splits the same dims over the same axes at other sizes."""
+    found = _resized(strategy, site, mesh)
+    return found is not None and [(n, dim_axes(d)) for n, d in found.cuts] == [
+        (n, dim_axes(d)) for n, d in strategy.cuts
+    ]
 
 
 def _resized_hubs(plan: Plan, scene: Scene) -> dict[str, TensorLayout]:
