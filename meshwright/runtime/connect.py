@@ -113,7 +113,7 @@ class _StoreChannel:
                 self.store.wait(keys, timedelta(seconds=LOOK_SECONDS))
                 return
             except RuntimeError:
-                if (failed := peers.told(what)) is not None:
+                if (failed := peers.another_failed(what)) is not None:
                     raise failed from None
                 if time.monotonic() - began < LOOK_SECONDS / 2:  # the store has gone
                     raise
@@ -130,13 +130,13 @@ class _GroupChannel:
 
     def share(self, word: bytes | None) -> bytes:
         """Rank 0's word on every rank."""
-        return self._told(word or b"", 0)
+        return self._word_of(word or b"", 0)
 
     def collect(self, word: str) -> list[str]:
         """Everybody's word on every rank."""
-        return [self._told(word.encode(), rank).decode() for rank in range(self.world)]
+        return [self._word_of(word.encode(), rank).decode() for rank in range(self.world)]
 
-    def _told(self, word: bytes, source: int) -> bytes:
+    def _word_of(self, word: bytes, source: int) -> bytes:
         """The word of one rank on every rank, as numbers: torch's collectives of objects unpickle what comes."""
         count = torch.tensor([len(word)], device=self._device)
         dist.broadcast(count, src=source)

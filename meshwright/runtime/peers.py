@@ -65,14 +65,14 @@ def lost(error: RuntimeError, what: str) -> PeerLost | None:
     """What an error of the back end means if it means that another rank has gone; else None. `what` was waited for."""
     if PEER_LOST.search(str(error)) is None:
         return None
-    return told(what) or PeerLost(
+    return another_failed(what) or PeerLost(
         f"another rank has gone, for which this one waited in {what}",
         why=str(error).partition("\n")[0][:SAID],
         hint="the launcher says which rank ended first, and the log of that one why",
     )
 
 
-def told(what: str) -> PeerLost | None:
+def another_failed(what: str) -> PeerLost | None:
     """That another rank has failed, if it has said so. `what` was waited for."""
     found = _reason()
     if found is None:
@@ -96,4 +96,4 @@ def _reason() -> tuple[int, str, str, str] | None:
     return None
 
 
-__all__ = ["begin", "leave_reason", "lost", "told"]
+__all__ = ["another_failed", "begin", "leave_reason", "lost"]

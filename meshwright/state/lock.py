@@ -32,7 +32,12 @@ class Lock:
     """The right to save into a folder, for this process, as long as the object is held."""
 
     def __init__(self, folder: Path, handle: int) -> None:
-        self._end = weakref.finalize(self, _let_go, folder / LOCK, handle, os.getpid())
+        self._file, self._handle = folder / LOCK, handle
+        weakref.finalize(self, _let_go, self._file, handle, os.getpid())
+
+    def stands(self) -> bool:
+        """Whether its file is still there, which somebody may have removed with the folder."""
+        return _is(self._file, self._handle)
 
 
 _held: weakref.WeakValueDictionary[tuple[Path, int], Lock] = weakref.WeakValueDictionary()
@@ -42,7 +47,7 @@ def lock(folder: Path) -> Lock:
     """The lock of a folder that exists; that which this process has already, where it has. Raises CheckpointError."""
     key = folder.resolve(), os.getpid()
     found = _held.get(key)
-    if found is None:
+    if found is None or not found.stands():
         found = _held[key] = Lock(folder, _taken(folder / LOCK))
     return found
 
@@ -62,7 +67,7 @@ def _taken(path: Path) -> int:
                 free = not here or not _runs(owner.get("pid"))
             if not free or (owner and not here):
                 raise _refused(path, owner, runs=not free)
-            if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:
+            if _is(path, handle):
                 os.ftruncate(handle, 0)
                 os.pwrite(handle, json.dumps(_mine()).encode(), 0)
                 return handle
@@ -73,6 +78,14 @@ def _taken(path: Path) -> int:
         except BaseException:
             os.close(handle)
             raise
+
+
+def _is(path: Path, handle: int) -> bool:
+    """Whether a path is that of an open file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(handle))
+    except OSError:
+        return False
 
 
 def _free(handle: int) -> bool | None:
@@ -136,7 +149,7 @@ def _refused(path: Path, owner: dict[str, object], *, runs: bool) -> CheckpointE
 def _let_go(path: Path, handle: int, pid: int) -> None:
     if pid == os.getpid():  # and not in a child that was forked
         with contextlib.suppress(OSError):
-            if os.fstat(handle).st_ino == path.stat().st_ino:
+            if _is(path, handle):
                 path.unlink()
         with contextlib.suppress(OSError):
             os.close(handle)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -77,6 +78,9 @@ def test_several_steps_of_one_process_save_into_one_folder(step: Any, tmp_path: 
     other = mw.train_step(model, torch.optim.AdamW, batch, loss=loss, mesh=1)
     step.save(tmp_path)
     other.save(tmp_path)
+    shutil.rmtree(tmp_path)
+    step.save(tmp_path)
+    assert (tmp_path / LOCK).exists()
 
 
 def test_a_lock_of_another_host_stays(step: Any, tmp_path: Path) -> None:
