@@ -23,6 +23,7 @@ from meshwright.cycles import seldom_collected
 from meshwright.errors import CaptureError, ClusterError, DoesNotFit, MeshError, a_type
 from meshwright.fewer_rows import with_batch_that_fits
 from meshwright.guards import Guards
+from meshwright.hollow import as_shapes
 from meshwright.mesh import Mesh
 from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
@@ -464,7 +465,8 @@ def captured_of(model: torch.nn.Module, batch: Any, loss: Loss, cache: str | Pat
     if known is not None and known[0] == key and not known[2].changed(batch):
         return known[1]
     try:
-        raw = capture_graph(model, batch, loss, cache=folder)
+        with as_shapes(model):
+            raw = capture_graph(model, batch, loss, cache=folder)
     except CaptureError as error:
         if loss is default_loss and ("scalar" in error.what or "return model(batch)" in error.where):
             raise CaptureError(error.what, why=f"{NO_LOSS}; {error.why}", hint=GIVE_LOSS) from error

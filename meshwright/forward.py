@@ -32,6 +32,7 @@ from meshwright.compile import MeshLike, Pins, lower, mesh_from, plan_captured, 
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import MeshwrightError, PlanError, RunError
 from meshwright.guards import Guards
+from meshwright.hollow import as_shapes, check_has_values
 from meshwright.layout import TensorLayout
 from meshwright.partition import Partition
 from meshwright.pipeline.meshes import meshes
@@ -166,6 +167,7 @@ def forward_step(
     asked = asked_beside(plan, techniques)
     request = request_for(cluster, None)
     check_model(model)
+    check_has_values(model)
     check_function("outputs", outputs, 'lambda model, batch: model(batch["ids"])')
     plan = plan_from(plan)
     _check_forward(asked, mode)
@@ -301,7 +303,7 @@ def _agree(
     def compute() -> bytes:
         meta = any(p.device.type == "meta" for p in model.parameters())
         example = map_leaves(batch, lambda t: t.to("meta")) if meta else batch
-        with all_on_meta(model) if meta else contextlib.nullcontext():
+        with as_shapes(model), all_on_meta(model) if meta else contextlib.nullcontext():
             found = capture_forward(model, example, outputs)
         more = {"shape": found.shape, "weights": found_at(found)}
         plan = chosen(found)

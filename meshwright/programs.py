@@ -27,6 +27,7 @@ from meshwright.compile import Loss, captured_of, lower, values_of, with_origin
 from meshwright.errors import BatchError, PlanError, RunError
 from meshwright.graph import Graph
 from meshwright.guards import Guards
+from meshwright.hollow import Hollow
 from meshwright.partition.weighed import weighed
 from meshwright.plan import Plan
 from meshwright.runtime.batches import Given, LocalBatch
@@ -48,6 +49,7 @@ class ModelState:
     """What all steps of a model share. `plan`: that of the first; `held`: parameter or buffer → how it is stored and
     updated, of each place of a pipeline whose places have meshes of their own, else one for all. `names`: each name of
     a tied parameter → the one it is known by. `temporary`: buffers that the model makes anew, which no file need have.
+    `hollow`: the user's module without the tensors that the state holds.
     """
 
     plan: Plan
@@ -56,6 +58,14 @@ class ModelState:
     state: State = field(default_factory=State)
     held: list[dict[str, Held]] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
+    hollow: Hollow | None = None
+
+    def take_from(self, model: torch.nn.Module, device: torch.device) -> Hollow:
+        """Take what programs hold by now out of the user's module."""
+        if self.hollow is None:
+            self.hollow = Hollow(model, device)
+        self.hollow.take(self.state.kept)
+        return self.hollow
 
     def remember(self, graph: Graph, plan: Plan) -> None:
         """Note where a program has parameters and buffers that no earlier one read, and what it trains."""
@@ -251,7 +261,6 @@ class Source:
     cache: str | Path | None
     shared: ModelState
     plan: Plan
-    on_meta: bool = False
 
     def another(self, batch: Any, changed: str, first: LocalStep) -> Program:
         """A program for another batch, or for Python values that have `changed`, beside the first one. Collective.
@@ -263,8 +272,7 @@ class Source:
         )
 
         def compute() -> bytes:
-            example = map_leaves(batch, lambda t: t.to("meta")) if self.on_meta else batch
-            captured = shared.renamed(captured_of(model, example, self.loss, self.cache))
+            captured = shared.renamed(captured_of(model, batch, self.loss, self.cache))
             check_trains(captured.graph)
             plan = shared.carried(self.plan, captured.graph)
             return pack(captured, plan.check(captured.graph), model, torch.get_rng_state())
@@ -287,6 +295,7 @@ class Source:
         self._train_further(made, first, cut_parameter(agreed.graph, plan))
         same_optimizer(meeting, made)
         shared.remember(agreed.graph, plan)
+        shared.take_from(model, rank.device)
         if shared.world.rank == 0:
             log.warning(
                 "a program for %s was captured and planned in %.1f s", told, time.perf_counter() - began

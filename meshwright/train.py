@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -56,10 +56,11 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.timeline import Timeline
 from meshwright.errors import PlanError, RunError, a_type
 from meshwright.forward import ForwardStep, Outputs, default_outputs, shared_forward
+from meshwright.full import copies, full_model, gathered, load_full
 from meshwright.generate import Generator
 from meshwright.generate.shell import prompts
 from meshwright.guards import Guards
-from meshwright.layout import TensorLayout
+from meshwright.hollow import Hollow, check_has_values
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.tasks import simulate
@@ -80,8 +81,6 @@ from meshwright.programs import (
     keep_state,
     state_of,
 )
-from meshwright.redistribute import redistribute
-from meshwright.redistribute.positions import exchange
 from meshwright.remarks import log_remarks
 from meshwright.report.program import ProgramText
 from meshwright.report.step_trace import StepTrace
@@ -90,14 +89,12 @@ from meshwright.runtime.batches import Given, LocalBatch, taker
 from meshwright.runtime.before_update import BeforeUpdate, scaler_of
 from meshwright.runtime.communicator import leave
 from meshwright.runtime.connect import Meeting, check_world
-from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.elementwise import check_made, check_optimizer
 from meshwright.runtime.equal_start import start_equal
 from meshwright.runtime.optimizers import OptimizerFactory, grouped_alone
 from meshwright.runtime.pipeline import Pipeline
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.recorder import Recorder, ahead_of_first
-from meshwright.runtime.reshard import Mover
 from meshwright.runtime.step import LocalStep
 from meshwright.state.loading import Loaded, load, resume
 from meshwright.state.saving import Saves
@@ -118,10 +115,12 @@ class TrainStep:
         parts: Partition,
         temporary: Collection[str] = (),
         programs: ProgramTable | None = None,
+        model: torch.nn.Module | None = None,
+        hollow: Hollow | None = None,
     ) -> None:
         """`temporary`: buffers that the model makes anew, which no file need have. `programs`: where those of other
-        shapes are found; without it there is one."""
-        # The model is not kept: the whole weights of parameters that are cut can be freed with it.
+        shapes are found; without it there is one. `model`: the user's module, and what of it the step holds."""
+        self._model, self._hollow = model, hollow
         self.local, self.plan = local, parts.asked
         self.parts, self._programs = parts, programs
         self._temporary = frozenset(temporary)
@@ -221,6 +220,8 @@ class TrainStep:
 
     def _program_for(self, batch: Any) -> tuple[LocalStep, Given]:
         """The program for a batch, made where there is none, and what it is given. Collective then."""
+        if self._hollow is not None:
+            self._hollow.check()
         given = batch if isinstance(batch, LocalBatch) else dict(leaves(batch))
         check_shard_hooks(self.local.parameters)
         check_shard_hooks(self.local.weights)
@@ -288,38 +289,50 @@ class TrainStep:
     def full_state(self) -> dict[str, torch.Tensor]:
         """A copy of every parameter and buffer, whole, as `load_state_dict` of the model takes them: those that a model
         makes anew are left out. Collective: all ranks call it."""
-        ours = {x.untyped_storage().data_ptr() for x in self.local.state.tensors.values()}
         return {
-            name: x.clone() if x.untyped_storage().data_ptr() in ours else x
-            for name, x in self._whole().items()
+            name: value
+            for entry, value in copies(self.local)
+            for name in (entry.target, *entry.ties)
             if name not in self._temporary
         }
 
-    def _whole(self) -> dict[str, torch.Tensor]:
-        """Every parameter and buffer, whole, under its name in the model; some are those of the step. Collective."""
-        found: dict[str, torch.Tensor] = {}
-        local, pipe = self.local, self.local.pipe
-        mesh, rank = local.mesh, local.rank.comm.rank
-        for name, kept in local.state.kept.items():
-            entry, layout, value = kept.entry, kept.stored, local.state.tensors.get(name)
-            if value is not None and layout.split_axes:
-                value = value.to(local.rank.device)
-                whole = TensorLayout.whole(layout.shape)
-                for step in redistribute(layout, whole, mesh, value.element_size()):
-                    value = Mover(exchange(step, mesh, rank))(value.detach(), local.handle)
-            if pipe is not None:
-                empty = functools.partial(
-                    torch.empty,
-                    entry.type.shape,
-                    dtype=TORCH_DTYPES[entry.type.dtype],
-                    device=local.rank.device,
-                )
-                value = pipe.comm.from_first(value, empty, kept.holders, local.last_tag)
-            assert value is not None
-            value = value.detach()
-            for target in (entry.target, *entry.ties):
-                found[target] = value
-        return found
+    def full(
+        self, rank: int | None = None, memory: float | None = None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """``with step.full() as model:`` the module that the step was built from, with the trained values. Collective.
+
+        Elsewhere the module has none, under every plan, and says so. Each rank has copies of all parameters and buffers
+        within the block, gathered one after the other; with `rank` that rank alone, and the others have None. What all
+        ranks change alike within the block is kept: the step goes on from it. RunError on all ranks for changes that
+        differ or are made with `rank`, and where the copies need more than `memory` bytes.
+        """
+        return full_model(self.local, self._own_model(), self._model, rank, memory)
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+        """Write the folder of a Hugging Face model, which ``from_pretrained(folder)`` loads: configuration, weights,
+        options of generation. Collective: rank 0 writes, by the model's own ``save_pretrained(folder, **options)``,
+        with the full model in its memory, while others wait. Raises RunError for other models."""
+        if not callable(getattr(self._model, "save_pretrained", None)):
+            raise RunError(
+                f"{type(self._model).__name__} has no save_pretrained",
+                why="it is not a Hugging Face model",
+                hint="torch.save(step.full_state(), path) on rank 0, after all ranks have called full_state; where one "
+                "lies within the model: with step.full() as model: model.inner.save_pretrained(folder)",
+            )
+        with self.full(rank=0) as model:
+            if model is not None:
+                model.save_pretrained(str(folder), **options)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take parameters and buffers from full tensors, as the model's own ``load_state_dict`` does; the optimizer's
+        states stay. Collective: all ranks give equal tensors, and each takes its shards. Raises RunError on all ranks
+        for names or shapes of another model."""
+        load_full(self.local, self._own_model(), self._model, state, sorted(self._temporary))
+
+    def _own_model(self) -> Hollow:
+        if self._hollow is None:
+            raise RunError("this step has no module", why="it was made without one", hint="mw.train_step")
+        return self._hollow
 
     def save(self, path: str | Path, *, data: Any = None, async_: bool = False, keep: int | None = 2) -> Path:
         """Write a checkpoint that loads under any plan on any number of ranks: ``path/step-00000100``. Collective.
@@ -387,10 +400,15 @@ class TrainStep:
         return resume(self.local, path, told=_on_stderr, data=data, temporary=self._temporary)
 
     def copy_to(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Write the trained values back into a model (made of real tensors). Collective: all ranks call it. Raises
-        CaptureError for what is no module, and RunError for one that lacks a parameter or has it in another shape."""
+        """Write the trained values into a model. Collective: all ranks call it. The module that the step was built from
+        has them until the next step, in copies. Raises CaptureError for what is no module, and RunError for one that
+        lacks a parameter or has it in another shape."""
         check_model(model)
-        state = self._whole()
+        if self._hollow is not None and model is self._model:
+            self._hollow.check_anew()
+            self._hollow.lend({entry.target: value for entry, value in copies(self.local)})
+            return model
+        state = {n: value for entry, value in gathered(self.local) for n in (entry.target, *entry.ties)}
         targets = dict(model.named_parameters(remove_duplicate=False)) | dict(
             model.named_buffers(remove_duplicate=False)
         )
@@ -450,8 +468,9 @@ def train_step(
     masks of one device (slower). Rank 0 captures and plans, the others receive graph and plan. Ranks compare
     checksums of parameters and buffers; where they differ all take those of rank 0, with a remark, or of the rank
     that `broadcast` names. ``broadcast=False`` refuses a difference.
-    Parameters that the plan keeps whole stay the model's own tensors; for those it cuts, the step keeps this rank's
-    part.
+
+    The step takes the parameters and buffers that the loss uses out of `model`, which has no values from then on, under
+    every plan: reading them raises RunError. `TrainStep.full` fills it for a while.
 
     A `model` on the meta device has no values: `init`, the function that builds it (``lambda: MyModel(config)``), is
     followed without memory, and each rank makes its parts, one parameter after the other, on `device` (the CPU), bit
@@ -503,6 +522,8 @@ def train_step(
     meeting, shared = Meeting(), state_of(model)
     if shared is not None:
         check_joins(shared, plan, mesh, asked)
+    else:
+        check_has_values(model)
 
     def compute() -> bytes:
         state = torch.get_rng_state()
@@ -569,9 +590,10 @@ def train_step(
         check_made(local.optimizer, cut, apart)
     shared.remember(graph, chosen)
     keep_state(model, shared)
-    source_of_programs = Source(model, loss, optimizer, cache, shared, chosen, init is not None)
+    hollow = shared.take_from(model, place)
+    source_of_programs = Source(model, loss, optimizer, cache, shared, chosen)
     table = ProgramTable(Program.of(batch, guards, local), max_programs, source_of_programs)
-    return TrainStep(local, parts, shared.temporary, table)
+    return TrainStep(local, parts, shared.temporary, table, model, hollow)
 
 
 def _predicted(parts: Partition, cluster: Cluster | None) -> tuple[Played | None, float, Timeline | None]:

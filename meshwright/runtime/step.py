@@ -195,10 +195,9 @@ class LocalStep:
             if held:
                 return value.detach()
             local = slicer(self.layouts[entry.name], self.mesh, self.rank.comm.rank)(value.detach())
-            # A replicated tensor stays the user's own; a shard gets memory of its own, so the rest can be freed.
-            own = not trained or isinstance(value, torch.nn.Parameter)
-            if local.shape == value.shape and own:
-                return value if trained else local
+            # A replicated tensor keeps the user's memory; a shard gets memory of its own, so the rest can be freed.
+            if local.shape == value.shape and (not trained or isinstance(value, torch.nn.Parameter)):
+                return local
             return local.clone(memory_format=torch.contiguous_format)
 
         leaf = self.leaves[entry.name] = (

@@ -20,7 +20,7 @@ from meshwright.errors import (
     StrategyError,
     did_you_mean,
 )
-from tests.bad_input.wrong import built
+from tests.bad_input.wrong import built, fresh
 from tests.data import train as t
 
 
@@ -29,7 +29,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def train(**change: Any) -> mw.TrainStep:
-    model, batch, loss = built()
+    model, batch, loss = fresh()
     given = {"model": model, "optimizer": adam, "batch": batch, "loss": loss, "mesh": 1} | change
     return mw.train_step(given.pop("model"), given.pop("optimizer"), given.pop("batch"), **given)
 

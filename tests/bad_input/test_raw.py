@@ -23,7 +23,7 @@ from meshwright.errors import (
     StrategyError,
 )
 from meshwright.examples import gpt, mlp
-from tests.bad_input.wrong import built, perceptron
+from tests.bad_input.wrong import built, fresh, perceptron
 
 ODD = ("a\0b", "a" * 5000, "\ud800", 3, b"plan.json")
 
@@ -38,7 +38,7 @@ def told(error: type[MeshwrightError], make: Callable[[], Any]) -> MeshwrightErr
 
 
 def trained() -> mw.TrainStep:
-    model, batch, loss = built()
+    model, batch, loss = fresh()
     return mw.train_step(model, lambda p: torch.optim.SGD(p, lr=0.1), batch, loss=loss, mesh=1)
 
 

@@ -15,7 +15,7 @@ from meshwright.errors import (
     BatchError,
     RunError,
 )
-from tests.bad_input.wrong import built
+from tests.bad_input.wrong import built, fresh
 
 HERE = Path(__file__).name
 
@@ -60,7 +60,7 @@ def test_a_plan_for_fewer_ranks_than_were_launched_is_refused(monkeypatch: pytes
     ],
 )
 def test_a_batch_unlike_the_example_is_refused(change: Callable[[Any], Any], what: str) -> None:
-    model, batch, loss = built()
+    model, batch, loss = fresh()
     step = mw.train_step(model, sgd, batch, loss=loss, mesh=1)
     before = {n: p.clone() for n, p in step.parameters.items()}
     with pytest.raises(BatchError, match=what) as caught:

@@ -43,6 +43,11 @@ def matmul(*ins: Any, out: Any = None, mesh: Any = 8, x: Any = None) -> mw.Plan:
 @functools.cache
 def built() -> Any:
     """One perceptron for all, so that it is captured once."""
+    return fresh()
+
+
+def fresh() -> Any:
+    """One for each step, which takes its values."""
     return mlp.build(depth=1)
 
 

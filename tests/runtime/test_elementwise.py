@@ -142,11 +142,11 @@ def factories(model: torch.nn.Module) -> dict[str, Any]:
     [
         ("by name", {"optimizer_parallel": 2}, ""),
         ("by dims", {"optimizer_parallel": 2}, ""),
-        ("by identity", {}, ""),
+        ("by identity", {}, "weight_decay=0.5"),
         ("by identity", {"optimizer_parallel": 2}, "weight_decay=0.5"),
         ("by size", {"optimizer_parallel": 3}, "weight_decay=0.5"),
         ("by number", {}, "weight_decay=0.5"),
-        ("the model's own", {}, ""),
+        ("the model's own", {}, "here it is in no group, there in group 0"),
         ("the model's own", {"optimizer_parallel": 1}, "here it is in no group, there in group 0"),
         ("the model's own", {"offload": "optimizer"}, "here it is in no group, there in group 0"),
     ],

@@ -1,0 +1,296 @@
+"""The user's module while a step trains: its tensors hold no values, and whoever reads them is told where these are.
+
+A step trains tensors of its own, of which a rank may have a shard. A module that kept its tensors would go on with old
+values under one plan and with the trained ones under another. So a trained module is hollow under every plan: each of
+its tensors stays the object that it was (ties, and what somebody else holds of it, with it), gives up its memory, and
+is of a class that answers for shape, dtype and `requires_grad` alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from meshwright.errors import RunError
+from meshwright.runtime.equal_start import checksum
+
+FULL = (
+    "with step.full() as model: … has the trained values; step.full_state() copies them, "
+    "step.save_pretrained(folder) and step.save(path) write them"
+)
+WRITE = "step.load_state_dict(state) or step.load(path); with step.full() as model: … keeps what is changed within it"
+GRADIENT = "step.gradients(batch), then step.parameters[name].grad: this rank's shard of it; clip_norm= clips"
+HOOK = "step.parameters[name] is what this rank updates"
+_GETTERS = (
+    "shape ndim dtype device layout itemsize nbytes is_leaf is_meta is_cpu is_cuda is_sparse is_quantized is_nested "
+    "is_mkldnn is_mps is_xpu is_xla is_sparse_csr"
+)
+_METHODS = (
+    "size dim ndimension numel nelement element_size stride is_contiguous is_floating_point is_complex is_signed "
+    "get_device __len__ __hash__"
+)
+
+
+def _known(names: str, of: Any = torch.Tensor) -> list[Any]:
+    return [getattr(of, name) for name in names.split() if hasattr(of, name)]
+
+
+_GET_FLAG = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_METADATA = frozenset(
+    [
+        *(getter.__get__ for getter in _known(_GETTERS)),
+        _GET_FLAG,
+        *_known(_METHODS),
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+    ]
+)
+_FLAG = (torch.Tensor.requires_grad.__set__, torch.Tensor.requires_grad_)  # type: ignore[attr-defined]
+_SHOWN = (torch.Tensor.__repr__, torch.Tensor.__format__)
+_GRAD = (torch.Tensor.grad.__get__, torch.Tensor.grad.__set__)  # type: ignore[attr-defined]
+
+
+def _answer(x: Any, func: Any, plain: Any, args: Any, kwargs: Any) -> Any:
+    """What a placeholder says to a call of torch that only asks how it is made. Raises RunError for all others."""
+    if func in _METADATA:
+        return plain(func, (type(x),), args, kwargs)
+    name = vars(x)["held_as"]
+    if func in _FLAG:
+        found = plain(func, (type(x),), args, kwargs)
+        vars(x)["_flag"] = plain(_GET_FLAG, (type(x),), (x,), {})
+        return found
+    if func in _SHOWN:
+        return f"{name}: {tuple(x.shape)} {x.dtype}, whose values a training step holds"
+    called = getattr(func, "__name__", str(func))
+    called = getattr(getattr(func, "__self__", None), "__name__", called) if "__" in called else called
+    hint = FULL
+    if func in _GRAD or called in ("grad", "retain_grad"):
+        hint = GRADIENT
+    elif "hook" in called:
+        hint = HOOK
+    elif called.endswith("_") or func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+        hint = WRITE
+    raise RunError(
+        f"{name} of this module has no values: a training step holds them",
+        why=f"{called} was called on it, and the module is not changed by steps",
+        hint=hint,
+    )
+
+
+def _flag(x: Any) -> bool:
+    return x.__dict__["_flag"]
+
+
+def _set_flag(x: Any, flag: bool) -> None:
+    torch.Tensor.requires_grad.__set__(x, flag)  # type: ignore[attr-defined]
+
+
+class HollowParameter(torch.nn.Parameter):
+    """A parameter whose values a step holds."""
+
+    requires_grad = property(_flag, _set_flag)  # which guards read at every step: ten times as quick
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See `_answer`."""
+        return _answer(_first(args, kwargs), func, super().__torch_function__, args, kwargs or {})
+
+
+class HollowBuffer(torch.Tensor):
+    """A buffer whose values a step holds."""
+
+    requires_grad = property(_flag, _set_flag)  # which guards read at every step: ten times as quick
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See `_answer`."""
+        return _answer(_first(args, kwargs), func, super().__torch_function__, args, kwargs or {})
+
+
+_KINDS = (HollowParameter, HollowBuffer)
+
+
+def _first(*nest: Any) -> Any:
+    """The first placeholder among the arguments of a call."""
+    for value in nest:
+        if type(value) in _KINDS:
+            return value
+        inner = (
+            value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+        )
+        found = _first(*inner)
+        if found is not None:
+            return found
+    return None
+
+
+class Hollow:
+    """A module whose tensors of some names its steps hold. `filled`: whether it has values now."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        """`device`: where tensors of a module on the meta device are, once they have values."""
+        self._model, self.device = weakref.ref(model), device
+        self.filled = False
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._voids: dict[str, torch.Tensor] = {}
+        self._kinds: dict[str, type] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._lent: dict[str, int] | None = None  # checksums of what `lend` has put there
+        self._places: list[tuple[dict[str, Any], str, Any]] = []
+
+    def take(self, names: Iterable[str]) -> None:
+        """Empty the tensors of these names, one for each that are tied."""
+        model = self._model()
+        if model is None or not (names := [name for name in names if name not in self.tensors]):
+            return
+        named = _tensors_of(model)
+        for name in names:
+            x = named[name]
+            if x.is_meta:
+                x = self._on_device(model, x)
+            self.tensors[name], self._kinds[name] = x, type(x)
+            self._dtypes[name] = x.dtype
+            self._voids[name] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            self._voids[name].untyped_storage().resize_(0)
+            self._empty(name)
+        self._places = [
+            (entries, name, value)
+            for module in model.modules()
+            for entries in (vars(module)[kind] for kind in ("_parameters", "_buffers", "_modules"))
+            for name, value in entries.items()
+        ]
+
+    def check(self) -> None:
+        """Before a step: empty what `lend` has filled. Raises RunError where a parameter, buffer or module was
+        replaced, and within `step.full()`."""
+        if self.filled:
+            self._end_loan()
+        for entries, name, known in self._places:
+            if entries.get(name) is not known:
+                raise RunError(
+                    f"{name!r} of the model was replaced after its step was built",
+                    why="the step trains the tensors, and runs the modules, that were there then",
+                    hint="change values with step.load_state_dict(state), or within `with step.full() as model:`; "
+                    "for another model build another step",
+                )
+
+    def check_anew(self) -> None:
+        """The same before the model's values are replaced: what `lend` has filled may have been changed."""
+        if self._lent is not None:
+            self.empty()
+        self.check()
+
+    def fill(self, name: str, value: torch.Tensor) -> None:
+        """Give a tensor its values, of which it is the owner from then on."""
+        x = self.tensors[name]
+        _become(x, self._kinds[name])
+        x.data = value.to(x.device)
+
+    def lend(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Fill the module until the next step begins."""
+        for name, value in values.items():
+            self.fill(name, value)
+        self.filled, self._lent = True, {name: checksum(x) for name, x in self.tensors.items()}
+
+    def empty(self) -> None:
+        """Give up all values again."""
+        self.filled, self._lent = False, None
+        for name, x in self.tensors.items():
+            if type(x) not in _KINDS:
+                self._empty(name)
+
+    def problem(self) -> str:
+        """What keeps values from being taken back after somebody has worked on them; empty where nothing does."""
+        try:
+            self.filled = False
+            self.check()
+        except RunError as error:
+            return error.what
+        finally:
+            self.filled = True
+        for name, x in self.tensors.items():
+            if x.dtype != self._dtypes[name]:
+                return f"{name} is {x.dtype} now, {self._dtypes[name]} in the step"
+        return ""
+
+    def _end_loan(self) -> None:
+        if self._lent is None:
+            raise RunError(
+                "a step is called within step.full()",
+                why="the module has copies of the values there, which the step would not change",
+                hint="end the block first",
+            )
+        odd = next((n for n, x in self.tensors.items() if checksum(x) != self._lent[n]), "")
+        if odd:
+            raise RunError(
+                f"{odd} of the model that step.copy_to(model) filled was changed",
+                why="it is a copy, and the step goes on from its own values",
+                hint="step.copy_to(model) fills it anew; to keep a change: " + WRITE,
+            )
+        self.empty()
+
+    def _on_device(self, model: torch.nn.Module, old: torch.Tensor) -> torch.Tensor:
+        """A tensor that can have values in the place of one that cannot, wherever the module has it."""
+        made = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=self.device)
+        if isinstance(old, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=old.requires_grad)
+        vars(made).update(vars(old))
+        for module in model.modules():
+            for entries in (vars(module)["_parameters"], vars(module)["_buffers"]):
+                for key in [key for key, value in entries.items() if value is old]:
+                    setattr(module, key, made)
+        return made
+
+    def _empty(self, name: str) -> None:
+        x = self.tensors[name]
+        x.grad, x.data = None, self._voids[name]
+        vars(x)["held_as"], vars(x)["_flag"] = name, x.requires_grad
+        _become(x, HollowParameter if isinstance(x, torch.nn.Parameter) else HollowBuffer)
+
+
+def _become(x: torch.Tensor, kind: type) -> None:
+    x.__class__ = kind
+    if kind not in _KINDS:  # a copy of the tensor would copy this, too
+        vars(x).pop("held_as", None)
+        vars(x).pop("_flag", None)
+
+
+def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+@contextlib.contextmanager
+def as_shapes(model: torch.nn.Module) -> Iterator[None]:
+    """Within it a hollow module has plain tensors without memory: a trace on fake ones reads shapes alone."""
+    found = [(x, type(x), vars(x)["held_as"]) for x in _tensors_of(model).values() if type(x) in _KINDS]
+    for x, kind, _ in found:
+        _become(x, torch.nn.Parameter if kind is HollowParameter else torch.Tensor)
+    try:
+        yield
+    finally:
+        for x, kind, name in found:
+            vars(x)["held_as"], vars(x)["_flag"] = name, x.requires_grad
+            _become(x, kind)
+
+
+def check_has_values(model: torch.nn.Module) -> None:
+    """Raise RunError for a module whose values a step holds."""
+    for name, x in _tensors_of(model).items():
+        if type(x) in _KINDS:
+            raise RunError(
+                f"{name} of this model has no values: a training step holds them",
+                why="each step trains weights of its own",
+                hint="a model built anew or copied before train_step; with step.full() as model: copy.deepcopy(model); "
+                "to evaluate: step.forward_step(model, batch)",
+            )
+
+
+__all__ = ["Hollow", "as_shapes", "check_has_values"]
