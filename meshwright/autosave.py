@@ -11,6 +11,7 @@ Under ``meshwright run --max-restarts 3`` a rank that is killed costs the steps 
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -19,6 +20,8 @@ import uuid
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import torch
 
 from meshwright.asked import check_switches
 from meshwright.errors import CheckpointError, a_type
@@ -29,12 +32,14 @@ from meshwright.state.saving import check_keep
 from meshwright.state.words import confirm, from_first
 from meshwright.train import TrainStep, shutdown
 
+log = logging.getLogger("meshwright")
 STOP = ".stop-"  # begins the names of files that announce a stop
 NOTICE_STEPS = 2  # a stop is announced so many steps ahead
 
 
 class Autosave:
-    """Call it after every step. `loaded`: what training went on from, None where it began anew.
+    """Call it after every step. What is not finite is not saved, with a warning in the log. `loaded`: what training
+    went on from, None where it began anew.
 
     On SIGTERM (`meshwright run` hands it to all ranks) the ranks agree on a step, save there, leave the process groups
     and exit with code 0; a second one ends a rank at once. Rank 0 announces the step in a file of the folder. No rank
@@ -97,7 +102,7 @@ class Autosave:
         now, last = self.step.steps, self._last_step()
         if 0 <= last <= now:
             self._end()
-        if now % self.every == 0 and now != self.saved:
+        if now % self.every == 0 and now != self.saved and self._may_save():
             self.step.save(self.path, data=self.data, async_=self.async_, keep=self.keep)
             self.saved = now
 
@@ -132,13 +137,34 @@ class Autosave:
             asking.touch()
         return self._last
 
+    def _may_save(self) -> bool:
+        """Whether the parameters are finite on all ranks: else a checkpoint would replace one that can be used."""
+        local = self.step.local
+        broken = torch.zeros((), device=local.rank.device)
+        for name, x in (local.state.tensors | local.state.updated).items():
+            if x.is_floating_point():  # a buffer may well be infinite, as masks are
+                wrong = ~x.isfinite() if name in local.state.updated else x.isnan()
+                broken += wrong.any().to(broken)
+        if not local.over_ranks(broken).item():
+            return True
+        if self.step.rank == 0:
+            log.warning(
+                "parameters are not finite after step %d: it is not saved, and the checkpoints in %s stay as they are",
+                self.step.steps,
+                self.path,
+            )
+        return False
+
     def _end(self) -> None:
         self.step.wait()
-        if self.saved != self.step.steps:
+        saved = self.saved == self.step.steps
+        if not saved and self._may_save():
             self.step.save(self.path, data=self.data, keep=self.keep)
+            saved = True
         if self.step.rank == 0:
+            done = f"saved after step {self.step.steps}" if saved else f"step {self.step.steps} is not saved"
             print(
-                f"asked to stop: saved after step {self.step.steps} in {self.path}",
+                f"asked to stop: {done} in {self.path}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -384,7 +384,7 @@ class LocalStep:
     def _update(self) -> None:
         self._settle()
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if not self.before.allows(gradients, self._over_ranks, self.clip, self.rank.device):
+        if not self.before.allows(gradients, self.over_ranks, self.clip, self.rank.device):
             return
         if self.optimizer is not None:
             as_laid_out(self.optimizer)
@@ -413,10 +413,10 @@ class LocalStep:
             None if pipe is None else (pipe, self.last_tag),
         )
 
-    def _over_ranks(self, x: torch.Tensor) -> torch.Tensor:
+    def over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of a number of each rank over all ranks."""
         axes = self.rank.comm.mesh.sort(a for a, size in self.rank.comm.mesh.sizes.items() if size > 1)
-        pulse.of("whether all gradients are finite")
+        pulse.of("a sum over all ranks")
         x = self.rank.comm.all_reduce(x, axes) if axes else x
         return (
             x

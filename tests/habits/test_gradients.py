@@ -123,3 +123,30 @@ mw.shutdown()
 @pytest.mark.parametrize("plan", EACH)
 def test_a_scaled_loss_and_steps_left_out_are_those_of_plain_pytorch(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, SCALED)
+
+
+KEPT = """
+import io, logging, math
+heard = io.StringIO()
+logging.getLogger("meshwright").addHandler(logging.StreamHandler(heard))
+torch.manual_seed(0)
+step = mw.train_step(Net(), adamw, batches()[0], loss=loss, **PLAN)
+autosave = mw.Autosave(step, "ckpt", every=1, keep=1)
+first, second, *_ = batches()
+step(first)
+autosave()
+kept = {n: x.clone() for n, x in step.full_state().items()}
+second["x"][-1] = math.nan
+step(second)
+autosave()
+autosave.close()
+assert ("not finite after step 2" in heard.getvalue()) == (step.rank == 0), heard.getvalue()
+assert step.resume("ckpt").step == 1
+assert all(torch.equal(x, kept[n]) for n, x in step.full_state().items())
+mw.shutdown()
+"""
+
+
+@pytest.mark.parametrize("plan", ["tp", "zero1", "pipeline"])
+def test_autosave_keeps_the_last_finite_checkpoint(tmp_path: Path, plan: str) -> None:
+    run(tmp_path, plan, KEPT)
