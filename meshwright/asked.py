@@ -12,6 +12,7 @@ import torch
 from meshwright.errors import CaptureError, PlanError, RunError, a_type, path_from
 from meshwright.graph import Graph
 from meshwright.plan import Plan
+from meshwright.techniques import Techniques
 
 
 def check_beside(plan: object, given: Mapping[str, Any]) -> None:
@@ -84,6 +85,30 @@ def check_switches(**given: Any) -> None:
     for name, value in given.items():
         if not isinstance(value, bool):
             raise RunError(f"{name}={value!r}", why="it is a switch", hint="True or False")
+
+
+def check_random(exact: Any, device: Any, techniques: Techniques) -> None:
+    """Raise RunError for what `exact_random` cannot be: another word, or draws in another order than torch's."""
+    if exact != "torch":
+        if not isinstance(exact, bool):
+            raise RunError(
+                f"exact_random={exact!r}",
+                why="it is a switch, or the generator that is drawn from",
+                hint='True, False, or "torch"',
+            )
+        return
+    elsewhere = device is not None and torch.device(device).type != "cpu"
+    parts = {"micro_batches": techniques.micro_batches, "pipeline": techniques.pipeline}
+    parts["interleave"] = techniques.interleave
+    apart = ", ".join(f"{name}={n}" for name, n in parts.items() if n > 1)
+    if elsewhere or apart:
+        raise RunError(
+            f'exact_random="torch" beside {apart or f"device={str(device)!r}"}',
+            why="one device draws for the whole batch, an operator after the other"
+            if apart
+            else "the generator of a GPU gives other numbers than that of the CPU",
+            hint="exact_random=True, whose numbers are those of one device under any plan, though not torch's own",
+        )
 
 
 def check_numbers(clip_norm: Any, seed: Any, bucket_bytes: Any = None) -> None:

@@ -179,7 +179,7 @@ def forward_step(
         check_world(given if plain else meshes(given, asked, total=total).world)
     elif cluster is not None:
         check_world(cluster.mesh)
-    check_switches(cast=cast)
+    check_switches(cast=cast, exact_random=exact_random)
     check_weights(model, weights, {"init": init, "cast": cast, "device": device})
     source, place, meeting = source_of(broadcast), device_of(model), Meeting()
     if weights is not None:

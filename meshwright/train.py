@@ -30,6 +30,7 @@ from meshwright.asked import (
     check_function,
     check_model,
     check_numbers,
+    check_random,
     check_switches,
     check_trains,
     plan_from,
@@ -448,7 +449,7 @@ def train_step(
     scaler: torch.amp.GradScaler | None = None,
     bucket_bytes: int | None = None,
     seed: int = 0,
-    exact_random: bool = False,
+    exact_random: bool | str = False,
     broadcast: bool | int = True,
     init: Init | None = None,
     device: torch.device | str | None = None,
@@ -464,8 +465,9 @@ def train_step(
     as `mw.plan` does.
     `clip_norm` clips gradients by their global norm (`TrainStep.grad_norm`). `skip_nonfinite` leaves out steps with
     gradients that are not finite on some rank. `scaler` (``torch.amp.GradScaler("cuda")``) scales the loss of float16,
-    and does all that its ``scale``, ``unscale_``, ``step`` and ``update`` do. `exact_random` gives dropout the very
-    masks of one device (slower). Rank 0 captures and plans, the others receive graph and plan. Ranks compare
+    and does all that its ``scale``, ``unscale_``, ``step`` and ``update`` do. `exact_random` gives dropout and
+    random numbers the very values of one device (slower); ``"torch"`` those of plain PyTorch on a CPU after
+    ``torch.manual_seed`` (slower yet). Rank 0 captures and plans, the others receive graph and plan. Ranks compare
     checksums of parameters and buffers; where they differ all take those of rank 0, with a remark, or of the rank
     that `broadcast` names. ``broadcast=False`` refuses a difference.
 
@@ -486,7 +488,8 @@ def train_step(
     request = request_for(cluster, memory)
     check_beside(plan, {"mesh": mesh, "mode": mode, "pins": pins, "memory": memory})
     check_numbers(clip_norm, seed, bucket_bytes)
-    check_switches(exact_random=exact_random, skip_nonfinite=skip_nonfinite)
+    check_switches(skip_nonfinite=skip_nonfinite)
+    check_random(exact_random, device, asked)
     check_model(model)
     check_weight_hooks(model.named_parameters())
     check_function("loss", loss, "lambda model, batch: model(batch).mean()")
@@ -555,6 +558,7 @@ def train_step(
     cut = cut_parameter(graph, chosen)
     apart = next((e.target for e in graph.input_of("parameter") if e.needs_grad), "") if chosen.stages else ""
     check_optimizer(optimizer, cut, apart)
+    check_random(exact_random, place, chosen.techniques)
     over_gloo(meeting, chosen, place)
     if shared is None:
         comm = meeting.connect(chosen.ranks, place, host=bool(chosen.hosts))

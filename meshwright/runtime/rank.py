@@ -15,7 +15,8 @@ from meshwright.runtime.communicator import Communicator
 
 @dataclass
 class Rank:
-    """Passed to every kernel. `exact` makes random masks equal to one device's (slower; for proofs).
+    """Passed to every kernel. `exact` makes random masks equal to one device's (slower; for proofs); ``"torch"`` draws
+    them from torch's own generator, whole on every rank, as a plain program does.
 
     `step` and `micro_batch` number what runs, so that random operators differ between steps and repeat on recompute.
     `calls` counts those since the last update, of which each draws numbers of its own.
@@ -26,10 +27,14 @@ class Rank:
     comm: Communicator
     device: torch.device
     seed: int = 0
-    exact: bool = False
+    exact: bool | str = False
     step: int = 0
     micro_batch: int = 0
     calls: int = 0
+    drawn: dict[int, torch.Tensor] = field(
+        default_factory=dict, repr=False
+    )  # slot → draw of torch's, for replays
+    drawn_at: int = -1
     mesh: Mesh = field(init=False)
     _ats: list[dict[str, int]] = field(init=False, repr=False)
 

@@ -3,20 +3,23 @@
 Not exact (the fast way): a generator seeded by all of these and by the coordinates on the axes that *split* the
 value, so whole values agree across ranks, split ones differ, and recompute replays. Exact: a counter hash (splitmix64,
 Steele, Lea and Flood, OOPSLA 2014) of the *global* element index, so that any cut gives one device's numbers.
+Torch's: every rank draws the whole value from torch's own generator, and keeps its shard.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from meshwright.errors import RunError
 from meshwright.layout import TensorLayout, parse_layout
 from meshwright.runtime.rank import Rank
 
+TORCH = "torch"
 _MASK = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -79,8 +82,51 @@ def uniform(
     return torch.rand(shape, generator=generator, device=device, dtype=dtype)
 
 
-def keep_mask(rank: Rank, p: float, slot: int, layout_text: str, device: torch.device) -> torch.Tensor:
+def of_torch(
+    rank: Rank, slot: int, layout_text: str, draw: Callable[[Sequence[int]], torch.Tensor]
+) -> torch.Tensor:
+    """What a rank holds of what torch's own generator on the CPU draws for the whole value, of a shape, when it comes
+    to it. Draws of a step are kept: what is computed again in backward is given the same.
+
+    Raises RunError on all ranks where their generators are not in one state.
+    """
+    if rank.drawn_at != rank.draw:
+        rank.drawn, rank.drawn_at = {}, rank.draw
+        _same_state(rank)
+    if slot not in rank.drawn:
+        layout = layout_of(layout_text)
+        whole = draw(layout.shape)
+        for dim, places in enumerate(layout.indices(rank.mesh, rank.at)):
+            if len(places) != whole.shape[dim]:
+                whole = whole.index_select(dim, torch.from_numpy(places))
+        rank.drawn[slot] = whole.to(rank.device)
+    return rank.drawn[slot]
+
+
+def _same_state(rank: Rank) -> None:
+    state = torch.get_rng_state().to(torch.int64)
+    number = int((state * torch.arange(1, len(state) + 1)).sum())
+    both = torch.tensor([number, -number], device=rank.device)
+    most, least = rank.comm.all_reduce(both, tuple(rank.comm.mesh.sizes), "max").tolist()
+    if most != -least:
+        raise RunError(
+            "the random states of torch differ between ranks",
+            why='with exact_random="torch" every rank draws all numbers, and they have to be the same',
+            hint="torch.manual_seed(0) with one number on all ranks, and nothing drawn by some of them alone",
+        )
+
+
+def keep_mask(
+    rank: Rank,
+    p: float,
+    slot: int,
+    layout_text: str,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
     """True where dropout keeps an element."""
+    if rank.exact == TORCH:
+        return of_torch(rank, slot, layout_text, lambda n: torch.empty(n, dtype=dtype).bernoulli_(1 - p)) != 0
     return uniform(rank, slot, layout_text, torch.float32, device) >= p
 
 
@@ -117,7 +163,7 @@ class Dropout(torch.autograd.Function):
 
 def dropout(rank: Rank, x: torch.Tensor, p: float, slot: int, layout_text: str) -> torch.Tensor:
     """Dropout of what a rank holds of a value."""
-    return Dropout.apply(x, keep_mask(rank, p, slot, layout_text, x.device), p)
+    return Dropout.apply(x, keep_mask(rank, p, slot, layout_text, x.device, x.dtype), p)
 
 
 def drawn_mask(rank: Rank, p: float, slot: int, layout_text: str) -> torch.Tensor:
@@ -146,7 +192,29 @@ def random(
     device: torch.device,
 ) -> torch.Tensor:
     """Numbers of a distribution, as plain tensors without history."""
+    if rank.exact == TORCH:
+        return of_torch(rank, slot, layout_text, lambda n: _torch_draws(kind, numbers, n, dtype))
     return distributed(kind, numbers, uniform(rank, slot, layout_text, torch.float64)).to(dtype)
+
+
+def _torch_draws(
+    kind: str, numbers: Sequence[float], shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """A whole tensor, drawn by torch as the operator of one device draws it."""
+    if kind == "integer":
+        low, high = map(int, numbers)
+        return torch.randint(low, high, tuple(shape), dtype=dtype)
+    if kind == "permutation":
+        return torch.randperm(shape[0], dtype=dtype)
+    fill = {
+        "uniform": torch.Tensor.uniform_,
+        "normal": torch.Tensor.normal_,
+        "log normal": torch.Tensor.log_normal_,
+        "exponential": torch.Tensor.exponential_,
+        "geometric": torch.Tensor.geometric_,
+        "cauchy": torch.Tensor.cauchy_,
+    }[kind]
+    return fill(torch.empty(tuple(shape), dtype=dtype), *numbers)
 
 
 def distributed(kind: str, numbers: Sequence[float], u: torch.Tensor) -> torch.Tensor:
@@ -175,5 +243,10 @@ def distributed(kind: str, numbers: Sequence[float], u: torch.Tensor) -> torch.T
 
 def bernoulli(rank: Rank, x: torch.Tensor, p: float | None, slot: int, layout_text: str) -> torch.Tensor:
     """One where a uniform number lies below `p`, or below the tensor's own probability."""
-    u = uniform(rank, slot, layout_text, torch.float64)
+    if rank.exact == TORCH and p is not None:
+        return of_torch(rank, slot, layout_text, lambda n: torch.empty(n, dtype=x.dtype).bernoulli_(p))
+    if rank.exact == TORCH:
+        u = of_torch(rank, slot, layout_text, lambda n: torch.rand(n, dtype=x.dtype))
+    else:
+        u = uniform(rank, slot, layout_text, torch.float64)
     return (u < (x.detach() if p is None else p)).to(x.dtype)
