@@ -4,6 +4,7 @@ weights that a training step holds."""
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Unpack
@@ -58,6 +59,7 @@ from meshwright.state.weights import (
 )
 from meshwright.techniques import Options, Techniques, asked_beside
 
+PROGRAMS = 16  # of other shapes that a forward step keeps
 Outputs = Callable[[Any, Any], Any]
 
 
@@ -73,9 +75,19 @@ class ForwardStep:
     there to look at.
     """
 
-    def __init__(self, local: LocalForward, parts: Partition, shape: Any, guards: Guards) -> None:
+    def __init__(
+        self,
+        local: LocalForward,
+        parts: Partition,
+        shape: Any,
+        guards: Guards,
+        again: Callable[[Any], ForwardStep | None] = lambda _: None,
+    ) -> None:
+        """`again`: makes the same for a batch of another shape."""
         self.local, self.parts, self.plan = local, parts, parts.asked
-        self._shape, self._guards = shape, guards
+        self._shape, self._guards, self._again = shape, guards, again
+        self._shapes = {e.target: e.type.shape for e in local.batches.entries}
+        self._others: dict[Any, ForwardStep] = {}  # by shapes, the one used last at the end
 
     @property
     def rank(self) -> int:
@@ -112,14 +124,35 @@ class ForwardStep:
 
         With `gather` every rank has them whole, else as it holds them: its part of each (`layouts`), with those of
         several micro-batches one after the other. In a pipeline `share` sends whole results to the ranks of all
-        stages; without it, or without `gather`, ranks that did not make a result have None in its place. Collective:
-        all ranks call it alike. Raises BatchError.
+        stages; without it, or without `gather`, ranks that did not make a result have None in its place. A batch of
+        another shape is another program over the same weights, captured at the first such call. Collective: all ranks
+        call it alike. Raises BatchError.
         """
         check_switches(gather=gather, share=share)
         self._guards.check(batch)
         given = batch if isinstance(batch, LocalBatch) else dict(leaves(batch))
+        if not isinstance(given, LocalBatch) and self._is_resized(given):
+            other = self._other(batch, given)
+            if other is not None:
+                return other(batch, gather=gather, share=share)
         found = self.local(given, gather=gather, share=share)
         return filled(self._shape, found.values())
+
+    def _is_resized(self, given: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a batch differs from the example in sizes alone."""
+        dims = {path: x.dim() for path, x in given.items()}
+        known = {path: len(shape) for path, shape in self._shapes.items()}
+        return dims == known and any(tuple(x.shape) != self._shapes[path] for path, x in given.items())
+
+    def _other(self, batch: Any, given: Mapping[str, torch.Tensor]) -> ForwardStep | None:
+        """The program for a batch of another shape, made where there is none; None where the model is gone."""
+        key = tuple((path, x.shape) for path, x in given.items())
+        found = self._others.pop(key, None) or self._again(batch)
+        if found is not None:
+            self._others[key] = found
+            if len(self._others) > PROGRAMS:
+                del self._others[next(iter(self._others))]
+        return found
 
 
 @pulse.during("building a forward step", patient=True)
@@ -226,7 +259,14 @@ def forward_step(
     start_equal(comm, place, named, source)
     rank = Rank(comm, place, seed=seed, exact=exact_random)
     mine = {**leaves_of(parts, comm, place, values), **read}
-    return ForwardStep(LocalForward(parts, rank, mine), parts, agreed.more["shape"], guards)
+    local, held = LocalForward(parts, rank, mine), weakref.ref(model)  # its full weights may be freed
+
+    def again(example: Any) -> ForwardStep | None:
+        there = held()
+        return None if there is None else made.beside(there, example, outputs)
+
+    made = ForwardStep(local, parts, agreed.more["shape"], guards, again)
+    return made
 
 
 def forward(model: torch.nn.Module, batch: Any, **how: Any) -> Any:
@@ -266,7 +306,13 @@ def shared_forward(
         }
         twin = Rank(comm, rank.device, rank.seed, rank.exact)
         local = LocalForward(parts, twin, {**leaves, **own}, parked, first_tag)
-        return ForwardStep(local, parts, agreed.more["shape"], guards)
+        held = weakref.ref(model)
+
+        def again(example: Any) -> ForwardStep | None:
+            there = held()
+            return None if there is None else build(there, example, outputs)
+
+        return ForwardStep(local, parts, agreed.more["shape"], guards, again)
 
     return build
 

@@ -173,7 +173,7 @@ class TrainStep:
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Name → this rank's part of a trained parameter."""
-        return self.local.parameters
+        return self.local.offered
 
     def __call__(self, batch: Any, *, update: bool = True) -> torch.Tensor:
         """One step on the whole batch (every rank gives the same one and takes its part), or on this rank's part as
@@ -248,7 +248,7 @@ class TrainStep:
         Collective: all ranks call it. Beside it stands what the plan claims, or what is predicted for a `cluster`.
         Raises BatchError, and ClusterError for a cluster of another size.
         """
-        local, plan = self.local, self.plan
+        local, plan = self._program_for(batch)[0], self.plan
         played, prologue, timeline = _predicted(self.parts, cluster)
         recorder = Recorder(local.rank.device)
         tag = 0 if local.pipe is None else local.state.next_tag

@@ -208,3 +208,25 @@ mw.shutdown()
 @pytest.mark.parametrize("plan", NAMES)
 def test_loaders_follow_lengths_and_a_last_batch(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, LENGTHS)
+
+
+EVALUATION = """
+torch.manual_seed(0)
+model = Net()
+twin = copy.deepcopy(model)
+step = mw.train_step(model, adamw, batches()[0], loss=loss, **PLAN)
+step(batches()[0])
+optimizer = adamw(twin.parameters())
+loss(twin, batches()[0]).backward()
+optimizer.step()
+forward = step.forward_step(model.eval(), batches()[0], outputs=lambda model, batch: model(batch["x"]))
+for rows in (8, 5, 3, 1, 8, 5):
+    batch = batches(1, rows)[0]
+    assert close(forward(batch), twin(batch["x"]).detach()), rows
+mw.shutdown()
+"""
+
+
+@pytest.mark.parametrize("plan", [*NAMES, "pipeline"])
+def test_evaluation_takes_batches_of_other_shapes(tmp_path: Path, plan: str) -> None:
+    run(tmp_path, plan, EVALUATION)
