@@ -27,7 +27,7 @@ GRADIENT = "step.gradients(batch), then step.parameters[name].grad: this rank's 
 HOOK = "step.parameters[name] is what this rank updates"
 _GETTERS = (
     "shape ndim dtype device layout itemsize nbytes is_leaf is_meta is_cpu is_cuda is_sparse is_quantized is_nested "
-    "is_mkldnn is_mps is_xpu is_xla is_sparse_csr"
+    "is_mkldnn is_mps is_xpu is_xla is_sparse_csr _backward_hooks _post_accumulate_grad_hooks"
 )
 _METHODS = (
     "size dim ndimension numel nelement element_size stride is_contiguous is_floating_point is_complex is_signed "
