@@ -25,13 +25,14 @@ from meshwright.agreed import (
 )
 from meshwright.asked import check_function, check_model, check_switches, plan_from
 from meshwright.capture import Captured
-from meshwright.capture.batch import leaves, map_leaves
+from meshwright.capture.batch import leaves, literals, map_leaves
 from meshwright.capture.fold import fold
 from meshwright.capture.forward import Forward, capture_forward, filled
 from meshwright.capture.initial import Init, Initial, all_on_meta, check_absent, check_weights, temporary_of
 from meshwright.compile import MeshLike, Pins, lower, mesh_from, plan_captured, values_of, with_origin
 from meshwright.cost.cluster import Cluster
-from meshwright.errors import MeshwrightError, PlanError, RunError
+from meshwright.errors import BatchError, MeshwrightError, PlanError, RunError
+from meshwright.graph import Graph
 from meshwright.guards import Guards
 from meshwright.hollow import as_shapes, check_has_values
 from meshwright.layout import TensorLayout
@@ -80,12 +81,14 @@ class ForwardStep:
         local: LocalForward,
         parts: Partition,
         shape: Any,
-        guards: Guards,
+        graph: Graph,
+        guards: Guards | dict[str, Any],
         again: Callable[[Any], ForwardStep | None] = lambda _: None,
     ) -> None:
-        """`again`: makes the same for a batch of another shape."""
+        """`shape`: the nest of the results. `guards`: what has to be as it was; of a program from a file, what of a
+        batch is no tensor. `again`: makes the same for a batch of another shape."""
         self.local, self.parts, self.plan = local, parts, parts.asked
-        self._shape, self._guards, self._again = shape, guards, again
+        self.shape, self.graph, self._guards, self._again = shape, graph, guards, again
         self._shapes = {e.target: e.type.shape for e in local.batches.entries}
         self._others: dict[Any, ForwardStep] = {}  # by shapes, the one used last at the end
 
@@ -108,7 +111,8 @@ class ForwardStep:
 
     def check_unchanged(self) -> None:
         """Raise RunError where the model, or what `outputs` reads, is another than when this was built."""
-        self._guards.check()
+        if isinstance(self._guards, Guards):
+            self._guards.check()
 
     def beside(self, model: torch.nn.Module, batch: Any, outputs: Outputs = default_outputs) -> ForwardStep:
         """Another program over the very parameters and buffers of this one: of other shapes, with other results.
@@ -129,14 +133,29 @@ class ForwardStep:
         call it alike. Raises BatchError.
         """
         check_switches(gather=gather, share=share)
-        self._guards.check(batch)
+        self._check(batch)
         given = batch if isinstance(batch, LocalBatch) else dict(leaves(batch))
         if not isinstance(given, LocalBatch) and self._is_resized(given):
             other = self._other(batch, given)
             if other is not None:
                 return other(batch, gather=gather, share=share)
         found = self.local(given, gather=gather, share=share)
-        return filled(self._shape, found.values())
+        return filled(self.shape, found.values())
+
+    @property
+    def literals(self) -> dict[str, Any]:
+        """What of the example batch is no tensor, by path: the program is for these values."""
+        return self._guards.literals if isinstance(self._guards, Guards) else self._guards
+
+    def _check(self, batch: Any) -> None:
+        if isinstance(self._guards, Guards):
+            self._guards.check(batch)
+        elif not isinstance(batch, LocalBatch) and dict(literals(batch)) != self._guards:
+            raise BatchError(
+                f"the batch has {dict(literals(batch))} beside its tensors",
+                why=f"the program was exported for {self._guards}, and has these values in it",
+                hint="export a program for each",
+            )
 
     def _is_resized(self, given: Mapping[str, torch.Tensor]) -> bool:
         """Whether a batch differs from the example in sizes alone."""
@@ -265,7 +284,7 @@ def forward_step(
         there = held()
         return None if there is None else made.beside(there, example, outputs)
 
-    made = ForwardStep(local, parts, agreed.more["shape"], guards, again)
+    made = ForwardStep(local, parts, agreed.more["shape"], captured.graph, guards, again)
     return made
 
 
@@ -312,7 +331,7 @@ def shared_forward(
             there = held()
             return None if there is None else build(there, example, outputs)
 
-        return ForwardStep(local, parts, agreed.more["shape"], guards, again)
+        return ForwardStep(local, parts, agreed.more["shape"], captured.graph, guards, again)
 
     return build
 

@@ -60,6 +60,11 @@ class Guards:
             tuple((path, _hashable(value)) for path, value in self._batch.items()),
         )
 
+    @property
+    def literals(self) -> dict[str, Any]:
+        """What of the example batch is no tensor, by path."""
+        return self._batch
+
     def changed(self, batch: Any = None) -> str:
         """What is otherwise now, in words: ``model.scale: 1.0 → 2.0``; empty where all is as it was. Without a batch
         only the model and the loss are compared."""

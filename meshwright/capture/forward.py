@@ -44,7 +44,7 @@ def capture_forward(model: torch.nn.Module, batch: Any, outputs: Callable[[Any, 
 
         @property
         def labels(self) -> tuple[str, ...]:
-            return tuple(f"out{number}" for number in range(_count(found[-1])))
+            return tuple(f"out{number}" for number in range(count(found[-1])))
 
         def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             made: list[torch.Tensor] = []
@@ -135,17 +135,18 @@ def _holds(value: Any) -> bool:
     return any(_holds(v) for _, v in _items(value))
 
 
-def _count(shape: Shape) -> int:
+def count(shape: Shape) -> int:
+    """The tensors of a nest of results."""
     match shape:
         case {"tensor": int()}:
             return 1
         case {"tuple": list(items)} | {"list": list(items)}:
-            return sum(map(_count, items))
+            return sum(map(count, items))
         case {"dict": list(items)}:
-            return sum(_count(item) for _, item in items)
+            return sum(count(item) for _, item in items)
         case {"plain": _}:
             return 0
     raise AssertionError(shape)
 
 
-__all__ = ["Forward", "capture_forward", "filled"]
+__all__ = ["Forward", "capture_forward", "count", "filled"]

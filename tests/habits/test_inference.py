@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.habits.plans import run
+import meshwright as mw
+from meshwright.exported import check_operators
+from meshwright.graph import parse
+from tests.habits.plans import COMMON, run
+from tests.ranks import run_warm
 
 pytestmark = pytest.mark.procs
 
@@ -175,3 +179,78 @@ mw.shutdown()
 @pytest.mark.parametrize("plan", ["dp", "tp", "zero3", "auto"])
 def test_tokens_are_those_of_transformers(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, GENERATES)
+
+
+EXPORTS = """
+import json
+from pathlib import Path
+
+x = {"x": batches()[0]["x"], "power": 2}
+outputs = lambda model, batch: {"made": [model(batch["x"]) ** batch["power"], batch["x"].sum(-1) + torch.arange(8)]}
+rank = int(__import__("os").environ["RANK"])
+if sys.argv[2] == "writes":
+    torch.manual_seed(0)
+    model = Net().eval()
+    if sys.argv[1] in ("zero3", "pipeline", "auto"):
+        PLAN = {"plan": mw.plan(model, batches()[0], loss=loss, **PLAN)}
+    step = mw.forward_step(model, x, outputs=outputs, **PLAN)
+    made = step(x)["made"]
+    assert close(made[0], model(x["x"]).detach() ** 2)
+    mw.export(step, "served")
+    if rank == 0:
+        torch.save(made, "made.pt")
+    step(x)
+else:
+    del Net
+    step = mw.load_exported("served")
+    found, wanted = step(x)["made"], torch.load("made.pt", weights_only=True)
+    assert all(map(torch.equal, found, wanted))
+
+    def refused(word, do):
+        try:
+            do()
+        except mw.MeshwrightError as error:
+            assert word in str(error), str(error)
+        else:
+            raise AssertionError(word)
+
+    refused("exported for {'power': 2}", lambda: step({**x, "power": 3}))
+    refused("is there already", lambda: mw.export(step, "served"))
+    mw.export(step, "again")  # a loaded one, too
+    names = ["rank-1.safetensors", "forward.json"]
+    for name in names:
+        data = bytearray(Path("again", name).read_bytes())
+        data[-20] ^= 1
+        step(x)  # all ranks have read it
+        if rank == 1:
+            Path("again", name).write_bytes(data)
+        step(x)
+        refused("damaged", lambda: mw.load_exported("again"))
+mw.shutdown()
+"""
+
+
+@pytest.mark.parametrize("plan", ["dp", "tp", "zero3", "pipeline"])
+def test_an_exported_program_runs_without_the_model(tmp_path: Path, plan: str) -> None:
+    for part in ("writes", "reads"):
+        result = run_warm(tmp_path, 2, COMMON + EXPORTS, plan, part)
+        assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        "load_library",
+        "load_library.x.y",
+        "import_module",
+        "aten.from_file.default",
+        "aten.add",
+        "os.system.x",
+    ],
+)
+def test_a_program_from_a_file_names_operators_of_torch_alone(op: str) -> None:
+    text = (
+        f'graph "M" {{\n  %x: f32[2] = batch("x", batch_dim=0)\n  %y: f32[2] = {op}(%x)\n  return out0=%y\n}}'
+    )
+    with pytest.raises(mw.MeshwrightError):
+        check_operators(parse(text), Path("served"))
