@@ -344,6 +344,7 @@ REDUCES_ALL = (
     "var.dim",
     "std.dim",
 )
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 RANDOM = frozenset(
     "rand randn rand_like randn_like randint randint_like randperm bernoulli normal normal_functional uniform "
     "exponential geometric multinomial poisson log_normal cauchy".split()
@@ -364,11 +365,33 @@ def _other(b: Rewriter, n: Node) -> Values:
             args = (*args[:at], _positive(args[at], rank, name in REDUCES_ALL), *args[at + 1 :])
         if kwargs.get("dim") is not None:
             kwargs["dim"] = _positive(kwargs["dim"], rank, False)
-    if name.split(".")[0] in RANDOM:
+    if name.split(".")[0] in RANDOM or _draws_inside(name, args, kwargs):
         kwargs["seed"] = 0
     if args == n.args and kwargs == dict(n.kwargs):
         return None
     return b.emit_many(n.op, args, n.outputs, **kwargs)
+
+
+def _draws_inside(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator draws from torch's generator in its own code: dropout between recurrent layers, `rrelu`."""
+    stem, _, form = name.partition(".")
+    if stem in RECURRENT:
+        dropout, train = args[6:8] if form == "data" else args[5:7]
+        return bool(train) and dropout > 0
+    return stem == "rrelu" and bool(args[3] if len(args) > 3 else kwargs.get("training"))
+
+
+def _normal(b: Rewriter, n: Node) -> Values:
+    """`torch.normal`: numbers of mean 0 and deviation 1, scaled and moved. Means and deviations get no gradient."""
+    out = n.outputs[0]
+    mean, deviation = (
+        n.arg(at, name, other) for at, (name, other) in enumerate((("mean", 0.0), ("std", 1.0)))
+    )
+    drawn = b.emit("aten.randn.default", (out.shape,), out, dtype=Dtype(out.dtype), device=Device(), seed=0)
+    for op, by in (("aten.mul.Tensor", deviation), ("aten.add.Tensor", mean)):
+        by = b.emit("aten.detach.default", (by,), b.type(by)) if isinstance(by, Ref) else by
+        drawn = b.emit(op, (drawn, by), out)
+    return drawn
 
 
 def _positive(dims: Any, rank: int, none_is_all: bool) -> Any:
@@ -434,6 +457,7 @@ TABLE: dict[str, Rule] = {
     **_named("add.Tensor add.Scalar sub.Tensor sub.Scalar", _neutral(0, floats=False)),
     **_named("mul.Tensor mul.Scalar div.Tensor div.Scalar", _neutral(1, floats=True)),
     **_named("native_dropout.default dropout.default", _dropout),
+    **_named("normal.float_float normal.float_Tensor normal.Tensor_float normal.Tensor_Tensor", _normal),
     ATTENTION: _attention,
     "aten.cross_entropy_loss.default": _cross_entropy,
     **dict.fromkeys(SPARSE, _dense),

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import meshwright as mw
 from meshwright.compile import captured_of, lower
+from meshwright.errors import RuleError
 from meshwright.verify import Report, verify_partition
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -101,6 +102,7 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "bernoulli": lambda m: torch.bernoulli(torch.sigmoid(m).detach()),
     "bernoulli_": lambda m: torch.empty_like(m).bernoulli_(0.3),
     "randint": lambda m: torch.randint_like(m, 1, 4) + torch.randint(3, m.shape),
+    "normal": lambda m: torch.normal(m, 1.0 + m.exp()) + torch.normal(0.5, 2.0, m.shape) + torch.normal(m),
     "beside dropout": lambda m: F.dropout(torch.rand_like(m), 0.3)[torch.randperm(m.shape[0])],
 }
 
@@ -117,3 +119,24 @@ def test_what_torch_draws_out_of_sight_is_that_of_the_captured_program(draw: Any
     torch.manual_seed(0)
     report = proved(Drawing(draw), torch.randn(8, 8), "tp")
     assert report.captured and "with the captured program on one device" in str(report)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layers, self.up = nn.LSTM(8, 8, 2, dropout=dropout), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rrelu(self.up(self.layers(x)[0]), training=self.layers.dropout == 0.5).square().mean()
+
+
+def test_what_ranks_would_draw_apart_is_refused() -> None:
+    """Dropout between recurrent layers, and `rrelu`: they drew from the generator of each rank."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 5, 8)
+    proved(Recurrent(0.3).eval(), x, "dp")
+    proved(Recurrent(0.0), x, "tp")
+    with pytest.raises(RuleError, match=r"lstm\.input draws numbers that ranks could not agree on"):
+        mw.verify(Recurrent(0.3), x, loss=lambda m, b: m(b), mesh=2)
+    with pytest.raises(RuleError, match=r"rrelu\.default draws numbers"):
+        mw.verify(Recurrent(0.5).eval(), x, loss=lambda m, b: m(b), mesh=2)

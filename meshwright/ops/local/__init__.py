@@ -72,7 +72,7 @@ def localize(
         raise RuleError(
             f"{site.node.op} draws numbers that ranks could not agree on",
             where=site.node.where,
-            hint="known: "
+            hint="nn.Dropout between recurrent layers of one layer each; F.leaky_relu; known: "
             + ", ".join(sorted(k for k, v in LOCAL.items() if v in (random.random, random.bernoulli))),
         )
     # Few operators take a tensor without elements on every device; their results would have none either.

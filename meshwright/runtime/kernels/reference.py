@@ -83,6 +83,14 @@ class reference_dropout(TorchFunctionMode):
             values = [given.get(name, default) for name, default in names]
             values[: len(args) - before] = args[before : before + len(names)]
             return self._drawn(function(*args, **given), kind, values or STANDARD.get(kind, ()))
+        if function is torch.normal:
+            drawn = function(*args, **given)
+            mean, deviation = (
+                given.get(name, args[at] if at < len(args) else other)
+                for at, (name, other) in enumerate((("mean", 0.0), ("std", 1.0)))
+            )
+            with torch.no_grad():
+                return self._drawn(drawn, "normal", STANDARD["normal"]).mul_(deviation).add_(mean)
         if function in INTEGERS:
             bounds = [n for n in args[INTEGERS[function] :] if isinstance(n, int)][:2]
             bounds += [given[name] for name in ("low", "high") if name in given]
