@@ -24,7 +24,6 @@ FULL = (
 )
 WRITE = "step.load_state_dict(state) or step.load(path); with step.full() as model: … keeps what is changed within it"
 GRADIENT = "step.gradients(batch), then step.parameters[name].grad: this rank's shard of it; clip_norm= clips"
-HOOK = "step.parameters[name] is what this rank updates"
 _GETTERS = (
     "shape ndim dtype device layout itemsize nbytes is_leaf is_meta is_cpu is_cuda is_sparse is_quantized is_nested "
     "is_mkldnn is_mps is_xpu is_xla is_sparse_csr _backward_hooks _post_accumulate_grad_hooks"
@@ -69,10 +68,8 @@ def _answer(x: Any, func: Any, plain: Any, args: Any, kwargs: Any) -> Any:
     called = getattr(func, "__name__", str(func))
     called = getattr(getattr(func, "__self__", None), "__name__", called) if "__" in called else called
     hint = FULL
-    if func in _GRAD or called in ("grad", "retain_grad"):
+    if func in _GRAD or called in ("grad", "retain_grad") or "hook" in called:
         hint = GRADIENT
-    elif "hook" in called:
-        hint = HOOK
     elif called.endswith("_") or func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
         hint = WRITE
     raise RunError(

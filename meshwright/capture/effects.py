@@ -17,6 +17,7 @@ import time
 import types
 import uuid
 from collections.abc import Callable, Iterator
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ import numpy as np
 import torch
 
 from meshwright.capture.reads import codes, lines_that_change, reads
-from meshwright.capture.values import Found, differs, find
+from meshwright.capture.values import HOOKS, Found, differs, find
 from meshwright.errors import CaptureError
 
-STORES = ("_parameters", "_buffers", "_modules")
+STORES = ("_parameters", "_buffers", "_modules", *HOOKS)
 CLOCKS = [
     vars(time)[n]
     for n in ("time", "perf_counter", "monotonic", "process_time", "thread_time")
@@ -159,11 +160,7 @@ class Effects:
                 del held[name]
             held.update(attributes)
             for name, was in stores.items():
-                if (
-                    list(held[name].items()) != list(was.items())
-                    if name == "_modules"
-                    else not _is(held[name], was)
-                ):
+                if list(held[name]) != list(was) or not all(map(is_, held[name].values(), was.values())):
                     held[name].clear()
                     held[name].update(was)
 
@@ -185,10 +182,6 @@ class Effects:
         if torch.initial_seed() != seed:
             torch.manual_seed(seed)
         torch.set_rng_state(state)
-
-
-def _is(held: dict[str, Any], was: dict[str, Any]) -> bool:
-    return held.keys() == was.keys() and all(held[n] is x for n, x in was.items())
 
 
 def _registered(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:

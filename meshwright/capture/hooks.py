@@ -7,6 +7,7 @@ from operator import attrgetter
 
 import torch
 
+from meshwright.capture.values import of_library_hook
 from meshwright.errors import CaptureError, RunError
 
 BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
@@ -32,7 +33,10 @@ def check_backward_hooks(model: torch.nn.Module) -> None:
 def check_weight_hooks(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raise RunError for a weight with a hook on its gradient."""
     for name, parameter in parameters:
-        if any(getattr(parameter, kind, None) for kind in OF_WEIGHTS):
+        if "held_as" in vars(parameter):  # a step trains it, and it takes no hooks
+            continue
+        hooks = [h for kind in OF_WEIGHTS for h in (getattr(parameter, kind, None) or {}).values()]
+        if not all(map(of_library_hook, hooks)):  # a step that trains the weight already has one of its own
             raise _of_a_weight(name)
 
 

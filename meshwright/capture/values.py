@@ -282,12 +282,13 @@ class _Finder:
             self._owner(held["_modules"], list(held["_modules"]), sized=True)
             hooks = [held[n] for n in HOOKS if n in held]
             self.found.hooks += hooks
-            numbers = tuple(number for group in hooks for number in group)
+            every = [pair for group in hooks for pair in group.items()]
+            numbers = tuple(number for number, hook in every if not of_library_hook(hook))
             text = f"{len(numbers)} hooks" if len(numbers) != 1 else "1 hook"
             self.found.items[f"hooks of {place}"] = Item(numbers, text)
             for group in hooks:
                 for hook in group.values():
-                    self.visit(f"a hook of {place}", hook, False)
+                    self.visit(f"a hook of {place}", hook, of_library_hook(hook))
             if mine:
                 self.kind(type(module))
             for key, tensor in (
@@ -364,6 +365,14 @@ class _Finder:
         self.visit(f"{of}{name}" if of else f"{name} (a global of {held.get('__name__', '?')})", value, False)
 
 
+def of_library_hook(hook: Any) -> bool:
+    """Whether a library has put a hook into a module, as Hugging Face does to note hidden states."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    function = getattr(hook, "__func__", hook)
+    return of_library(function if isinstance(function, types.FunctionType) else type(function))
+
+
 def _of(label: str, name: str) -> str:
     return f"{label}.{name}"
 
@@ -382,4 +391,16 @@ def version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-__all__ = ["Found", "Item", "Owner", "differs", "find", "fixed", "is_filled", "is_plain", "shown", "version"]
+__all__ = [
+    "Found",
+    "Item",
+    "Owner",
+    "differs",
+    "find",
+    "fixed",
+    "is_filled",
+    "is_plain",
+    "of_library_hook",
+    "shown",
+    "version",
+]

@@ -105,6 +105,16 @@ def test_equal_values_are_no_change() -> None:
     assert found.changed(BATCH).startswith("model.parts")
 
 
+def test_hooks_of_a_library_are_its_own() -> None:
+    """Hugging Face puts hooks into a model when it runs for the first time."""
+    model = Scaled()
+    found = guards(model)
+    model.up.register_forward_hook(torch.testing.assert_close)
+    assert found.changed(BATCH) == ""
+    model.up.register_forward_hook(lambda *_: None)
+    assert found.changed(BATCH) == "hooks of model.up: 0 hooks → 1 hook"
+
+
 def test_globals_that_helpers_read(monkeypatch: pytest.MonkeyPatch) -> None:
     found = guards()
     with monkeypatch.context() as patch:
