@@ -267,10 +267,10 @@ class TrainStep:
         """What gives ``outputs(model, batch)`` without gradients, on the very parameters and buffers that this step
         trains: no second copy of them. Collective, once: call what it returns as often as needed.
 
-        `model` is the one that the step was built from, in the mode it shall run in (``model.eval()``); of it only the
-        code is looked at, so it may have been moved to the meta device. `batch` is an example of shapes, of another
-        size than the training batch if need be. Operators are cut as the step's plan cuts them. Raises CaptureError,
-        and PlanError for a model with other parameters.
+        `model` is the one that the step was built from, in the mode it shall run in (``model.eval()``), or another of
+        its configuration, also on the meta device: of it only the code is looked at. `batch` is an example of shapes,
+        of another size than the training batch if need be. Operators are cut as the step's plan cuts them. Raises
+        CaptureError, and PlanError for a model with other parameters.
         """
         local = self.local
         tag = 0 if local.pipe is None else local.state.next_tag + 1

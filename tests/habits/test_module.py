@@ -178,3 +178,59 @@ mw.shutdown()
 @pytest.mark.parametrize("plan", [*NAMES, "zero1", "pipeline"])
 def test_a_trained_module_is_never_stale(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, HOLLOW)
+
+
+EXPORTS = """
+import os
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+rank = int(os.environ["RANK"])
+
+def built():
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0,
+                        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return GPT2LMHeadModel(config)
+
+torch.manual_seed(0)
+model = built()
+twin = copy.deepcopy(model)
+ids = torch.arange(32).view(4, 8)
+batch = {"input_ids": ids, "labels": ids}
+optimizer = adamw(twin.parameters())
+MORE = {"init": built} if "INIT" in os.environ else {}
+if MORE:
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = built()
+if "pins" in PLAN:
+    PLAN["pins"] = {"*mlp.c_fc": {"n": "tp"}}
+step = mw.train_step(model, adamw, batch, **MORE, **PLAN)
+for _ in range(2):
+    expected = twin(**batch).loss
+    optimizer.zero_grad()
+    expected.backward()
+    optimizer.step()
+    assert close(step(batch), expected.detach(), 1e-5)
+step.save_pretrained("exported", max_shard_size="20KB")
+read = AutoModelForCausalLM.from_pretrained("exported")
+assert read.lm_head.weight is read.transformer.wte.weight and len(os.listdir("exported")) > 3
+state = read.state_dict()
+assert all(close(state[n], p, 1e-5) for n, p in twin.state_dict().items())
+with step.full() as full:
+    assert next(full.parameters()).device.type == "cpu"
+    given = full.generate(ids[:1, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
+assert torch.equal(given, read.generate(ids[:1, :4], max_new_tokens=4, do_sample=False, pad_token_id=0))
+try:
+    model.generate(ids[:1, :4])
+except mw.MeshwrightError as error:
+    assert "step.full()" in str(error)
+else:
+    raise AssertionError("not refused")
+mw.shutdown()
+"""
+
+
+@pytest.mark.parametrize(("plan", "environment"), [("tp", {}), ("zero3", {"INIT": "1"})])
+def test_a_hugging_face_folder_has_the_trained_values(
+    tmp_path: Path, plan: str, environment: dict[str, str]
+) -> None:
+    run(tmp_path, plan, EXPORTS, **environment)
