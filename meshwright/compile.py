@@ -471,7 +471,7 @@ def captured_of(model: torch.nn.Module, batch: Any, loss: Loss, cache: str | Pat
         if loss is default_loss and ("scalar" in error.what or "return model(batch)" in error.where):
             raise CaptureError(error.what, why=f"{NO_LOSS}; {error.why}", hint=GIVE_LOSS) from error
         raise
-    captured = Captured(renumber(raw.graph), raw.constants, raw.folding, raw.notes)
+    captured = Captured(renumber(raw.graph), raw.constants, raw.folding, raw.notes, raw.shape)
     _captured[model] = (key, captured, Guards.of(model, loss, batch))
     return captured
 

@@ -25,7 +25,7 @@ from meshwright import pulse
 from meshwright.agreed import over_gloo, own_device, prepare
 from meshwright.capture import Captured
 from meshwright.capture.fold import fold
-from meshwright.capture.forward import count
+from meshwright.capture.nest import count
 from meshwright.compile import lower, with_origin
 from meshwright.errors import CheckpointError, MeshwrightError, a_type
 from meshwright.forward import ForwardStep

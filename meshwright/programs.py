@@ -275,7 +275,7 @@ class Source:
             captured = shared.renamed(captured_of(model, batch, self.loss, self.cache))
             check_trains(captured.graph)
             plan = shared.carried(self.plan, captured.graph)
-            return pack(captured, plan.check(captured.graph), model, torch.get_rng_state())
+            return pack(captured, plan.check(captured.graph), model, torch.get_rng_state(), captured.shape)
 
         agreed = unpack(meeting.agree(compute))
         same_model(meeting, agreed, model)
@@ -292,6 +292,7 @@ class Source:
             None,
             first=first,
         )
+        made.shape = agreed.more
         self._train_further(made, first, cut_parameter(agreed.graph, plan))
         same_optimizer(meeting, made)
         shared.remember(agreed.graph, plan)

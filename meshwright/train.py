@@ -31,6 +31,7 @@ from meshwright.asked import (
     check_model,
     check_numbers,
     check_random,
+    check_results,
     check_switches,
     check_trains,
     plan_from,
@@ -40,6 +41,7 @@ from meshwright.capture.batch import leaves, map_leaves
 from meshwright.capture.fold import fold
 from meshwright.capture.hooks import check_shard_hooks, check_weight_hooks
 from meshwright.capture.initial import Init, Initial, check_init, temporary_of
+from meshwright.capture.nest import filled
 from meshwright.compile import (
     Loss,
     MeshLike,
@@ -175,13 +177,15 @@ class TrainStep:
         """Name → this rank's part of a trained parameter."""
         return self.local.offered
 
-    def __call__(self, batch: Any, *, update: bool = True) -> torch.Tensor:
+    def __call__(self, batch: Any, *, update: bool = True, gather: bool = True) -> Any:
         """One step on the whole batch (every rank gives the same one and takes its part), or on this rank's part as
         `mw.shard_loader` reads it. Without `update` its gradients are kept, and added to those of the next call, as
-        ``loss.backward()`` does. Raises BatchError."""
-        check_switches(update=update)
+        ``loss.backward()`` does. A loss function that returns ``(loss, outputs)`` gives both: tensors of outputs are
+        full on all ranks, or this rank's shards without `gather`. Raises BatchError."""
+        check_switches(update=update, gather=gather)
         local, given = self._program_for(batch)
-        return local(given, update and self._updates)
+        loss = local(given, update and self._updates)
+        return loss if local.shape is None else (loss, filled(local.shape, local.beside_loss(gather)))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -539,7 +543,8 @@ def train_step(
         else:
             chosen = plan if plan is not None else plan_captured(captured, mesh, mode, pins, request, asked)
         check_world(chosen.ranks)
-        return pack(captured, chosen.check(captured.graph), model, state)
+        check_results(captured.shape, chosen)
+        return pack(captured, chosen.check(captured.graph), model, state, captured.shape)
 
     agreed = unpack(meeting.agree(compute))
     graph, chosen = agreed.graph, log_remarks(agreed.plan)
@@ -588,6 +593,7 @@ def train_step(
         held=made,
         state=shared.state,
     )
+    local.shape = agreed.more
     same_optimizer(meeting, local)
     same_groups(meeting, alone, local)
     if local.optimizer is not None:

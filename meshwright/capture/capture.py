@@ -21,6 +21,7 @@ from meshwright.capture.fold import fold
 from meshwright.capture.gradients import mark_gradients, settle_parameters
 from meshwright.capture.indices import indices_to_views
 from meshwright.capture.marks import settle_marks
+from meshwright.capture.nest import Shape
 from meshwright.capture.normalize import normalize
 from meshwright.capture.noted import noted
 from meshwright.capture.trace import trace
@@ -29,12 +30,14 @@ from meshwright.graph import Graph, prune, verify
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured program, its constants by content hash, its repeated blocks, and what the user should know."""
+    """A captured program, its constants by content hash, its repeated blocks, what the user should know,
+    and the nest of what the loss function returns beside the loss, if it does."""
 
     graph: Graph
     constants: dict[str, torch.Tensor]
     folding: Folding
     notes: tuple[str, ...] = ()
+    shape: Shape | None = None
 
 
 def capture(
@@ -54,8 +57,8 @@ def capture(
     notes = noted(graph, traced.outside)
     graph = check_dtypes(simplify(graph, constants))
     kept = {i.target: constants[i.target] for i in graph.input_of("constant")}
-    captured = Captured(graph, kept, fold(graph), (*traced.notes, *notes))
-    if folder is not None:
+    captured = Captured(graph, kept, fold(graph), (*traced.notes, *notes), traced.shape)
+    if folder is not None and captured.shape is None:
         save(folder, (captured.graph, captured.constants, captured.folding, captured.notes))
     return captured
 

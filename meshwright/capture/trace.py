@@ -28,6 +28,7 @@ from meshwright.capture.batch import leaves, rebuild, without_aliases
 from meshwright.capture.construction import user_line
 from meshwright.capture.effects import Effects
 from meshwright.capture.hooks import check_backward_hooks
+from meshwright.capture.nest import Shape, count, shape_of
 from meshwright.capture.quiet import without_dumps
 from meshwright.errors import CaptureError, MeshwrightError
 from meshwright.graph import LOSS
@@ -63,6 +64,7 @@ class Trace:
     loss_line: str = ""
     labels: tuple[str, ...] = (LOSS,)
     outside: tuple[str, ...] = ()
+    shape: Shape | None = None
 
 
 class Loss(torch.nn.Module):
@@ -83,7 +85,7 @@ class Loss(torch.nn.Module):
     @property
     def labels(self) -> tuple[str, ...]:
         """What the results are called, when it has run."""
-        return (LOSS,)
+        return (LOSS, *(f"out{number}" for number in range(count(self.watch.shape or {"plain": None}))))
 
     def value(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """What the user's function gives for the batch's tensors."""
@@ -95,8 +97,26 @@ class Loss(torch.nn.Module):
             return self.loss(self.model, rebuild(self.batch, tensors))
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        """The loss as a scalar, whatever the shape of its one element. Raises CaptureError for what is none."""
-        return scalar_of(self.value(tensors))
+        """The loss as a scalar, whatever the shape of its one element, and the tensors returned beside it, which train
+        nothing. Raises CaptureError for what is none."""
+        loss, more = loss_and_more(self.value(tensors))
+        made: list[torch.Tensor] = []
+        self.watch.shape = None if more is None else shape_of(more, made)
+        if any(result is given for result in made for given in tensors):
+            raise CaptureError(
+                "a result beside the loss is a tensor of the batch as it came",
+                why="there is nothing to compute",
+                hint="leave it out of what the loss function returns",
+            )
+        return (loss, *(result.detach() for result in made)) if more is not None else loss
+
+
+def loss_and_more(value: Any) -> tuple[torch.Tensor, Any]:
+    """The loss as a scalar, and what a loss function returns beside it as ``(loss, outputs)``; None if nothing. Raises
+    CaptureError."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], torch.Tensor):
+        return scalar_of(value[0]), value[1]
+    return scalar_of(value), None
 
 
 def scalar_of(value: Any) -> torch.Tensor:
@@ -112,7 +132,7 @@ def scalar_of(value: Any) -> torch.Tensor:
         shown = f"{type(value).__name__}, an object with the loss in it"
         hint = "return what is in it: lambda model, batch: model(**batch).loss"
     else:
-        shown, hint = type(value).__name__, "return a tensor of one element"
+        shown, hint = type(value).__name__, "return a tensor of one element, or (loss, outputs)"
     raise CaptureError(
         "the loss is not a scalar tensor", why=f"loss(model, batch) returned {shown}", hint=hint
     )
@@ -125,6 +145,8 @@ class _Watch(TorchFunctionMode):
     checkpoints: list[str] = field(default_factory=list)
     # Lines that read a trainable tensor which is none of the model's.
     outside: list[str] = field(default_factory=list)
+    # The nest of what is returned beside the loss: export puts attributes of modules back.
+    shape: Shape | None = None
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -245,7 +267,9 @@ def trace(model: torch.nn.Module, batch: Any, loss: Callable[..., Any], wrap: ty
             raise nested or (_explain(error) if found else _empty(batch, error)) from error
     notes = tuple(NO_CHECKPOINT.format(line) for line in wrapper.watch.checkpoints)
     outside = tuple(wrapper.watch.outside)
-    return Trace(program, paths, origins, notes, labels=wrapper.labels, outside=outside)
+    return Trace(
+        program, paths, origins, notes, labels=wrapper.labels, outside=outside, shape=wrapper.watch.shape
+    )
 
 
 def _origins(module: torch.nn.Module) -> dict[str, dict[str, Any]]:

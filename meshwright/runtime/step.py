@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -19,6 +20,8 @@ from meshwright.partition.fusion import gradient_bytes
 from meshwright.partition.gradients import loss_scale, pending_gradients
 from meshwright.partition.segments import Segment
 from meshwright.partition.updates import gathers, update_layout, updates
+from meshwright.redistribute import redistribute
+from meshwright.redistribute.positions import exchange
 from meshwright.runtime.alike import Alike
 from meshwright.runtime.ambient import Ambient, check_gradients
 from meshwright.runtime.batches import BatchParts, Given, LocalBatch, place_of, slicer
@@ -35,6 +38,7 @@ from meshwright.runtime.pipeline import Pipeline
 from meshwright.runtime.pipelined import Pipelined
 from meshwright.runtime.programs import Programs
 from meshwright.runtime.rank import Rank
+from meshwright.runtime.reshard import Mover
 from meshwright.runtime.sharded_update import ShardedUpdate
 from meshwright.runtime.state import Kept, State
 
@@ -134,6 +138,8 @@ class LocalStep:
             self.alike, self.samples = first.alike, 0  # samples are counted by the first
             self.optimizer, self.updating, self.ambient = first.optimizer, first.updating, first.ambient
             self.offered = first.offered
+        self.shape: Any = None  # the nest of what is returned beside the loss
+        self._beside: dict[str, torch.Tensor] = {}
         self._make_executor(segments)
         self.state.next_tag = self.last_tag + 1 if self.pipe is not None else self.state.next_tag
 
@@ -266,6 +272,7 @@ class LocalStep:
             for name, parameter in self.parameters.items():
                 if parameter.grad is not None and name not in kept:  # it may lie in a bucket
                     parameter.grad = parameter.grad.clone()
+        self._beside = {label: results[v] for label, v in self.graph.outputs[1:] if v in results}
         for target, value in self.graph.mutations:
             if value in results:
                 self.leaves[self._named["buffer", target]].copy_(results[value])
@@ -273,6 +280,20 @@ class LocalStep:
             (self.rank.step + 1, 0) if update else (self.rank.step, self.rank.calls + 1)
         )
         return results[self.graph.loss]
+
+    def beside_loss(self, gather: bool) -> list[torch.Tensor]:
+        """The results of the last call beside the loss, full on all ranks or as this rank has them."""
+        found, self._beside = self._beside, {}
+        values, made = dict(self.parts.resharded.graph.outputs), []
+        for label, x in found.items():
+            layout = self.layouts[values[label]]
+            if gather:
+                full = TensorLayout.whole(layout.shape)
+                for one in redistribute(layout.forward, full, self.mesh, x.element_size()):
+                    pulse.of("a result put together")
+                    x = Mover(exchange(one, self.mesh, self.rank.comm.rank))(x, self.handle)
+            made.append(x.clone())
+        return made
 
     def gradients(self, batch: Given) -> torch.Tensor:
         """The loss and, in ``.grad``, the gradients, without an update; buffers and the step count stay as they are.

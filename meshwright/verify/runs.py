@@ -13,6 +13,7 @@ import torch
 from meshwright.capture import Captured
 from meshwright.capture.batch import leaves
 from meshwright.capture.normalize import DROPOUT
+from meshwright.capture.trace import loss_and_more
 from meshwright.compile import Loss
 from meshwright.graph import Graph, Node
 from meshwright.mesh import Mesh
@@ -77,7 +78,7 @@ def reference(
         for parameter in twin.parameters():
             parameter.grad = None
         with reference_dropout(seed=0, step=step) as mode:
-            value = loss(twin, batch)
+            value, _ = loss_and_more(loss(twin, batch))
         run.draws = mode.slot
         if value.requires_grad:
             (value if scale == 1.0 else value * scale).backward()

@@ -87,3 +87,52 @@ def test_any_reduction_of_a_scalar_loss_is_planned_and_proved(name: str) -> None
 def test_what_is_no_loss_is_refused_with_what_to_write(returned: Any, hint: str) -> None:
     with pytest.raises(CaptureError, match=f"not a scalar tensor[^$]*{hint}"):
         mw.plan(Net(), batches()[0], loss=lambda model, batch: returned(model(batch["x"])), mesh=2)
+
+
+BESIDE = """
+def both(model, batch):
+    logits = model(batch["x"])
+    each = F.cross_entropy(logits, batch["y"], reduction="none")
+    right = (logits.argmax(-1) == batch["y"]).float().mean()
+    return each.mean(), {"logits": logits, "parts": [each, each.max()], "accuracy": right, "name": "train"}
+
+torch.manual_seed(0)
+model = Net()
+twin = copy.deepcopy(model)
+optimizer = adamw(twin.parameters())
+step = mw.train_step(model, adamw, batches()[0], loss=both, **PLAN)
+for batch in batches(3):
+    expected, more = both(twin, batch)
+    optimizer.zero_grad()
+    expected.backward()
+    optimizer.step()
+    loss, found = step(batch)
+    assert close(loss, expected.detach())
+    assert set(found) == set(more) and found["name"] == "train"
+    assert not found["logits"].requires_grad
+    for mine, theirs in ((found["logits"], more["logits"]), (found["accuracy"], more["accuracy"]),
+                         *zip(found["parts"], more["parts"])):
+        assert close(mine, theirs.detach()), (mine, theirs)
+state = step.full_state()
+assert all(close(state[n], p.detach()) for n, p in twin.named_parameters())
+if sys.argv[1] == "dp":
+    assert step(batch, gather=False)[1]["logits"].shape[0] == 4
+mw.shutdown()
+"""
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("plan", [*NAMES, "zero1"])
+def test_outputs_come_back_beside_the_loss(tmp_path: Path, plan: str) -> None:
+    run(tmp_path, plan, BESIDE)
+
+
+def both(model: Any, batch: Any) -> Any:
+    logits = model(batch["x"])
+    return F.cross_entropy(logits, batch["y"]), {"logits": logits}
+
+
+def test_a_loss_with_outputs_is_proved_and_refused_in_pieces() -> None:
+    assert mw.verify(Net(), batches()[0], loss=both, mesh=2)
+    with pytest.raises(mw.PlanError, match="outputs beside the loss"):
+        mw.train_step(Net(), torch.optim.SGD, batches()[0], loss=both, mesh=1, micro_batches=2)
