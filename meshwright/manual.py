@@ -18,6 +18,7 @@ import torch
 
 from meshwright.agreed import source_of
 from meshwright.asked import check_model, check_numbers, check_switches
+from meshwright.capture.batch import map_leaves
 from meshwright.capture.trace import scalar_of
 from meshwright.compile import Loss, MeshLike, default_loss, mesh_from
 from meshwright.errors import RunError, StrategyError, did_you_mean
@@ -100,9 +101,10 @@ class ManualStep:
         self.buckets = GradientBuckets(within.comm, pending, bucket_bytes=bucket_bytes)
         self._synced, self._accumulated = True, False
 
-    def __call__(self, batch: Any, *, update: bool = True) -> torch.Tensor:
+    def __call__(self, batch: Any, *, update: bool = True) -> Any:
         """One step on this rank's own batch. Without `update` nothing is sent: gradients are kept, and added to those
-        of the next call, as ``loss.backward()`` does, and the loss is this rank's own."""
+        of the next call, as ``loss.backward()`` does, and the loss is this rank's own. Where the loss function gives
+        ``(loss, outputs)``, so does this: outputs are this rank's own, detached."""
         check_switches(update=update)
         self._check_parameters()
         kept = [p.grad if self._accumulated else None for p in self.parameters]
@@ -113,10 +115,18 @@ class ManualStep:
             self.buckets.rest()
         for parameter, gradient in zip(self.parameters, kept, strict=True):
             parameter.grad = gradient
-        value = scalar_of(self.loss(self.model, batch))
+        value, outputs = self._forward(batch)
         value.backward()
         self._accumulated = not ends
-        return self._finish(value.detach()) if ends else value.detach()
+        found = self._finish(value.detach()) if ends else value.detach()
+        return (found, *outputs) if outputs else found
+
+    def _forward(self, batch: Any) -> tuple[torch.Tensor, tuple[Any, ...]]:
+        """The loss, and what comes with it, if anything does."""
+        given = self.loss(self.model, batch)
+        if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], torch.Tensor)):
+            return scalar_of(given), ()
+        return scalar_of(given[0]), (map_leaves(given[1], torch.Tensor.detach),)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -140,17 +150,19 @@ class ManualStep:
             )
         return self._norm
 
-    def evaluate(self, batch: Any) -> torch.Tensor:
-        """The loss over all ranks, each on a batch of its own, in evaluation mode and without gradients."""
+    def evaluate(self, batch: Any) -> Any:
+        """The loss over all ranks, each on a batch of its own, in evaluation mode and without gradients; and this
+        rank's outputs, where the loss function gives them."""
         training = [m for m in self.model.modules() if m.training]
         self.model.eval()
         try:
             with torch.no_grad():
-                value = scalar_of(self.loss(self.model, batch))
+                value, outputs = self._forward(batch)
         finally:
             for module in training:
                 module.training = True
-        return self._over_ranks(value.detach()[None])[0]
+        total = self._over_ranks(value.detach()[None])[0]
+        return (total, *outputs) if outputs else total
 
     def _over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         if not self.axes:

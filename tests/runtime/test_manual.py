@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -220,12 +222,14 @@ def test_buffers_are_those_of_the_first_rank_and_evaluation_changes_none() -> No
     def of_norm(model, batch):
         return model.norm(batch).square().mean() + model.norm.running_mean.sum().detach()
 
+    torch.manual_seed(0)  # ranks are threads, which share one generator
+    made, given = Branches(), torch.randn(4, 3, dtype=torch.float64)
+
     def body(comm, broadcast_buffers):
-        torch.manual_seed(0)
-        model, world = Branches(), World(comm)
+        model, world = copy.deepcopy(made), World(comm)
         model.idle.eval()
         step = ManualStep(model, decayed, of_norm, world, broadcast_buffers=broadcast_buffers)
-        x = torch.randn(4, 3, dtype=torch.float64) + world.rank
+        x = given + world.rank
         step(x)
         state = {k: v.clone() for k, v in model.state_dict().items()}
         value = step.evaluate(x)
@@ -258,6 +262,25 @@ def test_a_rank_s_own_parameters_count_apart_in_the_norm() -> None:
     # gradients: weights [1, 1] and [2, 2], the bias 1 on both: 2 + 8 + 1
     for rank, (norm, clipped) in enumerate(SimulatedWorld(Mesh.of(dp=2)).run(body)):
         assert norm == pytest.approx(11**0.5) and clipped == pytest.approx((1 + rank) / 11**0.5, rel=1e-5)
+
+
+def test_outputs_come_back_beside_the_loss_without_a_graph() -> None:
+    def with_outputs(model, batch):
+        y = model(batch)
+        return y.mean(), {"y": y, "rows": [len(batch)]}
+
+    def body(comm):
+        torch.manual_seed(0)
+        model, world = torch.nn.Linear(2, 2), World(comm)
+        step = ManualStep(model, lambda p: torch.optim.SGD(p, lr=0.0), with_outputs, world)
+        x = torch.full((1 + world.rank, 2), float(world.rank))
+        for value, outputs in (step(x), step.evaluate(x)):
+            assert outputs["rows"] == [1 + world.rank] and not outputs["y"].requires_grad
+            torch.testing.assert_close(outputs["y"], model(x).detach())
+            torch.testing.assert_close(value, world.all_reduce(outputs["y"].mean(), "dp", "avg"))
+        return len(step(x, update=False)) == 2
+
+    assert all(SimulatedWorld(Mesh.of(dp=2)).run(body))
 
 
 def test_what_a_manual_step_cannot_do_is_refused() -> None:
