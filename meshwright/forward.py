@@ -260,7 +260,7 @@ def forward_step(
         return str(path)
 
     agreed = _agree(meeting, model, batch, outputs, chosen, found_at)
-    guards = Guards.of(model, outputs, batch)
+    guards = Guards.of(model, outputs, batch, modes=False)
     captured, parts = _lowered(agreed)
     over_gloo(meeting, parts.asked, place)
     opened, computed = None, dict[str, torch.Tensor]()
@@ -317,7 +317,7 @@ def shared_forward(
             return carried(plan, found.captured.graph, found.captured.folding)
 
         agreed = _agree(meeting, model, batch, outputs, chosen)
-        guards = Guards.of(model, outputs, batch)
+        guards = Guards.of(model, outputs, batch, modes=False)
         captured, parts = _lowered(agreed)
         prepare(comm, parts)
         own = {

@@ -10,6 +10,7 @@ A call compares identities alone, in a few flat lists. Where one differs all is 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Hashable
 from itertools import chain
@@ -35,7 +36,11 @@ AS_DATA = "give it as a tensor in the batch: then it is data, and free to change
 class Guards:
     """What a program of ``loss(model, batch)`` has read of Python."""
 
-    def __init__(self, model: torch.nn.Module, loss: Callable[..., Any], batch: Any = None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, loss: Callable[..., Any], batch: Any = None, modes: bool = True
+    ) -> None:
+        """Without `modes` training and requires_grad flags may change: the program keeps those of its capture."""
+        self._modes = modes
         # Whoever lets go of the model frees its weights; then there is nothing left of it to compare.
         self._model, self.loss = weakref.ref(model, self._forget), loss
         # Parameters and buffers are inputs of the program, whatever becomes of the module's own.
@@ -48,9 +53,10 @@ class Guards:
         self._batch = self._literals(batch)
 
     @staticmethod
-    def of(model: torch.nn.Module, loss: Callable[..., Any], batch: Any = None) -> Guards:
-        """The values as they are now. Of the example `batch` what is no tensor counts."""
-        return Guards(model, loss, batch)
+    def of(model: torch.nn.Module, loss: Callable[..., Any], batch: Any = None, modes: bool = True) -> Guards:
+        """The values as they are now. Of the example `batch` what is no tensor counts. `modes`: and the flags of the
+        model, which a forward step keeps as they were when it was built."""
+        return Guards(model, loss, batch, modes)
 
     def key(self) -> Hashable:
         """What was read: two guards of one model and loss have the same key where one program holds for both."""
@@ -87,9 +93,14 @@ class Guards:
     def _find(self) -> Found:
         model = self._model()
         now = set() if model is None else {id(t) for t in (*model.parameters(), *model.buffers())}
-        return find(model, self.loss, self._own | now)
+        found = find(model, self.loss, self._own | now)
+        if not self._modes:
+            found.items = {n: x for n, x in found.items.items() if not n.endswith(".training")}
+        return found
 
     def _forget(self, _: object) -> None:
+        if sys.is_finalizing():
+            return
         self._gone, items = True, self._found.items
         self._adopt(Found(items=items))
         self._parameters, self._expected = [], []
@@ -111,7 +122,12 @@ class Guards:
     def _adopt(self, found: Found) -> None:
         """Compare with these objects from now on."""
         self._found = found
-        pairs = [(owner.mapping, name) for owner in found.owners.values() for name in owner.names]
+        pairs = [
+            (owner.mapping, name)
+            for owner in found.owners.values()
+            for name in owner.names
+            if self._modes or name != "training"
+        ]
         self._mappings, self._names = [m for m, _ in pairs], [n for _, n in pairs]
         self._values = [mapping[name] for mapping, name in pairs]
         self._sized = [owner.mapping for owner in found.owners.values() if owner.sized]
@@ -174,6 +190,8 @@ class Guards:
         return _sample(tensor) == was
 
     def _quick_flags(self) -> bool:
+        if not self._modes:
+            return True
         if not self._parameters:  # at the first call: a step may have put others into their places
             named = self._named()
             self._parameters = list(named.values())
@@ -182,7 +200,7 @@ class Guards:
 
     def _compared(self) -> str:
         """The first difference by content, after which equal objects are the ones to compare with."""
-        for name, parameter in self._named().items():
+        for name, parameter in self._named().items() if self._modes else ():
             if parameter.requires_grad != self._flags.get(name, parameter.requires_grad):
                 return f"model.{name}.requires_grad: {self._flags[name]} → {parameter.requires_grad}"
         for label, tensor, was in self._probes:
