@@ -325,6 +325,13 @@ def shared_forward(
         }
         twin = Rank(comm, rank.device, rank.seed, rank.exact)
         local = LocalForward(parts, twin, {**leaves, **own}, parked, first_tag)
+        entries = [e for e in captured.graph.inputs if e.role in ("parameter", "buffer")]
+        holds = (lambda _: True) if local.pipe is None else local.pipe.holds
+        lacks = next((e.target for e in entries if holds(e.name) and e.name not in leaves), "")
+        meeting.confirm(
+            f"{lacks} is on other ranks of the pipeline than the stage that reads it here" if lacks else "",
+            hint="with step.full() as model: model(x) evaluates on the full model; or train without pipeline=",
+        )
         held = weakref.ref(model)
 
         def again(example: Any) -> ForwardStep | None:
