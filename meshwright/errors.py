@@ -122,6 +122,12 @@ def a_type(value: object) -> str:
     return f"a{'n' * name.lower().startswith(tuple('aeio'))} {name}"
 
 
+def shown_path(path: object) -> str:
+    """A path in a sentence; of a very long one its end, which has the file's name."""
+    text = repr(str(path))
+    return text if len(text) <= 200 else f"'…{text[-200:]}"
+
+
 def path_from(given: object, what: str, error: type[MeshwrightError], hint: str) -> Path:
     """The path that a user gave. Raises `error`, which says `what`, for what is none or no file can be called."""
     why = "" if isinstance(given, str | PathLike) else f"it is {a_type(given)}, not a path"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshwright.errors import PlanError, did_you_mean, path_from
+from meshwright.errors import PlanError, did_you_mean, path_from, shown_path
 from meshwright.graph import Graph
 from meshwright.layout import TensorLayout, dim_axes, dim_size, show_dim, without_axes
 from meshwright.mesh import Mesh
@@ -223,7 +223,7 @@ class Plan:
         """Read a plan. Raises PlanError for a file that is missing, damaged or of another version."""
         where = path_from(
             path,
-            what := f"the plan file {str(path)!r:.80} cannot be read",
+            what := f"the plan file {shown_path(path)} cannot be read",
             PlanError,
             'mw.Plan.load("plan.json")',
         )

@@ -24,7 +24,7 @@ from meshwright.capture import Captured
 from meshwright.capture.batch import leaves, map_leaves
 from meshwright.capture.fold import fold
 from meshwright.compile import Loss, captured_of, lower, values_of, with_origin
-from meshwright.errors import BatchError, PlanError, RunError
+from meshwright.errors import BatchError, CaptureError, MeshwrightError, PlanError, RunError
 from meshwright.graph import Graph
 from meshwright.guards import Guards
 from meshwright.hollow import Hollow
@@ -212,9 +212,26 @@ class ProgramTable:
             nearest.guards.check(batch)
         if nearest is not None and part:
             batch = nearest.example
-        made = self.source.another(batch, said, self.first.local)
+        try:
+            made = self.source.another(batch, said, self.first.local)
+        except (CaptureError, PlanError, RunError) as error:
+            if nearest is None:
+                self._unlike(given, error)
+            raise
         self.add(made)
         return made.local
+
+    def _unlike(self, given: Given, error: MeshwrightError) -> None:
+        """Raise BatchError for a batch unlike the example for which no program can be made."""
+        try:
+            self.first.local.batches.check(given)
+        except BatchError as unlike:
+            raise BatchError(
+                unlike.what,
+                why=f"a program for it cannot be made: {error.what}; {error.why}",
+                where=error.where,
+                hint=error.hint or "a batch that the loss can be computed of",
+            ) from error
 
     def add(self, made: Program) -> None:
         """Keep a program; of too many the one goes that was not used for longest."""

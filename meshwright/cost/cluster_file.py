@@ -17,7 +17,7 @@ import yaml
 from msgspec import Meta, Struct, field, structs
 
 from meshwright.cost.parts import Description, Device, Level, Measured
-from meshwright.errors import ClusterError, did_you_mean, path_from
+from meshwright.errors import ClusterError, did_you_mean, path_from, shown_path
 from meshwright.mesh import MOST_RANKS
 from meshwright.redistribute.steps import COLLECTIVES
 from meshwright.typed import Wrong, at, names_at, plain_kind, typed
@@ -222,7 +222,7 @@ def load(path: str | Path) -> Description:
     """Read a cluster file. Raises ClusterError that names the entry and its line."""
     file = path_from(
         path,
-        what := f"the cluster file {str(path)!r:.80} cannot be read",
+        what := f"the cluster file {shown_path(path)} cannot be read",
         ClusterError,
         'mw.Cluster.load("cluster.yaml")',
     )

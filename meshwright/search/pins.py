@@ -110,7 +110,7 @@ def _resolved(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Iterator[P
                     f"no operator of {pattern!r} has a factor {letter!r}",
                     why=f"{chosen[0].op} has {_letters_text(site)}",
                     where=chosen[0].where,
-                    hint=did_you_mean(letter, {*splittable(site), BATCH}),
+                    hint=did_you_mean(str(letter), {*splittable(site), BATCH}),
                 )
             for own, nodes in takers.items():
                 yield Pin(pattern, own, _run(scene, pattern, letter, axes, nodes[0]), tuple(nodes))
@@ -201,7 +201,8 @@ def check_pins(pins: Any) -> None:
             hint=f"pins={shape}",
         )
     for pattern, cuts in pins.items():
-        names = [pattern, *(cuts if isinstance(cuts, Mapping) else ())]
+        # A dim of a parameter may be named by its number.
+        names = [pattern, *(k for k in (cuts if isinstance(cuts, Mapping) else ()) if type(k) is not int)]
         if wrong := [name for name in names if not isinstance(name, str)]:
             raise StrategyError(
                 f"pins={pins!r:.80} has {wrong[0]!r} where a name is expected",

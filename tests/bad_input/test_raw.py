@@ -72,12 +72,16 @@ def test_training_does_not_begin_anew_where_the_path_is_no_folder(tmp_path: Path
     assert step.resume(tmp_path / "none") is None
 
 
-@pytest.mark.parametrize("pins", [{0: {"n": "tp"}}, {"up*": {0: "tp"}}, {None: 3}, {("up",): {"n": "tp"}}])
+@pytest.mark.parametrize("pins", [{0: {"n": "tp"}}, {"up*": {None: "tp"}}, {None: 3}, {("up",): {"n": "tp"}}])
 def test_pins_are_by_name(pins: Any) -> None:
     assert "where a name is expected" in told(StrategyError, lambda: perceptron(pins)).what
     model, batch, loss = built()
     asked = {"mesh": [{"dp": 2}, {"dp": 2}], "mode": "semi_auto", "pins": pins}
     told(StrategyError, lambda: mw.plan(model, batch, loss=loss, **asked))
+    assert (
+        "no operator of 'up*' has a factor 0"
+        in told(StrategyError, lambda: perceptron({"up*": {0: "tp"}})).what
+    )
 
 
 def test_batches_that_are_sparse_or_hold_themselves() -> None:

@@ -127,5 +127,5 @@ def test_backward_of_which_torch_says_nothing() -> None:
 def test_our_own_errors_know_their_place() -> None:
     step = mw.train_step(Tokens(), t.sgd, EXAMPLE, loss=loss, mesh=1)
     with pytest.raises(BatchError) as caught:
-        step({"ids": torch.zeros(3, dtype=torch.int64)})
+        step({"tokens": torch.zeros(8, dtype=torch.int64)})
     assert not hasattr(caught.value, "__notes__")

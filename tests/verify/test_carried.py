@@ -26,9 +26,12 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+LOSS = gpt.build()[2]
+
+
 def regularized(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     squares = [p.square().sum() for p in model.parameters() if p.ndim == 2]
-    return 2 * gpt.build()[2](model, batch) + 1e-3 * torch.stack(squares).sum()
+    return 2 * LOSS(model, batch) + 1e-3 * torch.stack(squares).sum()
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -352,7 +352,7 @@ def test_a_plan_file_says_the_stages(tmp_path: Any) -> None:
     assert (read.stages, read.world, read.techniques) == (plan.stages, plan.world, plan.techniques)
     model, batch, loss = built("gpt")
     for number, what in (
-        ("-1", "it reads what is made in stage 0"),
+        ("-1", "'-1' is no number of a stage"),
         ("5", "its operators have other stages"),
     ):
         text = (tmp_path / "plan.json").read_text().replace('"1": [', f'"{number}": [', 1)
