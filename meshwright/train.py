@@ -88,6 +88,7 @@ from meshwright.remarks import log_remarks
 from meshwright.report.program import ProgramText
 from meshwright.report.step_trace import StepTrace
 from meshwright.request import request_for
+from meshwright.runtime.anomaly import Anomaly, find_anomaly
 from meshwright.runtime.batches import Given, LocalBatch, taker
 from meshwright.runtime.before_update import BeforeUpdate, scaler_of
 from meshwright.runtime.communicator import leave
@@ -245,6 +246,13 @@ class TrainStep:
         """
         local, given = self._program_for(batch)
         return local.local_norms(given)
+
+    def find_anomaly(self, batch: Any) -> Anomaly | None:
+        """The operator that first makes a value that is not finite, in forward or else in backward, with its line and
+        the ranks; None where loss and gradients are finite. Nothing is updated. Collective. Raises RunError under a
+        pipeline, and BatchError."""
+        local, given = self._program_for(batch)
+        return find_anomaly(local, given)
 
     def trace(self, batch: Any, cluster: Cluster | None = None) -> StepTrace:
         """A step like any other, with what each rank did when: print it, or `StepTrace.save` it for Perfetto.

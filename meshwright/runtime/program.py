@@ -235,6 +235,7 @@ def build_module(
     made.output(tuple(values[v] for _, v in (*graph.outputs, *graph.mutations)))
     module = fx.GraphModule(root, made, class_name="LocalProgram")
     module.graph.lint()
+    module.meta["nodes"] = variables
     tell_places(module, graph, variables)
     return module
 

@@ -58,7 +58,7 @@ class Programs:
         self.copy_of = {} if in_time is None else in_time.copy_of
         late = late_values(self.graph if in_time is None else in_time.late)
         # A pipeline's loss is sent on at once.
-        self._late = late if pipe is None and training else frozenset[str]()
+        self.late = late if pipe is None and training else frozenset[str]()
         keeps = keeps_of(self.graph, in_copies(parts.resharded.keeps, parts.copies))
         asked = keeps or parts.stashes or any(n.kwarg("again") for n in self.graph.nodes)
         self.again, self._keeps = Again() if asked else None, keeps
@@ -101,7 +101,7 @@ class Programs:
             build_module,
             rank=rank,
             handle=self.handle,
-            late=self._late,
+            late=self.late,
             again=again,
             keeps=self._keeps,
             hosts=frozenset(hosts),
