@@ -12,19 +12,21 @@ from meshwright.plan import Plan
 
 log = logging.getLogger("meshwright")
 FREE = "costs nothing"  # what a remark says that is for whoever wants to know
+DESCRIBES = ("pipeline:", "optimizer parallel:")  # what remarks begin with that describe what was asked for
 _seen: set[tuple[str, str]] = set()
 _shown: ContextVar[bool] = ContextVar("shown", default=False)
 
 
 def log_remarks(plan: Plan) -> Plan:
     """Log the remarks of a plan that no plan of this program has had yet; the plan. What changes cost or effect is a
-    warning, what a search has chosen and what costs nothing is information."""
+    warning; what a search has chosen, what costs nothing and what describes the plan is information."""
     if os.environ.get("RANK", "0") == "0" and not _shown.get():
         choices = plan.claims.get("choices", ())
         for note in plan.notes:
             if (plan.fingerprint, note) not in _seen:
                 _seen.add((plan.fingerprint, note))
-                log.log(logging.INFO if note in choices or FREE in note else logging.WARNING, "%s", note)
+                said = note in choices or FREE in note or note.startswith(DESCRIBES)
+                log.log(logging.INFO if said else logging.WARNING, "%s", note)
     return plan
 
 

@@ -36,7 +36,7 @@ BROADCAST = (
 twin = built(1)
 step = mw.train_step(built(rank), adamw, batches()[0], loss=scaled, broadcast=1, **PLAN)
 assert len([w for w in heard if "differed" in w]) == (rank == 0), heard
-assert rank or "5 of 7 parameters and buffers differed" in heard[0], heard
+assert rank or any("5 of 7 parameters and buffers differed" in each for each in heard), heard
 optimizer = adamw(twin.parameters())
 for batch in batches():
     expected = scaled(twin, batch)
