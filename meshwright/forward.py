@@ -332,11 +332,9 @@ def shared_forward(
             f"{lacks} is on other ranks of the pipeline than the stage that reads it here" if lacks else "",
             hint="with step.full() as model: model(x) evaluates on the full model; or train without pipeline=",
         )
-        held = weakref.ref(model)
 
         def again(example: Any) -> ForwardStep | None:
-            there = held()
-            return None if there is None else build(there, example, outputs)
+            return build(model, example, outputs)
 
         return ForwardStep(local, parts, agreed.more["shape"], captured.graph, guards, again)
 

@@ -96,11 +96,12 @@ def as_laid_out(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Updating:
-    """Whether a step updates now. `guard` refuses an optimizer's update outside of it: where the program reads other
-    tensors than the optimizer updates, they would stay as they are."""
+    """Whether a step updates now. `guard` refuses an optimizer's update outside of it: a step has updated already, and
+    where the program reads other tensors than the optimizer updates (`apart`), they would stay as they are. `by_hand`:
+    gradients are there that no step has used."""
 
     def __init__(self) -> None:
-        self._now = False
+        self._now, self.apart, self.by_hand = False, False, False
 
     @contextlib.contextmanager
     def now(self) -> Iterator[None]:
@@ -116,7 +117,14 @@ class Updating:
         optimizer.register_step_pre_hook(self._check)
 
     def _check(self, *_: Any) -> None:
-        if not self._now:
+        if not self._now and not self.apart and not self.by_hand:
+            raise RunError(
+                "step.optimizer.step() is called after a step",
+                why="step(batch) has updated already, or keeps gradients that wait for the call that does: this would "
+                "be a second update, or one without them",
+                hint="leave it out; to update by hand: step.gradients(batch), then step.optimizer.step()",
+            )
+        if not self._now and self.apart:
             raise RunError(
                 "step.optimizer.step() is called outside of a step",
                 why="it updates this rank's parts of weights, or copies on the host; putting these into the "

@@ -131,8 +131,8 @@ class LocalStep:
             self.samples = 0
             self.optimizer, self.offered = make_optimizer(optimizer, self.parameters), dict(self.parameters)
             self.updating, self.ambient = Updating(), Ambient()
-            apart = bool(self.sharded.shards or self.hosted is not None or self.parked.homes)
-            if self.optimizer is not None and apart:
+            self.updating.apart = bool(self.sharded.shards or self.hosted is not None or self.parked.homes)
+            if self.optimizer is not None:
                 self.updating.guard(self.optimizer)
         else:
             self.alike, self.samples = first.alike, 0  # samples are counted by the first
@@ -252,7 +252,7 @@ class LocalStep:
     def __call__(self, batch: Given, update: bool = True) -> torch.Tensor:
         """Forward, backward and update on the whole batch; the global loss. Without `update` gradients stay in
         ``.grad``, where those of the next call are added to them."""
-        kept = self._kept_gradients()
+        kept, self.updating.by_hand = self._kept_gradients(), False
         self._forget_gradients()
         wanted = [v for _, v in (*self.graph.outputs, *self.graph.mutations)]
         actions = self.actions if update else [a for a in self.actions if a.kind != "update"]
@@ -305,6 +305,7 @@ class LocalStep:
                 hint="step(batch) first, or drop them: step.optimizer.zero_grad()",
             )
         self._forget_gradients()
+        self.updating.by_hand = True
         actions = [a for a in self.actions if a.kind != "update"]
         return self._run(actions, batch, [self.graph.loss])[self.graph.loss]
 

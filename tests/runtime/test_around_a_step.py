@@ -171,3 +171,17 @@ def test_an_update_by_hand_works_where_weights_are_the_optimizers() -> None:
     first = step.gradients(batch).item()
     step.optimizer.step()
     assert step.gradients(batch).item() < first
+
+
+def test_an_update_by_hand_is_one_of_gradients_that_no_step_has_used() -> None:
+    step, batch = alone()
+    step.gradients(batch)
+    assert step.optimizer is not None
+    step.optimizer.step()
+    step(batch)
+    with pytest.raises(RunError, match="called after a step"):
+        step.optimizer.step()
+    step(batch, update=False)
+    with pytest.raises(RunError, match="called after a step"):
+        step.optimizer.step()
+    step(batch)
