@@ -262,3 +262,18 @@ def test_parameters_without_states_start_fresh(tmp_path: Path) -> None:
         return before
 
     run("recommender", TWO, body)
+
+
+def test_the_scale_of_a_loss_goes_with_the_data(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    model, batch, loss = mlp.build()
+    step = mw.train_step(model, torch.optim.SGD, batch, loss=loss, mesh=1, scaler=scaler)
+    for _ in range(3):
+        step(batch)
+    saved = scaler.state_dict()
+    step.save(tmp_path, data={"scaler": scaler})
+    for _ in range(3):
+        step(batch)
+    assert scaler.state_dict() != saved
+    step.load(tmp_path, data={"scaler": scaler})
+    assert scaler.state_dict() == saved
