@@ -97,7 +97,7 @@ class ModelState:
 
     def carried(self, plan: Plan, graph: Graph) -> Plan:
         """A plan for another program: that of an earlier one, with weights where they are. Where its micro-batches are
-        more than there are examples for, in as many as there are."""
+        more than there are examples for, in one."""
         held = [
             {e.name: one[e.target] for e in graph.inputs if e.target in one and e.role != "batch"}
             for one in self.held
@@ -239,7 +239,7 @@ class ProgramTable:
         if len(self.recent) > self.limit:
             last = next(p for p in reversed(self.recent) if p is not self.first)
             self.recent.remove(last)
-            self._drop(last.local)
+            last.local.state.release_buckets(last.local.buckets)
             self._dropped += 1
             if self._dropped in (1, 10, 100, 1000):
                 log.warning(
@@ -247,11 +247,6 @@ class ProgramTable:
                     "Pad batches to a few shapes (mw.pad_to), or raise max_programs=",
                     self.limit, changing([p.shapes for p in self.recent]),
                 )  # fmt: skip
-
-    def _drop(self, local: LocalStep) -> None:
-        if all(p.local.buckets is not local.buckets for p in self.recent):
-            local.buckets.close()
-            local.state.buckets.remove(local.buckets)
 
 
 def changing(shapes: Sequence[tuple[Any, ...]]) -> str:

@@ -117,6 +117,7 @@ class GradientBuckets:
         for each of `pending`, with the sizes by which all ranks fill their buckets; by default this rank's own.
         `shards`: id of a parameter → its part, where that is updated alone."""
         self.comm, self.uses, self.each_time = comm, uses, each_time
+        self.programs = 1  # that have these buckets
         made = list(_buckets(pending, bucket_bytes, described, shards or {}))
         self.groups = [group for group, _ in made]
         self.buckets = [bucket for _, bucket in made]

@@ -105,9 +105,17 @@ class State:
         for known in self.buckets:
             if known.same_as(made):
                 made.close()
+                known.programs += 1
                 return known
         self.buckets.append(made)
         return made
+
+    def release_buckets(self, buckets: GradientBuckets) -> None:
+        """A program is dropped: its buckets go with the last program, of any step of the model, that has them."""
+        buckets.programs -= 1
+        if not buckets.programs:
+            buckets.close()
+            self.buckets.remove(buckets)
 
 
 __all__ = ["Kept", "State"]
