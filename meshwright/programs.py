@@ -160,7 +160,7 @@ def shapes_of(given: Given) -> tuple[Any, ...]:
     return tuple((path, x.shape, x.dtype) for path, x in given.items())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # examples are tensors, which do not compare
 class Program:
     """A program and what it was captured for: the shapes of a batch, of which `example` is one without memory, and the
     Python values that were read."""
