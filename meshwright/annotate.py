@@ -133,6 +133,13 @@ class Layout:
         spread: list[tuple[str, ...]] = []
         used: dict[str, int] = {}
         for number, dim in enumerate(dims):
+            if not (dim is None or isinstance(dim, str | tuple | list)):
+                raise StrategyError(
+                    f"the layout has {dim!r} for dim {number}",
+                    why=f"it is {a_type(dim)}; a dim is split over named axes, not into a number of blocks",
+                    where=_caller(),
+                    hint=f'a name of {self.aliases}, a tuple of them, or "None"',
+                )
             names = () if dim is None or dim == "None" else (dim,) if isinstance(dim, str) else tuple(dim)
             for name in names:
                 if name not in self.aliases:

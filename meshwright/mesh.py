@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from meshwright.errors import MeshError, did_you_mean
+from meshwright.errors import MeshError, a_type, did_you_mean
 from meshwright.hashed import hashed_once
 
 IN_TIME = "in time"  # the link of an axis along which the same ranks do one thing after the other
@@ -72,6 +72,12 @@ class Mesh:
 
         Raises MeshError for sizes that are not positive integers and for names used twice.
         """
+        if not isinstance(sizes, Mapping | None):
+            raise MeshError(
+                f"sizes={sizes!r:.80}",
+                why=f"it is {a_type(sizes)}; a mesh has a size for each of its axes",
+                hint='Mesh.of({"dp": 2, "tp": 4}), or Mesh.of(dp=2, tp=4)',
+            )
         wanted = {**(sizes or {}), **named}
         axes: list[Axis] = []
         names: list[tuple[str, tuple[str, ...]]] = []
@@ -102,7 +108,7 @@ class Mesh:
             raise MeshError(
                 f"the axis name {clash[0]!r} occurs twice in the mesh", why=f"axes: {', '.join(all_names)}"
             )
-        return Mesh(tuple(axes), tuple(names), tuple(itertools.islice(order, MOST_RANKS + 1)))
+        return Mesh(tuple(axes), tuple(names), _ranks(order))
 
     def linked(self, links: Mapping[str, str]) -> Mesh:
         """The mesh with links: name of an axis (or of a run of axes) → name of the level it runs over."""
@@ -224,6 +230,18 @@ class Mesh:
     def __str__(self) -> str:
         text = " × ".join(f"{name}={self.count(run)}" for name, run in self.names)
         return text if self.order == tuple(range(self.size)) else f"{text} order {list(self.order)}"
+
+
+def _ranks(order: Iterable[int]) -> tuple[int, ...]:
+    """The order of ranks as given. Raises MeshError for what is no list of whole numbers."""
+    ranks = tuple(itertools.islice(order, MOST_RANKS + 1)) if isinstance(order, Iterable) else None
+    if ranks is None or any(isinstance(r, bool) or not isinstance(r, int) for r in ranks):
+        raise MeshError(
+            f"order={order!r:.80}",
+            why="the order of a mesh lists the number of each rank once, in row-major order of the axes",
+            hint="order=[0, 2, 1, 3] for a mesh of 4 ranks",
+        )
+    return ranks
 
 
 def _check_count(sizes: Iterable[int]) -> None:

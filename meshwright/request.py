@@ -66,6 +66,13 @@ def request_for(
             hint="time_limit=30, or leave it out",
         )
 
+    if progress is not None and not callable(progress):
+        raise PlanError(
+            f"progress={progress!r:.80}",
+            why=f"it is {a_type(progress)}, which nobody can call",
+            hint="progress=print, or a function of (stage, best price in seconds, bound)",
+        )
+
     def judge(folds: Folded, mesh: Mesh, hosts: frozenset[str], techniques: Techniques, states: int) -> Judge:
         return Judge(folds, mesh, cluster, states, hosts, techniques)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from meshwright.errors import LaunchError, a_type, did_you_mean, path_from
 
 HANG_SECONDS = 600.0  # as long as NCCL waits for a collective
+MOST_PROCESSES = 4096  # beyond, a machine ends before the job begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,12 @@ def check(job: Job) -> Job:
             hint='mw.launch(mw.Job(4, "train.py"))',
         )
     _check_count(job.nproc, "--nproc", least=1, unit="ranks", hint="meshwright run --nproc 4 train.py")
+    if job.nproc > MOST_PROCESSES:
+        raise LaunchError(
+            f"--nproc is {job.nproc:,}",
+            why=f"each rank is a process of this machine; at most {MOST_PROCESSES:,} are started",
+            hint="plans for more ranks need none of them: meshwright plan",
+        )
     _check_count(
         job.restarts, "--max-restarts", least=0, unit="restarts", hint="0 gives up at the first failure"
     )

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from meshwright.errors import RunError
+from meshwright.errors import RunError, path_from, shown_path
 
 Record = Mapping[str, Any]
 
@@ -29,9 +29,13 @@ class JsonLines:
     """One line of JSON for each record, behind what the file has already."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", encoding="utf-8")
+        what, hint = f"path={shown_path(path)} cannot take metrics", 'path="runs/metrics.jsonl"'
+        self.path = path_from(path, what, RunError, hint)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise RunError(what, why=error.strerror or str(error), hint=hint) from None
 
     def write(self, record: Record) -> None:
         """A line, on the disk as soon as the system writes it."""

@@ -449,7 +449,7 @@ def check_request(request: Request) -> None:
         raise PlanError(
             f"there is no space {request.space!r}",
             why="; ".join(f"({k}) {v}" for k, v in SPACES.items()),
-            hint=did_you_mean(request.space, SPACES),
+            hint=did_you_mean(str(request.space), SPACES),
         )
     if request.inner not in ("exact", "greedy"):
         raise PlanError(

@@ -20,6 +20,7 @@ from meshwright.errors import (
     MeshError,
     MeshwrightError,
     PlanError,
+    RunError,
     StrategyError,
 )
 from meshwright.examples import gpt, mlp
@@ -170,3 +171,35 @@ def test_several_threads_plan_at_once() -> None:
     for thread in threads:
         thread.join()
     assert found == {n: made(n) for n in range(4)}
+
+
+@pytest.mark.parametrize("sizes", ["dp", [2, 4], 8], ids=str)
+def test_sizes_of_a_mesh_are_named(sizes: Any) -> None:
+    told(MeshError, lambda: mw.Mesh.of(sizes))
+
+
+@pytest.mark.parametrize("order", [3, [0, "1"], [0, True], [0.0, 1.0]], ids=str)
+def test_an_order_lists_ranks(order: Any) -> None:
+    told(MeshError, lambda: mw.Mesh.of({"dp": 2}, order=order))
+
+
+def test_a_layout_names_axes() -> None:
+    told(StrategyError, lambda: mw.Layout((2, 2), ("a", "b"))(3))  # type: ignore[arg-type]
+
+
+def test_a_search_is_told_to_functions_and_within_a_space() -> None:
+    model, batch, loss = built()
+    for wrong in ({"space": 3}, {"progress": 3}):
+        told(
+            PlanError, lambda wrong=wrong: mw.plan(model, batch, loss=loss, mesh=2, mode="recursive", **wrong)
+        )
+
+
+@pytest.mark.parametrize("path", ["a\0b", "/dev/null/m.jsonl", 3], ids=["NUL", "below a file", "number"])
+def test_metrics_go_where_a_file_can_be(path: Any) -> None:
+    step = trained()
+    told(RunError, lambda: mw.Metrics(step, path))
+
+
+def test_a_job_has_no_more_processes_than_a_machine_can_start() -> None:
+    told(LaunchError, lambda: mw.launch(mw.Job(10**9, __file__)))
