@@ -30,6 +30,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CHECKED = (
     "README.md",
+    "docs/first-steps.md",
     "docs/tour.md",
     "docs/planner.md",
     "docs/techniques.md",
@@ -43,7 +44,7 @@ PROSE = tuple(
 )
 
 LAUNCHING = ("docs/checkpoints.md",)
-WITH_SCRIPTS = ("README.md", "docs/inference.md", "docs/coming-from.md")
+WITH_SCRIPTS = ("README.md", "docs/first-steps.md", "docs/inference.md", "docs/coming-from.md")
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VERB = re.compile(r"\$ meshwright ((?:plan|explain|estimate|diff|convert) .*)\n(?!\$)(?=.)")
