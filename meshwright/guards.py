@@ -1,15 +1,17 @@
 """What a captured program froze of Python: it is looked at again at every call.
 
-A capture reads each Python value once. `Guards` remembers what was there to read: numbers and texts of the batch; what
-the loss finds in its closure, defaults and globals, and what the functions of the user that it calls find there; plain
-attributes of modules and of configurations; training and requires_grad flags; hooks of modules. Tensors from outside
-of the model are followed by identity and by their version, which counts changes in place.
+A capture reads each Python value once. `Guards` remembers what was there to read: numbers and texts of the batch;
+what the loss finds in its closure, defaults and globals, and what the functions of the user that it calls find there;
+plain attributes of modules and of configurations; variables of the environment; training and requires_grad flags;
+hooks of modules. Tensors from outside of the model are followed by identity and by their version, which counts
+changes in place.
 
 A call compares identities alone, in a few flat lists. Where one differs all is read anew: equal content is no change.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Callable, Hashable
@@ -140,6 +142,7 @@ class Guards:
         self._defaults = [function.__defaults__ for function in found.functions]
         self._versions = list(map(version, found.tensors))
         self._hooks = list(chain.from_iterable(found.hooks))
+        self._variables = list(found.variables.values())
         self._probes = [
             (label, t, _sample(t))
             for label, t in zip(found.labels, found.tensors, strict=True)
@@ -162,6 +165,7 @@ class Guards:
             and (
                 list(chain.from_iterable(found.hooks)) == self._hooks if self._hooks else not any(found.hooks)
             )
+            and (not self._variables or list(map(os.environ.get, found.variables)) == self._variables)
             and self._quick_contents()
             and self._quick_flags()
         )

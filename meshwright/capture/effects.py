@@ -24,20 +24,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshwright.capture.reads import codes, lines_that_change, reads
+from meshwright.capture.reads import codes, is_environment, lines_that_change, origin, reads
 from meshwright.capture.values import HOOKS, Found, differs, find
 from meshwright.errors import CaptureError
 
 STORES = ("_parameters", "_buffers", "_modules", *HOOKS)
 CLOCKS = [
-    vars(time)[n]
-    for n in ("time", "perf_counter", "monotonic", "process_time", "thread_time")
-    if hasattr(time, n)
+    vars(time)[n + suffix]
+    for n in ("time", "perf_counter", "monotonic", "process_time", "thread_time", "clock_gettime")
+    for suffix in ("", "_ns")
+    if hasattr(time, n + suffix)
 ]
-CLOCKS += [
-    vars(time)[n]
-    for n in ("time_ns", "perf_counter_ns", "monotonic_ns", "process_time_ns", "localtime", "gmtime")
-]
+CLOCKS += [time.localtime, time.gmtime, time.ctime, time.asctime, time.strftime]
 CLOCKS += [datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today, datetime.date.today]
 SOURCES = [
     os.urandom,
@@ -102,7 +100,7 @@ class Effects:
                 "is counted or logged belongs beside the step's call",
             )
         for what, file, line in self.executed:
-            if what in ("clock", "seed", "source"):
+            if what in ("clock", "seed", "source", "environment"):
                 raise _outside(what, f"{Path(file).name}:{line}  {linecache.getline(file, line).strip()}")
 
     def _items(self) -> Any:
@@ -206,6 +204,12 @@ def _outside(what: str, where: str) -> CaptureError:
                 "read it",
                 "take the time around the step's call, or put it into the batch as a tensor",
             )
+        case "environment":
+            said, why, hint = (
+                "the environment is read by a name that is no constant, or set,",
+                "do so",
+                'read it before the step is built, or write the name: os.environ["NAME"], os.getenv("NAME", default)',
+            )
         case "seed":
             said, why, hint = (
                 "a seed is set",
@@ -226,16 +230,12 @@ def _suspects(found: Found) -> dict[types.CodeType, dict[int, str]]:
     """Code of the user → line → what it may do there."""
     lines: dict[types.CodeType, dict[int, str]] = {}
     for function in found.functions:
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         for code in codes(function.__code__):
             for read in reads(code):
-                held: Any = function.__globals__.get(read.name)
-                if read.kind == "cell":
-                    if read.name not in cells:
-                        continue
-                    with contextlib.suppress(ValueError):
-                        held = cells[read.name].cell_contents
-                what = _kind(held, read.chain, read.bare)
+                value = origin(function, read)
+                what = _kind(value, read.chain, read.bare)
+                if read.key is None and is_environment(value, read.chain):
+                    what = "environment"
                 if what:
                     lines.setdefault(code, {})[read.line] = what
     return lines

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import os
+import sys
 import sysconfig
 import types
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ EXAMPLES = PACKAGE + "examples" + os.sep
 LOADS = {"LOAD_GLOBAL": "global", "LOAD_NAME": "global", "LOAD_DEREF": "cell", "LOAD_CLASSDEREF": "cell"}
 STORES = {"STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "DELETE_GLOBAL", "DELETE_ATTR", "DELETE_DEREF"}
 ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
+ENVIRONMENT = (os.environ, os.getenv, *(vars(os)[n] for n in ("environb", "getenvb") if n in vars(os)))
 DYNAMIC = {"getattr", "setattr", "vars", "__dict__", "attrgetter"}
 
 
@@ -55,8 +58,6 @@ def of_library(value: Any) -> bool:
 
 @functools.lru_cache(4096)
 def _module_of_library(name: str) -> bool:
-    import sys
-
     module = sys.modules.get(name)
     return name != "__main__" and (
         module is None or is_library(getattr(module, "__file__", None) or "<frozen")
@@ -65,14 +66,15 @@ def _module_of_library(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Read:
-    """A global or a closure cell that code reads, the attributes it takes of it, and the line. `bare`: it is called
-    without arguments."""
+    """A global, a closure cell or a module imported inside that code reads, the attributes it takes of it, and the
+    line. `bare`: it is called without arguments. `key`: the constant text that it is called or indexed with."""
 
     kind: str
     name: str
     chain: tuple[str, ...]
     line: int
     bare: bool
+    key: str | None = None
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -89,21 +91,74 @@ def reads(code: types.CodeType) -> tuple[Read, ...]:
     found: list[Read] = []
     kind = name = ""
     chain: list[str] = []
-    line = at = 0
-    ignored = {"PUSH_NULL", "CACHE", "EXTENDED_ARG", "RESUME", "NOP", "PRECALL"}
-    for step in dis.get_instructions(code):
+    line = at = start = 0
+    ignored = {"PUSH_NULL", "CACHE", "EXTENDED_ARG", "RESUME", "NOP", "PRECALL", "KW_NAMES"}
+    steps = [step for step in dis.get_instructions(code) if step.opname not in ignored]
+    imported = _imported(steps)
+    for place, step in enumerate(steps):
         line = step.positions.lineno or line if step.positions is not None else line
-        if step.opname in ignored:
-            continue
         if step.opname in ATTRIBUTES and kind:
             chain.append(step.argval)
             continue
         if kind:
             bare = step.opname == "CALL" and step.arg == 0
-            found.append(Read(kind, name, tuple(chain), at, bare))
+            found.append(Read(kind, name, tuple(chain), at, bare, _key(steps, start, place)))
         kind, chain = LOADS.get(step.opname, ""), []
-        name, at = step.argval, line
+        name, at, start = step.argval, line, place
+        if step.opname.startswith("LOAD_FAST") and name in imported:
+            kind, (name, *chain) = "module", imported[name]
     return tuple(found)
+
+
+def _imported(steps: list[dis.Instruction]) -> dict[str, tuple[str, ...]]:
+    """Local name → the module, or the module and what is taken of it, that an import statement inside binds to it."""
+    found: dict[str, tuple[str, ...]] = {}
+    module = ""
+    for step, then in itertools.pairwise(steps):
+        module = step.argval if step.opname == "IMPORT_NAME" else module
+        if then.opname == "STORE_FAST" and step.opname == "IMPORT_NAME":
+            found[then.argval] = (module.partition(".")[0],)
+        elif then.opname == "STORE_FAST" and step.opname == "IMPORT_FROM":
+            found[then.argval] = (module, step.argval)
+    return found
+
+
+def _key(steps: list[dis.Instruction], start: int, end: int) -> str | None:
+    """The text of ``x["a"]``, ``x("a")``, ``x("a", default)`` and ``"a" in x``; steps start…end load x."""
+    names = [step.opname for step in steps[end : end + 3]]
+    if names[:1] == ["CONTAINS_OP"]:
+        key = steps[start - 1]
+    elif names[:1] == ["LOAD_CONST"] and (
+        names[1].startswith(("CALL", "BINARY_SUBSCR"))
+        or (names[1].startswith("BINARY_OP") and steps[end + 1].argrepr == "[]")
+        or (names[1].startswith("LOAD_") and names[2].startswith("CALL"))
+    ):
+        key = steps[end]
+    else:
+        return None
+    return key.argval if key.opname == "LOAD_CONST" and isinstance(key.argval, str) else None
+
+
+def origin(function: types.FunctionType, read: Read) -> Any:
+    """What a read of a function, or of the functions inside of it, begins with; None where that is not there yet."""
+    if read.kind == "module":
+        return sys.modules.get(read.name)
+    if read.kind == "global":
+        return function.__globals__.get(read.name)
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    try:
+        return cells[read.name].cell_contents
+    except (KeyError, ValueError):
+        return None
+
+
+def is_environment(value: Any, attributes: tuple[str, ...]) -> bool:
+    """Whether such attributes of a value read the environment."""
+    for name in attributes:
+        if not isinstance(value, types.ModuleType):
+            break
+        value = getattr(value, name, None)
+    return any(value is known for known in ENVIRONMENT)
 
 
 @functools.lru_cache(4096)

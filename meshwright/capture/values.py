@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import os
 import types
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshwright.capture.reads import codes, is_library, names, of_library, pieces, reads
+from meshwright.capture.reads import (
+    codes,
+    is_environment,
+    is_library,
+    names,
+    of_library,
+    origin,
+    pieces,
+    reads,
+)
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 FIXED = (torch.dtype, torch.device, torch.layout, enum.Enum, slice, range)
@@ -60,6 +70,7 @@ class Found:
     hooks: list[Mapping[int, Any]] = field(default_factory=list)
     functions: list[types.FunctionType] = field(default_factory=list)
     generators: list[Any] = field(default_factory=list)
+    variables: dict[str, str | None] = field(default_factory=dict)  # of the environment
     names: set[str] = field(default_factory=set)
     pieces: set[str] = field(default_factory=set)
 
@@ -352,6 +363,9 @@ class _Finder:
                 self.visit(f"{name} (in the closure of {code.co_name})", cell.cell_contents, False)
         for inside in codes(code):
             for read in reads(inside):
+                if read.key is not None and is_environment(origin(function, read), read.chain):
+                    self.found.variables[read.key] = now = os.environ.get(read.key)
+                    self.visit(f"os.environ[{read.key!r}]", now, False)
                 if read.kind == "global" and read.name in function.__globals__:
                     self._global(function.__globals__, read.name, read.chain)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -178,6 +179,23 @@ def test_closure_defaults_partial_and_bound_loss() -> None:
     found = guards(of=defaulted)
     defaulted.__defaults__ = (2.0,)
     assert found.changed() == "alpha (a default of defaulted): 1.0 → 2.0"
+
+
+def test_variables_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_environment(model: Any, batch: Any) -> torch.Tensor:
+        from os import getenv
+
+        value = loss(model, batch) * float(os.environ["MW_SCALE"]) * float(getenv("MW_OTHER", "1"))
+        return value * 2 if "MW_TWICE" in os.environ else value * float(os.environ.get("MW_MORE", 1.0))
+
+    monkeypatch.setenv("MW_SCALE", "1.0")
+    found = guards(of=of_environment)
+    assert found.changed() == ""
+    for name, was in (("MW_SCALE", "'1.0'"), ("MW_OTHER", None), ("MW_TWICE", None), ("MW_MORE", None)):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "2.0")
+            assert found.changed() == f"os.environ[{name!r}]: {was} → '2.0'"
+    assert found.changed() == ""
 
 
 def test_a_teacher_outside_of_the_model() -> None:

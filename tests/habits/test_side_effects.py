@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 import time
 from collections.abc import Callable
@@ -93,6 +94,22 @@ def read_clock(model: Any, out: torch.Tensor) -> float:
     return time.time() % 1
 
 
+def import_a_clock(model: Any, out: torch.Tensor) -> float:
+    from time import perf_counter as now
+
+    return now() % 1
+
+
+def import_random(model: Any, out: torch.Tensor) -> float:
+    import secrets
+
+    return float(secrets.randbelow(5))
+
+
+def read_a_built_name(model: Any, out: torch.Tensor) -> float:
+    return float(os.environ.get("SCALE_" + str(model.calls), "1"))
+
+
 def seed(model: Any, out: torch.Tensor) -> None:
     torch.manual_seed(3)
 
@@ -123,6 +140,9 @@ CASES = {
     draw_of_a_generator: ("random numbers", "RNG.random()"),
     draw_unseeded: ("random numbers", "np.random.default_rng()"),
     read_clock: ("a clock is read", "time.time()"),
+    import_a_clock: ("a clock is read", "now() % 1"),
+    import_random: ("random numbers", "secrets.randbelow(5)"),
+    read_a_built_name: ("the environment is read", 'os.environ.get("SCALE_"'),
     seed: ("a seed is set", "torch.manual_seed(3)"),
     hook: (r"register_hook() inside the loss", "test_side_effects.py:"),
     grad: (r"grad() inside the loss", "test_side_effects.py:"),
