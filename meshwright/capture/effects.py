@@ -109,12 +109,17 @@ class Effects:
 
     def _where(self, label: str) -> str:
         name = label.partition(" (")[0].partition("[")[0].rpartition(".")[2]
-        for function in self.found.functions:
-            for code in codes(function.__code__):
-                for line in lines_that_change(code, name):
-                    if code.co_name != "__init__":
-                        return _shown(code.co_filename, line)
-        return ""
+        found = [
+            (likely, code.co_filename, line)
+            for function in self.found.functions
+            for code in codes(function.__code__)
+            if code.co_name != "__init__"
+            for likely, line in lines_that_change(code, name)
+        ]
+        if not found:
+            return ""
+        _, file, line = min(found, key=lambda one: one[0])
+        return _shown(file, line)
 
     # ------------------------------------------------------------ what is drawn
 

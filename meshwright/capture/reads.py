@@ -26,6 +26,22 @@ LOADS = {"LOAD_GLOBAL": "global", "LOAD_NAME": "global", "LOAD_DEREF": "cell", "
 STORES = {"STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "DELETE_GLOBAL", "DELETE_ATTR", "DELETE_DEREF"}
 ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
 ENVIRONMENT = (os.environ, os.getenv, *(vars(os)[n] for n in ("environb", "getenvb") if n in vars(os)))
+METHODS_THAT_CHANGE = {
+    *(
+        "append",
+        "appendleft",
+        "extend",
+        "insert",
+        "pop",
+        "popleft",
+        "popitem",
+        "remove",
+        "clear",
+        "sort",
+        "reverse",
+    ),
+    *("update", "setdefault", "add", "discard", "fill"),
+}
 DYNAMIC = {"getattr", "setattr", "vars", "__dict__", "attrgetter"}
 
 
@@ -186,18 +202,27 @@ def pieces(code: types.CodeType) -> frozenset[str]:
     return frozenset(t for t in texts if len(t) > 2 and t.isidentifier())
 
 
-def lines_that_change(code: types.CodeType, name: str) -> Iterator[int]:
-    """Lines that assign a name, or call or index what it stands for."""
-    later: list[int] = []
+def lines_that_change(code: types.CodeType, name: str) -> Iterator[tuple[int, int]]:
+    """Lines that may change what a name stands for, each with how likely it does: 0 assigns the name, 1 stores into an
+    element or calls a method that changes, 2 only has it."""
     line = 0
+    lines: list[tuple[dis.Instruction, int]] = []
     for step in dis.get_instructions(code):
         line = (step.positions.lineno or line) if step.positions is not None else line
-        if step.argval == name:
-            if step.opname in STORES:
-                yield line
-            elif step.opname in ATTRIBUTES or step.opname in LOADS:
-                later.append(line)
-    yield from later
+        if step.opname not in ("CACHE", "EXTENDED_ARG"):
+            lines.append((step, line))
+    stored = {line for step, line in lines if step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")}
+    for (step, line), (then, _) in itertools.pairwise(lines):
+        if step.argval != name:
+            continue
+        if step.opname in STORES:
+            yield 0, line
+        elif step.opname in ATTRIBUTES or step.opname in LOADS:
+            yield 1 if line in stored or (then.opname in ATTRIBUTES and _changes(then.argval)) else 2, line
+
+
+def _changes(method: str) -> bool:
+    return method in METHODS_THAT_CHANGE or (method.endswith("_") and not method.endswith("__"))
 
 
 @functools.lru_cache(4096)

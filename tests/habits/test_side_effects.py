@@ -193,6 +193,24 @@ def test_of_the_loss() -> None:
     assert losses == [] and steps == 0
 
 
+def test_the_line_that_changes_is_named_not_the_first_that_reads() -> None:
+    def read_and_note(model: Any, out: torch.Tensor) -> None:
+        if len(model.log) > 3:
+            out = out * len(model.log)
+        held = model.log.copy()
+        model.log.append(len(held))
+
+    def read_and_count(model: Any, out: torch.Tensor) -> Any:
+        scale = model.seen["last"] + model.calls
+        count(model, out)
+        return scale
+
+    for what, line in ((read_and_note, "model.log.append(len(held))"), (read_and_count, "model.calls += 1")):
+        with pytest.raises(mw.CaptureError) as raised:
+            capture(Busy(what), BATCH, loss)
+        assert line in raised.value.where
+
+
 def test_what_changes_nothing_is_captured() -> None:
     """Branches that are not taken, local lists, buffers in place, and a capture that leaves lists as they were."""
 
