@@ -96,6 +96,9 @@ class Effects:
                 where=self._where(said.partition(": ")[0]),
                 hint="change the buffer in place, with copy_(), add_() or lerp_(): a step does that each time"
                 if buffer
+                else "return it beside the output, as in `return out, aux`, and take it in the loss: "
+                "`out, aux = model(x)`; what a later step reads belongs in a buffer, changed in place"
+                if "→ a tensor" in said
                 else "keep what changes in a buffer (self.register_buffer) and change it in place, or return it; what "
                 "is counted or logged belongs beside the step's call",
             )

@@ -211,6 +211,12 @@ def test_the_line_that_changes_is_named_not_the_first_that_reads() -> None:
         assert line in raised.value.where
 
 
+def test_a_tensor_left_on_the_module_is_to_be_returned() -> None:
+    with pytest.raises(mw.CaptureError) as raised:
+        capture(Busy(keep), BATCH, lambda m, b: loss(m, b) + m.cache.mean())
+    assert "return out, aux" in raised.value.hint
+
+
 def test_what_changes_nothing_is_captured() -> None:
     """Branches that are not taken, local lists, buffers in place, and a capture that leaves lists as they were."""
 
