@@ -47,10 +47,35 @@ CALLED_HERE = {
 }
 
 
+# What loops elsewhere call on a model, an optimizer or a trainer, and what a step has for it.
+OF_A_STEP = {
+    **dict.fromkeys(
+        ("evaluate", "eval", "predict"),
+        "step.forward_step(model, batch) evaluates on the trained weights; model.eval() switches modes",
+    ),
+    **dict.fromkeys(("backward", "zero_grad"), "leave it out: step(batch) is forward, backward and update"),
+    "train": "model.train(); step(batch) follows the mode of the model",
+    **dict.fromkeys(
+        ("state_dict", "get_state_dict"), "step.full_state(), or step.save(path) for a checkpoint"
+    ),
+    **dict.fromkeys(
+        ("model", "unwrap_model", "get_model"), "with step.full() as model: … has the trained values"
+    ),
+    "named_parameters": "step.parameters: name → this rank's shard; step.full_state() has full tensors",
+    **dict.fromkeys(
+        ("clip_grad_norm_", "clip_grad_norm"), "mw.train_step(…, clip_norm=1.0), then step.grad_norm"
+    ),
+    **dict.fromkeys(
+        ("save_model", "save_checkpoint"), "step.save(path); step.save_pretrained(folder) for Hugging Face"
+    ),
+    **dict.fromkeys(("load_checkpoint", "restore"), "step.load(path), or step.resume(path)"),
+}
+
+
 def called_here(name: object) -> str:
     """A hint with what that is here and its page; empty for a name that other systems do not have."""
     said, page = CALLED_HERE.get(str(name).lower().replace("-", "_"), ("", ""))
     return f"{said} (docs/{page})" if said else ""
 
 
-__all__ = ["called_here"]
+__all__ = ["OF_A_STEP", "called_here"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,8 @@ from meshwright.compile import (
 )
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.timeline import Timeline
-from meshwright.errors import PlanError, RunError, a_type
+from meshwright.elsewhere import OF_A_STEP
+from meshwright.errors import PlanError, RunError, a_type, did_you_mean
 from meshwright.forward import ForwardStep, Outputs, default_outputs, shared_forward
 from meshwright.full import copies, full_model, gathered, load_full
 from meshwright.generate import Generator
@@ -104,6 +106,8 @@ from meshwright.state.loading import Loaded, load, resume
 from meshwright.state.saving import Saves
 from meshwright.techniques import Options, asked_beside
 
+log = logging.getLogger("meshwright")
+
 
 class TrainStep:
     """What `mw.train_step` returns. Call it with a batch; it returns the global loss, a tensor that is equal
@@ -129,6 +133,7 @@ class TrainStep:
         self.parts, self._programs = parts, programs
         self._temporary = frozenset(temporary)
         self._updates = True
+        self._warned = False
         self._saves = Saves(local, self.plan, self._temporary)
 
     def __repr__(self) -> str:
@@ -185,8 +190,29 @@ class TrainStep:
         full on all ranks, or this rank's shards without `gather`. Raises BatchError."""
         check_switches(update=update, gather=gather)
         local, given = self._program_for(batch)
-        loss = local(given, update and self._updates)
+        update = update and self._updates
+        if not update:
+            self._warn_of_evaluation()
+        loss = local(given, update)
         return loss if local.shape is None else (loss, filled(local.shape, local.beside_loss(gather)))
+
+    if not TYPE_CHECKING:  # a type checker shall go on to see what is not there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Only what a step lacks comes here. Raises AttributeError, which names what to write instead."""
+            hint = OF_A_STEP.get(name) or did_you_mean(name, [n for n in dir(type(self)) if n[0] != "_"])
+            raise AttributeError(f"a training step has no {name!r}; {hint}", name=name)
+
+    def _warn_of_evaluation(self) -> None:
+        """Log once, on rank 0, that what looks like an evaluation adds to gradients, as ``loss.backward()`` does."""
+        if self._warned or self._model is None or self._model.training:
+            return
+        self._warned = True
+        if self.rank == 0:
+            log.warning(
+                "step(batch, update=False) of a model in eval mode adds gradients to the next update; "
+                "to evaluate: step.forward_step(model, batch)"
+            )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
