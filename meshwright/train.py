@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import sys
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
@@ -40,7 +41,7 @@ from meshwright.asked import (
 from meshwright.capture import Captured
 from meshwright.capture.batch import leaves, map_leaves
 from meshwright.capture.fold import fold
-from meshwright.capture.hooks import check_shard_hooks, check_weight_hooks
+from meshwright.capture.hooks import ShardHooks, check_weight_hooks
 from meshwright.capture.initial import Init, Initial, check_init, temporary_of
 from meshwright.capture.nest import filled
 from meshwright.compile import (
@@ -134,6 +135,7 @@ class TrainStep:
         self._temporary = frozenset(temporary)
         self._updates = True
         self._warned = False
+        self._hooks: weakref.WeakKeyDictionary[LocalStep, ShardHooks] = weakref.WeakKeyDictionary()
         self._saves = Saves(local, self.plan, self._temporary)
 
     def __repr__(self) -> str:
@@ -255,9 +257,11 @@ class TrainStep:
         if self._hollow is not None:
             self._hollow.check()
         given = batch if isinstance(batch, LocalBatch) else dict(leaves(batch))
-        check_shard_hooks(self.local.parameters)
-        check_shard_hooks(self.local.weights)
-        return (self.local if self._programs is None else self._programs.of(batch, given)), given
+        local = self.local if self._programs is None else self._programs.of(batch, given)
+        if local not in self._hooks:
+            self._hooks[local] = ShardHooks(local.parameters, local.weights)
+        self._hooks[local].check()
+        return local, given
 
     def gradients(self, batch: Any) -> torch.Tensor:
         """Loss and gradients without an update."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from operator import attrgetter
 
 import torch
@@ -12,7 +13,7 @@ from meshwright.errors import CaptureError, RunError
 
 BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 OF_WEIGHTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-HOOKS = attrgetter("_backward_hooks")
+HOOKS, ACCUMULATED = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 INSTEAD = (
     "clip_norm= for clipping, groups of the optimizer for other learning rates; to look at gradients: "
     "step.gradients(batch), then step.parameters[name].grad"
@@ -40,10 +41,25 @@ def check_weight_hooks(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
             raise _of_a_weight(name)
 
 
-def check_shard_hooks(parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raise RunError for a step's own shard of a weight that somebody gave a hook. Quick: it is asked at every step."""
-    if any(map(HOOKS, parameters.values())):
-        raise _of_a_weight(next(name for name, x in parameters.items() if HOOKS(x)))
+class ShardHooks:
+    """The hooks of a program's own shards of weights, to which nobody may add one after a step was built."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+        """`weights`: those that are no parameters of the optimizer, too."""
+        self.named = {id(x): (name, x) for name, x in (*weights.items(), *parameters.items())}
+        self.tensors = [x for _, x in self.named.values()]
+        self._known: list[int] = []
+
+    def check(self) -> None:
+        """Raise RunError for a hook on a gradient. Quick: it is asked at every step."""
+        if any(map(HOOKS, self.tensors)):
+            raise _of_a_weight(next(name for name, x in self.named.values() if HOOKS(x)))
+        numbers = list(chain.from_iterable(filter(None, map(ACCUMULATED, self.tensors))))
+        if numbers != self._known:  # reductions have hooks of their own, which come and go with programs
+            for name, x in self.named.values():
+                if not all(map(of_library_hook, (ACCUMULATED(x) or {}).values())):
+                    raise _of_a_weight(name)
+            self._known = numbers
 
 
 def _of_a_weight(name: str) -> RunError:
@@ -54,4 +70,4 @@ def _of_a_weight(name: str) -> RunError:
     )
 
 
-__all__ = ["check_backward_hooks", "check_shard_hooks", "check_weight_hooks"]
+__all__ = ["ShardHooks", "check_backward_hooks", "check_weight_hooks"]

@@ -73,15 +73,29 @@ for batch in batches():
     assert close(step(batch), expected.detach())
 
 before = step.steps
-handle = step.parameters["up.weight"].register_hook(lambda g: g * 2)
-try:
-    step(batch)
-    raise AssertionError
-except mw.RunError as error:
-    assert "up.weight" in str(error) and "hook" in str(error), error
-handle.remove()
+weight = step.parameters["up.weight"]
+for add, hook in (
+    (weight.register_hook, lambda g: g * 2),
+    (weight.register_post_accumulate_grad_hook, lambda p: p.grad.mul_(2)),
+):
+    handle = add(hook)
+    for call in (step, step.gradients):
+        try:
+            call(batch)
+            raise AssertionError
+        except mw.RunError as error:
+            assert "up.weight has a hook" in str(error), error
+    handle.remove()
+for add in (model.up.weight.register_hook, model.up.weight.register_post_accumulate_grad_hook):
+    try:
+        add(hook)
+        raise AssertionError
+    except mw.RunError as error:
+        assert "up.weight" in str(error) and "clip_norm=" in str(error), error
 step(batch)
-assert step.steps == before + 1
+step({name: x[:4] for name, x in batch.items()})  # another program, with hooks of its own
+step(batch)
+assert step.steps == before + 3
 mw.shutdown()
 """
 
