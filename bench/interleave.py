@@ -19,7 +19,7 @@ from meshwright.capture.batch import leaves
 from meshwright.compile import captured_of, lower, values_of
 from meshwright.cost.cluster import Cluster, Level
 from meshwright.examples import gpt
-from meshwright.partition.tasks import simulate
+from meshwright.predict.tasks import simulate
 from meshwright.runtime.communicator import Counter, Work
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep

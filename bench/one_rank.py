@@ -40,15 +40,15 @@ from meshwright.ops.analysis import factors_of
 from meshwright.ops.strategy import Strategy
 from meshwright.partition import Partition
 from meshwright.partition.collectives import in_micro_batches, step_collectives, sums_of_batch
-from meshwright.partition.memory import peak
 from meshwright.partition.micro_batches import first_micro_batch
-from meshwright.partition.peaks import optimizer_on
-from meshwright.partition.updates import gathers as gathers_of
+from meshwright.partition.sharded_update import gathers as gathers_of
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.messages import Messages
-from meshwright.pipeline.order import schedule_of
-from meshwright.pipeline.predicted import peaks_of
+from meshwright.pipeline.of_plan import schedule_of
 from meshwright.plan import Plan, fingerprint
+from meshwright.predict.memory.allocator import optimizer_on
+from meshwright.predict.memory.step import peak
+from meshwright.predict.pipeline_step import peaks_of
 from meshwright.report.claims import claim_lines
 from meshwright.request import request_for
 from meshwright.runtime.buckets import Bucket

@@ -29,7 +29,7 @@ from bench.memory import peak_bytes
 from bench.pipeline_cases import Row, Way, rows, step_of
 from bench.ranks import on_ranks
 from bench.steps import WARM_UP, Case, timed
-from meshwright.pipeline.predicted import predict
+from meshwright.predict.pipeline_step import predict
 
 NAMES = ("one", "other")
 

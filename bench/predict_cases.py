@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import meshwright as mw
-from meshwright.calibrate.steps import stored_in_parts
+from meshwright.calibrate.step_rows import stored_in_parts
 from meshwright.capture import Captured
 from meshwright.compile import captured_of
 from meshwright.examples import gpt, llama, mlp, recommender, zoo

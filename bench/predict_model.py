@@ -1,12 +1,12 @@
-"""What the model says of a plan: a step by classes of work (`meshwright.calibrate.whole`), and bytes."""
+"""What the model says of a plan: a step by classes of work (`meshwright.calibrate.step_rows`), and bytes."""
 
 from __future__ import annotations
 
-from meshwright.calibrate.whole import Prediction, priced, told
+from meshwright.calibrate.step_rows import Prediction, priced, told
 from meshwright.compile import Captured, lower
 from meshwright.cost.cluster import Cluster
-from meshwright.partition.memory import ADAMW_FUSED, peak
 from meshwright.plan import Plan
+from meshwright.predict.memory.step import ADAMW_FUSED, peak
 
 
 def predict(captured: Captured, plan: Plan, cluster: Cluster) -> tuple[Prediction, int]:

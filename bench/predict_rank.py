@@ -31,7 +31,7 @@ from meshwright.calibrate.quiet import unrest
 from meshwright.capture import Captured
 from meshwright.capture.batch import leaves
 from meshwright.compile import lower, values_of
-from meshwright.cost.local import cores
+from meshwright.cost.local_machine import cores
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan
 from meshwright.runtime.communicator import Communicator, ProcessGroups, Work

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from meshwright.calibrate import fit
 from meshwright.calibrate.quiet import LIMIT
-from meshwright.calibrate.whole import Prediction
+from meshwright.calibrate.step_rows import Prediction
 
 LEAST_QUIET = 5  # samples between quiet probes, for a row that counts
 

@@ -35,10 +35,10 @@ def run_family(name: str) -> None:
 
 def _compared(captured: Any, cluster: Any, mesh: Any, ranks: int) -> dict[str, float]:
     from meshwright.ops.analysis import factors_of
-    from meshwright.search.folded import folded
-    from meshwright.search.options import Scene
+    from meshwright.search.layer_groups import folded
     from meshwright.search.planner import Planner, Request
     from meshwright.search.recursion import recursive_programming
+    from meshwright.search.scene import Scene
     from meshwright.search.solve import solve
     from meshwright.search.space.families import named, runs
 

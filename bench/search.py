@@ -156,10 +156,10 @@ def _warm(cluster: Any) -> None:
 
 def _planner(row: Row, captured: Any, cluster: Any, mesh: Any, clock: Clock, memory: bool) -> Any:
     from meshwright.ops.analysis import factors_of
-    from meshwright.partition.judged import Judge
-    from meshwright.search.folded import folded
-    from meshwright.search.options import Scene
+    from meshwright.search.evaluate import Judge
+    from meshwright.search.layer_groups import folded
     from meshwright.search.planner import Planner, Request
+    from meshwright.search.scene import Scene
 
     folds = clock("fold", lambda: folded(captured.graph, captured.folding))
     factors = clock("factors", lambda: factors_of(folds.graph))
@@ -201,7 +201,7 @@ def _recursion(row: Row, captured: Any, cluster: Any, mesh: Any, clock: Clock) -
 
 
 def _searched(row: Row, captured: Any, cluster: Any, mesh: Any, clock: Clock) -> dict[str, Any]:
-    from meshwright.search.searched import search
+    from meshwright.search.cost_modes import search
 
     planner = _planner(row, captured, cluster, mesh, clock, row.how != "certified")
     mode = "auto" if row.how == "auto" else "dynamic_programming"
@@ -220,9 +220,9 @@ def _searched(row: Row, captured: Any, cluster: Any, mesh: Any, clock: Clock) ->
 def _propagation(row: Row, captured: Any, cluster: Any, mesh: Any, clock: Clock) -> dict[str, Any]:
     from meshwright.mesh import Mesh
     from meshwright.ops.analysis import factors_of
-    from meshwright.search.folded import folded
+    from meshwright.search.layer_groups import folded
     from meshwright.search.modes import _assign  # the search alone, without what every mode checks after it
-    from meshwright.search.options import Scene
+    from meshwright.search.scene import Scene
 
     folds = clock("fold", lambda: folded(captured.graph, captured.folding))
     factors = clock("factors", lambda: factors_of(folds.graph))

@@ -29,8 +29,8 @@ import meshwright as mw
 from bench.memory import peak_bytes
 from bench.ranks import on_ranks
 from bench.steps import Case, Step, adamw, cycled, timed
-from meshwright.partition.memory import peak
-from meshwright.partition.peaks import ADAMW_FUSED
+from meshwright.predict.memory.allocator import ADAMW_FUSED
+from meshwright.predict.memory.step import peak
 
 RANKS = 2
 WARM_UP = 2

@@ -19,18 +19,14 @@ from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.gradients import pending_gradients
-from meshwright.partition.updates import updates
+from meshwright.partition.sharded_update import updates
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.plan import Plan
 from meshwright.redistribute import redistribute
 from meshwright.runtime.alike import named, options_alike, options_of, options_that_differ
 from meshwright.runtime.communicator import Communicator, ProcessGroups
 from meshwright.runtime.connect import Meeting, launched_world
-from meshwright.runtime.optimizers import (
-    Grouped,
-    grouped,
-    grouped_otherwise,
-)
+from meshwright.runtime.optimizers import Grouped, grouped, grouped_otherwise
 from meshwright.runtime.step import LocalStep
 
 

@@ -18,44 +18,44 @@ from meshwright.capture import Captured
 from meshwright.capture import capture as capture_graph
 from meshwright.capture.batch import leaves
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.saved import saved
 from meshwright.cycles import seldom_collected
 from meshwright.errors import CaptureError, ClusterError, DoesNotFit, MeshError, a_type
 from meshwright.fewer_rows import with_batch_that_fits
 from meshwright.guards import Guards
 from meshwright.hollow import as_shapes
 from meshwright.mesh import Mesh
+from meshwright.ops.saved import saved
 from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
-from meshwright.partition.judged import claims_of
 from meshwright.partition.micro_batches import nothing_to_hide
-from meshwright.partition.turns import with_turns
-from meshwright.partition.weighed import weighed
-from meshwright.pipeline.chosen import (
+from meshwright.pipeline.actions import is_own, parse
+from meshwright.pipeline.levels import along, mesh_over, part_of, taken_of, within_stage
+from meshwright.pipeline.meshes import Meshes, check_chunks, meshes, own_meshes
+from meshwright.pipeline.of_plan import in_flight
+from meshwright.pipeline.own_meshes import check_own, check_pins, pins_on
+from meshwright.pipeline.schedules import SCHEDULES
+from meshwright.plan import Plan
+from meshwright.predict.per_operator import weighed
+from meshwright.predict.pipeline_step import claims_of as pipeline_claims
+from meshwright.predict.step_time import with_turns
+from meshwright.remarks import log_remarks
+from meshwright.report.plan_table import plan_text
+from meshwright.request import request_for
+from meshwright.search.annotations import mesh_of_pins, renumber
+from meshwright.search.cost_modes import SEARCHES
+from meshwright.search.deadline import Deadline
+from meshwright.search.evaluate import claims_of
+from meshwright.search.modes import make_plan, within_limit
+from meshwright.search.pipeline.assign import check_alone, check_axis, in_one_stage, staged
+from meshwright.search.pipeline.choose import (
     CHOSEN,
     beside_stages,
     may_choose_beside_stages,
     may_have_stages,
     with_stages,
 )
-from meshwright.pipeline.levels import along, mesh_over, part_of, taken_of, within_stage
-from meshwright.pipeline.meshes import Meshes, check_chunks, meshes, own_meshes
-from meshwright.pipeline.order import in_flight
-from meshwright.pipeline.own import check_own, check_pins, pins_on
-from meshwright.pipeline.parse import is_own, parse
-from meshwright.pipeline.planned import check_alone, check_axis, in_one_stage, staged
-from meshwright.pipeline.predicted import claims_of as pipeline_claims
-from meshwright.pipeline.schedules import SCHEDULES
-from meshwright.plan import Plan
-from meshwright.remarks import log_remarks
-from meshwright.report.plan_table import plan_text
-from meshwright.request import request_for
-from meshwright.search.deadline import Deadline
-from meshwright.search.marks import mesh_of_pins, renumber
-from meshwright.search.modes import make_plan, within_limit
 from meshwright.search.planner import Progress, Request
-from meshwright.search.searched import SEARCHES
-from meshwright.search.techniques import apply
+from meshwright.search.techniques.apply import apply
 from meshwright.techniques import NONE, Options, Techniques, techniques_from
 
 FIRST = 1e-3  # seconds of a search whose first answer is enough

@@ -49,15 +49,8 @@ from meshwright.runtime.equal_start import start_equal
 from meshwright.runtime.fetches import Parked
 from meshwright.runtime.forward import LocalForward, leaves_of
 from meshwright.runtime.rank import Rank
-from meshwright.search.carried import carried
-from meshwright.state.weights import (
-    Weights,
-    agree_on_path,
-    confirmed,
-    named_path,
-    open_weights,
-    read_weights,
-)
+from meshwright.search.reuse import carried
+from meshwright.state.weights import Weights, agree_on_path, confirmed, named_path, open_weights, read_weights
 from meshwright.techniques import Options, Techniques, asked_beside
 
 PROGRAMS = 16  # of other shapes that a forward step keeps

@@ -18,7 +18,7 @@ from meshwright.hollow import Hollow
 from meshwright.layout import TensorLayout
 from meshwright.redistribute import redistribute
 from meshwright.redistribute.boxes import held_boxes, whole
-from meshwright.redistribute.positions import exchange
+from meshwright.redistribute.index_maps import exchange
 from meshwright.runtime.connect import Meeting
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.equal_start import checksum

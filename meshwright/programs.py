@@ -28,8 +28,8 @@ from meshwright.errors import BatchError, CaptureError, MeshwrightError, PlanErr
 from meshwright.graph import Graph
 from meshwright.guards import Guards
 from meshwright.hollow import Hollow
-from meshwright.partition.weighed import weighed
 from meshwright.plan import Plan
+from meshwright.predict.per_operator import weighed
 from meshwright.runtime.batches import Given, LocalBatch
 from meshwright.runtime.communicator import Communicator
 from meshwright.runtime.connect import Meeting, late
@@ -37,7 +37,7 @@ from meshwright.runtime.elementwise import check_made
 from meshwright.runtime.optimizers import OptimizerFactory, extend_optimizer
 from meshwright.runtime.state import State
 from meshwright.runtime.step import LocalStep
-from meshwright.search.carried import Held, carried_to_train
+from meshwright.search.reuse import Held, carried_to_train
 from meshwright.techniques import Techniques
 
 COME_SECONDS = 60.0  # for which ranks wait for each other before they make another program

@@ -7,9 +7,9 @@ import math
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError, a_type
 from meshwright.mesh import Mesh
-from meshwright.partition.judged import Judge
 from meshwright.search.deadline import Deadline
-from meshwright.search.folded import Folded
+from meshwright.search.evaluate import Judge
+from meshwright.search.layer_groups import Folded
 from meshwright.search.planner import Progress, Request
 from meshwright.techniques import Techniques
 

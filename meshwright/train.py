@@ -58,7 +58,6 @@ from meshwright.compile import (
     with_origin,
 )
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.timeline import Timeline
 from meshwright.elsewhere import OF_A_STEP
 from meshwright.errors import PlanError, RunError, a_type, did_you_mean
 from meshwright.forward import ForwardStep, Outputs, default_outputs, shared_forward
@@ -69,13 +68,14 @@ from meshwright.guards import Guards
 from meshwright.hollow import Hollow, check_has_values
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
-from meshwright.partition.tasks import simulate
-from meshwright.pipeline.check import Played
-from meshwright.pipeline.claimed import claimed
 from meshwright.pipeline.measured import Measured, from_text, to_text
 from meshwright.pipeline.meshes import meshes, meshes_of
-from meshwright.pipeline.predicted import predict
+from meshwright.pipeline.play import Played
 from meshwright.plan import Plan
+from meshwright.predict.pipeline_claims import claimed
+from meshwright.predict.pipeline_step import predict
+from meshwright.predict.tasks import simulate
+from meshwright.predict.timeline import Timeline
 from meshwright.programs import (
     ModelState,
     Program,

@@ -10,8 +10,8 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from meshwright.calibrate.plan import Point
-from meshwright.calibrate.whole import LAUNCH, Prediction
-from meshwright.cost.parts import Curve
+from meshwright.calibrate.step_rows import LAUNCH, Prediction
+from meshwright.cost.cluster_data import Curve
 from meshwright.redistribute.prices import rounds
 
 GROWTHS = ("ring", "tree")

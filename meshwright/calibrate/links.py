@@ -17,7 +17,7 @@ from meshwright.calibrate.bench import Bench, Call
 from meshwright.calibrate.plan import Pace, Point
 from meshwright.layout import SubDim, TensorLayout
 from meshwright.mesh import Mesh
-from meshwright.redistribute.positions import exchange
+from meshwright.redistribute.index_maps import exchange
 from meshwright.redistribute.steps import Step, wire_elements
 from meshwright.runtime.reshard import Mover
 

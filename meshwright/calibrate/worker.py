@@ -20,11 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.calibrate import links, operators, overlap, steps
+from meshwright.calibrate import links, operators, overlap
+from meshwright.calibrate import step_rows as steps
 from meshwright.calibrate.bench import Bench
 from meshwright.calibrate.plan import KINDS, PACES, POST, WAITED, Found, Pace, Point
 from meshwright.calibrate.quiet import LIMIT, unrest
-from meshwright.cost import local
+from meshwright.cost import local_machine as local
 from meshwright.mesh import Mesh
 from meshwright.runtime.communicator import ProcessGroups, leave
 from meshwright.runtime.connect import Meeting, launched_world

@@ -73,7 +73,7 @@ MOST_OF_A_CORE = 8  # ranks that take turns on it
 
 def check_crowd(ranks: int) -> None:
     """Before that many processes start. Raises LaunchError."""
-    from meshwright.cost import local
+    from meshwright.cost import local_machine as local
 
     cores = local.cores()
     if ranks > MOST_OF_A_CORE * cores:
@@ -148,8 +148,8 @@ def _write(events: list[dict[str, Any]], output: Path, quick: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from meshwright.calibrate.found import calibration, count
     from meshwright.calibrate.plan import Found
+    from meshwright.calibrate.result import calibration, count
 
     if not events or "end" not in events[-1]:
         raise LaunchError(

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import JsonOption
+from meshwright.cli.common import JsonOption
 from meshwright.errors import CheckpointError
 
 FORMATS = {"sharded": "sharded", "file": "file", "hf": "hugging face"}
@@ -42,7 +42,7 @@ def convert(
 
     One tensor at a time: memory for the largest is enough, and no GPU and no ranks are needed.
     """
-    from meshwright.cli.screen import out
+    from meshwright.cli.common import out
     from meshwright.redistribute.steps import show_bytes
     from meshwright.state.convert import convert as run
 

@@ -22,7 +22,7 @@ def diff(
 
     The exit code is 0 if they are equal and 1 if they differ.
     """
-    from meshwright.cli.screen import out
+    from meshwright.cli.common import out
     from meshwright.plan import Plan
     from meshwright.report.diff import diff_view, difference
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.options import BatchOption, JsonOption, PlanArgument, SequenceOption
+from meshwright.cli.common import BatchOption, JsonOption, PlanArgument, SequenceOption
 from meshwright.errors import MeshwrightError, PlanError, did_you_mean
 from meshwright.techniques import techniques_from
 
@@ -68,8 +68,8 @@ def estimate(
     states = optimizer_states(optimizer)
     machine = open_cluster(cluster)
 
-    from meshwright.cli.changes import Base, answer
-    from meshwright.cli.opened import captured_model, cut
+    from meshwright.cli.model import captured_model, cut
+    from meshwright.cli.what_if import Base, answer
     from meshwright.plan import Plan
     from meshwright.report.estimate import estimate as estimated
 
@@ -136,7 +136,7 @@ def _option(key: str, value: str) -> Any:
 
 
 def _remark(text: str, remark: str, seconds: float, capturing: float) -> str:
-    from meshwright.report.quantities import show_seconds
+    from meshwright.report.units import show_seconds
 
     took = f"answered in {show_seconds(seconds)}"
     took += f" after a capture of {show_seconds(capturing)}" if capturing else ""
@@ -154,7 +154,7 @@ def _data(columns: list[tuple[str, Estimate]], refused: list[tuple[str, Any]]) -
 def _show(columns: list[tuple[str, Estimate]], remarks: list[str], refused: list[tuple[str, Any]]) -> None:
     from rich.text import Text
 
-    from meshwright.cli.screen import err, out
+    from meshwright.cli.common import err, out
     from meshwright.report.estimate import EstimateTable
 
     screen = out()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.options import (
+from meshwright.cli.common import (
     BatchOption,
     ClusterOption,
     JsonOption,
@@ -68,7 +68,7 @@ def explain(
 
 
 def _from_file(loaded: Plan, what: str | None, every: bool, as_json: bool) -> None:
-    from meshwright.report.choice import choices, folded, matching
+    from meshwright.report.explain_node import choices, folded, matching
 
     names = matching(loaded, what) if what is not None else tuple(loaded.strategies)
     found = choices(loaded, names, None)
@@ -88,12 +88,12 @@ def _with_model(
     every: bool,
     as_json: bool,
 ) -> None:
-    from meshwright.cli.opened import captured_model, cut, in_one
-    from meshwright.cli.screen import out
-    from meshwright.partition.price import program_price
-    from meshwright.pipeline.order import place_of
+    from meshwright.cli.common import out
+    from meshwright.cli.model import captured_model, cut, in_one
+    from meshwright.pipeline.of_plan import place_of
+    from meshwright.predict.price import program_price
     from meshwright.report.alternatives import Alternative, alternatives
-    from meshwright.report.choice import Choice, choices, folded, matching
+    from meshwright.report.explain_node import Choice, choices, folded, matching
     from meshwright.report.plan_table import plan_view
 
     _, captured = captured_model(model, *shape)
@@ -136,10 +136,10 @@ def _with_model(
 
 def _print(loaded: Plan, found: Any, what: str | None, every: bool, others: Any, total: Any) -> None:
     """`others`: a choice → its alternatives, `total` → the seconds of the step they are a part of."""
-    from meshwright.cli.screen import out
-    from meshwright.pipeline.order import plan_of
-    from meshwright.report.choice import folded
-    from meshwright.report.choice_view import choice_page, choices_table
+    from meshwright.cli.common import out
+    from meshwright.pipeline.of_plan import plan_of
+    from meshwright.report.explain_node import folded
+    from meshwright.report.explain_node_view import choice_page, choices_table
 
     screen = out()
     if what is None:
@@ -163,7 +163,7 @@ def _print(loaded: Plan, found: Any, what: str | None, every: bool, others: Any,
 def _print_stages(loaded: Plan) -> None:
     from rich.text import Text
 
-    from meshwright.cli.screen import out
+    from meshwright.cli.common import out
     from meshwright.report.stages import plan_stage_lines
 
     screen, lines = out(), plan_stage_lines(loaded)
@@ -176,7 +176,7 @@ def _print_stages(loaded: Plan) -> None:
 def _print_claims(loaded: Plan) -> None:
     from rich.text import Text
 
-    from meshwright.cli.screen import out
+    from meshwright.cli.common import out
     from meshwright.report.claims import claim_lines, claims_table, technique_lines
 
     lines = [
@@ -193,7 +193,7 @@ def _print_claims(loaded: Plan) -> None:
 
 
 def _print_json(loaded: Plan, rows: Any) -> None:
-    from meshwright.report.choice_view import choice_data
+    from meshwright.report.explain_node_view import choice_data
     from meshwright.report.stages import drawing
 
     meshes = loaded.meshes or (loaded.mesh,)

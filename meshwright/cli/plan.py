@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.options import (
+from meshwright.cli.common import (
     BatchOption,
     ClusterOption,
     JsonOption,
@@ -103,9 +103,8 @@ def plan(
         size_bytes,
         techniques_of,
     )
+    from meshwright.cli.common import as_typed, err
     from meshwright.cli.progress import Watch
-    from meshwright.cli.screen import err
-    from meshwright.cli.typed import as_typed
     from meshwright.errors import DoesNotFit
 
     states = optimizer_states(optimizer)
@@ -220,10 +219,10 @@ def about_model(opened: Opened, captured: Captured) -> str:
 
 def write_trace(path: Path, parts: Partition, machine: Cluster, states: int) -> None:
     """The predicted step as a Chrome trace: that of a rank, or of all ranks of a pipeline."""
-    from meshwright.partition.tasks import simulate
-    from meshwright.pipeline.predicted import predict
+    from meshwright.predict.pipeline_step import predict
+    from meshwright.predict.tasks import simulate
+    from meshwright.report.chrome_trace import save, save_trace, written
     from meshwright.report.schedule_trace import played_processes
-    from meshwright.report.trace import save, save_trace, written
 
     if not parts.plan.stages:
         save_trace(simulate(parts, machine, states), path)
@@ -270,10 +269,10 @@ def show(
     every: bool,
 ) -> None:
     """The plan's table, what it claims, and where it went."""
-    from meshwright.cli.screen import out
+    from meshwright.cli.common import out
     from meshwright.report.claims import claim_lines, claims_table, technique_lines
     from meshwright.report.plan_table import plan_view
-    from meshwright.report.quantities import show_seconds
+    from meshwright.report.units import show_seconds
 
     lines = [("model", about), ("mesh", f"{made.told_mesh}   {made.ranks.size} ranks"), ("mode", made.mode)]
     lines += [*technique_lines(made.techniques), *claim_lines(made.claims)]

@@ -13,7 +13,7 @@ from types import FrameType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from meshwright.report.quantities import show_seconds
+from meshwright.report.units import show_seconds
 
 FIRST_SECONDS = 2.0  # a search that takes longer says what it has
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.options import MODEL_HELP, BatchOption, JsonOption, PlanArgument, SequenceOption
+from meshwright.cli.common import MODEL_HELP, BatchOption, JsonOption, PlanArgument, SequenceOption
 
 if TYPE_CHECKING:
     from meshwright.verify import Report
@@ -31,9 +31,9 @@ def verify(
     import torch
 
     import meshwright as mw
-    from meshwright.cli.opened import captured_model
+    from meshwright.cli.common import err
+    from meshwright.cli.model import captured_model
     from meshwright.cli.progress import Watch
-    from meshwright.cli.screen import err
     from meshwright.plan import Plan
 
     loaded = Plan.load(plan)

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.cost import cluster_file, cluster_text, local, presets
-from meshwright.cost.parts import Curve, Description, Device, Level, Measured
+from meshwright.cost import cluster_file, cluster_text, presets
+from meshwright.cost import local_machine as local
+from meshwright.cost.cluster_data import Curve, Description, Device, Level, Measured
 from meshwright.errors import ClusterError, path_from
 from meshwright.mesh import Axis, Mesh
 from meshwright.redistribute.prices import Prices
@@ -34,7 +35,7 @@ class Cluster(Description):
 
     @staticmethod
     def local(nproc: int = 1) -> Cluster:
-        """This machine's processors shared by `nproc` ranks, not calibrated: see `meshwright.cost.local`."""
+        """This machine's processors shared by `nproc` ranks, not calibrated: see `meshwright.cost.local_machine`."""
         return _cluster(local.describe(nproc))
 
     @staticmethod

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from msgspec import Meta, Struct, field, structs
 
-from meshwright.cost.parts import Description, Device, Level, Measured
+from meshwright.cost.cluster_data import Description, Device, Level, Measured
 from meshwright.errors import ClusterError, did_you_mean, path_from, shown_path
 from meshwright.mesh import MOST_RANKS
 from meshwright.redistribute.steps import COLLECTIVES

@@ -7,8 +7,8 @@ from decimal import Decimal
 
 import yaml
 
+from meshwright.cost.cluster_data import Curve, Description, Measured
 from meshwright.cost.cluster_file import MARK, VERSION
-from meshwright.cost.parts import Curve, Description, Measured
 
 
 def write(cluster: Description, note: str = "") -> str:

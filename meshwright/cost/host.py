@@ -11,9 +11,9 @@ import functools
 
 from meshwright.cost import presets
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.cluster_data import Device, Measured
 from meshwright.cost.machine import launch_seconds, memory_rate
 from meshwright.cost.operators import Amount
-from meshwright.cost.parts import Device, Measured
 
 
 @functools.cache

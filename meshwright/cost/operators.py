@@ -4,7 +4,7 @@ All of it follows from the operator's rule: a tensor's size is the product of it
 tensors costs 2 FLOPs for every combination of their letters. Sizes may be numpy arrays, one place for each strategy,
 so a search prices all strategies of an operator in one call; nothing here branches on a size.
 
-What backward reads is what autograd keeps (`cost/saved.py`): the gradients of the results, the saved tensors, and it
+What backward reads is what autograd keeps (`ops/saved.py`): the gradients of the results, the saved tensors, and it
 writes the gradient of every input that wants one. The tables below hold the operators for which that is not so.
 """
 
@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.cost.saved import EXTRA, fused_attention, saved
 from meshwright.graph import DTYPES, MOVES, PIN, START, WAIT, Node, TensorType
 from meshwright.ops.rule import Port, Rule
+from meshwright.ops.saved import EXTRA, fused_attention, saved
 
 Amount = Any  # float, or a float64 array with a place for each strategy
 Pair = tuple[Amount, Amount]  # forward, backward

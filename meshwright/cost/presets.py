@@ -10,8 +10,8 @@ import re
 from dataclasses import replace
 from importlib import resources
 
+from meshwright.cost.cluster_data import Description, Level
 from meshwright.cost.cluster_file import MOST_RANKS, parse
-from meshwright.cost.parts import Description, Level
 from meshwright.errors import ClusterError, did_you_mean
 
 ALIASES = {

@@ -1,45 +1,23 @@
-"""What it costs to add up the gradients of parameters, as a price that is the sum over parameters."""
+"""What adding the gradient of a micro-batch to those before it costs: two are read, one is written, where autograd
+ends. All gradients are added up once for each micro-batch, so that no cache holds them until the next."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.host import place
+from meshwright.cost.machine import launch_seconds, memory_rate
+from meshwright.cost.operators import Amount
 
-import numpy as np
-
-from meshwright.mesh import Mesh
-from meshwright.redistribute.prices import Prices
-from meshwright.redistribute.steps import wire_elements
-
-Amount = TypeVar("Amount", float, np.ndarray)
+PASSES = 3  # over the bytes of a gradient
+STARTS = 0.5  # of an operator: autograd adds by itself
+FAR = 1e9  # bytes: as many as no cache holds
 
 
-def reduction_seconds(
-    size_bytes: Amount,
-    axes: Sequence[str],
-    mesh: Mesh,
-    prices: Prices,
-    bucket_bytes: int,
-    kind: str = "all_reduce",
-) -> Amount:
-    """Seconds to all-reduce gradients of `size_bytes` (one number, or an array) over some axes; or, by `kind`, to
-    reduce-scatter that many or to all-gather weights that are as many together.
+def adding_seconds(size_bytes: Amount, cluster: Cluster, host: bool = False) -> Amount:
+    """Seconds in which the gradient of a parameter is added to another. `host`: in the host's memory."""
+    device, measured = place(cluster, host)
+    rate = float(memory_rate(FAR, device, measured)) / measured.corrections.get("memory", 1.0)
+    return PASSES * size_bytes / rate + STARTS * launch_seconds(device, measured)
 
-    A gradient pays its share of a full bucket, latency included: ``bytes / rate + latency · bytes / bucket``, since
-    small gradients wait for each other and start together; without buckets (0) each has a latency of its own. Axes of
-    size 1 cost nothing.
-    """
-    axes = tuple(a for a in axes if mesh.sizes[a] > 1)
-    if not axes:
-        return size_bytes * 0.0
-    members = mesh.count(axes)
-    halves = {
-        "all_reduce": (1.0, 1.0),
-        "all_gather": (1 / members, 0.0),
-        "reduce_scatter": (0.0, 1 / members),
-    }
-    share = wire_elements(kind, members, *halves[kind])
-    if not bucket_bytes:
-        latency, per_byte = prices.law(kind, mesh, axes)
-        return latency + size_bytes * (share * per_byte)
-    return size_bytes * (prices.seconds(kind, mesh, axes, share * bucket_bytes) / bucket_bytes)
+
+__all__ = ["STARTS", "adding_seconds"]

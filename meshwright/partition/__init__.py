@@ -15,17 +15,17 @@ from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.batch import by_whole_batch
 from meshwright.ops.factors import Factors
-from meshwright.partition.again import Keeps
-from meshwright.partition.asked import Askers
-from meshwright.partition.fetches import is_fetch
+from meshwright.partition.activation_offload import Stash
+from meshwright.partition.backward_demand import Askers
+from meshwright.partition.insert_reshards import Resharded, insert_reshards
 from meshwright.partition.interleave import STARTED, SUMMED, original
-from meshwright.partition.keeps import settled, with_keeps
 from meshwright.partition.localize import localize_graph
 from meshwright.partition.overlap import Flight, flights, overlapped, stored_in
-from meshwright.partition.reshards import Resharded, insert_reshards
+from meshwright.partition.parameter_offload import is_fetch
+from meshwright.partition.recompute import Keeps
+from meshwright.partition.recompute_marks import settled, with_keeps
 from meshwright.partition.stages import Places, Stage, cut_stages, flights_within, places
-from meshwright.partition.stashes import Stash
-from meshwright.partition.time import check_in_time, in_time, not_in_time
+from meshwright.partition.time_axis import check_in_time, in_time, not_in_time
 from meshwright.plan import Plan
 from meshwright.redistribute import TWO_CORE_GLOO, Prices
 

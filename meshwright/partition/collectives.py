@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 from meshwright.graph import DTYPES, START, WAIT, Graph, Node
 from meshwright.mesh import Mesh
-from meshwright.ops.talk import kernel_talk
+from meshwright.ops.collectives import kernel_talk
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import summed_first
-from meshwright.partition.asked import asked_within
+from meshwright.partition.activation_offload import Stash, stashed_in
+from meshwright.partition.backward_demand import asked_within
+from meshwright.partition.insert_reshards import RESHARD, backward_itemsize, parse_steps
 from meshwright.partition.micro_batches import MicroBatches, first_micro_batch, how_often
 from meshwright.partition.overlap import members_of
-from meshwright.partition.reshards import RESHARD, backward_itemsize, parse_steps
-from meshwright.partition.stashes import Stash, stashed_in
 from meshwright.redistribute import Step
-from meshwright.redistribute.positions import exchange
+from meshwright.redistribute.index_maps import exchange
 from meshwright.redistribute.steps import COLLECTIVES
 
 NO_STASHES: Mapping[str, Stash] = {}

@@ -7,7 +7,7 @@ import math
 from meshwright.graph import DTYPES, RESHARD
 from meshwright.layout import dim_axes, only_axes
 from meshwright.partition import Partition
-from meshwright.redistribute.buckets import Gradient
+from meshwright.partition.buckets import Gradient
 from meshwright.redistribute.steps import origin
 from meshwright.remembered import remembered
 from meshwright.techniques import wire_dtype

@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from meshwright.graph import PIN, RESHARD, START, TO_DEVICE, WAIT, Graph, Input, Node, Ref
-from meshwright.partition.again import VIEWS
 from meshwright.partition.overlap import TOKEN
+from meshwright.partition.recompute import VIEWS
 from meshwright.redistribute.steps import COLLECTIVES
 from meshwright.techniques import TURNS
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from meshwright.graph import MOVES, Graph, Input, Node, verify
 from meshwright.ops.factors import Factors
 from meshwright.ops.local import localize
-from meshwright.partition.reshards import Resharded, local_type
+from meshwright.partition.insert_reshards import Resharded, local_type
 from meshwright.plan import Plan
 
 SUM_OF_COUNTS = "meshwright.all_reduce"

@@ -18,10 +18,10 @@ from meshwright.graph import DTYPES, RESHARD, START, Graph, Input, Node, Ref, pr
 from meshwright.layout import TensorLayout
 from meshwright.ops.batch import by_micro_batch
 from meshwright.partition import Partition
+from meshwright.partition.insert_reshards import local_type, step_texts
 from meshwright.partition.interleave import Interleaved, interleaved, shared
 from meshwright.partition.localize import SUM_OF_COUNTS
-from meshwright.partition.reshards import local_type, step_texts
-from meshwright.partition.time import early_values
+from meshwright.partition.time_axis import early_values
 from meshwright.redistribute import TWO_CORE_GLOO, redistribute
 from meshwright.redistribute.steps import COLLECTIVES, origin
 from meshwright.remembered import remembered

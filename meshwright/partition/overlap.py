@@ -18,14 +18,14 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.graph import MOVES, PIN, RESHARD, START, WAIT, Graph, Node, Ref, TensorType, verify
-from meshwright.partition.again import VIEWS
-from meshwright.partition.fetches import is_fetch
-from meshwright.partition.fusion import sizes
+from meshwright.partition.bucket_sizes import sizes
+from meshwright.partition.buckets import BUCKET_BYTES
+from meshwright.partition.insert_reshards import Resharded, local_type
 from meshwright.partition.layers import layer_of
-from meshwright.partition.reshards import Resharded, local_type
+from meshwright.partition.parameter_offload import is_fetch
+from meshwright.partition.recompute import VIEWS
 from meshwright.plan import Plan
 from meshwright.redistribute import Step
-from meshwright.redistribute.buckets import BUCKET_BYTES
 from meshwright.redistribute.steps import COLLECTIVES, origin
 
 TOKEN = TensorType("f32", (0,))  # what a start gives: only its waits can read it

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from meshwright.pipeline.actions import COMPUTE, Action
-from meshwright.pipeline.check import Played
+from meshwright.pipeline.play import Played
 
 SHOWN = (*COMPUTE, "reduce", "update")
 TALKS = "~"  # what fills the bars of collectives that a rank waits for

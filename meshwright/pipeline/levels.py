@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.parts import Level
+from meshwright.cost.cluster_data import Level
 from meshwright.errors import PlanError
 from meshwright.mesh import Axis, Mesh, prime_factors
 from meshwright.pipeline.meshes import AXIS, Meshes

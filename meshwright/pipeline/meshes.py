@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from meshwright.errors import MeshError, PlanError
 from meshwright.mesh import Mesh
-from meshwright.pipeline.parse import is_own, parse
+from meshwright.pipeline.actions import is_own, parse
 from meshwright.pipeline.schedules import SCHEDULES
 from meshwright.plan import Plan
 from meshwright.techniques import Techniques

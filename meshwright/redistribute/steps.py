@@ -21,9 +21,7 @@ import math
 from dataclasses import dataclass
 
 from meshwright.hashed import hashed_once
-from meshwright.layout import (
-    TensorLayout,
-)
+from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")

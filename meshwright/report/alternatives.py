@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.saved import saved
 from meshwright.errors import MeshwrightError
 from meshwright.graph import Graph, Input, Node
 from meshwright.layout import TensorLayout, dim_axes, without_axes
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Site
+from meshwright.ops.saved import saved
 from meshwright.ops.strategy import Strategy, cut, fits, layouts, splittable, ways
 from meshwright.partition import Partition
-from meshwright.partition.price import on_cluster, program_price
-from meshwright.partition.reshards import insert_reshards
+from meshwright.partition.insert_reshards import insert_reshards
+from meshwright.predict.price import on_cluster, program_price
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from typing import Any
 
 from rich.table import Table
 
-from meshwright.report.fitted import Prose
-from meshwright.report.quantities import show_bytes, show_seconds
+from meshwright.report.fit_table import Prose
+from meshwright.report.units import show_bytes, show_seconds
 from meshwright.techniques import Techniques
 
-# What a simulated step has and a sum has not: see `partition/tasks.py`.
+# What a simulated step has and a sum has not: see `predict/tasks.py`.
 BEYOND = "the step has whole buckets and waits for them, too"
 
 

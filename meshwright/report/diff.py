@@ -17,12 +17,12 @@ from rich.text import Text
 from meshwright.layout import TensorLayout, dim_axes
 from meshwright.mesh import Mesh
 from meshwright.ops.strategy import Strategy
-from meshwright.pipeline.order import place_of, plan_of
+from meshwright.pipeline.of_plan import place_of, plan_of
 from meshwright.plan import Plan
 from meshwright.report.claims import technique_text
-from meshwright.report.fitted import FittedTable
+from meshwright.report.fit_table import FittedTable
 from meshwright.report.plan_table import SHORT
-from meshwright.report.quantities import show_bytes, show_change, show_seconds
+from meshwright.report.units import show_bytes, show_change, show_seconds
 
 LAYER = re.compile(r"(?<=[._])\d+(?=[._]|$)|^\d+(?=[._]|$)")  # the number of a layer in a path or a name
 ABSENT = "–"

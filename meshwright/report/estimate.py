@@ -14,12 +14,12 @@ from rich.text import Text
 from meshwright.cost.cluster import Cluster
 from meshwright.cycles import seldom_collected
 from meshwright.partition import Partition
-from meshwright.partition.judged import peak_on
-from meshwright.partition.price import program_price
-from meshwright.partition.step_times import step_times
-from meshwright.pipeline.predicted import predict
+from meshwright.predict.pipeline_step import predict
+from meshwright.predict.price import program_price
+from meshwright.predict.step_time import step_times
 from meshwright.report.diff import short
-from meshwright.report.quantities import show_bytes, show_change, show_seconds
+from meshwright.report.units import show_bytes, show_change, show_seconds
+from meshwright.search.evaluate import peak_on
 
 
 @dataclass(frozen=True)

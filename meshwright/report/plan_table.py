@@ -25,13 +25,12 @@ from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.collectives import Collective, sent_bytes, step_collectives
 from meshwright.partition.gradients import pending_gradients
-from meshwright.partition.updates import update_layout, updates
+from meshwright.partition.sharded_update import update_layout, updates
 from meshwright.redistribute import Step
 from meshwright.redistribute.steps import LOCAL, origin, show_bytes, wire_bytes, wire_elements
-from meshwright.report.fitted import FittedTable
-from meshwright.report.recomputed import recomputed
+from meshwright.report.fit_table import FittedTable
+from meshwright.report.kept_activations import recomputed, stashed
 from meshwright.report.stages import most_parameters, run_at, stage_lines
-from meshwright.report.stashed import stashed
 
 HEAVY = ("scaled_dot_product_attention", "matmul", "bmm", "einsum", "cross_entropy_loss")
 SHORT = {

@@ -10,14 +10,14 @@ from meshwright.graph import DTYPES, START, TO_HOST, TRANSFERS, WAIT, Graph, Nod
 from meshwright.layout import TensorLayout
 from meshwright.partition import RESHARD, Partition
 from meshwright.partition.accumulation import summed_first
-from meshwright.partition.fetches import is_fetch
+from meshwright.partition.activation_offload import part_bytes
+from meshwright.partition.buckets import Group
+from meshwright.partition.insert_reshards import parse_steps
 from meshwright.partition.interleave import original
 from meshwright.partition.micro_batches import first_micro_batch
-from meshwright.partition.reshards import parse_steps
+from meshwright.partition.parameter_offload import is_fetch
 from meshwright.partition.stages import Stage
-from meshwright.partition.stashes import part_bytes
 from meshwright.redistribute import Step, describe
-from meshwright.redistribute.buckets import Group
 from meshwright.redistribute.steps import show_bytes
 
 

@@ -4,9 +4,9 @@ world, side by side."""
 from __future__ import annotations
 
 from meshwright.pipeline.actions import COMPUTE, MESSAGES, Action
-from meshwright.pipeline.check import Played
 from meshwright.pipeline.measured import Measured, Span
-from meshwright.report.trace import Process, Slice
+from meshwright.pipeline.play import Played
+from meshwright.report.chrome_trace import Process, Slice
 
 
 def played_processes(played: Played, prologue: float = 0.0) -> list[Process]:

@@ -8,13 +8,12 @@ from typing import Any
 from meshwright.graph import DTYPES, MOVES
 from meshwright.partition import Partition
 from meshwright.pipeline.actions import Schedule
-from meshwright.pipeline.claimed import claimed, claimed_stages
 from meshwright.pipeline.draw import draw
-from meshwright.pipeline.held import holders
-from meshwright.pipeline.order import schedule_of
+from meshwright.pipeline.of_plan import holders, schedule_of
 from meshwright.plan import Plan
+from meshwright.predict.pipeline_claims import claimed, claimed_stages
 from meshwright.redistribute.steps import largest_size, show_bytes
-from meshwright.report.quantities import show_seconds
+from meshwright.report.units import show_seconds
 
 WIDTH = 96  # columns of a drawing
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.cost.timeline import Timeline
 from meshwright.pipeline.actions import BACKWARD, FORWARD
-from meshwright.pipeline.check import Played
 from meshwright.pipeline.draw import SHOWN, TALKS, Bar, bars, named, rows_of
 from meshwright.pipeline.measured import Measured, Span
-from meshwright.report.quantities import show_seconds
+from meshwright.pipeline.play import Played
+from meshwright.predict.timeline import Timeline
+from meshwright.report.chrome_trace import save, timeline_process, written
 from meshwright.report.schedule_trace import measured_processes, side_by_side
 from meshwright.report.stages import WIDTH
-from meshwright.report.trace import save, timeline_process, written
+from meshwright.report.units import show_seconds
 
 
 @dataclass(frozen=True)

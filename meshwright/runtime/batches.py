@@ -14,7 +14,7 @@ from meshwright.graph import Input
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
-from meshwright.redistribute.positions import exchange
+from meshwright.redistribute.index_maps import exchange
 from meshwright.redistribute.steps import Step as Move
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.program import HOST

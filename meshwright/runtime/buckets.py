@@ -6,7 +6,7 @@ whose places are all filled is reduced at once. Where backward runs several time
 copied into its place and the others are added to it there, and all is reduced in the last
 backward. A gradient that is large, and that nobody else can hold, is a
 bucket of its own, reduced where it lies: that saves the copy and the buffer. Buckets start in one order on all
-ranks, as collectives must. What goes together is the rule of `redistribute/buckets.py`. Gradients of parameters that
+ranks, as collectives must. What goes together is the rule of `partition/buckets.py`. Gradients of parameters that
 are updated in parts go into buckets that scatter (`runtime/sharded_update.py`), of which one is under way at a time.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from meshwright import pulse
-from meshwright.redistribute.buckets import BUCKET_BYTES, BucketBytes, Gradient, Group, fill
+from meshwright.partition.buckets import BUCKET_BYTES, BucketBytes, Gradient, Group, fill
 from meshwright.runtime.communicator import Communicator, Work
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.sharded_update import ScatterBucket, Shard
@@ -234,7 +234,7 @@ def _buckets(
     described: Sequence[Gradient] | None,
     shards: Mapping[int, Shard],
 ) -> Iterator[tuple[Group, Bucket | ScatterBucket]]:
-    """The buckets of the shared rule (`redistribute/buckets.py`), with their memory."""
+    """The buckets of the shared rule (`partition/buckets.py`), with their memory."""
     if not pending:
         return
     if described is None:

@@ -13,7 +13,7 @@ from meshwright.layout import Dim, TensorLayout, dim_axes, without_axes
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.redistribute import redistribute
-from meshwright.redistribute.positions import exchange
+from meshwright.redistribute.index_maps import exchange
 from meshwright.redistribute.steps import Step
 from meshwright.runtime.alike import Alike
 from meshwright.runtime.ambient import Ambient

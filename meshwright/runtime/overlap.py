@@ -20,8 +20,8 @@ import torch
 
 from meshwright.graph import Node
 from meshwright.mesh import Mesh
-from meshwright.partition.reshards import parse_steps
-from meshwright.redistribute.positions import exchange
+from meshwright.partition.insert_reshards import parse_steps
+from meshwright.redistribute.index_maps import exchange
 from meshwright.redistribute.steps import COLLECTIVES
 from meshwright.runtime.accumulation import Accumulation
 from meshwright.runtime.again import Again, Argument

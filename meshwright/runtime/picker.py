@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.redistribute.grids import Grid
-from meshwright.redistribute.selections import Selection
+from meshwright.redistribute.slices import Grid, Selection
 
 
 class Picker:

@@ -11,12 +11,11 @@ from meshwright.partition import Partition
 from meshwright.partition.micro_batches import MicroBatches
 from meshwright.partition.segments import Segment
 from meshwright.partition.stages import Stage
-from meshwright.pipeline.held import holders
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.messages import Messages
-from meshwright.pipeline.order import forward_only, schedule_of
-from meshwright.pipeline.routes import Routes
-from meshwright.redistribute.between import Laid
+from meshwright.pipeline.messages_across_meshes import Routes
+from meshwright.pipeline.of_plan import forward_only, holders, schedule_of
+from meshwright.redistribute.across_meshes import Laid
 from meshwright.runtime.communicator import Communicator, InStage
 from meshwright.runtime.executor import Action
 

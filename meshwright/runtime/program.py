@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from meshwright.graph import PIN, RESHARD, START, TO_DEVICE, TO_HOST, WAIT, Device, Dtype, Graph, Ref
-from meshwright.partition.fetches import is_fetch
-from meshwright.partition.halves import splittable
-from meshwright.partition.stashes import Stash
+from meshwright.partition.activation_offload import Stash
+from meshwright.partition.parameter_offload import is_fetch
+from meshwright.partition.split_backward import splittable
 from meshwright.runtime.accumulation import Accumulation
 from meshwright.runtime.again import Again
 from meshwright.runtime.collectives import Handle

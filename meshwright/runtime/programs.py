@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from meshwright.graph import Graph
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import scattered_each_time, summed_first
-from meshwright.partition.fetches import fetch_runs, is_fetch
+from meshwright.partition.activation_offload import room_bytes, settled_before, stashed_in
 from meshwright.partition.interleave import in_copies, of_one, original
-from meshwright.partition.keeps import keeps_of
 from meshwright.partition.localize import late_values
 from meshwright.partition.micro_batches import MicroBatches, micro_batches_of
+from meshwright.partition.parameter_offload import fetch_runs, is_fetch
+from meshwright.partition.recompute_marks import keeps_of
 from meshwright.partition.segments import Segment, split_segments
-from meshwright.partition.stashes import room_bytes, settled_before, stashed_in
 from meshwright.runtime.accumulation import Accumulation
 from meshwright.runtime.again import Again
 from meshwright.runtime.collectives import Handle

@@ -11,8 +11,8 @@ import torch
 from meshwright import pulse
 from meshwright.graph import Node
 from meshwright.mesh import Mesh
-from meshwright.partition.reshards import parse_steps
-from meshwright.redistribute.positions import Exchange, exchange
+from meshwright.partition.insert_reshards import parse_steps
+from meshwright.redistribute.index_maps import Exchange, exchange
 from meshwright.runtime import collectives
 from meshwright.runtime.accumulation import Accumulation
 from meshwright.runtime.again import Again

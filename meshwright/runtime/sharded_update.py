@@ -16,9 +16,9 @@ import torch
 
 from meshwright import pulse
 from meshwright.mesh import Mesh
-from meshwright.partition.updates import Update
-from meshwright.redistribute.buckets import Group
-from meshwright.redistribute.positions import exchange
+from meshwright.partition.buckets import Group
+from meshwright.partition.sharded_update import Update
+from meshwright.redistribute.index_maps import exchange
 from meshwright.runtime.communicator import Communicator, Done, Work
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.picker import bring, spread

@@ -2,8 +2,8 @@
 host's memory, or both. The program reads them as ever; what autograd saves of them is a note (`runtime/again.py`).
 
 What goes to the host goes beside computing, and its memory on the device can go when it is there: at most as much is on
-its way as the largest run needs (`partition/stashes.py`). Backward brings a run back at its first reader, and with that
-the run before it, which it will need next.
+its way as the largest run needs (`partition/activation_offload.py`). Backward brings a run back at its first reader,
+and with that the run before it, which it will need next.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections import deque
 import torch
 
 from meshwright.mesh import Mesh
-from meshwright.partition.stashes import Stash
-from meshwright.redistribute.positions import exchange
+from meshwright.partition.activation_offload import Stash
+from meshwright.redistribute.index_maps import exchange
 from meshwright.runtime.again import Again, Result
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.host_link import Event, HostLink

@@ -16,12 +16,12 @@ from meshwright.graph import Input
 from meshwright.layout import TensorLayout, dim_axes
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import scattered_each_time
-from meshwright.partition.fusion import gradient_bytes
+from meshwright.partition.bucket_sizes import gradient_bytes
 from meshwright.partition.gradients import loss_scale, pending_gradients
 from meshwright.partition.segments import Segment
-from meshwright.partition.updates import gathers, update_layout, updates
+from meshwright.partition.sharded_update import gathers, update_layout, updates
 from meshwright.redistribute import redistribute
-from meshwright.redistribute.positions import exchange
+from meshwright.redistribute.index_maps import exchange
 from meshwright.runtime.alike import Alike
 from meshwright.runtime.ambient import Ambient, check_gradients
 from meshwright.runtime.batches import BatchParts, Given, LocalBatch, place_of, slicer

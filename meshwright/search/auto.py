@@ -2,8 +2,8 @@
 
 The sum of all seconds is not the step: some communication hides behind computing. With a weight α of computing, and
 1 - α of what can hide, the optimum of a weighted sum is a plan worth simulating. What bounds every plan's step are
-chains of what cannot run at once (`search/space/step.py`), and the best simulated one is compared with the least of
-these.
+chains of what cannot run at once (`search/space/step_bound.py`), and the best simulated one is compared with the
+least of these.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from meshwright.ops.batch import batch_rows
+from meshwright.search.compute_bound import Least
 from meshwright.search.data_parallel import by_batch
-from meshwright.search.frugal import saved
-from meshwright.search.joint.bounds import Least
-from meshwright.search.joint.too_large import NothingFits
+from meshwright.search.infeasible import NothingFits
+from meshwright.search.least_memory import saved
+from meshwright.search.memory_limit import NEAR, Limited, fits, limited, nearer, priced_by_bytes
 from meshwright.search.planner import Found, Planner, families_of, resting_families
-from meshwright.search.recursed import recursion
+from meshwright.search.recursion_within_limit import recursion
 from meshwright.search.solve import solve, solve_limited
 from meshwright.search.space.build import Space
+from meshwright.search.space.constraints import exactly, rows_of
 from meshwright.search.space.families import outside
-from meshwright.search.space.given import exactly, rows_of
 from meshwright.search.space.memory import memory_of
-from meshwright.search.space.step import entries, step_problem
-from meshwright.search.within import NEAR, Limited, fits, limited, nearer, priced_by_bytes
+from meshwright.search.space.step_bound import entries, step_problem
 
 ALPHAS = (0.5, 0.3)  # weights of computing against what can hide beside it, as long as there is a gap
 SURE = 4  # candidates that are judged in full, at most

@@ -7,8 +7,8 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from meshwright.errors import StrategyError
 from meshwright.graph import Node
 from meshwright.ops.strategy import Strategy, units
-from meshwright.search.menus import Choices, State, Turn
-from meshwright.search.options import Scene
+from meshwright.search.option_tables import Choices, State, Turn
+from meshwright.search.scene import Scene
 
 
 def batch_options(menu: Choices, marks: Mapping[str, tuple[bool, ...]]) -> tuple[int, ...]:

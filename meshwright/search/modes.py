@@ -19,20 +19,26 @@ from meshwright.ops.strategy import WHOLE, Strategy
 from meshwright.plan import Plan, fingerprint, plain_pins
 from meshwright.plan_file import MODES
 from meshwright.redistribute.steps import enough_bytes, show_bytes
-from meshwright.search.alternatives import next_best
+from meshwright.search.annotations import (
+    PinSpec,
+    check_annotated,
+    given_values,
+    mark_seeds,
+    pin_specs,
+    region,
+)
+from meshwright.search.cost_modes import SEARCHES, priced, search
 from meshwright.search.data_parallel import assign_batch, check_batch
-from meshwright.search.finish import input_layouts, pass_gradients_back
-from meshwright.search.folded import Folded, folded, unfolding, whole
-from meshwright.search.honoured import check_annotated
-from meshwright.search.marks import PinSpec, given_values, mark_seeds, pin_specs, region
-from meshwright.search.notes import repeated, uneven, unknown
-from meshwright.search.options import Assignment, Scene
+from meshwright.search.host_tables import with_tables
+from meshwright.search.layer_groups import Folded, folded, unfolding, whole
+from meshwright.search.next_best import next_best
 from meshwright.search.pins import Seeds, check_pins, module_seeds, overlaps, pinned_kinds
 from meshwright.search.planner import Found, Planner, Request
 from meshwright.search.propagation import propagate
-from meshwright.search.searched import SEARCHES, priced, search
+from meshwright.search.remarks import repeated, uneven, unknown
+from meshwright.search.scene import Assignment, Scene
 from meshwright.search.solve import NoStates
-from meshwright.search.tables import with_tables
+from meshwright.search.to_plan import input_layouts, pass_gradients_back
 
 NO_LIMIT = "no limit, to see the plan"
 ANNOTATED = ("semi_auto", "sharding_propagation", *SEARCHES)  # modes that look at pins and annotations

@@ -15,7 +15,7 @@ from meshwright.ops.batch import batch_units
 from meshwright.ops.factors import Site
 from meshwright.ops.rule import SIZED, dim_letters, is_whole
 from meshwright.ops.strategy import Strategy, at_path, cut, fits, splittable, unit_leaves, units, ways
-from meshwright.search.options import Scene
+from meshwright.search.scene import Scene
 
 BATCH = "batch"  # what plans are shown with where a letter counts examples
 Seeds = dict[str, dict[str, Strategy]]  # axis → node → single-axis strategy

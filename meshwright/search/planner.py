@@ -14,22 +14,18 @@ import numpy as np
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.mesh import Mesh
-from meshwright.redistribute.matrix import Table
-from meshwright.search.alike.kinds import kinds_of
-from meshwright.search.alike.prices import Alike, MakePriced
-from meshwright.search.alike.ways import BITS
+from meshwright.redistribute.price_matrix import Table
 from meshwright.search.deadline import Deadline
-from meshwright.search.folded import Folded
-from meshwright.search.options import Scene
+from meshwright.search.layer_groups import Folded
 from meshwright.search.pins import Seeds
+from meshwright.search.scene import Scene
 from meshwright.search.solve import Memory, Problem
-from meshwright.search.space.alike_codes import all_codes
 from meshwright.search.space.build import Choice, Made, Space
+from meshwright.search.space.cache import Kept
 from meshwright.search.space.codes import values_of
-from meshwright.search.space.examples import in_pieces
-from meshwright.search.space.families import Family, named, resting, runs
-from meshwright.search.space.given import honouring, wished_options
-from meshwright.search.space.kept import Kept
+from meshwright.search.space.codes_shared import all_codes
+from meshwright.search.space.constraints import honouring, wished_options
+from meshwright.search.space.families import Family, in_pieces, named, resting, runs
 from meshwright.search.space.memory import (
     Demands,
     Elsewhere,
@@ -41,8 +37,11 @@ from meshwright.search.space.memory import (
 )
 from meshwright.search.space.parameters import Storage
 from meshwright.search.space.wiring import Ties, Wiring
-from meshwright.search.techniques.elsewhere import elsewhere
+from meshwright.search.techniques.offload import elsewhere
 from meshwright.search.techniques.recompute import again_of
+from meshwright.search.vectorized.kinds import kinds_of
+from meshwright.search.vectorized.prices import Alike, MakePriced
+from meshwright.search.vectorized.redistribution import BITS
 from meshwright.techniques import NONE, Techniques
 
 SPACES = {

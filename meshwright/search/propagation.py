@@ -15,9 +15,8 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 
 from meshwright.ops.strategy import Strategy
-from meshwright.search.board import Board
-from meshwright.search.menus import CUT, GRAD, PENDING, WHOLE_CODE, State
-from meshwright.search.options import Scene
+from meshwright.search.option_tables import CUT, GRAD, PENDING, WHOLE_CODE, Board, State
+from meshwright.search.scene import Scene
 
 OPEN = -1  # a value whose producer is not decided, a node that is not
 Score = tuple[

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.mesh import Mesh
-from meshwright.search.alike.prices import MakePriced
-from meshwright.search.alike.spaces import made
 from meshwright.search.solve import Problem, eliminate, solve
 from meshwright.search.space.build import Made, Space
 from meshwright.search.space.codes import NodeCodes
+from meshwright.search.space.constraints import rows_chosen, states_with
 from meshwright.search.space.families import Family, Rows, one_change, one_option
-from meshwright.search.space.given import rows_chosen, states_with
+from meshwright.search.vectorized.prices import MakePriced
+from meshwright.search.vectorized.spaces import made
 
 MakeSpace = Callable[[Family | Made], Space]
 TOGETHER = 3  # axes of a turn

@@ -21,14 +21,7 @@ from meshwright.runtime.step import LocalStep
 from meshwright.state.filling import check_met, fill
 from meshwright.state.folder import as_path, in_turn, passed_over, whole_ones
 from meshwright.state.generators import begun_anew, set_random_state
-from meshwright.state.held import (
-    DTYPES,
-    layout_of,
-    model_items,
-    place_of_state,
-    set_options,
-    trained_inputs,
-)
+from meshwright.state.held import DTYPES, layout_of, model_items, place_of_state, set_options, trained_inputs
 from meshwright.state.index import MODEL, RANDOM, STATE, Index
 from meshwright.state.matching import as_named_here, check_model, check_optimizer, saved_name
 from meshwright.state.plain import from_plain, give_back

@@ -21,13 +21,7 @@ from meshwright.runtime.connect import late
 from meshwright.runtime.step import LocalStep
 from meshwright.state.folder import as_path, begin, own
 from meshwright.state.generators import random_state
-from meshwright.state.held import (
-    SAFE_NAMES,
-    kept_inputs,
-    model_items,
-    optimizer_values,
-    state_items,
-)
+from meshwright.state.held import SAFE_NAMES, kept_inputs, model_items, optimizer_values, state_items
 from meshwright.state.index import RANDOM, key_of
 from meshwright.state.lock import Lock
 from meshwright.state.plain import to_plain

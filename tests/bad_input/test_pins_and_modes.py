@@ -9,12 +9,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.errors import (
-    CaptureError,
-    MeshError,
-    PlanError,
-    StrategyError,
-)
+from meshwright.errors import CaptureError, MeshError, PlanError, StrategyError
 from tests.bad_input.wrong import Case, check_told, net, perceptron
 
 HERE = Path(__file__).name

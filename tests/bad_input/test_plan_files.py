@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from meshwright.errors import (
-    PlanError,
-)
+from meshwright.errors import PlanError
 from meshwright.examples import mlp
 from tests.bad_input.wrong import built, perceptron
 

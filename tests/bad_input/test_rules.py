@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.errors import (
-    RuleError,
-)
+from meshwright.errors import RuleError
 from tests.bad_input.wrong import Net, net
 
 PLACE = "wrong.py"  # torch knows the lines of `forward` methods: that of Net

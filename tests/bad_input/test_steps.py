@@ -11,10 +11,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright.errors import (
-    BatchError,
-    RunError,
-)
+from meshwright.errors import BatchError, RunError
 from tests.bad_input.wrong import built, fresh
 
 HERE = Path(__file__).name

@@ -10,10 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import meshwright as mw
-from meshwright.errors import (
-    LayoutError,
-    StrategyError,
-)
+from meshwright.errors import LayoutError, StrategyError
 from tests.bad_input.wrong import LAYOUT, Case, check_told, matmul, net
 
 HERE = Path(__file__).name

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from bench import predict_report as report
 from bench.predict_report import Row
-from meshwright.calibrate.whole import HIDDEN, LAUNCH, Prediction
-from meshwright.cost.timeline import COMPUTE, Task
+from meshwright.calibrate.step_rows import HIDDEN, LAUNCH, Prediction
+from meshwright.predict.timeline import COMPUTE, Task
 
 LOUD = 2.0
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from meshwright.calibrate import fit, worker
-from meshwright.calibrate.found import calibration, si
 from meshwright.calibrate.plan import FULL, KINDS, PACES, WAITED, Found, Point
-from meshwright.calibrate.whole import priced
+from meshwright.calibrate.result import calibration, si
+from meshwright.calibrate.step_rows import priced
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.machine import arithmetic_rate, seconds, update_seconds
 from meshwright.cost.operators import Work

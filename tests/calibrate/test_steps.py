@@ -9,14 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.calibrate import steps, whole
+from meshwright.calibrate import step_rows as steps
+from meshwright.calibrate import step_rows as whole
 from meshwright.calibrate.bench import Bench
 from meshwright.calibrate.models import MODELS
 from meshwright.calibrate.plan import PACES, QUICK, Found, Point
 from meshwright.compile import captured_of, lower
 from meshwright.cost.cluster import Cluster
 from meshwright.mesh import Mesh
-from meshwright.partition.tasks import simulate
+from meshwright.predict.tasks import simulate
 from meshwright.runtime.communicator import Alone
 from tests.partition.models import UNEVEN
 

@@ -8,19 +8,19 @@ from dataclasses import replace
 import pytest
 
 import meshwright as mw
-from meshwright.cli.changes import resized, scaled, with_rows
 from meshwright.cli.estimate import options, parsed
-from meshwright.cli.opened import cut
+from meshwright.cli.model import cut
+from meshwright.cli.what_if import resized, scaled, with_rows
 from meshwright.compile import captured_of
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import ClusterError, PlanError
 from meshwright.examples import gpt
 from meshwright.ops.factors import analyze
 from meshwright.ops.table import rules_of
-from meshwright.partition.price import program_price
-from meshwright.partition.weighed import weighed
+from meshwright.predict.per_operator import weighed
+from meshwright.predict.price import program_price
 from meshwright.report.estimate import estimate
-from meshwright.report.whatif import changed, stored_as_used, transferred
+from meshwright.report.what_if import changed, stored_as_used, transferred
 
 CONFIG = gpt.GPTConfig(vocabulary=96, width=48, layers=3, heads=4, sequence=24)
 PINS = {"blocks.*.up": {"n": "tp"}, "*.qkv": {"n": "tp"}}

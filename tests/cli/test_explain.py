@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 
 import meshwright as mw
-from meshwright.cli.opened import cut
+from meshwright.cli.model import cut
 from meshwright.compile import captured_of, lower
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.examples import mlp
 from meshwright.ops.strategy import layouts
-from meshwright.partition.price import program_price
+from meshwright.predict.price import program_price
 from meshwright.report.alternatives import alternatives
-from meshwright.report.choice import choices, folded, matching
+from meshwright.report.explain_node import choices, folded, matching
 
 
 @pytest.fixture(scope="module")

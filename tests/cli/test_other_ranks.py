@@ -14,7 +14,7 @@ from meshwright.errors import PlanError
 from meshwright.examples import gpt
 from meshwright.layout import map_leaves
 from meshwright.mesh import Mesh
-from meshwright.report.other_ranks import on_other_ranks
+from meshwright.report.reshape_plan import on_other_ranks
 
 CONFIG = gpt.GPTConfig(vocabulary=96, width=96, layers=2, heads=8, sequence=24)
 PINS = {"blocks.*.up": {"n": "tp"}, "*.qkv": {"n": "tp"}}

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from meshwright.cli.model import open_model
-from meshwright.cli.opened import cut
+from meshwright.cli.model import cut, open_model
 from meshwright.compile import captured_of
 from meshwright.cost.cluster import Cluster
-from meshwright.partition.price import program_price
 from meshwright.pipeline.levels import part_of
 from meshwright.pipeline.meshes import meshes_of
-from meshwright.pipeline.order import place_of
+from meshwright.pipeline.of_plan import place_of
+from meshwright.predict.price import program_price
 from meshwright.report.diff import difference
 from meshwright.report.estimate import estimate
 

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from meshwright.cli.changes import scaled
-from meshwright.cli.model import open_model
-from meshwright.cli.opened import cut
+from meshwright.cli.model import cut, open_model
+from meshwright.cli.what_if import scaled
 from meshwright.compile import captured_of
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.pipeline.claimed import claimed
-from meshwright.pipeline.predicted import predict
+from meshwright.predict.pipeline_claims import claimed
+from meshwright.predict.pipeline_step import predict
 from meshwright.report.estimate import estimate
 
 MODEL = """

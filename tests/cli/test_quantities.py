@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from meshwright.report.quantities import show_change, show_seconds
+from meshwright.report.units import show_change, show_seconds
 
 
 @pytest.mark.parametrize(

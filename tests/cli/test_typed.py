@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.cli.arguments import optimizer_states, techniques_of
-from meshwright.cli.typed import typed
+from meshwright.cli.common import typed
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from meshwright.graph import Graph
 from meshwright.layout import SubDim, TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.partition import Partition
-from meshwright.partition.memory import ADAMW, ADAMW_FOREACH, ADAMW_FUSED, Peak, peak
 from meshwright.plan import Plan
+from meshwright.predict.memory.step import ADAMW, ADAMW_FOREACH, ADAMW_FUSED, Peak, peak
 from meshwright.runtime.communicator import Alone, Counter
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep

@@ -18,7 +18,7 @@ import meshwright as mw, torch
 from bench.memory import peak_bytes
 from bench.ranks import on_ranks
 from meshwright.examples import gpt
-from meshwright.partition.judged import peak_on
+from meshwright.search.evaluate import peak_on
 
 def step(techniques):
     model, batch, loss = gpt.build(gpt.GPTConfig(512, 128, 4, 4, 64), batch=8)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwright.cost.saved import has_line, saved
+from meshwright.ops.saved import has_line, saved
 from tests.ops.prove import Sample, plain, sample, type_of
 from tests.ops.samples import SAMPLES, b, i
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cost.timeline import COMPUTE, Task, play
+from meshwright.predict.timeline import COMPUTE, Task, play
 
 STREAMS = ("a", "b")
 

@@ -17,9 +17,9 @@ from meshwright.compile import captured_of, lower, values_of
 from meshwright.cost.cluster import Cluster
 from meshwright.examples import mlp
 from meshwright.partition import Partition
-from meshwright.partition.adding import added, added_seconds
-from meshwright.partition.price import program_price
-from meshwright.partition.step_times import step_times
+from meshwright.predict.accumulated import added, added_seconds
+from meshwright.predict.price import program_price
+from meshwright.predict.step_time import step_times
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep

@@ -13,9 +13,9 @@ import meshwright as mw
 from meshwright.cost.cluster import Cluster
 from meshwright.examples import gpt
 from meshwright.examples.zoo import hugging_face
-from meshwright.partition import layered_times
-from meshwright.partition.judged import Judge
-from meshwright.partition.more_layers import with_layers
+from meshwright.predict import extrapolate as layered_times
+from meshwright.predict.extrapolate_tasks import with_layers
+from meshwright.search.evaluate import Judge
 from meshwright.search.planner import Verdict
 from meshwright.search.space.build import Choice
 

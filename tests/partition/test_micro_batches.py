@@ -13,9 +13,9 @@ from meshwright.cost.cluster import Cluster
 from meshwright.examples import gpt
 from meshwright.partition import Partition
 from meshwright.partition.collectives import step_collectives
-from meshwright.partition.memory import peak
-from meshwright.partition.price import program_price
-from meshwright.partition.tasks import step_tasks
+from meshwright.predict.memory.step import peak
+from meshwright.predict.price import program_price
+from meshwright.predict.tasks import step_tasks
 
 PINS = {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}, "head": {"n": "tp"}}
 

@@ -12,8 +12,8 @@ from meshwright.compile import captured_of, lower, plan_captured
 from meshwright.cost.cluster import Cluster, Device, Level, Measured
 from meshwright.examples import mlp
 from meshwright.mesh import Mesh
-from meshwright.ops.talk import TALKATIVE, kernel_talk, site_talk
-from meshwright.partition.price import letter_sizes, on_cluster, program_price
+from meshwright.ops.collectives import TALKATIVE, kernel_talk, site_talk
+from meshwright.predict.price import letter_sizes, on_cluster, program_price
 from meshwright.redistribute.steps import origin
 from tests.partition.models import CASES, MeshKey, prepared, stored_cut
 

@@ -11,13 +11,13 @@ import pytest
 
 from meshwright.compile import captured_of
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.saved import saved
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import analyze
+from meshwright.ops.saved import saved
 from meshwright.ops.table import rules_of
 from meshwright.partition import partition
-from meshwright.partition.price import program_price
 from meshwright.plan import Plan, fingerprint
+from meshwright.predict.price import program_price
 from meshwright.search.space.build import Space
 from meshwright.search.space.families import named, runs
 from meshwright.search.space.parameters import Storage

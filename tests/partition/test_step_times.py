@@ -10,9 +10,9 @@ import meshwright as mw
 from meshwright.compile import captured_of, lower
 from meshwright.cost.cluster import Cluster
 from meshwright.examples import gpt
-from meshwright.partition import step_times as module
-from meshwright.partition.step_times import step_times
-from meshwright.partition.tasks import simulate
+from meshwright.predict import step_time as module
+from meshwright.predict.step_time import step_times
+from meshwright.predict.tasks import simulate
 
 CLUSTER = Cluster.preset("h100", nodes=2, ranks_per_node=2)
 SLOW = {"compute": 1.3, "collective": 1.6}  # what runs beside one another slows one another down

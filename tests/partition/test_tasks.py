@@ -10,12 +10,12 @@ import torch
 from meshwright.capture.batch import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
 from meshwright.cost.cluster import Cluster, Device, Level
-from meshwright.cost.timeline import COMPUTE
 from meshwright.partition import Partition
+from meshwright.partition.buckets import ALONE_BYTES, Gradient, fill
 from meshwright.partition.gradients import pending_gradients
-from meshwright.partition.price import program_price
-from meshwright.partition.tasks import simulate, step_tasks
-from meshwright.redistribute.buckets import ALONE_BYTES, Gradient, fill
+from meshwright.predict.price import program_price
+from meshwright.predict.tasks import simulate, step_tasks
+from meshwright.predict.timeline import COMPUTE
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep

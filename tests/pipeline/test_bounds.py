@@ -10,17 +10,17 @@ from meshwright.cost.cluster import Cluster, Level
 from meshwright.errors import PlanError
 from meshwright.ops.analysis import factors_of
 from meshwright.pipeline.actions import BACKWARD, BACKWARD_INPUT, FORWARD, Action
-from meshwright.pipeline.bounds import Bounds
-from meshwright.pipeline.chains import chains, counts, shares_of
-from meshwright.pipeline.check import play
+from meshwright.pipeline.critical_path import chains, counts, shares_of
 from meshwright.pipeline.levels import mesh_over
+from meshwright.pipeline.play import play
 from meshwright.pipeline.schedules import make
 from meshwright.request import request_for
-from meshwright.search.folded import folded
-from meshwright.search.joint.bounds import Least
-from meshwright.search.joint.outer import Outer
-from meshwright.search.options import Scene
+from meshwright.search.compute_bound import Least
+from meshwright.search.layer_groups import folded
+from meshwright.search.pipeline.bounds import Bounds
+from meshwright.search.pipeline.configurations import Outer
 from meshwright.search.planner import Planner
+from meshwright.search.scene import Scene
 from meshwright.search.space.build import Ties
 from meshwright.techniques import techniques_from
 from tests.search.planned import GPU, built

@@ -14,8 +14,8 @@ import meshwright as mw
 from meshwright import compile
 from meshwright.cost.cluster import Cluster, Level
 from meshwright.errors import PlanError
-from meshwright.pipeline import chosen
-from meshwright.search.joint.fronts import Front
+from meshwright.search.joint.pareto import Front
+from meshwright.search.pipeline import choose as chosen
 from tests.search.planned import GPU, built
 
 

@@ -12,10 +12,10 @@ from meshwright.compile import captured_of, lower
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.examples import gpt
-from meshwright.pipeline.costs import costs_of, stage_room
-from meshwright.pipeline.order import schedule_of
-from meshwright.pipeline.predicted import predict
+from meshwright.pipeline.of_plan import schedule_of
 from meshwright.pipeline.split import split
+from meshwright.predict.pipeline_step import predict
+from meshwright.predict.split_costs import costs_of, stage_room
 
 
 def cluster(ranks: int) -> Cluster:

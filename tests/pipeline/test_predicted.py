@@ -17,13 +17,13 @@ from meshwright.cost.cluster import Cluster, Measured
 from meshwright.cost.machine import QUEUED
 from meshwright.errors import PlanError
 from meshwright.examples import gpt
-from meshwright.partition.memory import peak
-from meshwright.partition.stage_seconds import StageSeconds
-from meshwright.partition.tasks import simulate
-from meshwright.pipeline.claimed import play_stages
 from meshwright.pipeline.meshes import meshes_of
-from meshwright.pipeline.predicted import peaks_of, predict
 from meshwright.pipeline.schedules import make
+from meshwright.predict.memory.step import peak
+from meshwright.predict.pipeline_claims import play_stages
+from meshwright.predict.pipeline_step import peaks_of, predict
+from meshwright.predict.stage_time import StageSeconds
+from meshwright.predict.tasks import simulate
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.kernels.split_linear import SplitLinear
 from meshwright.runtime.rank import Rank

@@ -11,7 +11,7 @@ from hypothesis import given
 
 from meshwright.layout import Cat, TensorLayout, parse_layout
 from meshwright.mesh import Mesh
-from meshwright.redistribute.between import Laid, Route, arriving, leaving, received_elements
+from meshwright.redistribute.across_meshes import Laid, Route, arriving, leaving, received_elements
 from meshwright.redistribute.storage import repeated_axes, stored
 from tests.redistribute.test_redistribute import problems
 

@@ -13,7 +13,7 @@ from meshwright.errors import LayoutError
 from meshwright.layout import verify
 from meshwright.mesh import Axis, Mesh
 from meshwright.redistribute import Prices, redistribute, total_seconds
-from meshwright.redistribute.matrix import PENDING, WHOLE, Table, Value
+from meshwright.redistribute.price_matrix import PENDING, WHOLE, Table, Value
 from meshwright.redistribute.steps import COLLECTIVES, largest_size
 
 LINKS = Prices.of({

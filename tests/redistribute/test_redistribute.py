@@ -25,10 +25,10 @@ from meshwright.redistribute import (
     total_seconds,
     wire_bytes,
 )
-from meshwright.redistribute.exact import _flat, _Problem
-from meshwright.redistribute.grids import Grid
-from meshwright.redistribute.positions import Exchange, exchange
-from meshwright.redistribute.simulate import assemble, execute, pairing, scatter
+from meshwright.redistribute.index_maps import Exchange, exchange
+from meshwright.redistribute.oracle import assemble, execute, pairing, scatter
+from meshwright.redistribute.shortest_path import _flat, _Problem
+from meshwright.redistribute.slices import Grid
 
 RING = Prices.ring(1e-6, 1e9)
 GLOO_LIKE = Prices.of({

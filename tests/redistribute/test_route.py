@@ -12,8 +12,8 @@ from meshwright.layout import SubDim as Leaf
 from meshwright.layout import TensorLayout, map_leaves, parse_layout, verify
 from meshwright.mesh import Axis, Mesh
 from meshwright.redistribute import Prices, redistribute, reshard, total_seconds
-from meshwright.redistribute.route import SCHEDULES, Pair, route
-from meshwright.redistribute.simulate import assemble, execute, pairing, scatter
+from meshwright.redistribute.oracle import assemble, execute, pairing, scatter
+from meshwright.redistribute.schedules import SCHEDULES, Pair, route
 
 BYTES_ONLY = Prices.ring(0.0, 1e9)
 RING = Prices.ring(1e-6, 1e9)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.report.fitted import FittedTable, Prose, broken, pieces, widths
+from meshwright.report.fit_table import FittedTable, Prose, broken, pieces, widths
 
 ROWS = (
     ("blocks.*.attention.out ×2", "linear", "batch=dp n=tp", "[48, 48/tp]", "→ all_reduce(dp,tp) 12 B"),

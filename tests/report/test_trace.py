@@ -9,8 +9,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cost.timeline import COMPUTE, Task, play
-from meshwright.report.trace import save_trace, trace
+from meshwright.predict.timeline import COMPUTE, Task, play
+from meshwright.report.chrome_trace import save_trace, trace
 
 TASKS = [
     Task("up", (COMPUTE,), 1 / 3000, kind="forward", about={"module": "blocks.0.up", "operator": "linear"}),

@@ -8,9 +8,9 @@ from meshwright.compile import captured_of, plan
 from meshwright.errors import PlanError
 from meshwright.examples import gpt
 from meshwright.ops.analysis import factors_of
-from meshwright.partition.weighed import weighed
 from meshwright.plan import Plan
-from meshwright.report.whatif import changed, transferred
+from meshwright.predict.per_operator import weighed
+from meshwright.report.what_if import changed, transferred
 
 CONFIG = gpt.GPTConfig(vocabulary=96, width=48, layers=4, heads=4, sequence=24)
 

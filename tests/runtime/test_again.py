@@ -23,8 +23,8 @@ from meshwright.ops.factors import analyze
 from meshwright.ops.rule import dim_letters
 from meshwright.ops.strategy import Strategy
 from meshwright.ops.table import rules_of
-from meshwright.partition.again import alike
 from meshwright.partition.collectives import program_collectives
+from meshwright.partition.recompute import alike
 from meshwright.plan import Plan
 from meshwright.report.program import ProgramText
 from meshwright.runtime.again import Again

@@ -75,7 +75,7 @@ def test_gradients_of_pending_parameters_are_reduced_once() -> None:
 
 
 def test_the_program_prints_every_collective() -> None:
-    from meshwright.redistribute.buckets import Gradient, Group
+    from meshwright.partition.buckets import Gradient, Group
     from meshwright.report.program import ProgramText
 
     build, pins = CASES["gpt"]

@@ -13,8 +13,8 @@ from meshwright.compile import captured_of, lower, values_of
 from meshwright.errors import PlanError
 from meshwright.examples import gpt
 from meshwright.mesh import Mesh
+from meshwright.partition.buckets import fused_bytes
 from meshwright.redistribute import Prices
-from meshwright.redistribute.buckets import fused_bytes
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep

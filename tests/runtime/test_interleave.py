@@ -16,7 +16,7 @@ from meshwright.compile import captured_of, lower, values_of
 from meshwright.cost.cluster import Cluster, Device, Level
 from meshwright.examples import gpt, llama, recommender
 from meshwright.graph import START, WAIT
-from meshwright.partition.tasks import simulate
+from meshwright.predict.tasks import simulate
 from meshwright.runtime.communicator import Counter, Done
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep

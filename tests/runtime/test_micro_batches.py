@@ -14,7 +14,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.examples import gpt
 from meshwright.partition.collectives import step_collectives
 from meshwright.partition.micro_batches import micro_batches_of
-from meshwright.partition.tasks import step_tasks
+from meshwright.predict.tasks import step_tasks
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep

@@ -9,7 +9,7 @@ import meshwright as mw
 from meshwright.compile import captured_of, lower, plan, values_of
 from meshwright.examples import gpt, llama
 from meshwright.mesh import Mesh
-from meshwright.redistribute import buckets
+from meshwright.partition import buckets
 from meshwright.runtime.communicator import Counter, Done
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep

@@ -88,8 +88,8 @@ def test_every_kind_of_step_moves_the_same_bytes_as_the_simulation(tmp_path: Pat
     import numpy as np
     from meshwright.layout import parse_layout
     from meshwright.redistribute import Prices, redistribute
-    from meshwright.redistribute.positions import exchange
-    from meshwright.redistribute.simulate import scatter, execute
+    from meshwright.redistribute.index_maps import exchange
+    from meshwright.redistribute.oracle import scatter, execute
     from meshwright.runtime.collectives import Handle
     from meshwright.runtime.reshard import Mover
     world = mw.world({"a": 2, "b": 2})

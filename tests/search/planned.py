@@ -13,8 +13,8 @@ from meshwright.compile import captured_of, lower
 from meshwright.cost.cluster import Cluster, Device, Level
 from meshwright.examples import gpt, llama, mlp, recommender, zoo
 from meshwright.partition import Partition
-from meshwright.partition.memory import Peak, optimizer_on, peak
 from meshwright.plan import Plan
+from meshwright.predict.memory.step import Peak, optimizer_on, peak
 from tests.partition.models import UNEVEN
 
 SEARCHES = ("recursive_programming", "dynamic_programming", "auto")

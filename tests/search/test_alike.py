@@ -17,21 +17,21 @@ from meshwright.graph import Graph
 from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
 from meshwright.search import planner as planner_module
-from meshwright.search.alike import ways
-from meshwright.search.alike.spaces import made
-from meshwright.search.folded import Folded, folded, whole
-from meshwright.search.options import Scene
+from meshwright.search.layer_groups import Folded, folded, whole
 from meshwright.search.pins import module_seeds
 from meshwright.search.planner import Planner, Request
 from meshwright.search.recursion import recursive_programming, turns
+from meshwright.search.scene import Scene
 from meshwright.search.solve import NoStates, Problem, eliminate
 from meshwright.search.solve.eliminate import Eliminated
-from meshwright.search.solve.rounds import Rounds, Tables, ends_of
+from meshwright.search.solve.eliminate_batched import Rounds, Tables, ends_of
 from meshwright.search.space.build import Choice, Space
 from meshwright.search.space.codes import NodeCodes
+from meshwright.search.space.constraints import exactly
 from meshwright.search.space.families import one_option
-from meshwright.search.space.given import exactly
 from meshwright.search.space.memory import memory_of
+from meshwright.search.vectorized import redistribution as ways
+from meshwright.search.vectorized.spaces import made
 from meshwright.techniques import techniques_from
 from tests.search.drawn import draw
 from tests.search.planned import PINS, built, cluster

@@ -15,8 +15,9 @@ from meshwright.compile import captured_of, lower
 from meshwright.errors import PlanError
 from meshwright.examples import gpt
 from meshwright.graph import Node
-from meshwright.partition.kept import kept_bytes
-from meshwright.search.techniques.budget import POLICIES, Weight, solve
+from meshwright.predict.memory.per_operator import kept_bytes
+from meshwright.predict.per_operator import Weight
+from meshwright.search.techniques.budget import POLICIES, solve
 from meshwright.search.techniques.layers import Layer
 
 

@@ -15,8 +15,8 @@ from meshwright.graph import Graph, Input, Node, Ref, TensorType, verify
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import analyze
 from meshwright.ops.table import rules_of
-from meshwright.search.folded import Folded, folded
-from meshwright.search.marks import renumber
+from meshwright.search.annotations import renumber
+from meshwright.search.layer_groups import Folded, folded
 from meshwright.search.modes import make_plan
 
 T = TensorType("f32", (4, 8))

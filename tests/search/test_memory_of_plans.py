@@ -10,11 +10,11 @@ import pytest
 from meshwright.compile import captured_of
 from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
-from meshwright.partition.tasks import simulate
+from meshwright.predict.tasks import simulate
 from meshwright.request import request_for
-from meshwright.search.folded import folded, whole
-from meshwright.search.options import Scene
+from meshwright.search.layer_groups import folded, whole
 from meshwright.search.planner import Planner, families_of
+from meshwright.search.scene import Scene
 from meshwright.search.solve import solve
 from meshwright.search.space.families import named
 from meshwright.search.space.memory import fixed_bytes, memory_of

@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 
 from meshwright.compile import captured_of
-from meshwright.cost.saved import saved
 from meshwright.ops.analysis import factors_of
+from meshwright.ops.saved import saved
 from meshwright.partition import Partition, partition
-from meshwright.partition.price import program_price
-from meshwright.partition.weighed import weighed
 from meshwright.plan import Plan, fingerprint
+from meshwright.predict.per_operator import weighed
+from meshwright.predict.price import program_price
 from meshwright.request import request_for
 from meshwright.search.data_parallel import by_batch
-from meshwright.search.folded import whole
-from meshwright.search.options import Scene
+from meshwright.search.layer_groups import whole
 from meshwright.search.planner import Planner, families_of
+from meshwright.search.scene import Scene
 from meshwright.search.solve import solve
 from meshwright.search.solve.problem import Problem
 from meshwright.search.space.build import Space
-from meshwright.search.space.given import exactly, rows_of
+from meshwright.search.space.constraints import exactly, rows_of
 from meshwright.search.space.memory import gathered_bytes
-from meshwright.search.techniques import apply
+from meshwright.search.techniques.apply import apply
 from meshwright.techniques import techniques_from
 from tests.search.planned import built, cluster
 

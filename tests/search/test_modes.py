@@ -15,12 +15,12 @@ from meshwright.examples import gpt
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import analyze
 from meshwright.ops.table import rules_of
-from meshwright.partition.price import program_price
-from meshwright.partition.tasks import simulate
 from meshwright.plan import Plan, fingerprint
+from meshwright.predict.price import program_price
+from meshwright.predict.tasks import simulate
 from meshwright.search.space.build import Choice, Space
+from meshwright.search.space.constraints import exactly
 from meshwright.search.space.families import named
-from meshwright.search.space.given import exactly
 from meshwright.search.space.parameters import Storage
 from tests.search.planned import SEARCHES, cluster, free, lowered, made, tight, tower
 

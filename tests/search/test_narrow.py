@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from meshwright.search.solve import NoStates, Problem, eliminate
-from meshwright.search.space import build, narrow
+from meshwright.search.space import build
+from meshwright.search.space import prune as narrow
 from meshwright.search.space.families import runs
 from tests.search.drawn import draw
 from tests.search.planned import made

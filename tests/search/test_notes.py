@@ -7,7 +7,7 @@ import pytest
 import meshwright as mw
 from meshwright.examples import mlp
 from meshwright.layout import SubDim, local_size
-from meshwright.search.notes import _holders
+from meshwright.search.remarks import _holders
 
 
 @pytest.mark.parametrize(

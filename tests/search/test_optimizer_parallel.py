@@ -12,8 +12,8 @@ from meshwright.errors import PlanError
 from meshwright.examples import mlp
 from meshwright.layout import TensorLayout, parse_layout
 from meshwright.mesh import Mesh
-from meshwright.partition.price import program_price
 from meshwright.plan import Plan
+from meshwright.predict.price import program_price
 from meshwright.redistribute.steps import largest_size
 from meshwright.redistribute.storage import repeated_axes, run_of, stored
 from tests.search.planned import built, cluster, lowered, made, peaks

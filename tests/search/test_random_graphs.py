@@ -7,12 +7,12 @@ import math
 
 import pytest
 
-from meshwright.cost.saved import saved
 from meshwright.graph import Graph
 from meshwright.ops.analysis import factors_of
+from meshwright.ops.saved import saved
 from meshwright.partition import partition
-from meshwright.partition.price import program_price
 from meshwright.plan import Plan, fingerprint
+from meshwright.predict.price import program_price
 from meshwright.search.solve import solve
 from meshwright.search.space.build import Space
 from meshwright.search.space.families import Family, named, runs

@@ -12,7 +12,7 @@ from meshwright.compile import captured_of, lower
 from meshwright.errors import PlanError
 from meshwright.examples import gpt, llama, recommender, zoo
 from meshwright.graph import Graph
-from meshwright.partition.price import program_price
+from meshwright.predict.price import program_price
 from meshwright.search.techniques.layers import layers_of
 
 BUILDS = {

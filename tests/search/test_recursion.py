@@ -12,10 +12,10 @@ from meshwright.compile import captured_of
 from meshwright.cost.cluster import Cluster
 from meshwright.examples import zoo
 from meshwright.ops.analysis import factors_of
-from meshwright.search.folded import folded
-from meshwright.search.options import Scene
+from meshwright.search.layer_groups import folded
 from meshwright.search.planner import Planner, Request
 from meshwright.search.recursion import recursive_programming
+from meshwright.search.scene import Scene
 from meshwright.search.solve import solve
 from meshwright.search.space.families import one_change, runs
 from tests.search.planned import tower

@@ -12,9 +12,9 @@ import meshwright as mw
 from meshwright.compile import captured_of, plan_captured
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import LayoutError, PlanError, StrategyError
-from meshwright.partition.judged import Judge
 from meshwright.plan import Plan
 from meshwright.request import request_for
+from meshwright.search.evaluate import Judge
 from meshwright.search.solve import NoStates, Problem
 from meshwright.search.space.build import Space
 from meshwright.techniques import techniques_from
@@ -50,7 +50,7 @@ def test_where_nothing_explains_that_no_choice_is_allowed_it_is_a_plan_error(
         raise NoStates(0)
 
     monkeypatch.setattr("meshwright.search.recursion.eliminate", none)
-    monkeypatch.setattr("meshwright.search.refused.solve", none)
+    monkeypatch.setattr("meshwright.search.infeasible.solve", none)
     with pytest.raises(PlanError, match="no plan is possible on this mesh") as caught:
         made("mlp", "2x2", "recursive_programming")
     assert isinstance(caught.value.__cause__, NoStates) and caught.value.hint

@@ -7,8 +7,8 @@ import math
 import pytest
 
 import meshwright as mw
-from meshwright.partition.price import program_price
 from meshwright.plan import Plan
+from meshwright.predict.price import program_price
 from tests.ranks import run_warm
 from tests.search.planned import (
     MESHES,

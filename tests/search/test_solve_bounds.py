@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from meshwright.search.solve import Builder, NoStates, Problem, Solution, completed, eliminate, solve
-from meshwright.search.solve.sweeps import Sweeps, consistent
+from meshwright.search.solve.trws import Sweeps, consistent
 from tests.search.drawn import draw
 from tests.search.oracle import brute_force, integer_program
 

@@ -11,13 +11,13 @@ from meshwright.compile import captured_of, lower
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import analyze
 from meshwright.ops.table import rules_of
-from meshwright.partition.tasks import simulate
 from meshwright.plan import Plan, fingerprint
+from meshwright.predict.tasks import simulate
 from meshwright.search.solve import solve
 from meshwright.search.space.build import Space
 from meshwright.search.space.families import named
 from meshwright.search.space.parameters import Storage
-from meshwright.search.space.step import entries, step_problem
+from meshwright.search.space.step_bound import entries, step_problem
 from tests.search.planned import cluster, free, tower
 from tests.search.test_memory_of_plans import planner_of
 from tests.search.test_modes import every_choice

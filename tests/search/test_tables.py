@@ -13,10 +13,10 @@ import meshwright as mw
 from meshwright.compile import captured_of
 from meshwright.errors import PlanError
 from meshwright.examples import gpt, recommender
-from meshwright.partition.judged import Judge
-from meshwright.search.folded import folded
+from meshwright.search.evaluate import Judge
+from meshwright.search.host_tables import tables_of, with_tables
+from meshwright.search.layer_groups import folded
 from meshwright.search.planner import Request
-from meshwright.search.tables import tables_of, with_tables
 from meshwright.techniques import Techniques
 
 H100 = mw.Cluster.preset("h100", ranks_per_node=2)

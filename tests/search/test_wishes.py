@@ -17,14 +17,14 @@ from meshwright.layout import dim_axes
 from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.strategy import Strategy
-from meshwright.partition.judged import Judge
 from meshwright.plan import Plan
+from meshwright.search.evaluate import Judge
 from meshwright.search.planner import Verdict
-from meshwright.search.space.alike_codes import all_codes
 from meshwright.search.space.build import Choice
 from meshwright.search.space.codes import values_of
+from meshwright.search.space.codes_shared import all_codes
+from meshwright.search.space.constraints import honouring, option_on
 from meshwright.search.space.families import named
-from meshwright.search.space.given import honouring, option_on
 from meshwright.search.space.wiring import Ties
 from tests.search.planned import MESHES, SEARCHES, built, cluster, free, made, tight
 

@@ -11,8 +11,8 @@ import meshwright as mw
 from meshwright.capture import Captured
 from meshwright.compile import captured_of, lower, plan_captured
 from meshwright.examples import recommender, zoo
-from meshwright.partition.kept import kept_bytes
 from meshwright.plan import Plan
+from meshwright.predict.memory.per_operator import kept_bytes
 from meshwright.techniques import techniques_from
 
 Mesh = Mapping[str, int]

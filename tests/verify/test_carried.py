@@ -12,8 +12,8 @@ import torch
 import meshwright as mw
 from meshwright.compile import captured_of
 from meshwright.examples import gpt
-from meshwright.partition.weighed import weighed
-from meshwright.search.carried import Held, carried_to_train
+from meshwright.predict.per_operator import weighed
+from meshwright.search.reuse import Held, carried_to_train
 
 PINS = {"blocks.*.qkv": {"n": "tp"}, "blocks.*.up": {"n": "tp"}, "head": {"n": "tp"}}
 MIXED = {"mesh": {"dp": 2, "tp": 2}, "mode": "sharding_propagation", "pins": PINS}

@@ -22,7 +22,7 @@ from meshwright.runtime.forward import LocalForward, leaves_of
 from meshwright.runtime.kernels import reference_dropout
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
-from meshwright.search.carried import carried
+from meshwright.search.reuse import carried
 from meshwright.techniques import techniques_from
 from tests.verify.test_pipelines import MIXED, PINS, STAGES, built, planned
 

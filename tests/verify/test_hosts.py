@@ -18,10 +18,10 @@ from meshwright.compile import captured_of, lower, plan_captured, values_of
 from meshwright.errors import PlanError
 from meshwright.examples import gpt, recommender
 from meshwright.graph import TO_DEVICE, TO_HOST, TRANSFERS, parse
-from meshwright.partition.memory import peak
-from meshwright.partition.price import program_price
-from meshwright.partition.tasks import simulate
 from meshwright.plan import Plan
+from meshwright.predict.memory.step import peak
+from meshwright.predict.price import program_price
+from meshwright.predict.tasks import simulate
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.program import Transfer, build_module
 from meshwright.runtime.rank import Rank

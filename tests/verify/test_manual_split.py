@@ -16,7 +16,7 @@ from meshwright.mesh import Mesh
 from meshwright.partition.collectives import program_collectives
 from meshwright.redistribute import redistribute
 from meshwright.redistribute.boxes import held_boxes
-from meshwright.redistribute.simulate import assemble, execute, scatter
+from meshwright.redistribute.oracle import assemble, execute, scatter
 from meshwright.verify.runs import OPTIMIZERS, simulate
 
 ROWS = (10, 20, 30, 4)

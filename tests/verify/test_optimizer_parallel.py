@@ -17,9 +17,10 @@ from meshwright.examples import gpt, llama, mlp, recommender, zoo
 from meshwright.layout import leaves as sub_dims
 from meshwright.layout import parse_layout
 from meshwright.mesh import Mesh
-from meshwright.partition.updates import comes_in_place, gathers
+from meshwright.partition import buckets
+from meshwright.partition.sharded_update import comes_in_place, gathers
 from meshwright.plan import Plan
-from meshwright.redistribute import Step, buckets
+from meshwright.redistribute import Step
 from meshwright.runtime.before_update import BeforeUpdate
 from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld
 from meshwright.runtime.step import LocalStep

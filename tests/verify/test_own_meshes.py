@@ -22,9 +22,9 @@ from meshwright.errors import MeshError, MeshwrightError, PlanError
 from meshwright.examples import gpt, llama, mlp, zoo
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.messages import Message
-from meshwright.pipeline.predicted import predict
-from meshwright.pipeline.routes import Routes
-from meshwright.redistribute.between import leaving
+from meshwright.pipeline.messages_across_meshes import Routes
+from meshwright.predict.pipeline_step import predict
+from meshwright.redistribute.across_meshes import leaving
 from meshwright.runtime.communicator import Counter, SimulatedWorld
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep

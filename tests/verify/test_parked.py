@@ -18,9 +18,9 @@ from meshwright.errors import PlanError
 from meshwright.examples import gpt
 from meshwright.graph import TO_DEVICE
 from meshwright.partition.collectives import step_collectives
-from meshwright.partition.memory import peak
-from meshwright.partition.price import program_price
-from meshwright.partition.tasks import simulate
+from meshwright.predict.memory.step import peak
+from meshwright.predict.price import program_price
+from meshwright.predict.tasks import simulate
 from meshwright.runtime.fetches import Fetches
 from meshwright.runtime.host_link import HostLink
 from meshwright.runtime.rank import Rank

@@ -12,7 +12,7 @@ import meshwright as mw
 from meshwright.compile import captured_of, lower
 from meshwright.examples import recommender
 from meshwright.graph import START
-from meshwright.pipeline.predicted import stages_in_copies
+from meshwright.predict.pipeline_step import stages_in_copies
 from meshwright.runtime.micro_batches import InTime
 from meshwright.runtime.sharded_update import ScatterBucket
 from meshwright.runtime.stashes import Store

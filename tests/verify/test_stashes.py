@@ -20,13 +20,13 @@ from meshwright.errors import PlanError
 from meshwright.examples import gpt, llama, recommender, zoo
 from meshwright.partition import Partition
 from meshwright.partition.collectives import step_collectives
-from meshwright.partition.kept import kept_bytes
 from meshwright.partition.layers import layer_of
-from meshwright.partition.memory import peak
-from meshwright.partition.price import program_price
-from meshwright.partition.tasks import simulate
 from meshwright.plan import Plan
-from meshwright.report.stashed import stashed
+from meshwright.predict.memory.per_operator import kept_bytes
+from meshwright.predict.memory.step import peak
+from meshwright.predict.price import program_price
+from meshwright.predict.tasks import simulate
+from meshwright.report.kept_activations import stashed
 from meshwright.runtime import host_link
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.rank import Rank

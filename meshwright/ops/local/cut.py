@@ -10,15 +10,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.graph import Dtype, Node, Ref, TensorType
-from meshwright.layout import (
-    Coordinate,
-    Dim,
-    TensorLayout,
-    dim_axes,
-    dim_size,
-    local_indices,
-    local_size,
-)
+from meshwright.layout import Coordinate, Dim, TensorLayout, dim_axes, dim_size, local_indices, local_size
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Site
 from meshwright.ops.strategy import Ports

@@ -11,7 +11,7 @@ import torch
 
 from meshwright.layout import TensorLayout
 from meshwright.pipeline.meshes import Meshes
-from meshwright.redistribute.between import Laid, Route, arriving, leaving
+from meshwright.redistribute.across_meshes import Laid, Route, arriving, leaving
 from meshwright.runtime.communicator.protocol import Communicator, Later, Work
 from meshwright.runtime.picker import Picker
 

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-from meshwright.partition.halves import ADDMM, LINEAR
+from meshwright.partition.split_backward import ADDMM, LINEAR
 
 
 class Queue:

@@ -15,25 +15,19 @@ from contextlib import suppress
 from dataclasses import replace
 
 from meshwright.errors import DoesNotFit, PlanError
-from meshwright.search.frugal import any_fits, lowest_peak, saved
-from meshwright.search.joint.bounds import Least
-from meshwright.search.joint.dimensions import (
-    Dimension,
-    Point,
-    dimensions,
-    micro_batches_of,
-    points,
-    wider,
-)
-from meshwright.search.joint.fronts import ALPHA, SLACK, Front, first_front, front, least_bytes, with_choice
-from meshwright.search.joint.layers import fewer_layers
+from meshwright.search.compute_bound import Least
+from meshwright.search.infeasible import NothingFits
+from meshwright.search.joint.dimensions import Dimension, Point, dimensions, micro_batches_of, points, wider
+from meshwright.search.joint.explain import told
+from meshwright.search.joint.fewer_layers import fewer_layers
+from meshwright.search.joint.infeasible import too_large
 from meshwright.search.joint.neighbours import neighbours, quicker
-from meshwright.search.joint.told import told
-from meshwright.search.joint.too_large import NothingFits, too_large
+from meshwright.search.joint.pareto import ALPHA, SLACK, Front, first_front, front, least_bytes, with_choice
+from meshwright.search.least_memory import any_fits, lowest_peak, saved
+from meshwright.search.memory_limit import fits_in_both, limited
 from meshwright.search.planner import Found, Planner, families_of
 from meshwright.search.solve import solve
 from meshwright.search.space.build import Space
-from meshwright.search.within import fits_in_both, limited
 from meshwright.techniques import Techniques
 
 TRIES = 20  # simulations of a choice under techniques

@@ -10,9 +10,9 @@ from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.search.joint.dimensions import Dimension
-from meshwright.search.joint.fronts import SLACK, Front
+from meshwright.search.joint.pareto import SLACK, Front
+from meshwright.search.memory_limit import fits_in_both
 from meshwright.search.planner import Found
-from meshwright.search.within import fits_in_both
 from meshwright.techniques import Techniques
 
 TRIES = 3  # simulations for the next best of a technique

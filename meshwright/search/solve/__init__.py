@@ -2,7 +2,7 @@
 
 from meshwright.search.solve.bounds import Solution, completed, solve
 from meshwright.search.solve.eliminate import Eliminated, Estimate, eliminate, estimate
-from meshwright.search.solve.limits import LimitedSolution, solve_limited
+from meshwright.search.solve.lagrange import LimitedSolution, solve_limited
 from meshwright.search.solve.problem import Builder, Memory, NoStates, Problem
 
 __all__ = [

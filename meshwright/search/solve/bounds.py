@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwright.search.solve.eliminate import Estimate, eliminate, estimate
 from meshwright.search.solve.problem import NoStates, Problem
-from meshwright.search.solve.sweeps import Messages, Sweeps, consistent, round_cost
+from meshwright.search.solve.trws import Messages, Sweeps, consistent, round_cost
 
 Progress = Callable[[str, int, int, float, float], None]
 """Told (stage, done, total, best price so far, lower bound); what it raises ends the search."""

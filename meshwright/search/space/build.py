@@ -15,25 +15,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.cost.adding import adding_seconds
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.host import transfer_seconds
+from meshwright.cost.reduction import adding_seconds
 from meshwright.graph import DTYPES, Graph
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Strategy
 from meshwright.places import hosted_values
-from meshwright.redistribute.lower import LowerTable
-from meshwright.redistribute.matrix import Table
+from meshwright.redistribute.lower_bound import LowerTable
+from meshwright.redistribute.price_matrix import Table
 from meshwright.search.solve.problem import Problem
-from meshwright.search.space.alike_codes import all_codes
+from meshwright.search.space.cache import Kept
 from meshwright.search.space.codes import NodeCodes, values_of
-from meshwright.search.space.crossings import crossings
+from meshwright.search.space.codes_shared import all_codes
 from meshwright.search.space.families import Family
-from meshwright.search.space.kept import Kept
+from meshwright.search.space.host_transfers import crossings
 from meshwright.search.space.layouts import Port, Prices, key_of, union
-from meshwright.search.space.narrow import LARGE, alone, worth_keeping
 from meshwright.search.space.nodes import NodeStates, node_states, strategy_of
 from meshwright.search.space.parameters import (
     ParameterStates,
@@ -43,6 +42,7 @@ from meshwright.search.space.parameters import (
     parameter_states,
     storage_layout,
 )
+from meshwright.search.space.prune import LARGE, alone, worth_keeping
 from meshwright.search.space.wiring import Edge, Ties, Variable, Wiring, is_kept
 
 

@@ -22,8 +22,8 @@ from meshwright.layout import Cat, Dim, SubDim, TensorLayout, dim_axes, leaves, 
 from meshwright.mesh import Axis, Mesh
 from meshwright.ops.factors import Factors, Site
 from meshwright.ops.strategy import WHOLE, Strategy, cut, layouts, splittable, unit_leaves, units, ways
-from meshwright.redistribute.matrix import PENDING, Value
-from meshwright.redistribute.matrix import WHOLE as WHOLE_CODE
+from meshwright.redistribute.price_matrix import PENDING, Value
+from meshwright.redistribute.price_matrix import WHOLE as WHOLE_CODE
 from meshwright.search.space.roles import Roles
 
 AXIS = "x"  # the one axis of the tables

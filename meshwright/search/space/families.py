@@ -10,6 +10,8 @@ A family says for every option list how options are laid over the prime axes, wh
 
 Where a run is longer than a sub-dim has room for, the axes that are left go to the next sub-dim of the same letter: 16
 ranks cut 32 heads in 8 groups of 4 as ``(8/a.b.c 4/d)``.
+
+States that leave every rank an example of each micro-batch.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from meshwright.ops.batch import batch_units
+from meshwright.ops.factors import Factors
+from meshwright.ops.strategy import units
 from meshwright.search.space.codes import NodeCodes
 from meshwright.search.space.layouts import key_of
 
@@ -205,3 +210,32 @@ def _product(tree, held: np.ndarray, start: int, count: int) -> tuple[np.ndarray
         else:
             total, start = total * held[:, start], start + 1
     return total, start, parts
+
+
+def in_pieces(family: Family, factors: Factors, pieces: int) -> Family:
+    """Those states of a family that leave at least so many examples to a rank; all where none does."""
+
+    def rows(codes: NodeCodes, sizes: np.ndarray) -> Rows:
+        found = family(codes, sizes)
+        leaves = _examples(codes, factors)
+        if pieces == 1 or not leaves.any():
+            return found
+        counts = block_counts(codes, found, sizes)[:, leaves]
+        kept = (counts * pieces <= codes.leaf_sizes[leaves]).all(axis=1)
+        return found[kept] if kept.any() else found
+
+    return rows
+
+
+def _examples(codes: NodeCodes, factors: Factors) -> np.ndarray:
+    """Which of a node's leaves count examples, by the first unit that does: bool[leaves]."""
+    for letter, unit in batch_units(codes.site, factors):
+        number = units(codes.site.trees[letter]).index(unit)
+        for option, cuts in zip(codes.options, codes.cuts, strict=True):
+            if (option.letter, option.unit) == (letter, number):
+                return cuts
+        break
+    return np.zeros(len(codes.leaf_sizes), dtype=bool)
+
+
+__all__ = ["in_pieces"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from meshwright.redistribute.matrix import PENDING, WHOLE, Table, Value
+from meshwright.redistribute.price_matrix import PENDING, WHOLE, Table, Value
 from meshwright.search.space.codes import Codes
 
 Known = tuple[Value, bytes]

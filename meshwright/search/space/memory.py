@@ -3,7 +3,7 @@
 At the *loss* there are parameters, optimizer states, the buckets' buffers, gathered weights that are kept, everything
 that autograd keeps, and what the loss reads; at the *update* parameters, gradients and states; when backward has passed
 the last product (the *head*), what is kept before it, its weight's gradient and its input's. What lives only for a
-moment beside these is left to the simulation (`partition/memory.py`), which has the last word on whether a plan fits.
+moment beside these is left to the simulation (`predict/memory/step.py`), which decides whether a plan fits.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.operators import PIECES, PRODUCTS, REPEATS, VIEWS
-from meshwright.cost.saved import saved
 from meshwright.graph import DTYPES, Graph
+from meshwright.ops.saved import saved
+from meshwright.partition.buckets import alone_bytes
 from meshwright.places import hosted_values
-from meshwright.redistribute.buckets import alone_bytes
-from meshwright.redistribute.matrix import Value
+from meshwright.redistribute.price_matrix import Value
 from meshwright.remembered import remembered
 from meshwright.search.solve import Memory
 from meshwright.search.space.build import Space

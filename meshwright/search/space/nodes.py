@@ -13,8 +13,8 @@ from meshwright.cost.machine import seconds
 from meshwright.cost.operators import work
 from meshwright.graph import Graph
 from meshwright.mesh import Mesh
+from meshwright.ops.collectives import TALKATIVE, Talk, site_talk
 from meshwright.ops.strategy import Strategy, cut, layouts, units
-from meshwright.ops.talk import TALKATIVE, Talk, site_talk
 from meshwright.redistribute.steps import wire_elements
 from meshwright.search.space.codes import NodeCodes, Option
 from meshwright.search.space.families import Family, Rows, letter_sizes

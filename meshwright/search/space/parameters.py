@@ -17,13 +17,13 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.gradients import reduction_seconds
 from meshwright.cost.host import place as place_of
 from meshwright.cost.machine import update_seconds
-from meshwright.cost.reduction import reduction_seconds
 from meshwright.layout import Dim, TensorLayout
 from meshwright.mesh import Mesh
-from meshwright.redistribute.buckets import fused_bytes
-from meshwright.redistribute.matrix import WHOLE, Table, Value
+from meshwright.partition.buckets import fused_bytes
+from meshwright.redistribute.price_matrix import WHOLE, Table, Value
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import wire_elements
 from meshwright.search.space.codes import place_dims

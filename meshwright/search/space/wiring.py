@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from meshwright.cost.operators import VIEWS
-from meshwright.cost.saved import saved
 from meshwright.graph import Graph, Node
-from meshwright.search.space.kept import owners_of
-from meshwright.search.space.waited import waited_edges
+from meshwright.ops.saved import saved
+from meshwright.search.space.blocking import waited_edges
+from meshwright.search.space.cache import owners_of
 
 Variable = tuple[str, str]  # (kind, name): node, hub, parameter
 Edge = tuple[Variable, int, Variable, int, str]

@@ -10,10 +10,11 @@ them, so the answer is weighed as a whole; where it is over the budget, it is so
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from meshwright.errors import PlanError
+from meshwright.predict.per_operator import Weight
 from meshwright.redistribute.steps import show_bytes
 from meshwright.search.techniques.layers import Layer
 
@@ -25,26 +26,6 @@ POLICIES = (
 TRIES = 12
 
 Chosen = tuple[str, ...]  # a policy for each layer
-
-
-@dataclass(frozen=True)
-class Weight:
-    """What a rank's program keeps for backward and what it costs, by operator of the model; ``""`` for what none has
-    made. `cost` is in seconds, or in FLOPs where no cluster is known (`unit`)."""
-
-    kept_bytes: Mapping[str, int]
-    cost: Mapping[str, float]
-    unit: str
-
-    @property
-    def total_bytes(self) -> int:
-        """All that is kept."""
-        return sum(self.kept_bytes.values())
-
-    @property
-    def total_cost(self) -> float:
-        """All that is computed, and sent with it."""
-        return sum(self.cost.values())
 
 
 @dataclass(frozen=True)
@@ -161,4 +142,4 @@ def _front(points: Iterable[Point]) -> list[Point]:
     return found
 
 
-__all__ = ["POLICIES", "Solved", "Weight", "solve"]
+__all__ = ["POLICIES", "Solved", "solve"]

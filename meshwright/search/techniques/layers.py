@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.cost.operators import PIECES, REPEATS, VIEWS
-from meshwright.cost.saved import saved
 from meshwright.graph import AGAIN_MARK, PIN, Graph, Node
+from meshwright.ops.saved import saved
 from meshwright.remembered import remembered
 from meshwright.techniques import matches
 

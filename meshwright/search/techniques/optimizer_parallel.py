@@ -19,7 +19,7 @@ from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan
 from meshwright.redistribute.storage import repeated_axes, run_of, runs_of, stored
-from meshwright.search.techniques.named import all_of, pattern_of
+from meshwright.search.techniques.names import all_of, pattern_of
 from meshwright.techniques import PARAMETERS
 
 SHOWN = 3  # names in an error

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from meshwright.cost.operators import CONVOLUTIONS, PRODUCTS
-from meshwright.cost.saved import has_line, saved
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.graph import Graph, Node
+from meshwright.ops.saved import has_line, saved
 from meshwright.plan import Plan
+from meshwright.predict.per_operator import Weight
 from meshwright.remembered import remembered
-from meshwright.search.techniques.budget import Weight, solve
+from meshwright.search.techniques.budget import solve
 from meshwright.search.techniques.layers import (
     Layer,
     layers_of,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.search.joint.fronts import front
+from meshwright.search.joint.pareto import front
 from meshwright.search.planner import families_of
 from tests.search.joint.test_stages import cluster, planner
 

@@ -8,11 +8,11 @@ import math
 import pytest
 
 from meshwright.cost.cluster import Cluster
-from meshwright.partition.stage_seconds import StageSeconds
-from meshwright.pipeline.check import play
-from meshwright.pipeline.claimed import play_stages
+from meshwright.pipeline.play import play
 from meshwright.pipeline.schedules import make
-from meshwright.search.joint.outer import (
+from meshwright.predict.pipeline_claims import play_stages
+from meshwright.predict.stage_time import StageSeconds
+from meshwright.search.pipeline.configurations import (
     Outer,
     Schedule,
     Whole,

@@ -16,13 +16,13 @@ from meshwright.examples import gpt
 from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
 from meshwright.request import request_for
-from meshwright.search.folded import folded
 from meshwright.search.joint.dimensions import dimensions, points, sparing
-from meshwright.search.joint.fronts import stage_front
-from meshwright.search.joint.outer import outers
-from meshwright.search.joint.stages import Staged, staged, stages
-from meshwright.search.options import Scene
+from meshwright.search.joint.pareto import stage_front
+from meshwright.search.layer_groups import folded
+from meshwright.search.pipeline.configurations import outers
+from meshwright.search.pipeline.stages import Staged, staged, stages
 from meshwright.search.planner import Planner
+from meshwright.search.scene import Scene
 from meshwright.techniques import Techniques
 from tests.search.planned import GPU, built
 

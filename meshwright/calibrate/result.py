@@ -1,0 +1,211 @@
+"""From rows of times to a cluster, and to lines for a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from meshwright.calibrate import fit
+from meshwright.calibrate.operators import TABLE
+from meshwright.calibrate.plan import KINDS, LEVEL, POST, WAITED, Found, Point
+from meshwright.calibrate.quiet import LIMIT
+from meshwright.calibrate.step_rows import priced
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.cluster_data import Curve, Device, Level, Measured
+from meshwright.cost.local_machine import LINK_BYTES_PER_S, LINK_LATENCY_SECONDS
+
+ENOUGH = 6  # quiet steps from which factors are found without others
+NEAR = 1.25  # how much longer a probe takes beside a little of other work
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a run found: the cluster, and a line for each row (name, fit, error, quiet)."""
+
+    cluster: Cluster
+    lines: tuple[tuple[str, str, str, str], ...]
+    note: str
+    fit: str = ""  # how far the whole steps are from what the cluster says of them
+
+    @property
+    def void(self) -> tuple[str, ...]:
+        """Rows measured while the machine was not quiet."""
+        return self.cluster.measured.void
+
+
+def calibration(machine: Mapping[str, Any], rows: Sequence[Found]) -> Calibration:
+    """The cluster that a machine is, by what was measured on it."""
+    points = {row.name: row.points for row in rows}
+    launch = points["launch"][0].seconds
+    curves = {name: _curve(name, found, launch) for name, found in points.items() if _is_curve(name)}
+    growth, links = (
+        fit.links({k: points[k] for k in KINDS if k in points}) if KINDS[0] in points else ("ring", {})
+    )
+    waited = {
+        name: fit.link(name.partition(" ")[0], points[name], growth) for name in WAITED if name in points
+    }
+    slow = points.get("slowdown", ())
+    measured = Measured(
+        rates=curves,
+        collectives=_level(links),
+        waited=_level(waited),
+        slowdown={name: _short(p.seconds) for name, p in zip(("compute", "collective"), slow, strict=False)},
+        void=tuple(row.name for row in rows if row.unrest > LIMIT),
+        post_seconds=_short(points[POST][0].seconds) if POST in points else 0.0,
+    )
+    first = links.get("all_reduce")
+    level = Level(
+        LEVEL,
+        machine["ranks"],
+        _short(first.bytes_per_s) if first else LINK_BYTES_PER_S,
+        _short(first.latency_seconds) if first else LINK_LATENCY_SECONDS,
+    )
+    device = Device(
+        name=machine["device"],
+        flops={
+            name.split()[1]: max(rate for _, rate in found)
+            for name, found in curves.items()
+            if name.startswith("matmul")
+        },
+        memory_bytes=machine["memory_bytes"],
+        memory_bytes_per_s=curves["memory"][-1][1],
+        launch_seconds=_short(launch),
+    )
+    host = points.get("host", ())
+    cluster = Cluster(
+        name=f"calibrated, {count(machine['ranks'], 'rank')}",
+        device=device,
+        levels=(level,),
+        host_memory_bytes=machine["host_memory_bytes"] if host else 0,
+        host_bytes_per_s=_short(host[-1].work / host[-1].seconds) if host else 0.0,
+        measured=measured,
+        growth=growth,
+    )
+    cluster, misses = _corrected(cluster, rows)
+    lines = tuple((row.name, *_line(row, curves, {**links, **waited}, misses), _quiet(row)) for row in rows)
+    return Calibration(cluster, lines, _note(machine), _fit(rows, misses, cluster.measured.corrections))
+
+
+def _level(links: Mapping[str, fit.Link]) -> dict[str, dict[str, tuple[float, float]]]:
+    """Latencies and rates by kind, on the one level there is."""
+    rows = {
+        name.partition(" ")[0]: (_short(v.latency_seconds), _short(v.bytes_per_s))
+        for name, v in links.items()
+    }
+    return {LEVEL: rows} if rows else {}
+
+
+def _is_curve(name: str) -> bool:
+    return name.partition(" ")[0] in TABLE and name not in ("launch", "host")
+
+
+def _curve(name: str, points: Sequence[Point], launch: float) -> Curve:
+    return fit.curve(points, launch, TABLE[name.partition(" ")[0]][1])
+
+
+def _corrected(cluster: Cluster, rows: Sequence[Found]) -> tuple[Cluster, dict[str, tuple[float, float]]]:
+    """The cluster with a factor for each class, from the whole steps that may be used, and for each step the predicted
+    seconds before and after."""
+    whole = [row for row in rows if "tasks" in row.about]
+    if not whole:
+        return cluster, {}
+    steps = {row.name: priced(row.about, cluster) for row in whole}
+    usable = _usable(whole)
+    factors = fit.corrected([steps[row.name] for row in usable], [row.points[0].seconds for row in usable])
+    made = replace(cluster, measured=replace(cluster.measured, corrections=factors))
+    return made, {row.name: (steps[row.name].seconds(), priced(row.about, made).seconds()) for row in whole}
+
+
+def _usable(whole: Sequence[Found]) -> Sequence[Found]:
+    """The quiet ones of whole steps; where these are few, those too that were disturbed a little: that costs less than
+    a class that none of them shows. All, where there is none of either."""
+    quiet = [row for row in whole if row.unrest <= LIMIT]
+    near = [row for row in whole if row.unrest <= NEAR]
+    return quiet if len(quiet) >= ENOUGH else near or whole
+
+
+def _fit(
+    rows: Sequence[Found], steps_seconds: Mapping[str, tuple[float, float]], factors: Mapping[str, float]
+) -> str:
+    """The mean error of the whole steps that were used before and after the corrections, and these."""
+    usable = _usable([row for row in rows if row.name in steps_seconds])
+    if not usable:
+        return ""
+    before, after = (
+        fmean(abs(steps_seconds[row.name][n] / row.points[0].seconds - 1) for row in usable) for n in (0, 1)
+    )
+    said = ", ".join(f"{name} × {factor:.2f}" for name, factor in sorted(factors.items()))
+    told = f"{count(len(usable), 'whole step')}: mean error {before:.1%} without corrections, {after:.1%} with {said}"
+    if ends := fit.at_the_end(factors):
+        told += (
+            f"\nbad fit: {', '.join(f'{factors[n]:.2f} of {n}' for n in ends)} is as far as a factor goes, and whole "
+            "steps ask for more: rows do not measure what steps do here, so do not trust the seconds of plans"
+        )
+    if all(row.unrest > NEAR for row in usable):
+        told += "\nno whole step was measured while the machine was quiet: the corrections are guesses, calibrate again"
+    return told
+
+
+def _line(
+    row: Found,
+    curves: Mapping[str, Curve],
+    links: Mapping[str, fit.Link],
+    steps_seconds: Mapping[str, tuple[float, float]],
+) -> tuple[str, str]:
+    """The fit and its error, for a reader."""
+    if row.name in steps_seconds:
+        found, (before, after) = row.points[0].seconds, steps_seconds[row.name]
+        shown = f"{found * 1e3:.1f} ms; predicted {before * 1e3:.1f}, corrected {after * 1e3:.1f}"
+        return shown, f"{after / found - 1:+.0%}"
+    if row.name in curves:
+        unit = "B" if row.name in ("memory", "update") else "FLOP"
+        (low_work, low), (high_work, high) = curves[row.name][0], curves[row.name][-1]
+        return (
+            f"{si(low)}{unit}/s at {si(low_work)}{unit} … {si(high)}{unit}/s at {si(high_work)}{unit}",
+            "curve",
+        )
+    if row.name in links:
+        found = links[row.name]
+        return (
+            f"{found.latency_seconds * 1e6:.0f} µs a round, {si(found.bytes_per_s)}B/s",
+            f"{found.error:.0%}",
+        )
+    if row.name == "slowdown":
+        return f"computing × {row.points[0].seconds:.2f}, collective × {row.points[1].seconds:.2f}", ""
+    if row.name == POST:
+        return f"{row.points[0].seconds * 1e6:.1f} µs a message", ""
+    if row.name == "launch":
+        return f"{row.points[0].seconds * 1e6:.1f} µs an operator", ""
+    return f"{si(row.points[-1].work / row.points[-1].seconds)}B/s", ""
+
+
+def _quiet(row: Found) -> str:
+    again = f", measured {row.attempts} times" if row.attempts > 1 else ""
+    return ("yes" if row.unrest <= LIMIT else f"no: void ({row.unrest:.2f})") + again
+
+
+def _note(machine: Mapping[str, Any]) -> str:
+    return (
+        f"Measured by meshwright calibrate, {count(machine['ranks'], 'rank')} at once: {machine['device']},\n"
+        f"{count(machine['threads'], 'thread')} a rank, torch {machine['torch']}, {machine['backend']}."
+    )
+
+
+def count(number: int, thing: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def si(value: float) -> str:
+    """Three digits and a prefix: ``12.3 G``."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(value) < 999.5:
+            return f"{value:.3g} {prefix}"
+        value /= 1000
+    return f"{value:.3g} P"
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")

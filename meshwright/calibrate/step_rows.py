@@ -1,0 +1,285 @@
+"""A whole training step as plain data: its tasks with the work behind each, priced by any cluster, class by class.
+
+`told` writes down what a program does, which does not depend on a machine; `priced` makes seconds of it. So a rank can
+time a step and tell what was in it, and who knows the rates of all rows prices that afterwards.
+
+Multiplying all tasks of one class by a factor and playing again says what that factor does to the step; since a step
+is made of sums and maxima of its tasks' seconds, it is the sum over classes of its own derivatives (Euler), and that
+linear picture is what factors are fitted with. Predictions play anew.
+
+Rows of whole training steps: small models through our own runtime, on all ranks together, under several plans.
+
+What is in a step goes with its time (`whole.told`), so that whoever fits can price it by the rates of the other rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from meshwright.agreed import axis_sets
+from meshwright.calibrate.bench import Bench
+from meshwright.calibrate.models import MODELS, Built
+from meshwright.calibrate.plan import LEVEL, Pace, Point
+from meshwright.capture import Captured
+from meshwright.capture.batch import leaves
+from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.cost.cluster import Cluster, Level
+from meshwright.cost.machine import ALIKE, launch_seconds, seconds, update_seconds
+from meshwright.cost.operators import Work, work
+from meshwright.cost.reduction import STARTS, adding_seconds
+from meshwright.graph import DTYPES, Graph
+from meshwright.layout import SubDim, TensorLayout
+from meshwright.mesh import Mesh
+from meshwright.partition import Partition
+from meshwright.partition.interleave import original
+from meshwright.partition.micro_batches import first_program
+from meshwright.partition.sharded_update import update_layout
+from meshwright.plan import Plan
+from meshwright.predict.accumulated import added, added_share
+from meshwright.predict.price import letter_sizes, on_cluster
+from meshwright.predict.tasks import ADDING, step_tasks
+from meshwright.predict.timeline import COMPUTE, Task, play
+from meshwright.redistribute.steps import origin
+from meshwright.runtime.communicator import ProcessGroups
+from meshwright.runtime.rank import Rank
+from meshwright.runtime.step import LocalStep
+
+MEETING, WAITED = "meeting", "waited"  # latency and bytes of the collectives that the program waits for
+HIDDEN, HIDDEN_ROWS = "hidden", "hidden_rows"  # sums beside what it computes, and gathers and scatters
+LAUNCH = "launch"  # of operators: the interpreter, autograd's own
+UPDATE = "update"
+STATES = 2  # moments of a parameter: steps are taken with AdamW
+NUDGE = 1e-3  # of a factor, for a derivative
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The tasks of a step; of each its seconds by class."""
+
+    tasks: tuple[Task, ...]
+    classes: tuple[Mapping[str, float], ...]
+    slowdown: Mapping[str, float]
+
+    def seconds(self, factors: Mapping[str, float] | None = None) -> float:
+        """The step, with factors for classes."""
+        known = factors or {}
+        changed = [
+            replace(task, seconds=sum(s * known.get(name, 1.0) for name, s in by_class.items()))
+            for task, by_class in zip(self.tasks, self.classes, strict=True)
+        ]
+        return play(changed, self.slowdown).step_seconds
+
+    def shares(self, factors: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Seconds of the step by class, with factors: what a class hides behind another does not count."""
+        known = factors or {}
+        whole = self.seconds(known)
+        names = dict.fromkeys(name for by_class in self.classes for name in by_class)
+        nudged = {c: {**known, c: known.get(c, 1.0) * (1 + NUDGE)} for c in names}
+        return {c: (self.seconds(more) - whole) / NUDGE for c, more in nudged.items()}
+
+
+def told(parts: Partition, cluster: Cluster) -> dict[str, Any]:
+    """What the rank at the origin does in a step, for JSON: the mesh, and tasks in the order of the host. Of each task
+    what it waits for and either its work (class, dtype, FLOPs, bytes, launches), or the parameters that it updates
+    (elements and bytes of each), or the gradients that it adds up (in which share of the micro-batches, and the bytes
+    of each), or what it sends (kind, axes, bytes, whether that is waited for).
+
+    The cluster says on which level each axis of the mesh lies; its rates do not matter."""
+    mesh = on_cluster(parts.plan.mesh, cluster)
+    done = works(parts)
+    copy_of = first_program(parts, mesh.rank(origin(mesh))).copy_of if parts.copies > 1 else {}
+    entry: dict[str, Any]
+    tasks: list[dict[str, Any]] = []
+    for task in step_tasks(parts, cluster, STATES):
+        if not task.computes:
+            names = str(task.about["axes"]).split(",")
+            axes = [a for name in names for a in mesh.resolve(name)]
+            sent = [task.about["collective"], axes, task.about["sent_bytes"], COMPUTE in task.streams]
+            entry = {"send": sent}
+        elif task.kind == "update":
+            entry = {"update": _updated(parts)}
+        elif task.seconds == 0.0:  # a wait for another stream
+            entry = {}
+        else:
+            copy = copy_of.get(task.name)
+            name = task.name if copy is None else original(task.name, copy)
+            if task.about["operator"] == ADDING:
+                entry = {"add": [added_share(parts), [one.size_bytes for one in added(parts)[name]]]}
+            else:
+                entry = {"work": _half(done[name], task.kind)}
+        tasks.append({"name": task.name, "phase": task.kind, "after": list(task.after), **entry})
+    return {"mesh": [[a.name, a.size, a.link] for a in mesh.axes], "tasks": tasks}
+
+
+def works(parts: Partition) -> dict[str, Work]:
+    """The work of every operator on the rank at the origin, in one micro-batch and one copy."""
+    mesh, graph = parts.plan.mesh, parts.resharded.graph
+    found: dict[str, Work] = {}
+    for name, site in parts.factors.sites.items():
+        sizes = letter_sizes(site, parts.resharded.ports[name], mesh, origin(mesh))
+        wanted = [u in graph.needs_grad for u in site.node.uses]
+        found[name] = work(site.node, site.rule, sizes, graph.types, wanted)
+    return found
+
+
+def _half(done: Work, phase: str) -> list[Any]:
+    if phase == "forward":
+        amounts = done.flops_forward, done.bytes_forward, done.launches_forward
+    else:
+        amounts = done.flops_backward, done.bytes_backward, done.launches_backward
+    return [done.kind, done.dtype, *map(float, amounts)]
+
+
+def _updated(parts: Partition) -> list[list[int]]:
+    at = origin(parts.plan.mesh)
+    return [
+        [math.prod(update_layout(parts, e).local_shape(parts.plan.mesh, at)), DTYPES[e.type.dtype]]
+        for e in parts.resharded.graph.input_of("parameter")
+        if e.needs_grad
+    ]
+
+
+def priced(about: Mapping[str, Any], cluster: Cluster) -> Prediction:
+    """What a cluster makes of what was told of a step."""
+    axes = about["mesh"]
+    mesh = Mesh.of({name: size for name, size, _ in axes}).linked({name: link for name, _, link in axes})
+    found = [_priced(task, mesh, cluster) for task in about["tasks"]]
+    return Prediction(tuple(t for t, _ in found), tuple(c for _, c in found), cluster.measured.slowdown)
+
+
+def _priced(told: Mapping[str, Any], mesh: Mesh, cluster: Cluster) -> tuple[Task, dict[str, float]]:
+    """A task, and its seconds by class."""
+    streams, spent = (COMPUTE,), dict[str, float]()
+    launch = launch_seconds(cluster.device, cluster.measured)
+    if "send" in told:
+        collective, axes, sent, waited = told["send"]
+        latency, per_byte = (cluster.prices if waited else cluster.hidden_prices).law(collective, mesh, axes)
+        if waited:
+            streams, spent = (COMPUTE, mesh.show(axes)), {MEETING: latency, WAITED: sent * per_byte}
+        else:
+            name = HIDDEN if collective == "all_reduce" else HIDDEN_ROWS
+            streams, spent = (mesh.show(axes),), {name: latency + sent * per_byte}
+    elif "update" in told:
+        spent = {UPDATE: 0.0, LAUNCH: 0.0}
+        for elements, itemsize in told["update"]:
+            whole = update_seconds(float(elements), STATES, cluster.device, cluster.measured, itemsize)
+            spent[UPDATE] += float(whole) - launch
+            spent[LAUNCH] += launch
+    elif "add" in told:
+        share, sizes = told["add"]
+        whole = share * math.fsum(float(adding_seconds(size, cluster)) for size in sizes)
+        spent = {LAUNCH: share * STARTS * launch * len(sizes)}
+        spent["memory"] = whole - spent[LAUNCH]
+    elif "work" in told:
+        name, dtype, flops, moved, launches = told["work"]
+        one = Work(name, dtype, flops, 0.0, moved, 0.0, launches, 0.0)
+        whole = float(seconds(one, cluster.device, cluster.measured)[0])
+        spent = {ALIKE.get(name, name): whole - launches * launch, LAUNCH: launches * launch}
+    return Task(told["name"], streams, math.fsum(spent.values()), tuple(told["after"]), told["phase"]), spent
+
+
+DATA_PARALLEL, CUT, STORED = "data parallel", "cut", "stored in parts"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model under a plan. `cut`: pattern of modules → the letter that is cut, over the innermost axis of the mesh."""
+
+    model: str
+    way: str
+    cut: Mapping[str, str] | None = None
+
+
+BLOCK_CUT = {"*.q": "n", "*.k": "n", "*.v": "n", "*.up": "n"}
+# Each class of work weighs in some: products, updates and their sums, collectives waited for (small and large), memory;
+# large products in the last but one, small tensors alone in the last, so what starting operators takes.
+ROWS: Mapping[str, Row] = {
+    f"{row.model}, {row.way}": row
+    for row in (
+        Row("step perceptron", DATA_PARALLEL),
+        Row("step perceptron", CUT, {"0": "n", "4": "n"}),
+        Row("step wide", DATA_PARALLEL),
+        Row("step wide", STORED),
+        Row("step gpt", DATA_PARALLEL),
+        Row("step gpt", CUT, BLOCK_CUT),
+        Row("step llama", CUT, {**BLOCK_CUT, "*.gate": "n"}),
+        Row("step llama", STORED),
+        Row("step long", DATA_PARALLEL),
+        Row("step convolution", DATA_PARALLEL),
+        Row("step broad", DATA_PARALLEL),
+        Row("step small", DATA_PARALLEL),
+    )
+}
+
+
+def rows(ranks: int) -> dict[str, Row]:
+    """By name. One rank alone has nobody to share with."""
+    return dict(ROWS) if ranks > 1 else {name: Row(name, "") for name in MODELS}
+
+
+def measure(bench: Bench, row: Row, pace: Pace) -> tuple[list[Point], dict[str, Any]]:
+    """Seconds of a step of the slowest rank, and what is in it: see `told`."""
+    (model, batch, _), captured = _captured(row.model, bench.ranks, bench.device)
+    mesh = bench.comm.mesh
+    parts = lower(captured, plan(captured, mesh, row))
+    values = {name: v.detach().clone() for name, v in values_of(model, captured, bench.device).items()}
+    step = LocalStep(
+        parts, Rank(bench.comm, bench.device), values, lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True)
+    )
+    if isinstance(bench.comm, ProcessGroups):
+        bench.comm.prepare(axis_sets(parts, step.graph))
+    flat = dict(leaves(batch))
+    for _ in range(2):
+        step(flat)
+    taken = bench.joint_seconds(lambda: step(flat), pace.step_seconds)
+    return [Point(1.0, taken)], told(parts, neighbours(mesh.size))
+
+
+@functools.cache
+def _captured(name: str, ranks: int, device: torch.device) -> tuple[Built, Captured]:
+    torch.manual_seed(0)  # the same weights on all ranks
+    model, batch, loss = MODELS[name][device.type == "cuda"](ranks)
+    model.to(device)
+    batch = {key: value.to(device) for key, value in batch.items()}
+    return (model, batch, loss), captured_of(model, batch, loss)
+
+
+def neighbours(ranks: int) -> Cluster:
+    """The ranks of one machine before anything of it is known: any rates, one level."""
+    return replace(Cluster.preset("cpu", ranks_per_node=1), levels=(Level(LEVEL, ranks, 1e9, 1e-4),))
+
+
+# ---------------------------------------------------------------- plans
+
+
+def plan(captured: Captured, mesh: Mesh, row: Row) -> Plan:
+    """The same on every rank: it depends on no clock."""
+    if row.way == CUT:
+        pins = {pattern: {letter: mesh.axes[-1].name} for pattern, letter in (row.cut or {}).items()}
+        return plan_captured(captured, mesh, "sharding_propagation", pins)
+    made = plan_captured(captured, mesh, "data_parallel" if row.way else "stand_alone", None)
+    return stored_in_parts(made, captured.graph) if row.way == STORED else made
+
+
+def stored_in_parts(plan: Plan, graph: Graph, again: bool = False) -> Plan:
+    """Every trained parameter with a dim that divides is stored cut over all axes and gathered at a hub: ZeRO 3."""
+    names = tuple(a.name for a in plan.mesh.axes if a.size > 1)
+    inputs, hubs = dict(plan.inputs), dict(plan.hubs)
+    cut: set[str] = set()
+    for entry in graph.input_of("parameter"):
+        shape = entry.type.shape
+        dim = next((d for d, n in enumerate(shape) if n % plan.mesh.size == 0), None)
+        if dim is None or not entry.needs_grad:
+            continue
+        hubs.setdefault(entry.name, replace(inputs[entry.name], grad=names))
+        inputs[entry.name] = TensorLayout(
+            tuple((SubDim(n, names if d == dim else ()),) if n != 1 else () for d, n in enumerate(shape))
+        )
+        cut.add(entry.name)
+    return replace(plan, inputs=inputs, hubs=hubs, again=plan.again | cut if again else plan.again)

@@ -1,0 +1,89 @@
+"""What an error proposes, as it is typed on the command line: hints of `mw.plan` are written as in Python.
+
+Options that several verbs share. Loads without torch, for a quick `--help`.
+
+Where the verbs print: answers on stdout, progress and remarks on stderr, both without wrapping into a mess.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from meshwright.cli.arguments import OPTIMIZERS
+from meshwright.errors import DoesNotFit
+
+BY_STATES = {states: name for name, states in OPTIMIZERS.items()}
+WORDS = re.compile(r"offload=\(([^)]*)\)")
+TEXT = re.compile(r"(recompute)='(\w+)'")
+SINGLE = re.compile(r"(?<![-\w])(micro_batches=\d+|slice_activation=true|recompute=\w+|offload=[\w+]+)")
+
+
+def typed(text: str) -> str:
+    """``offload=('optimizer',)`` → ``--with offload=optimizer``, ``optimizer_states=1`` → ``--optimizer momentum``."""
+
+    def switch(match: re.Match[str]) -> str:
+        name = BY_STATES.get(int(match[1]))
+        return f"--optimizer {name}" if name else match[0]
+
+    text = re.sub(r"optimizer_states=(\d+)", switch, text)
+    text = WORDS.sub(lambda m: "offload=" + "+".join(re.findall(r"\w+", m[1])), text)
+    text = TEXT.sub(r"\1=\2", text).replace("slice_activation=True", "slice_activation=true")
+    return SINGLE.sub(r"--with \1", text)
+
+
+def as_typed(error: DoesNotFit) -> DoesNotFit:
+    """The error with what can be typed."""
+    hint = typed(error.hint)
+    return DoesNotFit(error.what, why=error.why, where=error.where, hint=hint, parts=error.parts)
+
+
+MODEL_HELP = "file.py:function returning (model, batch, loss), hf:config.json, or zoo:name."
+
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
+ModelOption = Annotated[str | None, typer.Option("--model", metavar="MODEL", help=MODEL_HELP)]
+PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN.JSON", help="A plan file.", show_default=False)]
+BatchOption = Annotated[int | None, typer.Option("--batch", metavar="N", min=1, help="Rows of the batch.")]
+SequenceOption = Annotated[int | None, typer.Option("--seq", metavar="N", min=1, help="Tokens of a row.")]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster", metavar="CLUSTER", help="cluster.yaml, or preset:h100:2x8 (nodes x ranks of a node)."
+    ),
+]
+WithOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with",
+        metavar="TECHNIQUES",
+        help="As 'optimizer_parallel=3,micro_batches=4,recompute=full'. May be repeated.",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
+
+
+PIPED_WIDTH = 160  # a file or a pipe has no width of its own, and a table should not be folded there
+
+
+def out() -> Console:
+    """The answer's console."""
+    return Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else _piped())
+
+
+def err() -> Console:
+    """The console of progress and remarks."""
+    return Console(stderr=True, highlight=False)
+
+
+def _piped() -> int | None:
+    import os
+
+    return None if os.environ.get("COLUMNS") else PIPED_WIDTH
+
+
+__all__ = ["as_typed", "typed"]

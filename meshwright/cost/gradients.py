@@ -1,0 +1,45 @@
+"""What it costs to add up the gradients of parameters, as a price that is the sum over parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from meshwright.mesh import Mesh
+from meshwright.redistribute.prices import Prices
+from meshwright.redistribute.steps import wire_elements
+
+Amount = TypeVar("Amount", float, np.ndarray)
+
+
+def reduction_seconds(
+    size_bytes: Amount,
+    axes: Sequence[str],
+    mesh: Mesh,
+    prices: Prices,
+    bucket_bytes: int,
+    kind: str = "all_reduce",
+) -> Amount:
+    """Seconds to all-reduce gradients of `size_bytes` (one number, or an array) over some axes; or, by `kind`, to
+    reduce-scatter that many or to all-gather weights that are as many together.
+
+    A gradient pays its share of a full bucket, latency included: ``bytes / rate + latency · bytes / bucket``, since
+    small gradients wait for each other and start together; without buckets (0) each has a latency of its own. Axes of
+    size 1 cost nothing.
+    """
+    axes = tuple(a for a in axes if mesh.sizes[a] > 1)
+    if not axes:
+        return size_bytes * 0.0
+    members = mesh.count(axes)
+    halves = {
+        "all_reduce": (1.0, 1.0),
+        "all_gather": (1 / members, 0.0),
+        "reduce_scatter": (0.0, 1 / members),
+    }
+    share = wire_elements(kind, members, *halves[kind])
+    if not bucket_bytes:
+        latency, per_byte = prices.law(kind, mesh, axes)
+        return latency + size_bytes * (share * per_byte)
+    return size_bytes * (prices.seconds(kind, mesh, axes, share * bucket_bytes) / bucket_bytes)

@@ -1,0 +1,92 @@
+"""This machine's processors as a cluster, without calibrating: quick to get, and rough.
+
+Cores and memory are asked of the system (of the control group where there is one), FLOP/s and bytes/s come from two
+short probes of numpy, and are divided among the ranks. Links are what gloo over loopback reached on a machine of two
+cores (see `TWO_CORE_GLOO` in `meshwright.redistribute.prices`). ``meshwright calibrate`` measures all of it, with all
+ranks at once, on GPUs too.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from meshwright.cost.cluster_data import Description, Device, Level
+from meshwright.errors import ClusterError
+
+PROBE_SECONDS = 0.25  # of each of the two probes
+MATMUL = 768  # rows and columns: large enough for the peak, a call takes a few milliseconds
+COPY_BYTES = 32 << 20  # a thread; more than the caches of a core
+MOST_THREADS = 16  # few machines need more to fill their memory's lanes
+LAUNCH_SECONDS = 3e-6  # a tiny operator of eager PyTorch on a processor takes 1 to 5 µs
+LINK_BYTES_PER_S, LINK_LATENCY_SECONDS = 1.0e9, 400e-6  # gloo over loopback, the middle of its collectives
+MOST_PROCESSES = 4096
+FALLBACK_MEMORY = 8 << 30  # where the system does not tell
+
+
+def describe(nproc: int) -> Description:
+    """This machine shared by `nproc` ranks. Raises ClusterError for a number that is not 1 … 4096."""
+    if isinstance(nproc, bool) or not isinstance(nproc, int) or not 1 <= nproc <= MOST_PROCESSES:
+        raise ClusterError(
+            f"a machine of {nproc!r} ranks",
+            why=f"local ranks are processes: 1 to {MOST_PROCESSES}",
+            hint="Cluster.local(4)",
+        )
+    device = Device(
+        name=f"{cores()} cores shared by {nproc} rank{'s' if nproc > 1 else ''}",
+        flops={"f64": flops_per_s("float64") / nproc, "f32": flops_per_s("float32") / nproc},
+        memory_bytes=memory_bytes() // nproc,
+        memory_bytes_per_s=copy_bytes_per_s() / nproc,
+        launch_seconds=LAUNCH_SECONDS,
+    )
+    return Description("local", device, (Level("rank", nproc, LINK_BYTES_PER_S, LINK_LATENCY_SECONDS),))
+
+
+def cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """The memory that processes here may use in all: the machine's, or the limit of the control group."""
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        total = FALLBACK_MEMORY
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int(Path(limit).read_text()))
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+    return total
+
+
+def flops_per_s(dtype: str) -> float:
+    """FLOP/s of numpy's matrix product with all the threads it takes: the best of a few calls."""
+    a = np.ones((MATMUL, MATMUL), dtype)
+    out = np.empty_like(a)
+    return 2 * MATMUL**3 / best_seconds(lambda: np.matmul(a, a, out=out), PROBE_SECONDS / 2)
+
+
+def copy_bytes_per_s() -> float:
+    """Bytes/s that all cores together read and write in copies."""
+    threads = min(cores(), MOST_THREADS)
+    pairs = [(np.zeros(COPY_BYTES, np.uint8), np.ones(COPY_BYTES, np.uint8)) for _ in range(threads)]
+    with ThreadPoolExecutor(threads) as pool:  # a copy leaves the interpreter's lock
+        seconds = best_seconds(lambda: list(pool.map(lambda pair: np.copyto(*pair), pairs)), PROBE_SECONDS)
+    return 2 * COPY_BYTES * threads / seconds
+
+
+def best_seconds(call: Callable[[], object], budget_seconds: float) -> float:
+    """The shortest of as many calls as fit the budget, two at least."""
+    best, end, calls = float("inf"), time.perf_counter() + budget_seconds, 0
+    while calls < 2 or time.perf_counter() < end:
+        began = time.perf_counter()
+        call()
+        best, calls = min(best, time.perf_counter() - began), calls + 1
+    return best

@@ -1,0 +1,201 @@
+"""Values that are kept for backward elsewhere than where they lie: cut over the axes on which ranks repeat them
+(gathered again in backward), in the host's memory (brought back a layer ahead), or both.
+
+A plan speaks of values of the model (``slice``, ``host``, ``slice host`` in `Plan.keeps`). What goes is each of them
+that backward asks for, and what collectives make of it that backward asks for. Copies go in *runs*: neighbours of one
+layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from meshwright.graph import DTYPES, MOVES, RESHARD, TRANSFERS, Graph, Node
+from meshwright.layout import TensorLayout
+from meshwright.mesh import Mesh
+from meshwright.partition.backward_demand import Askers, asked_within
+from meshwright.partition.insert_reshards import Resharded
+from meshwright.partition.interleave import named
+from meshwright.partition.layers import layer_of
+from meshwright.partition.recompute import Keeps, readers_alike
+from meshwright.plan import Plan
+from meshwright.redistribute import TWO_CORE_GLOO, Step, redistribute
+from meshwright.redistribute.index_maps import exchange
+from meshwright.redistribute.steps import COLLECTIVES
+from meshwright.redistribute.storage import repeated_axes, stored
+
+SLICE, HOST = "slice", "host"
+STASHED = (SLICE, HOST, f"{SLICE} {HOST}")
+
+
+@dataclass(frozen=True)
+class Stash:
+    """How a value is kept. `slices` make this rank's part of it and `gather` the value again; none where it is kept as
+    it is. `host`: in the host's memory. `asked`: the nodes whose backward is the first to ask for it, in a pipeline one
+    of each stage that does (`asked.py`); in a local program there is one."""
+
+    value: str
+    layer: str
+    host: bool
+    slices: tuple[Step, ...] = ()
+    gather: tuple[Step, ...] = ()
+    asked: Askers = ()
+
+
+def stashes_of(
+    resharded: Resharded, plan: Plan, keeps: Keeps, asked: Mapping[str, Askers], even: bool
+) -> dict[str, Stash]:
+    """Value → how it is kept. `asked`: who asks for values first (`asked.py`); `even`: whether all ranks compute the
+    same again, or else nothing is cut."""
+    wanted = {v: [str(w) for w in how.split()] for v, how in plan.keeps.items() if how in STASHED}
+    if not wanted:
+        return {}
+    graph, found = resharded.graph, dict[str, Stash]()
+    for node in graph.nodes:
+        for value, how in _ways(node, graph, resharded, wanted):
+            if value not in asked or value in resharded.hosted or value in _own(node, graph, keeps):
+                continue
+            slices, gather = (), ()
+            if SLICE in how and even and _alike(value, resharded, plan.mesh, keeps):
+                slices, gather = _cut(value, resharded, plan)
+            if gather or HOST in how:
+                layer = layer_of(node.module)
+                found[value] = Stash(value, layer, HOST in how, slices, gather, asked[value])
+    return found
+
+
+def _ways(
+    node: Node, graph: Graph, resharded: Resharded, wanted: Mapping[str, list[str]]
+) -> Iterator[tuple[str, list[str]]]:
+    """What a node makes of which the plan says how it is kept."""
+    if node.op == RESHARD:
+        # What lies in its argument's memory is kept with that; what is made again is not kept.
+        talks = any(s.kind in COLLECTIVES for s in resharded.pairs[node.name].forward)
+        root = node.uses[0]
+        while root in graph.producers and graph.producers[root].op in MOVES:
+            root = graph.producers[root].uses[0]
+        if talks and not node.kwarg("again") and root in wanted:
+            yield node.name, wanted[root]
+    elif node.op not in TRANSFERS:
+        yield from ((v, wanted[v]) for v in node.values if v in wanted)
+
+
+def _own(node: Node, graph: Graph, keeps: Keeps) -> set[str]:
+    """Results that an operator keeps itself (a softmax, attention): they are in its hands, whole, before any part of
+    them could be made, and a part kept beside them would only cost more."""
+    if node.op in MOVES:
+        return set()
+    kept = keeps(node, graph.types, [use in graph.needs_grad for use in node.uses])
+    return {node.values[number] for number in kept.outputs}
+
+
+def _alike(value: str, resharded: Resharded, mesh: Mesh, keeps: Keeps) -> bool:
+    """Whether all ranks keep a value, or none of them does."""
+    return readers_alike(
+        resharded.graph, value, resharded.layouts, resharded.ports, resharded.pairs, mesh, keeps
+    )[1]
+
+
+def _cut(value: str, resharded: Resharded, plan: Plan) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """The steps to a rank's part and back; none where no rank repeats another, or where sums are pending."""
+    have, kind = resharded.layouts[value].forward, resharded.graph.types[value]
+    part = sliced(have, plan.mesh)
+    if part is None or not kind.is_float:
+        return (), ()
+    prices, size = plan.prices or TWO_CORE_GLOO, DTYPES[kind.dtype]
+    there = redistribute(have, part, plan.mesh, size, prices)
+    back = redistribute(part, have, plan.mesh, size, prices)
+    local = all(s.kind == "slice" for s in there)
+    return (there, back) if local and all(s.kind == "all_gather" for s in back) else ((), ())
+
+
+def sliced(layout: TensorLayout, mesh: Mesh) -> TensorLayout | None:
+    """A value's layout cut over the axes (none in time) on which it is whole; None where that changes nothing."""
+    axes = [a for a in repeated_axes(layout, mesh) if a not in mesh.time]
+    if layout.pending or not axes:
+        return None
+    part = stored(layout.forward, axes, mesh)
+    return part.forward if part.dims != layout.dims else None
+
+
+# ---------------------------------------------------------------- what a rank's program does with them
+
+
+def stashed_in(stashes: Mapping[str, Stash], graph: Graph, copies: int = 1) -> dict[str, Stash]:
+    """Those of a local program, or of a stage of one, by the names that they have in the program of so many copies."""
+    if copies > 1:
+        stashes = {
+            named(v, c): replace(s, asked=tuple(named(node, c) for node in s.asked))
+            for v, s in stashes.items()
+            for c in range(copies)
+        }
+    asked = asked_within({v: s.asked for v, s in stashes.items()}, graph)
+    return {v: replace(stashes[v], asked=(node,)) for v, node in asked.items()}
+
+
+def runs_of(graph: Graph, stashes: Mapping[str, Stash]) -> list[list[str]]:
+    """The values of a rank's program that go to the host, those of one layer together, in order."""
+    found: list[list[str]] = []
+    layer = None
+    for node in graph.nodes:
+        for value in node.values:
+            stash = stashes.get(value)
+            if stash is None or not stash.host:
+                continue
+            if stash.layer != layer or not found:
+                found.append([])
+            layer = stash.layer
+            found[-1].append(value)
+    return found
+
+
+def room_bytes(graph: Graph, stashes: Mapping[str, Stash], mesh: Mesh, rank: int) -> int:
+    """Bytes of the largest run: so much may be on its way to the host at a time, and is still on the device."""
+    sizes = ([part_bytes(stashes[v], graph, v, mesh, rank) for v in run] for run in runs_of(graph, stashes))
+    return max(map(sum, sizes), default=0)
+
+
+def part_bytes(stash: Stash, graph: Graph, value: str, mesh: Mesh, rank: int) -> int:
+    """Bytes that a rank keeps of a value (under its name in this program)."""
+    kind = graph.types[value]
+    if not stash.slices:
+        return kind.size_bytes
+    size = DTYPES[kind.dtype]
+    for count in exchange(stash.slices[-1], mesh, rank).shape_after:
+        size *= count
+    return size
+
+
+def settled_before(graph: Graph, stashes: Mapping[str, Stash]) -> str:
+    """The node before which all must have left the device: where the layer after the last one that sends something has
+    ended. Empty where there is none."""
+    runs = runs_of(graph, stashes)
+    if not runs:
+        return ""
+    last = graph.producers[runs[-1][-1]]
+    place = next(n for n, node in enumerate(graph.nodes) if node is last)
+    changes, layer = 0, stashes[runs[-1][-1]].layer
+    for node in graph.nodes[place + 1 :]:
+        if not any(node.needs_grad) or node.op in MOVES:
+            continue
+        here = layer_of(node.module)
+        changes, layer = changes + (here != layer), here
+        if changes == 2:
+            return node.name
+    return ""
+
+
+__all__ = [
+    "HOST",
+    "SLICE",
+    "STASHED",
+    "Stash",
+    "part_bytes",
+    "room_bytes",
+    "runs_of",
+    "settled_before",
+    "sliced",
+    "stashed_in",
+    "stashes_of",
+]

@@ -1,0 +1,291 @@
+"""First pass: say where layouts differ. A reshard is a pair (value forward, gradient backward) and belongs
+to a tensor and the *set* of its consumers that want the same pair: q, k and v of one norm share one. Where the plan
+gives a value a *hub*, the value is brought to that layout once, and each consumer takes it from there.
+
+Where the plan runs operators on the host, transfers are put in with them. Values are brought into another layout where
+they live; what leaves the host is copied before that, once for all its readers, and what the host reads is
+copied after that, for each reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from meshwright.graph import DTYPES, LOSS, PIN, RESHARD, TO_DEVICE, TO_HOST, Graph, Node, Ref, TensorType
+from meshwright.layout import TensorLayout, normalize, parse_layout
+from meshwright.mesh import Mesh
+from meshwright.ops.factors import Factors
+from meshwright.ops.strategy import Ports, layouts
+from meshwright.partition.recompute import Keeps, can_be_made_again
+from meshwright.places import hosted_values, leaving_values, parked_parameters
+from meshwright.plan import Plan
+from meshwright.redistribute import Prices, Reshard, Step, reshard
+from meshwright.techniques import wire_dtype
+
+StepText = tuple[str, str, str, str]  # kind, axes joined by ".", layout before, layout after
+
+
+@dataclass(frozen=True)
+class Resharded:
+    """The graph with reshard nodes (still in global shapes), the layout of every value, the pair of every reshard, and
+    the values that live in the host's memory. `keeps`: value → how it is kept for backward, where autograd's own way
+    is not taken. `parked`: the parameters that live in the host's memory between their uses. `borders`: reshard between
+    stages with meshes of their own → the stage that runs it, and sends what it gives to one later stage."""
+
+    graph: Graph
+    layouts: Mapping[str, TensorLayout]
+    ports: Mapping[str, Ports]
+    pairs: Mapping[str, Reshard]
+    keeps: Mapping[str, str] = field(default_factory=dict)
+    hosted: frozenset[str] = frozenset()
+    parked: frozenset[str] = frozenset()
+    borders: Mapping[str, int] = field(default_factory=dict)
+
+
+def insert_reshards(
+    graph: Graph, factors: Factors, plan: Plan, prices: Prices, keeps: Keeps | None = None
+) -> Resharded:
+    """Give every consumer the layout its strategy asks for. `keeps` says what autograd keeps of a node.
+
+    A value with a hub is brought once to the hub's layout, where it is first used, and from there to each consumer
+    by a reshard of its own. Consumers of other values that want the same share a reshard.
+    """
+    work = _Insertion(graph, factors, plan, prices)
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        wants = work.ports[node.name].inputs
+        there = node.name in plan.hosts if node.op != PIN else node.uses[0] in work.hosted
+        here = work.stages.get(node.name)
+        names = [work.bring(value, want, there, here) for value, want in zip(node.uses, wants, strict=True)]
+        nodes += [*work.fresh_nodes(), node.with_uses(names)]
+    outputs = tuple(
+        (label, work.final(v, TensorLayout(factors.dims[v]) if label == LOSS else work.summed(v)))
+        for label, v in graph.outputs
+    )
+    by_target = {i.target: i.name for i in graph.inputs}
+    mutations = tuple(
+        (target, work.final(v, plan.inputs[by_target[target]], by_target[target] in work.hosted))
+        for target, v in graph.mutations
+    )
+    nodes += work.fresh_nodes()
+    result = replace(graph, nodes=tuple(nodes), outputs=outputs, mutations=mutations)
+    result = work.marked_again(result, keeps)
+    return Resharded(
+        result,
+        work.have,
+        work.ports,
+        work.pairs,
+        hosted=frozenset(work.hosted),
+        parked=work.parked,
+        borders=work.borders,
+    )
+
+
+def stages_of(graph: Graph, given: Mapping[str, int]) -> dict[str, int]:
+    """Node → its stage, also of those that follow from operators with one and have none of their own."""
+    found, made = dict(given), dict[str, int]()
+    for node in graph.nodes:
+        before = max((made[use] for use in node.uses if use in made), default=None)
+        if node.name not in found and before is not None:
+            found[node.name] = before
+        made.update(dict.fromkeys(node.values, found[node.name]) if node.name in found else {})
+    return found
+
+
+def _ports(graph: Graph, factors: Factors, plan: Plan) -> dict[str, Ports]:
+    """The layouts of every node's ports; copies of a layer share theirs."""
+    known: dict[Hashable, Ports] = {}
+    found: dict[str, Ports] = {}
+    for node in graph.nodes:
+        site, strategy = factors.sites[node.name], plan.strategies[node.name]
+        key = (site.signature, id(strategy))
+        if key not in known:
+            known[key] = layouts(site, strategy)
+        found[node.name] = known[key]
+    return found
+
+
+class _Insertion:
+    """The values made so far with their layouts, and the reshards that still have to be put into the program."""
+
+    def __init__(self, graph: Graph, factors: Factors, plan: Plan, prices: Prices) -> None:
+        self.graph, self.plan, self.prices = graph, plan, prices
+        self.ports = _ports(graph, factors, plan)
+        self.have: dict[str, TensorLayout] = {k: self._laid(k, v) for k, v in plan.inputs.items()}
+        for node in graph.nodes:
+            for value, layout in zip(node.values, self.ports[node.name].outputs, strict=True):
+                self.have[value] = self._laid(value, layout)
+        self.pairs: dict[str, Reshard] = {}
+        self._parameters = {i.name for i in graph.input_of("parameter")}
+        self.hosted: set[str] = set(hosted_values(graph, plan.hosts))
+        self.parked = parked_parameters(graph, plan.hosts, plan.techniques)
+        self.leaving = leaving_values(graph, plan.hosts, self.hosted)
+        self._shared: dict[tuple[str, TensorLayout], str] = {}  # by the name it starts from
+        self._hubs: dict[str, str] = {}
+        # Where stages have meshes of their own: node → its stage, value → that of what makes it.
+        self.stages = stages_of(graph, plan.stages) if plan.meshes else {}
+        self._made = {v: self.stages[n.name] for n in graph.nodes if n.name in self.stages for v in n.values}
+        self.borders: dict[str, int] = {}
+        self._border_of: dict[tuple[str, int], str] = {}
+        self._copies: dict[str, str] = {}
+        self._taken = {*graph.types}
+        self._fresh: list[Node] = []
+
+    def bring(self, value: str, want: TensorLayout, host: bool = False, stage: int | None = None) -> str:
+        """The name under which a value has the wanted layout, and is on the host or the device, with what it takes.
+        `stage`: of the node that reads it."""
+        maker = self._made.get(value)
+        if stage is not None and maker is not None and maker != stage:
+            return self._laid_out(value, self._border(value, maker, stage), want)
+        start, lives = value, value in self.hosted or value in self.parked
+        # The hub of what leaves the host is on the device, for all.
+        if lives and (not host or (value in self.leaving and value in self.plan.hubs)):
+            if value not in self._copies:
+                self._copies[value] = self._transfer(value, value, TO_DEVICE)
+            start, lives = self._copies[value], False
+        name = self._laid_out(value, start, want)
+        return self._transfer(value, name, TO_HOST) if host and not lives else name
+
+    def _laid_out(self, value: str, start: str, want: TensorLayout) -> str:
+        """A value in the wanted layout, from `start`: itself, or its copy on the device."""
+        want = self._laid(value, want)
+        if value in self.plan.hubs:
+            hub = self._laid(value, self.plan.hubs[value])
+            if start not in self._hubs:
+                self._hubs[start] = self._reshard(value, start, self.have[start], hub, "hub")
+            return self._reshard(value, self._hubs[start], hub, want, "to")
+        key = (start, normalize(want, self.plan.mesh))
+        if key not in self._shared:
+            self._shared[key] = self._reshard(value, start, self.have[start], want, "to")
+        return self._shared[key]
+
+    def _border(self, value: str, maker: int, reader: int) -> str:
+        """A value as it leaves its stage for another whose mesh is its own: as it is cut at its hub, or where it is
+        made, with no sums pending among the ranks, neither of it nor of its gradient. What makes it and what reads it
+        each have their own idea of that, and messages lead from one to the other."""
+        if (value, reader) not in self._border_of:
+            hub, start = self.plan.hubs.get(value), value
+            if hub is not None:
+                start = self._laid_out(value, value, hub)
+            have, time = self.have[start], set(self.plan.mesh.time)
+            pending, grad = (tuple(a for a in axes if a in time) for axes in (have.pending, have.grad))
+            name = self._reshard(
+                value, start, have, TensorLayout(have.dims, pending, grad), f"at{reader}", always=True
+            )
+            self._border_of[value, reader], self.borders[name] = name, maker
+        return self._border_of[value, reader]
+
+    def final(self, value: str, want: TensorLayout, host: bool = False) -> str:
+        """The name of a result of the step. One that is pending in time stays so: its terms are added up when the last
+        micro-batch is done."""
+        have = self.plan.hubs.get(value, self.have[value])
+        late = not set(self.plan.mesh.time).isdisjoint(have.pending)
+        return self.bring(value, have if late else want, host)
+
+    def summed(self, value: str) -> TensorLayout:
+        """A value as it is cut, with no sums pending: what a program gives that is no loss stays split."""
+        return TensorLayout(self.plan.hubs.get(value, self.have[value]).dims)
+
+    def fresh_nodes(self) -> list[Node]:
+        """The reshards made since the last call, in order."""
+        made, self._fresh = self._fresh, []
+        return made
+
+    def marked_again(self, graph: Graph, keeps: Keeps | None) -> Graph:
+        """The graph in which the reshards say ``again=True`` whose results backward makes again."""
+        mesh = self.plan.mesh
+        again = {
+            hub
+            for value in self.plan.again
+            for hub in (self._hubs.get(value), self._hubs.get(self._copies.get(value, "")))
+            if hub in self.pairs
+            and can_be_made_again(graph, hub, self.have, self.ports, self.pairs, mesh, keeps)
+        }
+        marked = (
+            replace(n, kwargs=(("again", True), *n.kwargs)) if n.name in again else n for n in graph.nodes
+        )
+        return replace(graph, nodes=tuple(marked)) if again else graph
+
+    def _reshard(
+        self,
+        value: str,
+        start: str,
+        have: TensorLayout,
+        want: TensorLayout,
+        suffix: str,
+        *,
+        always: bool = False,
+    ) -> str:
+        """A node from `start`, the name under which `value` is there as `have`; `start` itself if none is needed, but
+        for a border, which is `always` one."""
+        mesh, graph = self.plan.mesh, self.graph
+        if not always and (have == want or normalize(have, mesh) == normalize(want, mesh)):
+            return start
+        kind, needs_grad = graph.types[value], value in graph.needs_grad
+        pair = reshard(have, want, mesh, DTYPES[kind.dtype], self.prices, needs_grad)
+        if pair.is_identity and not always:
+            return start
+        name = self._name(f"{value.replace('.', '_')}_{suffix}")
+        texts = (step_texts(pair.forward), step_texts(pair.backward))
+        source = graph.producers.get(value)
+        module, line = (source.module, source.source) if source else ("", "")
+        wire = wire_dtype(self.plan.techniques, kind.dtype) if value in self._parameters else ""
+        adds = any(s.kind in ("all_reduce", "reduce_scatter") for s in pair.backward)
+        kwargs = (("wire", wire),) if wire and adds else ()
+        self._fresh.append(
+            Node(name, RESHARD, (Ref(start), *texts), kwargs, (kind,), (needs_grad,), module, line)
+        )
+        self.pairs[name], self.have[name] = pair, want
+        if start in self.hosted:
+            self.hosted.add(name)
+        return name
+
+    def _transfer(self, value: str, start: str, op: str) -> str:
+        """A copy of `start`, under which `value` is there, on the other side of the link."""
+        kind, needs_grad = self.graph.types[value], value in self.graph.needs_grad
+        side = "host" if op == TO_HOST else "device"
+        name = self._name(f"{value.replace('.', '_')}_{side}")
+        source = self.graph.producers.get(value)
+        module, line = (source.module, source.source) if source else ("", "")
+        # A parked parameter is brought once more for backward, and its gradient stays on the device.
+        kwargs = (("again", True),) if start in self.parked else ()
+        self._fresh.append(Node(name, op, (Ref(start),), kwargs, (kind,), (needs_grad,), module, line))
+        self.have[name] = self.have[start]
+        if op == TO_HOST:
+            self.hosted.add(name)
+        return name
+
+    def _laid(self, value: str, layout: TensorLayout) -> TensorLayout:
+        return layout if value in self.graph.needs_grad else layout.forward
+
+    def _name(self, stem: str) -> str:
+        name, number = stem, 1
+        while name in self._taken:
+            number += 1
+            name = f"{stem}{number}"
+        self._taken.add(name)
+        return name
+
+
+def backward_itemsize(node: Node) -> int:
+    """Bytes of an element of the gradient as a reshard moves it."""
+    return DTYPES[str(node.kwarg("wire") or node.outputs[0].dtype)]
+
+
+def step_texts(steps: tuple[Step, ...]) -> tuple[StepText, ...]:
+    """Steps as literals of a graph."""
+    return tuple((s.kind, ".".join(s.axes), str(s.before), str(s.after)) for s in steps)
+
+
+def parse_steps(texts: Iterable[StepText]) -> tuple[Step, ...]:
+    """Steps from the literals of a graph."""
+    return tuple(
+        Step(kind, tuple(axes.split(".")), parse_layout(before), parse_layout(after))
+        for kind, axes, before, after in texts
+    )
+
+
+def local_type(kind: TensorType, layout: TensorLayout, mesh: Mesh, rank: int) -> TensorType:
+    """The type of what a rank holds of a value."""
+    return TensorType(kind.dtype, layout.local_shape(mesh, mesh.coordinate(rank)))

@@ -1,0 +1,153 @@
+"""How the values of a program are kept for backward, where the plan says something else than autograd: the plan speaks
+of values of the model, this pass of the program's operators, helpers and reshards.
+
+A reshard goes with the value that it brings, and with those who read it: where all are computed again, so is it.
+What collectives produced is kept where the plan says so (``recompute_communication=False``), and where ranks hold
+uneven parts: there they might save different things, and so start collectives in different orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from meshwright.graph import MOVES, RESHARD, Graph, Node
+from meshwright.ops.collectives import site_talk
+from meshwright.ops.factors import Factors
+from meshwright.partition.activation_offload import Stash, stashes_of
+from meshwright.partition.backward_demand import Askers, asked_of
+from meshwright.partition.insert_reshards import Resharded
+from meshwright.partition.recompute import Keeps, alike
+from meshwright.partition.stages import places
+from meshwright.plan import Plan
+from meshwright.redistribute.steps import COLLECTIVES
+
+AGAIN = "again"
+
+
+def with_keeps(resharded: Resharded, factors: Factors, plan: Plan) -> Resharded:
+    """The program with what the plan says of its values."""
+    if not plan.keeps:
+        return resharded
+    graph = resharded.graph
+    again = {n.name for n in graph.nodes if any(plan.keeps.get(v) == AGAIN for v in n.values)}
+    even = made_alike(resharded, again, plan)
+    if not (even and plan.techniques.recompute_communication):
+        types = graph.types
+        again -= {
+            name
+            for name in again
+            if any(
+                t.phase == "forward"
+                for t in site_talk(factors.sites[name], resharded.ports[name], plan.mesh, types)
+            )
+        }
+    nodes = tuple(_marked(node, resharded, again, even, plan) for node in graph.nodes)
+    made_by = graph.producers
+    keeps = {v: how for v, how in plan.keeps.items() if how == AGAIN and made_by[v].name in again}
+    return replace(resharded, graph=replace(graph, nodes=nodes), keeps=keeps)
+
+
+def settled(
+    resharded: Resharded, plan: Plan, autograd: Keeps | None
+) -> tuple[Resharded, dict[str, Stash], Mapping[str, Askers]]:
+    """The program without marks on reshards that backward, though it might make them again, never asks for; what is
+    kept elsewhere than where it lies; and of what is made again, who asks first. `autograd` says what it keeps of a
+    node."""
+    graph = resharded.graph
+    if autograd is None or not (plan.keeps or resharded.parked or plan.again):
+        return resharded, {}, {}
+    again = {n.name for n in graph.nodes if any(resharded.keeps.get(v) == AGAIN for v in n.values)}
+    where = places(graph, {**plan.stages, **resharded.borders}) if plan.stages else None
+    asked = asked_of(resharded, again, autograd, where)
+    even = made_alike(resharded, again, plan)
+    stashes = stashes_of(resharded, plan, autograd, asked.values, even)
+    nodes = (_unasked(n) if n.op == RESHARD and n.name not in asked.again else n for n in graph.nodes)
+    return replace(resharded, graph=replace(graph, nodes=tuple(nodes))), stashes, asked.again
+
+
+def without_keeps(resharded: Resharded, plan: Plan) -> Resharded:
+    """The program that keeps all as autograd does, but for what the plan gathers twice."""
+    graph = resharded.graph
+
+    def kept(node: Node) -> Node:
+        mine = node.op == RESHARD and node.kwarg("again") and _root(node, graph) not in plan.again
+        return _unasked(node) if mine else node
+
+    return replace(resharded, graph=replace(graph, nodes=tuple(map(kept, graph.nodes))), keeps={})
+
+
+def _unasked(node: Node) -> Node:
+    """A reshard whose result is not made again."""
+    kwargs = tuple(k for k in node.kwargs if k[0] != "again")
+    return node if kwargs == node.kwargs else replace(node, kwargs=kwargs)
+
+
+def keeps_of(local: Graph, keeps: Mapping[str, str]) -> dict[str, str]:
+    """The same for the values of a rank's program: helpers of an operator that is computed again are so, too."""
+    again = {v.partition(".")[0] for v, how in keeps.items() if how == AGAIN}
+    found = dict(keeps)
+    for node in local.nodes:
+        stands, helper, _ = node.name.rpartition("_k")
+        if helper and node.name not in again and stands in again and node.op not in MOVES:
+            found.update(dict.fromkeys(node.values, AGAIN))
+    return found
+
+
+def made_alike(resharded: Resharded, again: Collection[str], plan: Plan) -> bool:
+    """Whether all ranks save, and so make again, the same things at the same places."""
+    graph = resharded.graph
+    near: set[str] = set()
+    todo = [v for n in graph.nodes if n.name in again for v in n.values]
+    while todo:  # who reads what is made again, and what a reshard brings of it
+        for reader, _ in graph.consumers[todo.pop()]:
+            if reader.name not in near:
+                near.add(reader.name)
+                todo += reader.values if reader.op in MOVES else ()
+    for name in near.union(again):
+        if name in resharded.ports:
+            ports = resharded.ports[name]
+            layouts = (*ports.inputs, *ports.outputs)
+        else:
+            layouts = (resharded.layouts[name],)
+        if not all(alike(layout, plan.mesh) for layout in layouts):
+            return False
+    return True
+
+
+def _marked(node: Node, resharded: Resharded, again: set[str], even: bool, plan: Plan) -> Node:
+    """A reshard that says whether its result is made again."""
+    if node.op != RESHARD:
+        return node
+    graph, talks = resharded.graph, _talks(node, resharded)
+    readers = _readers(node, graph)
+    if node.kwarg("again"):
+        # A gathered parameter. Made again within an operator that is itself computed again, it must be so everywhere.
+        return node if even or not talks or again.isdisjoint(readers) else replace(node, kwargs=())
+    if talks and not (even and plan.techniques.recompute_communication):
+        return node
+    source = graph.producers.get(_root(node, graph))
+    if talks and source is None and not plan.techniques.reshard_after_forward:
+        return node
+    mine = source is not None and (source.name in again or (readers and again.issuperset(readers)))
+    return replace(node, kwargs=(("again", True),)) if mine and any(node.needs_grad) else node
+
+
+def _talks(node: Node, resharded: Resharded) -> bool:
+    return any(s.kind in COLLECTIVES for s in resharded.pairs[node.name].forward)
+
+
+def _root(node: Node, graph: Graph) -> str:
+    """The value of the model that a reshard brings."""
+    value = node.uses[0]
+    while value in graph.producers and graph.producers[value].op in MOVES:
+        value = graph.producers[value].uses[0]
+    return value
+
+
+def _readers(node: Node, graph: Graph) -> set[str]:
+    """The operators that read what a reshard brings."""
+    found: set[str] = set()
+    for reader, _ in graph.consumers[node.name]:
+        found |= _readers(reader, graph) if reader.op in MOVES else {reader.name}
+    return found

@@ -1,0 +1,151 @@
+"""How a parameter whose update is split gets there and back: from its gradient to a rank's part, and from the updated
+parts to the weight as it is used (optimizer parallel, levels 1 and 2).
+
+    level 1   gradient summed whole  →  my part of it (a slice)         →  update of my part  →  all-gather
+    level 2   my part of the sum (slice, reduce-scatter, sum)           →  update of my part  →  all-gather
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from meshwright.graph import DTYPES, Input
+from meshwright.layout import TensorLayout, only_axes
+from meshwright.mesh import Mesh
+from meshwright.partition import Partition
+from meshwright.partition.bucket_sizes import sizes
+from meshwright.partition.buckets import BucketBytes, Gradient, Group, alone_bytes, fill
+from meshwright.plan import Plan
+from meshwright.redistribute import Step
+from meshwright.redistribute.index_maps import exchange
+from meshwright.redistribute.slices import Selection
+from meshwright.redistribute.steps import largest_size, origin
+from meshwright.remembered import remembered
+
+
+@dataclass(frozen=True)
+class Update:
+    """The steps of one parameter (by the name of the program's input). `slices` takes from a whole gradient my part on
+    the axes where nothing is to be added up, `scatter` adds up and takes my part of the rest; `part` is both at once.
+    `gather` makes the weight again. `scattered`: gradients are not to be summed whole first (level 2)."""
+
+    name: str
+    part: Step
+    slices: Step | None
+    scatter: Step | None
+    gather: Step
+    scattered: bool
+
+
+@remembered
+def updates(parts: Partition) -> Mapping[str, Update]:
+    """The parameters that are updated in parts, in the order of the program's inputs."""
+    mesh, states = parts.plan.mesh, parts.plan.states
+    scattered = parts.plan.techniques.optimizer_parallel >= 2
+    return {
+        entry.name: _update(
+            entry.name, parts.resharded.layouts[entry.name], states[entry.name], mesh, scattered
+        )
+        for entry in parts.resharded.graph.inputs
+        if entry.name in states
+    }
+
+
+def _update(name: str, use: TensorLayout, state: TensorLayout, mesh: Mesh, scattered: bool) -> Update:
+    more = mesh.sort(set(state.split_axes) - set(use.split_axes))
+    waiting = tuple(a for a in more if a in use.grad)
+    still = tuple(a for a in more if a not in use.grad)
+    between = only_axes(state, (*use.split_axes, *still))
+    before = TensorLayout(between.dims, waiting)
+    return Update(
+        name,
+        Step("slice", more, use.forward, state),
+        Step("slice", still, use.forward, between) if still else None,
+        Step("reduce_scatter", waiting, before, state) if waiting else None,
+        Step("all_gather", more, state, use.forward),
+        scattered,
+    )
+
+
+def update_layout(parts: Partition, entry: Input) -> TensorLayout:
+    """The layout in which a parameter is updated, and its gradient is when it is."""
+    return parts.plan.states.get(entry.name) or parts.resharded.layouts[entry.name]
+
+
+def is_stretch(selection: Selection) -> bool:
+    """Whether what is selected is one stretch of the memory of a contiguous tensor."""
+    full = True
+    for runs, size in zip(reversed(selection.runs), reversed(selection.of), strict=True):
+        length = sum(n for _, n in runs)
+        if len(runs) > 1 or (not full and length > 1):
+            return False
+        full = full and length == size
+    return True
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def comes_in_place(gather: Step, mesh: Mesh) -> bool:
+    """Whether what each rank sends is, on all ranks, one stretch of the weight's memory, of one length, in the order of
+    the group: then a gather needs no memory beside the weight."""
+    for layout in (gather.before, gather.after):
+        if largest_size(layout, mesh) * mesh.count(layout.split_axes) != math.prod(layout.shape):
+            return False  # not all ranks hold as much
+    place = exchange(gather, mesh, mesh.rank(origin(mesh))).place
+    starts = [_start(p) for p in place]
+    return all(is_stretch(p) for p in place) and starts == [n * place[0].numel for n in range(len(place))]
+
+
+def _start(selection: Selection) -> int:
+    """Where the first element that is selected lies in the memory of a contiguous tensor."""
+    start = 0
+    for runs, size in zip(selection.runs, selection.of, strict=True):
+        start = start * size + (runs[0][0] if runs else 0)
+    return start
+
+
+@remembered
+def gathered(parts: Partition) -> tuple[Gradient, ...]:
+    """The weights that are gathered after the update, in the order of the program's inputs."""
+    mesh, updated = parts.plan.mesh, updates(parts)
+    found: list[Gradient] = []
+    for entry in parts.resharded.graph.inputs:
+        if entry.name in updated:
+            gather = updated[entry.name].gather
+            sent = largest_size(gather.before, mesh) * mesh.count(
+                gather.axes
+            )  # parts as large as the largest
+            whole = sent * DTYPES[entry.type.dtype]
+            group = parts.plan.techniques.fusion_group(entry.target, *entry.ties)
+            host = entry.name in parts.resharded.hosted
+            found.append(Gradient(entry.name, gather.axes, entry.type.dtype, whole, group=group, host=host))
+    return tuple(found)
+
+
+def gathered_bytes(plan: Plan, bucket_bytes: BucketBytes | None = None) -> BucketBytes:
+    """The bytes from which weights that are gathered together are enough; `bucket_bytes` where they are given."""
+    large = sizes(plan)
+    return (lambda weight: large("all_gather", weight.axes)) if bucket_bytes is None else bucket_bytes
+
+
+@remembered
+def gathered_last(parts: Partition, device: str) -> tuple[Gradient, ...]:
+    """The weights that are gathered after the update, the last to be read first; `fresh` where a large one comes in
+    place."""
+    mesh, updated = parts.plan.mesh, updates(parts)
+
+    def in_place(weight: Gradient) -> bool:
+        enough = alone_bytes("cpu" if weight.host else device)
+        return weight.size_bytes >= enough and comes_in_place(updated[weight.name].gather, mesh)
+
+    return tuple(replace(weight, fresh=in_place(weight)) for weight in reversed(gathered(parts)))
+
+
+def gathers(
+    parts: Partition, bucket_bytes: BucketBytes | None = None, device: str = "cpu"
+) -> tuple[Group, ...]:
+    """Which weights are gathered together after the update, the first to be read first; large ones that come in place
+    alone."""
+    return fill(gathered_last(parts, device), device, gathered_bytes(parts.plan, bucket_bytes))

@@ -1,0 +1,278 @@
+"""Micro-batches as an axis in time: the plan of a graph on a mesh whose slowest axis counts them.
+
+The axis splits the factor that counts examples, as data parallel does over ranks; local sizes, pending sums and
+gradients follow from the same algebra. The parts of the batch are cut in time first and over ranks then, so that all
+ranks work on the same examples at one time, however an operator is cut. Parameters are whole in time and their
+gradients pending there: that is accumulation. What would have to be known of all micro-batches at once is refused
+(`check_in_time`), but for counts that follow from the batch alone (`partition/micro_batches.py`) and the statistics of
+batch norm, which are those of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+
+from meshwright.errors import PlanError
+from meshwright.graph import RESHARD, Graph, Input, Node
+from meshwright.layout import Dim, Item, SubDim, TensorLayout, dim_axes, map_leaves
+from meshwright.mesh import Mesh
+from meshwright.ops.batch import Unit, batch_units
+from meshwright.ops.factors import Factors, Site
+from meshwright.ops.strategy import Ports, Strategy, at_path, cut, layouts, through_ports
+from meshwright.ops.table import has_rule
+from meshwright.partition.insert_reshards import Resharded
+from meshwright.plan import Plan
+from meshwright.redistribute.steps import COLLECTIVES
+from meshwright.techniques import Techniques
+
+
+def in_time(graph: Graph, factors: Factors, plan: Plan) -> Plan:
+    """The plan on its mesh with an axis in time, for the micro-batches that its techniques ask for; the plan itself
+    where there is one. Raises PlanError for more micro-batches than there are examples."""
+    count = plan.techniques.pieces
+    if count == 1:
+        return plan
+    mesh = plan.mesh.in_time(count)
+    work = _InTime(graph, factors, plan, mesh)
+    strategies = {node.name: work.strategy(node) for node in graph.nodes}
+    inputs = {entry.name: work.input_layout(entry.name) for entry in graph.inputs}
+    hubs = {value: work.hub(value, layout) for value, layout in plan.hubs.items()}
+    return replace(plan, mesh=mesh, strategies=strategies, inputs=inputs, hubs=hubs)
+
+
+class _InTime:
+    def __init__(self, graph: Graph, factors: Factors, plan: Plan, mesh: Mesh) -> None:
+        self.graph, self.factors, self.plan, self.mesh = graph, factors, plan, mesh
+        self.time = mesh.time
+        self.early = early_values(graph, graph.nodes)
+        self.entries = {entry.name: entry for entry in graph.inputs}
+        self.made: dict[str, TensorLayout] = {}  # value that an operator makes → its layout
+        self.known: dict[Hashable, tuple[Strategy, Ports]] = {}
+        self.asked: dict[str, list[TensorLayout]] = {}  # value → how its consumers ask for it
+
+    # -------------------------------------------------- operators
+
+    def strategy(self, node: Node) -> Strategy:
+        """The strategy of a node: its batch factor is split in time, or sums pending in time pass through it."""
+        site, strategy = self.factors.sites[node.name], self.plan.strategies[node.name]
+        waiting = tuple(p for p, use in enumerate(node.uses) if self._is_pending(use))
+        sums = tuple(p for p in waiting if node.uses[p] not in self.early)
+        marks = (self.factors.batch.get((node.name, letter)) for letter in site.trees)
+        key = (site.signature, id(strategy), waiting, sums, *marks)
+        if (
+            key not in self.known
+        ):  # one object for all alike: what is derived from strategies is remembered by it
+            chosen = self._by_batch(site, strategy) or self._through(site, strategy, {*waiting}, {*sums})
+            self.known[key] = (chosen, layouts(site, chosen))
+        chosen, ports = self.known[key]
+        self.made.update(zip(node.values, ports.outputs, strict=True))
+        for use, layout in zip(node.uses, ports.inputs, strict=True):
+            self.asked.setdefault(use, []).append(layout)
+        return chosen
+
+    def _by_batch(self, site: Site, strategy: Strategy) -> Strategy | None:
+        cuts = dict(strategy.cuts)
+        for letter, unit in batch_units(site, self.factors):
+            tree = cuts.get(letter, site.trees[letter])
+            self._check_rows(site, tree, unit)
+            cuts[letter] = cut_first(tree, unit, self.time)
+            return replace(strategy, cuts=tuple(cuts.items()))
+        return None
+
+    def _through(self, site: Site, strategy: Strategy, waiting: set[int], sums: set[int]) -> Strategy:
+        """Sums that are pending in time (at the ports `waiting`; `sums`: those that cannot be had before) go on through
+        linear operators; elsewhere gradients are pending in time."""
+        if waiting:
+            fitting = (set(ports) for ports in through_ports(site))
+            ports = next((p for p in fitting if sums <= p and p & waiting), None)
+            if ports is not None:
+                through = tuple((axis, tuple(sorted(ports))) for axis in self.time)
+                return replace(strategy, through=(*strategy.through, *through))
+        return replace(strategy, grad=(*strategy.grad, *self.time))
+
+    def _is_pending(self, value: str) -> bool:
+        return value in self.made and not set(self.time).isdisjoint(self.made[value].pending)
+
+    def _check_rows(self, site: Site, tree: Dim, unit: Unit) -> None:
+        for path in unit:
+            sub = at_path(tree, path)
+            ranks = self.plan.mesh.count(sub.axes)
+            count = self.mesh.count(self.time)
+            if sub.size < ranks * count:
+                most = sub.size // ranks
+                over = f" over {ranks} ranks ({self.plan.mesh.show(sub.axes)})" if ranks > 1 else ""
+                raise PlanError(
+                    f"{sub.size} examples{over} cannot be cut into {self.plan.techniques.pieces_told}",
+                    why=f"each rank needs an example of each in %{site.node.name} ({site.node.op})",
+                    where=site.node.where,
+                    hint=_fewer(self.plan.techniques, most),
+                )
+
+    # -------------------------------------------------- inputs and hubs
+
+    def input_layout(self, name: str) -> TensorLayout:
+        """Only the batch comes in parts. Constants that are read in parts are whole: slicing them is free."""
+        layout, entry = self.plan.inputs[name], self.entries[name]
+        if entry.role == "parameter":
+            return replace(layout, grad=(*layout.grad, *self.time)) if entry.needs_grad else layout
+        asked = self.asked.get(name, [])
+        if all(set(self.time).isdisjoint(a.split_axes) for a in asked) or self._is_replaced(entry):
+            return layout
+        parts = {self._as_in(layout, other) for other in asked}
+        if entry.role == "batch" and len(parts) == 1:
+            return parts.pop()
+        return TensorLayout(self.factors.dims[name])
+
+    def _is_replaced(self, entry: Input) -> bool:
+        return any(target == entry.target for target, _ in self.graph.mutations)
+
+    def hub(self, value: str, layout: TensorLayout) -> TensorLayout:
+        """A hub is in time what its value is."""
+        if value not in self.made:  # an input
+            own = self.input_layout(value)
+            if own.grad:
+                return replace(layout, grad=(*layout.grad, *self.time))
+            return self._as_in(layout, own)
+        made = self.made[value]
+        hub = self._as_in(layout, made)
+        if not set(self.time).isdisjoint(made.pending):
+            return replace(hub, pending=(*hub.pending, *self.time))
+        split = set(self.time).intersection(hub.split_axes)
+        return hub if split or not made.grad else replace(hub, grad=(*hub.grad, *self.time))
+
+    def _as_in(self, layout: TensorLayout, other: TensorLayout) -> TensorLayout:
+        """A layout that is also split in time where another is."""
+        dims = tuple(
+            _joined(dim, theirs, self.time) for dim, theirs in zip(layout.dims, other.dims, strict=True)
+        )
+        return replace(layout, dims=dims)
+
+
+def _fewer(asked: Techniques, most: int) -> str:
+    """What can be asked for where a batch has at most so many pieces."""
+    wholes = _wholes(asked)
+    if most <= 1:
+        return f"a larger batch, or {', '.join(wholes)}"
+    return f"{' times '.join(w.removesuffix('=1') for w in wholes)} of at most {most}"
+
+
+def _wholes(asked: Techniques) -> list[str]:
+    """The options that leave a batch in one piece, in the place of those that were asked for."""
+    return [f"{name}=1" for name in ("micro_batches", "interleave") if getattr(asked, name) > 1]
+
+
+def _joined(dim: Dim, other: Dim, time: Sequence[str]) -> Dim:
+    """A dim with the axes in time of another before its own, sub-dim by sub-dim."""
+    if not set(time).intersection(dim_axes(other)):
+        return dim
+    if not dim_axes(dim):
+        return map_leaves(other, lambda s: s.on(a for a in s.axes if a in time))
+    items: list[Item] = []
+    for mine, theirs in zip(dim, other, strict=False):
+        if isinstance(mine, SubDim) and isinstance(theirs, SubDim) and mine.size == theirs.size:
+            items.append(mine.on((*(a for a in theirs.axes if a in time), *mine.axes)))
+        else:
+            items.append(mine)
+    return (*items, *dim[len(items) :])
+
+
+def cut_first(tree: Dim, unit: Unit, axes: Sequence[str]) -> Dim:
+    """The tree with further axes on the sub-dims of a unit, before those that are there."""
+    bare = {path: at_path(tree, path).axes for path in unit}
+    for path, before in bare.items():
+        for axis in before:
+            tree = _without(tree, path, axis)
+        for axis in (*axes, *before):
+            tree = cut(tree, (path,), axis)
+    return tree
+
+
+def _without(tree: Dim, path: tuple[int, ...], axis: str) -> Dim:
+    result = list(tree)
+    item = result[path[0]]
+    if isinstance(item, SubDim):
+        result[path[0]] = item.on(a for a in item.axes if a != axis)
+    else:
+        parts = list(item.parts)
+        parts[path[1]] = _without(parts[path[1]], path[2:], axis)
+        result[path[0]] = replace(item, parts=tuple(parts))
+    return tuple(result)
+
+
+def early_values(graph: Graph, nodes: Sequence[Node]) -> frozenset[str]:
+    """The values that follow from the batch and from what a step leaves as it is, and have no gradient."""
+    replaced = {target for target, _ in graph.mutations}
+    known = {
+        i.name
+        for i in graph.inputs
+        if i.role in ("batch", "constant") or (i.role == "buffer" and i.target not in replaced)
+    }
+    for node in nodes:
+        if known.issuperset(node.uses) and not any(node.needs_grad):
+            known.update(node.values)
+    return frozenset(known)
+
+
+# ---------------------------------------------------------------- what cannot be cut in time
+
+
+def check_in_time(graph: Graph, resharded: Resharded, plan: Plan) -> None:
+    """Raise PlanError where micro-batches would have to talk to each other: the program has a collective in time that
+    is not a sum of what follows from the batch alone."""
+    time, early = set(plan.mesh.time), early_values(graph, resharded.graph.nodes)
+    for node in resharded.graph.nodes:
+        if node.op != RESHARD:
+            continue
+        pair = resharded.pairs[node.name]
+        forward = [s for s in pair.forward if s.kind in COLLECTIVES and time.intersection(s.axes)]
+        backward = [s for s in pair.backward if s.kind in COLLECTIVES and time.intersection(s.axes)]
+        sums = node.name in early and _adds_up(resharded.layouts, node, time)
+        if (forward and not sums) or backward:
+            raise _refusal(resharded.graph, node, plan)
+
+
+def not_in_time(node: Node, plan: Plan) -> PlanError:
+    """What to say of an operator that asks for a value of all micro-batches."""
+    return PlanError(
+        f"%{node.name} ({node.op}) needs the whole batch at once, which {plan.techniques.pieces_told} do not have",
+        why="no rule cuts it over examples, and no collective leads from one micro-batch to all",
+        where=node.where,
+        hint=", ".join(_wholes(plan.techniques)),
+    )
+
+
+def _adds_up(made: Mapping[str, TensorLayout], node: Node, time: set[str]) -> bool:
+    """Whether a reshard does nothing in time but add up terms."""
+    have, want = made[node.uses[0]], made[node.name]
+    return time <= set(have.pending) and time.isdisjoint((*want.pending, *want.split_axes))
+
+
+def _refusal(graph: Graph, reshard: Node, plan: Plan) -> PlanError:
+    consumers = [node for node, _ in graph.consumers[reshard.name] if node.op != RESHARD]
+    told, whole = plan.techniques.pieces_told, ", ".join(_wholes(plan.techniques))
+    source = graph.producers.get(reshard.uses[0])
+    if not consumers:
+        return PlanError(
+            f"a result of the step cannot be put together from {told}",
+            why="it is neither the same in each of them nor a sum over them",
+            where=source.where if source else "",
+            hint=whole,
+        )
+    node = consumers[0]
+    if not has_rule(node.op):
+        return PlanError(
+            f"%{node.name} ({node.op}) has no rule, so it is computed on the whole batch, which {told} do not have",
+            why="without a rule nobody knows that it treats examples one by one",
+            where=node.where,
+            hint=f'{whole}, mw.rule({node.op.removesuffix(".default")!r}, "…"), or other operators in its place',
+        )
+    return PlanError(
+        f"%{node.name} ({node.op}) needs the whole batch at once, which {told} do not have",
+        why="the operator is not linear in a sum over the batch, or looks at examples of other pieces",
+        where=node.where,
+        hint=f"{whole}, or write the loss as a sum (or mean) over the examples",
+    )
+
+
+__all__ = ["check_in_time", "early_values", "in_time", "not_in_time"]

@@ -1,0 +1,113 @@
+"""How long a step with many equal layers takes, from the programs of a few: all its layers are played, none is lowered.
+
+Seconds do not grow by the same with each layer: buckets of gradients close where they are full, what the last one
+exposes does not grow with the depth, and of two streams one is full from some layer on. So the tasks of all layers are
+listed (`more_layers.py`) and played. Of many micro-batches, which are alike but for the last, this is done for one,
+and the others are told by the difference of a few layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.cost.cluster import Cluster
+from meshwright.partition import Partition
+from meshwright.partition.accumulation import programs_in_time, scattered_each_time
+from meshwright.predict.extrapolate_tasks import with_layers
+from meshwright.predict.step_time import StepTimes, of_many, played, step_times
+from meshwright.predict.tasks import Issued, filled, issued
+
+LONGEST = 4_000  # items of a step that is played; of a longer one so much, and half as much, tell the rest
+
+Times = tuple[int, ...]  # how many layers of each kind are added
+
+
+def layered_times(
+    few: Partition,
+    more: Sequence[Partition | None],
+    times: Times,
+    cluster: Cluster,
+    optimizer_states: int,
+    first: Mapping[str, str],
+) -> StepTimes:
+    """The step of the program of a `few` layers with `times` more of each kind. `more`: the programs with one more of a
+    kind, None where none is to be added; `first`: parameter → that of the first layer which is like it."""
+    count = programs_in_time(few)
+    known: dict[int, _Listed] = {}
+
+    def listed(programs: int) -> _Listed:
+        if programs not in known:
+            parts = [
+                None if p is None else issued(p, cluster, optimizer_states, programs=programs)
+                for p in (few, *more)
+            ]
+            known[programs] = _Listed(few, parts, times, cluster, first)
+        return known[programs]
+
+    if scattered_each_time(few):
+        return of_many(count, lambda programs: listed(programs).times())
+    if count == 1:
+        return listed(1).times()
+    # Only the last backward sends gradients: what others add grows by as much with each layer.
+    found = _by_difference([p and step_times(p, cluster, optimizer_states) for p in (few, *more)], times)
+    return found.plus(listed(1).times(), 1.0).plus(listed(1).by_difference(), -1.0)
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """A step of a few layers and those with one more of a kind, listed."""
+
+    parts: Partition
+    steps: Sequence[Issued | None]
+    more: Times
+    cluster: Cluster
+    first: Mapping[str, str]
+
+    def times(self) -> StepTimes:
+        """The step with all layers; where they are too many to be played, told by the most that are not and by half of
+        these."""
+        most = self._affordable()
+        whole = self._seen(most)
+        if whole is None:
+            return self.by_difference()
+        half = tuple(n // 2 for n in most)
+        less = self._seen(half) if most != self.more else None
+        if less is None:
+            return whole
+        further = (sum(self.more) - sum(most)) / (sum(most) - sum(half))
+        return whole.plus(whole.plus(less, -1.0), further)
+
+    def by_difference(self) -> StepTimes:
+        """The step with all layers, each further one as long as the first of them."""
+        return _by_difference([step and self._played(step) for step in self.steps], self.more)
+
+    def _affordable(self) -> Times:
+        """As many layers as can be played quickly, of each kind the same share."""
+        few, *longer = (len(step.items) if step else 0 for step in self.steps)
+        items = sum(n * (long - few) for n, long in zip(self.more, longer, strict=True) if long)
+        share = min(1.0, LONGEST / max(1, items))
+        return tuple(math.ceil(share * n) for n in self.more)
+
+    def _seen(self, more: Times) -> StepTimes | None:
+        few, *longer = self.steps
+        whole = with_layers(few, longer, more, self.first) if few else None
+        return whole and self._played(whole)
+
+    def _played(self, step: Issued) -> StepTimes:
+        return played(filled(step, self.parts, self.cluster), self.cluster)
+
+
+def _by_difference(seen: Sequence[StepTimes | None], times: Times) -> StepTimes:
+    """Each further layer as long as the first of them."""
+    few, *more = seen
+    assert few is not None
+    found = few
+    for long, n in zip(more, times, strict=True):
+        if long is not None:
+            found = found.plus(long.plus(few, -1.0), n)
+    return found
+
+
+__all__ = ["layered_times"]

@@ -1,0 +1,224 @@
+"""The memory of a forward pass, by walking a rank's program as the runtime runs it.
+
+Forward frees a value after its last use unless autograd keeps it (`ops/saved.py`); views share the memory of their
+base. Nothing is run: sizes are those of the local graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.cost.operators import PIECES, REPEATS, VIEWS
+from meshwright.cost.strides import copying_views
+from meshwright.graph import DTYPES, RESHARD, START, TO_HOST, TRANSFERS, WAIT, Graph, Node
+from meshwright.ops.saved import saved
+from meshwright.partition import Partition
+from meshwright.partition.activation_offload import stashed_in
+from meshwright.partition.interleave import in_copies, of_one, original
+from meshwright.partition.micro_batches import first_program
+from meshwright.partition.parameter_offload import is_fetch
+from meshwright.partition.recompute_marks import AGAIN, keeps_of
+from meshwright.predict.memory.allocator import Heap, Storage
+from meshwright.predict.memory.in_flight import FlightMemory
+from meshwright.predict.memory.messages import moved
+from meshwright.predict.memory.offload import FetchMemory, StashMemory
+from meshwright.predict.memory.operator import OperatorMemory
+from meshwright.predict.memory.recompute import Held, Notes
+from meshwright.predict.memory.updates import ALONE, Beside
+from meshwright.redistribute import Reshard
+
+
+@dataclass
+class _Kept:
+    """What autograd keeps of one node."""
+
+    storages: list[Storage]
+    notes: list[Held]
+
+
+class ForwardWalk:
+    """`values`: the memory of what is there; `kept`: what autograd keeps of each node."""
+
+    def __init__(
+        self,
+        parts: Partition,
+        rank: int,
+        device: str,
+        staged: bool,
+        apart: bool | None = None,
+        stage: Graph | None = None,
+        beside: Beside = ALONE,
+    ) -> None:
+        """`stage`: the program of one stage of a pipeline, in place of the whole; `beside`: the rank's other stages."""
+        self.beside = beside
+        self.staged = staged
+        self.parts, self.rank = parts, rank
+        together = first_program(parts, rank) if parts.copies > 1 else None  # all of them live at once
+        self.graph: Graph = stage or (parts.local(rank) if together is None else together.graph)
+        self.copy_of = {} if together is None else together.copy_of
+        self.types = self.graph.types
+        self.copying = copying_views(self.graph)
+        self.heap = Heap()
+        self.values: dict[str, Storage] = {}
+        self.kept: dict[str, _Kept] = {}
+        self.notes = Notes(self.heap)
+        keeps = keeps_of(self.graph, in_copies(parts.resharded.keeps, parts.copies))
+        self.again = {v for v, how in keeps.items() if how == AGAIN}
+        self.operators = OperatorMemory(self.heap, self.notes, self.graph, self.values, self.again)
+        self.apart = device != "cpu" if apart is None else apart  # the device's memory is not the host's
+        self.stashes = StashMemory(
+            self.heap,
+            self.notes,
+            self.graph,
+            stashed_in(parts.stashes, self.graph, parts.copies),
+            parts.plan.mesh,
+            rank,
+            staged,
+            self.apart,
+        )
+        self.fetches = FetchMemory(self.heap, self.notes, self.graph)
+        self.parked = parts.resharded.parked
+        self.hosted = parts.resharded.hosted if self.apart else frozenset()
+        self.flights = FlightMemory(
+            self.graph, self.heap, self.notes, self._pair, parts.plan.mesh, self._number, staged
+        )
+        self.on_host = {
+            n.name for n in self.graph.nodes if self.apart and parts.on_host(of_one(n, self.copy_of))
+        }
+
+    def start(self) -> None:
+        """The inputs of the program, which live all the time."""
+        self.heap.at("start")
+        batch = {}
+        for whole in self.parts.resharded.graph.input_of("batch"):
+            self.heap.on_host = whole.name in self.hosted
+            batch[whole.name] = self.heap.new(whole.type.size_bytes, "batch")
+        for entry in self.graph.inputs:
+            self.heap.on_host = entry.name in self.hosted or (self.apart and entry.name in self.parked)
+            match entry.role:
+                case "parameter":
+                    self.values[entry.name] = self.heap.new(self.counted_bytes(entry.name), "parameters")
+                case "batch":  # every rank is given the whole batch and looks at its part
+                    self.values[entry.name] = batch[self.of_one(entry.name)]
+                case _:
+                    self.values[entry.name] = self.heap.new(self.counted_bytes(entry.name), "buffers")
+        self.heap.on_host = False
+
+    def counted_bytes(self, name: str) -> int:
+        """Bytes of an input, unless another stage of the rank counts it."""
+        return 0 if name in self.beside.counted else self.types[name].size_bytes
+
+    def of_one(self, name: str) -> str:
+        """What a value of a copy is called in the program of one."""
+        return original(name, self.copy_of[name]) if name in self.copy_of else name
+
+    def _pair(self, reshard: Node) -> Reshard:
+        return self.parts.resharded.pairs[self.of_one(reshard.name)]
+
+    def _number(self, node: Node) -> int:
+        """This rank's number on the plan's mesh in the copy that a node is of: copies may be of several sizes."""
+        return self.parts.of_rank(self.rank)[self.copy_of.get(node.name, 0)] if self.copy_of else self.rank
+
+    # ------------------------------------------------------------ forward
+
+    def forward(self) -> None:
+        self.fetches.begin()
+        last: dict[str, int] = {}
+        for number, node in enumerate(self.graph.nodes):
+            last.update(dict.fromkeys((*node.uses, *node.values), number))
+        for _, value in (*self.graph.outputs, *self.graph.mutations):
+            last[value] = len(self.graph.nodes)
+        ends: dict[int, list[str]] = {}
+        for value, number in last.items():
+            ends.setdefault(number, []).append(value)
+        for number, node in enumerate(self.graph.nodes):
+            self.heap.at(f"{node.name}, forward")
+            if node.name == self.stashes.settled:
+                self.stashes.settle()
+            self._run(node)
+            self._stash(node)
+            for value in ends.get(number, ()):
+                if value in self.graph.producers:
+                    self.heap.drop(self.values[value])
+                    self.notes.dropped(self.values[value])
+
+    def _stash(self, node: Node) -> None:
+        """What a node makes, and is kept elsewhere than where it lies; a view is kept with what it lies in."""
+        shares = node.op not in (RESHARD, WAIT) and self._shares(node)
+        for value in node.values:
+            if value in self.stashes.stashes and not shares:
+                self.stashes.keep(value, self.values[value])
+
+    def _run(self, node: Node) -> None:
+        heap = self.heap
+        if is_fetch(node):
+            self.values[node.name] = self.fetches.take(node)
+            return
+        if node.op in TRANSFERS:
+            self.values[node.name] = self._crossed(node, self.values[node.uses[0]], node.op == TO_HOST)
+            return
+        heap.on_host = node.name in self.on_host
+        if node.op == RESHARD:
+            self._reshard(node)
+            return
+        if node.op == START:
+            self.flights.start(node, [self.values[name] for name in node.uses])
+            self.values[node.name] = heap.new(0)
+            return
+        if node.op == WAIT:
+            source = self.values[self.graph.producers[node.uses[0]].uses[node.args[1]]]
+            self.values[node.name] = self.flights.wait(node, source)
+            return
+        extra: list[Storage] = []
+        if not self._shares(node):
+            kept = saved(node, self.types, [u in self.graph.needs_grad for u in node.uses])
+            made, extra = self.operators.computed(node, kept.extra_bytes)
+        else:
+            kept = None
+            made = [heap.hold(self.values[node.uses[0]]) for _ in node.outputs]
+        self.values.update(zip(node.values, made, strict=True))
+        if kept is not None and not self.again.isdisjoint(node.values):
+            self.operators.watch(node, made, extra, kept.outputs)
+        if kept is not None and any(node.needs_grad):
+            names = [node.uses[p] for p in kept.inputs] + [node.values[o] for o in kept.outputs]
+            self._keep(node, [self.values[n] for n in names], extra)
+        for storage in extra:
+            heap.drop(storage)
+            self.notes.dropped(storage)
+
+    def _crossed(self, node: Node, source: Storage, host: bool) -> Storage:
+        """A copy on the other side of the link; the memory itself where there is none."""
+        self.heap.on_host = host and self.apart
+        return self.heap.new(self.types[node.name].size_bytes) if self.apart else self.heap.hold(source)
+
+    def _shares(self, node: Node) -> bool:
+        """Whether the results lie in the memory of the first input."""
+        view = node.op in VIEWS or node.op in REPEATS or node.op in PIECES
+        return view and bool(node.uses) and node.name not in self.copying
+
+    def _keep(self, node: Node, shared: list[Storage], extra: list[Storage]) -> None:
+        storages: list[Storage] = []
+        notes: list[Held] = []
+        for storage in {id(s): s for s in (*shared, *extra)}.values():
+            note = self.notes.of(storage)
+            if note is None:
+                storages.append(self.heap.save(storage))
+            else:
+                self.notes.hold(note)
+                notes.append(note)
+        self.kept[node.name] = _Kept(storages, notes)
+
+    def _reshard(self, node: Node) -> None:
+        source, steps = self.values[node.uses[0]], self._pair(node).forward
+
+        def run(source: Storage) -> Storage:
+            size = DTYPES[node.outputs[0].dtype]
+            number = self._number(node)
+            return moved(self.heap, source, steps, self.parts.plan.mesh, number, size, self.staged)
+
+        made = self.values[node.name] = run(source)
+        if node.kwarg("again") and made is not source and any(node.needs_grad):
+            self.notes.watch([made], [source], lambda read: [run(*read)])
+
+
+__all__ = ["ForwardWalk"]

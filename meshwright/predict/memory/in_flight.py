@@ -1,0 +1,145 @@
+"""The memory of a step's flights: which are under way, what backward brings again of them, what gradients they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.graph import DTYPES, Graph, Node
+from meshwright.mesh import Mesh
+from meshwright.partition.insert_reshards import backward_itemsize
+from meshwright.partition.overlap import members_of
+from meshwright.predict.memory.allocator import Heap, Storage
+from meshwright.predict.memory.messages import Crossing, own_part
+from meshwright.predict.memory.recompute import Held, Notes
+from meshwright.redistribute import Reshard
+
+
+@dataclass(eq=False)
+class _Once:
+    """What of a flight backward brings again: its waits with their sources, and the flight before it. `sources`: what
+    went into it, there until its last wait; `notes`: those of them that have to be brought for it themselves."""
+
+    before: _Once | None
+    sources: list[Storage]
+    notes: list[Held]
+    waits: list[tuple[Node, Storage, Held]] = field(default_factory=list)
+    crossing: Crossing | None = None
+    opened: bool = False
+
+
+class FlightMemory:
+    """The flights of one rank's program. `pair` gives the steps of a reshard, `number` the rank's number on the mesh in
+    the copy that a node is of; `staged`: see `wires.py`."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        heap: Heap,
+        notes: Notes,
+        pair: Callable[[Node], Reshard],
+        mesh: Mesh,
+        number: Callable[[Node], int],
+        staged: bool,
+    ) -> None:
+        self.graph, self.heap, self.notes, self.pair = graph, heap, notes, pair
+        self.mesh, self.number, self.staged = mesh, number, staged
+        self.pieces: set[Storage] = set()  # in which gradients of one flight lie behind one another
+        self._under_way: dict[str, Crossing] = {}  # start → its flight in the direction of now
+        self._held_back: set[str] = set()  # starts whose gradients are not sent now
+        self._once: dict[str, _Once] = {}
+        self._latest: _Once | None = None
+
+    def _crossing(self, members: Sequence[Node], *, back: bool = False) -> Crossing:
+        pairs = [self.pair(m) for m in members]
+        ways = [p.backward if back else p.forward for p in pairs]
+        size = backward_itemsize(members[0]) if back else DTYPES[members[0].outputs[0].dtype]
+        return Crossing(self.heap, ways, self.mesh, self.number(members[0]), size, self.staged)
+
+    # ------------------------------------------------------------ forward
+
+    def start(self, node: Node, sources: Sequence[Storage]) -> None:
+        """A flight starts. What backward is to bring again of it is noted."""
+        crossing = self._under_way[node.name] = self._crossing(members_of(self.graph, node))
+        for index, source in enumerate(sources):
+            crossing.give(index, source)
+        crossing.launch()
+        if node.kwarg("again"):
+            notes = [n for i in node.kwarg("again") if (n := self.notes.of(sources[i])) is not None]
+            for note in notes:
+                self.notes.hold(note)
+            mine = [self.heap.hold(source) for source in sources]
+            self._latest = self._once[node.name] = _Once(self._latest, mine, notes)
+
+    def wait(self, node: Node, source: Storage) -> Storage:
+        """What a wait takes out of its flight; `source` went into it."""
+        (start,), index = node.uses, node.args[1]
+        made = self._under_way[start].take(index)
+        once = self._once.get(start)
+        if once is not None and node.kwarg("again"):
+            place = len(once.waits)
+            call = self.notes.watch([made], [source], lambda _: [self._taken(once, place)])
+            once.waits.append((node, source, (call, 0)))
+        if once is not None and index == len(once.sources) - 1:
+            for storage in once.sources:
+                self.heap.drop(storage)
+                self.notes.dropped(storage)
+        return made
+
+    def _taken(self, once: _Once, place: int) -> Storage:
+        """What a wait takes out of a flight that is brought again; the flight before it, needed next, starts."""
+        self._bring(once)
+        assert once.crossing is not None
+        made = once.crossing.take(place)
+        before = once.before
+        if not once.opened and before is not None and any(any(c.uses) for _, _, (c, _) in before.waits):
+            self._bring(before)
+        once.opened = True
+        return made
+
+    def _bring(self, once: _Once) -> None:
+        """A flight starts again, when what it sends has been brought."""
+        if once.crossing is None:
+            once.crossing = self._crossing([node for node, _, _ in once.waits])
+            for index, (_, source, _) in enumerate(once.waits):
+                once.crossing.give(index, self.notes.opened(source))
+            for note in once.notes:
+                self.notes.release(note)
+            once.crossing.launch()
+
+    # ------------------------------------------------------------ backward
+
+    def give_back(self, wait: Node, gradient: Storage | None) -> Storage:
+        """A gradient goes into its flight, which starts when all are there (None: it is not sent now); the gradient of
+        the token."""
+        (start,), index = wait.uses, wait.args[1]
+        if gradient is None:
+            self._held_back.add(start)
+            return self.heap.new(0)
+        members = members_of(self.graph, self.graph.producers[start])
+        if index == len(members) - 1:
+            self._under_way[start] = self._crossing(members, back=True)
+        self._under_way[start].give(index, gradient)
+        self.heap.drop(gradient)
+        if not index:
+            self._under_way[start].launch()
+        return self.heap.new(0)
+
+    def land(self, start: Node) -> list[tuple[str, Storage]]:
+        """The gradients that come out of a flight, by the value they belong to; none where they were not sent."""
+        back = self._under_way.pop(start.name)
+        if start.name in self._held_back:
+            self._held_back.discard(start.name)
+            return []
+        taken = [self._kept(name, back, index) for index, name in enumerate(start.uses)]
+        self.pieces.update(s for s in taken if taken.count(s) > 1)
+        return list(zip(start.uses, taken, strict=True))
+
+    def _kept(self, name: str, back: Crossing, index: int) -> Storage:
+        gradient = back.take(index)
+        if name in self.graph.producers or back.sent[index] is not None:
+            return gradient
+        return own_part(self.heap, gradient, back.early[index], self.graph.types[name].size_bytes)
+
+
+__all__ = ["FlightMemory"]

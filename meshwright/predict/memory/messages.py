@@ -1,0 +1,230 @@
+"""The memory of a reshard's steps on a rank: messages, rows, and what they are put together into.
+
+What lives beside a message while a collective is under way, by who carries it: as the communicators have it
+(`runtime/communicator`).
+
+The memory of a flight in one direction, as `runtime/overlap.py` has it: messages, what is under way, what came.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.mesh import Mesh
+from meshwright.predict.memory.allocator import Heap, Storage
+from meshwright.redistribute import Step
+from meshwright.redistribute.index_maps import Exchange, exchange
+from meshwright.redistribute.steps import COLLECTIVES
+
+
+def moved(
+    heap: Heap,
+    source: Storage,
+    steps: Sequence[Step],
+    mesh: Mesh,
+    rank: int,
+    itemsize: int,
+    staged: bool,
+    received: bool = False,
+) -> Storage:
+    """The memory in which a value lies after some steps, held once; `source` itself (held once more) where none of
+    them makes a new tensor. `staged`: all that is scattered comes before it is added up, as on a CPU (`wires.py`).
+    `received`: the source came from others, and a part of it is copied, so that the rest can go."""
+    here = heap.hold(source)
+    for number, step in enumerate(steps):
+        plan = exchange(step, mesh, rank)
+        there = _moved(heap, here, plan, itemsize, mesh, staged)
+        size = math.prod(plan.shape_after) * itemsize
+        if (
+            (number or received)
+            and step.kind == "slice"
+            and there.size_bytes >= 2 * size
+            and there.size_bytes > 1024
+        ):
+            heap.drop(there)
+            there = heap.new(size)  # a part of what an earlier step made is copied
+        heap.drop(here)
+        here = there
+    return here
+
+
+def own_part(heap: Heap, x: Storage, steps: Sequence[Step], size_bytes: int) -> Storage:
+    """The gradient of a leaf, which the leaf keeps: a part of what came alone is copied, so that the rest can go."""
+    if [step.kind for step in steps] != ["slice"]:
+        return x
+    part = heap.new(size_bytes)
+    heap.drop(x)
+    return part
+
+
+def _moved(heap: Heap, x: Storage, plan: Exchange, itemsize: int, mesh: Mesh, staged: bool) -> Storage:
+    """What one step makes, held once."""
+    before, after = (math.prod(s) * itemsize for s in (plan.shape_before, plan.shape_after))
+    match plan.kind:
+        case "slice":
+            return heap.hold(x)
+        case "mask" if plan.keeps:
+            return heap.hold(x)
+        case "mask" | "pad" | "all_reduce":
+            return heap.new(after)
+        case "reduce_scatter":
+            message = plan.padded * len(plan.group) * itemsize
+            rows = heap.new(message)
+            result = scatter(heap, message, len(plan.group), staged).wait()
+            heap.drop(rows)
+            return result
+        case "all_gather":
+            padded = heap.new(plan.padded * itemsize if plan.short else 0)
+            rows = gather(heap, plan.padded * len(plan.group) * itemsize, mesh, plan.axes, staged)
+            result = heap.new(after)
+            heap.drop(rows)
+            heap.drop(padded)
+            return result
+        case "all_to_all":
+            flat, received = heap.new(before), heap.new(after)
+            result = heap.new(after)
+            heap.drop(received)
+            heap.drop(flat)
+            return result
+    raise AssertionError(plan.kind)
+
+
+@dataclass
+class Scatter:
+    """A reduce-scatter under way: what comes, until it is waited for."""
+
+    heap: Heap
+    received: Storage
+    sum_bytes: int  # of a sum that is no part of what comes; 0 where it is
+
+    def wait(self) -> Storage:
+        """The sum, held once."""
+        if not self.sum_bytes:
+            return self.received
+        total = self.heap.new(self.sum_bytes)
+        self.heap.drop(self.received)
+        return total
+
+
+def scatter(heap: Heap, message_bytes: int, members: int, staged: bool) -> Scatter:
+    """A reduce-scatter starts. `staged`: all rows come before they are added up, as between processes on a CPU; of two
+    the one that comes becomes the sum."""
+    row = message_bytes // members
+    if staged and members > 2:
+        return Scatter(heap, heap.new(message_bytes), row)
+    return Scatter(heap, heap.new(row), 0)
+
+
+def gather(heap: Heap, message_bytes: int, mesh: Mesh, axes: Sequence[str], staged: bool) -> Storage:
+    """An all-gather starts; the memory of what comes, held once. `staged`: where some members are nearer than others
+    gloo gathers into a copy first."""
+    received = heap.new(message_bytes)
+    heap.passing(message_bytes if staged and not mesh.equally_near(axes) else 0)
+    return received
+
+
+class Crossing:
+    """`ways`: the steps of each tensor; one item size for all. `give` every tensor, `launch`, `take` them out."""
+
+    def __init__(
+        self, heap: Heap, ways: Sequence[Sequence[Step]], mesh: Mesh, rank: int, itemsize: int, staged: bool
+    ) -> None:
+        self.heap, self.mesh, self.rank, self.itemsize, self.staged = heap, mesh, rank, itemsize, staged
+        self.early: list[Sequence[Step]] = []
+        self.late: list[Sequence[Step]] = []
+        self.sent: list[Exchange | None] = []
+        for steps in ways:
+            first = next((n for n, s in enumerate(steps) if s.kind in COLLECTIVES), len(steps))
+            self.early.append(steps[:first])
+            self.late.append(steps[first + 1 :])
+            self.sent.append(exchange(steps[first], mesh, rank) if first < len(steps) else None)
+        self._inside: dict[int, Storage] = {}
+        self._buffer: Storage | None = None
+        self._received: Storage | None = None
+        self._scattered: Scatter | None = None
+
+    def _width(self, plan: Exchange) -> int:
+        return math.prod(plan.shape_before) if plan.kind == "all_reduce" else plan.padded
+
+    def _rows(self, plan: Exchange) -> int:
+        return len(plan.group) if plan.kind == "reduce_scatter" else 1
+
+    def give(self, index: int, source: Storage) -> None:
+        """A tensor goes in."""
+        heap, plan = self.heap, self.sent[index]
+        x = self._moved(source, self.early[index])
+        if plan is None:
+            self._inside[index] = x
+            return
+        if len(self.sent) > 1 and self._buffer is None:
+            plans = [p for p in self.sent if p is not None]
+            self._buffer = heap.new(sum(self._width(p) * self._rows(p) for p in plans) * self.itemsize)
+        message = self._message(x, plan)
+        heap.drop(x)
+        if self._buffer is None:
+            self._inside[index] = message
+        else:
+            heap.drop(message)
+
+    def _message(self, x: Storage, plan: Exchange) -> Storage:
+        heap, size = self.heap, self._width(plan) * self._rows(plan) * self.itemsize
+        match plan.kind:
+            case "all_gather":
+                return heap.new(size) if plan.short else heap.hold(x)
+            case "reduce_scatter":
+                return heap.new(size)
+            case "all_to_all":
+                return heap.new(math.prod(plan.shape_before) * self.itemsize)
+        return heap.hold(x)
+
+    def launch(self) -> None:
+        """The collective starts: what comes has its memory from here on."""
+        plan, heap = self.sent[0], self.heap
+        if plan is None:
+            return
+        elements = sum(self._width(p) for p in self.sent if p is not None)
+        if self._buffer is None:
+            self._buffer = self._inside.pop(0)
+            if plan.kind == "all_reduce":
+                own = heap.new(elements * self.itemsize)
+                heap.drop(self._buffer)
+                self._buffer = own
+        members, size = len(plan.group), elements * self.itemsize
+        match plan.kind:
+            case "all_reduce":
+                self._received = heap.hold(self._buffer)
+            case "all_gather":
+                self._received = gather(heap, members * size, self.mesh, plan.axes, self.staged)
+            case "reduce_scatter":
+                self._scattered = scatter(heap, members * size, members, self.staged)
+            case _:
+                self._received = heap.new(math.prod(plan.shape_after) * self.itemsize)
+
+    def take(self, index: int) -> Storage:
+        """A tensor comes out, held once. With the first all leave the buffer."""
+        heap = self.heap
+        if self._scattered is not None:
+            self._received, self._scattered = self._scattered.wait(), None
+        if self._received is not None and self._buffer is not None:
+            heap.drop(self._buffer)
+            for number, plan in enumerate(self.sent):
+                assert plan is not None
+                after = math.prod(plan.shape_after) * self.itemsize
+                if plan.kind in ("all_gather", "all_to_all"):
+                    self._inside[number] = heap.new(after)
+                else:
+                    self._inside[number] = heap.hold(self._received)
+            heap.drop(self._received)
+            self._received = self._buffer = None
+        x = self._inside.pop(index)
+        made = self._moved(x, self.late[index], self.sent[index] is not None)
+        heap.drop(x)
+        return made
+
+    def _moved(self, x: Storage, steps: Sequence[Step], received: bool = False) -> Storage:
+        return moved(self.heap, x, steps, self.mesh, self.rank, self.itemsize, self.staged, received)
+
+
+__all__ = ["Crossing", "Scatter", "gather", "scatter"]

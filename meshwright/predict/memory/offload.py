@@ -1,0 +1,187 @@
+"""The memory of values that are kept elsewhere than where they lie, as `runtime/stashes.py` has it.
+
+The memory of parameters that are brought from the host for their uses, as `runtime/fetches.py` has it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshwright.graph import DTYPES, Graph, Node
+from meshwright.mesh import Mesh
+from meshwright.partition.activation_offload import Stash, part_bytes, room_bytes, settled_before
+from meshwright.partition.parameter_offload import fetch_runs
+from meshwright.predict.memory.allocator import Heap, Storage
+from meshwright.predict.memory.messages import moved
+from meshwright.predict.memory.recompute import Call, Notes
+
+
+@dataclass(eq=False)
+class _Run:
+    layer: str
+    before: _Run | None
+    items: list[_Away] = field(default_factory=list)
+    opened: bool = False
+
+
+@dataclass(eq=False)
+class _Away:
+    """A value on the host: `there`, until it is brought `back`."""
+
+    run: _Run
+    there: Storage | None
+    back: Storage | None = None
+    call: Call | None = None
+
+
+class StashMemory:
+    """What a rank keeps elsewhere. `apart`: the host's memory is not the device's."""
+
+    def __init__(
+        self,
+        heap: Heap,
+        notes: Notes,
+        graph: Graph,
+        stashes: Mapping[str, Stash],
+        mesh: Mesh,
+        rank: int,
+        staged: bool,
+        apart: bool,
+    ) -> None:
+        self.heap, self.notes, self.graph, self.stashes = heap, notes, graph, stashes
+        self.mesh, self.rank, self.staged, self.apart = mesh, rank, staged, apart
+        self.room_bytes = room_bytes(graph, stashes, mesh, rank)
+        self.settled = settled_before(graph, stashes)
+        self.parts: dict[str, Storage] = {}  # what is kept of values on the device
+        self._leaving: deque[Storage] = deque()
+        self._run: _Run | None = None
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        self._run = None
+
+    def keep(self, value: str, storage: Storage) -> None:
+        """A value with memory of its own is kept as its stash says."""
+        stash, heap = self.stashes[value], self.heap
+        if self.notes.of(storage) is not None:
+            return
+        part = heap.new(part_bytes(stash, self.graph, value, self.mesh, self.rank)) if stash.slices else None
+        if not stash.host:
+            assert part is not None
+            # Kept once more than the note holds it: what brings it back is the note's own function.
+            self.notes.watch([storage], (), lambda _: [self._whole(value, heap.hold(part))], held=[part])
+            self.parts[value] = part
+            heap.drop(part)
+            return
+        if self._run is None or self._run.layer != stash.layer or self._run.opened:
+            self._run = _Run(stash.layer, self._run)
+        leaves = part if part is not None else heap.hold(storage)
+        there = self._on_host(leaves.size_bytes)
+        item = _Away(self._run, there)
+        item.call = self.notes.watch([storage], (), lambda _: [self._taken(value, item)], held=[there])
+        heap.drop(there)
+        self._run.items.append(item)
+        self._leaving.append(leaves)
+        while len(self._leaving) > 1 and sum(s.size_bytes for s in self._leaving) > self.room_bytes:
+            self._settle_one()
+
+    def settle(self) -> None:
+        """All have left the device."""
+        while self._leaving:
+            self._settle_one()
+
+    def _settle_one(self) -> None:
+        leaves = self._leaving.popleft()
+        self.heap.drop(leaves)
+        self.notes.dropped(leaves)
+
+    def _on_host(self, size_bytes: int) -> Storage:
+        before, self.heap.on_host = self.heap.on_host, self.apart
+        made = self.heap.new(size_bytes)
+        self.heap.on_host = before
+        return made
+
+    def _bring(self, run: _Run) -> None:
+        self.settle()
+        for item in reversed(run.items):
+            if item.there is not None and item.call is not None and any(item.call.uses):
+                item.back = self.heap.new(item.there.size_bytes)
+                item.call.kept.remove(item.there)
+                self.heap.release(item.there)
+                item.there = None
+
+    def _taken(self, value: str, item: _Away) -> Storage:
+        self._bring(item.run)
+        assert item.back is not None
+        part, item.back = item.back, None
+        found = self._whole(value, part) if self.stashes[value].gather else part
+        if not item.run.opened and item.run.before is not None:
+            self._bring(item.run.before)
+        item.run.opened = True
+        return found
+
+    def _whole(self, value: str, part: Storage) -> Storage:
+        """A value put together from its parts, held once; the part goes."""
+        size = DTYPES[self.graph.types[value].dtype]
+        steps = self.stashes[value].gather
+        made = moved(self.heap, part, steps, self.mesh, self.rank, size, self.staged)
+        self.heap.drop(part)
+        return made
+
+
+class FetchMemory:
+    """What a rank brings of parked parameters."""
+
+    def __init__(self, heap: Heap, notes: Notes, graph: Graph) -> None:
+        self.heap, self.notes, self.graph = heap, notes, graph
+        self.runs = fetch_runs(graph)
+        self._run_of = {name: number for number, run in enumerate(self.runs) for name in run}
+        self._ahead: dict[str, Storage] = {}  # brought, and not taken yet
+        self._left: set[str] = set()  # still to be taken in this forward pass
+        self._calls: dict[str, Call] = {}
+        self._opened: set[int] = set()
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        self._left, self._opened = set(self._run_of), set()
+
+    def take(self, node: Node) -> Storage:
+        """What a transfer brings in forward, held once."""
+        run = self._run_of[node.name]
+        first = self._left.issuperset(self.runs[run])
+        self._start(run)
+        self._left.discard(node.name)
+        made = self._ahead.pop(node.name)
+        self._calls[node.name] = self.notes.watch([made], (), lambda _: [self._again(node.name)])
+        if first and run + 1 < len(self.runs):
+            self._start(run + 1)
+        return made
+
+    def _start(self, run: int) -> None:
+        for name in self.runs[run]:
+            if name in self._left and name not in self._ahead:
+                self._ahead[name] = self._new(name)
+
+    def _again(self, name: str) -> Storage:
+        run = self._run_of[name]
+        self._restart(run)
+        made = self._ahead.pop(name)
+        if run not in self._opened and run:
+            self._restart(run - 1)
+        self._opened.add(run)
+        return made
+
+    def _restart(self, run: int) -> None:
+        for name in reversed(self.runs[run]):
+            call = self._calls.get(name)
+            if call is not None and call.made is None and any(call.uses):
+                self._ahead[name] = self._new(name)
+                del self._calls[name]
+
+    def _new(self, name: str) -> Storage:
+        return self.heap.new(self.graph.types[name].size_bytes)
+
+
+__all__ = ["FetchMemory", "StashMemory"]

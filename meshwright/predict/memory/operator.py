@@ -1,0 +1,223 @@
+"""The memory of one operator while it runs: its results, what autograd keeps of it, and what it needs for a moment.
+
+What an operator needs for a moment beside its results, and which gradients it makes in new memory.
+
+Each table row was found by tracking the allocations of torch 2.13 (`tests/cost/test_memory.py` keeps them honest).
+Sizes are bytes on the rank; counts are in units of the first input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.cost.operators import (
+    ATTENTION,
+    BROADCASTS,
+    CONVOLUTIONS,
+    EXPERT_LINEAR,
+    NOT_THROUGH,
+    THROUGH,
+    VIEWS,
+)
+from meshwright.graph import DTYPES, Graph, Node, TensorType
+from meshwright.ops.saved import fused_attention
+from meshwright.predict.memory.allocator import Heap, Storage
+from meshwright.predict.memory.recompute import Notes
+
+DROPOUT = "meshwright.dropout"
+TINY_BYTES = 256  # what an operator saves of its own and is no larger is kept (`runtime.again`)
+
+
+class OperatorMemory:
+    """The operators of a program. `values` has the memory of what is there, `again` names what backward computes
+    again."""
+
+    def __init__(
+        self, heap: Heap, notes: Notes, graph: Graph, values: Mapping[str, Storage], again: Collection[str]
+    ) -> None:
+        self.heap, self.notes, self.graph, self.types = heap, notes, graph, graph.types
+        self.values, self.again = values, again
+
+    def computed(self, node: Node, extra_bytes: int) -> tuple[list[Storage], list[Storage]]:
+        """The memory of an operator's results, and of what autograd keeps beside them, each held once."""
+        heap = self.heap
+        before, beside = workspace(node, self.types, [u in self.graph.needs_grad for u in node.uses])
+        scratch = heap.new(before)
+        made = [heap.new(t.size_bytes) for t in node.outputs]
+        extra = [heap.new(extra_bytes)] if extra_bytes else []
+        heap.passing(beside)
+        heap.drop(scratch)
+        return made, extra
+
+    def watch(self, node: Node, made: list[Storage], extra: list[Storage], own: tuple[int, ...]) -> None:
+        """The results of an operator that backward computes again, and what autograd keeps of it: its `own` results and
+        something `extra`."""
+        read = [self.values[u] for u in node.uses]
+        if node.op == DROPOUT and extra:  # its mask is drawn apart
+            (mask,) = extra
+            self.notes.watch(extra, (), lambda _: [self._drawn(node, mask.size_bytes)])
+            self.notes.watch(made, [*read, mask], lambda _: self.computed(node, 0)[0])
+            return
+        large = [s for s in extra if s.size_bytes > TINY_BYTES]
+        mine = [
+            k
+            for k, (v, s) in enumerate(zip(node.values, made, strict=True))
+            if v in self.again or (k in own and s.size_bytes > TINY_BYTES)
+        ]
+
+        def run(_: list[Storage]) -> list[Storage]:
+            results, beside = self.computed(node, sum(s.size_bytes for s in large))
+            for k, storage in enumerate(results):
+                if k not in mine:
+                    self.heap.drop(storage)
+            return [*(results[k] for k in mine), *beside]
+
+        self.notes.watch([*(made[k] for k in mine), *large], read, run)
+
+    def _drawn(self, node: Node, size_bytes: int) -> Storage:
+        """A mask, by uniform numbers in f32."""
+        numbers = self.heap.new(DTYPES["f32"] * size_bytes)
+        mask = self.heap.new(size_bytes)
+        self.heap.drop(numbers)
+        return mask
+
+    def gradients(
+        self, node: Node, arrived: Sequence[Storage], wanted: Sequence[bool]
+    ) -> list[tuple[str, Storage]]:
+        """The gradients of those inputs that are `wanted`, by value."""
+        found: list[tuple[str, Storage]] = []
+        plan = gradients_of(node, self.types, wanted)
+        scratch = self.heap.new(plan.before)
+        for port, size in plan.made:
+            made = self.heap.hold(arrived[0]) if size is None else self.heap.new(size)
+            found.append((node.uses[port], made))
+        self.heap.passing(plan.beside)
+        self.heap.drop(scratch)
+        return found
+
+
+Types = Mapping[str, TensorType]
+
+# Forward, in units of the first input: (made before the results and held beside them, made after).
+FORWARD: dict[str, tuple[float, float]] = {
+    "meshwright.dropout": (1.25, 0),
+    "aten.rms_norm.default": (0, 1),
+    "meshwright.cross_entropy_split": (2, 0),
+    "meshwright.batch_norm_sync": (1, 1),
+    "aten.logsumexp.default": (1, 0),  # what lies above the largest, then its exponentials in the same memory
+}
+# Backward, likewise, beside the gradients.
+BACKWARD: dict[str, tuple[float, float]] = {
+    "aten.cross_entropy_loss.default": (1, 0),
+    "aten.nll_loss_nd.default": (0, 0),
+    "meshwright.dropout": (1, 0),
+    "aten.rms_norm.default": (1, 1),
+    "meshwright.cross_entropy_split": (1, 0),
+    "meshwright.batch_norm_sync": (3, 0),
+    "aten.logsumexp.default": (2, 0),  # the differences, and their exponentials
+}
+
+# Gradients that are views of the gradient that comes in.
+PASSED = THROUGH | VIEWS | {"aten.cat.default", "aten.stack.default"}
+
+
+# oneDNN, which convolves on a CPU, brings images and weights into blocks of so many channels and back; fewer than that
+# of an image's own colours stay. What cuDNN takes on a GPU is not known beforehand; the same is assumed.
+BLOCK, COLOURS = 16, 3
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """`made`: port → bytes of new memory, or None where the gradient shares what came in. `before` and `beside`:
+    bytes needed for a moment, from the start or at the end."""
+
+    made: tuple[tuple[int, int | None], ...]
+    before: float = 0
+    beside: float = 0
+
+
+def workspace(node: Node, types: Types, wanted: Sequence[bool]) -> tuple[float, float]:
+    """Bytes an operator needs forward beside its results: from the start, and at the end."""
+    if node.op in ATTENTION:
+        q, k = (types[u].size_bytes for u in node.uses[:2])
+        scores = _scores(node, types, wanted)
+        return 0, scores + q + k if scores else 0
+    if node.op in CONVOLUTIONS:
+        x, w, y = _blocked(node, types)
+        return 0, max(x + w + y - node.outputs[0].size_bytes, y)
+    if node.op == EXPERT_LINEAR:
+        rows, order = _pairs(node, types)
+        return 0, max(rows, node.outputs[0].size_bytes) + order
+    row = FORWARD.get(node.op)
+    if row is None:
+        return 0, 0
+    size = types[node.uses[0]].size_bytes
+    return row[0] * size, row[1] * size
+
+
+def _pairs(node: Node, types: Types) -> tuple[int, int]:
+    """Bytes of the rows that experts multiply, one for each pair, and of their order."""
+    x, _, pairs = (types[u] for u in node.uses)
+    return math.prod(pairs.shape) * x.shape[1] * DTYPES[x.dtype], 8 * math.prod(pairs.shape)
+
+
+def _blocked(node: Node, types: Types) -> tuple[int, int, int]:
+    """Bytes of a convolution's image, weight and result in blocks of channels."""
+    image, weight = (types[u] for u in node.uses[:2])
+    spatial = len(weight.shape) - 2
+
+    def padded(kind: TensorType, dims: Sequence[int]) -> int:
+        size = kind.size_bytes
+        for dim in dims:
+            channels = kind.shape[dim]
+            size = size * -(-channels // BLOCK) * BLOCK // max(channels, 1)
+        return size
+
+    colours = image.shape[-spatial - 1]
+    x = 0 if colours <= COLOURS else padded(image, [-spatial - 1])
+    return x, padded(weight, [0] if colours <= COLOURS else [0, 1]), padded(node.outputs[0], [-spatial - 1])
+
+
+def _scores(node: Node, types: Types, wanted: Sequence[bool]) -> int:
+    """Bytes of an attention's scores where it is written out; 0 for the fused kernel."""
+    q, k = (types[u] for u in node.uses[:2])
+    if fused_attention(node, types, wanted):
+        return 0
+    return math.prod((*q.shape[:-1], k.shape[-2])) * DTYPES[q.dtype]
+
+
+def gradients_of(node: Node, types: Types, wanted: Sequence[bool]) -> Gradients:
+    """The gradients of a node, port by port."""
+    made: list[tuple[int, int | None]] = []
+    full = max((t.size_bytes for t in node.outputs), default=0)
+    shape = node.outputs[0].shape
+    beside = 0
+    for port, name in enumerate(node.uses):
+        if not wanted[port]:
+            continue
+        kind = types[name]
+        same = math.prod(kind.shape) == math.prod(shape)
+        passes = node.op in PASSED and NOT_THROUGH.get(node.op) != port
+        if passes and (same or node.op not in BROADCASTS):
+            made.append((port, None))
+            continue
+        if node.op in BROADCASTS and not same and not passes:
+            beside = full  # made in full, then summed
+        made.append((port, kind.size_bytes))
+    if node.op in CONVOLUTIONS:
+        beside = sum(_blocked(node, types))
+    elif node.op in ATTENTION:
+        # The gradient of the probabilities and of the scores; the inputs' own gradients come when one of them is gone.
+        inputs = sum(types[u].size_bytes for u in node.uses[:2])
+        beside = max(2 * _scores(node, types, wanted) - inputs, 0)
+    elif node.op == EXPERT_LINEAR:  # the rows' gradients, in the order of experts and in their own
+        rows, order = _pairs(node, types)
+        beside = full + 2 * rows - types[node.uses[0]].size_bytes + 2 * order
+    row = BACKWARD.get(node.op, (0, 0))
+    size = types[node.uses[0]].size_bytes if node.uses else 0
+    return Gradients(tuple(made), row[0] * size, max(row[1] * size, beside))
+
+
+__all__ = ["OperatorMemory"]

@@ -1,0 +1,62 @@
+"""Seconds of what is kept for backward elsewhere than where it lies: copies to the host and back, and the gathers.
+
+Seconds of bringing a parked parameter to the device.
+"""
+
+from __future__ import annotations
+
+import math
+
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.host import copy_seconds
+from meshwright.cost.strides import copying_views
+from meshwright.graph import DTYPES, Graph
+from meshwright.mesh import Mesh
+from meshwright.partition import Partition
+from meshwright.partition.activation_offload import Stash, stashed_in
+from meshwright.partition.recompute import VIEWS
+from meshwright.redistribute.prices import total_seconds
+from meshwright.redistribute.steps import origin
+
+
+def stash_prices(
+    parts: Partition, local: Graph, mesh: Mesh, cluster: Cluster
+) -> dict[str, tuple[float, float]]:
+    """Value → seconds, forward and backward, on the rank at the origin."""
+    found: dict[str, tuple[float, float]] = {}
+    for value in moved_values(parts, local):
+        stash = parts.stashes[value]
+        itemsize = DTYPES[parts.resharded.graph.types[value].dtype]
+        once = host_seconds(parts, stash, mesh, cluster)
+        gather = total_seconds(stash.gather, mesh, itemsize, cluster.prices)
+        found[value] = (once, once + gather)
+    return found
+
+
+def moved_values(parts: Partition, local: Graph) -> list[str]:
+    """The values that are kept elsewhere on a rank: a view there is kept with what it lies in."""
+    copying = copying_views(local) if parts.stashes else frozenset[str]()
+    made_by = parts.resharded.graph.producers
+    return [
+        value
+        for value in stashed_in(parts.stashes, local)
+        if made_by[value].op not in VIEWS or made_by[value].name in copying
+    ]
+
+
+def host_seconds(parts: Partition, stash: Stash, mesh: Mesh, cluster: Cluster) -> float:
+    """Seconds of a copy to the host, or of one back; none where the value stays on the device."""
+    if not stash.host:
+        return 0.0
+    layout = stash.slices[-1].after if stash.slices else parts.resharded.layouts[stash.value]
+    elements = math.prod(layout.local_shape(mesh, origin(mesh)))
+    return copy_seconds(elements * DTYPES[parts.resharded.graph.types[stash.value].dtype], cluster)
+
+
+def fetch_seconds(parts: Partition, name: str, mesh: Mesh, cluster: Cluster) -> float:
+    """Seconds of one copy of a parked parameter, by its transfer's name."""
+    elements = math.prod(parts.resharded.layouts[name].local_shape(mesh, origin(mesh)))
+    return copy_seconds(elements * DTYPES[parts.resharded.graph.types[name].dtype], cluster)
+
+
+__all__ = ["fetch_seconds", "host_seconds", "moved_values", "stash_prices"]

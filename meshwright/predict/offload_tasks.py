@@ -1,0 +1,225 @@
+"""What is kept for backward elsewhere than where it lies, as tasks of a timeline: copies on the host's link beside what
+is computed, gathers where backward asks for the value first. The order is that of `runtime/stashes.py`.
+
+What is brought of parked parameters, as tasks of a timeline: copies on the host's link, a layer ahead of use.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.cost.cluster import Cluster
+from meshwright.graph import START, Graph, Node
+from meshwright.mesh import Mesh
+from meshwright.partition import Partition
+from meshwright.partition.activation_offload import Stash, part_bytes, room_bytes, settled_before, stashed_in
+from meshwright.partition.backward_demand import asked_within
+from meshwright.partition.interleave import in_copies, named
+from meshwright.partition.parameter_offload import fetch_runs
+from meshwright.predict.bucket_tasks import Item
+from meshwright.predict.offload_prices import fetch_seconds, host_seconds
+from meshwright.predict.timeline import COMPUTE, Task
+from meshwright.redistribute import Step
+from meshwright.redistribute.steps import origin
+
+LINK = "host link"
+Talk = Callable[
+    [Node, Sequence[Step], str], None
+]  # collectives that the compute stream waits for, in a phase
+
+
+@dataclass(eq=False)
+class _Run:
+    """Values of one layer that go to the host one after the other: those that are still there, and their way back."""
+
+    layer: str
+    before: _Run | None
+    there: list[str] = field(default_factory=list)
+    back: dict[str, int] = field(default_factory=dict)
+    opened: bool = False
+
+
+class StashTasks:
+    """Adds tasks to a list; `talk` adds collectives to the same. `moved`: the values of one copy that go (others are
+    views, kept with what they lie in); `program`: of all copies that take turns."""
+
+    def __init__(
+        self,
+        parts: Partition,
+        moved: Collection[str],
+        program: Graph,
+        mesh: Mesh,
+        cluster: Cluster,
+        items: list[Item],
+        talk: Talk,
+    ) -> None:
+        self.parts, self.mesh, self.cluster = parts, mesh, cluster
+        self.items, self.talk = items, talk
+        rank = mesh.rank(origin(mesh))
+        stashes = stashed_in(parts.stashes, program, parts.copies)
+        goes = in_copies(dict.fromkeys(moved, ""), parts.copies)
+        self.moved = {v: s for v, s in stashes.items() if v in goes}
+        self.sizes = {v: part_bytes(s, program, v, parts.plan.mesh, rank) for v, s in self.moved.items()}
+        self.room = room_bytes(program, stashes, parts.plan.mesh, rank)
+        self.settled = settled_before(program, stashes)
+        self.asked: dict[str, list[str]] = {}  # node → what its backward is the first to ask for
+        for value, stash in self.moved.items():
+            self.asked.setdefault(stash.asked[0], []).append(value)
+        self._leaving: deque[tuple[int, str]] = deque()  # (task, value)
+        self._run: _Run | None = None
+        self._runs: dict[str, _Run] = {}
+
+    def forward(self, node: Node, last: int) -> None:
+        """After a node, the task `last`: what it makes goes."""
+        for value in node.values:
+            stash = self.moved.get(value)
+            if stash is None or not stash.host:
+                continue
+            if self._run is None or self._run.layer != stash.layer or self._run.opened:
+                self._run = _Run(stash.layer, self._run)
+            self._leaving.append((self._copy(value, "forward", last), value))
+            self._run.there.append(value)
+            self._runs[value] = self._run
+            while len(self._leaving) > 1 and sum(self.sizes[v] for _, v in self._leaving) > self.room:
+                self._settle_one()
+
+    def settle(self) -> None:
+        """All has left the device."""
+        while self._leaving:
+            self._settle_one()
+
+    def backward(self, node: Node, last: int) -> None:
+        """Before the backward of a node: what it is the first to ask for is brought."""
+        for value in self.asked.get(node.name, ()):
+            stash, run = self.moved[value], self._runs.get(value)
+            if run is not None:
+                self._bring(run, last)
+                self._wait(value, run.back.pop(value))
+            self.talk(self._maker(stash), stash.gather, "backward")
+            if run is not None:
+                if not run.opened and run.before is not None:
+                    self._bring(run.before, self._last_task())
+                run.opened = True
+
+    def _bring(self, run: _Run, last: int) -> None:
+        self.settle()
+        for value in reversed(run.there):
+            run.back[value] = self._copy(value, "backward", last)
+        run.there = []
+
+    def _last_task(self) -> int:
+        """The place of the last task; where gradients arrive stands among them, and is none."""
+        return next((n for n in reversed(range(len(self.items))) if isinstance(self.items[n], Task)), -1)
+
+    def _maker(self, stash: Stash) -> Node:
+        return self.parts.resharded.graph.producers[stash.value]
+
+    def _copy(self, value: str, phase: str, last: int) -> int:
+        """A copy beside computing; its place in the list. Where the device is the host's processor, it computes."""
+        here, stash = len(self.items), self.moved[value]
+        about = {
+            "module": self._maker(stash).module,
+            "operator": "kept on the host",
+            "bytes": self.sizes[value],
+        }
+        streams = (LINK,) if self.cluster.host_bytes_per_s else (COMPUTE,)
+        seconds = host_seconds(self.parts, stash, self.mesh, self.cluster)
+        self.items.append(Task(value, streams, seconds, (last,) if last >= 0 else (), phase, about))
+        return here
+
+    def _settle_one(self) -> None:
+        place, value = self._leaving.popleft()
+        self._wait(value, place)
+
+    def _wait(self, name: str, place: int) -> None:
+        if self.cluster.host_bytes_per_s:
+            self.items.append(Task(name, (COMPUTE,), 0.0, (place,), "wait"))
+
+
+class FetchTasks:
+    """Adds tasks to a list. `program`: of all copies that take turns, which share what is brought."""
+
+    def __init__(
+        self, parts: Partition, program: Graph, mesh: Mesh, cluster: Cluster, items: list[Item]
+    ) -> None:
+        self.parts, self.mesh, self.cluster, self.items = parts, mesh, cluster, items
+        self.runs = fetch_runs(program)
+        self._run_of = {name: number for number, run in enumerate(self.runs) for name in run}
+        last = parts.copies - 1
+        fetched = {v: tuple(named(n, last) if last else n for n in at) for v, at in parts.fetched.items()}
+        asked = asked_within(fetched, program)
+        self._wanted = frozenset(asked)
+        self._asked: dict[str, list[str]] = {}  # node → what its backward is the first to ask for
+        flown = {use for n in program.nodes if n.op == START for use in n.uses}
+        for name, node in asked.items():
+            if name not in flown:  # else its flight asks, when it starts again
+                self._asked.setdefault(node, []).append(name)
+        self._ahead: dict[str, int] = {}  # brought, and not taken yet → its task
+        self._left: set[str] = set()
+        self._still: set[str] = set()  # what backward has not brought yet
+        self._opened: set[int] = set()
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        self._ahead, self._left, self._opened = {}, set(self._run_of), set()
+        self._still = set(self._wanted)
+
+    def forward(self, node: Node, last: int) -> int:
+        """A transfer of forward, after the task `last`; the place of the wait for it."""
+        run = self._run_of[node.name]
+        first = self._left.issuperset(self.runs[run])
+        self._start(run, last)
+        self._left.discard(node.name)
+        here = self._wait(node.name)
+        if first and run + 1 < len(self.runs):
+            self._start(run + 1, here)
+        return here
+
+    def backward(self, node: Node, last: int) -> int:
+        """Before the backward of a node, after the task `last`: what it is the first to ask for."""
+        return self.again(self._asked.get(node.name, ()), last)
+
+    def again(self, names: Iterable[str], last: int) -> int:
+        """Those of some values that are parked parameters are brought for backward, after the task `last`; the place of
+        the wait for them."""
+        for name in names:
+            if name not in self._wanted:
+                continue
+            run = self._run_of[name]
+            self._restart(run, last)
+            last = self._wait(name)
+            if run not in self._opened and run:
+                self._restart(run - 1, last)
+            self._opened.add(run)
+        return last
+
+    def _start(self, run: int, last: int) -> None:
+        for name in self.runs[run]:
+            if name in self._left and name not in self._ahead:
+                self._copy(name, "forward", last)
+
+    def _restart(self, run: int, last: int) -> None:
+        for name in reversed(self.runs[run]):
+            if name in self._still:
+                self._still.discard(name)
+                self._copy(name, "backward", last)
+
+    def _copy(self, name: str, phase: str, last: int) -> None:
+        node = self.parts.resharded.graph.producers[name]
+        about = {"module": node.module, "operator": node.op, "bytes": node.outputs[0].size_bytes}
+        streams = (LINK,) if self.cluster.host_bytes_per_s else (COMPUTE,)
+        seconds = fetch_seconds(self.parts, name, self.mesh, self.cluster)
+        self._ahead[name] = len(self.items)
+        self.items.append(Task(name, streams, seconds, (last,) if last >= 0 else (), phase, about))
+
+    def _wait(self, name: str) -> int:
+        place = self._ahead.pop(name)
+        if not self.cluster.host_bytes_per_s:
+            return place
+        self.items.append(Task(name, (COMPUTE,), 0.0, (place,), "wait"))
+        return len(self.items) - 1
+
+
+__all__ = ["FetchTasks", "LINK", "StashTasks"]

@@ -1,0 +1,198 @@
+"""What a step of a pipeline takes, before it runs: the schedule played with the seconds of its stages, and the most
+bytes on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshwright.cost.cluster import Cluster, Level
+from meshwright.partition import Partition
+from meshwright.partition.interleave import Interleaved
+from meshwright.partition.micro_batches import MicroBatches, first_micro_batch, first_program
+from meshwright.partition.stages import Stage
+from meshwright.pipeline.actions import BACKWARD, FORWARD, Action
+from meshwright.pipeline.levels import link_of
+from meshwright.pipeline.meshes import meshes_of
+from meshwright.pipeline.messages import Messages
+from meshwright.pipeline.messages_across_meshes import Routes
+from meshwright.pipeline.of_plan import holders, schedule_of
+from meshwright.pipeline.play import Played
+from meshwright.predict.pipeline_claims import play_stages
+from meshwright.predict.pipeline_memory import bytes_of
+from meshwright.predict.stage_time import StageSeconds, prologue_seconds, stage_seconds, update_seconds_of
+from meshwright.redistribute.steps import origin
+from meshwright.remembered import remembered
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A step of a pipeline on the ranks that hold the largest blocks. `stages`: seconds of each. `received`: bytes that
+    each stage takes from earlier ones for a micro-batch, in so many seconds of `messages`. `updates`: seconds of each
+    place's update. `prologue`: those of the sums before the first forward. `peaks`: the most bytes on a rank of each
+    place in the pipeline; `hosted`: those in its host's memory, 0 where that is the device's."""
+
+    played: Played
+    stages: tuple[StageSeconds, ...]
+    received: tuple[int, ...]
+    messages: tuple[float, ...]
+    updates: tuple[float, ...]
+    prologue: float
+    peaks: tuple[int, ...]
+    hosted: tuple[int, ...]
+
+    @property
+    def step_seconds(self) -> float:
+        """The end of the last rank's update."""
+        return self.prologue + self.played.end
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they wait for one another."""
+        return self.played.bubble
+
+
+def predict(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Predicted:
+    """Play the schedule of a plan with stages. `optimizer_states`: moments per parameter."""
+    schedule, meshes = schedule_of(parts.asked), meshes_of(parts.asked)
+    cuts = parts.for_places(meshes.places, _cut_at)
+    told = Messages(cuts[0].together, schedule)
+    routes = Routes(parts, schedule.ranks, cuts[0].copy_of)
+    posts = posting_seconds(told, cluster, routes)
+    times = tuple(
+        stage_seconds(
+            parts.of_place(place),
+            cluster,
+            cuts[place].one[s].segment.graph,
+            cuts[place].turns[s],
+            schedule.splits_backward(place),
+        ).with_posts(*posts[s])
+        for s, place in enumerate(schedule.ranks)
+    )
+    held = holders(parts, schedule)
+    mine = [frozenset(n for n, places in held.items() if p in places) for p in range(meshes.places)]
+    updates = [
+        update_seconds_of(parts.of_place(place), cluster, optimizer_states, names)
+        for place, names in enumerate(mine)
+    ]
+    received = tuple(_received(cuts[place].together[s]) for s, place in enumerate(schedule.ranks))
+    link = link_of(cluster, meshes)
+    messages = [_arrival_seconds(told, routes, cluster, link, s, size) for s, size in enumerate(received)]
+    return Predicted(
+        play_stages(schedule, times, messages, updates),
+        times,
+        received,
+        tuple(messages),
+        tuple(updates),
+        max(
+            prologue_seconds(parts.of_place(place), cluster, cut.programs.rounds)
+            for place, cut in enumerate(cuts)
+        ),
+        *_bytes(parts, cluster.device_type, optimizer_states, None),
+    )
+
+
+def _arrival_seconds(
+    messages: Messages, routes: Routes, cluster: Cluster, link: Level, stage: int, received: int
+) -> float:
+    """From when a stage's values of a micro-batch are sent until they are there. `received`: their bytes on a rank.
+    Where places have meshes of their own, several ranks may want the same of one, or pass on what they have received to
+    one another."""
+    needed = messages.needed(Action(FORWARD, stage, 0))
+    crossing = sum(map(routes.crossing_bytes, needed)) if routes.every.own else received
+    return cluster.message_seconds(link, crossing) + sum(map(routes.passing_seconds, needed))
+
+
+def posting_seconds(messages: Messages, cluster: Cluster, routes: Routes) -> list[tuple[float, float]]:
+    """What the first rank of a place needs to start the messages of a micro-batch of each stage, forward and backward.
+    A GPU's stream does not wait for its host to do so."""
+    each = 0.0 if cluster.device_type == "cuda" else cluster.measured.post_seconds
+    found: list[tuple[float, float]] = []
+    for stage in range(messages.schedule.stages):
+        forward, backward = (Action(kind, stage, 0) for kind in (FORWARD, BACKWARD))
+        counts = (
+            sum(routes.receives(m, 0) for m in messages.needed(a))
+            + sum(routes.sends(m, 0) for m in messages.sent(a))
+            for a in (forward, backward)
+        )
+        there, back = (each * count for count in counts)
+        found.append((there, back))
+    return found
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The program of a place's first micro-batch, cut into stages: of `one` copy, and of all `together`."""
+
+    programs: MicroBatches
+    one: tuple[Stage, ...]
+    together: tuple[Stage, ...]
+    turns: list[Interleaved | None]
+
+    @property
+    def copy_of(self) -> Mapping[str, int]:
+        """Which copy a value of them all is of."""
+        return self.turns[0].copy_of if self.turns[0] is not None else {}
+
+
+def _cut_at(parts: Partition) -> _Cut:
+    mesh = parts.plan.mesh
+    rank = mesh.rank(origin(mesh))
+    programs = first_micro_batch(parts, rank)
+    return _Cut(programs, parts.stages(programs.programs[0]), *stages_in_copies(parts, rank))
+
+
+def peaks_of(
+    parts: Partition, cluster: Cluster, optimizer_states: int = 2, *, staged: bool | None = None
+) -> tuple[int, ...]:
+    """The most bytes on a rank of each place in the pipeline, as `Predicted` has them. `staged`: whether all that is
+    scattered comes before it is added up (by default on a CPU)."""
+    return _bytes(parts, cluster.device_type, optimizer_states, staged)[0]
+
+
+@remembered
+def _bytes(
+    parts: Partition, device: str, optimizer_states: int, staged: bool | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    cuts = parts.for_places(
+        meshes_of(parts.asked).places,
+        lambda one: stages_in_copies(one, one.plan.mesh.rank(origin(one.plan.mesh)))[0],
+    )
+    return bytes_of(parts, device, optimizer_states, cuts, staged)
+
+
+@remembered
+def stages_in_copies(parts: Partition, rank: int) -> tuple[tuple[Stage, ...], list[Interleaved | None]]:
+    """The stages of the first micro-batch as they run; and where its copies take turns, the program of each."""
+    if parts.copies == 1:
+        cut = parts.stages(first_micro_batch(parts, rank).programs[0])
+        return cut, [None] * len(cut)
+    together = first_program(parts, rank)
+    cut = parts.stages(together.graph, together.copy_of)
+    return cut, [Interleaved(stage.segment.graph, together.copy_of) for stage in cut]
+
+
+def claims_of(parts: Partition, cluster: Cluster, optimizer_states: int) -> dict[str, Any]:
+    """What a plan with stages says of itself."""
+    found = predict(parts, cluster, optimizer_states)
+    place = max(range(len(found.peaks)), key=found.peaks.__getitem__)
+    return {
+        "cluster": cluster.name,
+        "step_seconds": found.step_seconds,
+        "bubble": found.bubble,
+        "peak_bytes": found.peaks[place],
+        "peak_where": f"rank {place} of the pipeline",
+        **({"host_bytes": max(found.hosted)} if any(found.hosted) else {}),
+        "space": "strategies and stages as given",
+        "prologue_seconds": found.prologue,
+        "stages": [{**asdict(t), "message": m} for t, m in zip(found.stages, found.messages, strict=True)],
+        "updates": list(found.updates),
+    }
+
+
+def _received(stage: Stage) -> int:
+    return sum(stage.segment.graph.types[value].size_bytes for value in stage.takes)
+
+
+__all__ = ["Predicted", "claims_of", "peaks_of", "predict"]

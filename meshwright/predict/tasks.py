@@ -1,0 +1,389 @@
+"""What the rank at the origin does in one training step, as tasks of a timeline: forward, backward, buckets, update.
+
+The order is the runtime's: the local program from top to bottom with its reshards blocking, backward from bottom to top
+as autograd goes, a bucket of gradients started when the last of its gradients is there (and those before it have
+started), at the end a wait for the buckets, then the update. The sum of a loss that nothing reads is only started.
+Flights (`partition/overlap.py`) start where the program says so and are waited for at their first use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.cost.cluster import Cluster
+from meshwright.graph import DTYPES, START, TRANSFERS, WAIT, Graph, Node
+from meshwright.mesh import Mesh
+from meshwright.ops.collectives import kernel_talk
+from meshwright.partition import RESHARD, Partition
+from meshwright.partition.accumulation import programs_in_time, scattered_each_time, summed_first
+from meshwright.partition.backward_demand import asked_within
+from meshwright.partition.bucket_sizes import gradient_bytes
+from meshwright.partition.buckets import BucketBytes, Gradient, fill
+from meshwright.partition.gradients import pending_gradients
+from meshwright.partition.insert_reshards import backward_itemsize, parse_steps
+from meshwright.partition.interleave import Interleaved, named, original
+from meshwright.partition.localize import late_values
+from meshwright.partition.micro_batches import first_micro_batch, first_program
+from meshwright.partition.overlap import members_of
+from meshwright.partition.parameter_offload import is_fetch
+from meshwright.partition.sharded_update import gathered_bytes, gathered_last
+from meshwright.partition.stages import check_one_stage
+from meshwright.predict.bucket_tasks import Arrival, BucketTasks, Item, Pass, arrivals, sent
+from meshwright.predict.offload_prices import moved_values
+from meshwright.predict.offload_tasks import LINK, FetchTasks, StashTasks
+from meshwright.predict.price import NodePrice, node_prices, on_cluster, parameter_prices, transfer_price
+from meshwright.predict.timeline import COMPUTE, Task, Timeline, play
+from meshwright.redistribute import Reshard, Step
+from meshwright.redistribute.prices import Prices
+from meshwright.redistribute.steps import COLLECTIVES, origin, wire_bytes, wire_elements
+
+ADDING = "adding up gradients"  # in place of an operator
+HOST = "host"  # a stream: what the host runs; the device waits
+
+
+def simulate(
+    parts: Partition, cluster: Cluster, optimizer_states: int = 2, *, bucket_bytes: BucketBytes | None = None
+) -> Timeline:
+    """The timeline of one training step under a plan. `optimizer_states`: moments per parameter (2 for Adam)."""
+    tasks = step_tasks(parts, cluster, optimizer_states, bucket_bytes=bucket_bytes)
+    return play(tasks, cluster.measured.slowdown)
+
+
+def step_tasks(
+    parts: Partition,
+    cluster: Cluster,
+    optimizer_states: int = 2,
+    *,
+    bucket_bytes: BucketBytes | None = None,
+    programs: int | None = None,
+) -> tuple[Task, ...]:
+    """The tasks of one training step in the order in which the host issues them; with `programs`, those of a step that
+    has so many micro-batches (or times that copies take turns) of the same size."""
+    return filled(
+        issued(parts, cluster, optimizer_states, bucket_bytes=bucket_bytes, programs=programs),
+        parts,
+        cluster,
+        bucket_bytes=bucket_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A step before its buckets are filled: what the host issues, in order, in `sections` that end at these places (a
+    backward ends with one); the gradients that are reduced in buckets and the weights that are gathered after the
+    update, in the order of the parameters; the seconds of the update of each parameter."""
+
+    items: tuple[Item, ...]
+    sections: tuple[int, ...]
+    gradients: tuple[Gradient, ...]
+    weights: tuple[Gradient, ...]
+    updates: Mapping[str, float]
+
+
+def issued(
+    parts: Partition,
+    cluster: Cluster,
+    optimizer_states: int = 2,
+    *,
+    bucket_bytes: BucketBytes | None = None,
+    programs: int | None = None,
+) -> Issued:
+    """The step of `step_tasks`, before its buckets are filled."""
+    check_one_stage(parts.plan, "the timeline")
+    mesh = on_cluster(parts.plan.mesh, cluster)
+    rank = mesh.rank(origin(mesh))
+    pieces = first_micro_batch(parts, rank) if parts.micro_batches > 1 else None
+    local = parts.local(rank) if pieces is None else pieces.programs[0]
+    turns = first_program(parts, rank) if parts.copies > 1 else None
+    step = StepTasks(parts, local, mesh, cluster, turns)
+    gradients, sections = pending_gradients(parts), []
+    for found in pieces.rounds if pieces is not None else ():
+        step.once(found.sums)
+    sections.append(len(step.items))
+    held = summed_first(parts)
+    for left in reversed(range(programs_in_time(parts) if programs is None else programs)):
+        step.begin()
+        step.forward()
+        sections.append(len(step.items))
+        step.backward([g.name for g in gradients], held if left else ())
+        sections.append(len(step.items))
+    if pieces is not None:
+        step.once(pieces.late)
+    sections.append(len(step.items))
+    updates = {name: u for name, (_, u) in parameter_prices(parts, mesh, cluster, optimizer_states).items()}
+    weights = gathered_last(parts, cluster.device_type)
+    return Issued(tuple(step.items), tuple(sections), gradients, weights, updates)
+
+
+def filled(
+    step: Issued, parts: Partition, cluster: Cluster, *, bucket_bytes: BucketBytes | None = None
+) -> tuple[Task, ...]:
+    """The tasks of a step whose buckets are those of a program."""
+    size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
+    groups = fill(step.gradients, cluster.device_type, size)
+    scattered = [g for g in groups if g.parted and scattered_each_time(parts)]
+    ends = sum(isinstance(item, Arrival) and item.ends for item in step.items)
+    done = BucketTasks(on_cluster(parts.plan.mesh, cluster), cluster)
+    done.fill(step.items, (*[Pass(scattered, bool(scattered))] * (ends - 1), Pass(groups)))
+    done.update(math.fsum(step.updates.values()))
+    done.gather(fill(step.weights, cluster.device_type, gathered_bytes(parts.plan, bucket_bytes)))
+    return tuple(done.tasks)
+
+
+class StepTasks:
+    """The tasks of a step while they are listed."""
+
+    def __init__(
+        self,
+        parts: Partition,
+        local: Graph,
+        mesh: Mesh,
+        cluster: Cluster,
+        turns: Interleaved | None = None,
+        prices: dict[str, NodePrice] | None = None,
+    ) -> None:
+        """`turns`: the program of all copies. What an operator takes is what it takes in the first of them. `prices`:
+        those of `node_prices`, where they are known already."""
+        self.parts, self.local, self.mesh, self.cluster = parts, local, mesh, cluster
+        self.waited: Prices = cluster.prices
+        self.hidden: Prices = cluster.hidden_prices
+        self.nodes = node_prices(parts, local, mesh, cluster) if prices is None else prices
+        self.again = asked_within(parts.again, local)  # what backward makes again → the node that asks first
+        self.items: list[Item] = []
+        self.late = late_values(local)
+        self.stands: dict[str, str] = {}  # node of a copy → what it is in the program of one
+        self._last = -1  # the last task that the host waited for
+        self._under_way: dict[tuple[str, str], int] = {}  # (start, direction) → the task of its collective
+        self._repeated: set[str] = set()  # starts that backward has launched again, and
+        self._brought: set[str] = set()  # those of which it has read something
+        self._repeats = [n for n in local.nodes if n.op == START and n.kwarg("again")]
+        if turns is not None:
+            self.local, self.late = turns.graph, frozenset()
+            self.stands = {name: original(name, copy) for name, copy in turns.copy_of.items()}
+        moved = moved_values(parts, local)
+        self.fetches = FetchTasks(parts, self.local, mesh, cluster, self.items)
+        self.stashes = StashTasks(parts, moved, self.local, mesh, cluster, self.items, self._steps)
+
+    def _of_one(self, node: Node) -> str:
+        """The name of a node of a copy in the program of one."""
+        return self.stands.get(node.name, node.name)
+
+    def _steps_of(self, node: Node) -> Reshard:
+        return self.parts.resharded.pairs[self._of_one(node)]
+
+    # -------------------------------------------------- one task
+
+    def _compute(self, node: Node, seconds: float, kind: str, what: str = "") -> None:
+        if seconds > 0.0:
+            self._last = len(self.items)
+            about = {"module": node.module, "operator": what or node.op}
+            streams = (COMPUTE, HOST) if self.parts.on_host(node) else (COMPUTE,)
+            self.items.append(Task(node.name, streams, seconds, (), kind, about))
+
+    def _copy(self, node: Node, phase: str) -> None:
+        """A transfer over the link to the host; the host waits for it."""
+        one = self.parts.resharded.graph.producers[self._of_one(node)]
+        there, back = transfer_price(self.parts, one, self.mesh, self.cluster)
+        seconds = back if phase == "backward" else there
+        if seconds > 0.0:
+            self._last = len(self.items)
+            about = {"module": node.module, "operator": node.op, "bytes": node.outputs[0].size_bytes}
+            self.items.append(Task(node.name, (COMPUTE, LINK), seconds, (), phase, about))
+
+    def _send(
+        self,
+        name: str,
+        kind: str,
+        axes: Sequence[str],
+        sent_bytes: float,
+        phase: str,
+        module: str,
+        *,
+        wait: bool = True,
+    ) -> int:
+        """One collective, which the compute stream waits for or not; its place in the list."""
+        here, prices = len(self.items), self.waited if wait else self.hidden
+        after = None if wait else self._last
+        self.items.append(sent(name, kind, axes, sent_bytes, phase, module, self.mesh, prices, after))
+        if wait:
+            self._last = here
+        return here
+
+    def _steps(
+        self, node: Node, steps: Iterable[Step], phase: str, *, wait: bool = True, itemsize: int = 0
+    ) -> None:
+        for step in steps:
+            if step.kind in COLLECTIVES:
+                sent = wire_bytes(step, self.mesh, itemsize or DTYPES[node.outputs[0].dtype])
+                self._send(node.name, step.kind, step.axes, sent, phase, node.module, wait=wait)
+
+    def _talk(self, node: Node, phase: str) -> None:
+        """What a kernel sends; where backward computes the operator again, there once more."""
+        one = self.parts.stands_for(self._of_one(node))
+        phases = (phase, "forward") if phase == "backward" and one in self.again else (phase,)
+        for talk in kernel_talk(node, self.local.types):
+            if talk.phase in phases:
+                sent = wire_elements(talk.kind, self.mesh.count(talk.axes), talk.payload_bytes, 0)
+                self._send(node.name, talk.kind, talk.axes, sent, phase, node.module)
+
+    # -------------------------------------------------- the phases
+
+    def begin(self) -> None:
+        """Before a micro-batch: nothing of it is under way."""
+        self._under_way, self._repeated, self._brought = {}, set(), set()
+
+    def once(self, graph: Graph) -> None:
+        """Sums over all micro-batches."""
+        for node in graph.nodes:
+            if node.op == RESHARD:
+                self._steps(node, parse_steps(node.args[1]), "forward")
+            else:
+                for talk in kernel_talk(node, graph.types):
+                    sent = wire_elements(talk.kind, self.mesh.count(talk.axes), talk.payload_bytes, 0)
+                    self._send(node.name, talk.kind, talk.axes, sent, talk.phase, node.module)
+
+    def forward(self) -> None:
+        """The local program from top to bottom."""
+        self.fetches.begin()
+        for node in self.local.nodes:
+            if node.name == self.stashes.settled:
+                self.stashes.settle()
+            self._onward(node)
+            self.stashes.forward(node, self._last)
+
+    def _onward(self, node: Node) -> None:
+        """One node, forward."""
+        if node.op == RESHARD:
+            steps = self._steps_of(node).forward
+            late = node.name in self.late and [s.kind for s in steps] == ["all_reduce"]
+            self._steps(node, steps, "forward", wait=not late)
+            return
+        if node.op == START:
+            self._launch(node, members_of(self.local, node), "onward", "forward")
+            return
+        if node.op == WAIT:
+            self._land(node, "onward", "forward")
+            return
+        if is_fetch(node):
+            self._last = self.fetches.forward(node, self._last)
+            return
+        if node.op in TRANSFERS:
+            self._copy(node, "forward")
+            return
+        self._talk(node, "forward")
+        price = self.nodes.get(self._of_one(node))
+        if price is not None:
+            self._compute(node, price.forward_seconds, "forward")
+
+    def backward(self, pending: Iterable[str], held: Collection[str] = ()) -> None:
+        """The local program from bottom to top, and where the gradients of parameters are complete that are `pending`
+        then. Those of the reshards in `held` are added up and not sent."""
+        arrives = arrivals(self.local, pending)
+        again = self._made_again()
+        kept = {hub.name for hubs in again.values() for hub in hubs}
+        for node in reversed(self.local.nodes):
+            if not any(node.needs_grad):
+                self._talk(node, "backward")  # a helper of what is computed again
+                continue
+            for hub in again.pop(node.name, ()):
+                self._bring_again(hub, kept)
+            self.stashes.backward(node, self._last)
+            self._last = self.fetches.backward(node, self._last)
+            if node.name in held:
+                self._arrived(arrives.get(node.name, ()))
+                continue
+            if node.op == RESHARD:
+                steps, width = self._steps_of(node).backward, backward_itemsize(node)
+                self._steps(node, steps, "backward", itemsize=width)
+            elif node.op == WAIT:
+                if not node.args[1]:  # the first of its flight: the last whose gradient comes
+                    start = self.local.producers[node.uses[0]]
+                    self._launch(start, members_of(self.local, start), "back", "backward")
+            elif node.op == START:
+                for member in members_of(self.local, node):
+                    if member.name not in held:
+                        self._land(member, "back", "backward")
+            elif node.op in TRANSFERS:
+                if not is_fetch(node):  # of a parked parameter nothing goes back
+                    self._copy(node, "backward")
+            else:
+                self._talk(node, "backward")
+                price = self.nodes.get(self._of_one(node))
+                if price is not None:
+                    self._compute(node, price.backward_seconds, "backward")
+                    self._compute(node, price.adding_seconds, "backward", ADDING)
+            self._arrived(arrives.get(node.name, ()))
+        self.items.append(Arrival((), self._last, ends=True))
+
+    def _arrived(self, names: Iterable[str]) -> None:
+        if found := tuple(names):
+            self.items.append(Arrival(found, self._last))
+
+    # -------------------------------------------------- flights
+
+    def _launch(self, start: Node, members: Sequence[Node], way: str, phase: str) -> None:
+        """The first collective of a flight, which goes on beside what is computed."""
+        first = [(m, s[0]) for m in members if (s := self._sent(m, way))]
+        if first:
+            node, step = first[0]
+            width = backward_itemsize(node) if way == "back" else DTYPES[node.outputs[0].dtype]
+            sizes = (wire_bytes(s, self.mesh, width) for _, s in first)
+            place = self._send(node.name, step.kind, step.axes, sum(sizes), phase, node.module, wait=False)
+            self._under_way[start.name, way] = place
+
+    def _land(self, member: Node, way: str, phase: str) -> None:
+        """The wait for a flight, and what a member does after its first collective."""
+        place = self._under_way.pop((member.uses[0], way), None)
+        if place is not None:
+            self._last = len(self.items)
+            self.items.append(Task(member.name, (COMPUTE,), 0.0, (place,), "wait"))
+        width = backward_itemsize(member) if way == "back" else 0
+        self._steps(member, self._sent(member, way)[1:], phase, itemsize=width)
+
+    def _sent(self, member: Node, way: str) -> list[Step]:
+        pair = self._steps_of(member)
+        return [s for s in (pair.backward if way == "back" else pair.forward) if s.kind in COLLECTIVES]
+
+    def _bring_again(self, hub: Node, kept: Collection[str]) -> None:
+        """A hub is made again, with the rest of its flight; the flight before it starts after that."""
+        wait = self.local.producers[hub.name]
+        if wait.op != WAIT:
+            self._steps(hub, self._steps_of(hub).forward, "backward")
+            return
+        start = self.local.producers[wait.uses[0]]
+        self._repeat(start, kept)
+        self._land(wait, "again", "backward")
+        before = self._repeats.index(start) - 1
+        if start.name not in self._brought and before >= 0:
+            self._repeat(self._repeats[before], kept)
+        self._brought.add(start.name)
+
+    def _repeat(self, start: Node, kept: Collection[str]) -> None:
+        members = members_of(self.local, start)
+        again = [members[index] for index in start.kwarg("again")]
+        if start.name not in self._repeated and any(m.name in kept for m in again):
+            self._repeated.add(start.name)
+            sources = (start.uses[index] for index in start.kwarg("again"))
+            self._last = self.fetches.again(sources, self._last)
+            self._launch(start, again, "again", "backward")
+
+    def _made_again(self) -> dict[str, list[Node]]:
+        """Node → the reshards that backward makes again when it comes to it, in order. In a stage those that its own
+        nodes ask for."""
+        copies, found = self.parts.copies, dict[str, list[Node]]()
+        for node in self.parts.resharded.graph.nodes:
+            last = self.again.get(node.name, "") if node.op == RESHARD else ""
+            if not last:
+                continue
+            if node.name in self.local.producers:  # shared by all copies: for the last that reads it
+                found.setdefault(named(last, copies - 1) if copies > 1 else last, []).append(node)
+            else:
+                for copy in range(copies):
+                    mine = self.local.producers[named(node.name, copy)]
+                    found.setdefault(named(last, copy), []).append(mine)
+        return found
+
+
+__all__ = ["ADDING", "simulate", "step_tasks"]

@@ -1,0 +1,119 @@
+"""From a layout on one mesh to a layout on another, whose ranks are others: which rectangles go from whom to whom.
+
+A receiver gets each block of the sender's layout from one of the ranks that hold it; which of its copies that is goes
+round with the receiver's number, so that copies share the work. Terms of a sum are added up before. Where several
+receivers want the same, each may take a part of it in and pass that on to the others (the local all-gather of Zhuang et
+al., On Optimizing the Communication of Model Parallelism, MLSys 2023): then an element crosses between meshes once.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from meshwright.hashed import hashed_once
+from meshwright.layout import TensorLayout
+from meshwright.mesh import Mesh
+from meshwright.redistribute.index_maps import overlap
+from meshwright.redistribute.slices import Selection
+
+
+@hashed_once
+@dataclass(frozen=True)
+class Laid:
+    """How the ranks of a mesh hold a tensor: that of one micro-batch, where the mesh has an axis in time."""
+
+    layout: TensorLayout
+    mesh: Mesh
+    micro_batch: int = 0
+
+    @functools.cached_property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return self.mesh.size // self.mesh.count(self.mesh.time)
+
+    def at(self, rank: int) -> dict[str, int]:
+        """The coordinate of a rank in this micro-batch."""
+        return self.mesh.coordinate(self.micro_batch * self.ranks + rank)
+
+    def shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of what a rank holds."""
+        return self.layout.local_shape(self.mesh, self.at(rank))
+
+    @functools.cached_property
+    def copies(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks by what they hold: those of a group hold the same."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.ranks):
+            at = self.at(rank)
+            found.setdefault(tuple(at[a] for a in self.layout.split_axes), []).append(rank)
+        return tuple(map(tuple, found.values()))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def arriving(there: Laid, here: Laid, rank: int) -> tuple[tuple[int, Selection], ...]:
+    """(sender, where in this rank's tensor it belongs) of all that a rank receives; nothing without elements."""
+    found: list[tuple[int, Selection]] = []
+    for copies in there.copies:
+        alike = here.ranks == there.ranks and rank in copies
+        sender = rank if alike else copies[rank % len(copies)]
+        piece = overlap(here.layout, here.mesh, here.at(rank), there.layout, there.mesh, there.at(sender))
+        if piece.numel:
+            found.append((sender, piece))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def leaving(here: Laid, there: Laid, rank: int) -> tuple[tuple[int, Selection], ...]:
+    """(receiver, what of this rank's tensor it gets) of all that a rank sends."""
+    return tuple(
+        (
+            receiver,
+            overlap(here.layout, here.mesh, here.at(rank), there.layout, there.mesh, there.at(receiver)),
+        )
+        for receiver in range(there.ranks)
+        if any(sender == rank for sender, _ in arriving(here, there, receiver))
+    )
+
+
+def received_elements(there: Laid, here: Laid, rank: int) -> int:
+    """How many elements a rank receives."""
+    return sum(piece.numel for _, piece in arriving(there, here, rank))
+
+
+@hashed_once
+@dataclass(frozen=True)
+class Route:
+    """How the ranks that send a tensor hold it, and how those that receive it do. `parts`: how these take it in before
+    they pass it on to one another; None where each gets all that it holds from the senders."""
+
+    there: Laid
+    here: Laid
+    parts: Laid | None = None
+
+    @property
+    def first(self) -> Laid:
+        """How it is held when it has crossed."""
+        return self.parts or self.here
+
+    def sends(self, rank: int) -> int:
+        """How many messages one of the senders starts."""
+        return len(leaving(self.there, self.first, rank))
+
+    def receives(self, rank: int) -> int:
+        """How many messages one of the receivers starts: those that come, and those that it passes on."""
+        count = len(arriving(self.there, self.first, rank))
+        if self.parts is None:
+            return count
+        own = any(sender == rank for sender, _ in arriving(self.parts, self.here, rank))
+        inside = len(arriving(self.parts, self.here, rank)) + len(leaving(self.parts, self.here, rank))
+        return count + inside - 2 * own
+
+    def crossing(self) -> int:
+        """Elements that cross to or from the rank that sends or receives most."""
+        out = (sum(p.numel for _, p in leaving(self.there, self.first, r)) for r in range(self.there.ranks))
+        into = (received_elements(self.there, self.first, rank) for rank in range(self.here.ranks))
+        return max((*out, *into))
+
+
+__all__ = ["Laid", "Route", "arriving", "leaving", "received_elements"]

@@ -1,0 +1,446 @@
+"""The cheapest sequence of steps by search, for pairs of layouts that have no schedule (`route`), and its oracle.
+
+Uniform-cost (Dijkstra) over where each run of axes is: on the sub-dims it starts on, whole, pending, or on the
+sub-dims it ends on. A few milliseconds a pair. What is priced here is what is executed: prices come from the same
+formulas as `steps.wire_bytes`.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.errors import LayoutError
+from meshwright.layout import (
+    Cat,
+    Dim,
+    TensorLayout,
+    dim_axes,
+    leaves,
+    local_indices,
+    map_leaves,
+    normalize_dim,
+)
+from meshwright.mesh import Mesh
+from meshwright.redistribute.prices import Prices
+from meshwright.redistribute.refine import common_refinement, same_tree
+from meshwright.redistribute.schedules import live, on_every_path
+from meshwright.redistribute.steps import LOCAL, Step, origin, wire_elements
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def cheapest(
+    src: TensorLayout, dst: TensorLayout, mesh: Mesh, itemsize: int, prices: Prices
+) -> tuple[Step, ...]:
+    """The cheapest steps from the forward half of `src` to that of `dst`.
+
+    Expects lawful layouts of one shape. Raises LayoutError where the price table leaves no way.
+    """
+    return _Problem(src.forward, dst.forward, mesh, itemsize, prices).solve()
+
+
+# ------------------------------------------------------------------------------------------------- the state space
+
+Run = tuple[str, ...]  # prime axes that move together
+State = tuple[
+    tuple[tuple[Run, ...], ...], frozenset[Run]
+]  # per leaf its runs (major first); the pending runs
+
+
+@dataclass(frozen=True)
+class _Move:
+    kind: str
+    runs: tuple[Run, ...]
+    after: State
+
+
+class _Problem:
+    """One redistribution as a search problem. Sub-dims that both ends share are one leaf; a dim without common
+    refinement has the leaves of its source and those of its target, and only one of the two sets is ever split.
+    """
+
+    def __init__(
+        self, src: TensorLayout, dst: TensorLayout, mesh: Mesh, itemsize: int, prices: Prices
+    ) -> None:
+        self.src, self.dst, self.mesh, self.itemsize, self.prices = src, dst, mesh, itemsize, prices
+        self.trees: list[tuple[Dim, ...]] = []  # per dim its one tree, or the source's and the target's
+        self.leaf_dim: list[int] = []
+        self.leaf_side: list[str] = []  # both | src | dst
+        self.leaf_size: list[int] = []
+        start: list[Run] = []
+        goal: list[Run] = []
+        for number, (old, new) in enumerate(zip(src.dims, dst.dims, strict=True)):
+            a, b = normalize_dim(live(old, mesh), mesh), normalize_dim(live(new, mesh), mesh)
+            if same_tree(old, new):
+                a, b = live(old, mesh), live(new, mesh)
+            if pair := (a, b) if same_tree(a, b) else common_refinement(a, b, mesh):
+                self._add(number, "both", pair[0])
+                start += [s.axes for s in leaves(pair[0])]
+                goal += [s.axes for s in leaves(pair[1])]
+                self.trees.append((pair[0],))
+            elif _same_bytes(a, b, mesh):
+                self._add(number, "both", a)
+                start += [s.axes for s in leaves(a)]
+                goal += [s.axes for s in leaves(a)]
+                self.trees.append((a,))
+            else:
+                for side, tree in (("src", a), ("dst", b)):
+                    self._add(number, side, tree)
+                    for leaf in leaves(tree):
+                        start.append(leaf.axes if side == "src" else ())
+                        goal.append(leaf.axes if side == "dst" else ())
+                self.trees.append((a, b))
+        pending = [tuple(a for a in layout.pending if mesh.sizes[a] > 1) for layout in (src, dst)]
+        runs = _merge(mesh, start, goal, *pending)
+        self.start = _state(start, pending[0], runs)
+        self.goal = _state(goal, pending[1], runs)
+        self.target = {run: _place(self.goal, run) for run in runs}
+        self.fixed = self._fixed(runs)
+        self._sizes: dict[tuple[object, ...], int] = {}
+
+    def _add(self, dim: int, side: str, tree: Dim) -> None:
+        for leaf in leaves(tree):
+            self.leaf_dim.append(dim)
+            self.leaf_side.append(side)
+            self.leaf_size.append(leaf.size)
+
+    def _fixed(self, runs: Iterable[Run]) -> set[Run]:
+        """Runs that are at their place with nothing but such runs below them: they never move."""
+        fixed = {
+            r for r in runs if (p := _place(self.start, r)) == self.target[r] and isinstance(p, frozenset)
+        }
+        while True:
+            bad = set()
+            for old, new in zip(self.start[0], self.goal[0], strict=True):
+                solid = 0
+                while solid < min(len(old), len(new)) and old[solid] == new[solid] and old[solid] in fixed:
+                    solid += 1
+                bad |= {r for r in (*old[solid:], *new[solid:]) if r in fixed}
+            if not bad:
+                return fixed
+            fixed -= bad
+
+    # ---------------------------------------------------------------------------------------------- the search
+
+    def solve(self) -> tuple[Step, ...]:
+        if steps := self._cut_at_once():
+            return steps
+        counter = itertools.count()  # ties go to what was found first
+        heap = [(0.0, 0, next(counter), self.start)]
+        best: dict[State, tuple[float, int]] = {self.start: (0.0, 0)}
+        came: dict[State, tuple[State, _Move]] = {}
+        done: set[State] = set()
+        while heap:
+            seconds, count, _, state = heapq.heappop(heap)
+            if state in done:
+                continue
+            done.add(state)
+            if state == self.goal:
+                return self._steps(came)
+            for move in self._moves(state):
+                price = (seconds + self._seconds(state, move), count + 1)
+                if math.isfinite(price[0]) and price < best.get(move.after, (math.inf, 0)):
+                    best[move.after] = price
+                    came[move.after] = (state, move)
+                    heapq.heappush(heap, (*price, next(counter), move.after))
+        raise LayoutError(
+            f"no collective of the price table leads from {self.src} to {self.dst}",
+            why=f"the table has {', '.join(sorted({row[0] for row in self.prices.rows})) or 'no collective'}",
+            hint="all_reduce and all_gather are enough for every redistribution",
+        )
+
+    def _cut_at_once(self) -> tuple[Step, ...]:
+        """One free slice, where dims of other sub-dims, or concatenations whole in part, hold all that is wanted; and
+        one free mask after it, over what is to be pending besides."""
+        if not self.start[1] <= self.goal[1] or self.start == self.goal:
+            return ()
+        pairs = [(a, b) for a, b in zip(self.src.dims, self.dst.dims, strict=True) if a != b]
+        odd = any(len(trees) > 1 for trees in self.trees) or any(
+            isinstance(i, Cat) for a, _ in pairs for i in a
+        )
+        if not odd or not all(_holds(a, b, self.mesh) for a, b in pairs):
+            return ()
+        axes = self.mesh.sort(axis for _, dim in pairs for axis in dim_axes(dim))
+        if self.start[1] == self.goal[1]:
+            return (Step("slice", axes, self.src, self.dst),)
+        cut = TensorLayout(self.dst.dims, self.src.pending)  # no axis that is to be pending splits these dims
+        masked = self.mesh.sort(_flat(self.goal[1] - self.start[1]))
+        return (Step("slice", axes, self.src, cut), Step("mask", masked, cut, self.dst))
+
+    def _moves(self, state: State) -> Iterator[_Move]:
+        if (
+            free := self._slice(state)
+        ) is not None:  # never a loss: it is free and makes everything after it smaller
+            yield free
+            return
+        yield from self._masks_and_pads(state)
+        yield from self._reductions(state)
+        yield from self._gathers(state)
+        yield from self._exchanges(state)
+
+    def _slice(self, state: State) -> _Move | None:
+        after, moved = state, []
+        while runs := [r for r in self.target if _place(after, r) == "whole" and self._fits(after, r)]:
+            after = _push(after, runs[0], self.target[runs[0]])
+            moved.append(runs[0])
+        return _Move("slice", tuple(moved), after) if moved else None
+
+    def _masks_and_pads(self, state: State) -> Iterator[_Move]:
+        wanted = [r for r, place in self.target.items() if place == "pending"]
+        if masked := tuple(r for r in wanted if _place(state, r) == "whole"):
+            yield _Move("mask", masked, (state[0], state[1] | set(masked)))
+        for run in wanted:
+            if self._on_top(state, run) and self._cuts_all(state, run):
+                yield _Move("pad", (run,), (_pop(state, run)[0], state[1] | {run}))
+
+    def _reductions(self, state: State) -> Iterator[_Move]:
+        todo = [r for r in self.target if r in state[1] and self.target[r] != "pending"]
+        ends_whole = [r for r in todo if self.target[r] == "whole"]
+        for runs in _distinct([(r,) for r in todo], [tuple(ends_whole)], [tuple(todo)]):
+            yield _Move("all_reduce", runs, (state[0], state[1] - set(runs)))
+        for run in (r for r in todo if self.target[r] != "whole"):
+            after, moved, place = (state[0], state[1] - {run}), [run], self.target[run]
+            if not self._legal(after := _push(after, run, place)):
+                continue
+            yield _Move("reduce_scatter", (run,), after)
+            while more := [r for r in todo if r not in moved and self._fits(after, r, pending=True)]:
+                after = _push((after[0], after[1] - {more[0]}), more[0], self.target[more[0]])
+                moved.append(more[0])
+                yield _Move("reduce_scatter", tuple(moved), after)
+        if at_once := [
+            r for stack in self.goal[0] for r in stack if r in todo
+        ]:  # in order, or an exchange's task
+            after = (state[0], state[1].difference(at_once))
+            for run in dict.fromkeys(at_once):
+                after = _push(after, run, self.target[run])
+            if self._legal(after):
+                yield _Move("reduce_scatter", tuple(dict.fromkeys(at_once)), after)
+        for run in self.target:  # a cut below one that moves later: an exchange puts them in order
+            waits = _place(state, run) == "whole" and isinstance(self.target[run], frozenset)
+            if waits and self._legal(after := _push(state, run, self.target[run])):
+                yield _Move("slice", (run,), after)
+
+    def _gathers(self, state: State) -> Iterator[_Move]:
+        for run in self.target:
+            after, moved = state, []
+            top: Run | None = run if self._on_top(state, run) else None
+            while top is not None:
+                after, moved = _pop(after, top), [top, *moved]
+                yield _Move("all_gather", tuple(moved), after)
+                below = [r for leaf in self._leaves_of(state, run) for r in after[0][leaf][-1:]]
+                top = next((r for r in below if self._on_top(after, r)), None)
+        every, kept = set(self.target), self._padded_where_they_stand(state)
+        padded, whole = ({r for r in every if self.target[r] == place} for place in ("pending", "whole"))
+        for ends in (every, every - kept, every - padded, whole):
+            after, moved = state, []
+            while tops := [r for r in self.target if r in ends and self._on_top(after, r)]:
+                after, moved = _pop(after, tops[0]), [tops[0], *moved]
+            if moved:
+                yield _Move("all_gather", tuple(moved), after)
+
+    def _padded_where_they_stand(self, state: State) -> set[Run]:
+        """Runs that end pending and have below them only such runs and those that never move."""
+        kept = {r for r, place in self.target.items() if place == "pending"}
+        while True:
+            under = [
+                {r for r in stack[i:] if r in kept}
+                for stack in state[0]
+                for i, below in enumerate(stack)
+                if below not in kept and below not in self.fixed
+            ]
+            if not (bad := set[Run]().union(*under)):
+                return kept
+            kept -= bad
+
+    def _exchanges(self, state: State) -> Iterator[_Move]:
+        for run in self.target:
+            after, moved = state, []
+            here = self._leaves_of(state, run)
+            while run is not None and self._on_top(after, run) and isinstance(self.target[run], frozenset):
+                popped = _pop(after, run)
+                if not self._fits(popped, run):
+                    break
+                after = _push(popped, run, self.target[run])
+                moved.append(run)
+                yield _Move("all_to_all", tuple(moved), after)
+                below = [r for leaf in here for r in after[0][leaf][-1:]]
+                run = next((r for r in below if r not in moved and self._on_top(after, r)), None)
+        after, wrong = self._rearranged(state), []
+        for old, new in zip(state[0], after[0], strict=True):
+            same = next(
+                (i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new))
+            )
+            wrong += [*old[same:], *new[same:]]
+        if wrong and self._legal(after):
+            yield _Move("all_to_all", tuple(r for r in self.target if r in wrong), after)
+
+    def _rearranged(self, state: State) -> State:
+        """Every run that is split and ends so at its place, in the order wanted; above them what is padded, then what
+        is gathered."""
+        split = {r for stack in state[0] for r in stack}
+        stacks = []
+        for old, goal in zip(state[0], self.goal[0], strict=True):
+            ends = [[r for r in old if _kind(self.target[r]) == kind] for kind in ("pending", "whole")]
+            stacks.append((*(r for r in goal if r in split), *ends[0], *ends[1]))
+        return tuple(stacks), state[1]
+
+    # ------------------------------------------------------------------------------------------ what is allowed
+
+    def _leaves_of(self, state: State, run: Run) -> frozenset[int]:
+        return frozenset(i for i, stack in enumerate(state[0]) if run in stack)
+
+    def _on_top(self, state: State, run: Run) -> bool:
+        """The run splits something, can be taken away, and need not stay."""
+        here = self._leaves_of(state, run)
+        return bool(here) and run not in self.fixed and all(state[0][leaf][-1] == run for leaf in here)
+
+    def _cuts_all(self, state: State, run: Run) -> bool:
+        """No part of a concatenation is whole on the run; padded, such a part would be counted once per rank."""
+        return any(on_every_path(dim, run[0]) for dim in self._layout(state).dims)
+
+    def _fits(self, state: State, run: Run, pending: bool = False) -> bool:
+        """The run's sub-dims hold exactly what the target holds below it, so it can be put there for good."""
+        place = self.target[run]
+        if not isinstance(place, frozenset) or (run in state[1]) != pending or self._leaves_of(state, run):
+            return False
+        for leaf in place:
+            stack, goal = state[0][leaf], self.goal[0][leaf]
+            if stack != goal[: len(stack)] or goal[len(stack)] != run:
+                return False
+        return self._legal(_push(state, run, place))
+
+    def _legal(self, state: State) -> bool:
+        """A dim is split in one way of writing it, and has no more blocks than elements."""
+        used = {(self.leaf_dim[i], self.leaf_side[i]) for i, stack in enumerate(state[0]) if stack}
+        if any((dim, "src") in used and side == "dst" for dim, side in used):
+            return False
+        leaves_cut = zip(state[0], self.leaf_size, strict=True)
+        return all(self.mesh.count(_flat(stack)) <= size for stack, size in leaves_cut)
+
+    # ------------------------------------------------------------------------------------------------- the price
+
+    def _seconds(self, state: State, move: _Move) -> float:
+        if move.kind in LOCAL:
+            return 0.0
+        axes = _flat(move.runs)
+        before, after = self._size(state), self._size(move.after)
+        sent = wire_elements(move.kind, self.mesh.count(axes), before, after)
+        return self.prices.seconds(move.kind, self.mesh, axes, sent * self.itemsize)
+
+    def _size(self, state: State) -> int:
+        key = state[0]
+        if key not in self._sizes:
+            self._sizes[key] = math.prod(self._layout(state).local_shape(self.mesh, origin(self.mesh)))
+        return self._sizes[key]
+
+    def _layout(self, state: State) -> TensorLayout:
+        dims, leaf = [], 0
+        for trees in self.trees:
+            filled = []
+            for tree in trees:
+                stacks = iter(state[0][leaf:])
+                filled.append(map_leaves(tree, lambda s, stacks=stacks: s.on(_flat(next(stacks)))))
+                leaf += sum(1 for _ in leaves(tree))
+            dims.append(next((t for t in filled if dim_axes(t)), filled[0]))
+        return TensorLayout(tuple(dims), _flat(state[1]))
+
+    def _steps(self, came: dict[State, tuple[State, _Move]]) -> tuple[Step, ...]:
+        path: list[tuple[State, _Move]] = []
+        state = self.goal
+        while state in came:
+            path.append(came[state])
+            state = came[state][0]
+        steps: list[Step] = []
+        for before, move in reversed(path):
+            step = Step(move.kind, _flat(move.runs), self._layout(before), self._layout(move.after))
+            if steps and step.kind in LOCAL and steps[-1].kind == step.kind:
+                first = steps.pop()
+                step = Step(step.kind, first.axes + step.axes, first.before, step.after)
+            steps.append(step)
+        if steps:  # the ends are written as the caller wrote them; the bytes are the same
+            steps[0] = Step(steps[0].kind, steps[0].axes, self.src, steps[0].after)
+            steps[-1] = Step(steps[-1].kind, steps[-1].axes, steps[-1].before, self.dst)
+        return tuple(steps)
+
+
+# ----------------------------------------------------------------------------------------------------- on states
+
+
+def _state(stacks: list[Run], pending: Iterable[str], runs: Iterable[Run]) -> State:
+    by_axis = {axis: run for run in runs for axis in run}
+    merged = tuple(tuple(dict.fromkeys(by_axis[a] for a in stack)) for stack in stacks)
+    return merged, frozenset(by_axis[a] for a in pending)
+
+
+def _place(state: State, run: Run) -> frozenset[int] | str:
+    """The leaves a run splits, or "pending", or "whole"."""
+    if run in state[1]:
+        return "pending"
+    return frozenset(i for i, stack in enumerate(state[0]) if run in stack) or "whole"
+
+
+def _kind(place: frozenset[int] | str) -> str:
+    return place if isinstance(place, str) else "split"
+
+
+def _push(state: State, run: Run, place: frozenset[int] | str) -> State:
+    assert isinstance(place, frozenset)
+    return tuple((*s, run) if i in place else s for i, s in enumerate(state[0])), state[1]
+
+
+def _pop(state: State, run: Run) -> State:
+    return tuple(s[:-1] if s and s[-1] == run else s for s in state[0]), state[1]
+
+
+def _flat(runs: Iterable[Run]) -> Run:
+    return tuple(a for run in runs for a in run)
+
+
+def _distinct(*groups: list[tuple[Run, ...]]) -> Iterator[tuple[Run, ...]]:
+    yield from dict.fromkeys(g for group in groups for g in group if g)
+
+
+def _merge(mesh: Mesh, start: list[Run], goal: list[Run], pending: Run, pending_goal: Run) -> list[Run]:
+    """Axes that behave alike as runs: the same places at both ends, and neighbours wherever they split."""
+    stacks = [*start, *goal]
+    by_place: dict[object, list[str]] = {}
+    used = {a for stack in stacks for a in stack} | set(pending) | set(pending_goal)
+    for axis in mesh.sort(used):
+        key = (tuple(axis in s for s in stacks), axis in pending, axis in pending_goal)
+        by_place.setdefault(key, []).append(axis)
+    runs: list[Run] = []
+    for (inside, *_), axes in by_place.items():  # pyright: ignore[reportGeneralTypeIssues]
+        homes = [s for s, here in zip(stacks, inside, strict=True) if here]
+        axes.sort(key=lambda a, homes=homes: homes[0].index(a) if homes else 0)
+        run = (axes[0],)
+        for axis in axes[1:]:
+            if all(s.index(axis) == s.index(run[-1]) + 1 for s in homes):
+                run += (axis,)
+            else:
+                runs.append(run)
+                run = (axis,)
+        runs.append(run)
+    return runs
+
+
+def _same_bytes(left: Dim, right: Dim, mesh: Mesh) -> bool:
+    """Every rank holds the same indices along both, although they have no common refinement."""
+    return all(np.array_equal(i, j) for i, j in _on_each_rank(left, right, mesh))
+
+
+def _holds(left: Dim, right: Dim, mesh: Mesh) -> bool:
+    """Every rank holds along `left` all that it needs along `right`."""
+    return all(np.isin(j, i, assume_unique=True).all() for i, j in _on_each_rank(left, right, mesh))
+
+
+def _on_each_rank(left: Dim, right: Dim, mesh: Mesh) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    axes = dict.fromkeys((*dim_axes(left), *dim_axes(right)))
+    for values in itertools.product(*(range(mesh.sizes[a]) for a in axes)):
+        at = origin(mesh) | dict(zip(axes, values, strict=True))
+        yield local_indices(left, mesh, at), local_indices(right, mesh, at)

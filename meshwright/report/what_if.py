@@ -1,0 +1,183 @@
+"""One thing changed in a plan: another shape, other techniques.
+
+Each returns a plan that is priced as any other; what cannot be changed raises PlanError that says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from meshwright.errors import PlanError
+from meshwright.graph import Graph
+from meshwright.layout import Dim, SubDim, TensorLayout, dim_axes, leaves, map_leaves, show_dim, without_axes
+from meshwright.mesh import Mesh
+from meshwright.ops.factors import Factors
+from meshwright.ops.strategy import Strategy
+from meshwright.partition import Partition
+from meshwright.pipeline.meshes import check_chunks, meshes_of
+from meshwright.plan import Plan, fingerprint
+from meshwright.search.pipeline.assign import check_alone, in_one_stage, staged
+from meshwright.search.planner import Request
+from meshwright.search.scene import Scene
+from meshwright.search.techniques.apply import Weigh, apply
+from meshwright.search.to_plan import input_layouts
+from meshwright.techniques import techniques_from
+
+# ---------------------------------------------------------------- another shape
+
+
+def transferred(plan: Plan, graph: Graph, factors: Factors, what: str) -> Plan:
+    """The plan for the same model captured in another shape: the same cuts of dims of other sizes.
+
+    `what` names the change for messages. Raises PlanError when the operators are others, or a dim has too few elements.
+    """
+    if plan.own:
+        own = tuple(transferred(one, graph, factors, what) for one in plan.own)
+        return replace(own[0], own=own, pins=plan.pins, notes=plan.notes)
+    plan = plan.unfolded(graph)
+    names = [n.name for n in graph.nodes]
+    if names != list(plan.strategies) or {i.name for i in graph.inputs} != set(plan.inputs):
+        more = len(set(names) ^ set(plan.strategies))
+        raise PlanError(
+            f"with {what} the model is another program",
+            why=f"{more} operators differ" if more else "its operators come in another order",
+            hint="plan it anew: meshwright plan MODEL with the shape",
+        )
+    strategies = {
+        name: _resized(
+            s, factors.sites[name].trees, plan.mesh, f"{what}: %{name} ({factors.sites[name].node.op})"
+        )
+        for name, s in plan.strategies.items()
+    }
+
+    def laid(name: str, layout: TensorLayout) -> TensorLayout:
+        dims = tuple(
+            _dim(new, old, plan.mesh, f"{what}: %{name}")
+            for new, old in zip(factors.dims[name], layout.dims, strict=True)
+        )
+        return replace(layout, dims=dims)
+
+    return replace(
+        plan,
+        fingerprint=fingerprint(graph),
+        strategies=strategies,
+        inputs={name: laid(name, layout) for name, layout in plan.inputs.items()},
+        hubs={name: laid(name, layout) for name, layout in plan.hubs.items()},
+        claims={},
+        nexts={},
+    )
+
+
+def _resized(strategy: Strategy, trees: Mapping[str, Dim], mesh: Mesh, where: str) -> Strategy:
+    cuts = tuple((letter, _dim(trees.get(letter, ()), dim, mesh, where)) for letter, dim in strategy.cuts)
+    return replace(strategy, cuts=cuts)
+
+
+def _dim(new: Dim, old: Dim, mesh: Mesh, where: str) -> Dim:
+    """The axes of a dim on another of the same structure."""
+    axes = [leaf.axes for leaf in leaves(old)]
+    if without_axes(old, dim_axes(old)) == new:
+        return old
+    if len(axes) != len(list(leaves(new))):
+        if not any(axes):
+            return new
+        raise PlanError(
+            f"{where} is cut as {show_dim(old)}, and is now {show_dim(new)}",
+            why="its sub-dims are others",
+            hint="plan it anew: meshwright plan MODEL with the shape",
+        )
+    order = iter(axes)
+
+    def put(leaf: SubDim) -> SubDim:
+        mine = next(order)
+        if leaf.size < mesh.count(mine):
+            raise PlanError(
+                f"{where} cannot be cut over {mesh.show(mine)}",
+                why=f"{leaf.size} elements are fewer than {mesh.count(mine)} ranks",
+                hint="a larger shape, or a plan of its own",
+            )
+        return SubDim(leaf.size, mine)
+
+    return map_leaves(new, put)
+
+
+# ---------------------------------------------------------------- other techniques
+
+STORAGE = frozenset(
+    ("optimizer_parallel", "shard_size", "threshold_kb", "keep_whole", "reshard_after_forward")
+)
+KEEPING = frozenset(("recompute", "slice_activation", "offload"))
+
+
+def changed(
+    plan: Plan, graph: Graph, factors: Factors, changes: Mapping[str, Any], weigh: Weigh
+) -> tuple[Plan, str]:
+    """The plan with options of its techniques changed, as `mw.plan` takes them, and what their passes remark.
+
+    What a changed technique had put into the plan is taken out first: a storage that a search has cut too. Raises
+    PlanError for what cannot be.
+    """
+    given = {**plan.techniques.asked(), **changes}
+    if not given.get("optimizer_parallel"):  # what only says how goes with it, unless it is asked for anew
+        given = {k: v for k, v in given.items() if k in changes or k not in STORAGE}
+    asked = techniques_from(given)
+    check_alone(asked)
+    before = replace(plan.unfolded(graph), claims={}, nexts={}, notes=())
+    if STORAGE & set(changes):
+        before = stored_as_used(before, graph, factors)
+    if KEEPING & set(changes):
+        before = replace(before, keeps={})
+    found = apply(graph, before, asked, weigh)
+    return replace(found, notes=plan.notes), "; ".join(found.notes)
+
+
+PIPELINE = frozenset(("pipeline", "schedule", "stages"))
+
+
+def changed_in_stages(
+    plan: Plan,
+    graph: Graph,
+    factors: Factors,
+    changes: Mapping[str, Any],
+    weigh: Callable[[int], Weigh],
+    lowered: Callable[[Plan], Partition],
+    request: Request | None,
+) -> tuple[Plan, str]:
+    """The same for a plan with stages: operators stay as they are cut, stages are cut again for what they take now.
+    `weigh`: of a place in the pipeline; `lowered` makes the program of a plan, and `request` says for which cluster and
+    optimizer. Raises PlanError for what cannot be, and for more stages than the ranks of the pipeline can share
+    evenly."""
+    asked = techniques_from({**plan.techniques.asked(), **changes})
+    world = meshes_of(plan)
+    check_chunks(asked, world.places)
+    inside = {k: v for k, v in changes.items() if k not in PIPELINE}
+    found: list[Plan] = []
+    remarks: dict[str, None] = {}
+    for place, one in enumerate(plan.own or (plan,)):
+        alone = replace(
+            one.unfolded(graph), stages={}, world=None, meshes=(), techniques=in_one_stage(one.techniques)
+        )
+        there, remark = changed(alone, graph, factors, inside, weigh(place))
+        found.append(replace(there, notes=()))
+        remarks[remark] = None
+    whole = replace(found[0], own=tuple(found)) if plan.own else found[0]
+    made = staged(graph, whole, asked, world, lowered, request)
+    return replace(made, notes=plan.notes, pins=plan.pins), "; ".join(t for t in (*remarks, *made.notes) if t)
+
+
+def stored_as_used(plan: Plan, graph: Graph, factors: Factors) -> Plan:
+    """The plan with every trained parameter stored and updated in the layout in which it is used."""
+    inputs, hubs = dict(plan.inputs), dict(plan.hubs)
+    again = set(plan.again)
+    used = input_layouts(Scene(graph, factors, plan.mesh), plan.strategies)
+    for entry in graph.input_of("parameter"):
+        hub = hubs.get(entry.name)
+        if entry.needs_grad and (hub is None or not hub.pending):
+            inputs[entry.name] = hubs.pop(entry.name, used[entry.name])
+            again.discard(entry.name)
+    return replace(plan, inputs=inputs, hubs=hubs, again=frozenset(again), states={})
+
+
+__all__ = ["changed", "changed_in_stages", "stored_as_used", "transferred"]

@@ -1,0 +1,92 @@
+"""What no plan undercuts, told from sums over the model alone: O(1) for each number of ranks and micro-batches,
+whatever the cuts.
+
+The ranks of a step compute the whole model at least once. A rank that holds the largest blocks of an operator has no
+less than an even share of its FLOPs and of its bytes, and starts its kernels once for each micro-batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import fields, replace
+
+import numpy as np
+
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.machine import seconds, update_seconds
+from meshwright.cost.operators import PRODUCTS, Work, work
+from meshwright.graph import DTYPES, Graph, TensorType
+from meshwright.ops.factors import Factors
+from meshwright.search.space.build import Ties
+from meshwright.search.space.cache import owners_of
+
+
+class Least:
+    """The least that one rank computes of a model. `factors` are those of `graph`; `ties` say how many of the model a
+    node of it stands for."""
+
+    def __init__(
+        self, graph: Graph, factors: Factors, ties: Ties, cluster: Cluster, optimizer_states: int = 2
+    ) -> None:
+        self.graph, self.factors, self.ties, self.cluster = graph, factors, ties, cluster
+        self.optimizer_states = optimizer_states
+        self._computing: dict[int, np.ndarray] = {}
+        self._updating: dict[int, float] = {}
+
+    @functools.cached_property
+    def _works(self) -> list[tuple[int, bool, Work]]:
+        """Of each kind of operator: how many there are, whether it is a product, and its work on one device."""
+        times: dict[str, int] = {}
+        for node in self.graph.nodes:
+            first = self.ties.first(node.name)
+            times[first] = times.get(first, 0) + self.ties.times(node.name)
+        found: list[tuple[int, bool, Work]] = []
+        for node in self.graph.nodes:
+            if node.name in times:
+                rule = self.factors.sites[node.name].rule
+                wanted = [u in self.graph.needs_grad for u in node.uses]
+                done = work(node, rule, rule.sizes, self.graph.types, wanted)
+                if done.kind != "free":
+                    found.append((times[node.name], node.op in PRODUCTS, done))
+        return found
+
+    def computing(self, pieces: int) -> np.ndarray:
+        """Seconds forward, backward and, of products, for their weights, of one of so many pieces:
+        float64[operators, 3]."""
+        if pieces not in self._computing:
+            device, measured = self.cluster.device, self.cluster.measured
+            rows = []
+            for times, product, done in self._works:
+                forward, backward = (float(half) for half in seconds(_share(done, pieces), device, measured))
+                weights = backward / 2 if product else 0.0
+                rows.append((times * forward, times * (backward - weights), times * weights))
+            self._computing[pieces] = np.array(rows).reshape(-1, 3)
+        return self._computing[pieces]
+
+    def updating(self, ranks: int) -> float:
+        """Seconds in which one of so many ranks updates its share of the weights."""
+        if ranks not in self._updating:
+            self._updating[ranks] = sum(
+                count * self._update(self.graph.types[name], ranks)
+                for name, count in owners_of(self.graph, self.ties.first, self.ties.times).items()
+                if name in self.graph.needs_grad
+            )
+        return self._updating[ranks]
+
+    def _update(self, kind: TensorType, ranks: int) -> float:
+        item = DTYPES[kind.dtype]
+        elements, at = kind.size_bytes / item / ranks, self.cluster
+        return float(update_seconds(elements, self.optimizer_states, at.device, at.measured, item))
+
+    def in_one(self, pieces: int) -> float:
+        """What no step of so many pieces in one stage is below, be it copies that take turns."""
+        ranks = self.cluster.ranks
+        return pieces * float(self.computing(ranks * pieces).sum()) + self.updating(ranks)
+
+
+def _share(done: Work, pieces: int) -> Work:
+    names = [f.name for f in fields(Work) if f.name.startswith(("flops", "bytes"))]
+    return replace(done, **{name: getattr(done, name) / pieces for name in names})
+
+
+__all__ = ["Least"]

@@ -1,0 +1,306 @@
+"""How long a step takes and how much memory it needs, for many equal layers from programs with two and with three.
+
+The program of a choice is lowered, played on a timeline and walked for its memory with two copies of each layer, and
+with three of one kind at a time; with three and four where techniques look at the next layer, with five and six where
+they look further. What a layer adds, in seconds and, at every instant, in bytes, is their difference; the rest of the
+layers add the same. So 100 layers are judged as quickly as four.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.cost.cluster import Cluster
+from meshwright.graph import Graph
+from meshwright.layout import TensorLayout
+from meshwright.mesh import Mesh
+from meshwright.ops.saved import saved
+from meshwright.partition import Partition, partition
+from meshwright.plan import Plan, fingerprint
+from meshwright.predict.extrapolate import layered_times
+from meshwright.predict.memory.step import Peak, optimizer_on, peak
+from meshwright.predict.per_operator import weighed
+from meshwright.predict.price import program_price
+from meshwright.predict.step_time import step_times
+from meshwright.search.layer_groups import Folded, shortened
+from meshwright.search.planner import Line, Verdict
+from meshwright.search.space.build import Choice
+from meshwright.search.techniques.apply import apply
+from meshwright.techniques import ACTIVATIONS, NONE, Techniques
+
+NUMBER = re.compile(r"(?<=_to)\d+")  # of a reshard, where a value has several
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A program, the most bytes at each instant, and the most in the host's memory."""
+
+    parts: Partition
+    most: dict[str, int]
+    host_bytes: int
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Judges choices for the graph of `folds` on a cluster. `optimizer_states`: moments per parameter; `hosts`: the
+    nodes of the folded graph that the host runs; `techniques` are put into every choice."""
+
+    folds: Folded
+    mesh: Mesh
+    cluster: Cluster
+    optimizer_states: int = 2
+    hosts: frozenset[str] = frozenset()
+    techniques: Techniques = NONE
+
+    def in_full(self, choice: Choice) -> Verdict:
+        """The same from the whole program: what three layers cannot tell is where buckets of gradients end."""
+        seen = self._judged(self.folds.full, choice)
+        where = max(seen.most, key=lambda instant: seen.most[instant])
+        line = step_times(seen.parts, self.cluster, self.optimizer_states)
+        return Verdict(
+            line.step_seconds,
+            float(seen.most[where]),
+            where,
+            float(seen.host_bytes),
+            line.exposed_seconds,
+            in_full=True,
+        )
+
+    def __call__(self, choice: Choice) -> Verdict:
+        """Seconds of the simulated step, and the most bytes on the rank that holds most, with when that is."""
+        if self.techniques.names_layers or self.folds.is_whole:
+            return self.in_full(choice)
+        repeats = self.folds.repeats
+        few = [min(self._least, count) for count in repeats]
+        short = self._run(choice, few)
+        hosted = short.host_bytes
+        times = tuple(count - k for count, k in zip(repeats, few, strict=True))
+        longer: list[_Seen] = []
+        for number, more in enumerate(times):
+            long = self._run(choice, [k + (n == number) for n, k in enumerate(few)]) if more else short
+            hosted += more * (long.host_bytes - short.host_bytes)
+            longer.append(long)
+        step = layered_times(
+            short.parts,
+            [long.parts if more else None for long, more in zip(longer, times, strict=True)],
+            times,
+            self.cluster,
+            self.optimizer_states,
+            self._first,
+        )
+        lines = self._lines(short.most, few, [long.most for long in longer])
+        most = {instant: max(map(sum, each)) for instant, each in lines.items()}
+        where = max(most, key=lambda instant: most[instant])
+        last = {self._stands(i) for long in longer for i in long.most if i not in short.most}
+        inside = [one for i, each in lines.items() if self._stands(i) in {"update", *last} for one in each]
+        return Verdict(
+            step.step_seconds,
+            float(most[where]),
+            where,
+            float(hosted),
+            max(0.0, step.exposed_seconds),
+            _highest(one for each in lines.values() for one in each),
+            _highest(inside),
+        )
+
+    def _lines(
+        self, short: Mapping[str, int], few: Sequence[int], longer: Sequence[Mapping[str, int]]
+    ) -> dict[str, list[Line]]:
+        """Bytes of what there is once and in all layers, at each instant. `short`: bytes with `few` copies of each kind
+        of layer; `longer`: with one more of one kind.
+
+        The first copy's is told by the first ones, the last one's by the last ones. Layers between have those that are
+        added before them, after them, or on both sides: such a one takes most where it is next to the first or to the
+        last, and grows as these do.
+        """
+        counts = self.folds.repeats
+        last = [self._of_copies(short, long) for long in longer]
+        adds = {  # bytes that one more of each kind of layer adds
+            i: [long.get(ends.get(i, i), size) - size for long, ends in zip(longer, last, strict=True)]
+            for i, size in short.items()
+        }
+        found = {i: [_line(size, few, counts, adds[i])] for i, size in short.items()}
+        for number, long in enumerate(longer):
+            lasts, more = {self._stands(i): i for i in last[number]}, [*few]
+            more[number] += 1
+            of_last = set(last[number].values())
+            for instant, size in long.items():
+                stands = self._stands(instant)
+                if stands not in lasts or instant in of_last:
+                    continue  # of no layer between
+                each, first = [*adds[lasts[stands]]], self._of_first(stands)
+                if first in short and first in long:
+                    each[number] = max(each[number], long[first] - short[first])
+                found.setdefault(instant, []).append(_line(size, more, counts, each))
+        return found
+
+    @property
+    def _least(self) -> int:
+        """Copies of which one is like those between. Techniques look at the next layer: there the first and the last
+        differ, which two have not. Activations come back from the host further ahead: backward of the first three
+        copies has less to bring, and that of the last two has less with it."""
+        if self._ahead:
+            return 5
+        return 3 if self.techniques.asked() else 2
+
+    @property
+    def _ahead(self) -> bool:
+        return ACTIVATIONS in self.techniques.offload
+
+    def _of_copies(self, short: Mapping[str, int], long: Mapping[str, int]) -> dict[str, str]:
+        """Instants of the last of a few copies, in their order → those of the last of one more."""
+        added = {self._stands(i): i for i in long if i not in short}
+        copies: dict[str, list[str]] = {}
+        for instant in short:
+            if (stands := self._stands(instant)) in added:
+                copies.setdefault(stands, []).append(instant)
+        found: dict[str, str] = {}
+        for stands, each in copies.items():
+            # By number and not in the order of time: backward meets the last copy first, forward meets it last.
+            ends = sorted(each, key=self._number)[-2 if self._ahead else -1 :]
+            found |= zip(ends, [*ends[1:], added[stands]], strict=True)
+        return found
+
+    def _stands(self, instant: str) -> str:
+        """The instant of the second copy that equals one of a later copy: by the value that it is named after."""
+        return self._renamed(instant, self._known)
+
+    def _of_readers(self, instant: str) -> str:
+        """The instant at which what all layers read is brought to one of them, as that of whichever: a number tells
+        them apart, of which the last layer has another one for each number of layers."""
+        base = _base(instant, self._known)
+        return (
+            instant if self._known.get(base) in self._layered else base + NUMBER.sub("", instant[len(base) :])
+        )
+
+    @functools.cached_property
+    def _layered(self) -> frozenset[str]:
+        """What there is in each copy of a layer, by its name in the folded graph."""
+        return frozenset(self.folds.same) | frozenset(self.folds.same.values())
+
+    def _of_first(self, instant: str) -> str:
+        """The instant of the first copy that equals one of the second."""
+        return self._renamed(instant, self.folds.same)
+
+    def _number(self, instant: str) -> int:
+        """The place of the value that an instant is named after: later copies have later ones."""
+        return self._places.get(_base(instant, self._places), -1)
+
+    @staticmethod
+    def _renamed(instant: str, known: Mapping[str, str]) -> str:
+        base = _base(instant, known)
+        return known.get(base, base) + instant[len(base) :]
+
+    @functools.cached_property
+    def _known(self) -> Mapping[str, str]:
+        return {**self.folds.values, **self.folds.nodes, **self.folds.inputs}
+
+    @functools.cached_property
+    def _first(self) -> Mapping[str, str]:
+        """Input of the full graph → that of the first layer of its kind which is like it."""
+        same = self.folds.same
+        return {name: same.get(here, here) for name, here in self.folds.inputs.items()}
+
+    @functools.cached_property
+    def _places(self) -> Mapping[str, int]:
+        return {name: number for number, name in enumerate(self._known)}
+
+    @functools.cached_property
+    def _short(self) -> dict[tuple[int, ...], Graph]:
+        return {}
+
+    def _run(self, choice: Choice, copies: list[int]) -> _Seen:
+        graph = self._short.get(tuple(copies))
+        if graph is None:  # one object for all choices: what is found of a graph is remembered with it
+            graph = self._short[tuple(copies)] = shortened(self.folds, copies) if copies else self.folds.graph
+        seen, most = self._judged(graph, choice), dict[str, int]()
+        for instant, size in seen.most.items():
+            name = self._of_readers(instant)
+            most[name] = max(size, most.get(name, 0))
+        return replace(seen, most=most)
+
+    def _judged(self, graph: Graph, choice: Choice) -> _Seen:
+        parts = self._lowered(graph, choice)
+        most: dict[str, int] = {}
+        top = peak_on(parts, self.cluster, self.optimizer_states)
+        for instant, size in top.timeline:
+            most[instant] = max(size, most.get(instant, 0))
+        return _Seen(parts, most, top.host_bytes)
+
+    def _lowered(self, graph: Graph, choice: Choice) -> Partition:
+        folds = self.folds
+        hubs: dict[str, TensorLayout] = {}
+        again: set[str] = set()
+        here: Mapping[str, str] = {**folds.values, **folds.inputs}
+        for name in graph.types:
+            stands = here.get(name, name)
+            if stands in choice.hubs:
+                hubs[name] = choice.hubs[stands]
+            if stands in choice.again:
+                again.add(name)
+        plan = Plan(
+            self.mesh,
+            "judged",
+            fingerprint(graph),
+            {n.name: choice.strategies[folds.nodes[n.name]] for n in graph.nodes},
+            {i.name: choice.inputs[folds.inputs[i.name]] for i in graph.inputs},
+            hubs=hubs,
+            again=frozenset(again),
+            hosts=frozenset(n.name for n in graph.nodes if folds.nodes[n.name] in self.hosts),
+            prices=self.cluster.prices,
+        )
+        if self.techniques != NONE:
+            plan = apply(graph, plan, self.techniques, functools.partial(weighed, cluster=self.cluster))
+        return partition(graph, plan, keeps=saved)
+
+
+def _line(size: int, copies: Sequence[int], counts: Sequence[int], each: Sequence[int]) -> Line:
+    """What there is once and in all layers, from bytes with `copies`, and what a further layer of each kind adds."""
+    once = size - sum(n * more for n, more in zip(copies, each, strict=True))
+    return float(once), float(sum(n * more for n, more in zip(counts, each, strict=True)))
+
+
+def _highest(lines: Iterable[Line]) -> tuple[Line, ...]:
+    """Those that may be the highest for some share of the layers: no other is higher without layers and with all."""
+    found: list[Line] = []
+    for once, layered in sorted(set(lines), key=lambda line: (-sum(line), -line[0])):
+        if not found or once > found[-1][0]:
+            found.append((once, layered))
+    return tuple(found)
+
+
+def _base(instant: str, known: Mapping[str, Any]) -> str:
+    """The value that an instant is named after, of those that are known."""
+    base = instant.partition(",")[0]
+    while base not in known and "_" in base:
+        base = base.rpartition("_")[0]
+    return base
+
+
+def peak_on(parts: Partition, cluster: Cluster, optimizer_states: int) -> Peak:
+    """The peak of the rank that holds most, with an optimizer as torch runs it on the cluster's devices."""
+    mesh, device = parts.plan.mesh, cluster.device_type
+    optimizer = optimizer_on(device, optimizer_states)
+    return peak(parts, mesh.rank(dict.fromkeys(mesh.sizes, 0)), optimizer=optimizer, device=device)
+
+
+def claims_of(parts: Partition, cluster: Cluster, optimizer_states: int) -> dict[str, Any]:
+    """What a plan costs that no search knows a name for: read off its program."""
+    price = program_price(parts, cluster, optimizer_states)
+    top = peak_on(parts, cluster, optimizer_states)
+    return {
+        "cluster": cluster.name,
+        "price_seconds": price.total,
+        "compute_seconds": price.compute + price.update,
+        "communication_seconds": price.forward_communication + price.backward_communication,
+        "reduction_seconds": price.reduction,
+        "step_seconds": step_times(parts, cluster, optimizer_states).step_seconds,
+        "peak_bytes": top.bytes,
+        "peak_where": top.instant,
+        **({"host_bytes": top.host_bytes} if top.host_bytes else {}),
+        "space": "strategies as given",
+    }

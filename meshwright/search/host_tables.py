@@ -1,0 +1,139 @@
+"""Embedding tables in the host's memory, where nothing fits into a device's without that.
+
+A table is the largest thing of a recommender and the one that a step touches least of. The search tries all on the
+device first, then as few on the host as make it fit, the largest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from meshwright.errors import PlanError
+from meshwright.graph import Graph
+from meshwright.places import readers
+from meshwright.redistribute.steps import show_bytes
+from meshwright.search.layer_groups import Folded
+from meshwright.search.planner import Found, Request
+
+SHARE = 0.1  # of all parameters: tables that are less are not worth a search of their own
+EMBEDDINGS = ("aten.embedding.default", "aten.embedding_bag.default")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A parameter that only embeddings read, and these."""
+
+    target: str
+    size_bytes: int
+    nodes: frozenset[str]
+
+
+def tables_of(graph: Graph) -> list[Table]:
+    """The tables that a host could keep, the largest first."""
+    found: list[Table] = []
+    for entry in graph.input_of("parameter"):
+        reading = [(node, port) for node, port in readers(graph, entry.name)]
+        if reading and all(node.op in EMBEDDINGS and port == 0 for node, port in reading):
+            nodes = frozenset(node.name for node, _ in reading)
+            found.append(Table(entry.target, entry.type.size_bytes, nodes))
+    return sorted(found, key=lambda table: (-table.size_bytes, table.target))
+
+
+def with_tables(
+    folds: Folded, hosts: frozenset[str], request: Request, run: Callable[[frozenset[str], bool], Found]
+) -> tuple[Found, frozenset[str], list[str]]:
+    """What `run` finds with these nodes on the host, or with as few tables more as let it find something; the nodes on
+    the host, and a note on the tables. `run` is told too whether it may put an optimizer's states there by itself:
+    where it does, and tables are large, the quicker of both ways counts.
+
+    Raises the PlanError of `run` where no tables help, or where the host's memory is too small for those that do.
+    """
+    refused: PlanError | None = None
+    found: Found | None = None
+    try:
+        found = run(hosts, True)
+    except PlanError as error:
+        refused = error
+    tables = (
+        [t for t in tables_of(folds.graph) if not t.nodes <= hosts]
+        if request.cluster.host_bytes_per_s
+        else []
+    )
+    if found is not None and (
+        request.interrupts
+        or found.techniques.offload == request.techniques.offload
+        or not _large(folds.full, tables)
+    ):
+        return found, hosts, []
+    if not tables:
+        assert refused is not None
+        raise refused
+    try:
+        moved = _moved(hosts, tables, request, lambda hosts: run(hosts, False), refused)
+    except PlanError:
+        if found is None:
+            raise
+        return found, hosts, []
+    except KeyboardInterrupt:
+        if found is None:
+            raise
+        request.interrupts.append("tables")
+        return found, hosts, []
+    if moved is None:
+        if found is None:
+            assert refused is not None
+            raise refused
+        return found, hosts, []
+    if found is not None and found.claims["step_seconds"] <= moved[0].claims["step_seconds"]:
+        return found, hosts, []
+    return moved
+
+
+def _large(graph: Graph, tables: Sequence[Table]) -> bool:
+    """Whether tables are much of the model."""
+    every = sum(entry.type.size_bytes for entry in graph.input_of("parameter"))
+    return sum(table.size_bytes for table in tables) > SHARE * every
+
+
+def _moved(
+    hosts: frozenset[str],
+    tables: Sequence[Table],
+    request: Request,
+    run: Callable[[frozenset[str]], Found],
+    refused: PlanError | None,
+) -> tuple[Found, frozenset[str], list[str]] | None:
+    """With as few tables on the host as make it fit; None where none do."""
+
+    def tried(count: int) -> Found | None:
+        try:
+            return run(hosts.union(*(t.nodes for t in tables[:count])))
+        except PlanError:
+            return None
+
+    best, few, many = tried(len(tables)), 0, len(tables)
+    while best is not None and many - few > 1:  # a larger prefix leaves less on the device
+        middle = (few + many) // 2
+        found = tried(middle)
+        best, few, many = (found, few, middle) if found is not None else (best, middle, many)
+    if best is None:
+        return None
+    moved = tables[:many]
+    names = ", ".join(t.target for t in moved[:4]) + (f" and {many - 4} more" if many > 4 else "")
+    held, room = best.verdict.host_bytes if best.verdict else 0.0, request.cluster.host_memory_bytes
+    limit = show_bytes(request.memory_bytes or 0.0)
+    if room and held > room:  # 0 where the cluster's file does not say
+        raise PlanError(
+            f"{refused.what if refused else 'tables'}, and the host has no room for the tables",
+            why=f"{refused.why if refused else ''}; with {names} on the host a rank needs {show_bytes(held)} there, "
+            f"of {show_bytes(room)}",
+            hint=refused.hint if refused else "",
+        ) from None
+    without = f"since nothing was found that fits into {limit} per rank without"
+    why = without if refused else "which is quicker than the optimizer's states there"
+    note = (
+        f"tables on the host: {names}, {why}; "
+        f"with their optimizer's states they take {show_bytes(held)} of a rank's host memory"
+        + (f", which is {show_bytes(room)}" if room else "")
+    )
+    return best, hosts.union(*(t.nodes for t in moved)), [note]

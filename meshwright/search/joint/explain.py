@@ -1,0 +1,61 @@
+"""What a reader is told of each technique that was open: what was chosen, and what the next best would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from meshwright.redistribute.steps import show_bytes
+from meshwright.search.joint.dimensions import Dimension
+from meshwright.search.joint.neighbours import ALIKE, value_of
+from meshwright.search.joint.pareto import Front
+from meshwright.search.planner import Found
+
+
+def told(made: Front, over: tuple[Dimension, ...], best: Found, near: Mapping[str, Found]) -> tuple[str, ...]:
+    """A line for each technique. `near`: of each the next best that was simulated."""
+    return tuple(_line(made, dimension, best, near.get(dimension.name)) for dimension in over)
+
+
+def _line(made: Front, dimension: Dimension, best: Found, near: Found | None) -> str:
+    text = f"auto chose {chosen(dimension.name, getattr(best.techniques, dimension.name))}"
+    if dimension.why:
+        text += f": {dimension.why}"
+    said = [_plainer(made, dimension, best)]
+    if near is not None:
+        more = near.claims["step_seconds"] - best.claims["step_seconds"]
+        alike = abs(more) <= ALIKE * best.claims["step_seconds"]
+        cost = "as quick" if alike else f"at {1e3 * more:+.3g} ms"
+        said.append(f"next best {shown(value_of(dimension, near))} {cost}")
+    elif len(dimension.values) > 1:
+        said.append("nothing else was found that fits")
+    return "; ".join([text, *filter(None, said)])
+
+
+def _plainer(made: Front, dimension: Dimension, best: Found) -> str:
+    """What the value before (nothing, of what the host may have) would take, where that is over the limit whatever the
+    cuts."""
+    place = dimension.values.index(value_of(dimension, best))
+    limit = made.planner.request.memory_bytes or 0.0
+    if not place:
+        return ""
+    value = dimension.values[0 if dimension.name == "offload" else place - 1]
+    other = replace(best.techniques, **{dimension.name: value})
+    least = min(made.peak_bytes(candidate, other) for candidate in made.candidates)
+    return f"{shown(value)} does not fit ({show_bytes(least)})" if least > limit else ""
+
+
+def chosen(name: str, value: Any) -> str:
+    """``recompute='full'``, ``no recompute``."""
+    return f"no {name}" if value in ("", ()) else f"{name}={shown(value)}"
+
+
+def shown(value: Any) -> str:
+    """``'full' in blocks.0-11`` for a policy of some layers; else as it is written."""
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        return f"{value[0][1]!r} in {', '.join(name for name, _ in value)}"
+    return repr(value) if value != "" and value != () else "none"
+
+
+__all__ = ["chosen", "shown", "told"]

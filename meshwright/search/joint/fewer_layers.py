@@ -1,0 +1,42 @@
+"""Recompute in as many layers as memory asks for, and no more: the later ones keep what autograd keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.errors import PlanError
+from meshwright.search.memory_limit import fits_in_both
+from meshwright.search.planner import FULL, Found, Planner
+from meshwright.search.techniques.layers import layers_of
+from meshwright.techniques import ranges
+
+TRIES = 3
+
+
+def fewer_layers(planner: Planner, best: Found) -> Found:
+    """The choice with its policy of recompute in the first layers only, as few as fit; itself where that is all of
+    them. Layers early in forward are taken: what they keep is held the longest."""
+    policy = best.techniques.recompute
+    limit = planner.request.memory_bytes
+    if "recompute" in best.techniques.given or not isinstance(policy, str) or not policy:
+        return best
+    if limit is None or best.verdict is None or planner.nodes > FULL:
+        return best
+    names = list(dict.fromkeys(layer.name for layer in layers_of(planner.folds.full)))
+    if len(names) < 2:
+        return best
+    plain = planner.under(replace(best.techniques, recompute=""))
+    none = plain.found(best.space, best.states, {})
+    if none.verdict is None or (more := planner.peak_bytes(none)) <= (least := planner.peak_bytes(best)):
+        return best
+    count = max(1, len(names) - int((limit - least) * len(names) / (more - least)))
+    for taken in range(count, min(count + TRIES, len(names))):
+        asked = replace(best.techniques, recompute=tuple((name, policy) for name in ranges(names[:taken])))
+        try:
+            under = planner.under(asked)
+            found = under.settled(under.found(best.space, best.states, {}))
+        except PlanError:
+            return best
+        if fits_in_both(planner, found):
+            return found if found.claims["step_seconds"] < best.claims["step_seconds"] else best
+    return best

@@ -1,0 +1,153 @@
+"""Why nothing fits into memory: what is over, by how much, at which instant, and what was tried and does fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from meshwright.errors import DoesNotFit, LayoutError, PlanError
+from meshwright.graph import Graph
+from meshwright.redistribute.steps import enough_bytes, show_bytes
+from meshwright.search.joint.dimensions import micro_batches_of
+from meshwright.search.least_memory import any_fits, least_bytes_of
+from meshwright.search.memory_limit import nearer
+from meshwright.search.planner import Found, Planner, families_of
+from meshwright.search.solve import Memory, solve
+from meshwright.search.space.build import Space
+from meshwright.search.space.memory import INSTANTS
+from meshwright.techniques import OFFLOAD
+
+PARTS = (2, 4, 8, 16, 32, 64)  # of a batch
+TRIED = 3  # of these, from the largest whose sums fit on
+
+Fits = Callable[[Planner], bool]
+
+
+def too_large(planner: Planner, nearest: Found | None = None, fits: Fits = any_fits) -> DoesNotFit:
+    """What is over, and the smallest single changes under which `fits` says that there is a plan.
+
+    `nearest`: of what the search simulated the one with the lowest peak. Batches are named by sums: whoever has the
+    model tries them (`DoesNotFit.parts`).
+    """
+    wanted, places = planner.request.memory_bytes or 0.0, planner.request.places
+    what = f"no plan fits into {show_bytes(wanted / places)} per rank"
+    if planner.request.any_fits:
+        return DoesNotFit(what, why="nor does the most frugal one", hint="a larger limit")
+    space = planner.space(families_of(planner)[0][1])
+    memory, limit = planner.memory(space), planner.limit(space) or 0.0
+    least = [_least(space, memory, t) for t in range(memory.instants)]
+    worst = int(np.argmax(least))
+    known = least_bytes_of(planner)
+    fixed = wanted - limit  # what no choice changes
+    peak = planner.peak_bytes(known) if known is not None else max(least) + fixed
+    changes = [*_states(planner, fits), *_micro_batches(planner, fits), *_techniques(planner, fits)]
+    changes.append(f"{enough_bytes(peak / places)} per rank{' or more' * (places > 1)}")
+    together = f" on the {places} ranks of a pipeline together" if places > 1 else ""
+    if least[worst] > limit:
+        why = (
+            f"at {INSTANTS[worst]} every plan of this space needs {show_bytes(least[worst])} or more beside the "
+            f"batch{together}, {show_bytes(least[worst] - limit)} over the limit"
+        )
+    else:
+        close = nearer(planner, nearest, known)
+        most = planner.peak_bytes(close) if close is not None else peak
+        where = close.verdict.instant if close is not None and close.verdict is not None else "its peak"
+        over = f"{show_bytes(most - wanted)} over the limit"
+        why = f"the plan that comes nearest has {show_bytes(most)} at {where}{together}, {over}"
+    return DoesNotFit(
+        what,
+        why=why,
+        hint="the smallest single changes that fit: " + "; or ".join(changes),
+        parts=tuple(_parts(planner, space, memory, limit, peak - fixed - max(least))),
+    )
+
+
+def _states(planner: Planner, fits: Fits) -> Iterator[str]:
+    """An optimizer that keeps less: the largest one that fits."""
+    for fewer in reversed(range(planner.request.optimizer_states)):
+        if fits(planner.asked(replace(planner.request, optimizer_states=fewer))):
+            s = "s" if fewer != 1 else ""
+            yield f"an optimizer with {fewer or 'no'} state{s} per parameter (optimizer_states={fewer})"
+            return
+
+
+def _micro_batches(planner: Planner, fits: Fits) -> Iterator[str]:
+    """The fewest micro-batches that fit, where they are exact and not asked for."""
+    asked = planner.techniques
+    if planner.request.places > 1:
+        yield from _in_flight(planner, fits)
+    if "micro_batches" in asked.given or asked.micro_batches > 1:
+        return
+    for pieces in micro_batches_of(planner, asked.interleave).values[1:]:
+        try:
+            if fits(planner.under(replace(asked, micro_batches=pieces))):
+                yield f"micro_batches={pieces}"
+                return
+        except PlanError:  # more than a rank has examples
+            return
+
+
+def _in_flight(planner: Planner, fits: Fits) -> Iterator[str]:
+    """As many micro-batches as keep the ranks of a pipeline busy, of which a rank has up to one for each of them in
+    flight; with recompute where that alone does not fit."""
+    asked, places = planner.techniques, planner.request.places
+    if asked.micro_batches > 1 or rows_of_batch(planner.scene.graph) % (2 * places):
+        return
+    several = planner.asked(replace(planner.request, in_flight=float(places)))
+    more = {"recompute": "full"}
+    for change in ({}, more) if not asked.recompute else ({},):
+        try:
+            if fits(several.under(replace(asked, micro_batches=2 * places, **change))):
+                yield ", ".join([f"micro_batches={2 * places}", *(f"{k}={v!r}" for k, v in change.items())])
+                return
+        except (LayoutError, PlanError):  # more than a rank has examples
+            continue
+
+
+def _techniques(planner: Planner, fits: Fits) -> Iterator[str]:
+    """Those of which one alone, beside what is asked, lets a plan fit."""
+    asked = planner.techniques
+    single: list[dict[str, Any]] = [{"recompute": "full"}] if not asked.recompute else []
+    single += [{"slice_activation": True}] if not asked.slice_activation else []
+    words = OFFLOAD if planner.request.cluster.host_bytes_per_s else ()
+    single += [{"offload": (*asked.offload, word)} for word in words if word not in asked.offload]
+    for change in single:
+        try:
+            if fits(planner.under(replace(asked, **change))):
+                yield ", ".join(f"{name}={value!r}" for name, value in change.items())
+        except PlanError:
+            continue
+
+
+def _parts(planner: Planner, space: Space, memory: Memory, limit: float, beyond: float) -> Iterator[int]:
+    """Into how many parts of whole rows the batch may be cut so that one fits, by sums and what a simulation saw
+    `beyond` them."""
+    rows, found = rows_of_batch(space.graph), 0
+    for parts in (n for n in PARTS if rows % n == 0):
+        smaller = _smaller_batch(space, memory, parts)
+        needs = max(_least(space, smaller, t) for t in range(memory.instants))
+        if found < TRIED and needs + max(0.0, beyond) / parts <= limit:
+            found += 1
+            yield parts
+
+
+def rows_of_batch(graph: Graph) -> int:
+    """The rows of the batch; 1 where no dim counts them."""
+    found = [i.type.shape[i.batch_dim] for i in graph.input_of("batch") if i.batch_dim is not None]
+    return math.gcd(*found) or 1
+
+
+def _least(space: Space, memory: Memory, instant: int) -> float:
+    return solve(memory.alone(space.problem(), instant)).bound
+
+
+def _smaller_batch(space: Space, memory: Memory, parts: int) -> Memory:
+    owned = {space.variable["parameter", name] for name in space.parameters}
+    return Memory(tuple(a if v in owned else a / parts for v, a in enumerate(memory.amounts)))
+
+
+__all__ = ["Fits", "rows_of_batch", "too_large"]

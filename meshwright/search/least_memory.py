@@ -1,0 +1,184 @@
+"""The choices that take least of a rank, whatever the limit is.
+
+A mode answers with one of these where what it searched under the limit does not fit, so that no limit is refused which
+a smaller one was not; a refusal speaks of nothing that one of them was not simulated for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+
+from meshwright.search.memory_limit import fits_in_both, nearer
+from meshwright.search.planner import Found, Planner, families_of
+from meshwright.search.solve import NoStates, Problem, solve
+from meshwright.search.space.memory import fixed_bytes
+
+# Steps that the bytes of the quickest choice are priced at, the most first. The choice with the least sums is not
+# always that with the least peak: buffers of collectives and what lives for a moment are not in the sums.
+SHARES = (float(1 << 30), 512.0, 64.0, 8.0, 2.0, 0.5)
+
+MOVES = 6  # of an operator to another cut, at most, from the choice with the lowest peak on
+WAYS = 16  # other cuts of an operator that are looked at
+
+States = tuple[int, ...]
+
+
+class Frugal:
+    """Choices of a planner's first space, from small to quick; each is simulated when it is asked for."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+        self.space = planner.space(families_of(planner)[0][1])
+        self.memory = planner.memory(self.space)
+        self._found: dict[States, Found] = {}
+        self._states: list[States] = []
+        self._rest = self._made()
+        self._lower: list[Found] | None = None
+
+    def __iter__(self) -> Iterator[States]:
+        yield from self._states
+        for states in self._rest:
+            self._states.append(states)
+            yield states
+
+    def sums(self, states: States) -> float:
+        """Bytes that a simulation will not see less of."""
+        return fixed_bytes(self.space) + float(self.memory.totals(states).max())
+
+    def judged(self, states: States) -> Found:
+        """The choice simulated."""
+        if states not in self._found:
+            self._found[states] = self.planner.found(self.space, states, {"memory_decided": True})
+        return self._found[states]
+
+    @property
+    def lowest_peak(self) -> float:
+        """Bytes of the lowest peak that was simulated so far."""
+        return min(map(self.planner.peak_bytes, self._found.values()), default=math.inf)
+
+    def below(self, most: float) -> Iterator[Found]:
+        """Those simulated whose sums do not say already that they take more."""
+        for states in self:
+            if self.sums(states) <= most:
+                yield self.judged(states)
+
+    def lower(self) -> list[Found]:
+        """What the one with the lowest peak becomes when the operator at its peak, or what makes its inputs, is cut in
+        other ways, from low to lowest: what an operator needs for a moment is in no sum."""
+        if self._lower is None:
+            self._lower = []
+            best, seen = min((self.judged(states) for states in self), key=self.planner.peak_bytes), set(self)
+            for _ in range(MOVES):
+                most = self.planner.peak_bytes(best)
+                rows = sorted((self.sums(s), s) for s in self._moved(best) if s not in seen)
+                seen |= {states for _, states in rows}
+                found = [self.judged(states) for sums, states in rows if sums < most]
+                low = min(found, key=self.planner.peak_bytes, default=best)
+                if self.planner.peak_bytes(low) >= most:
+                    break
+                best = low
+                self._lower.append(low)
+        return self._lower
+
+    def _moved(self, found: Found) -> set[States]:
+        """The choices of least bytes in which one of those operators is cut in each other way."""
+        problem = self.planner.problem(self.space)
+        quick = solve(problem)
+        each = quick.price / (self.sums(quick.states) or 1.0)
+        problem = self.memory.weighed(problem, np.full(self.memory.instants, SHARES[0] * each))
+        moved = set[States]()
+        for variable in self._at_peak(found):
+            prices = problem.unary[variable]
+            ways = [s for s in np.argsort(prices) if np.isfinite(prices[s]) and s != found.states[variable]]
+            for state in ways[:WAYS]:
+                only = np.where(np.arange(len(prices)) == state, prices, np.inf)
+                unary = (*problem.unary[:variable], only, *problem.unary[variable + 1 :])
+                with suppress(NoStates):
+                    solution = solve(Problem(unary, problem.pairs))
+                    if solution.stopped:
+                        raise KeyboardInterrupt
+                    moved.add(tuple(solution.states))
+        return moved
+
+    def _at_peak(self, found: Found) -> list[int]:
+        """The operator that the peak is named after, and those whose results it reads."""
+        assert found.verdict is not None
+        named, nodes = found.verdict.instant.partition(",")[0], {n.name: n for n in self.space.graph.nodes}
+        at = max((name for name in nodes if named.startswith(name)), key=len, default="")
+        names = [at, *(use.partition(".")[0] for use in nodes[at].uses)] if at else []
+        owners = [self.space.variable.get(("node", name)) for name in dict.fromkeys(names)]
+        return [variable for variable in owners if variable is not None]
+
+    def _made(self) -> Iterator[States]:
+        problem, memory = self.planner.problem(self.space), self.memory
+        quick = solve(problem)
+        each = quick.price / (self.sums(quick.states) or 1.0)
+        seen = set[States]()
+        for share in SHARES:
+            prices = np.full(memory.instants, share * each)
+            for _ in range(2):
+                states = tuple(solve(memory.weighed(problem, prices)).states)
+                if states not in seen:
+                    seen.add(states)
+                    yield states
+                if share < SHARES[0]:
+                    break
+                # Once more with the worst instant before all others: the peak is there, and not the sum of all.
+                worst = int(np.argmax(memory.totals(states)))
+                prices = np.where(np.arange(memory.instants) == worst, prices, 1e-3 * prices)
+
+
+def frugal(planner: Planner) -> Frugal:
+    """Those of a planner under its techniques, found once."""
+    return planner.kept.once(("frugal", planner.techniques), lambda: Frugal(planner))
+
+
+def least_bytes_of(planner: Planner) -> Found | None:
+    """The one with the lowest peak, judged in full; None without a simulation."""
+    if planner.judge is None:
+        return None
+    choices, best = frugal(planner), None
+    for states in choices:
+        if best is None or choices.sums(states) < planner.peak_bytes(best):
+            best = nearer(planner, best, choices.judged(states))
+    for found in choices.lower():
+        best = nearer(planner, best, found)
+    return None if best is None else planner.settled(best)
+
+
+def saved(planner: Planner, *, moved: bool = True) -> Found | None:
+    """The cheapest of them that fits, judged in full; None where none does. `moved`: where none does, also what the
+    lowest becomes when an operator of it is cut otherwise, which takes as long as all before."""
+    fitting = [found for found in _below(planner) if fits_in_both(planner, found)]
+    if not fitting and moved and planner.judge is not None:
+        fitting = [found for found in frugal(planner).lower() if fits_in_both(planner, found)]
+    for found in sorted(fitting, key=lambda one: one.claims["price_seconds"]):
+        if fits_in_both(planner, sure := planner.settled(found)):
+            return replace(sure, claims={**sure.claims, "chosen": "the most frugal"})
+    return None
+
+
+def lowest_peak(planner: Planner) -> float:
+    """Bytes of the lowest peak of those that were simulated so far."""
+    return frugal(planner).lowest_peak
+
+
+def any_fits(planner: Planner) -> bool:
+    """Whether one of them fits; it looks at no more of them than that takes."""
+    return any(
+        fits_in_both(planner, found) and fits_in_both(planner, planner.settled(found))
+        for found in _below(planner)
+    )
+
+
+def _below(planner: Planner) -> Iterator[Found]:
+    if planner.judge is not None:
+        yield from frugal(planner).below(planner.request.memory_bytes or math.inf)
+
+
+__all__ = ["Frugal", "any_fits", "frugal", "least_bytes_of", "lowest_peak", "saved"]

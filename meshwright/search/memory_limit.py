@@ -1,0 +1,176 @@
+"""Searching under a memory limit: a price per byte, and a simulation that has the last word.
+
+The sums that lead a search under-estimate the peak, so what they accept is simulated; where it does not fit, the limits
+are tightened by what it missed, and the search goes on. The bound is that of the limits as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshwright.search.planner import Found, Planner
+from meshwright.search.solve import Memory, Problem, solve, solve_limited
+from meshwright.search.solve.lagrange import ENOUGH, SOLVES
+from meshwright.search.space.build import Space
+from meshwright.search.space.constraints import rows_chosen, states_with
+from meshwright.search.space.memory import INSTANTS
+
+TIGHTENINGS = 8
+DOUBLINGS, HALVINGS = 12, 4
+NEAR = 0.01  # of the bound: what is that near is not searched further
+
+
+@dataclass(frozen=True)
+class Limited:
+    """The best choice that fits, or None, and a lower bound of the objective of all that do; without a choice the
+    one that came nearest, where any was simulated."""
+
+    found: Found | None
+    bound: float
+    nearest: Found | None = None
+    stopped: bool = False
+
+
+def limited(
+    planner: Planner,
+    space: Space,
+    alpha: float | None,
+    *,
+    alone: bool = True,
+    known: Found | None = None,
+    most_solves: int = SOLVES,
+    enough: float = ENOUGH,
+) -> Limited:
+    """The optimum of a space under the request's memory limit; without one, the optimum.
+
+    `alone`: whether its price and bound are what the user waits for; one search of several only says that it goes on.
+    `most_solves`: after how many the optimum under a limit is near enough; `enough`: of its price, when it is sooner.
+    `known`: a choice to begin with where memory has no limit. An interrupt ends it with the best so far, and `stopped`.
+    """
+    problem, limit = planner.problem(space, alpha), planner.limit(space)
+
+    def tell(stage: str, done: int, total: int, price: float, bound: float) -> None:
+        planner.tell(stage, price if alone else None, bound if alone else None)
+
+    if limit is None:
+        begin = states_with(space, problem, rows_chosen(known.space, known.states)) if known else None
+        solution = solve(problem, progress=tell, first=begin)
+        return Limited(planner.found(space, solution.states, {}), solution.bound, None, solution.stopped)
+    memory = planner.memory(space)
+    limits = np.full(memory.instants, limit)
+    bound: float | None = None
+    nearest: Found | None = None
+    first: Found | None = None
+    stopped = False
+    for _ in range(TIGHTENINGS):
+        solution = solve_limited(
+            problem, memory, limits, progress=tell, enough=enough, most_solves=most_solves
+        )
+        bound = solution.bound if bound is None else bound
+        stopped = solution.stopped
+        if solution.states is None:
+            break
+        decided = bool(np.any(solution.multipliers > 0))
+        found = planner.found(space, solution.states, {"memory_decided": True} if decided else {})
+        if fits(planner, found):
+            first = found
+            break
+        nearest = nearer(planner, nearest, found)
+        if stopped:
+            break
+        assert found.verdict is not None and planner.request.memory_bytes is not None
+        missed = 1.02 * (planner.peak_bytes(found) - planner.request.memory_bytes)
+        limits = np.minimum(limits, memory.totals(solution.states).max() - missed)
+        if (limits <= 0).any():
+            break
+    bound = np.inf if bound is None else bound
+    if stopped or nearest is None or (first is not None and _objective(first, problem) <= (1 + NEAR) * bound):
+        return Limited(first, bound, nearest, stopped)
+    # The sums do not see what is over, or paid too much for it: a price on all bytes lowers that, too.
+    try:
+        other, near = priced_by_bytes(planner, lambda price: _weighed(planner, space, problem, memory, price))
+    except KeyboardInterrupt:
+        if first is None:
+            raise
+        return Limited(first, bound, nearest, stopped=True)
+    both = [found for found in (first, other) if found is not None]
+    best = min(both, key=lambda found: _objective(found, problem), default=None)
+    return Limited(best, bound, nearer(planner, nearest, near))
+
+
+def _objective(found: Found, problem: Problem) -> float:
+    """What a problem minimises, of a choice in its space."""
+    return problem.price(found.states)
+
+
+def _weighed(
+    planner: Planner, space: Space, problem: Problem, memory: Memory, price: np.ndarray | None
+) -> Found:
+    """The optimum with a price per byte at each instant."""
+    asked = problem if price is None else memory.weighed(problem, price)
+    solution = solve(asked)
+    if solution.stopped:
+        raise KeyboardInterrupt
+    return planner.found(space, solution.states, {})
+
+
+def fits(planner: Planner, found: Found) -> bool:
+    """Whether a simulated choice is within the limit; what was not simulated counts by its sums alone."""
+    limit = planner.request.memory_bytes
+    if limit is None:
+        return True
+    if found.verdict is not None:
+        return planner.peak_bytes(found) <= limit
+    memory = planner.memory(found.space)
+    return bool((memory.totals(found.states) <= (planner.limit(found.space) or 0.0)).all())
+
+
+def priced_by_bytes(
+    planner: Planner, run: Callable[[np.ndarray | None], Found]
+) -> tuple[Found | None, Found | None]:
+    """The cheapest of what `run` finds for a price per byte that fits: the price is doubled until something does, then
+    halved back. `run(None)` is without a price. Where nothing fits, None and what came nearest."""
+    found = run(None)
+    if fits(planner, found):
+        return found, None
+    assert planner.request.memory_bytes is not None
+    instants = len(INSTANTS)
+    nearest: Found | None = found
+    low, high = 0.0, found.claims["price_seconds"] / planner.request.memory_bytes / 8
+    best: Found | None = None
+    for _ in range(DOUBLINGS):
+        found = run(np.full(instants, high))
+        if fits(planner, found):
+            best = found
+            break
+        nearest = nearer(planner, nearest, found)
+        low, high = high, 2 * high
+    if best is None:
+        return None, nearest
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        found = run(np.full(instants, middle))
+        if fits(planner, found):
+            high = middle
+            if found.claims["price_seconds"] <= best.claims["price_seconds"]:
+                best = found
+        else:
+            low = middle
+    return replace(best, claims={**best.claims, "memory_decided": True}), None
+
+
+def fits_in_both(planner: Planner, found: Found) -> bool:
+    """Whether a choice is within the device's memory and, where it keeps something there, the host's."""
+    room, verdict = planner.request.cluster.host_memory_bytes, found.verdict
+    if found.techniques.offload and room and verdict is not None and verdict.host_bytes > room:
+        return False
+    return fits(planner, found)
+
+
+def nearer(planner: Planner, one: Found | None, other: Found | None) -> Found | None:
+    """Of two choices that with the lower peak; what was not simulated has none."""
+    seen = [found for found in (one, other) if found is not None and found.verdict is not None]
+    return min(seen, key=planner.peak_bytes, default=None)

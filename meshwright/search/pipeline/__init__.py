@@ -1,0 +1,1 @@
+"""The search over pipelines: numbers of stages, schedules, and which layers go where."""

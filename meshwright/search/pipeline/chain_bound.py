@@ -1,0 +1,22 @@
+"""The chain of a step (`space/step.py`) for a number of micro-batches: of each a rank has an example."""
+
+from __future__ import annotations
+
+from meshwright.search.joint.pareto import launching
+from meshwright.search.planner import Planner
+from meshwright.search.solve import solve
+from meshwright.search.space.families import in_pieces, runs
+from meshwright.search.space.step_bound import step_problem
+
+
+def chain_seconds(planner: Planner, micro_batches: int) -> float:
+    """The least seconds that all micro-batches compute, and send while nothing can hide it, under cuts into two runs
+    that leave an example of each micro-batch to a rank. The update is not in it."""
+    family = in_pieces(runs(len(planner.scene.mesh.axes), 2), planner.scene.factors, micro_batches)
+    found = solve(step_problem(planner.space(family, planner.storage(allowed=False)), update=False))
+    if found.stopped:
+        raise KeyboardInterrupt
+    return found.bound + (micro_batches - 1) * launching(planner)
+
+
+__all__ = ["chain_seconds"]

@@ -1,0 +1,326 @@
+"""Whether a model is better cut into stages: the joint search's answer, made into a plan and predicted as any other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+from meshwright.blocks import Folding
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.operators import PRODUCTS
+from meshwright.errors import PlanError
+from meshwright.graph import Graph
+from meshwright.mesh import Mesh
+from meshwright.ops.analysis import factors_of
+from meshwright.ops.batch import batch_rows, by_micro_batch
+from meshwright.pipeline.meshes import AXIS
+from meshwright.plan import Plan
+from meshwright.search.compute_bound import Least
+from meshwright.search.joint.dimensions import MOST, pieces_of
+from meshwright.search.layer_groups import folded, whole
+from meshwright.search.modes import plan_found
+from meshwright.search.pipeline.bounds import SOLVES, Bounds
+from meshwright.search.pipeline.configurations import SEARCHED
+from meshwright.search.pipeline.explain import told_stages
+from meshwright.search.pipeline.stages import Staged, stages
+from meshwright.search.planner import Planner, Request
+from meshwright.search.scene import Scene
+from meshwright.search.space.build import Ties
+from meshwright.search.techniques.layers import layers_of
+from meshwright.techniques import OPTIMIZER, Techniques
+
+NEAR = 0.1  # of the bound: a plan that is nearer is not looked at again
+PLANNED = 3  # pipelines that are planned and predicted in full, where one of them or one stage fits
+SMALL = 600  # operators of a model whose pipelines are planned in a moment, and
+MORE = 9  # how many are then
+# What a search chooses for stages.
+CHOSEN = ("pipeline", "schedule", "micro_batches", "recompute", "slice_activation", "offload")
+WORTH = 0.02  # of the step: what stages must save
+
+InStages = Callable[[Plan, Techniques, tuple[int, ...]], Plan]
+
+
+def may_have_stages(graph: Graph, request: Request, techniques: Techniques) -> bool:
+    """Whether stages are open: not said by the user, exact, and beside nothing that the search for them does not
+    price."""
+    return "pipeline" not in techniques.given and not _unpriced(graph, request, techniques)
+
+
+def may_choose_beside_stages(techniques: Techniques) -> bool:
+    """Whether something that goes with the stages that the user asked for is open: their schedule, micro-batches,
+    recompute."""
+    if techniques.pipeline == 1 or {"schedule", "micro_batches", "recompute"} <= techniques.given:
+        return False
+    return techniques.schedule in ("", "gpipe", *SEARCHED)
+
+
+def _unpriced(graph: Graph, request: Request, techniques: Techniques) -> str:
+    """Why a search for stages does not know what a plan takes, if so."""
+    if request.cluster.ranks == 1 or request.judge is None:
+        return "there is nothing to simulate"
+    if unpriced := sorted(set(techniques.offload) - {OPTIMIZER}):
+        return f"the search for stages does not price offload={unpriced[0]!r}"
+    if techniques.interleave > 1:
+        return f"the search for stages does not price interleave={techniques.interleave}"
+    if any("host" in n.marks for n in graph.nodes):
+        return "the search for stages does not price operators on the host"
+    if any(level.name.startswith(AXIS) for level in request.cluster.levels):
+        return f"a level of the cluster is called as the axis of stages is, {AXIS}"
+    if inexact := by_micro_batch(graph, factors_of(graph)):
+        return f"%{inexact[0].name} ({inexact[0].op}) looks at all examples together, micro-batches would be inexact"
+    return ""
+
+
+def with_stages(
+    graph: Graph,
+    folding: Folding,
+    request: Request,
+    techniques: Techniques,
+    plain: Callable[[], Plan],
+    in_stages: InStages,
+) -> Plan:
+    """The plan in one stage, or that in several where it alone fits or is quicker. `plain` makes the first, `in_stages`
+    the other from that of the ranks which share a stage, for techniques that say how many stages there are, and for how
+    many ranks of each level of the cluster follow one another.
+
+    An interrupt ends it with the best so far. Raises the PlanError of `plain` where neither fits.
+    """
+    request.interrupts.clear()
+    made, refused = _tried(plain)
+    request = replace(request, techniques=techniques)
+    world = _World(graph, folding, request)
+    if made is not None and request.interrupts:
+        return _after_interrupt(world, made, made)
+    if made is not None and min(made.claims.get("gaps", {}).get(k, 1.0) for k in ("joint", "step")) <= NEAR:
+        return world.bounded(made, made, solves=0)
+
+    def refuse() -> Plan:
+        assert refused is not None
+        raise refused
+
+    return _searched(world, techniques, made, in_stages, made, refuse)
+
+
+def beside_stages(
+    graph: Graph,
+    folding: Folding,
+    request: Request,
+    techniques: Techniques,
+    plain: Callable[[], Plan],
+    in_stages: InStages,
+) -> Plan:
+    """The plan in as many stages as the user asked for, under the quickest of what is open beside them. `plain` makes
+    that with nothing chosen: it is looked at where the user said the micro-batches, too, and is the answer where
+    nothing else fits."""
+    request.interrupts.clear()
+    nothing = "auto chose no schedule, micro-batches or recompute for these stages"
+    if why := _unpriced(graph, request, techniques):
+        return plain().with_notes(f"{nothing}: {why}")
+    # What does not fit as it is may do with what is chosen.
+    alone, refused = _tried(plain) if "micro_batches" in techniques.given else (None, None)
+    made, limit = alone, request.memory_bytes
+    if alone is not None and limit is not None and alone.claims["peak_bytes"] > limit:
+        made = None
+    world = _World(
+        graph, folding, replace(request, techniques=replace(techniques, pipeline=1, schedule="", stages=()))
+    )
+    world.layers = max(world.layers, techniques.pipeline)
+
+    def as_asked() -> Plan:
+        if refused is not None:
+            raise refused
+        return (alone or plain()).with_notes(f"{nothing}: none of what it looked at fits")
+
+    return _searched(world, techniques, made, in_stages, None, as_asked)
+
+
+def _tried(plain: Callable[[], Plan]) -> tuple[Plan | None, PlanError | None]:
+    """What is planned, or why it is not."""
+    try:
+        return plain(), None
+    except PlanError as error:
+        return None, error
+
+
+def _searched(
+    world: _World,
+    techniques: Techniques,
+    made: Plan | None,
+    in_stages: InStages,
+    alone: Plan | None,
+    otherwise: Callable[[], Plan],
+) -> Plan:
+    """The best plan in stages, else what is `made`, with its bound; `alone` is the plan in one stage, `otherwise` gives
+    the answer where there is none."""
+    seen: list[Plan] = []
+    try:
+        chosen = _best(world, techniques, made, in_stages, seen) or made
+        return otherwise() if chosen is None else world.bounded(chosen, alone)
+    except KeyboardInterrupt:
+        if not seen and made is None:
+            raise
+        last = seen[-1] if seen else made
+        assert last is not None
+        return _after_interrupt(world, last, alone)
+
+
+def _after_interrupt(world: _World, plan: Plan, alone: Plan | None) -> Plan:
+    """The plan with the bound that is told quickly; a second interrupt ends that, too."""
+    try:
+        return world.bounded(plan, alone, solves=0)
+    except KeyboardInterrupt:
+        return plan
+
+
+def _best(
+    world: _World,
+    techniques: Techniques,
+    made: Plan | None,
+    in_stages: InStages,
+    seen: list[Plan],
+) -> Plan | None:
+    """The best plan in stages that is worth it, if any is; `seen` gets each that is the best so far."""
+    enough = (1 - WORTH) * made.claims["step_seconds"] if made is not None else float("inf")
+    before = "nothing fits in one stage"
+    if made is not None:
+        before = f"{made.claims['step_seconds']:.4g} s in one stage"
+    best: Plan | None = None
+    several: dict[tuple[Techniques, tuple[int, ...]], Staged] = {}
+    request = world.request
+    pipelines = stages(
+        request.cluster,
+        world.planner,
+        world.layers,
+        enough=enough,
+        least=world.bounds.mean,
+        examples=min(batch_rows(world.folds.graph), default=MOST),
+        schedules=(techniques.schedule,) if techniques.schedule else tuple(SEARCHED),
+        asked=techniques.pipeline if "pipeline" in techniques.given else 0,
+    )
+    for found in pipelines:
+        several.setdefault((_asked(found, techniques), found.outer.taken), found)
+    planned, fitting = 0, list[tuple[Staged, float]]()
+    most = MORE if len(world.folds.full.nodes) <= SMALL else PLANNED
+    late: dict[str, float] = {}
+    for (asked, taken), found in several.items():
+        # Those that do not fit after all are no answer: there may be one further on, as a smaller limit would show.
+        if best is not None and found.seconds >= best.claims["step_seconds"]:
+            break
+        if planned >= most and (best is not None or made is not None):
+            break
+        if made is not None and found.seconds * late.get(found.outer.schedule.name, 1.0) >= enough:
+            continue  # by how much the search told too little of others under this schedule
+        planned += 1
+        try:
+            inside = plan_found(world.planner(found.outer.inside(request.cluster)), found.found)
+            other = in_stages(inside, asked, taken)
+        except PlanError:
+            continue
+        name, lag = found.outer.schedule.name, other.claims["step_seconds"] / found.seconds
+        late[name] = min(lag, late.get(name, lag))
+        if not _better(other, request, enough):
+            continue
+        step = other.claims["step_seconds"]
+        fitting.append((found, step))
+        if best is None or step < best.claims["step_seconds"]:
+            given = replace(other.techniques, given=techniques.given)
+            note = f"auto chose {asked.pipeline} stages, {name}: {before}"
+            notes = [] if "pipeline" in techniques.given else [note]
+            # Those planned so far are told by their plans; one that does not fit after all is no next best.
+            known = [replace(one, seconds=found.seconds + (each - step)) for one, each in fitting]
+            rest = [*known, *list(several.values())[planned:]]
+            told = told_stages(found, rest, techniques.given)
+            best = replace(other, techniques=given).with_notes(*notes, *told, *_unseen(techniques, request))
+            seen.append(best)
+            request.deadline.arm()
+            request.progress(f"{other.techniques.pipeline} stages", best.claims["step_seconds"], None)
+    return best
+
+
+class _World:
+    """What the searches for stages share: planners of the parts of a cluster, and bounds."""
+
+    def __init__(self, graph: Graph, folding: Folding, request: Request) -> None:
+        self.request = request
+        self.folds = folded(graph, folding) if folding.blocks else whole(graph)
+        self.factors = factors_of(self.folds.graph)
+        products = sum(n.op in PRODUCTS and any(n.needs_grad) for n in graph.nodes)
+        self.layers = len({layer.name for layer in layers_of(graph)}) or products
+        self._planners: dict[tuple[int, ...], Planner] = {}
+
+    def planner(self, cluster: Cluster) -> Planner:
+        """The planner of the ranks that share a stage."""
+        sizes = tuple(level.size for level in cluster.levels)
+        if sizes not in self._planners:
+            # Without axes of one rank, as the mesh of a plan's stages is.
+            axes = {level.name: level.size for level in cluster.levels if level.size > 1}
+            mesh = cluster.place(Mesh.of(axes or {"ranks": 1}))
+            scene = Scene(self.folds.graph, self.factors, mesh)
+            self._planners[sizes] = Planner(scene, self.folds, {}, replace(self.request, cluster=cluster))
+        return self._planners[sizes]
+
+    @functools.cached_property
+    def bounds(self) -> Bounds:
+        """Bounds of all configurations of stages."""
+        request, graph = self.request, self.folds.graph
+        ties = Ties(self.folds.same, self.folds.weight)
+        least = Least(graph, self.factors, ties, request.cluster, request.optimizer_states)
+        asked = request.techniques
+        pieces: tuple[int, ...] = (asked.micro_batches,)
+        if "micro_batches" not in asked.given:
+            pieces = pieces_of(graph, self.factors, asked.interleave).values
+        return Bounds(request.cluster, self.layers, pieces, least, self.planner)
+
+    def bounded(self, plan: Plan, alone: Plan | None, solves: int = SOLVES) -> Plan:
+        """The plan with how far from the least of all configurations it is; `alone`: the plan in one stage; `solves`:
+        chains of cuts that are solved for it."""
+        bounds, asked = self.bounds, self.request.techniques
+        floor = bounds.least.in_one(1)
+        if alone is not None:
+            floor = max(floor, alone.claims.get("bound_seconds", 0.0))
+        if "interleave" not in asked.given and 2 in pieces_of(self.folds.graph, self.factors, 1).values:
+            floor = min(floor, bounds.least.in_one(2))  # copies that take turns hide what others wait for
+        step = plan.claims["step_seconds"]
+        found = bounds.all(floor, step, solves)
+        kept = {"sum", "memory", "step"} if plan is alone else {"sum", "memory"}
+        gaps = {k: v for k, v in plan.claims.get("gaps", {}).items() if k in kept}
+        gaps["joint"] = max(0.0, step / found.seconds - 1)
+        told = [(alone or plan).claims.get("space", "")]
+        if found.configurations:
+            told += [
+                f"{found.configurations:,} configurations of stages, levels, schedules and micro-batches"
+            ]
+        space = "; ".join(filter(None, told))
+        claims = {**plan.claims, "bound_seconds": found.seconds, "gaps": gaps, "space": space}
+        return replace(plan, claims=claims)
+
+
+def _unseen(techniques: Techniques, request: Request) -> list[str]:
+    """What the search for stages left out, of what was open."""
+    if "offload" in techniques.given or not request.cluster.host_bytes_per_s:
+        return []
+    return ["auto looked at stages without activations and parameters on the host"]
+
+
+def _asked(found: Staged, techniques: Techniques) -> Techniques:
+    """The techniques that say what was found."""
+    chosen = found.found.techniques
+    said = {
+        "pipeline": found.outer.stages,
+        "schedule": found.outer.schedule.name,
+        "micro_batches": chosen.micro_batches,
+        "recompute": chosen.recompute,
+        "slice_activation": chosen.slice_activation,
+        "offload": chosen.offload,
+    }
+    return replace(techniques, **said, given=techniques.given | set(said))
+
+
+def _better(plan: Plan, request: Request, enough: float) -> bool:
+    limit = request.memory_bytes
+    fits = limit is None or plan.claims["peak_bytes"] <= limit
+    return fits and plan.claims["step_seconds"] < enough
+
+
+__all__ = ["CHOSEN", "beside_stages", "may_choose_beside_stages", "may_have_stages", "with_stages"]

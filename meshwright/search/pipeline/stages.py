@@ -1,0 +1,384 @@
+"""The joint search over pipelines: stages × levels × schedule × micro-batches × recompute × storage, with one inner
+problem for each number of ranks that share a stage.
+
+A front of choices is made once for each part of the cluster that may share a stage. Every outer configuration of it,
+with every point of the open techniques, is then a few sums. The quickest by these sums are simulated: the whole model
+on the ranks of a stage, divided by the schedule; what a simulation saw beyond the sums corrects those of its like. What
+does not fit is looked at again in slices, and with the optimizer on the host. The first that is not quicker than the
+best so far ends the search.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.operators import PRODUCTS
+from meshwright.errors import PlanError
+from meshwright.search.joint.dimensions import MOST, dimensions, points, powers, sparing
+from meshwright.search.joint.pareto import INNER, SLACK, Candidate, Front, stage_front
+from meshwright.search.pipeline.configurations import (
+    SEARCHED,
+    Outer,
+    Whole,
+    outers,
+    peak_bytes,
+    pipelined_seconds,
+    simulated_peak_bytes,
+    step_seconds,
+)
+from meshwright.search.planner import Found, Planner
+from meshwright.search.solve import Memory
+from meshwright.search.space.memory import fixed_bytes, gathered_bytes
+from meshwright.search.techniques.layers import layers_of
+from meshwright.techniques import Techniques
+
+TRIES = 20  # configurations that are simulated
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A pipeline: the choice for the ranks that share a stage, and about what the whole step takes of time and
+    memory."""
+
+    outer: Outer
+    found: Found
+    seconds: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A configuration before it is simulated."""
+
+    whole_seconds: float
+    order: tuple[int, ...]
+    outer: Outer
+    techniques: Techniques
+    front: Front
+    candidate: Candidate
+    message: float
+
+    def seconds(self, excess: float) -> float:
+        """About the step, with so many seconds more for each micro-batch of a whole model."""
+        pieces = self.techniques.micro_batches
+        queued = _queued(self.front, self.techniques)
+        seconds = self.whole_seconds + excess * pieces
+        return pipelined_seconds(seconds, queued, self.outer, pieces, self.message)
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Where it is in each dimension that a reader is told of."""
+        asked = self.techniques
+        return self.outer.taken, self.outer.schedule, asked.micro_batches, asked.recompute
+
+    def sparing(self) -> Iterator[_Row]:
+        """The same with one more of the techniques that leave less on a rank, where that saves bytes."""
+        for asked in sparing(self.front.planner, self.techniques):
+            if self.front.saves(self.candidate, asked):
+                whole, (first, *rest) = self.front.least_seconds(self.candidate, asked), self.order
+                yield replace(self, whole_seconds=whole, order=(first + 1, *rest), techniques=asked)
+
+
+def stages(
+    cluster: Cluster,
+    planner_of: Callable[[Cluster], Planner],
+    layers: int,
+    *,
+    enough: float = math.inf,
+    least: Callable[[Outer, int], float] = lambda outer, micro_batches: 0.0,
+    examples: int = MOST,
+    tries: int = TRIES,
+    schedules: Sequence[str] = tuple(SEARCHED),
+    asked: int = 0,
+) -> list[Staged]:
+    """The pipelines that were simulated, fit and are quicker than `enough` seconds, the best first.
+
+    `planner_of` makes the planner for the ranks that share a stage from their part of the cluster. `layers`: stages
+    there can be at most. `least`: what no plan of a configuration with so many micro-batches is quicker than;
+    `examples`: those of the batch; `asked`: how many stages, where there may not be any other number.
+
+    An interrupt ends the search with the best so far, where there is one and nothing else is (`enough` is infinite).
+    """
+    fitting: list[Staged] = []
+    try:
+        found = [outer for outer in outers(cluster, layers, schedules) if asked in (0, outer.stages)]
+        groups = _groups(cluster, found, examples, least)
+        _simulate(cluster, planner_of, groups, fitting, enough, least, tries)
+    except KeyboardInterrupt:  # wherever it comes: while a choice is simulated, or its answer is told
+        if not fitting or enough < math.inf:
+            raise
+    return sorted(fitting, key=lambda one: one.seconds)
+
+
+def _simulate(
+    cluster: Cluster,
+    planner_of: Callable[[Cluster], Planner],
+    groups: list[_Group],
+    fitting: list[Staged],
+    enough: float,
+    least: Callable[[Outer, int], float],
+    tries: int,
+) -> None:
+    """Simulate what may be the quickest, until nothing else may be; `fitting` gets what fits."""
+    best, known, first = enough, _Known(), None
+    fits: dict[tuple[Candidate, Outer, int], int] = {}  # choice that fits → by how much of techniques
+    entries: list[_Group | _Row] = list(groups)
+    queue: list[tuple[float, tuple[int, ...], int]] = [(e.seconds, (), n) for n, e in enumerate(groups)]
+    heapq.heapify(queue)
+
+    def later(row: _Row) -> None:
+        heapq.heappush(queue, (row.seconds(0.0), row.order, len(entries)))
+        entries.append(row)
+
+    while queue and tries > 0:
+        estimate, order, number = heapq.heappop(queue)
+        if estimate >= best:
+            break
+        row = entries[number]
+        if isinstance(row, _Group):  # its front is made when nothing else may be quicker
+            for one in row.rows(cluster, planner_of, enough, least):
+                later(one)
+            continue
+        if (now := row.seconds(known.excess(row))) > estimate:  # what was learned since
+            heapq.heappush(queue, (now, order, number))
+            continue
+        key = row.candidate, row.outer, row.techniques.micro_batches
+        if order[0] > fits.get(key, math.inf):
+            continue  # more of them saves only what there is
+        limit = row.front.planner.request.memory_bytes or math.inf
+        made: Staged | None = None
+        if known.peak_bytes(row) <= SLACK * limit:
+            tries -= not known.has(row)
+            found = known.judged(row)
+            if found is None:
+                continue
+            made = staged(row.front, row.candidate, found, row.outer, cluster)
+            known.saw(row, made)
+        if made is None or made.peak_bytes > limit:
+            for one in row.sparing():
+                later(one)
+            continue
+        fits[key] = min(order[0], fits.get(key, order[0]))
+        if made.seconds < enough:
+            fitting.append(made)
+        if made.seconds < best:
+            best, first = made.seconds, row
+            row.front.planner.tell(f"{row.outer.stages} stages", best, None)
+    if first is not None:
+        rows = [row for row in entries if isinstance(row, _Row)]
+        fitting += [one for one in _beside(first, rows, known, cluster) if one.seconds < enough]
+
+
+def _beside(best: _Row, rows: Sequence[_Row], known: _Known, cluster: Cluster) -> Iterator[Staged]:
+    """What differs from the best in one dimension alone, the quickest by what is known. It is simulated too, so that a
+    reader is told truly what the next best of each would cost."""
+    mine = best.place
+    for number in range(len(mine)):
+        near = [row for row in rows if [n for n, v in enumerate(row.place) if v != mine[n]] == [number]]
+        row = min(near, key=lambda row: row.seconds(known.excess(row)), default=None)
+        if row is None or (found := known.judged(row)) is None:
+            continue
+        made = staged(row.front, row.candidate, found, row.outer, cluster)
+        if made.peak_bytes <= (row.front.planner.request.memory_bytes or math.inf):
+            yield made
+
+
+def _estimate(row: _Row) -> float:
+    """Bytes of the rank that holds most, by sums."""
+    whole = whole_of(row.front, row.candidate, row.techniques)
+    return peak_bytes(whole, row.outer, row.techniques.micro_batches)
+
+
+class _Known:
+    """What was simulated: once for all schedules; and by how much more than estimated, for each micro-batch."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[Candidate, Techniques], Found | None] = {}
+        self.more: dict[tuple[Candidate, Techniques], float] = {}
+        self.over: dict[Candidate, float] = {}
+
+    def has(self, row: _Row) -> bool:
+        return (row.candidate, row.techniques) in self.found
+
+    def judged(self, row: _Row) -> Found | None:
+        """The choice of a row simulated; None for more micro-batches than a rank has examples."""
+        key = (row.candidate, row.techniques)
+        if key not in self.found:
+            try:
+                found = self.found[key] = row.front.judged(row.candidate, row.techniques)
+            except PlanError:
+                self.found[key] = None
+                return None
+            if found.verdict is not None:
+                more = found.verdict.step_seconds - row.whole_seconds
+                each = max(0.0, more) / row.techniques.micro_batches
+                self.more[row.candidate, _in_one(row.techniques)] = each
+        return self.found[key]
+
+    def peak_bytes(self, row: _Row) -> float:
+        """About the peak of a row: by sums, and by how far simulations of its choice were over them at least."""
+        return _estimate(row) * self.over.get(row.candidate, 1.0)
+
+    def saw(self, row: _Row, made: Staged) -> None:
+        """A row was simulated."""
+        over = max(1.0, made.peak_bytes / max(1.0, _estimate(row)))
+        self.over[row.candidate] = min(over, self.over.get(row.candidate, over))
+
+    def excess(self, row: _Row) -> float:
+        """Seconds of a micro-batch that the estimate of a row lacks."""
+        asked = _in_one(row.techniques)
+        plain = replace(asked, slice_activation=False, offload=())
+        known = (self.more.get((row.candidate, one)) for one in (asked, plain))
+        return next((more for more in known if more is not None), 0.0)
+
+
+def _in_one(techniques: Techniques) -> Techniques:
+    return replace(techniques, micro_batches=1)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The configurations that leave the same ranks to a stage, numbered. `seconds`: what none is quicker than."""
+
+    outers: tuple[tuple[int, Outer], ...]
+    seconds: float
+
+    def rows(
+        self,
+        cluster: Cluster,
+        planner_of: Callable[[Cluster], Planner],
+        enough: float,
+        least: Callable[[Outer, int], float],
+    ) -> Iterator[_Row]:
+        """Those with every choice and technique that may be quicker than `enough`."""
+        first = self.outers[0][1]
+        planner = planner_of(first.inside(cluster))
+        made, over = stage_front(planner, first.ranks), dimensions(planner, offload=False)
+        for number, outer in self.outers:
+            bounds: dict[int, float] = {}
+            for point in points(over, made.planner.techniques):
+                pieces = point.techniques.micro_batches
+                if not outer.schedule.can_be(outer.ranks, pieces):
+                    continue
+                if pieces not in bounds:
+                    bounds[pieces] = least(outer, pieces)
+                if bounds[pieces] >= enough:
+                    continue
+                for candidate in made.candidates:
+                    if pieces > candidate.examples:
+                        continue
+                    whole = made.least_seconds(candidate, point.techniques)
+                    message = outer.message_seconds(cluster, _sent(made, candidate) / pieces)
+                    order = (sum(point.places), number)
+                    row = _Row(whole, order, outer, point.techniques, made, candidate, message)
+                    if row.seconds(0.0) < enough:
+                        yield row
+
+
+def _groups(
+    cluster: Cluster, found: Sequence[Outer], examples: int, least: Callable[[Outer, int], float]
+) -> list[_Group]:
+    """Configurations by the ranks that share a stage. None is quicker than its ranks compute at least, and wait."""
+    alike: dict[tuple[int, ...], list[tuple[int, Outer]]] = {}
+    for number, outer in enumerate(found):
+        alike.setdefault(outer.taken, []).append((number, outer))
+    groups: list[_Group] = []
+    for each in alike.values():
+        inside = each[0][1].inside(cluster).mesh
+        inner = math.prod([axis.size for axis in inside.axes[-INNER:]])
+        most = max(1, examples * inner // inside.size)
+        seconds = [
+            least(outer, pieces) * (1 + outer.schedule.idle_share(outer.ranks, pieces))
+            for _, outer in each
+            for pieces in powers()
+            if pieces <= most and outer.schedule.can_be(outer.ranks, pieces)
+        ]
+        if seconds:
+            groups.append(_Group(tuple(each), min(seconds)))
+    return groups
+
+
+def staged(made: Front, candidate: Candidate, found: Found, outer: Outer, cluster: Cluster) -> Staged:
+    """What a choice that was simulated for a whole model comes to in a pipeline."""
+    whole = whole_of(made, candidate, found.techniques)
+    if found.verdict is not None:
+        whole = replace(whole, seconds=found.verdict.step_seconds)
+    pieces = found.techniques.micro_batches
+    peak = peak_bytes(whole, outer, pieces)
+    if found.verdict is not None and found.verdict.at:
+        peak = simulated_peak_bytes(found.verdict, whole, outer, pieces)
+    return Staged(outer, found, step_seconds(whole, outer, pieces, cluster), peak)
+
+
+def whole_of(made: Front, candidate: Candidate, techniques: Techniques) -> Whole:
+    """The sums of a choice, states and activations apart."""
+    space, memory = candidate.space, made.memory(candidate.space, techniques)
+    owned = {number: name for (kind, name), number in space.variable.items() if kind == "parameter"}
+    each = {n: memory.amounts[n][candidate.states[n]] for n in owned}
+    gathered = sum(float(gathered_bytes(space, name)[candidate.states[n]]) for n, name in owned.items())
+    kept = later = _kept_bytes(candidate, memory, owned)
+    queued = _queued(made, techniques)
+    if techniques.recompute and queued is not None:
+        plain = made.memory(space, replace(techniques, recompute=""))
+        later = _kept_bytes(candidate, plain, owned)
+    return Whole(
+        made.least_seconds(candidate, techniques),
+        sum(float(row.max()) for row in each.values()) - gathered + fixed_bytes(space),
+        max((float(row.max()) / space.owners(owned[n]) for n, row in each.items()), default=0.0),
+        kept + gathered,
+        _sent(made, candidate) / techniques.micro_batches,
+        later + gathered,
+        queued,
+    )
+
+
+def _queued(made: Front, techniques: Techniques) -> float | None:
+    """What a micro-batch takes longer where weights' halves of backward wait; None where a layer does both halves at
+    once, since it is computed again as a whole."""
+    return None if techniques.recompute == "full" else made.queuing
+
+
+def _kept_bytes(candidate: Candidate, memory: Memory, owned: Container[int]) -> float:
+    """Bytes of activations that a micro-batch keeps, with what readers gather of weights for themselves, which stays
+    until their backward."""
+    states = candidate.states
+    rows = enumerate(zip(memory.amounts, states, strict=True))
+    kept = sum(float(amounts[state][0]) for n, (amounts, state) in rows if n not in owned)
+    return kept + sum(float(b[0, states[u], states[v]]) for (u, v), b in memory.pairs.items())
+
+
+def _sent(made: Front, candidate: Candidate) -> float:
+    if candidate not in made.sent:
+        made.sent[candidate] = _sent_bytes(candidate)
+    return made.sent[candidate]
+
+
+def _sent_bytes(candidate: Candidate) -> float:
+    """What a rank sends of a batch from a layer to the next: the smallest of what layers give."""
+    graph = candidate.space.graph
+    ends = [v for layer in layers_of(graph) for v in layer.ends if v in graph.needs_grad]
+    if not ends:  # a model without layers: what products give, but for the last
+        ends = [v for n in graph.nodes if n.op in PRODUCTS for v in n.values if v in graph.needs_grad][:-1]
+    return min((_local_bytes(candidate, value) for value in ends), default=0.0)
+
+
+def _local_bytes(candidate: Candidate, name: str) -> float:
+    """Bytes of an operator's result on a rank, as it is made or as those who read it share it."""
+    space, states = candidate.space, candidate.states
+    first = space.ties.first
+    node = space.graph.producers[name]
+    maker, hub = ("node", first(node.name)), ("hub", first(name))
+    codes = [space.port(maker, node.values.index(name), gives=True).forward[states[space.variable[maker]]]]
+    if hub in space.variable:
+        codes.append(space.hubs[hub[1]].forward[states[space.variable[hub]]])
+    value = space.values[first(name)]
+    return value.itemsize * float(space.table.local_elements(value, np.stack(codes)).min())
+
+
+__all__ = ["Staged", "stages", "staged", "whole_of"]

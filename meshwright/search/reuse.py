@@ -1,0 +1,308 @@
+"""A plan for another program of the same model: another shape, another loss, or a pass without gradients.
+
+Operators that both programs have (of one kind, in one module, in the same order) are sharded as they were, whatever
+their sizes; parameters and buffers stay where they are; what only the new program has follows its neighbours with the
+least redistribution, as in ``sharding_propagation``. Stages, tables on the host and parked parameters stay. Without
+gradients what belongs to them goes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.blocks import UNFOLDED, Folding
+from meshwright.errors import PlanError
+from meshwright.graph import Graph
+from meshwright.layout import Dim, TensorLayout, axes_onto, dim_axes, leaves, without_axes
+from meshwright.mesh import Mesh
+from meshwright.ops.analysis import factors_of
+from meshwright.ops.factors import Site
+from meshwright.ops.strategy import Strategy
+from meshwright.plan import Plan
+from meshwright.plan_folds import stand_ins
+from meshwright.search.modes import check_layouts
+from meshwright.search.propagation import propagate
+from meshwright.search.scene import Scene
+from meshwright.search.techniques.apply import Weigh, apply
+from meshwright.search.to_plan import input_layouts, pass_gradients_back
+from meshwright.techniques import PARAMETERS, Techniques
+
+
+def carried(plan: Plan, graph: Graph, folding: Folding = UNFOLDED) -> Plan:
+    """The plan of a graph without gradients. `folding`: its equal layers, of which a plan from a file may say two.
+
+    Raises PlanError where the parameters of the graph are not those of the plan, or a stage has nothing to do.
+    """
+    if plan.own:
+        own = tuple(carried(one, graph, folding) for one in plan.own)
+        return replace(own[0], own=own)
+    scene, stand, same = _matched(plan, graph, folding)
+    strategies = _strategies(scene, plan, same)
+    inputs = input_layouts(scene, strategies)
+    for entry in graph.inputs:
+        if entry.role != "batch":
+            inputs[entry.name] = _kept(plan, entry.name, stand, inputs[entry.name], entry.role == "parameter")
+    hubs = {e.name: plan.hubs.get(e.name) or plan.hubs.get(stand.get(e.name, "")) for e in graph.inputs}
+    check_layouts(scene, strategies)
+    return replace(
+        _on_graph(plan, graph, same, strategies, inputs),
+        hubs={name: layout.forward for name, layout in hubs.items() if layout is not None},
+        techniques=without_gradients(plan.techniques),
+    )
+
+
+def carried_to_train(plan: Plan, graph: Graph, held: Sequence[Mapping[str, Held]], weigh: Weigh) -> Plan:
+    """The plan of another program that trains: another shape or another loss of the same model.
+
+    `held`: input → how a parameter or buffer is stored and updated already, which stays; what is not among them is
+    placed as the plan's techniques say. One for all, or one for each of the plan's `own`. `weigh` as in `apply`. Raises
+    PlanError where a stage has nothing to do.
+    """
+    if plan.own:
+        own = tuple(
+            _carried_to_train(one, graph, there, weigh) for one, there in zip(plan.own, held, strict=True)
+        )
+        return replace(own[0], own=own)
+    return _carried_to_train(plan, graph, held[0], weigh)
+
+
+def _carried_to_train(plan: Plan, graph: Graph, held: Mapping[str, Held], weigh: Weigh) -> Plan:
+    scene, _, same = _matched(plan, graph, UNFOLDED)
+    trains = {e.name: e.needs_grad for e in graph.input_of("parameter")}
+    isomorphic = (
+        len(same) == len(graph.nodes) == len(plan.strategies)
+        and all(name in held and held[name].trained == trained for name, trained in trains.items())
+        and all(_is_resized(plan.strategies[here], scene.site(n), plan.mesh) for n, here in same.items())
+    )
+    strategies = _strategies(scene, plan, same, gradients=isomorphic)
+    if not isomorphic:
+        pass_gradients_back(scene, strategies)
+    check_layouts(scene, strategies)
+    made = _on_graph(plan, graph, same, strategies, input_layouts(scene, strategies))
+    if isomorphic:
+        hubs = _resized_hubs(plan, scene)
+        made = replace(
+            made,
+            hubs=hubs,
+            again=plan.again & set(hubs),
+            keeps={v: how for v, how in plan.keeps.items() if v in graph.types},
+            states=plan.states,
+        )
+    else:
+        made = apply(graph, made, plan.techniques, weigh)
+    return replace(_stored_as_held(made, held), notes=())
+
+
+@dataclass(frozen=True)
+class Held:
+    """How a parameter or a buffer is stored, and how it is updated where that is split further. `trained`: by some
+    program so far; how one that is not will be updated is still open."""
+
+    stored: TensorLayout
+    updated: TensorLayout | None = None
+    trained: bool = False
+
+
+def _stored_as_held(plan: Plan, held: Mapping[str, Held]) -> Plan:
+    """The plan with parameters and buffers where they are: brought to where they are used, if that differs."""
+    inputs, hubs, states, again = dict(plan.inputs), dict(plan.hubs), dict(plan.states), set(plan.again)
+    for name, one in held.items():
+        if name not in inputs:
+            continue
+        hub = hubs.get(name)
+        use = inputs[name] if hub is None or hub.pending else hub
+        if one.trained or use.dims != one.stored.dims:
+            states.pop(name, None)
+        if one.updated is not None:
+            states[name] = one.updated
+        if use.dims == one.stored.dims:
+            inputs[name] = replace(use, pending=())
+            if hub is not None and not hub.pending:
+                del hubs[name]
+                again.discard(name)
+        else:
+            inputs[name] = TensorLayout(one.stored.dims)
+            if hub is None:
+                hubs[name] = use
+                again.add(name)
+    return replace(plan, inputs=inputs, hubs=hubs, states=states, again=frozenset(again))
+
+
+def _matched(plan: Plan, graph: Graph, folding: Folding) -> tuple[Scene, dict[str, str], dict[str, str]]:
+    """The scene of a graph, its later copies of equal layers → the second, and its nodes → those of the plan."""
+    scene = Scene(graph, factors_of(graph), plan.mesh)
+    stand = stand_ins(graph, [(b.start, b.length, b.repeats) for b in folding.blocks if b.repeats > 2])
+    return scene, stand, _same_operators(plan, graph, stand)
+
+
+def _on_graph(
+    plan: Plan,
+    graph: Graph,
+    same: Mapping[str, str],
+    strategies: Mapping[str, Strategy],
+    inputs: Mapping[str, TensorLayout],
+) -> Plan:
+    """The plan on another graph, with what does not depend on gradients. Raises PlanError for a stage that has nothing
+    to do."""
+    stages = {n: plan.stages[here] for n, here in same.items() if here in plan.stages}
+    missing = sorted({*plan.stages.values()} - {*stages.values()})
+    if missing:
+        raise PlanError(
+            f"stage {missing[0]} of the plan has nothing to do in this program",
+            why="all its operators are of the loss that the plan was made for",
+            hint='plan.pin_stage("head", …), or stages=, puts a part of the model there',
+        )
+    return replace(
+        plan,
+        fingerprint=graph.fingerprint,
+        strategies=strategies,
+        inputs=inputs,
+        about={n.name: (n.op, n.module) for n in graph.nodes},
+        hosts=frozenset(n for n, here in same.items() if here in plan.hosts),
+        stages=stages,
+        hubs={},
+        reasons={},
+        nexts={},
+        notes=(),
+        again=frozenset(),
+        keeps={},
+        states={},
+        claims={},
+        folds=(),
+        times={},
+        stand_ins={},
+        origin=None,
+    )
+
+
+def without_gradients(asked: Techniques) -> Techniques:
+    """What of some techniques is left where there is no backward and no update. A batch is cut in time for the stages
+    of a pipeline alone."""
+    return Techniques(
+        threshold_kb=asked.threshold_kb,
+        pipeline=asked.pipeline,
+        schedule=asked.schedule,
+        stages=asked.stages,
+        micro_batches=asked.micro_batches * asked.interleave if asked.pipeline > 1 else 1,
+        fusion=asked.fusion,
+        offload=tuple(word for word in asked.offload if word.partition(":")[0] == PARAMETERS),
+    )
+
+
+def _same_operators(plan: Plan, graph: Graph, stand: Mapping[str, str]) -> dict[str, str]:
+    """Node → the node of the plan that it is: all of them where the programs differ in sizes alone."""
+    mine = {node.name: (node.op, node.module) for node in graph.nodes}
+    if list(mine.items()) == list(plan.about.items()):
+        return {name: name for name in mine}
+    known: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in plan.strategies:
+        known[plan.about.get(name, ("", ""))].append(name)
+    named: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, key in mine.items():
+        named[key].append(name)
+    found: dict[str, str] = {}
+    for key, names in named.items():
+        if key[1] and len(known[key]) == len(names):
+            found.update(zip(names, known[key], strict=True))
+    return found | {name: found[s] for name, s in stand.items() if name not in found and s in found}
+
+
+def _strategies(
+    scene: Scene, plan: Plan, same: Mapping[str, str], gradients: bool = False
+) -> dict[str, Strategy]:
+    """Those of all nodes: the plan's, at the sizes of the graph, and where there is none with the least redistribution
+    around it. `gradients`: keep where those of outputs are partial."""
+    resized = {n: _resized(plan.strategies[here], scene.site(n), scene.mesh) for n, here in same.items()}
+    fitting = {n: s if gradients else replace(s, grad=()) for n, s in resized.items() if s is not None}
+    if len(fitting) == len(scene.graph.nodes):
+        return {node.name: fitting[node.name] for node in scene.graph.nodes}
+    states = scene.board.start()
+    for axis in (a.name for a in scene.mesh.axes if a.size > 1):
+        alone = {n: _on_axis(s, axis) for n, s in fitting.items()}
+        propagate(scene, states, axis, {n: s for n, s in alone.items() if _is_option(scene, n, s, axis)})
+    return {**scene.board.strategies(states), **fitting}
+
+
+def _resized(strategy: Strategy, site: Site, mesh: Mesh) -> Strategy | None:
+    """A strategy at the sizes of another site of its operator, without the axes for which there are too few elements;
+    None where the operator there has not the dims that it splits."""
+    cuts: list[tuple[str, Dim]] = []
+    for letter, dim in strategy.cuts:
+        made = axes_onto(site.trees[letter], dim) if letter in site.trees else None
+        if made is None:
+            return None
+        while (axis := _too_many(made, mesh)) is not None:
+            made = without_axes(made, [axis])
+        if dim_axes(made):
+            cuts.append((letter, made))
+    found = replace(strategy, cuts=tuple(cuts))
+    return found if _fits(found, site) else None
+
+
+def _too_many(dim: Dim, mesh: Mesh) -> str | None:
+    """The minor axis of a sub-dim that has fewer elements than ranks; None where there is none."""
+    return next((s.axes[-1] for s in leaves(dim) if s.axes and s.pieces < mesh.count(s.axes)), None)
+
+
+def _is_resized(strategy: Strategy, site: Site, mesh: Mesh) -> bool:
+    """Whether a strategy splits the same dims over the same axes at other sizes."""
+    found = _resized(strategy, site, mesh)
+    return found is not None and [(n, dim_axes(d)) for n, d in found.cuts] == [
+        (n, dim_axes(d)) for n, d in strategy.cuts
+    ]
+
+
+def _resized_hubs(plan: Plan, scene: Scene) -> dict[str, TensorLayout]:
+    """The hubs of a plan at the sizes of a graph with the same values; one that does not fit is left out."""
+    found: dict[str, TensorLayout] = {}
+    for name, layout in plan.hubs.items():
+        trees = scene.factors.dims.get(name, ())
+        dims = [axes_onto(t, d) for t, d in zip(trees, layout.dims, strict=False)]
+        if len(trees) == len(layout.dims) and None not in dims:
+            found[name] = replace(layout, dims=tuple(d for d in dims if d is not None))
+    return found
+
+
+def _fits(strategy: Strategy, site: Site) -> bool:
+    """Whether an operator has the factors that a strategy cuts, and the ports through which sums pass."""
+    trees = site.trees
+    cuts = all(
+        letter in trees and without_axes(dim, dim_axes(dim)) == trees[letter] for letter, dim in strategy.cuts
+    )
+    return cuts and all(p < len(site.node.uses) for _, ports in strategy.through for p in ports)
+
+
+def _on_axis(strategy: Strategy, axis: str) -> Strategy:
+    """What a strategy does on one axis."""
+
+    def alone(dim: Dim) -> Dim:
+        return without_axes(dim, {a for a in dim_axes(dim) if a != axis})
+
+    cuts = tuple((letter, alone(dim)) for letter, dim in strategy.cuts if axis in dim_axes(dim))
+    return Strategy(cuts, tuple(t for t in strategy.through if t[0] == axis))
+
+
+def _is_option(scene: Scene, node: str, strategy: Strategy, axis: str) -> bool:
+    menu = scene.board.menus[scene.board.number[node]]
+    return any(menu.strategy([(option, axis, 1)]) == strategy for option in range(len(menu.entries))) or not (
+        strategy.cuts or strategy.through
+    )
+
+
+def _kept(plan: Plan, name: str, stand: Mapping[str, str], made: TensorLayout, needed: bool) -> TensorLayout:
+    """Where a parameter or a buffer is under the plan. Raises PlanError for a parameter that the plan does not know."""
+    layout = plan.inputs.get(name) or plan.inputs.get(stand.get(name, ""))
+    if layout is None and not needed:
+        return made
+    if layout is None or layout.shape != made.shape:
+        raise PlanError(
+            f"the plan has no parameter %{name} of {list(made.shape)}",
+            why="it was made for another model" if layout is None else f"it has one of {list(layout.shape)}",
+            hint="the plan of this model's training step, or mw.forward_step(model, batch, mesh=…)",
+        )
+    return TensorLayout(layout.dims)
+
+
+__all__ = ["Held", "carried", "carried_to_train", "without_gradients"]

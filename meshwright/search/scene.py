@@ -1,0 +1,88 @@
+"""What every search looks at, and what one node may do on one mesh axis.
+
+Strategies are built one prime axis at a time, slowest link first; on one axis a node is cut in one unit of one letter,
+lets a pending sum through, or is whole.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+from meshwright.graph import Graph, Node
+from meshwright.layout import TensorLayout, normalize, only_axes
+from meshwright.mesh import Mesh
+from meshwright.ops.factors import Factors, Site
+from meshwright.ops.strategy import (
+    WHOLE,
+    Ports,
+    Strategy,
+    cut,
+    fits,
+    layouts,
+    splittable,
+    through_ports,
+    ways,
+)
+from meshwright.search.option_tables import Board
+
+Assignment = dict[str, Strategy]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What every search looks at: the graph, its factors and the mesh."""
+
+    graph: Graph
+    factors: Factors
+    mesh: Mesh
+
+    def site(self, name: str) -> Site:
+        """The site of a node."""
+        return self.factors.sites[name]
+
+    @functools.cached_property
+    def board(self) -> Board:
+        """The graph in numbers."""
+        return Board(self.graph, self.factors, self.mesh)
+
+    @functools.cached_property
+    def _normal(self) -> dict[int, tuple[TensorLayout, TensorLayout]]:
+        return {}
+
+    def normal(self, layout: TensorLayout) -> TensorLayout:
+        """The normal form of a layout without its gradient half, found once for each object."""
+        known = self._normal.get(id(layout))
+        if known is None:
+            known = self._normal[id(layout)] = (layout, normalize(layout.forward, self.mesh))
+        return known[1]
+
+    @functools.cached_property
+    def _ports(self) -> dict[Hashable, tuple[Strategy, Ports]]:
+        return {}
+
+    def ports(self, node: Node, strategy: Strategy) -> Ports:
+        """Port layouts of a node; nodes of one signature and strategy share them."""
+        key = (self.site(node.name).signature, id(strategy))
+        known = self._ports.get(key)
+        if known is None:  # the strategy is kept with it, so that its identity stays its own
+            known = self._ports[key] = (strategy, layouts(self.site(node.name), strategy))
+        return known[1]
+
+    def seen_on(self, layout: TensorLayout, axis: str) -> TensorLayout:
+        """A layout on one axis alone, in normal form, without the gradient half."""
+        return normalize(only_axes(layout.forward, (axis,)), self.mesh)
+
+
+def options(scene: Scene, node: Node, axis: str, fixed: Strategy) -> Iterator[Strategy]:
+    """What a node may do on an axis beside what is fixed on others; single-axis strategies, whole first."""
+    yield WHOLE
+    site, taken = scene.site(node.name), dict(fixed.cuts)
+    for letter in splittable(site):
+        tree = site.trees[letter]
+        for unit in ways(site, letter):
+            if fits(taken.get(letter, tree), unit, scene.mesh, axis):
+                yield Strategy(((letter, cut(tree, unit, axis)),))
+    for ports in through_ports(site):
+        yield Strategy(through=((axis, ports),))

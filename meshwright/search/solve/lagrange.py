@@ -1,0 +1,403 @@
+"""The small linear program behind the multipliers: which mix of known choices fits on average, and at what price.
+
+With choices i of price p_i and amounts g_i at each instant: min Σ μ_i p_i over mixes (μ >= 0, Σ μ = 1) with
+Σ μ_i g_i <= limit. The dual values of the limits are the multipliers; the optimum is an upper bound of what any
+multipliers can reach, and it comes down as choices are added (cutting planes, Kelley 1960; seen from the mixes,
+Dantzig and Wolfe 1960).
+
+The cheapest choice under memory limits: a price per byte at each instant, found by dual ascent.
+
+For multipliers λ >= 0, min over x of price(x) + λ·(bytes(x) - limits) is a lower bound of the price of everything that
+fits (Everett 1963; Geoffrion 1974), as long as `bytes` does not over-estimate. Each evaluation is one unlimited solve,
+started from the messages of the one before. The bytes only lead the way: a choice counts when the caller's own
+simulation accepts it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.search.solve.bounds import TOLERANCE, Progress, solve
+from meshwright.search.solve.branch_and_bound import Part, split_of
+from meshwright.search.solve.problem import Memory, NoStates, Problem
+from meshwright.search.solve.repair import Moves, States, mixes
+from meshwright.search.solve.trws import consistent
+
+PIVOTS = 500
+EPSILON = 1e-11
+
+
+def multipliers(
+    prices: np.ndarray, amounts: np.ndarray, limits: np.ndarray, far: float
+) -> tuple[np.ndarray, float, dict[int, float]]:
+    """The multipliers float64[T] >= 0 for choices with prices float64[N] and amounts float64[N, T], and the optimum.
+
+    A made-up choice of price `far` (above all others) that fits with room keeps the program feasible; it has
+    index N in the mix, which is given by its weights above zero.
+    """
+    count, instants = amounts.shape
+    excess = np.vstack([amounts - limits, np.full((1, instants), -1.0)])
+    columns = np.zeros((instants + 1, count + 1 + instants))
+    columns[:instants, : count + 1] = excess.T
+    columns[:instants, count + 1 :] = np.eye(instants)  # what stays unused
+    columns[instants, : count + 1] = 1.0
+    cost = np.concatenate([prices, [far], np.zeros(instants)])
+    right = np.zeros(instants + 1)
+    right[-1] = 1.0
+    basis = [count + 1 + t for t in range(instants)] + [count]
+    for pivot in range(PIVOTS):
+        inverse = np.linalg.inv(columns[:, basis])
+        dual = cost[basis] @ inverse
+        reduced = cost - dual @ columns
+        reduced[basis] = 0.0
+        worth = np.flatnonzero(reduced < -EPSILON * max(1.0, abs(far)))
+        if not len(worth):
+            break
+        # The steepest column first; the first one (Bland) once that may be going in circles.
+        enter = int(worth[0] if pivot > PIVOTS // 2 else worth[np.argmin(reduced[worth])])
+        level = inverse @ right
+        step = inverse @ columns[:, enter]
+        rows = np.flatnonzero(step > EPSILON)
+        if not len(rows):
+            break
+        ratios = np.maximum(level[rows], 0.0) / step[rows]
+        ties = rows[ratios <= ratios.min() + EPSILON]
+        basis[min(ties, key=lambda r: basis[r])] = enter
+    mix = {}
+    for column, weight in zip(basis, np.linalg.solve(columns[:, basis], right), strict=True):
+        if column <= count and weight > 1e-9:
+            mix[column] = float(weight)
+    return np.maximum(-dual[:instants], 0.0), float(dual[-1]), mix
+
+
+Accept = Callable[[States], "bool | np.ndarray | Sequence[float]"]
+"""Whether states fit; or, better, by how many bytes they miss the limit at each instant (none above 0: they fit)."""
+
+ACCEPTS = 300  # calls of `accept` that one search may make: a simulation takes milliseconds
+TIGHTENINGS = 8
+SOLVES = 40
+ENOUGH = 2e-3  # of the price: a gap to the bound that is not closed further
+PATIENCE = 3  # times the solves, as long as nothing was accepted
+STEPS = 8  # solves of a part before it is cut again
+REPAIRED = 6  # choices that are made to fit, and rounds of mixing
+STEP = 0.7  # of the way to where the cutting planes point
+NO_LIMIT = 1e6  # stands for inf, in units of all bytes of the largest states
+ROUNDING = 1e-12
+TIGHTER = 0.02  # of the limits: the first step where `accept` says no without saying by how much
+
+
+@dataclass(frozen=True, eq=False)
+class LimitedSolution:
+    """The cheapest accepted states, or None; a lower bound of the price of all that fits; λ per byte and instant.
+
+    Without states, `least` holds the fewest bytes that any choice needs at each instant by itself, `nearest` the states
+    whose worst instant comes closest to its limit, and a bound of inf is a proof that nothing fits.
+    """
+
+    states: States | None
+    price: float
+    bound: float
+    multipliers: np.ndarray
+    least: np.ndarray | None = None
+    nearest: States | None = None
+    solves: int = 0
+    stopped: bool = False
+
+
+@dataclass(frozen=True)
+class _Options:
+    progress: Progress | None
+    enough: float
+    most_solves: int
+    limit_work: float
+
+
+def solve_limited(
+    problem: Problem,
+    memory: Memory,
+    limits: Sequence[float] | np.ndarray,
+    accept: Accept = lambda states: True,
+    progress: Progress | None = None,
+    *,
+    enough: float = ENOUGH,
+    most_solves: int = SOLVES,
+    limit_work: float = 4e9,
+) -> LimitedSolution:
+    """The cheapest accepted states whose bytes are within limits float64[T] (finite or inf).
+
+    Ends when the gap between price and bound is at most `enough` of the price, when the multipliers can do no better,
+    or after `most_solves` (three times as many while nothing was accepted). Raises NoStates when the problem has no
+    choice at all, limits or not. An interrupt returns the best so far, where there is one.
+    """
+    limits = np.asarray(limits, dtype=np.float64)
+    assert limits.shape == (memory.instants,)
+    search = _Search(problem, memory, limits, accept, _Options(progress, enough, most_solves, limit_work))
+    stopped = False
+    try:
+        search.run()
+    except KeyboardInterrupt:
+        if search.best is None:
+            raise
+        stopped = True
+    return search.answer(stopped)
+
+
+class _Search:
+    """What is known: all choices met with their bytes, the best accepted one, the best bound and its multipliers.
+
+    Bytes are counted in units of the limits, so that all instants weigh alike.
+    """
+
+    def __init__(
+        self, problem: Problem, memory: Memory, limits: np.ndarray, accept: Accept, options: _Options
+    ) -> None:
+        most = sum(np.abs(a).max(axis=0) for a in memory.amounts) + 1e-300
+        self.unit = np.where(np.isfinite(limits) & (limits > 0), limits, most)
+        self.limits = np.where(np.isfinite(limits), limits / self.unit, NO_LIMIT)
+        self.tight = self.limits  # what the bytes are held to after `accept` said no
+        self.told = False  # by how much
+        self.problem, self.memory = problem, memory.over(self.unit)
+        self.accept, self.options = accept, options
+        self.known: dict[States, tuple[float, np.ndarray]] = {}
+        self.verdicts: dict[States, bool] = {}
+        self.tried: set[tuple[States, bytes]] = set()
+        self.best: States | None = None
+        self.price = math.inf
+        kept = consistent(problem)
+        self.root = Part(kept, problem.only(kept), self.memory.only(kept), np.zeros(memory.instants))
+        self.open = [self.root]
+        tables = [*problem.unary, *problem.pairs.values()]
+        highest = [float(np.max(t, where=np.isfinite(t), initial=-math.inf)) for t in tables]
+        self.ceiling = sum(highest) + 1e-6 * sum(map(abs, highest))
+        self.least: np.ndarray | None = None
+        self.solves = 0
+
+    def run(self) -> None:
+        self.solve(self.root, self.root.multipliers)
+        if not self.over:
+            self.fit()
+            self.climb(self.root, self.tight)
+            self.repair()
+            if self.best is None:
+                self.find_least()
+            if not self.open:
+                return
+            self.tighten()
+            self.gain()
+            self.branch()
+        if self.best is None and self.least is None:
+            self.find_least()
+
+    @property
+    def bound(self) -> float:
+        return min([self.price, *(part.bound for part in self.open)])
+
+    @property
+    def over(self) -> bool:
+        return self.best is not None and self.price - self.bound <= self.options.enough * abs(self.price)
+
+    @property
+    def spent(self) -> bool:
+        most = self.options.most_solves * (1 if self.best is not None else PATIENCE)
+        return self.solves >= most or len(self.verdicts) >= ACCEPTS
+
+    def solve(self, part: Part, prices: np.ndarray) -> float:
+        """One unlimited solve with a price per byte; returns a lower bound of price + prices·bytes in the part."""
+        weighed = part.memory.weighed(part.problem, prices) if prices.any() else part.problem
+        try:
+            found = solve(weighed, limit_work=self.options.limit_work, start=part.messages)
+        except NoStates as none:
+            if not self.known:
+                raise
+            self.solves += 1
+            part.bound = math.inf if none.proven else part.bound
+            return part.bound
+        part.messages = found.messages or part.messages
+        self.solves += 1
+        # A solve is exact up to a part of its own price, and bytes at a high price make that large.
+        bound = found.bound - (TOLERANCE * abs(found.bound) if prices.any() else 0.0)
+        bound -= float(prices @ self.limits)
+        if bound > self.ceiling:  # dearer than any choice: none fits
+            bound = math.inf
+        if bound > part.bound:
+            part.bound, part.multipliers = bound, prices
+        self.meet(tuple(int(k[s]) for k, s in zip(part.kept, found.states, strict=True)))
+        if self.options.progress:
+            self.options.progress("memory", self.solves, self.options.most_solves, self.price, self.bound)
+        if found.stopped:
+            raise KeyboardInterrupt
+        if found.least and self.best is not None:
+            # Nothing cheaper than the best has these states, whichever way the bytes are priced later.
+            most = self.price + float(prices @ self.limits)
+            part.narrow(found.least, most + ROUNDING * abs(most))
+        return found.bound
+
+    def meet(self, states: States) -> bool:
+        """Remember states, and take them if they are cheaper than the best and accepted."""
+        if states not in self.known:
+            self.known[states] = (self.problem.price(states), self.memory.totals(states))
+        price = self.known[states][0]
+        if price >= self.price or not self.accepted(states):
+            return False
+        self.best, self.price = states, price
+        return True
+
+    def accepted(self, states: States) -> bool:
+        totals = self.known[states][1] if states in self.known else self.memory.totals(states)
+        if (totals > self.limits * (1 + ROUNDING)).any():
+            return False
+        if states not in self.verdicts:
+            if len(self.verdicts) >= ACCEPTS:
+                return False
+            verdict = self.accept(states)
+            if not isinstance(verdict, bool | np.bool_):
+                self.told = True
+                miss = np.asarray(verdict, dtype=np.float64) / self.unit
+                self.tight = np.where(miss > 0, np.minimum(self.tight, totals - miss), self.tight)
+                verdict = not (miss > 0).any()
+            self.verdicts[states] = bool(verdict)
+        return self.verdicts[states]
+
+    def climb(self, part: Part, goal: np.ndarray, most: int = 1000) -> None:
+        """Dual ascent in a part: cutting planes, each step taken part of the way from the best point so far."""
+        part.held = -math.inf
+        stretch, low, centre = 10.0, -math.inf, part.multipliers
+        whole_way = False
+        end = self.solves + most
+        while self.solves < end and not (
+            self.spent or self.over or part.bound >= self.price or math.isinf(part.bound)
+        ):
+            chosen = [s for s in self.known if part.has(s)]
+            prices = np.array([self.known[s][0] for s in chosen])
+            amounts = np.array([self.known[s][1] for s in chosen]).reshape(len(chosen), -1)
+            if not chosen:
+                self.solve(part, centre)
+                continue
+            far = float(prices.max() + stretch * (np.ptp(prices) + 0.01 * np.abs(prices).max() + 1e-300))
+            aim, high, weights = multipliers(prices, amounts, goal, far)
+            part.split = split_of(
+                [(w, chosen[i]) for i, w in weights.items() if i < len(chosen)], self.memory, aim
+            )
+            if high - low <= 0.25 * self.options.enough * abs(high):
+                if len(chosen) not in weights or stretch > 1e5:
+                    return
+                stretch *= 30  # the mix leans on the made-up choice: dearer, so that real ones are found
+                continue
+            point = aim if whole_way else centre + STEP * (aim - centre)
+            seen = len(self.known)
+            value = self.solve(part, point) - float(point @ goal)
+            if value > low:
+                part.held = low = value
+                centre = point
+            elif whole_way and len(self.known) == seen:
+                return  # the inner solves are not exact enough to go on
+            whole_way = not whole_way and len(self.known) == seen
+
+    def branch(self) -> None:
+        """Cut the part with the lowest bound in two, while solves are left (branch and bound).
+
+        Where `accept` refused, it ends when nothing cheaper is left under what it seems to allow: the rest of the gap
+        is what the bytes under-estimate.
+        """
+        while self.open and not (self.spent or self.over):
+            part = min(self.open, key=lambda p: (p.held, p.bound))
+            if part.held >= self.price - self.options.enough * abs(self.price):
+                return
+            halves = []
+            if max(part.problem.sizes) > 1:
+                halves = part.halves()
+            else:
+                self.meet(tuple(int(k[0]) for k in part.kept))
+            # In one step: an interrupt must not find a part missing, or the bound would be too high.
+            self.open = [p for p in self.open if p is not part] + halves
+            for half in halves:
+                self.solve(half, half.multipliers)
+                self.climb(half, self.tight, STEPS)
+            self.repair()
+            self.open = [p for p in self.open if p.bound < self.price]
+
+    def fit(self) -> None:
+        """Change single variables of the choice nearest to fitting until it fits: a first answer."""
+        moves = Moves(self.problem, self.memory, min(self.known, key=lambda s: (self.worth(s), s)))
+        if moves.to_fit(self.tight):
+            self.meet(tuple(moves.states))
+
+    def repair(self) -> None:
+        """Make what nearly fits fit, mix it with what is cheaper, and change single variables while that gains."""
+        ranked = sorted(self.known, key=lambda s: (self.worth(s), s))
+        for states in [s for s in ranked[:REPAIRED] if (s, self.tight.tobytes()) not in self.tried]:
+            self.tried.add((states, self.tight.tobytes()))
+            moves = Moves(self.problem, self.memory, states)
+            if moves.to_fit(self.tight):
+                self.meet(tuple(moves.states))
+        for _ in range(REPAIRED):
+            before = self.price
+            if self.best is None or self.over:
+                return
+            for cheap in ranked:
+                if self.known[cheap][0] < self.price:
+                    mixed = mixes(self.problem, self.memory, self.best, cheap, self.tight)
+                    any(self.meet(states) for states in mixed)
+            moves = Moves(self.problem, self.memory, self.best)
+            moves.to_gain(self.tight, self.accepted)
+            self.meet(tuple(moves.states))
+            if self.price >= before:
+                return
+
+    def worth(self, states: States) -> float:
+        """Price with the bytes at the best multipliers, plus what the excess over the limits would cost at them."""
+        price, totals = self.known[states]
+        excess = np.maximum(totals - self.tight, 0.0)
+        return price + float(self.root.multipliers @ (totals + excess))
+
+    def tighten(self) -> None:
+        """While `accept` refuses what fits by the bytes, hold the bytes to less: by the miss, or by trial."""
+        refused, fits, step = 0.0, 1.0, TIGHTER
+        for _ in range(TIGHTENINGS):
+            if self.over or self.spent or all(self.verdicts.values()):
+                return
+            if not self.told:
+                self.tight = np.where(self.limits < NO_LIMIT, self.limits * (1 - step), self.limits)
+            before = self.tight
+            self.climb(self.root, self.tight)
+            self.repair()
+            if self.told:
+                if (self.tight == before).all():  # nothing new was refused
+                    return
+            elif self.best is None:
+                refused, step = step, min(2 * step, (step + fits) / 2)
+            else:
+                fits, step = step, (refused + step) / 2
+
+    def gain(self) -> None:
+        """Single changes up to the limits themselves, where the bytes were held to less."""
+        if self.best is not None and not self.over:
+            moves = Moves(self.problem, self.memory, self.best)
+            moves.to_gain(self.limits, self.accepted)
+            self.meet(tuple(moves.states))
+
+    def find_least(self) -> None:
+        """The fewest bytes at each instant by itself; more than a limit proves that nothing fits."""
+        self.least = np.full(self.memory.instants, -math.inf)
+        for t in range(self.memory.instants):
+            with suppress(NoStates):  # too much work to find any: nothing is known
+                found = solve(self.memory.alone(self.problem, t), limit_work=self.options.limit_work)
+                self.least[t] = found.bound
+                self.meet(found.states)
+        if (self.least > self.limits * (1 + ROUNDING)).any():
+            self.open = []
+
+    def answer(self, stopped: bool) -> LimitedSolution:
+        nearest = None
+        if self.best is None:
+            nearest = min(self.known, key=lambda s: (float((self.known[s][1] - self.limits).max()), s))
+        least = None if self.least is None else self.least * self.unit
+        prices = self.root.multipliers / self.unit
+        return LimitedSolution(
+            self.best, self.price, self.bound, prices, least, nearest, self.solves, stopped
+        )

@@ -1,0 +1,74 @@
+"""What operators take of memory, in columns: those of one group of nodes, port and structure are priced together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.search.solve.eliminate_batched import same_columns
+from meshwright.search.space.memory import INSTANTS, Charge
+from meshwright.search.vectorized.sizes import Floats, Numbers, Values
+
+
+@dataclass(frozen=True)
+class Charges:
+    """Charges of different nodes at one port, for values of one structure: `columns` of these [n], bytes of an element
+    at each instant [n, instants], and the `most` elements that count [n]."""
+
+    nodes: Numbers
+    port: int
+    structure: int
+    columns: Numbers
+    each: Floats
+    most: Floats
+
+
+@dataclass(frozen=True)
+class Columns:
+    """All charges of a graph: [charges] each, `each` [charges, instants]."""
+
+    nodes: Numbers
+    ports: Numbers
+    structures: Numbers
+    columns: Numbers
+    limited: Numbers
+    each: Floats
+    most: Floats
+
+    def by(self, group: Numbers) -> Iterator[Charges]:
+        """Those of nodes of one group [nodes], in which layouts are alike at all ports."""
+        keys = np.stack([group[self.nodes], self.ports, self.structures, self.limited])
+        for at in same_columns(keys):
+            yield Charges(
+                self.nodes[at],
+                int(self.ports[at[0]]),
+                int(self.structures[at[0]]),
+                self.columns[at],
+                self.each[at],
+                self.most[at],
+            )
+
+
+def columns_of(charges: Sequence[Charge], nodes: Mapping[str, int], values: Values) -> Columns:
+    """Charges in columns, those of one node, port and size added up; `nodes`: the number of each."""
+    found: dict[tuple[int, int, int, int, float], Floats] = {}
+    for charge in charges:
+        value = charge.value
+        key = (
+            nodes[charge.node],
+            charge.port,
+            values.structure[value],
+            values.column[value],
+            charge.most,
+        )
+        each = np.array(charge.each, dtype=np.float64)
+        found[key] = found[key] + each if key in found else each
+    node, port, structure, column = np.array([key[:4] for key in found], dtype=np.int64).reshape(-1, 4).T
+    most = np.array([key[4] for key in found])
+    each = np.array(list(found.values())).reshape(len(found), len(INSTANTS))
+    return Columns(node, port, structure, column, np.isfinite(most).astype(np.int64), each, most)
+
+
+__all__ = ["Charges", "Columns", "columns_of"]

@@ -1,0 +1,422 @@
+"""The prices of a whole graph beside rows that stand, found for all that is alike at once: a `Space` as arrays.
+
+Variables are those of a space: nodes, hubs, parameters. Nodes whose states are equal rows are a sheet; hubs between the
+same ports of the same sheets have one union of layouts, parameters that are read there too; and reshards between the
+same layouts of values of one structure are priced together. What one node after the other takes a third of a
+millisecond for, a thousand take together. Under a limit of memory bytes have a price, too (`demands.py`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.host import transfer_seconds
+from meshwright.graph import Graph
+from meshwright.places import hosted_values
+from meshwright.redistribute.price_matrix import Table, Value
+from meshwright.search.solve.eliminate_batched import Rounds, Tables, ends_of, same_columns
+from meshwright.search.space.codes import NodeCodes
+from meshwright.search.space.constraints import Seeds
+from meshwright.search.space.families import Rows
+from meshwright.search.space.host_transfers import Crossing, crossings
+from meshwright.search.space.layouts import Port, key_of, union
+from meshwright.search.space.memory import Demands, Holding, gathered_elements
+from meshwright.search.space.parameters import Storage
+from meshwright.search.space.wiring import End, Wiring
+from meshwright.search.vectorized import redistribution as ways_of
+from meshwright.search.vectorized.kinds import Sheet, Sheets, kinds_of
+from meshwright.search.vectorized.memory import Columns, columns_of
+from meshwright.search.vectorized.parameters import Stored, all_stored
+from meshwright.search.vectorized.redistribution import Ways, ways
+from meshwright.search.vectorized.sizes import Floats, Numbers, Values
+
+TO_RESULT = -1  # in place of a variable: what goes to a result of the program, which is whole
+BACK = -1  # in place of a table: what comes back to its own variable, or goes to a result
+
+
+@dataclass(frozen=True)
+class _Sort:
+    """Hubs or parameters with as many ports: their variables [V], and nodes and ports [V, ports]. Parameters of one
+    sort take memory alike, and each stands for as many (`owners`)."""
+
+    variables: Numbers
+    nodes: Numbers
+    ports: Numbers
+    structure: int
+    graded: bool
+    hosted: bool
+    owners: int
+    holding: Holding | None
+    columns: Numbers
+
+
+@dataclass(frozen=True)
+class _Edges:
+    """All reshards that may be, in columns. `gathers`: which row of `Alike.gathered` says what of it memory takes."""
+
+    times: Floats
+    source: Numbers
+    out: Numbers
+    target: Numbers
+    port: Numbers
+    structure: Numbers
+    column: Numbers
+    graded: Numbers
+    table: Numbers
+    gathers: Numbers
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Reshards between the layouts of two ports, of values of one structure: `edges` as they are listed. `again`:
+    states that are gathered again; `gathers`: bytes of an element at each instant that a reader keeps of what it
+    gathers for itself."""
+
+    edges: Numbers
+    have: Port
+    want: Port
+    structure: int
+    graded: bool
+    again: np.ndarray
+    gathers: tuple[float, ...]
+
+
+class Alike:
+    """A graph whose axes are to be searched, and what is alike in it."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        codes: Mapping[str, NodeCodes],
+        values: Mapping[str, Value],
+        wiring: Wiring,
+        cluster: Cluster,
+        table: Table,
+        storage: Storage,
+        seeds: Seeds | None = None,
+        hosts: Collection[str] = (),
+        demands: Demands | None = None,
+    ) -> None:
+        """`seeds`: the user's cuts; `hosts`: the nodes that the host runs; `demands`: what memory takes, without which
+        no byte has a price."""
+        self.cluster, self.table, self.storage = cluster, table, storage
+        self.codes, self.names = codes, list(codes)
+        self.nodes = {name: number for number, name in enumerate(codes)}
+        self.variable = {v: number for number, v in enumerate(wiring.variables)}
+        self.sheets = Sheets(graph, cluster, table.mesh, kinds_of(codes, graph, seeds or {}, hosts))
+        self.values = Values(values)
+        self.times = np.array([wiring.times[name] for name in codes], dtype=np.float64)
+        self.wiring, self.demands = wiring, demands or Demands((), {}, {})
+        self.owners = np.array([wiring.owners.get(name, 1) for _, name in wiring.variables], dtype=np.float64)
+        self.crossings = list(crossings(graph, wiring, hosts))
+        self.of_graph = values
+        hosted = hosted_values(graph, hosts)
+        self.hubs = self._sorted(wiring.hubs, "hub", graph, ())
+        self.parameters = self._sorted(wiring.parameters, "parameter", graph, hosted)
+        pairs = [(self.variable[s], self.variable.get(t, TO_RESULT)) for s, _, t, _, _ in wiring.edges]
+        self.rounds = Rounds(
+            len(self.variable), ends_of([p for p in pairs if len(set(p)) == 2 and p[1] >= 0])
+        )
+        self.gathered = list({(0.0,): None} | dict.fromkeys(map(tuple, self.demands.gathers.values())))
+        self.edges = self._columns(wiring, pairs, graph)
+        self.charges: Columns = columns_of(self.demands.charges, self.nodes, self.values)
+
+    def _sorted(
+        self, found: Mapping[str, Sequence[End]], kind: str, graph: Graph, hosted: Collection[str]
+    ) -> list[_Sort]:
+        """By the number of ports, and parameters by what else tells them apart."""
+        sorts: dict[tuple[int, int, bool, bool, int, Holding | None], list[str]] = defaultdict(list)
+        for name, ends in found.items():
+            structure, owners, holding = -1, 1, None
+            if kind == "parameter":
+                structure, owners = self.values.structure[name], self.wiring.owners[name]
+                holding = self.demands.holdings.get(name)
+            sorts[len(ends), structure, name in graph.needs_grad, name in hosted, owners, holding].append(
+                name
+            )
+        return [
+            _Sort(
+                np.array([self.variable[kind, name] for name in names]),
+                np.array([[self.nodes[node] for node, _ in found[name]] for name in names]),
+                np.array([[port for _, port in found[name]] for name in names]),
+                structure,
+                graded,
+                there,
+                owners,
+                holding,
+                np.array([self.values.column[name] for name in names]),
+            )
+            for (_, structure, graded, there, owners, holding), names in sorts.items()
+        ]
+
+    def _columns(self, wiring: Wiring, pairs: Sequence[tuple[int, int]], graph: Graph) -> _Edges:
+        tables = {tuple(ends): number for number, ends in enumerate(self.rounds.ends.tolist())}
+        inputs = {node.name: len(node.uses) for node in graph.nodes}
+        kept = {row: number for number, row in enumerate(self.gathered)}
+        rows = []
+        for edge, (u, v) in zip(wiring.edges, pairs, strict=True):
+            (kind, name), out, _, port, value = edge
+            rows.append((
+                u,
+                inputs[name] + out if kind == "node" else -1,
+                v,
+                port,
+                self.values.structure[value],
+                self.values.column[value],
+                value in graph.needs_grad,
+                tables.get((min(u, v), max(u, v)), BACK),
+                kept[tuple(self.demands.gathers.get(edge, (0.0,)))],
+            ))  # fmt: skip
+        times = np.array(list(wiring.edges.values()), dtype=np.float64)
+        return _Edges(times, *np.array(rows, dtype=np.int64).reshape(-1, 9).T)
+
+    # ------------------------------------------------------------------------------------------------ prices
+
+    def priced(self, axes: Sequence[int], now: Rows | None = None, per_byte: Floats | None = None) -> Priced:
+        """The problem in which each node keeps its row (without `now` whole on all axes) or takes one option on some
+        axes; `per_byte`: the price of a byte at each instant."""
+        if now is None:
+            now = np.zeros((len(self.names), len(self.table.bits)), dtype=np.int8)
+        return Priced(self, list(self.sheets.on(axes, now)), per_byte)
+
+
+class Priced:
+    """What can be chosen, and what it costs."""
+
+    def __init__(self, alike: Alike, sheets: list[Sheet], per_byte: Floats | None = None) -> None:
+        self.alike, self.sheets, self.per_byte = alike, sheets, per_byte
+        count = len(alike.variable)
+        self.sheet_of, self.place = np.zeros((2, count), dtype=np.int64)  # of nodes; which column of it
+        self.group: Numbers = np.zeros(count, dtype=np.int64)  # variables with equal layouts at all ports
+        self.states: Numbers = np.zeros(count, dtype=np.int64)
+        self.stored: list[tuple[Numbers, Stored, Numbers]] = []  # parameters, storages, which of them
+        self.again: dict[int, np.ndarray] = {}  # group of parameters → states that are gathered again
+        self.back: list[
+            tuple[int, Floats]
+        ] = []  # variables and what comes back to them, goes to results or crosses
+        self.ports: list[dict[int, Port]] = []  # of each group, by port; -1 is that of a hub or parameter
+        seconds: list[tuple[Numbers, Floats]] = []
+        for number, sheet in enumerate(sheets):
+            self.sheet_of[sheet.members] = number
+            self._join(sheet.members, dict(enumerate(sheet.ports)), len(sheet.rows))
+            seconds.append((sheet.members, sheet.seconds * alike.times[sheet.members]))
+        for sort in alike.hubs:
+            for some, use in self._unions(sort):
+                self._join(sort.variables[some], {-1: use}, len(use.forward))
+        for sort in alike.parameters:
+            for some, use in self._unions(sort):
+                stored, which = self._stored(sort, some, use)
+                if stored.again.any():
+                    self.again[len(self.ports)] = stored.is_again
+                self._join(sort.variables[some], {-1: stored.states}, len(stored.is_again))
+                self.stored.append((sort.variables[some], stored, which))
+                seconds.append((sort.variables[some], stored.least[:, which]))
+        self.tables = Tables(alike.rounds, self.states)
+        for variables, amount in seconds:
+            self.tables.add_states(variables, amount)
+        for crossing in alike.crossings:
+            self._cross(crossing)
+        kept = self._reshards()
+        self._seconds_of_pairs = self.tables.entries
+        if per_byte is not None:
+            self._seconds_of_pairs = self.tables.entries.copy()
+            self._weigh(per_byte, kept)
+
+    def _cross(self, crossing: Crossing) -> None:
+        """Add what goes between a device and its host."""
+        alike, node = self.alike, self.alike.nodes[crossing.node]
+        value, port = alike.of_graph[crossing.value], self.ports[self.group[node]][crossing.port]
+        size_bytes = value.itemsize * alike.table.local_elements(value, port.forward)
+        seconds = crossing.times * np.asarray(transfer_seconds(size_bytes, alike.cluster))
+        self.tables.add_states(np.array([node]), seconds[:, None])
+        self.back.append((node, seconds))
+
+    def _join(self, variables: Numbers, ports: dict[int, Port], states: int) -> None:
+        self.group[variables], self.states[variables] = len(self.ports), states
+        self.ports.append(ports)
+
+    def _unions(self, sort: _Sort) -> Iterator[tuple[Numbers, Port]]:
+        """Those of a sort that have the same ports of the same sheets, and the layouts of these."""
+        keys = np.concatenate([self.sheet_of[sort.nodes], sort.ports], axis=1).T
+        for some in same_columns(keys):
+            ends = zip(self.sheet_of[sort.nodes[some[0]]].tolist(), sort.ports[some[0]].tolist(), strict=True)
+            yield some, union([self.sheets[sheet].ports[port] for sheet, port in ends])
+
+    def _stored(self, sort: _Sort, some: Numbers, use: Port) -> tuple[Stored, Numbers]:
+        """The storages of those of a sort that are of one size, and which of these each parameter is."""
+        alike = self.alike
+        columns, which = np.unique(sort.columns[some], return_inverse=True)
+        sizes = alike.values.sizes[sort.structure].take(columns)
+        table, cluster, holding = alike.table, alike.cluster, sort.holding
+        how = replace(alike.storage, again=self.per_byte is not None)
+        kept = holding is not None and holding.kept
+        stored = all_stored(sizes, use, sort.graded, cluster, table, how, sort.hosted, kept)
+        stored = replace(stored, owners=sort.owners)
+        if self.per_byte is not None and holding is not None:
+            stored = stored.priced(holding, self.per_byte)
+        return stored, which
+
+    # ------------------------------------------------------------------------------------------------ reshards
+
+    def _reshards(self) -> list[_Pairs]:
+        """All prices of reshards, those of values of one number of places with one run of the formulas. Returns those
+        of which readers keep what they gather."""
+        found: dict[int, list[_Pairs]] = defaultdict(list)
+        kept: list[_Pairs] = []
+        for pairs in self._pairs():
+            kept += [pairs] if any(pairs.gathers) else []
+            found[self.alike.values.sizes[pairs.structure].places if self._plain(pairs) else -1].append(pairs)
+        for pairs in found.pop(-1, ()):
+            self._add(pairs, self._one_by_one(pairs))
+        for places, many in found.items():
+            rows: list[tuple[np.ndarray, np.ndarray]] = []
+            for pairs in many:
+                rows.append(_every(pairs.have.forward, pairs.want.forward))
+                if pairs.graded:
+                    rows.append(_every(pairs.want.backward, pairs.have.backward))
+            known = ways(
+                self.alike.table,
+                places,
+                np.concatenate([source for source, _ in rows]),
+                np.concatenate([target for _, target in rows]),
+            )
+            start = 0
+            for pairs in many:
+                count = len(pairs.have.forward) * len(pairs.want.forward)
+                self._add(pairs, self._seconds(pairs, known, start, count))
+                start += count * (2 if pairs.graded else 1)
+        return kept
+
+    def _plain(self, pairs: _Pairs) -> bool:
+        sizes = self.alike.values.sizes[pairs.structure]
+        return sizes.plain and len(self.alike.table.bits) * max(1, sizes.places) <= ways_of.BITS
+
+    def _pairs(self) -> Iterator[_Pairs]:
+        edges = self.alike.edges
+        to_result = edges.target == TO_RESULT
+        target = np.where(to_result, -1, self.group[edges.target])
+        keys = np.stack(
+            [
+                self.group[edges.source],
+                edges.out,
+                target,
+                edges.port,
+                edges.structure,
+                edges.graded,
+                edges.gathers,
+            ]
+        )
+        axes = len(self.alike.table.bits)
+        whole = Port(np.zeros((1, axes), np.int8), np.zeros((1, axes), bool))
+        for some in same_columns(keys):
+            source, out, goal, port, structure, graded, gathers = keys[:, some[0]].tolist()
+            have, want = self.ports[source][out], self.ports[goal][port] if goal >= 0 else whole
+            again = self.again.get(source, np.zeros(len(have.forward), dtype=bool))
+            yield _Pairs(some, have, want, structure, bool(graded), again, self.alike.gathered[gathers])
+
+    def _seconds(self, pairs: _Pairs, known: Ways, start: int, count: int) -> Floats:
+        """[states, states, edges] of some edges, each as often as it is in the model."""
+        columns, which = np.unique(self.alike.edges.column[pairs.edges], return_inverse=True)
+        sizes = self.alike.values.sizes[pairs.structure].take(columns)
+        shape = len(pairs.have.forward), len(pairs.want.forward)
+        seconds = known.seconds(slice(start, start + count), sizes).reshape(*shape, -1)
+        if pairs.graded:
+            back = known.seconds(slice(start + count, start + 2 * count), sizes)
+            seconds = seconds + back.reshape(*shape[::-1], -1).transpose(1, 0, 2)
+        return seconds[:, :, which] * self.alike.edges.times[pairs.edges]
+
+    def _one_by_one(self, pairs: _Pairs) -> Floats:
+        """The same for values whose places are not apart, or too many."""
+        columns, which = np.unique(self.alike.edges.column[pairs.edges], return_inverse=True)
+        table, have, want = self.alike.table, pairs.have, pairs.want
+        found: list[Floats] = []
+        for column in columns.tolist():
+            value = self.alike.values.sizes[pairs.structure].values[column]
+            seconds = table.seconds(value, have.forward, want.forward)
+            if pairs.graded:
+                seconds = seconds + table.seconds(value, want.backward, have.backward).T
+            found.append(seconds)
+        return np.stack(found, axis=-1)[:, :, which] * self.alike.edges.times[pairs.edges]
+
+    def _add(self, pairs: _Pairs, seconds: Floats) -> None:
+        edges, at = self.alike.edges, pairs.edges
+        if pairs.again.any():  # what is gathered again is what its reader keeps
+            other = key_of(pairs.have.forward)[:, None] != key_of(pairs.want.forward)[None, :]
+            seconds = np.where((pairs.again[:, None] & other)[:, :, None], np.inf, seconds)
+        source, target, table = edges.source[at], edges.target[at], edges.table[at]
+        back = table == BACK
+        if back.any():
+            own = seconds[:, 0] if target[0] == TO_RESULT else np.diagonal(seconds).T
+            for variable, column in zip(source[back].tolist(), np.flatnonzero(back).tolist(), strict=True):
+                self.tables.add_states(np.array([variable]), own[:, [column]])
+                self.back.append((variable, own[:, column]))
+        self._add_pairs(pairs, np.flatnonzero(~back), seconds)
+
+    def _add_pairs(self, pairs: _Pairs, some: Numbers, seconds: Floats) -> None:
+        """Add [states, states, edges] to the tables of some of the edges."""
+        edges, at = self.alike.edges, pairs.edges
+        before = edges.source[at[some]] < edges.target[at[some]]
+        for ahead in (True, False):
+            here = some[before == ahead]
+            if len(here):
+                part = seconds[:, :, here] if len(here) < len(at) else seconds
+                self.tables.add_pairs(edges.table[at[here]], part if ahead else part.transpose(1, 0, 2))
+
+    # ------------------------------------------------------------------------------------------------ memory
+
+    def _weigh(self, per_byte: Floats, kept: Sequence[_Pairs]) -> None:
+        """Add what the bytes of operators cost, and of what their readers gather for themselves."""
+        alike = self.alike
+        for charges in alike.charges.by(self.group):
+            group, port, structure = self.group[charges.nodes[0]], charges.port, charges.structure
+            held = self._elements(structure, charges.columns, self.ports[group][port])
+            self.tables.add_states(charges.nodes, np.minimum(held, charges.most) * (charges.each @ per_byte))
+        for pairs in kept:
+            columns = alike.edges.column[pairs.edges]
+            held, wanted = (self._elements(pairs.structure, columns, p) for p in (pairs.have, pairs.want))
+            price = float(np.array(pairs.gathers) @ per_byte)
+            every = np.arange(len(pairs.edges))
+            self._add_pairs(pairs, every, price * gathered_elements(held, wanted))
+
+    def _elements(self, structure: int, columns: Numbers, port: Port) -> Floats:
+        """What a rank holds of values of one structure in each state of a port: [states, values]."""
+        sizes = self.alike.values.sizes[structure]
+        if not sizes.plain:
+            held = self.alike.table.local_elements(sizes.values[0], port.forward)
+            return np.repeat(held[:, None], len(columns), axis=1)
+        which, of = np.unique(columns, return_inverse=True)
+        return sizes.take(which).elements(self.alike.table, port.forward)[:, of]
+
+    def pairs_of_seconds(self) -> dict[tuple[int, int], Floats]:
+        """The seconds of all pairs, whatever a byte costs."""
+        tables = self.tables
+        return {
+            (u, v): tables.table(self._seconds_of_pairs, number)
+            for number, (u, v) in enumerate(tables.rounds.ends.tolist())
+        }
+
+    # ------------------------------------------------------------------------------------------------ answers
+
+    def rows(self, states: Numbers) -> Rows:
+        """The row of every node [nodes, axes] that a choice is."""
+        found = np.zeros((len(self.alike.names), len(self.alike.table.bits)), dtype=np.int8)
+        for sheet in self.sheets:
+            found[sheet.members] = sheet.rows[states[sheet.members]]
+        return found
+
+
+MakePriced = Callable[[Sequence[int], Rows | None], Priced]
+"""`Alike.priced` for some price of a byte: what some axes may do beside rows."""
+
+
+def _every(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each row of the one beside each of the other."""
+    return np.repeat(source, len(target), axis=0), np.tile(target, (len(source), 1))
+
+
+__all__ = ["Alike", "MakePriced", "Priced"]
