@@ -24,7 +24,6 @@ from meshwright.fewer_rows import with_batch_that_fits
 from meshwright.guards import Guards
 from meshwright.hollow import as_shapes
 from meshwright.mesh import Mesh
-from meshwright.ops.saved import saved
 from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
 from meshwright.partition.micro_batches import nothing_to_hide
@@ -214,9 +213,7 @@ def _plan_in_one(
     # The sums of a search are those of its space, which knows nothing of what was asked for beside it.
     summed = request if techniques.asked() or not made.claims else None
     if techniques.pieces > 1 or summed is not None:
-        parts = partition(
-            captured.graph, made, keeps=saved
-        )  # what cannot be cut in time is refused here already
+        parts = partition(captured.graph, made)
         if techniques.pieces > 1:
             made = made.with_notes(*nothing_to_hide(parts))
         if summed is not None:
@@ -407,7 +404,7 @@ def rule(op: str, line: str) -> None:
 @seldom_collected()
 def lower(captured: Captured, plan: Plan) -> Partition:
     """What the ranks run under a plan."""
-    return partition(captured.graph, plan, keeps=saved)
+    return partition(captured.graph, plan)
 
 
 def check_size(plan: Plan, cluster: Cluster) -> None:

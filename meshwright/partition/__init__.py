@@ -22,7 +22,6 @@ from meshwright.partition.interleave import STARTED, SUMMED, original
 from meshwright.partition.localize import localize_graph
 from meshwright.partition.overlap import Flight, flights, overlapped, stored_in
 from meshwright.partition.parameter_offload import is_fetch
-from meshwright.partition.recompute import Keeps
 from meshwright.partition.recompute_marks import settled, with_keeps
 from meshwright.partition.stages import Places, Stage, cut_stages, flights_within, places
 from meshwright.partition.time_axis import check_in_time, in_time, not_in_time
@@ -157,28 +156,25 @@ class Partition:
         return name if name in self.factors.sites else name.rpartition("_k")[0]
 
 
-def partition(
-    graph: Graph, plan: Plan, prices: Prices | None = None, keeps: Keeps | None = None
-) -> Partition:
+def partition(graph: Graph, plan: Plan, prices: Prices | None = None) -> Partition:
     """Cut a graph as a plan says, moving values as is cheapest by `prices` (by default those the plan was made with).
 
-    `keeps` says what autograd keeps of a node: only that can be made again in backward.
     Raises PlanError when the plan belongs to another graph, or asks for micro-batches that cannot be.
     """
     plan = plan.check(graph)
     factors = factors_of(graph)
     plan.check_cuts(factors)
     if plan.own:
-        own = tuple(_one(graph, factors, one, prices, keeps) for one in plan.own)
+        own = tuple(_one(graph, factors, one, prices) for one in plan.own)
         return replace(own[0], asked=plan, own=own)
-    return _one(graph, factors, plan, prices, keeps)
+    return _one(graph, factors, plan, prices)
 
 
-def _one(graph: Graph, factors: Factors, plan: Plan, prices: Prices | None, keeps: Keeps | None) -> Partition:
+def _one(graph: Graph, factors: Factors, plan: Plan, prices: Prices | None) -> Partition:
     """On one mesh."""
     timed = in_time(graph, factors, plan)
     try:
-        resharded = insert_reshards(graph, factors, timed, prices or plan.prices or TWO_CORE_GLOO, keeps)
+        resharded = insert_reshards(graph, factors, timed, prices or plan.prices or TWO_CORE_GLOO)
     except LayoutError as error:
         whole = by_whole_batch(graph, factors) if timed is not plan else []
         if not whole:
@@ -187,7 +183,7 @@ def _one(graph: Graph, factors: Factors, plan: Plan, prices: Prices | None, keep
     if timed is not plan:
         check_in_time(graph, resharded, timed)
     kept = with_keeps(resharded, factors, timed)
-    kept, stashes, again = settled(kept, timed, keeps)
+    kept, stashes, again = settled(kept, timed)
     return Partition(timed, factors, kept, plan, stashes, again)
 
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from meshwright.graph import DTYPES, MOVES, RESHARD, TRANSFERS, Graph, Node
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
+from meshwright.ops.saved import saved
 from meshwright.partition.backward_demand import Askers, asked_within
 from meshwright.partition.insert_reshards import Resharded
 from meshwright.partition.interleave import named
 from meshwright.partition.layers import layer_of
-from meshwright.partition.recompute import Keeps, readers_alike
+from meshwright.partition.recompute import readers_alike
 from meshwright.plan import Plan
 from meshwright.redistribute import TWO_CORE_GLOO, Step, redistribute
 from meshwright.redistribute.index_maps import exchange
@@ -43,9 +44,7 @@ class Stash:
     asked: Askers = ()
 
 
-def stashes_of(
-    resharded: Resharded, plan: Plan, keeps: Keeps, asked: Mapping[str, Askers], even: bool
-) -> dict[str, Stash]:
+def stashes_of(resharded: Resharded, plan: Plan, asked: Mapping[str, Askers], even: bool) -> dict[str, Stash]:
     """Value → how it is kept. `asked`: who asks for values first (`asked.py`); `even`: whether all ranks compute the
     same again, or else nothing is cut."""
     wanted = {v: [str(w) for w in how.split()] for v, how in plan.keeps.items() if how in STASHED}
@@ -54,10 +53,10 @@ def stashes_of(
     graph, found = resharded.graph, dict[str, Stash]()
     for node in graph.nodes:
         for value, how in _ways(node, graph, resharded, wanted):
-            if value not in asked or value in resharded.hosted or value in _own(node, graph, keeps):
+            if value not in asked or value in resharded.hosted or value in _own(node, graph):
                 continue
             slices, gather = (), ()
-            if SLICE in how and even and _alike(value, resharded, plan.mesh, keeps):
+            if SLICE in how and even and _alike(value, resharded, plan.mesh):
                 slices, gather = _cut(value, resharded, plan)
             if gather or HOST in how:
                 layer = layer_of(node.module)
@@ -81,20 +80,18 @@ def _ways(
         yield from ((v, wanted[v]) for v in node.values if v in wanted)
 
 
-def _own(node: Node, graph: Graph, keeps: Keeps) -> set[str]:
+def _own(node: Node, graph: Graph) -> set[str]:
     """Results that an operator keeps itself (a softmax, attention): they are in its hands, whole, before any part of
     them could be made, and a part kept beside them would only cost more."""
     if node.op in MOVES:
         return set()
-    kept = keeps(node, graph.types, [use in graph.needs_grad for use in node.uses])
+    kept = saved(node, graph.types, [use in graph.needs_grad for use in node.uses])
     return {node.values[number] for number in kept.outputs}
 
 
-def _alike(value: str, resharded: Resharded, mesh: Mesh, keeps: Keeps) -> bool:
+def _alike(value: str, resharded: Resharded, mesh: Mesh) -> bool:
     """Whether all ranks keep a value, or none of them does."""
-    return readers_alike(
-        resharded.graph, value, resharded.layouts, resharded.ports, resharded.pairs, mesh, keeps
-    )[1]
+    return readers_alike(resharded.graph, value, resharded.layouts, resharded.ports, resharded.pairs, mesh)[1]
 
 
 def _cut(value: str, resharded: Resharded, plan: Plan) -> tuple[tuple[Step, ...], tuple[Step, ...]]:

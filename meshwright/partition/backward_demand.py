@@ -11,8 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.graph import MOVES, RESHARD, Graph, Node
+from meshwright.ops.saved import saved
 from meshwright.partition.insert_reshards import Resharded
-from meshwright.partition.recompute import VIEWS, Keeps
+from meshwright.partition.recompute import VIEWS
 
 DROPOUT = "meshwright.dropout"
 # The nodes whose backward is the first to ask: one of each stage that does, the last one first.
@@ -31,17 +32,16 @@ class Asked:
 def asked_of(
     resharded: Resharded,
     again: Collection[str],
-    keeps: Keeps,
     where: Mapping[str, frozenset[int]] | None = None,
 ) -> Asked:
-    """Who asks for what. `again`: operators that are computed again from what they read; `keeps`: what autograd keeps
-    of a node; `where`: node → the stages of a pipeline that run it."""
+    """Who asks for what. `again`: operators that are computed again from what they read; `where`: node → the stages
+    of a pipeline that run it."""
     nodes = resharded.graph.nodes
     stages: dict[int, list[int]] = {} if where is not None else {0: list(range(len(nodes)))}
     for place, node in enumerate(nodes if where is not None else ()):
         for stage in where[node.name] if where is not None else ():
             stages.setdefault(stage, []).append(place)
-    walks = [_Walk(resharded, again, keeps, places) for _, places in sorted(stages.items(), reverse=True)]
+    walks = [_Walk(resharded, again, places) for _, places in sorted(stages.items(), reverse=True)]
     return Asked(*(_joined(nodes, found) for found in ([w.values for w in walks], [w.again for w in walks])))
 
 
@@ -56,10 +56,8 @@ def _joined(nodes: Sequence[Node], found: Sequence[Mapping[str, int]]) -> dict[s
 class _Walk:
     """The nodes of one stage (or of all) from the last to the first: the places of those that ask first."""
 
-    def __init__(
-        self, resharded: Resharded, again: Collection[str], keeps: Keeps, places: Sequence[int]
-    ) -> None:
-        self.resharded, self.remade, self.keeps = resharded, again, keeps
+    def __init__(self, resharded: Resharded, again: Collection[str], places: Sequence[int]) -> None:
+        self.resharded, self.remade = resharded, again
         self.values: dict[str, int] = {}
         self.again: dict[str, int] = {}
         for place in reversed(places):
@@ -89,7 +87,7 @@ class _Walk:
         """Where an operator's arguments are asked for through its results. What it saves of its own is asked for by
         its own backward."""
         graph, graded = self.resharded.graph, any(node.needs_grad)
-        kept = self.keeps(node, graph.types, [u in graph.needs_grad for u in node.uses])
+        kept = saved(node, graph.types, [u in graph.needs_grad for u in node.uses])
         if graded:
             self._ask([node.uses[p] for p in kept.inputs], place)
             self._ask([node.values[n] for n in kept.outputs], place)

@@ -17,7 +17,7 @@ from meshwright.layout import TensorLayout, normalize, parse_layout
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Ports, layouts
-from meshwright.partition.recompute import Keeps, can_be_made_again
+from meshwright.partition.recompute import can_be_made_again
 from meshwright.places import hosted_values, leaving_values, parked_parameters
 from meshwright.plan import Plan
 from meshwright.redistribute import Prices, Reshard, Step, reshard
@@ -43,9 +43,7 @@ class Resharded:
     borders: Mapping[str, int] = field(default_factory=dict)
 
 
-def insert_reshards(
-    graph: Graph, factors: Factors, plan: Plan, prices: Prices, keeps: Keeps | None = None
-) -> Resharded:
+def insert_reshards(graph: Graph, factors: Factors, plan: Plan, prices: Prices) -> Resharded:
     """Give every consumer the layout its strategy asks for. `keeps` says what autograd keeps of a node.
 
     A value with a hub is brought once to the hub's layout, where it is first used, and from there to each consumer
@@ -70,7 +68,7 @@ def insert_reshards(
     )
     nodes += work.fresh_nodes()
     result = replace(graph, nodes=tuple(nodes), outputs=outputs, mutations=mutations)
-    result = work.marked_again(result, keeps)
+    result = work.marked_again(result)
     return Resharded(
         result,
         work.have,
@@ -192,15 +190,14 @@ class _Insertion:
         made, self._fresh = self._fresh, []
         return made
 
-    def marked_again(self, graph: Graph, keeps: Keeps | None) -> Graph:
+    def marked_again(self, graph: Graph) -> Graph:
         """The graph in which the reshards say ``again=True`` whose results backward makes again."""
         mesh = self.plan.mesh
         again = {
             hub
             for value in self.plan.again
             for hub in (self._hubs.get(value), self._hubs.get(self._copies.get(value, "")))
-            if hub in self.pairs
-            and can_be_made_again(graph, hub, self.have, self.ports, self.pairs, mesh, keeps)
+            if hub in self.pairs and can_be_made_again(graph, hub, self.have, self.ports, self.pairs, mesh)
         }
         marked = (
             replace(n, kwargs=(("again", True), *n.kwargs)) if n.name in again else n for n in graph.nodes

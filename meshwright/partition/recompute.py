@@ -8,38 +8,14 @@ others hold several (a view there, a copy here), may save something else. Such h
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping
 
-from meshwright.graph import PIN, RESHARD, TRANSFERS, Graph, Node, TensorType
+from meshwright.graph import PIN, RESHARD, TRANSFERS, Graph
 from meshwright.layout import TensorLayout, leaves
 from meshwright.mesh import Mesh
+from meshwright.ops.saved import saved
 from meshwright.ops.strategy import Ports
 from meshwright.redistribute import Reshard
-
-
-class Kept(Protocol):
-    """What autograd keeps of a node."""
-
-    @property
-    def inputs(self) -> tuple[int, ...]:
-        """The ports that it keeps."""
-        ...
-
-    @property
-    def outputs(self) -> tuple[int, ...]:
-        """The results that it keeps."""
-        ...
-
-    @property
-    def extra_bytes(self) -> int:
-        """Bytes of what it keeps of its own."""
-        ...
-
-
-# Node, types, and per port whether its gradient is wanted → what autograd keeps (`cost.saved`, which a floor above
-# hands in: the runtime, which knows this one, knows nothing of costs).
-Keeps = Callable[[Node, Mapping[str, TensorType], Sequence[bool]], Kept]
 
 VIEWS = frozenset(
     f"aten.{name}"
@@ -59,14 +35,12 @@ def can_be_made_again(
     ports: Mapping[str, Ports],
     pairs: Mapping[str, Reshard],
     mesh: Mesh,
-    keeps: Keeps | None = None,
 ) -> bool:
     """Whether backward would need the result of the reshard `hub`, and all ranks at the same place.
 
-    `graph` is the one with reshards; `layouts`, `ports` and `pairs` are of its values, nodes and reshards. Without
-    `keeps`, autograd is taken to keep all that an operator reads.
+    `graph` is the one with reshards; `layouts`, `ports` and `pairs` are of its values, nodes and reshards.
     """
-    wanted, even = readers_alike(graph, hub, layouts, ports, pairs, mesh, keeps)
+    wanted, even = readers_alike(graph, hub, layouts, ports, pairs, mesh)
     return bool(pairs[hub].forward) and wanted and even
 
 
@@ -77,7 +51,6 @@ def readers_alike(
     ports: Mapping[str, Ports],
     pairs: Mapping[str, Reshard],
     mesh: Mesh,
-    keeps: Keeps | None = None,
 ) -> tuple[bool, bool]:
     """Whether autograd keeps a value for one who reads it (or what lies in its memory), and whether all ranks do so
     alike."""
@@ -93,7 +66,7 @@ def readers_alike(
             else:
                 same, mine = node.op in VIEWS, (*ports[node.name].inputs, *ports[node.name].outputs)
                 grads = [use in graph.needs_grad for use in node.uses]
-                kept = keeps(node, graph.types, grads).inputs if keeps else range(len(node.uses))
+                kept = saved(node, graph.types, grads).inputs
                 wanted |= any(node.needs_grad) and port in kept
             if same is None or not all(alike(layout, mesh) for layout in mine):
                 return wanted, False

@@ -17,7 +17,7 @@ from meshwright.ops.factors import Factors
 from meshwright.partition.activation_offload import Stash, stashes_of
 from meshwright.partition.backward_demand import Askers, asked_of
 from meshwright.partition.insert_reshards import Resharded
-from meshwright.partition.recompute import Keeps, alike
+from meshwright.partition.recompute import alike
 from meshwright.partition.stages import places
 from meshwright.plan import Plan
 from meshwright.redistribute.steps import COLLECTIVES
@@ -48,20 +48,17 @@ def with_keeps(resharded: Resharded, factors: Factors, plan: Plan) -> Resharded:
     return replace(resharded, graph=replace(graph, nodes=nodes), keeps=keeps)
 
 
-def settled(
-    resharded: Resharded, plan: Plan, autograd: Keeps | None
-) -> tuple[Resharded, dict[str, Stash], Mapping[str, Askers]]:
+def settled(resharded: Resharded, plan: Plan) -> tuple[Resharded, dict[str, Stash], Mapping[str, Askers]]:
     """The program without marks on reshards that backward, though it might make them again, never asks for; what is
-    kept elsewhere than where it lies; and of what is made again, who asks first. `autograd` says what it keeps of a
-    node."""
+    kept elsewhere than where it lies; and of what is made again, who asks first."""
     graph = resharded.graph
-    if autograd is None or not (plan.keeps or resharded.parked or plan.again):
+    if not (plan.keeps or resharded.parked or plan.again):
         return resharded, {}, {}
     again = {n.name for n in graph.nodes if any(resharded.keeps.get(v) == AGAIN for v in n.values)}
     where = places(graph, {**plan.stages, **resharded.borders}) if plan.stages else None
-    asked = asked_of(resharded, again, autograd, where)
+    asked = asked_of(resharded, again, where)
     even = made_alike(resharded, again, plan)
-    stashes = stashes_of(resharded, plan, autograd, asked.values, even)
+    stashes = stashes_of(resharded, plan, asked.values, even)
     nodes = (_unasked(n) if n.op == RESHARD and n.name not in asked.again else n for n in graph.nodes)
     return replace(resharded, graph=replace(graph, nodes=tuple(nodes))), stashes, asked.again
 

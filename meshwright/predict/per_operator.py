@@ -10,7 +10,6 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.operators import work
 from meshwright.graph import MOVES, Graph
 from meshwright.mesh import Mesh
-from meshwright.ops.saved import saved
 from meshwright.partition import Partition, partition
 from meshwright.plan import Plan
 from meshwright.predict.memory.per_operator import kept_bytes
@@ -41,7 +40,7 @@ class Weight:
 def weighed(graph: Graph, plan: Plan, cluster: Cluster | None) -> Weight:
     """Of the rank that holds most. What it computes is in seconds of a cluster; without one what it computes again is
     in FLOPs."""
-    parts = partition(graph, plan, keeps=saved)
+    parts = partition(graph, plan)
     seconds = (
         (_flops(parts, parts.plan.mesh), "FLOPs") if cluster is None else (_seconds(parts, cluster), "s")
     )

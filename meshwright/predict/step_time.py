@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 from meshwright.cost.cluster import Cluster
 from meshwright.graph import Graph
-from meshwright.ops.saved import saved
 from meshwright.partition import Partition, partition
 from meshwright.partition.accumulation import programs_in_time
 from meshwright.plan import Plan
@@ -77,7 +76,7 @@ def with_turns(graph: Graph, plan: Plan, cluster: Cluster, optimizer_states: int
         return plan
 
     def seconds(turns: str) -> float:
-        parts = partition(graph, replace(plan, turns=turns), keeps=saved)
+        parts = partition(graph, replace(plan, turns=turns))
         return step_times(parts, cluster, optimizer_states).step_seconds
 
     return replace(plan, turns=min(TURNS, key=seconds))

@@ -15,7 +15,6 @@ from meshwright.graph import Graph, Input, Node
 from meshwright.layout import TensorLayout, dim_axes, without_axes
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Site
-from meshwright.ops.saved import saved
 from meshwright.ops.strategy import Strategy, cut, fits, layouts, splittable, ways
 from meshwright.partition import Partition
 from meshwright.partition.insert_reshards import insert_reshards
@@ -116,5 +115,5 @@ def _price(
     )
     sites = {n.name: parts.factors.sites[n.name] for n in around.nodes}
     factors = replace(parts.factors, sites=sites)
-    resharded = insert_reshards(around, factors, changed, prices, saved)
+    resharded = insert_reshards(around, factors, changed, prices)
     return program_price(Partition(changed, factors, resharded, changed), cluster, optimizer_states).total

@@ -18,7 +18,6 @@ from meshwright.cost.cluster import Cluster
 from meshwright.graph import Graph
 from meshwright.layout import TensorLayout
 from meshwright.mesh import Mesh
-from meshwright.ops.saved import saved
 from meshwright.partition import Partition, partition
 from meshwright.plan import Plan, fingerprint
 from meshwright.predict.extrapolate import layered_times
@@ -255,7 +254,7 @@ class Judge:
         )
         if self.techniques != NONE:
             plan = apply(graph, plan, self.techniques, functools.partial(weighed, cluster=self.cluster))
-        return partition(graph, plan, keeps=saved)
+        return partition(graph, plan)
 
 
 def _line(size: int, copies: Sequence[int], counts: Sequence[int], each: Sequence[int]) -> Line:

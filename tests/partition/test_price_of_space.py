@@ -13,7 +13,6 @@ from meshwright.compile import captured_of
 from meshwright.cost.cluster import Cluster
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import analyze
-from meshwright.ops.saved import saved
 from meshwright.ops.table import rules_of
 from meshwright.partition import partition
 from meshwright.plan import Plan, fingerprint
@@ -60,7 +59,7 @@ def test_any_choice_costs_what_its_program_costs(model: str, space: str) -> None
             hosts=hosts,
             prices=cluster.prices,
         )
-        found = program_price(partition(graph, plan, keeps=saved), cluster)
+        found = program_price(partition(graph, plan), cluster)
         sending = found.forward_communication + found.backward_communication
         assert math.isclose(found.compute + found.update, wanted.compute, rel_tol=1e-6)
         assert math.isclose(sending, wanted.communication, rel_tol=1e-6)

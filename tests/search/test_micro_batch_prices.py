@@ -10,7 +10,6 @@ import pytest
 
 from meshwright.compile import captured_of
 from meshwright.ops.analysis import factors_of
-from meshwright.ops.saved import saved
 from meshwright.partition import Partition, partition
 from meshwright.plan import Plan, fingerprint
 from meshwright.predict.per_operator import weighed
@@ -69,7 +68,7 @@ def program(of: Planner, space: Space, states: list[int]) -> Partition:
         again=choice.again,
         prices=of.request.cluster.prices,
     )
-    return partition(graph, apply(graph, plan, of.techniques, weighed), keeps=saved)
+    return partition(graph, apply(graph, plan, of.techniques, weighed))
 
 
 @pytest.mark.parametrize("again", (False, True))

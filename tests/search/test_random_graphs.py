@@ -9,7 +9,6 @@ import pytest
 
 from meshwright.graph import Graph
 from meshwright.ops.analysis import factors_of
-from meshwright.ops.saved import saved
 from meshwright.partition import partition
 from meshwright.plan import Plan, fingerprint
 from meshwright.predict.price import program_price
@@ -77,7 +76,7 @@ def cheapest_program(graph: Graph, space: Space) -> float:
             again=choice.again,
             prices=space.cluster.prices,
         )
-        found = min(found, program_price(partition(graph, plan, keeps=saved), space.cluster).total)
+        found = min(found, program_price(partition(graph, plan), space.cluster).total)
     return found
 
 
