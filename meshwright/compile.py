@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 import weakref
@@ -34,8 +33,6 @@ from meshwright.pipeline.of_plan import in_flight
 from meshwright.pipeline.own_meshes import check_own, check_pins, pins_on
 from meshwright.pipeline.schedules import SCHEDULES
 from meshwright.plan import Plan
-from meshwright.predict.per_operator import weighed
-from meshwright.predict.pipeline_step import claims_of as pipeline_claims
 from meshwright.predict.step_time import with_turns
 from meshwright.remarks import log_remarks
 from meshwright.report.plan_table import plan_text
@@ -207,7 +204,7 @@ def _plan_in_one(
     made = make_plan(captured.graph, chosen, mode, pins, captured.folding, request)
     techniques = made.techniques if mode in SEARCHES else techniques
     cluster = request.cluster if request is not None else None
-    made = apply(captured.graph, made, techniques, functools.partial(weighed, cluster=cluster))
+    made = apply(captured.graph, made, techniques, cluster)
     if request is not None:
         made = with_turns(captured.graph, made, request.cluster, request.optimizer_states)
     # The sums of a search are those of its space, which knows nothing of what was asked for beside it.
@@ -267,8 +264,7 @@ def _plan_chosen(
     world = meshes(mesh_over(request.cluster, taken), techniques, total=False)
     cluster = within_stage(request.cluster, taken)
     assert cluster.place(world.stage).axes == inside.mesh.axes, (world.stage, inside.mesh)
-    weigh = functools.partial(weighed, cluster=cluster)
-    made = _of_captured(captured, apply(captured.graph, inside, inside.techniques, weigh), request)
+    made = _of_captured(captured, apply(captured.graph, inside, inside.techniques, cluster), request)
     return _in_stages(captured, made, world, request, techniques)
 
 
@@ -342,19 +338,8 @@ def _in_stages(
     captured: Captured, made: Plan, world: Meshes, request: Request | None, techniques: Techniques
 ) -> Plan:
     """A plan of the ranks that share a stage, cut into stages."""
-    known: dict[str, Partition] = {}
-
-    def lowered(plan: Plan) -> Partition:
-        key = str([one.stages for one in (plan, *plan.own)])
-        if key not in known:
-            known.clear()  # a program is large
-            known[key] = lower(captured, plan)
-        return known[key]
-
-    made = staged(captured.graph, made, techniques, world, lowered, request)
+    made = staged(captured.graph, made, techniques, world, request)
     if request is not None:
-        said = pipeline_claims(lowered(made), request.cluster, request.optimizer_states)
-        made = replace(made, claims=said)
         made = within_limit(made, request)
     return with_origin(made, captured, request)
 

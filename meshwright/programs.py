@@ -6,7 +6,6 @@ what no program fits is captured anew and planned with the weights where they ar
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import time
@@ -29,7 +28,6 @@ from meshwright.graph import Graph
 from meshwright.guards import Guards
 from meshwright.hollow import Hollow
 from meshwright.plan import Plan
-from meshwright.predict.per_operator import weighed
 from meshwright.runtime.batches import Given, LocalBatch
 from meshwright.runtime.communicator import Communicator
 from meshwright.runtime.connect import Meeting, late
@@ -102,15 +100,14 @@ class ModelState:
             {e.name: one[e.target] for e in graph.inputs if e.target in one and e.role != "batch"}
             for one in self.held
         ]
-        weigh = functools.partial(weighed, cluster=None)
         try:
-            return carried_to_train(plan, graph, held, weigh)
+            return carried_to_train(plan, graph, held)
         except PlanError as error:
             if plan.techniques.micro_batches == 1 or plan.techniques.pipeline > 1:
                 raise
             try:
                 fewer = replace(plan.techniques, micro_batches=1, interleave=1)
-                return carried_to_train(replace(plan, techniques=fewer), graph, held, weigh)
+                return carried_to_train(replace(plan, techniques=fewer), graph, held)
             except PlanError:
                 raise error from None
 

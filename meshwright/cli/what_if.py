@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Mapping
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from meshwright.ops.factors import Factors
     from meshwright.plan import Plan
     from meshwright.report.estimate import Estimate
-    from meshwright.search.techniques.apply import Weigh
 
 
 @dataclass(frozen=True)
@@ -71,25 +69,15 @@ def answer(base: Base, changes: Mapping[str, str], asked: Mapping[str, Any]) -> 
 def _with(
     base: Base, plan: Plan, captured: Captured, cluster: Cluster, asked: Mapping[str, Any]
 ) -> tuple[Plan, str]:
-    from meshwright.compile import lower
-    from meshwright.pipeline.levels import part_of
-    from meshwright.pipeline.meshes import meshes_of
-    from meshwright.predict.per_operator import weighed
     from meshwright.predict.step_time import with_turns
     from meshwright.report.what_if import changed, changed_in_stages
     from meshwright.request import request_for
 
     factors = _factors(captured)
     if plan.stages:
-        world = meshes_of(plan)
-
-        def weigh(place: int) -> Weigh:
-            return functools.partial(weighed, cluster=part_of(cluster, world, place) if plan.own else cluster)
-
-        lowered = functools.partial(lower, captured)
         request = request_for(cluster, optimizer_states=base.optimizer_states)
-        return changed_in_stages(plan, captured.graph, factors, asked, weigh, lowered, request)
-    plan, remark = changed(plan, captured.graph, factors, asked, functools.partial(weighed, cluster=cluster))
+        return changed_in_stages(plan, captured.graph, factors, asked, request)
+    plan, remark = changed(plan, captured.graph, factors, asked, cluster)
     return with_turns(captured.graph, plan, cluster, base.optimizer_states), remark
 
 

@@ -5,23 +5,24 @@ Each returns a plan that is priced as any other; what cannot be changed raises P
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.graph import Graph
 from meshwright.layout import Dim, SubDim, TensorLayout, dim_axes, leaves, map_leaves, show_dim, without_axes
 from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Strategy
-from meshwright.partition import Partition
+from meshwright.pipeline.levels import part_of
 from meshwright.pipeline.meshes import check_chunks, meshes_of
 from meshwright.plan import Plan, fingerprint
 from meshwright.search.pipeline.assign import check_alone, in_one_stage, staged
 from meshwright.search.planner import Request
 from meshwright.search.scene import Scene
-from meshwright.search.techniques.apply import Weigh, apply
+from meshwright.search.techniques.apply import apply
 from meshwright.search.to_plan import input_layouts
 from meshwright.techniques import techniques_from
 
@@ -112,7 +113,7 @@ KEEPING = frozenset(("recompute", "slice_activation", "offload"))
 
 
 def changed(
-    plan: Plan, graph: Graph, factors: Factors, changes: Mapping[str, Any], weigh: Weigh
+    plan: Plan, graph: Graph, factors: Factors, changes: Mapping[str, Any], cluster: Cluster | None = None
 ) -> tuple[Plan, str]:
     """The plan with options of its techniques changed, as `mw.plan` takes them, and what their passes remark.
 
@@ -129,7 +130,7 @@ def changed(
         before = stored_as_used(before, graph, factors)
     if KEEPING & set(changes):
         before = replace(before, keeps={})
-    found = apply(graph, before, asked, weigh)
+    found = apply(graph, before, asked, cluster)
     return replace(found, notes=plan.notes), "; ".join(found.notes)
 
 
@@ -141,14 +142,12 @@ def changed_in_stages(
     graph: Graph,
     factors: Factors,
     changes: Mapping[str, Any],
-    weigh: Callable[[int], Weigh],
-    lowered: Callable[[Plan], Partition],
-    request: Request | None,
+    request: Request | None = None,
 ) -> tuple[Plan, str]:
-    """The same for a plan with stages: operators stay as they are cut, stages are cut again for what they take now.
-    `weigh`: of a place in the pipeline; `lowered` makes the program of a plan, and `request` says for which cluster and
-    optimizer. Raises PlanError for what cannot be, and for more stages than the ranks of the pipeline can share
-    evenly."""
+    """The same for a plan with stages: operators keep their shardings, and stages are split again for what they take
+    now. `request` says for which cluster and optimizer. Raises PlanError for what cannot be, and for more stages than
+    the ranks of the pipeline can share evenly.
+    """
     asked = techniques_from({**plan.techniques.asked(), **changes})
     world = meshes_of(plan)
     check_chunks(asked, world.places)
@@ -159,12 +158,16 @@ def changed_in_stages(
         alone = replace(
             one.unfolded(graph), stages={}, world=None, meshes=(), techniques=in_one_stage(one.techniques)
         )
-        there, remark = changed(alone, graph, factors, inside, weigh(place))
-        found.append(replace(there, notes=()))
+        cluster = request.cluster if request is not None else None
+        on = part_of(cluster, world, place) if cluster is not None and plan.own else cluster
+        made, remark = changed(alone, graph, factors, inside, on)
+        found.append(replace(made, notes=()))
         remarks[remark] = None
     whole = replace(found[0], own=tuple(found)) if plan.own else found[0]
-    made = staged(graph, whole, asked, world, lowered, request)
-    return replace(made, notes=plan.notes, pins=plan.pins), "; ".join(t for t in (*remarks, *made.notes) if t)
+    made = staged(graph, whole, asked, world, request)
+    return replace(made, claims={}, notes=plan.notes, pins=plan.pins), "; ".join(
+        t for t in (*remarks, *made.notes) if t
+    )
 
 
 def stored_as_used(plan: Plan, graph: Graph, factors: Factors) -> Plan:

@@ -22,7 +22,6 @@ from meshwright.partition import Partition, partition
 from meshwright.plan import Plan, fingerprint
 from meshwright.predict.extrapolate import layered_times
 from meshwright.predict.memory.step import Peak, optimizer_on, peak
-from meshwright.predict.per_operator import weighed
 from meshwright.predict.price import program_price
 from meshwright.predict.step_time import step_times
 from meshwright.search.layer_groups import Folded, shortened
@@ -253,7 +252,7 @@ class Judge:
             prices=self.cluster.prices,
         )
         if self.techniques != NONE:
-            plan = apply(graph, plan, self.techniques, functools.partial(weighed, cluster=self.cluster))
+            plan = apply(graph, plan, self.techniques, self.cluster)
         return partition(graph, plan)
 
 

@@ -25,7 +25,7 @@ from meshwright.plan_folds import stand_ins
 from meshwright.search.modes import check_layouts
 from meshwright.search.propagation import propagate
 from meshwright.search.scene import Scene
-from meshwright.search.techniques.apply import Weigh, apply
+from meshwright.search.techniques.apply import apply
 from meshwright.search.to_plan import input_layouts, pass_gradients_back
 from meshwright.techniques import PARAMETERS, Techniques
 
@@ -53,22 +53,20 @@ def carried(plan: Plan, graph: Graph, folding: Folding = UNFOLDED) -> Plan:
     )
 
 
-def carried_to_train(plan: Plan, graph: Graph, held: Sequence[Mapping[str, Held]], weigh: Weigh) -> Plan:
+def carried_to_train(plan: Plan, graph: Graph, held: Sequence[Mapping[str, Held]]) -> Plan:
     """The plan of another program that trains: another shape or another loss of the same model.
 
     `held`: input → how a parameter or buffer is stored and updated already, which stays; what is not among them is
-    placed as the plan's techniques say. One for all, or one for each of the plan's `own`. `weigh` as in `apply`. Raises
+    placed as the plan's techniques say. One for all, or one for each of the plan's `own`. Raises
     PlanError where a stage has nothing to do.
     """
     if plan.own:
-        own = tuple(
-            _carried_to_train(one, graph, there, weigh) for one, there in zip(plan.own, held, strict=True)
-        )
+        own = tuple(_carried_to_train(one, graph, there) for one, there in zip(plan.own, held, strict=True))
         return replace(own[0], own=own)
-    return _carried_to_train(plan, graph, held[0], weigh)
+    return _carried_to_train(plan, graph, held[0])
 
 
-def _carried_to_train(plan: Plan, graph: Graph, held: Mapping[str, Held], weigh: Weigh) -> Plan:
+def _carried_to_train(plan: Plan, graph: Graph, held: Mapping[str, Held]) -> Plan:
     scene, _, same = _matched(plan, graph, UNFOLDED)
     trains = {e.name: e.needs_grad for e in graph.input_of("parameter")}
     isomorphic = (
@@ -91,7 +89,7 @@ def _carried_to_train(plan: Plan, graph: Graph, held: Mapping[str, Held], weigh:
             states=plan.states,
         )
     else:
-        made = apply(graph, made, plan.techniques, weigh)
+        made = apply(graph, made, plan.techniques)
     return replace(_stored_as_held(made, held), notes=())
 
 

@@ -17,7 +17,6 @@ from meshwright.errors import ClusterError, PlanError
 from meshwright.examples import gpt
 from meshwright.ops.factors import analyze
 from meshwright.ops.table import rules_of
-from meshwright.predict.per_operator import weighed
 from meshwright.predict.price import program_price
 from meshwright.report.estimate import estimate
 from meshwright.report.what_if import changed, stored_as_used, transferred
@@ -98,7 +97,7 @@ def test_storage_by_a_level_computes_what_one_device_computes(made, level):
 
 def at_level(captured, plan, level):
     asked = {"optimizer_parallel": level, "threshold_kb": 0 if level else 64}
-    return changed(plan, captured.graph, factors_of(captured), asked, weighed)[0]
+    return changed(plan, captured.graph, factors_of(captured), asked)[0]
 
 
 def test_levels_store_less_and_level_0_undoes_them(made):
@@ -149,13 +148,13 @@ def test_the_estimate_is_the_price_apart(made):
 def test_a_changed_technique_is_the_plan_made_with_it(made, wished):
     *_, captured, plan = made
     *_, wanted = planned(mode="sharding_propagation", pins=PINS, **wished)
-    found, _ = changed(plan, captured.graph, factors_of(captured), wished, weighed)
+    found, _ = changed(plan, captured.graph, factors_of(captured), wished)
     for name in ("techniques", "strategies", "inputs", "hubs", "states", "again", "keeps"):
         assert getattr(found, name) == getattr(wanted, name), name
     assert estimate(cut(captured, found, CLUSTER), CLUSTER).ranks == plan.mesh.size
     back = {**dict.fromkeys(("micro_batches",), 1), "recompute": "", "fusion": "auto"}
     back |= {"optimizer_parallel": 0, "threshold_kb": 64}
-    again, _ = changed(found, captured.graph, factors_of(captured), back, weighed)
+    again, _ = changed(found, captured.graph, factors_of(captured), back)
     for name in ("techniques", "inputs", "hubs", "states", "again", "keeps"):
         assert getattr(again, name) == getattr(plan, name), name
 

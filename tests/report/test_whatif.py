@@ -9,7 +9,6 @@ from meshwright.errors import PlanError
 from meshwright.examples import gpt
 from meshwright.ops.analysis import factors_of
 from meshwright.plan import Plan
-from meshwright.predict.per_operator import weighed
 from meshwright.report.what_if import changed, transferred
 
 CONFIG = gpt.GPTConfig(vocabulary=96, width=48, layers=4, heads=4, sequence=24)
@@ -37,7 +36,7 @@ def test_a_file_of_folded_layers_takes_another_storage():
     graph = captured_of(model, batch, loss).graph
     loaded = Plan.from_json(made.to_json())
     asked = {"optimizer_parallel": 3, "threshold_kb": 0}
-    cut, _ = changed(loaded, graph, factors_of(graph), asked, weighed)
+    cut, _ = changed(loaded, graph, factors_of(graph), asked)
     named = [i for i in graph.input_of("parameter") if i.target.endswith("up.weight")]
     assert len(named) == 4
     assert all(i.name in cut.again and str(cut.inputs[i.name]) == "[192/dp, 48]" for i in named)
@@ -48,9 +47,9 @@ def test_a_technique_taken_away_takes_along_what_only_says_how():
     asked = {"optimizer_parallel": 3, "threshold_kb": 0, "keep_whole": ("*.norm*",)}
     made = plan(model, batch, loss=loss, mesh={"dp": 2}, mode="data_parallel", **asked)
     graph = captured_of(model, batch, loss).graph
-    without, _ = changed(made, graph, factors_of(graph), {"optimizer_parallel": 0}, weighed)
+    without, _ = changed(made, graph, factors_of(graph), {"optimizer_parallel": 0})
     assert without.techniques.asked() == {} and not without.again
     plain = plan(model, batch, loss=loss, mesh={"dp": 2}, mode="data_parallel")
     assert dict(without.inputs) == dict(plain.inputs)
     with pytest.raises(PlanError, match="threshold_kb"):  # asked for anew, it is no rest
-        changed(made, graph, factors_of(graph), {"optimizer_parallel": 0, "threshold_kb": 8}, weighed)
+        changed(made, graph, factors_of(graph), {"optimizer_parallel": 0, "threshold_kb": 8})

@@ -12,7 +12,6 @@ from meshwright.compile import captured_of
 from meshwright.ops.analysis import factors_of
 from meshwright.partition import Partition, partition
 from meshwright.plan import Plan, fingerprint
-from meshwright.predict.per_operator import weighed
 from meshwright.predict.price import program_price
 from meshwright.request import request_for
 from meshwright.search.data_parallel import by_batch
@@ -68,7 +67,7 @@ def program(of: Planner, space: Space, states: list[int]) -> Partition:
         again=choice.again,
         prices=of.request.cluster.prices,
     )
-    return partition(graph, apply(graph, plan, of.techniques, weighed))
+    return partition(graph, apply(graph, plan, of.techniques))
 
 
 @pytest.mark.parametrize("again", (False, True))

@@ -3,7 +3,6 @@ where they are, and the programs are equal to one device."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 import meshwright as mw
 from meshwright.compile import captured_of
 from meshwright.examples import gpt
-from meshwright.predict.per_operator import weighed
 from meshwright.search.reuse import Held, carried_to_train
 
 PINS = {"blocks.*.qkv": {"n": "tp"}, "blocks.*.up": {"n": "tp"}, "head": {"n": "tp"}}
@@ -56,8 +54,7 @@ def test_a_plan_carried_over_is_equal_to_one_device(name: str, what: str) -> Non
         model.requires_grad_(False)
         model.head.requires_grad_(True)
     captured = captured_of(model, batch, loss)
-    weigh = functools.partial(weighed, cluster=None)
-    made = carried_to_train(plan, captured.graph, [held], weigh)
+    made = carried_to_train(plan, captured.graph, [held])
     for entry, one in held.items():
         assert made.inputs[entry].dims == one.stored.dims
         assert made.states.get(entry) == one.updated

@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.graph import STAGE_MARK, Graph, Node
 from meshwright.mesh import Mesh
-from meshwright.partition import Partition
+from meshwright.partition import Partition, partition
 from meshwright.pipeline.actions import Schedule, is_own, parse
 from meshwright.pipeline.levels import link_of
 from meshwright.pipeline.meshes import AXIS, Meshes
@@ -19,7 +19,7 @@ from meshwright.pipeline.of_plan import schedule_for
 from meshwright.pipeline.play import play
 from meshwright.pipeline.split import Split, split
 from meshwright.plan import Plan
-from meshwright.predict.pipeline_step import peaks_of
+from meshwright.predict.pipeline_step import claims_of, peaks_of
 from meshwright.predict.split_costs import costs_of, stage_room
 from meshwright.search.planner import Request
 from meshwright.techniques import Techniques, matches_module
@@ -33,18 +33,17 @@ def staged(
     plan: Plan,
     techniques: Techniques,
     world: Meshes,
-    lowered: Callable[[Plan], Partition],
     request: Request | None,
 ) -> Plan:
-    """The plan of a stage's mesh, or those of the places that have meshes of their own, cut into stages. `lowered`
-    makes the program of a plan, whose seconds balance them and whose bytes must fit into what `request` says of a rank.
+    """The plan of a stage's mesh, or those of the places that have meshes of their own, split into stages. The seconds
+    of its program balance them, and its bytes must fit into what `request` says of a rank. With a request the plan
+    claims what it costs.
 
     Raises PlanError for wishes that cannot be, for a schedule that does not fit, and for techniques that do not go
     together with stages.
     """
     schedule = schedule_for(techniques, world.places)
     pins = _wishes(graph, techniques)
-    parts = lowered(plan)  # in one stage
     # What was claimed is of the whole model on the ranks of one stage.
     made = _each(
         plan,
@@ -60,8 +59,21 @@ def staged(
     def cut(of: Mapping[str, int]) -> Plan:
         return _each(made, lambda one: replace(one, stages=dict(of)))
 
-    found = _within_memory(graph, parts, pins, schedule, lambda of: lowered(cut(of)), request, world)
+    known: dict[str, Partition] = {}
+
+    def program(of: Mapping[str, int]) -> Partition:
+        key = str(of)
+        if key not in known:
+            known.clear()  # a program is large
+            known[key] = partition(graph, cut(of))
+        return known[key]
+
+    in_one = partition(graph, plan)
+    found = _within_memory(graph, in_one, pins, schedule, program, request, world)
     made = cut(found.of)
+    if request is not None:
+        said = claims_of(program(dict(found.of)), request.cluster, request.optimizer_states)
+        made = replace(made, claims=said)
     share = max(found.seconds) * len(found.seconds) / sum(found.seconds) if sum(found.seconds) else 1.0
     played = play(schedule)
     ranks, pieces = world.places, techniques.micro_batches

@@ -8,37 +8,26 @@ Micro-batches (`micro_batches=n`): the plan says what they make inexact. How pro
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import replace
 
+from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.graph import Graph
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.batch import by_micro_batch
 from meshwright.plan import Plan
-from meshwright.predict.per_operator import Weight
 from meshwright.search.techniques.offload import stashes
 from meshwright.search.techniques.optimizer_parallel import optimizer_parallel
 from meshwright.search.techniques.recompute import recompute
 from meshwright.techniques import Techniques, matches
 
-# Each takes the graph and a plan that has its `techniques`, and gives the plan with what follows from them.
-Pass = Callable[[Graph, Plan], Plan]
-Weigh = Callable[[Graph, Plan], Weight]
 
-
-def passes(weigh: Weigh) -> tuple[Pass, ...]:
-    """In the order in which they are applied. `weigh` says what a plan's program keeps for backward, and costs."""
-    return (optimizer_parallel, fusion, functools.partial(recompute, weigh=weigh), stashes, micro_batches)
-
-
-def apply(graph: Graph, plan: Plan, techniques: Techniques, weigh: Weigh) -> Plan:
-    """The plan with techniques. Raises PlanError for what cannot be."""
+def apply(graph: Graph, plan: Plan, techniques: Techniques, cluster: Cluster | None = None) -> Plan:
+    """The plan with techniques. With a cluster a budget of recompute is spent by its seconds, else by FLOPs. Raises
+    PlanError for what cannot be."""
     plan = replace(plan, techniques=techniques)
-    for step in passes(weigh):
-        plan = step(graph, plan)
-    return plan
+    plan = fusion(graph, optimizer_parallel(graph, plan))
+    return micro_batches(graph, stashes(graph, recompute(graph, plan, cluster)))
 
 
 def fusion(graph: Graph, plan: Plan) -> Plan:
@@ -89,4 +78,4 @@ def micro_batches(graph: Graph, plan: Plan) -> Plan:
     )
 
 
-__all__ = ["Weigh", "apply", "passes"]
+__all__ = ["apply"]

@@ -10,15 +10,16 @@ number is a budget of kept bytes (`budget.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from meshwright.cost.cluster import Cluster
 from meshwright.cost.operators import CONVOLUTIONS, PRODUCTS
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.graph import Graph, Node
 from meshwright.ops.saved import has_line, saved
 from meshwright.plan import Plan
-from meshwright.predict.per_operator import Weight
+from meshwright.predict.per_operator import weighed
 from meshwright.remembered import remembered
 from meshwright.search.techniques.budget import solve
 from meshwright.search.techniques.layers import (
@@ -35,7 +36,7 @@ IDLE = "mw.recompute ({}) finds nothing to compute again: what enters its calls 
 DEAR = PRODUCTS | CONVOLUTIONS | {"transformers.grouped_mm_fallback.default"}
 
 
-def recompute(graph: Graph, plan: Plan, weigh: Callable[[Graph, Plan], Weight]) -> Plan:
+def recompute(graph: Graph, plan: Plan, cluster: Cluster | None = None) -> Plan:
     """The plan with what ``recompute`` asks for. Raises PlanError for a pattern that names no module, and for a budget
     that cannot be kept."""
     asked = plan.techniques.recompute
@@ -60,7 +61,7 @@ def recompute(graph: Graph, plan: Plan, weigh: Callable[[Graph, Plan], Weight]) 
                 case "selective":
                     again |= selective(graph, layers)
                 case _:
-                    return within(float(asked), graph, _with(plan, again), layers, weigh)
+                    return within(float(asked), graph, _with(plan, again), layers, cluster)
     return _with(plan, again)
 
 
@@ -69,7 +70,7 @@ def within(
     graph: Graph,
     plan: Plan,
     layers: Sequence[Layer],
-    weigh: Callable[[Graph, Plan], Weight],
+    cluster: Cluster | None,
 ) -> Plan:
     """The plan whose layers have the cheapest policies that keep no more than a budget."""
 
@@ -79,7 +80,7 @@ def within(
         }
         return full(mine.get("full", ())) | selective(graph, mine.get("selective", ()))
 
-    solved = solve(budget, layers, lambda chosen: weigh(graph, _with(plan, again(chosen))))
+    solved = solve(budget, layers, lambda chosen: weighed(graph, _with(plan, again(chosen)), cluster))
     return _with(plan, again(solved.chosen)).with_notes(solved.told(budget))
 
 
