@@ -156,7 +156,6 @@ def _warm(cluster: Any) -> None:
 
 def _planner(row: Row, captured: Any, cluster: Any, mesh: Any, clock: Clock, memory: bool) -> Any:
     from meshwright.ops.analysis import factors_of
-    from meshwright.search.evaluate import Judge
     from meshwright.search.layer_groups import folded
     from meshwright.search.planner import Planner, Request
     from meshwright.search.scene import Scene
@@ -167,9 +166,7 @@ def _planner(row: Row, captured: Any, cluster: Any, mesh: Any, clock: Clock, mem
         cluster,
         float(cluster.device.memory_bytes) if memory else None,
         space=row.space,
-        judge=(lambda f, m, hosts, asked, states: Judge(f, m, cluster, states, hosts, asked))
-        if memory
-        else None,
+        simulate=memory,
     )
     return clock("codes", lambda: Planner(Scene(folds.graph, factors, mesh), folds, {}, request))
 

@@ -6,12 +6,8 @@ import math
 
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError, a_type
-from meshwright.mesh import Mesh
 from meshwright.search.deadline import Deadline
-from meshwright.search.evaluate import Judge
-from meshwright.search.layer_groups import Folded
 from meshwright.search.planner import Progress, Request
-from meshwright.techniques import Techniques
 
 
 def request_for(
@@ -73,9 +69,6 @@ def request_for(
             hint="progress=print, or a function of (stage, best price in seconds, bound)",
         )
 
-    def judge(folds: Folded, mesh: Mesh, hosts: frozenset[str], techniques: Techniques, states: int) -> Judge:
-        return Judge(folds, mesh, cluster, states, hosts, techniques)
-
     told = progress or _silent
     return Request(
         cluster,
@@ -84,7 +77,7 @@ def request_for(
         space,
         inner,
         told,
-        judge,
+        simulate=True,
         hard=memory is not None,
         deadline=Deadline(float(seconds)),
     )

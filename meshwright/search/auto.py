@@ -31,8 +31,8 @@ from meshwright.search.space.memory import memory_of
 from meshwright.search.space.step_bound import entries, step_problem
 
 ALPHAS = (0.5, 0.3)  # weights of computing against what can hide beside it, as long as there is a gap
-SURE = 4  # candidates that are judged in full, at most
-CLOSE = 0.003  # of the bound of the step: beside what was judged in full and is that near nothing else is
+SURE = 4  # candidates that are evaluated in full, at most
+CLOSE = 0.003  # of the bound of the step: beside what was evaluated in full and is that near nothing else is
 DOUBT = 0.005  # by how much what is told from a few layers may be wrong: peaks may, and models too long to be played
 FAR = 0.1  # of the best step: where the optimum of fewer ranks is that much later, no others are looked at
 MOST_SOLVES = 12  # for one bound under a limit of memory
@@ -110,13 +110,13 @@ def _take(planner: Planner, tried: _Tried, name: str, found: Found) -> None:
 def _settled(
     planner: Planner, fitting: list[tuple[str, Found]], bound: float
 ) -> tuple[str, Found, dict[str, float | None]]:
-    """The best, judged in full, as are those within `DOUBT` of what looks best, up to `SURE`, and those that look
+    """The best, evaluated in full, as are those within `DOUBT` of what looks best, up to `SURE`, and those that look
     better than the best of them; none beside one that is as good as at the bound of the step. Where none of these fits
-    then, the best of all as they were judged. And the steps of those that were judged in full. After an
-    interrupt one is judged in full, so that what is answered is true; a second one ends that, too."""
+    then, the best of all as they were evaluated. And the steps of those that were evaluated in full. After an
+    interrupt one is evaluated in full, so that what is answered is true; a second one ends that, too."""
     ranked = sorted(fitting, key=lambda named: step_of(named[1]))
     kept: list[tuple[str, Found]] = []
-    judged: dict[str, float | None] = {}
+    evaluated: dict[str, float | None] = {}
     for name, found in ranked[:SURE]:
         best = min((step_of(f) for _, f in kept), default=np.inf)
         if kept and step_of(found) >= max(best, (1 + DOUBT) * step_of(ranked[0][1])):
@@ -134,11 +134,11 @@ def _settled(
             if kept:
                 break
             sure = planner.settled(found)
-        judged[name] = step_of(sure) if fits(planner, sure) else None
+        evaluated[name] = step_of(sure) if fits(planner, sure) else None
         if fits(planner, sure):
             kept.append((name, sure))
     label, best_found = min(kept or ranked, key=lambda named: step_of(named[1]))
-    return label, best_found, judged
+    return label, best_found, evaluated
 
 
 def _optima(planner: Planner, tried: _Tried, name: str, space: Space) -> None:
@@ -197,7 +197,7 @@ def _lighter(planner: Planner, tried: _Tried) -> None:
     """The optima with a small price on bytes, where the best is not near its bound. Their sums are a little dearer and
     their steps at times quicker, as those are that a limit of memory leads to; without one they are looked at, too."""
     fitting = [found for _, found in tried.found if fits(planner, found)]
-    if planner.judge is None or not fitting or planner.size > LIGHTER_WORK:
+    if planner.evaluator is None or not fitting or planner.size > LIGHTER_WORK:
         return
     first = min(fitting, key=step_of)
     seen = {found.states for _, found in tried.found}

@@ -3,7 +3,7 @@
 The program of a choice is lowered, played on a timeline and walked for its memory with two copies of each layer, and
 with three of one kind at a time; with three and four where techniques look at the next layer, with five and six where
 they look further. What a layer adds, in seconds and, at every instant, in bytes, is their difference; the rest of the
-layers add the same. So 100 layers are judged as quickly as four.
+layers add the same. So 100 layers are evaluated as quickly as four.
 """
 
 from __future__ import annotations
@@ -25,12 +25,32 @@ from meshwright.predict.memory.step import Peak, optimizer_on, peak
 from meshwright.predict.price import program_price
 from meshwright.predict.step_time import step_times
 from meshwright.search.layer_groups import Folded, shortened
-from meshwright.search.planner import Line, Verdict
 from meshwright.search.space.build import Choice
 from meshwright.search.techniques.apply import apply
 from meshwright.techniques import ACTIVATIONS, NONE, Techniques
 
 NUMBER = re.compile(r"(?<=_to)\d+")  # of a reshard, where a value has several
+
+
+Line = tuple[float, float]  # bytes at an instant: of what there is once, and of what is in all layers
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a simulation says of a choice: seconds of the step, the most bytes on a rank, and at which instant; the most
+    bytes of a rank in its host's memory; the seconds in which something is sent and nothing computes. `at`: bytes of
+    what there is once and of what is in all layers, at each instant that may be the worst of a rank with a share of
+    the layers; `at_layers` the same of those instants that every share of them has. None where layers are not told
+    apart. `in_full`: it was of the whole program."""
+
+    step_seconds: float
+    peak_bytes: float
+    instant: str
+    host_bytes: float = 0.0
+    exposed_seconds: float = 0.0
+    at: tuple[Line, ...] = ()
+    at_layers: tuple[Line, ...] = ()
+    in_full: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,8 +63,8 @@ class _Seen:
 
 
 @dataclass(frozen=True)
-class Judge:
-    """Judges choices for the graph of `folds` on a cluster. `optimizer_states`: moments per parameter; `hosts`: the
+class Evaluator:
+    """Evaluates choices for the graph of `folds` on a cluster. `optimizer_states`: moments per parameter; `hosts`: the
     nodes of the folded graph that the host runs; `techniques` are put into every choice."""
 
     folds: Folded
@@ -54,12 +74,12 @@ class Judge:
     hosts: frozenset[str] = frozenset()
     techniques: Techniques = NONE
 
-    def in_full(self, choice: Choice) -> Verdict:
+    def in_full(self, choice: Choice) -> Evaluation:
         """The same from the whole program: what three layers cannot tell is where buckets of gradients end."""
-        seen = self._judged(self.folds.full, choice)
+        seen = self._evaluated(self.folds.full, choice)
         where = max(seen.most, key=lambda instant: seen.most[instant])
         line = step_times(seen.parts, self.cluster, self.optimizer_states)
-        return Verdict(
+        return Evaluation(
             line.step_seconds,
             float(seen.most[where]),
             where,
@@ -68,7 +88,7 @@ class Judge:
             in_full=True,
         )
 
-    def __call__(self, choice: Choice) -> Verdict:
+    def __call__(self, choice: Choice) -> Evaluation:
         """Seconds of the simulated step, and the most bytes on the rank that holds most, with when that is."""
         if self.techniques.names_layers or self.folds.is_whole:
             return self.in_full(choice)
@@ -95,7 +115,7 @@ class Judge:
         where = max(most, key=lambda instant: most[instant])
         last = {self._stands(i) for long in longer for i in long.most if i not in short.most}
         inside = [one for i, each in lines.items() if self._stands(i) in {"update", *last} for one in each]
-        return Verdict(
+        return Evaluation(
             step.step_seconds,
             float(most[where]),
             where,
@@ -215,13 +235,13 @@ class Judge:
         graph = self._short.get(tuple(copies))
         if graph is None:  # one object for all choices: what is found of a graph is remembered with it
             graph = self._short[tuple(copies)] = shortened(self.folds, copies) if copies else self.folds.graph
-        seen, most = self._judged(graph, choice), dict[str, int]()
+        seen, most = self._evaluated(graph, choice), dict[str, int]()
         for instant, size in seen.most.items():
             name = self._of_readers(instant)
             most[name] = max(size, most.get(name, 0))
         return replace(seen, most=most)
 
-    def _judged(self, graph: Graph, choice: Choice) -> _Seen:
+    def _evaluated(self, graph: Graph, choice: Choice) -> _Seen:
         parts = self._lowered(graph, choice)
         most: dict[str, int] = {}
         top = peak_on(parts, self.cluster, self.optimizer_states)
@@ -242,7 +262,7 @@ class Judge:
                 again.add(name)
         plan = Plan(
             self.mesh,
-            "judged",
+            "evaluated",
             fingerprint(graph),
             {n.name: choice.strategies[folds.nodes[n.name]] for n in graph.nodes},
             {i.name: choice.inputs[folds.inputs[i.name]] for i in graph.inputs},

@@ -120,7 +120,7 @@ def _moved(
         return None
     moved = tables[:many]
     names = ", ".join(t.target for t in moved[:4]) + (f" and {many - 4} more" if many > 4 else "")
-    held, room = best.verdict.host_bytes if best.verdict else 0.0, request.cluster.host_memory_bytes
+    held, room = best.evaluation.host_bytes if best.evaluation else 0.0, request.cluster.host_memory_bytes
     limit = show_bytes(request.memory_bytes or 0.0)
     if room and held > room:  # 0 where the cluster's file does not say
         raise PlanError(

@@ -50,7 +50,7 @@ class Frugal:
         """Bytes that a simulation will not see less of."""
         return fixed_bytes(self.space) + float(self.memory.totals(states).max())
 
-    def judged(self, states: States) -> Found:
+    def evaluated(self, states: States) -> Found:
         """The choice simulated."""
         if states not in self._found:
             self._found[states] = self.planner.found(self.space, states, {"memory_decided": True})
@@ -65,19 +65,22 @@ class Frugal:
         """Those simulated whose sums do not say already that they take more."""
         for states in self:
             if self.sums(states) <= most:
-                yield self.judged(states)
+                yield self.evaluated(states)
 
     def lower(self) -> list[Found]:
         """What the one with the lowest peak becomes when the operator at its peak, or what makes its inputs, is cut in
         other ways, from low to lowest: what an operator needs for a moment is in no sum."""
         if self._lower is None:
             self._lower = []
-            best, seen = min((self.judged(states) for states in self), key=self.planner.peak_bytes), set(self)
+            best, seen = (
+                min((self.evaluated(states) for states in self), key=self.planner.peak_bytes),
+                set(self),
+            )
             for _ in range(MOVES):
                 most = self.planner.peak_bytes(best)
                 rows = sorted((self.sums(s), s) for s in self._moved(best) if s not in seen)
                 seen |= {states for _, states in rows}
-                found = [self.judged(states) for sums, states in rows if sums < most]
+                found = [self.evaluated(states) for sums, states in rows if sums < most]
                 low = min(found, key=self.planner.peak_bytes, default=best)
                 if self.planner.peak_bytes(low) >= most:
                     break
@@ -107,8 +110,8 @@ class Frugal:
 
     def _at_peak(self, found: Found) -> list[int]:
         """The operator that the peak is named after, and those whose results it reads."""
-        assert found.verdict is not None
-        named, nodes = found.verdict.instant.partition(",")[0], {n.name: n for n in self.space.graph.nodes}
+        assert found.evaluation is not None
+        named, nodes = found.evaluation.instant.partition(",")[0], {n.name: n for n in self.space.graph.nodes}
         at = max((name for name in nodes if named.startswith(name)), key=len, default="")
         names = [at, *(use.partition(".")[0] for use in nodes[at].uses)] if at else []
         owners = [self.space.variable.get(("node", name)) for name in dict.fromkeys(names)]
@@ -139,23 +142,23 @@ def frugal(planner: Planner) -> Frugal:
 
 
 def least_bytes_of(planner: Planner) -> Found | None:
-    """The one with the lowest peak, judged in full; None without a simulation."""
-    if planner.judge is None:
+    """The one with the lowest peak, evaluated in full; None without a simulation."""
+    if planner.evaluator is None:
         return None
     choices, best = frugal(planner), None
     for states in choices:
         if best is None or choices.sums(states) < planner.peak_bytes(best):
-            best = nearer(planner, best, choices.judged(states))
+            best = nearer(planner, best, choices.evaluated(states))
     for found in choices.lower():
         best = nearer(planner, best, found)
     return None if best is None else planner.settled(best)
 
 
 def saved(planner: Planner, *, moved: bool = True) -> Found | None:
-    """The cheapest of them that fits, judged in full; None where none does. `moved`: where none does, also what the
+    """The cheapest of them that fits, evaluated in full; None where none does. `moved`: where none does, also what the
     lowest becomes when an operator of it is cut otherwise, which takes as long as all before."""
     fitting = [found for found in _below(planner) if fits_in_both(planner, found)]
-    if not fitting and moved and planner.judge is not None:
+    if not fitting and moved and planner.evaluator is not None:
         fitting = [found for found in frugal(planner).lower() if fits_in_both(planner, found)]
     for found in sorted(fitting, key=lambda one: one.claims["price_seconds"]):
         if fits_in_both(planner, sure := planner.settled(found)):
@@ -177,7 +180,7 @@ def any_fits(planner: Planner) -> bool:
 
 
 def _below(planner: Planner) -> Iterator[Found]:
-    if planner.judge is not None:
+    if planner.evaluator is not None:
         yield from frugal(planner).below(planner.request.memory_bytes or math.inf)
 
 

@@ -81,7 +81,7 @@ def limited(
         nearest = nearer(planner, nearest, found)
         if stopped:
             break
-        assert found.verdict is not None and planner.request.memory_bytes is not None
+        assert found.evaluation is not None and planner.request.memory_bytes is not None
         missed = 1.02 * (planner.peak_bytes(found) - planner.request.memory_bytes)
         limits = np.minimum(limits, memory.totals(solution.states).max() - missed)
         if (limits <= 0).any():
@@ -122,7 +122,7 @@ def fits(planner: Planner, found: Found) -> bool:
     limit = planner.request.memory_bytes
     if limit is None:
         return True
-    if found.verdict is not None:
+    if found.evaluation is not None:
         return planner.peak_bytes(found) <= limit
     memory = planner.memory(found.space)
     return bool((memory.totals(found.states) <= (planner.limit(found.space) or 0.0)).all())
@@ -164,13 +164,13 @@ def priced_by_bytes(
 
 def fits_in_both(planner: Planner, found: Found) -> bool:
     """Whether a choice is within the device's memory and, where it keeps something there, the host's."""
-    room, verdict = planner.request.cluster.host_memory_bytes, found.verdict
-    if found.techniques.offload and room and verdict is not None and verdict.host_bytes > room:
+    room, evaluation = planner.request.cluster.host_memory_bytes, found.evaluation
+    if found.techniques.offload and room and evaluation is not None and evaluation.host_bytes > room:
         return False
     return fits(planner, found)
 
 
 def nearer(planner: Planner, one: Found | None, other: Found | None) -> Found | None:
     """Of two choices that with the lower peak; what was not simulated has none."""
-    seen = [found for found in (one, other) if found is not None and found.verdict is not None]
+    seen = [found for found in (one, other) if found is not None and found.evaluation is not None]
     return min(seen, key=planner.peak_bytes, default=None)

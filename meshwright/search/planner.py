@@ -7,15 +7,15 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError, did_you_mean
-from meshwright.mesh import Mesh
 from meshwright.redistribute.price_matrix import Table
 from meshwright.search.deadline import Deadline
+from meshwright.search.evaluate import Evaluation, Evaluator
 from meshwright.search.layer_groups import Folded
 from meshwright.search.pins import Seeds
 from meshwright.search.scene import Scene
@@ -56,45 +56,13 @@ ALIKE = 10  # nodes of a kind, on average, from which arrays are quicker; unlike
 FULL = 6000  # nodes of a model whose whole program is simulated for the answer: about two seconds
 Progress = Callable[[str, float | None, float | None], None]
 """Told (stage, best price so far, bound)."""
-Line = tuple[float, float]  # bytes at an instant: of what there is once, and of what is in all layers
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a simulation says of a choice: seconds of the step, the most bytes on a rank, and at which instant; the most
-    bytes of a rank in its host's memory; the seconds in which something is sent and nothing computes. `at`: bytes of
-    what there is once and of what is in all layers, at each instant that may be the worst of a rank with a share of
-    the layers; `at_layers` the same of those instants that every share of them has. None where layers are not told
-    apart. `in_full`: it was of the whole program."""
-
-    step_seconds: float
-    peak_bytes: float
-    instant: str
-    host_bytes: float = 0.0
-    exposed_seconds: float = 0.0
-    at: tuple[Line, ...] = ()
-    at_layers: tuple[Line, ...] = ()
-    in_full: bool = False
-
-
-class Judge(Protocol):
-    """Simulates choices. Layers of one kind may be told from a few of them; `in_full` looks at every layer."""
-
-    def __call__(self, choice: Choice) -> Verdict:
-        """The verdict, quickly."""
-        ...
-
-    def in_full(self, choice: Choice) -> Verdict:
-        """The verdict on the whole program."""
-        ...
 
 
 @dataclass(frozen=True)
 class Request:
     """What a search is asked for. `optimizer_states`: moments per parameter element (2 for Adam); `space` and `inner`
-    choose what is searched and how, where a mode has a choice. `judge` makes the simulation that has the last word on
-    time and memory from a folded graph, a mesh, the nodes that the host runs, techniques and the moments of an element;
-    without it sums decide.
+    choose what is searched and how, where a mode has a choice. `simulate`: choices are simulated, which
+    decides on time and memory; without it sums decide.
     `techniques`: what the user asked for beside the mode; what is not `given` there, `auto` may choose. `places`: ranks
     of a pipeline among which the model will be divided; `memory_bytes` is then what they have together, and of
     `in_flight` micro-batches they hold what backward needs at once. `interrupts`:
@@ -108,7 +76,7 @@ class Request:
     space: str = ""
     inner: str = "exact"
     progress: Progress = lambda stage, price, bound: None
-    judge: Callable[[Folded, Mesh, frozenset[str], Techniques, int], Judge] | None = None
+    simulate: bool = False
     techniques: Techniques = NONE
     places: int = 1
     in_flight: float = 1.0
@@ -121,13 +89,13 @@ class Request:
 @dataclass(frozen=True)
 class Found:
     """A choice, the space and states it comes from, what it claims, what a simulation said of it, and the techniques
-    that it was judged with."""
+    that it was evaluated with."""
 
     choice: Choice
     space: Space
     states: tuple[int, ...]
     claims: Mapping[str, Any]
-    verdict: Verdict | None = None
+    evaluation: Evaluation | None = None
     techniques: Techniques = NONE
 
 
@@ -146,7 +114,7 @@ class Planner:
         self.scene, self.seeds, self.request, self.hosts = scene, seeds, request, hosts
         self.ties = Ties(folds.same, folds.weight)
         self.folds, self.techniques = folds, request.techniques
-        self.judge = self._judge()
+        self.evaluator = self._evaluator()
         self.nodes = len(folds.full.nodes)
         self.table = Table(scene.mesh, request.cluster.prices)
         self.values = values_of(scene.graph, scene.factors)
@@ -157,12 +125,13 @@ class Planner:
             self.codes = all_codes(scene.graph, scene.factors, self.values, self.ties, wished)
         priced = hosts if request.cluster.host_bytes_per_s else ()
         self.kept = Kept(scene.graph, self.values, self.codes, priced)
-        self._judged: dict[Hashable, Verdict] = {}  # of all techniques
+        self._evaluated: dict[Hashable, Evaluation] = {}  # of all techniques
 
-    def _judge(self) -> Judge | None:
-        make = self.request.judge
-        states = self.request.optimizer_states
-        return make(self.folds, self.scene.mesh, self.hosts, self.techniques, states) if make else None
+    def _evaluator(self) -> Evaluator | None:
+        if not self.request.simulate:
+            return None
+        cluster, states = self.request.cluster, self.request.optimizer_states
+        return Evaluator(self.folds, self.scene.mesh, cluster, states, self.hosts, self.techniques)
 
     def under(self, techniques: Techniques) -> Planner:
         """The same with other techniques; spaces of the one are spaces of the other."""
@@ -170,7 +139,7 @@ class Planner:
             return self
         other = copy.copy(self)
         other.techniques = techniques
-        other.judge = other._judge()
+        other.evaluator = other._evaluator()
         return other
 
     def asked(self, request: Request) -> Planner:
@@ -224,14 +193,14 @@ class Planner:
 
     def peak_bytes(self, found: Found) -> float:
         """The peak of a choice that was simulated, with what is there of further micro-batches at the same time."""
-        assert found.verdict is not None
+        assert found.evaluation is not None
         if self.request.in_flight == 1 or found.techniques.micro_batches == 1:
-            return found.verdict.peak_bytes
+            return found.evaluation.peak_bytes
         several, one = copy.copy(self), copy.copy(self)
         several.techniques = one.techniques = found.techniques
         one.request = replace(self.request, in_flight=1.0)
         most, least = (p.memory(found.space).totals(found.states)[0] for p in (several, one))
-        return found.verdict.peak_bytes + float(most - least)
+        return found.evaluation.peak_bytes + float(most - least)
 
     def space(self, family: Family | Made, storage: Storage | None = None, most: float = math.inf) -> Space:
         """The space of a family, the user's cuts honoured, or of what is made; large ones without what only choices
@@ -332,38 +301,42 @@ class Planner:
         return None if self.request.memory_bytes is None else self.request.memory_bytes - fixed_bytes(space)
 
     def found(self, space: Space, states: Sequence[int], claims: Mapping[str, Any]) -> Found:
-        """A choice with what it claims, simulated where there is a judge."""
+        """A choice with what it claims, simulated where the request says so."""
         self.request.deadline.check()
         parts = space.price(states, self.techniques.micro_batches)
         choice = space.choice(states)
-        verdict = self._verdict(choice)
+        evaluation = self._evaluation(choice)
         told = {
             "cluster": self.request.cluster.name,
             "price_seconds": parts.total,
             "compute_seconds": parts.compute,
             "communication_seconds": parts.communication,
             "reduction_seconds": parts.reduction,
-            **(_judged(verdict) if verdict else {}),
+            **(_evaluated(evaluation) if evaluation else {}),
             **claims,
         }
-        return Found(choice, space, tuple(states), told, verdict, self.techniques)
+        return Found(choice, space, tuple(states), told, evaluation, self.techniques)
 
-    def _verdict(self, choice: Choice) -> Verdict | None:
-        """What the judge says of a choice; it is asked once, though searches with other prices often end alike."""
-        if self.judge is None:
+    def _evaluation(self, choice: Choice) -> Evaluation | None:
+        """What the evaluator says of a choice; it is asked once, though searches with other prices often end alike."""
+        if self.evaluator is None:
             return None
         parts = (choice.strategies, choice.inputs, choice.hubs)
         key = (self.techniques, choice.again, *(frozenset(part.items()) for part in parts))
-        if key not in self._judged:
-            self._judged[key] = self.judge(choice)
-        return self._judged[key]
+        if key not in self._evaluated:
+            self._evaluated[key] = self.evaluator(choice)
+        return self._evaluated[key]
 
     def settled(self, found: Found) -> Found:
-        """A choice that is to be answered, judged in full unless the model is so large that it would take long."""
-        if self.judge is None or self.nodes > FULL or (found.verdict is not None and found.verdict.in_full):
+        """A choice that is to be answered, evaluated in full unless the model is so large that it would take long."""
+        if (
+            self.evaluator is None
+            or self.nodes > FULL
+            or (found.evaluation is not None and found.evaluation.in_full)
+        ):
             return found
-        verdict = self.judge.in_full(found.choice)
-        return replace(found, claims={**found.claims, **_judged(verdict)}, verdict=verdict)
+        evaluation = self.evaluator.in_full(found.choice)
+        return replace(found, claims={**found.claims, **_evaluated(evaluation)}, evaluation=evaluation)
 
     def tell(self, stage: str, price: float | None = None, bound: float | None = None) -> None:
         """Progress."""
@@ -371,12 +344,12 @@ class Planner:
         self.request.deadline.check()
 
 
-def _judged(verdict: Verdict) -> dict[str, Any]:
+def _evaluated(evaluation: Evaluation) -> dict[str, Any]:
     return {
-        "step_seconds": verdict.step_seconds,
-        "peak_bytes": verdict.peak_bytes,
-        "peak_where": verdict.instant,
-        **({"host_bytes": verdict.host_bytes} if verdict.host_bytes else {}),
+        "step_seconds": evaluation.step_seconds,
+        "peak_bytes": evaluation.peak_bytes,
+        "peak_where": evaluation.instant,
+        **({"host_bytes": evaluation.host_bytes} if evaluation.host_bytes else {}),
     }
 
 

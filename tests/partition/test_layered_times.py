@@ -15,8 +15,8 @@ from meshwright.examples import gpt
 from meshwright.examples.zoo import hugging_face
 from meshwright.predict import extrapolate as layered_times
 from meshwright.predict.extrapolate_tasks import with_layers
-from meshwright.search.evaluate import Judge
-from meshwright.search.planner import Verdict
+from meshwright.search.evaluate import Evaluator
+from meshwright.search.planner import Evaluation
 from meshwright.search.space.build import Choice
 
 CLUSTER = Cluster.preset("h100", nodes=2, ranks_per_node=4)
@@ -50,19 +50,19 @@ def built(name: str) -> Any:
 
 
 class Both:
-    """Judges by a few layers and in full; keeps what both say."""
+    """Evaluates by a few layers and in full; keeps what both say."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen: list[tuple[Verdict, Verdict]] = []
+        self.seen: list[tuple[Evaluation, Evaluation]] = []
         self.untold = 0
         self.added: list[tuple[int, ...]] = []  # layers that were put in
-        few, full = Judge.__call__, Judge.in_full
+        few, full = Evaluator.__call__, Evaluator.in_full
 
-        def both(judge: Judge, choice: Choice) -> Verdict:
-            verdict = few(judge, choice)
-            if not verdict.in_full:
-                self.seen.append((verdict, full(judge, choice)))
-            return verdict
+        def both(evaluator: Evaluator, choice: Choice) -> Evaluation:
+            evaluation = few(evaluator, choice)
+            if not evaluation.in_full:
+                self.seen.append((evaluation, full(evaluator, choice)))
+            return evaluation
 
         def told(*args: Any) -> Any:
             found = with_layers(*args)
@@ -70,7 +70,7 @@ class Both:
             self.added.append(args[2])
             return found
 
-        monkeypatch.setattr(Judge, "__call__", both)
+        monkeypatch.setattr(Evaluator, "__call__", both)
         monkeypatch.setattr(layered_times, "with_layers", told)
 
 

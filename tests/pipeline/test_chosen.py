@@ -261,7 +261,7 @@ def test_an_interrupt_before_there_is_any_answer_ends_all(
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Front, "judged", interrupted)
+    monkeypatch.setattr(Front, "evaluated", interrupted)
     with pytest.raises(KeyboardInterrupt):
         planned(1e4)
 

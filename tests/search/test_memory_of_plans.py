@@ -1,4 +1,4 @@
-"""Memory that searches go by: sums that lead never exceed the simulation, and layers judged once equal all of them."""
+"""Memory that searches go by: sums that lead never exceed the simulation; layers evaluated once equal all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODELS = ["wide mlp", "mlp", "gpt", *(pytest.param(name, marks=pytest.mark.slow)
 
 
 def planner_of(model: str, mesh: str, kind: str) -> Planner:
-    """As a search would have it: layers planned once, and a judge for all of them."""
+    """As a search would have it: layers planned once, and an evaluator for all of them."""
     captured = captured_of(*built(model))
     where = cluster(kind, mesh)
     request = request_for(where)
@@ -44,14 +44,14 @@ def test_the_sums_are_not_more_than_the_simulation(model: str, kind: str) -> Non
     space = planner.space(named([[0], [1]]))
     memory, problem = memory_of(space, 2), space.problem()
     draw = np.random.default_rng(0)
-    assert planner.judge is not None
+    assert planner.evaluator is not None
     for number in range(6):
         noise = [draw.uniform(0.2, 5.0, len(u)) for u in problem.unary]
         unary = tuple(u * n for u, n in zip(problem.unary, noise, strict=True))
         states = solve(replace(problem, unary=unary)).states
-        verdict = planner.judge(space.choice(states))
+        evaluation = planner.evaluator(space.choice(states))
         sums = memory.totals(states) + fixed_bytes(space)
-        assert sums.max() <= verdict.peak_bytes, (number, sums, verdict)
+        assert sums.max() <= evaluation.peak_bytes, (number, sums, evaluation)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_techniques_are_judged_from_a_few_layers_as_from_all(asked: dict[str, ob
     planner = planner_of("wide gpt", "2", "gpu")
     space = planner.space(named([[0]]))
     choice = space.choice(solve(space.problem()).states)
-    judge = planner.under(techniques_from(asked)).judge
-    assert judge is not None and planner.folds.repeats == (6,)
-    few, full = judge(choice), judge.in_full(choice)
+    evaluator = planner.under(techniques_from(asked)).evaluator
+    assert evaluator is not None and planner.folds.repeats == (6,)
+    few, full = evaluator(choice), evaluator.in_full(choice)
     assert few.peak_bytes == pytest.approx(full.peak_bytes, rel=1e-3), (few, full)
     assert few.step_seconds == pytest.approx(full.step_seconds, rel=1e-3)
 
@@ -101,9 +101,9 @@ def test_what_comes_back_from_the_host_is_judged_from_a_few_layers_as_from_all(m
     space = planner.space(families_of(planner)[0][1])
     choice = space.choice(solve(space.problem()).states)
     asked = {"recompute": "selective", "micro_batches": micro_batches, "offload": "activations"}
-    judge = planner.under(techniques_from(asked)).judge
-    assert judge is not None and planner.folds.repeats == (8,)
-    few, full = judge(choice), judge.in_full(choice)
+    evaluator = planner.under(techniques_from(asked)).evaluator
+    assert evaluator is not None and planner.folds.repeats == (8,)
+    few, full = evaluator(choice), evaluator.in_full(choice)
     assert few.peak_bytes == pytest.approx(full.peak_bytes, rel=1e-3), (few, full)
     assert few.host_bytes == pytest.approx(full.host_bytes, rel=1e-3), (few, full)
 
@@ -112,17 +112,17 @@ def test_what_all_layers_read_is_judged_from_a_few_layers_as_from_all() -> None:
     """Cosine and sine of positions, made once and resharded for every layer: each reshard has a number, of which the
     last layer's is another one for each number of layers. Of choices drawn among those that are not absurdly dear."""
     planner = planner_of("rotary llama", "2x2", "gpu")
-    space, judge = (
+    space, evaluator = (
         planner.space(families_of(planner)[0][1]),
-        planner.under(techniques_from({"offload": ACTIVATIONS})).judge,
+        planner.under(techniques_from({"offload": ACTIVATIONS})).evaluator,
     )
-    assert judge is not None and planner.folds.repeats == (8,)
+    assert evaluator is not None and planner.folds.repeats == (8,)
     problem, draw = space.problem(), np.random.default_rng(0)
     for number in range(8):
         noise = [draw.uniform(0.2, 5.0, len(u)) for u in problem.unary]
         unary = tuple(u * n for u, n in zip(problem.unary, noise, strict=True))
         choice = space.choice(solve(replace(problem, unary=unary)).states)
-        few, full = judge(choice), judge.in_full(choice)
+        few, full = evaluator(choice), evaluator.in_full(choice)
         assert few.peak_bytes == pytest.approx(full.peak_bytes, rel=1e-3), (number, few, full)
 
 

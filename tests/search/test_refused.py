@@ -14,7 +14,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.errors import LayoutError, PlanError, StrategyError
 from meshwright.plan import Plan
 from meshwright.request import request_for
-from meshwright.search.evaluate import Judge
+from meshwright.search.evaluate import Evaluator
 from meshwright.search.solve import NoStates, Problem
 from meshwright.search.space.build import Space
 from meshwright.techniques import techniques_from
@@ -89,7 +89,7 @@ def test_where_a_choice_cannot_be_lowered_it_is_a_plan_error(
     def no_way(*_: Any) -> None:
         raise LayoutError("no collective of the price table leads from A to B", why="the table has none")
 
-    monkeypatch.setattr(Judge, "_lowered", no_way)
+    monkeypatch.setattr(Evaluator, "_lowered", no_way)
     with pytest.raises(PlanError, match="has no program") as caught:
         made(model, "2x2", mode)
     error = caught.value

@@ -31,7 +31,7 @@ LARGER = ["llama", "bert", "resnet", "recommender", "wide gpt"]
 def test_no_step_is_shorter_than_any_chain_of_its_choice(model: str, kind: str) -> None:
     """For choices that the bound itself finds cheap, its prices disturbed: those that would break it if any did."""
     planner = planner_of(model, "2x2", kind)
-    assert planner.judge is not None
+    assert planner.evaluator is not None
     space = planner.space(named([[0], [1]]))
     whole = step_problem(space)
     chains = {"": whole, **{name: step_problem(space, name) for name in entries(space, solve(whole).states)}}
@@ -42,7 +42,7 @@ def test_no_step_is_shorter_than_any_chain_of_its_choice(model: str, kind: str) 
             noise = [draw.uniform(0.5, 2.0, len(row)) for row in problem.unary]
             unary = tuple(row * n for row, n in zip(problem.unary, noise, strict=True))
             states = solve(replace(problem, unary=unary) if number else problem).states
-            step = planner.judge.in_full(space.choice(states)).step_seconds
+            step = planner.evaluator.in_full(space.choice(states)).step_seconds
             for name, chain in chains.items():
                 assert chain.price(states) <= step * (1 + 1e-9), (entry, number, name)
 

@@ -13,7 +13,7 @@ import meshwright as mw
 from meshwright.compile import captured_of
 from meshwright.errors import PlanError
 from meshwright.examples import gpt, recommender
-from meshwright.search.evaluate import Judge
+from meshwright.search.evaluate import Evaluator
 from meshwright.search.host_tables import tables_of, with_tables
 from meshwright.search.layer_groups import folded
 from meshwright.search.planner import Request
@@ -94,20 +94,20 @@ def test_tables_that_are_little_of_a_deep_model_are_no_reason_to_search_again(la
     def run(hosts, offload):  # it fits with states on the host, and without them where tables are there
         asked.append(offload)
         techniques = Techniques(offload=("optimizer",) if offload else ())
-        return SimpleNamespace(techniques=techniques, claims={"step_seconds": 1.0}, verdict=None)
+        return SimpleNamespace(techniques=techniques, claims={"step_seconds": 1.0}, evaluation=None)
 
     with_tables(folded(captured.graph, captured.folding), frozenset(), Request(H100), run)
     assert asked == [True, False][:searches]
 
 
 def test_a_choice_is_simulated_once(monkeypatch):
-    asked, judged = [], Judge.__call__
+    asked, evaluated = [], Evaluator.__call__
 
-    def judge(self, choice):
+    def evaluator(self, choice):
         asked.append((self.techniques, self.hosts, choice))
-        return judged(self, choice)
+        return evaluated(self, choice)
 
-    monkeypatch.setattr(Judge, "__call__", judge)
+    monkeypatch.setattr(Evaluator, "__call__", evaluator)
     planned(350e3, alone=False)
     assert len(asked) > 10
     assert not [one for n, one in enumerate(asked) if one in asked[:n]]

@@ -18,8 +18,8 @@ from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.strategy import Strategy
 from meshwright.plan import Plan
-from meshwright.search.evaluate import Judge
-from meshwright.search.planner import Verdict
+from meshwright.search.evaluate import Evaluator
+from meshwright.search.planner import Evaluation
 from meshwright.search.space.build import Choice
 from meshwright.search.space.codes import values_of
 from meshwright.search.space.codes_shared import all_codes
@@ -143,16 +143,16 @@ def test_an_interrupt_ends_auto_with_the_best_so_far(after: int) -> None:
 def test_an_interrupt_while_the_best_is_judged_in_full_gives_the_best(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The search is over then, and what it answers is judged all the same."""
-    in_full, calls = Judge.in_full, []
+    """The search is over then, and what it answers is evaluated all the same."""
+    in_full, calls = Evaluator.in_full, []
 
-    def interrupted(judge: Judge, choice: Choice) -> Verdict:
+    def interrupted(evaluator: Evaluator, choice: Choice) -> Evaluation:
         calls.append(choice)
         if len(calls) == 1:
             raise KeyboardInterrupt
-        return in_full(judge, choice)
+        return in_full(evaluator, choice)
 
-    monkeypatch.setattr(Judge, "in_full", interrupted)
+    monkeypatch.setattr(Evaluator, "in_full", interrupted)
     model, batch, loss = zoo.hugging_face("llama", layers=6, sequence=8, hidden=24, vocabulary=48)
     plan = mw.plan(model, batch, loss=loss, cluster=cluster("gloo", "2x2"), mesh=MESHES["2x2"], mode="auto")
     assert len(calls) == 2 and calls[0] == calls[1]

@@ -49,7 +49,7 @@ def joint(planner: Planner, auto: Callable[[Planner], Found], *, offload: bool =
     Raises PlanError where nothing fits with any of them.
     """
     limit = planner.request.memory_bytes
-    if limit is None or planner.judge is None:
+    if limit is None or planner.evaluator is None:
         try:
             return auto(planner)
         except NothingFits as error:
@@ -169,7 +169,7 @@ def _first(planner: Planner, over: tuple[Dimension, ...], seen: list[Found]) -> 
             planner.request.memory_bytes or 0.0
         ):
             continue
-        found = made.judged(made.candidates[0], point.techniques)
+        found = made.evaluated(made.candidates[0], point.techniques)
         if fits_in_both(planner, found):
             _see(planner, seen, found)
             planner.tell("recipe", _step(found), None)
@@ -232,7 +232,7 @@ def _searched(
         if made.overfills_host(candidate, point.techniques):
             continue
         try:
-            found = made.judged(candidate, point.techniques)
+            found = made.evaluated(candidate, point.techniques)
         except PlanError:  # too few examples, or a loss that needs the whole batch
             continue
         tries += 1
@@ -326,8 +326,12 @@ def _under_frugal(under: Planner, space: Space, moved: bool) -> Found | None:
 
 def _turns(planner: Planner, best: Found) -> Found:
     """The best, in two copies that take turns where that hides what is waited for."""
-    asked, verdict = best.techniques, best.verdict
-    if "interleave" in asked.given or verdict is None or verdict.exposed_seconds <= EXPOSED * _step(best):
+    asked, evaluation = best.techniques, best.evaluation
+    if (
+        "interleave" in asked.given
+        or evaluation is None
+        or evaluation.exposed_seconds <= EXPOSED * _step(best)
+    ):
         return best
     pieces = micro_batches_of(planner, 2)
     if asked.micro_batches not in pieces.values or pieces.why:

@@ -20,14 +20,14 @@ def fewer_layers(planner: Planner, best: Found) -> Found:
     limit = planner.request.memory_bytes
     if "recompute" in best.techniques.given or not isinstance(policy, str) or not policy:
         return best
-    if limit is None or best.verdict is None or planner.nodes > FULL:
+    if limit is None or best.evaluation is None or planner.nodes > FULL:
         return best
     names = list(dict.fromkeys(layer.name for layer in layers_of(planner.folds.full)))
     if len(names) < 2:
         return best
     plain = planner.under(replace(best.techniques, recompute=""))
     none = plain.found(best.space, best.states, {})
-    if none.verdict is None or (more := planner.peak_bytes(none)) <= (least := planner.peak_bytes(best)):
+    if none.evaluation is None or (more := planner.peak_bytes(none)) <= (least := planner.peak_bytes(best)):
         return best
     count = max(1, len(names) - int((limit - least) * len(names) / (more - least)))
     for taken in range(count, min(count + TRIES, len(names))):

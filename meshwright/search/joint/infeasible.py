@@ -55,7 +55,7 @@ def too_large(planner: Planner, nearest: Found | None = None, fits: Fits = any_f
     else:
         close = nearer(planner, nearest, known)
         most = planner.peak_bytes(close) if close is not None else peak
-        where = close.verdict.instant if close is not None and close.verdict is not None else "its peak"
+        where = close.evaluation.instant if close is not None and close.evaluation is not None else "its peak"
         over = f"{show_bytes(most - wanted)} over the limit"
         why = f"the plan that comes nearest has {show_bytes(most)} at {where}{together}, {over}"
     return DoesNotFit(

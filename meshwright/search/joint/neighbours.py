@@ -34,8 +34,8 @@ def neighbours(made: Front, over: Sequence[Dimension], best: Found) -> dict[str,
 
 
 def quicker(made: Front, over: Sequence[Dimension], near: dict[str, Found], best: Found) -> Found | None:
-    """A neighbour that is quicker than the best, or as quick and plainer, judged in full; None where there is none.
-    What was judged in full stands in `near` from then on, and what does not fit then is taken out."""
+    """A neighbour that is quicker than the best, or as quick and plainer, evaluated in full; None where there is none.
+    What was evaluated in full stands in `near` from then on, and what does not fit then is taken out."""
     step = best.claims["step_seconds"]
     for name, one in sorted(near.items(), key=lambda named: named[1].claims["step_seconds"]):
         plainer = any(d.name == name and _is_plainer(d, one, best) for d in over)
@@ -89,7 +89,7 @@ def _next(made: Front, best: Found, asked: Sequence[Techniques]) -> Found | None
         if quickest is not None and likely >= quickest.claims["step_seconds"]:
             continue
         try:
-            found = made.judged(made.candidates[number], asked[place])
+            found = made.evaluated(made.candidates[number], asked[place])
         except PlanError:
             continue
         if fits_in_both(made.planner, found):

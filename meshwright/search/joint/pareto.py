@@ -209,7 +209,7 @@ class Front:
         mine = self._totals(candidate, techniques)
         return all(bool((mine < LESS * self._totals(candidate, other)).any()) for other in plainer)
 
-    def judged(self, candidate: Candidate, techniques: Techniques) -> Found:
+    def evaluated(self, candidate: Candidate, techniques: Techniques) -> Found:
         """The candidate simulated under techniques. Raises PlanError for techniques that it cannot take."""
         known = self._seen.get((candidate, techniques))
         if known is not None:
@@ -217,18 +217,18 @@ class Front:
         found = self.planner.under(techniques).found(
             candidate.space, candidate.states, {"chosen": candidate.name}
         )
-        if found.verdict is not None:
+        if found.evaluation is not None:
             missed = self.planner.peak_bytes(found) - self.sums(candidate, techniques)
             seen = self.missed.setdefault(candidate, {})
             seen[techniques] = max(0.0, missed) * techniques.micro_batches
-            late = max(0.0, found.verdict.step_seconds - self.least_seconds(candidate, techniques))
+            late = max(0.0, found.evaluation.step_seconds - self.least_seconds(candidate, techniques))
             key = (candidate, techniques.recompute)
             self.late[key] = min(late, self.late.get(key, late))
             self.lates.setdefault(techniques, []).append(late)
             at_once = replace(techniques, micro_batches=1)
             self.soonest[at_once] = min(late, self.soonest.get(at_once, late))
             if techniques.offload:
-                missed = found.verdict.host_bytes - self._kept_on_host(candidate, techniques)
+                missed = found.evaluation.host_bytes - self._kept_on_host(candidate, techniques)
                 self.hosted[techniques] = min(missed, self.hosted.get(techniques, missed))
         self._seen[candidate, techniques] = found
         return found

@@ -57,7 +57,7 @@ def may_choose_beside_stages(techniques: Techniques) -> bool:
 
 def _unpriced(graph: Graph, request: Request, techniques: Techniques) -> str:
     """Why a search for stages does not know what a plan takes, if so."""
-    if request.cluster.ranks == 1 or request.judge is None:
+    if request.cluster.ranks == 1 or not request.simulate:
         return "there is nothing to simulate"
     if unpriced := sorted(set(techniques.offload) - {OPTIMIZER}):
         return f"the search for stages does not price offload={unpriced[0]!r}"

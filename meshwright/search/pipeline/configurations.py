@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.cost.cluster import Cluster
 from meshwright.mesh import prime_factors
-from meshwright.search.planner import Verdict
+from meshwright.search.planner import Evaluation
 
 # Schedules that are looked at, each with so many stages of a rank; `interleaved` also with as many as there are layers.
 SEARCHED = {"1f1b": (1,), "interleaved": (2, 4, 8), "zero_bubble": (1,), "zero_bubble_v": (2,)}
@@ -161,13 +161,13 @@ def peak_bytes(whole: Whole, outer: Outer, micro_batches: int) -> float:
     return states + outer.schedule.kept_bytes(whole, ranks, micro_batches) / ranks
 
 
-def simulated_peak_bytes(verdict: Verdict, whole: Whole, outer: Outer, micro_batches: int) -> float:
+def simulated_peak_bytes(evaluation: Evaluation, whole: Whole, outer: Outer, micro_batches: int) -> float:
     """The same by a simulation of the whole model, at every instant: what is there once is on one rank, of what is in
     layers each has its share."""
     share = 1 / outer.ranks
     more = (outer.schedule.kept_bytes(whole, outer.ranks, micro_batches) - whole.kept_bytes) * share
-    first = max(once + share * layered for once, layered in verdict.at_layers) + more
-    return max(first, *(once + share * layered for once, layered in verdict.at))
+    first = max(once + share * layered for once, layered in evaluation.at_layers) + more
+    return max(first, *(once + share * layered for once, layered in evaluation.at))
 
 
 def _divisors(size: int) -> list[int]:

@@ -155,7 +155,7 @@ def _simulate(
         made: Staged | None = None
         if known.peak_bytes(row) <= SLACK * limit:
             tries -= not known.has(row)
-            found = known.judged(row)
+            found = known.evaluated(row)
             if found is None:
                 continue
             made = staged(row.front, row.candidate, found, row.outer, cluster)
@@ -182,7 +182,7 @@ def _beside(best: _Row, rows: Sequence[_Row], known: _Known, cluster: Cluster) -
     for number in range(len(mine)):
         near = [row for row in rows if [n for n, v in enumerate(row.place) if v != mine[n]] == [number]]
         row = min(near, key=lambda row: row.seconds(known.excess(row)), default=None)
-        if row is None or (found := known.judged(row)) is None:
+        if row is None or (found := known.evaluated(row)) is None:
             continue
         made = staged(row.front, row.candidate, found, row.outer, cluster)
         if made.peak_bytes <= (row.front.planner.request.memory_bytes or math.inf):
@@ -206,17 +206,17 @@ class _Known:
     def has(self, row: _Row) -> bool:
         return (row.candidate, row.techniques) in self.found
 
-    def judged(self, row: _Row) -> Found | None:
+    def evaluated(self, row: _Row) -> Found | None:
         """The choice of a row simulated; None for more micro-batches than a rank has examples."""
         key = (row.candidate, row.techniques)
         if key not in self.found:
             try:
-                found = self.found[key] = row.front.judged(row.candidate, row.techniques)
+                found = self.found[key] = row.front.evaluated(row.candidate, row.techniques)
             except PlanError:
                 self.found[key] = None
                 return None
-            if found.verdict is not None:
-                more = found.verdict.step_seconds - row.whole_seconds
+            if found.evaluation is not None:
+                more = found.evaluation.step_seconds - row.whole_seconds
                 each = max(0.0, more) / row.techniques.micro_batches
                 self.more[row.candidate, _in_one(row.techniques)] = each
         return self.found[key]
@@ -307,12 +307,12 @@ def _groups(
 def staged(made: Front, candidate: Candidate, found: Found, outer: Outer, cluster: Cluster) -> Staged:
     """What a choice that was simulated for a whole model comes to in a pipeline."""
     whole = whole_of(made, candidate, found.techniques)
-    if found.verdict is not None:
-        whole = replace(whole, seconds=found.verdict.step_seconds)
+    if found.evaluation is not None:
+        whole = replace(whole, seconds=found.evaluation.step_seconds)
     pieces = found.techniques.micro_batches
     peak = peak_bytes(whole, outer, pieces)
-    if found.verdict is not None and found.verdict.at:
-        peak = simulated_peak_bytes(found.verdict, whole, outer, pieces)
+    if found.evaluation is not None and found.evaluation.at:
+        peak = simulated_peak_bytes(found.evaluation, whole, outer, pieces)
     return Staged(outer, found, step_seconds(whole, outer, pieces, cluster), peak)
 
 

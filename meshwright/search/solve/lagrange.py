@@ -164,7 +164,7 @@ class _Search:
         self.problem, self.memory = problem, memory.over(self.unit)
         self.accept, self.options = accept, options
         self.known: dict[States, tuple[float, np.ndarray]] = {}
-        self.verdicts: dict[States, bool] = {}
+        self.evaluations: dict[States, bool] = {}
         self.tried: set[tuple[States, bytes]] = set()
         self.best: States | None = None
         self.price = math.inf
@@ -204,7 +204,7 @@ class _Search:
     @property
     def spent(self) -> bool:
         most = self.options.most_solves * (1 if self.best is not None else PATIENCE)
-        return self.solves >= most or len(self.verdicts) >= ACCEPTS
+        return self.solves >= most or len(self.evaluations) >= ACCEPTS
 
     def solve(self, part: Part, prices: np.ndarray) -> float:
         """One unlimited solve with a price per byte; returns a lower bound of price + prices·bytes in the part."""
@@ -251,17 +251,17 @@ class _Search:
         totals = self.known[states][1] if states in self.known else self.memory.totals(states)
         if (totals > self.limits * (1 + ROUNDING)).any():
             return False
-        if states not in self.verdicts:
-            if len(self.verdicts) >= ACCEPTS:
+        if states not in self.evaluations:
+            if len(self.evaluations) >= ACCEPTS:
                 return False
-            verdict = self.accept(states)
-            if not isinstance(verdict, bool | np.bool_):
+            evaluation = self.accept(states)
+            if not isinstance(evaluation, bool | np.bool_):
                 self.told = True
-                miss = np.asarray(verdict, dtype=np.float64) / self.unit
+                miss = np.asarray(evaluation, dtype=np.float64) / self.unit
                 self.tight = np.where(miss > 0, np.minimum(self.tight, totals - miss), self.tight)
-                verdict = not (miss > 0).any()
-            self.verdicts[states] = bool(verdict)
-        return self.verdicts[states]
+                evaluation = not (miss > 0).any()
+            self.evaluations[states] = bool(evaluation)
+        return self.evaluations[states]
 
     def climb(self, part: Part, goal: np.ndarray, most: int = 1000) -> None:
         """Dual ascent in a part: cutting planes, each step taken part of the way from the best point so far."""
@@ -359,7 +359,7 @@ class _Search:
         """While `accept` refuses what fits by the bytes, hold the bytes to less: by the miss, or by trial."""
         refused, fits, step = 0.0, 1.0, TIGHTER
         for _ in range(TIGHTENINGS):
-            if self.over or self.spent or all(self.verdicts.values()):
+            if self.over or self.spent or all(self.evaluations.values()):
                 return
             if not self.told:
                 self.tight = np.where(self.limits < NO_LIMIT, self.limits * (1 - step), self.limits)

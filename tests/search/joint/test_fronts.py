@@ -20,7 +20,7 @@ def test_a_peak_that_was_simulated_is_not_estimated_by_another(order: int) -> No
     made = front(made_for, made_for.space(families_of(made_for)[0][1]))
     candidate = next(c for c in made.candidates if c.examples > 1)
     found = {
-        asked: made.judged(candidate, asked)
+        asked: made.evaluated(candidate, asked)
         for asked in (replace(made_for.techniques, **change) for change in ASKED[::order])
     }
     # Sums may be a little over a simulation: they do not know in which order results go.

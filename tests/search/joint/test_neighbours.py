@@ -21,7 +21,7 @@ HERE: dict[str, Any] = {"recompute": "selective", "micro_batches": 2, "offload":
 
 def found(seconds: float, techniques: dict[str, Any]) -> Any:
     return SimpleNamespace(
-        techniques=Techniques(**techniques), claims={"step_seconds": seconds}, verdict=None, space=None
+        techniques=Techniques(**techniques), claims={"step_seconds": seconds}, evaluation=None, space=None
     )
 
 

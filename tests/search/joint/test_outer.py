@@ -22,7 +22,7 @@ from meshwright.search.pipeline.configurations import (
     simulated_peak_bytes,
     step_seconds,
 )
-from meshwright.search.planner import Verdict
+from meshwright.search.planner import Evaluation
 
 PLAYED = [
     (name, chunks, ranks, pieces)
@@ -148,6 +148,6 @@ def test_halves_of_backward_that_wait_cost_their_queue_and_win_nothing_where_lay
 def test_a_simulated_peak_has_once_what_is_there_once_and_of_layers_a_share():
     """Layers take 80 bytes of which 16 are kept for backward; at the loss 40 live once."""
     whole, outer = Whole(8.0, 64.0, 0.0, 16.0, 0.0), Outer((4, 1), Schedule("1f1b"))
-    verdict = Verdict(8.0, 125.0, "loss", at=((40.0, 70.0), (5.0, 80.0)), at_layers=((5.0, 80.0),))
-    assert simulated_peak_bytes(verdict, whole, outer, 6) == max(40 + 70 / 4, 5 + 80 / 4 + 3 * 16 / 4)
-    assert simulated_peak_bytes(verdict, whole, Outer((2, 1), Schedule("1f1b")), 6) == 40 + 70 / 2
+    evaluation = Evaluation(8.0, 125.0, "loss", at=((40.0, 70.0), (5.0, 80.0)), at_layers=((5.0, 80.0),))
+    assert simulated_peak_bytes(evaluation, whole, outer, 6) == max(40 + 70 / 4, 5 + 80 / 4 + 3 * 16 / 4)
+    assert simulated_peak_bytes(evaluation, whole, Outer((2, 1), Schedule("1f1b")), 6) == 40 + 70 / 2

@@ -57,7 +57,7 @@ def every(model: str, machine: Cluster) -> list[Staged]:
                 if pieces > candidate.examples or not outer.schedule.can_be(outer.ranks, pieces):
                     continue
                 try:
-                    one = made.judged(candidate, asked)
+                    one = made.evaluated(candidate, asked)
                 except PlanError:
                     continue
                 found.append(staged(made, candidate, one, outer, machine))
@@ -134,7 +134,7 @@ def test_the_peak_that_ranks_pipelines_is_near_the_predicted_one(schedule: str, 
     made = stage_front(Planner(scene, folds, {}, request), outer.ranks)
     asked = replace(made.planner.techniques, micro_batches=8, recompute=recompute)
     candidate = made.candidates[0]
-    told = staged(made, candidate, made.judged(candidate, asked), outer, machine)
+    told = staged(made, candidate, made.evaluated(candidate, asked), outer, machine)
     plan = mw.plan(
         model, batch, loss=loss, mesh=4, mode="data_parallel", cluster=machine,
         pipeline=4, micro_batches=8, schedule=schedule, recompute=recompute,
