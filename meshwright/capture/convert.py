@@ -25,6 +25,8 @@ SHORT: dict[torch.dtype, str] = {
 LONG: dict[str, torch.dtype] = {name: dtype for dtype, name in SHORT.items()}
 NO_MEANING = ("layout", "pin_memory", "memory_format", "non_blocking")
 PREFIX = "model."
+# Ends the name of an input until nodes are named: torch calls an operator `mean` even where a buffer has that name.
+INPUT = "'"
 OVERLOAD = type(torch.ops.aten.add.Tensor)  # its class has no public name
 
 
@@ -129,7 +131,7 @@ def _inputs(
     inputs: dict[str, Input] = {}
     refs: dict[str, Ref] = {}
     constants: dict[str, torch.Tensor] = {}
-    paths = iter(traced.paths)
+    paths, taken = iter(traced.paths), set[str]()
     for spec in program.graph_signature.input_specs:
         placeholder = spec.arg.name
         target = (spec.target or "").removeprefix(PREFIX)
@@ -158,9 +160,11 @@ def _inputs(
                 f"the model reads {spec.target!r}, which is no tensor ({spec.kind.name.lower()})",
                 hint="a torch.Generator: draw without generator=; train_step(seed=…) seeds what a step draws",
             )
-        name = _identifier(
-            f"{'batch_' if role == 'batch' else 'constant_' if role == 'constant' else ''}{target}"
-        )
+        if (known := inputs.get(f"{role} {target}")) is not None:
+            refs[placeholder] = Ref(known.name)
+            continue
+        prefix = f"{role}_" if role in ("batch", "constant") else ""
+        name = _unused(_identifier(f"{prefix}{target}"), taken) + INPUT
         entry = Input(
             name,
             role,
@@ -169,13 +173,23 @@ def _inputs(
             role == "parameter" and trained.get(target, False),
             ties,
         )
-        inputs.setdefault(f"{role} {target}", entry)
+        inputs[f"{role} {target}"] = entry
         refs[placeholder] = Ref(name)
     return list(inputs.values()), refs, constants
 
 
 def _identifier(text: str) -> str:
     return re.sub(r"\W", "_", text) or "value"
+
+
+def _unused(stem: str, taken: set[str]) -> str:
+    """A name that no other input has: ``a.b_c`` and ``a_b.c`` are one identifier."""
+    name, number = stem, 1
+    while name in taken:
+        number += 1
+        name = f"{stem}_{number}"
+    taken.add(name)
+    return name
 
 
 def _ties(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from meshwright.capture.convert import INPUT
 from meshwright.capture.normalize import DROPOUT
 from meshwright.graph import Graph, Node, Ref, map_refs
 
@@ -59,10 +60,11 @@ def number_seeds(graph: Graph) -> Graph:
 
 
 def name_nodes(graph: Graph) -> Graph:
-    """Nodes named after their operator: ``linear``, ``linear_1``, …"""
-    taken = {i.name for i in graph.inputs}
+    """Inputs named after their tensor, and nodes after their operator: ``linear``, ``linear_1``, …"""
+    became = {i.name: i.name.removesuffix(INPUT) for i in graph.inputs}
+    inputs = tuple(replace(i, name=became[i.name]) for i in graph.inputs)
+    taken = set(became.values())
     counts: dict[str, int] = {}
-    became: dict[str, str] = {}
     nodes = []
     for node in graph.nodes:
         stem = node.op.split(".")[1].strip("_") or "value"
@@ -76,7 +78,7 @@ def name_nodes(graph: Graph) -> Graph:
         fresh = replace(_rename(node, became), name=name)
         became.update(zip(node.values, fresh.values, strict=True))
         nodes.append(fresh)
-    return _with_nodes(graph, nodes, became)
+    return _with_nodes(replace(graph, inputs=inputs), nodes, became)
 
 
 def _rename(node: Node, became: Mapping[str, str]) -> Node:
