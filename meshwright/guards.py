@@ -24,7 +24,7 @@ import torch
 
 from meshwright.capture.batch import literals
 from meshwright.capture.reads import is_library, takes_all
-from meshwright.capture.values import Found, differs, find, fixed, shown, version
+from meshwright.capture.values import Found, address, differs, find, fixed, shown, version
 from meshwright.errors import RunError
 from meshwright.runtime.batches import LocalBatch
 
@@ -141,6 +141,7 @@ class Guards:
         self._cells = [cell.cell_contents for cell in found.cells]
         self._defaults = [function.__defaults__ for function in found.functions]
         self._versions = list(map(version, found.tensors))
+        self._addresses = list(map(address, found.tensors))
         self._hooks = list(chain.from_iterable(found.hooks))
         self._variables = list(found.variables.values())
         self._probes = [
@@ -182,7 +183,9 @@ class Guards:
             return False
         if not self._versions:
             return True
-        return list(map(version, self._found.tensors)) == self._versions and self._probed()
+        tensors = self._found.tensors
+        same = list(map(version, tensors)) == self._versions
+        return same and list(map(address, tensors)) == self._addresses and self._probed()
 
     def _probed(self) -> bool:
         """Whether a few values of one tensor, another at each call, are as they were: ``x.data`` changes a tensor

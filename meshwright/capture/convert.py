@@ -132,6 +132,8 @@ def _inputs(
     refs: dict[str, Ref] = {}
     constants: dict[str, torch.Tensor] = {}
     paths, taken = iter(traced.paths), set[str]()
+    storages = {_storage(p): n for n, p in (*model.named_parameters(), *model.named_buffers())}
+    storages.pop(0, None)
     for spec in program.graph_signature.input_specs:
         placeholder = spec.arg.name
         target = (spec.target or "").removeprefix(PREFIX)
@@ -152,6 +154,13 @@ def _inputs(
                     f"the model reads {target or placeholder}, a tensor on the meta device",
                     why="it is no parameter or buffer: its values are part of the program, and it has none",
                     hint="register_buffer(…, persistent=False) makes it a buffer of the model",
+                )
+            if (shared := storages.get(_storage(tensor))) is not None:
+                raise CaptureError(
+                    f"the loss or the model reads a tensor that shares the memory of {shared}",
+                    why="plain PyTorch would read the trained values there, and no rank has them as one tensor",
+                    hint=f"{shared.rpartition('.')[2]}.detach().clone() keeps the values as they were; to read the "
+                    "trained ones use the parameter of the model itself",
                 )
             role, ties, target = "constant", (), hash_of(tensor)
             constants[target] = tensor.detach()
@@ -180,6 +189,11 @@ def _inputs(
 
 def _identifier(text: str) -> str:
     return re.sub(r"\W", "_", text) or "value"
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Where the memory of a tensor begins; 0 where it has none."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and not tensor.is_meta else 0
 
 
 def _unused(stem: str, taken: set[str]) -> str:

@@ -250,7 +250,7 @@ class _Finder:
             self.seen[id(value)] = value
             self.found.tensors.append(value)
             self.found.labels.append(label)
-        return ("tensor", id(value), version(value), value.requires_grad)
+        return ("tensor", id(value), (version(value), address(value)), value.requires_grad)
 
     def _container(self, label: str, value: Any, library: bool) -> Hashable:
         kind = type(value).__name__
@@ -277,6 +277,7 @@ class _Finder:
 
     def module(self, label: str, root: torch.nn.Module) -> None:
         """Note attributes, training flags and hooks of a module and those in it."""
+        foreign = label != "model"
         for name, module in root.named_modules():
             place = _of(label, name) if name else label
             if id(module) in self.seen and module is not root:
@@ -308,6 +309,14 @@ class _Finder:
             ):
                 if id(tensor) not in self.own:
                     self.visit(_of(place, key), tensor, False)
+            for mapping in (held["_parameters"], held["_buffers"]):
+                free = {
+                    n for n, t in mapping.items() if (id(t) not in self.own if t is not None else foreign)
+                }
+                for name in free:  # the weights of another module may be replaced
+                    if mapping[name] is None:
+                        self.visit(_of(place, name), None, True)
+                self._owner(mapping, free)
 
     def kind(self, kind: type) -> None:
         """Note what methods of a class read, as far as code names them, and the attributes of the class itself."""
@@ -405,10 +414,21 @@ def version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def address(tensor: torch.Tensor) -> int:
+    """Where the values of a tensor lie, which ``x.data = y`` changes; 0 where it has no one place."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return 0
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a fake tensor, which a capture left behind
+        return 0
+
+
 __all__ = [
     "Found",
     "Item",
     "Owner",
+    "address",
     "differs",
     "find",
     "fixed",

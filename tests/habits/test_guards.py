@@ -217,6 +217,41 @@ def test_a_teacher_outside_of_the_model() -> None:
     assert "teacher" in found.changed(BATCH)
 
 
+@pytest.mark.parametrize("change", ["weight", "data", "none", "load"])
+def test_a_weight_of_a_teacher_is_replaced(change: str) -> None:
+    teacher = torch.nn.Linear(8, 8)
+
+    def distilled(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        return loss(model, batch) + teacher(batch["x"]).square().mean()
+
+    held = guards(of=distilled)
+    assert not held.changed(BATCH)
+    match change:
+        case "weight":
+            teacher.weight = torch.nn.Parameter(torch.eye(8))
+        case "data":
+            teacher.bias.data = torch.ones(8)
+        case "none":
+            teacher.bias = None
+        case "load":
+            state = {"weight": torch.eye(8), "bias": torch.zeros(8)}
+            teacher.load_state_dict(state, assign=True)
+    assert "teacher" in held.changed(BATCH)
+
+
+def test_a_tensor_that_shares_the_memory_of_a_weight_is_refused() -> None:
+    model = Net()
+    old = {name: p.detach() for name, p in model.named_parameters()}
+
+    def anchored(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        return loss(model, batch) + sum((p - old[n]).square().sum() for n, p in model.named_parameters())
+
+    with pytest.raises(mw.CaptureError, match=r"shares the memory of .*\n(.*\n)*.*clone\(\)"):
+        mw.plan(model, BATCH, loss=anchored, mesh=2)
+    old = {name: p.clone() for name, p in old.items()}
+    mw.plan(model, BATCH, loss=anchored, mesh=2)
+
+
 def test_what_is_no_tensor_of_a_batch() -> None:
     example = {**BATCH, "lr_scale": 0.1, "text": ["a", "b"]}
     found = guards(batch=example)
