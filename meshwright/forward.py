@@ -49,6 +49,7 @@ from meshwright.runtime.equal_start import start_equal
 from meshwright.runtime.fetches import Parked
 from meshwright.runtime.forward import LocalForward, leaves_of
 from meshwright.runtime.rank import Rank
+from meshwright.same_values import same_values
 from meshwright.search.reuse import carried
 from meshwright.state.weights import Weights, agree_on_path, confirmed, named_path, open_weights, read_weights
 from meshwright.techniques import Options, Techniques, asked_beside
@@ -252,8 +253,9 @@ def forward_step(
         check_absent(model, absent, init, path)
         return str(path)
 
-    agreed = _agree(meeting, model, batch, outputs, chosen, found_at)
-    guards = Guards.of(model, outputs, batch, modes=False)
+    agreed, guards = _agree(
+        meeting, model, batch, outputs, chosen, found_at, source, seed=seed, exact_random=exact_random
+    )
     captured, parts = _lowered(agreed)
     over_gloo(meeting, parts.asked, place)
     opened, computed = None, dict[str, torch.Tensor]()
@@ -309,8 +311,7 @@ def shared_forward(
         def chosen(found: Forward) -> Plan:
             return carried(plan, found.captured.graph, found.captured.folding)
 
-        agreed = _agree(meeting, model, batch, outputs, chosen)
-        guards = Guards.of(model, outputs, batch, modes=False)
+        agreed, guards = _agree(meeting, model, batch, outputs, chosen)
         captured, parts = _lowered(agreed)
         prepare(comm, parts)
         own = {
@@ -362,19 +363,28 @@ def _agree(
     outputs: Outputs,
     chosen: Callable[[Forward], Plan],
     found_at: Callable[[Forward], str] = lambda _: "",
-) -> Agreed:
-    def compute() -> bytes:
+    source: int | None = 0,
+    **options: Any,
+) -> tuple[Agreed, Guards]:
+    """What rank 0 has captured and planned, and the values that all have read for it alike."""
+
+    def captured_here() -> Forward:
         meta = any(p.device.type == "meta" for p in model.parameters())
         example = map_leaves(batch, lambda t: t.to("meta")) if meta else batch
         with as_shapes(model), all_on_meta(model) if meta else contextlib.nullcontext():
-            found = capture_forward(model, example, outputs)
+            return capture_forward(model, example, outputs)
+
+    def compute() -> bytes:
+        found = captured_here()
         more = {"shape": found.shape, "weights": found_at(found)}
         plan = chosen(found)
         return pack(found.captured, plan, model, torch.get_rng_state(), more)
 
     agreed = unpack(meeting.agree(compute))
     same_model(meeting, agreed, model)
-    return agreed
+    guards = Guards.of(model, outputs, batch, modes=False)
+    same_values(meeting, guards, agreed.graph, lambda: captured_here().captured.graph, source, **options)
+    return agreed, guards
 
 
 def _opened(

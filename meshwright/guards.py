@@ -69,6 +69,11 @@ class Guards:
         )
 
     @property
+    def found(self) -> Found:
+        """The values of the loss and the model."""
+        return self._found
+
+    @property
     def literals(self) -> dict[str, Any]:
         """What of the example batch is no tensor, by path."""
         return self._batch

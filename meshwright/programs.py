@@ -35,6 +35,7 @@ from meshwright.runtime.elementwise import check_made
 from meshwright.runtime.optimizers import OptimizerFactory, extend_optimizer
 from meshwright.runtime.state import State
 from meshwright.runtime.step import LocalStep
+from meshwright.same_values import same_values
 from meshwright.search.reuse import Held, carried_to_train
 from meshwright.techniques import Techniques
 
@@ -282,8 +283,11 @@ class Source:
             meeting, told, "every rank gives step(batch) the same batch; mw.shard_loader reads parts of one"
         )
 
+        def captured_here() -> Captured:
+            return shared.renamed(captured_of(model, batch, self.loss, self.cache))
+
         def compute() -> bytes:
-            captured = shared.renamed(captured_of(model, batch, self.loss, self.cache))
+            captured = captured_here()
             check_trains(captured.graph)
             plan = shared.carried(self.plan, captured.graph)
             return pack(captured, plan.check(captured.graph), model, torch.get_rng_state(), captured.shape)
@@ -291,6 +295,7 @@ class Source:
         agreed = unpack(meeting.agree(compute))
         same_model(meeting, agreed, model)
         guards = Guards.of(model, self.loss, batch)
+        same_values(meeting, guards, agreed.graph, lambda: captured_here().graph)
         captured = Captured(agreed.graph, agreed.constants, fold(agreed.graph), ())
         plan = with_origin(agreed.plan.check(agreed.graph), captured)
         parts = lower(captured, plan)

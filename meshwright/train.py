@@ -103,6 +103,7 @@ from meshwright.runtime.pipeline import Pipeline
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.recorder import Recorder, ahead_of_first
 from meshwright.runtime.step import LocalStep
+from meshwright.same_values import same_values
 from meshwright.state.loading import Loaded, load, resume
 from meshwright.state.saving import Saves
 from meshwright.techniques import Options, asked_beside
@@ -570,13 +571,16 @@ def train_step(
     else:
         check_has_values(model)
 
-    def compute() -> bytes:
-        state = torch.get_rng_state()
+    def captured_here() -> Captured:
         example = batch if init is None else map_leaves(batch, lambda t: t.to("meta"))
         captured = captured_of(model, example, loss, cache)
+        return captured if shared is None else shared.renamed(captured)
+
+    def compute() -> bytes:
+        state = torch.get_rng_state()
+        captured = captured_here()
         check_trains(captured.graph)
         if shared is not None:
-            captured = shared.renamed(captured)
             chosen = shared.carried(shared.plan, captured.graph)
         else:
             chosen = plan if plan is not None else plan_captured(captured, mesh, mode, pins, request, asked)
@@ -588,6 +592,18 @@ def train_step(
     graph, chosen = agreed.graph, log_remarks(agreed.plan)
     same_model(meeting, agreed, model)
     guards = Guards.of(model, loss, batch)
+    same_values(
+        meeting,
+        guards,
+        graph,
+        lambda: captured_here().graph,
+        source,
+        seed=seed,
+        clip_norm=clip_norm,
+        exact_random=exact_random,
+        skip_nonfinite=skip_nonfinite,
+        bucket_bytes=bucket_bytes,
+    )
     initial = None
     if init is not None:
         initial = Initial(init, graph.inputs, agreed.state)

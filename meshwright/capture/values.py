@@ -95,7 +95,7 @@ def shown(value: Any) -> str:
     """A value for a reader, short."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"
-    if isinstance(value, types.FunctionType | type):
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
         return value.__qualname__
     text = (
         repr(value) if isinstance(value, (*SCALARS, *FIXED, list, tuple, dict, set)) else type(value).__name__
