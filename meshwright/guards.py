@@ -149,6 +149,7 @@ class Guards:
         self._addresses = list(map(address, found.tensors))
         self._hooks = list(chain.from_iterable(found.hooks))
         self._variables = list(found.variables.values())
+        self._contexts = [(variable, variable.get(None)) for variable in found.contexts]
         self._probes = [
             (label, t, _sample(t))
             for label, t in zip(found.labels, found.tensors, strict=True)
@@ -172,6 +173,7 @@ class Guards:
                 list(chain.from_iterable(found.hooks)) == self._hooks if self._hooks else not any(found.hooks)
             )
             and (not self._variables or list(map(os.environ.get, found.variables)) == self._variables)
+            and all(variable.get(None) is was for variable, was in self._contexts)
             and self._quick_contents()
             and self._quick_flags()
         )

@@ -16,6 +16,8 @@ import sys
 import time
 import types
 import uuid
+import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from operator import is_
 from pathlib import Path
@@ -25,7 +27,7 @@ import numpy as np
 import torch
 
 from meshwright.capture.reads import codes, is_environment, lines_that_change, origin, reads
-from meshwright.capture.values import HOOKS, Found, differs, find
+from meshwright.capture.values import HOOKS, SCALARS, Found, differs, find
 from meshwright.errors import CaptureError
 
 STORES = ("_parameters", "_buffers", "_modules", *HOOKS)
@@ -66,6 +68,7 @@ class Effects:
         self.cells = [(cell, cell.cell_contents) for cell in self.found.cells]
         self.drawn = random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.initial_seed()
         self.generators = [(g, _state(g)) for g in self.found.generators]
+        self.iterators = {label: _progress(it) for label, it in self.found.iterators.items()}
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
@@ -102,6 +105,14 @@ class Effects:
                 else "keep what changes in a buffer (self.register_buffer) and change it in place, or return it; what "
                 "is counted or logged belongs beside the step's call",
             )
+        for label, before in self.iterators.items():
+            if _progress(self.found.iterators[label]) != before:
+                raise CaptureError(
+                    f"the loss, or the model, takes the next of an iterator: {label}",
+                    why=ONCE.format("be taken"),
+                    where=self._where(label),
+                    hint="take it beside the step's call, and give it in the batch as a tensor",
+                )
         for what, file, line in self.executed:
             if what in ("clock", "seed", "source", "environment"):
                 raise _outside(what, f"{Path(file).name}:{line}  {linecache.getline(file, line).strip()}")
@@ -175,8 +186,9 @@ class Effects:
             if isinstance(mapping, dict):
                 mapping.update(was)
         for held, was in self.held:
-            if isinstance(held, list):
-                held[:] = was
+            if isinstance(held, list | deque):
+                held.clear()
+                held.extend(was)
             else:
                 held.clear()
                 held.update(was)
@@ -272,6 +284,31 @@ def _kind(value: Any, chain: tuple[str, ...], bare: bool) -> str:
     if isinstance(drawer, random.Random | np.random.RandomState | np.random.Generator):
         return "draw"
     return ""
+
+
+def _progress(iterator: Any) -> Any:
+    """What tells how far an iterator has come."""
+    if isinstance(iterator, types.GeneratorType):
+        frame = iterator.gi_frame
+        return None if frame is None else (frame.f_lasti, {n: _plain(v) for n, v in frame.f_locals.items()})
+    held = getattr(iterator, "__dict__", None)
+    if held:
+        return {name: _plain(value) for name, value in held.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            made = iterator.__reduce__()
+    except TypeError:
+        return None
+    return _plain(made)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (*SCALARS,)):
+        return value
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return _progress(value) if isinstance(value, Iterator) else id(value)
 
 
 def _state(generator: Any) -> Any:

@@ -65,7 +65,8 @@ def of_library(value: Any) -> bool:
     if isinstance(value, types.FunctionType):
         return is_library(value.__code__.co_filename)
     if isinstance(value, types.ModuleType):
-        return is_library(getattr(value, "__file__", None) or "<frozen")
+        file = getattr(value, "__file__", None)
+        return is_library(file) if file else value.__spec__ is not None  # none: made by code, or typed in
     code = next((f.__code__ for f in vars(value).values() if isinstance(f, types.FunctionType)), None)
     if code is not None and not code.co_filename.startswith("<"):
         return is_library(code.co_filename)

@@ -3,11 +3,13 @@ name. `find` lists them with labels for a reader, and the objects that hold them
 
 from __future__ import annotations
 
+import contextvars
 import enum
 import functools
 import os
 import types
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +62,7 @@ class Found:
 
     items: dict[str, Item] = field(default_factory=dict)
     owners: dict[int, Owner] = field(default_factory=dict)
-    lists: list[list[Any]] = field(default_factory=list)
+    lists: list[list[Any] | deque[Any]] = field(default_factory=list)
     dicts: list[dict[Any, Any]] = field(default_factory=list)
     sets: list[set[Any]] = field(default_factory=list)
     arrays: list[np.ndarray[Any, Any]] = field(default_factory=list)
@@ -69,7 +71,9 @@ class Found:
     labels: list[str] = field(default_factory=list)  # of the tensors
     hooks: list[Mapping[int, Any]] = field(default_factory=list)
     functions: list[types.FunctionType] = field(default_factory=list)
-    generators: list[Any] = field(default_factory=list)
+    generators: list[Any] = field(default_factory=list)  # of random numbers
+    iterators: dict[str, Iterator[Any]] = field(default_factory=dict)  # by label
+    contexts: list[contextvars.ContextVar[Any]] = field(default_factory=list)
     variables: dict[str, str | None] = field(default_factory=dict)  # of the environment
     names: set[str] = field(default_factory=set)
     pieces: set[str] = field(default_factory=set)
@@ -153,6 +157,27 @@ def _tensor_change(old: Any, new: Any) -> str:
     return "values were changed in place" if old[2] != new[2] else f"requires_grad {old[3]} → {new[3]}"
 
 
+class _Slots(Mapping[str, Any]):
+    """The attributes that an object has in slots."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        every = (vars(kind).get("__slots__", ()) for kind in type(owner).__mro__)
+        self.names = [n for slots in every for n in ((slots,) if isinstance(slots, str) else slots)]
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self.owner, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return (n for n in self.names if hasattr(self.owner, n))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 class _Finder:
     """`known` and `texts`: names that the user's code has, as far as they are known."""
 
@@ -175,7 +200,7 @@ class _Finder:
             return fixed(value)
         if isinstance(value, torch.Tensor):
             return self._tensor(label, value)
-        if isinstance(value, tuple | list | dict | set | frozenset):
+        if isinstance(value, tuple | list | dict | set | frozenset | deque):
             return self._container(label, value, library)
         if isinstance(value, types.ModuleType):
             return ("module", value.__name__)
@@ -213,15 +238,28 @@ class _Finder:
                     self.visit(f"{label}, {name}=", part, library)
             case type():
                 self.kind(value)
+            case Iterator():
+                self.found.iterators[label] = value
+            case contextvars.ContextVar():
+                self.found.contexts.append(value)
+                self.visit(f"{label}.get()", value.get(None), library)
+            case torch.optim.Optimizer():
+                for number, group in enumerate(value.param_groups):
+                    options = {k: v for k, v in group.items() if k != "params"}
+                    for name, option in options.items():
+                        self.visit(f"{label}.param_groups[{number}][{name!r}]", option, True)
+                    self._owner(group, options)
             case _:
                 if type(value).__module__.startswith(("random", "numpy.random")):
                     self.found.generators.append(value)
                 self._object(label, value)
 
     def _object(self, label: str, value: Any) -> None:
+        library = of_library(type(value))
+        if not library and (slots := _Slots(value)).names:
+            self._attributes(label, slots, library, filtered=True)
         if not hasattr(value, "__dict__") or isinstance(value, torch.nn.Module):
             return
-        library = of_library(type(value))
         if library and not is_plain(value):
             return
         if not library:
@@ -259,7 +297,11 @@ class _Finder:
         first = id(value) not in self.seen
         self.seen[id(value)] = value
         if first:
-            for kinds, held in ((list, self.found.lists), (dict, self.found.dicts), (set, self.found.sets)):
+            for kinds, held in (
+                (list | deque, self.found.lists),
+                (dict, self.found.dicts),
+                (set, self.found.sets),
+            ):
                 if isinstance(value, kinds):
                     held.append(value)
         if len(value) > MANY:
@@ -377,15 +419,20 @@ class _Finder:
                     self.visit(f"os.environ[{read.key!r}]", now, False)
                 if read.kind == "global" and read.name in function.__globals__:
                     self._global(function.__globals__, read.name, read.chain)
+                elif isinstance(begin := origin(function, read), types.ModuleType):
+                    self._of_module(begin, read.chain)
 
     def _global(self, held: dict[str, Any], name: str, chain: tuple[str, ...], of: str = "") -> None:
         value = held[name]
         if isinstance(value, types.ModuleType):
-            if chain and not of_library(value) and chain[0] in vars(value):
-                self._global(vars(value), chain[0], chain[1:], f"{value.__name__}.")
+            self._of_module(value, chain)
             return
         self._owner(held, [name])
         self.visit(f"{of}{name}" if of else f"{name} (a global of {held.get('__name__', '?')})", value, False)
+
+    def _of_module(self, module: types.ModuleType, chain: tuple[str, ...]) -> None:
+        if chain and not of_library(module) and chain[0] in vars(module):
+            self._global(vars(module), chain[0], chain[1:], f"{module.__name__}.")
 
 
 def of_library_hook(hook: Any) -> bool:

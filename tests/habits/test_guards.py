@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import collections
+import contextvars
 import functools
+import itertools
 import os
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -250,6 +254,58 @@ def test_a_tensor_that_shares_the_memory_of_a_weight_is_refused() -> None:
         mw.plan(model, BATCH, loss=anchored, mesh=2)
     old = {name: p.clone() for name, p in old.items()}
     mw.plan(model, BATCH, loss=anchored, mesh=2)
+
+
+class Slots:
+    __slots__ = ("scale",)
+
+
+def test_slots_queues_modules_contexts_and_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, recent = Slots(), collections.deque([1.0])
+    slots.scale = 1.0
+    settings = types.ModuleType("settings_of_a_test")
+    settings.alpha = 1.0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, settings.__name__, settings)
+    context = contextvars.ContextVar("context", default=1.0)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+
+    def weighted(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        import settings_of_a_test
+
+        scale = slots.scale * sum(recent) * settings_of_a_test.alpha * context.get()
+        return loss(model, batch) * scale * optimizer.param_groups[0]["lr"]
+
+    changes: dict[str, Callable[[], Any]] = {
+        "slots": lambda: setattr(slots, "scale", 2.0),
+        "recent": lambda: recent.append(2.0),
+        "alpha": lambda: setattr(settings, "alpha", 2.0),
+        "context": lambda: context.set(2.0),
+        "lr": lambda: optimizer.param_groups[0].update(lr=2.0),
+    }
+    for name, change in changes.items():
+        found = guards(of=weighted)
+        assert found.changed(BATCH) == ""
+        change()
+        assert name in found.changed(BATCH)
+
+
+@pytest.mark.parametrize("kind", ["generator", "count", "list", "loader"])
+def test_the_next_of_an_iterator_is_refused(kind: str) -> None:
+    numbers = [torch.tensor(float(n)) for n in range(8)]
+    kinds: dict[str, Any] = {
+        "generator": (x for x in numbers),
+        "count": itertools.count(1),
+        "list": iter(numbers),
+        "loader": iter(torch.utils.data.DataLoader(numbers)),
+    }
+    supply = kinds[kind]
+
+    def supplied(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        device = next(model.parameters()).device  # as many a forward does
+        return loss(model, batch).to(device) * next(supply)
+
+    with pytest.raises(mw.CaptureError, match="the next of an iterator: supply"):
+        mw.plan(Net(), BATCH, loss=supplied, mesh=2)
 
 
 def test_what_is_no_tensor_of_a_batch() -> None:
