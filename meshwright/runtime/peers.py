@@ -17,10 +17,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.errors import PEER_LOST, MeshwrightError, PeerLost
+from meshwright.errors import PEER_LOST, MeshwrightError, PeerLost, RunError
 
 KEY = "meshwright/reason"
 SAID = 1000  # letters of an error that others are told
+_broken: list[str] = []  # what failed in the middle on this rank
 _told: list[tuple[Any, int]] = []  # the store of this job and this rank, once they are known
 
 
@@ -61,6 +62,27 @@ def leave_reason(error: BaseException, trace: TracebackType | None = None) -> No
         store.compare_set(KEY, "", json.dumps([rank, type(error).__name__, what[:SAID], where[:SAID]]))
 
 
+def broke_off(error: Exception, what: str) -> None:
+    """An error has ended `what` in the middle, where other ranks may wait for this one: it takes part in nothing more,
+    whoever catches the error. Nothing where there are no others."""
+    if not _told or isinstance(error, MeshwrightError) or dist.get_world_size() == 1 or _broken:
+        return
+    _broken.append(f"{what} failed on this rank: {type(error).__name__}: {error}"[:SAID])
+    leave_reason(error, error.__traceback__)
+
+
+def check() -> None:
+    """Raise RunError where this rank has broken off: its next collective would meet an earlier one of the others."""
+    if _broken:
+        raise RunError(
+            _broken[0],
+            why="the error was caught, but other ranks may wait in that step for this one: whatever it sent now would "
+            "be taken for what they wait for",
+            hint="let the error end the script, which begins again from the last checkpoint (mw.Autosave, "
+            "step.resume); check a batch on all ranks before it is given to a step",
+        )
+
+
 def lost(error: RuntimeError, what: str) -> PeerLost | None:
     """What an error of the back end means if it means that another rank has gone; else None. `what` was waited for."""
     if PEER_LOST.search(str(error)) is None:
@@ -96,4 +118,4 @@ def _reason() -> tuple[int, str, str, str] | None:
     return None
 
 
-__all__ = ["another_failed", "begin", "leave_reason", "lost"]
+__all__ = ["another_failed", "begin", "broke_off", "check", "leave_reason", "lost"]

@@ -22,6 +22,7 @@ from meshwright.partition.segments import Segment
 from meshwright.partition.sharded_update import gathers, update_layout, updates
 from meshwright.redistribute import redistribute
 from meshwright.redistribute.index_maps import exchange
+from meshwright.runtime import peers
 from meshwright.runtime.alike import Alike
 from meshwright.runtime.ambient import Ambient, check_gradients
 from meshwright.runtime.batches import BatchParts, Given, LocalBatch, place_of, slicer
@@ -348,6 +349,7 @@ class LocalStep:
     def _run(
         self, actions: Sequence[Action], batch: Given, wanted: Sequence[str], update: bool = True
     ) -> dict[str, torch.Tensor]:
+        peers.check()
         check_gradients()
         pulse.step(self.rank.step + 1)
         with pulse.during(pulse.IN_STEP), self.ambient.as_built():
@@ -365,16 +367,24 @@ class LocalStep:
             self.rank.runs_on(self.parts.plan.mesh)
         self.buckets.serve(self.uses, self.each_time)
         with self.handle.deferring(), self.parked.away():
-            if self.in_time is None:
-                results = self.executor.run(actions, local, wanted)
-            else:
-                self.in_time.begin(batch)
-                try:
-                    results = self.executor.run(actions, {}, wanted)
-                finally:
-                    self.in_time.end()
+            try:
+                results = self._executed(actions, batch, local, wanted)
+            except Exception as error:
+                peers.broke_off(error, f"step {self.rank.step + 1}")
+                raise
         self._settle()
         return results
+
+    def _executed(
+        self, actions: Sequence[Action], batch: Given, local: dict[str, torch.Tensor], wanted: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
+        if self.in_time is None:
+            return self.executor.run(actions, local, wanted)
+        self.in_time.begin(batch)
+        try:
+            return self.executor.run(actions, {}, wanted)
+        finally:
+            self.in_time.end()
 
     def _settle(self) -> None:
         """See what the ranks said of their batches: on a CPU before the update, else a step later, when it is there

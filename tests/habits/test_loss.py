@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 
 import meshwright as mw
 from meshwright.errors import CaptureError
-from tests.habits.plans import NAMES, Net, batches, run
+from tests.habits.plans import COMMON, NAMES, Net, batches, run
+from tests.ranks import run_warm
 
 ONE_ELEMENT = """
 def of(model, batch):
@@ -136,3 +138,26 @@ def test_a_loss_with_outputs_is_proved_and_refused_in_pieces() -> None:
     assert mw.verify(Net(), batches()[0], loss=both, mesh=2)
     with pytest.raises(mw.PlanError, match="outputs beside the loss"):
         mw.train_step(Net(), torch.optim.SGD, batches()[0], loss=both, mesh=1, micro_batches=2)
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("plan", ["dp", "tp"])
+def test_after_an_error_in_the_middle_nothing_is_sent(tmp_path: Path, plan: str) -> None:
+    """Under data parallel one rank alone may fail: a rank that went on would pair its next collective with theirs."""
+    body = """
+        step = mw.train_step(Net(), adamw, batches()[0], loss=loss, **PLAN)
+        good, bad, last = batches(3)
+        bad["y"][-1] = 99  # a label of the last rows, which rank 1 has under data parallel
+        for batch in (good, bad, last):
+            try:
+                step(batch)
+            except (IndexError, RuntimeError):
+                pass
+        mw.shutdown()
+        """
+    found = run_warm(tmp_path, 2, COMMON + textwrap.dedent(body), plan)
+    said = found.stdout + found.stderr
+    assert (
+        found.returncode != 0 and "step 2 failed on this rank: IndexError: Target 99 is out of bounds" in said
+    )
+    assert "Autosave" in said

@@ -91,6 +91,7 @@ def leave() -> None:
     A group ends its threads when nobody holds it any more. Left alive, they may let go of a last tensor while the
     interpreter is being taken down, for which they need its lock, and the process is aborted after all it had to do.
     """
+    peers.check()
     everybody = tuple(range(dist.get_world_size()))
     with pulse.waiting(pulse.begun("mw.shutdown()", everybody)):
         dist.barrier()
@@ -203,6 +204,7 @@ class ProcessGroups(Waited):
 
     def _begun(self, kind: str, axes: Sequence[str]) -> Any:
         """A collective begins: in the record of this rank."""
+        peers.check()
         key = tuple(axes)
         if key not in self._shown:
             self._shown[key] = self.mesh.show(key)
@@ -231,6 +233,7 @@ class ProcessGroups(Waited):
 
     def broadcast(self, x: torch.Tensor, source: int) -> None:
         """See `Communicator`."""
+        peers.check()
         plain = x.detach().contiguous()
         everybody = tuple(range(self.mesh.size))
         with _waiting(pulse.begun("broadcast", everybody, f"from rank {source}"), "a broadcast"):
