@@ -7,47 +7,24 @@ drew; clocks that were read, seeds that were set. Each is refused with its line,
 from __future__ import annotations
 
 import contextlib
-import datetime
-import linecache
-import os
 import random
-import secrets
 import sys
-import time
 import types
-import uuid
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from operator import is_
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from meshwright.capture.outside import OutsideCalls, line_of
 from meshwright.capture.reads import codes, is_environment, lines_that_change, origin, reads
 from meshwright.capture.values import HOOKS, SCALARS, Found, differs, find
 from meshwright.errors import CaptureError
 
 STORES = ("_parameters", "_buffers", "_modules", *HOOKS)
-CLOCKS = [
-    vars(time)[n + suffix]
-    for n in ("time", "perf_counter", "monotonic", "process_time", "thread_time", "clock_gettime")
-    for suffix in ("", "_ns")
-    if hasattr(time, n + suffix)
-]
-CLOCKS += [time.localtime, time.gmtime, time.ctime, time.asctime, time.strftime]
-CLOCKS += [datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today, datetime.date.today]
-SOURCES = [
-    os.urandom,
-    uuid.uuid1,
-    uuid.uuid4,
-    secrets.token_bytes,
-    secrets.randbits,
-    secrets.choice,
-    secrets.randbelow,
-]
 SEEDS = {"manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all"}
 UNSEEDED = [np.random.default_rng, np.random.RandomState, random.Random]  # called without a seed
 ONCE = "the program is captured once: it would {} then, and in no step after"
@@ -69,6 +46,7 @@ class Effects:
         self.drawn = random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.initial_seed()
         self.generators = [(g, _state(g)) for g in self.found.generators]
         self.iterators = {label: _progress(it) for label, it in self.found.iterators.items()}
+        self.calls = OutsideCalls(self.found.generators)
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
@@ -86,7 +64,7 @@ class Effects:
     def inside(self) -> Iterator[None]:
         """Around the loss itself, while it is traced. Raises CaptureError for what it changed."""
         before, tensors = self._items(), _registered(self.model)
-        with self._lines_watched():
+        with self._lines_watched(), self.calls.watched():
             yield
         after = _registered(self.model)
         label = next((n for n, x in tensors.items() if after.get(n) is not x), "")
@@ -113,9 +91,9 @@ class Effects:
                     where=self._where(label),
                     hint="take it beside the step's call, and give it in the batch as a tensor",
                 )
-        for what, file, line in self.executed:
-            if what in ("clock", "seed", "source", "environment"):
-                raise _outside(what, f"{Path(file).name}:{line}  {linecache.getline(file, line).strip()}")
+        for what, file, line in (*self.executed, *self.calls.found):
+            if what != "draw":
+                raise _outside(what, line_of(file, line))
 
     def _items(self) -> Any:
         own = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
@@ -133,7 +111,7 @@ class Effects:
         if not found:
             return ""
         _, file, line = min(found, key=lambda one: one[0])
-        return _shown(file, line)
+        return line_of(file, line)
 
     # ------------------------------------------------------------ what is drawn
 
@@ -162,7 +140,11 @@ class Effects:
         drew = random.getstate() != python or not _same(np.random.get_state(), numpy)
         drew = drew or any(_state(g) != was for g, was in self.generators)
         if drew:
-            lines = [_shown(file, line) for what, file, line in self.executed if what == "draw"]
+            lines = [
+                line_of(file, line)
+                for what, file, line in (*self.executed, *self.calls.found)
+                if what == "draw"
+            ]
             raise _outside("draw", lines[0] if lines else "")
         if torch.initial_seed() != seed:
             raise _outside("seed", "")
@@ -236,14 +218,21 @@ def _outside(what: str, where: str) -> CaptureError:
                 "be set",
                 "set it before the step is built; train_step(seed=…) seeds what a step draws",
             )
+        case "file":
+            said, why = "a file is opened or looked for", "happen"
+            hint = "read it before the step is built, and keep a buffer; what changes belongs in the batch"
+        case "network" | "input" | "process":
+            said = {"network": "the network is used", "input": "input is read"}.get(
+                what, "the number of the process, or the name of the host, is read"
+            )
+            why, hint = (
+                "happen",
+                "do it before the step is built; what changes belongs in the batch, as a tensor",
+            )
         case _:
             said, why = "random numbers are drawn outside of torch's program", "be drawn"
             hint = "torch.rand(…), which each step draws anew, or numbers that the data loader draws, in the batch"
     return CaptureError(f"{said} while the loss runs", why=ONCE.format(why), where=where, hint=hint)
-
-
-def _shown(file: str, line: int) -> str:
-    return f"{Path(file).name}:{line}  {linecache.getline(file, line).strip()}"
 
 
 def _suspects(found: Found) -> dict[types.CodeType, dict[int, str]]:
@@ -277,9 +266,6 @@ def _kind(value: Any, chain: tuple[str, ...], bare: bool) -> str:
         and value.__name__ in SEEDS
     ):
         return "seed"
-    for what, known in (("clock", CLOCKS), ("source", SOURCES)):
-        if any(value == one for one in known if callable(value) and not isinstance(value, torch.Tensor)):
-            return what
     drawer = getattr(value, "__self__", None) if callable(value) else None
     if isinstance(drawer, random.Random | np.random.RandomState | np.random.Generator):
         return "draw"
@@ -312,6 +298,8 @@ def _plain(value: Any) -> Any:
 
 
 def _state(generator: Any) -> Any:
+    if isinstance(generator, random.SystemRandom):
+        return None
     if isinstance(generator, random.Random):
         return generator.getstate()
     bits = getattr(generator, "bit_generator", None)

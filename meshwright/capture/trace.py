@@ -11,6 +11,7 @@ along, because a block that export drops or moves would change what the program 
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 import traceback
 import warnings
@@ -29,6 +30,7 @@ from meshwright.capture.construction import user_line
 from meshwright.capture.effects import Effects
 from meshwright.capture.hooks import check_backward_hooks
 from meshwright.capture.nest import Shape, count, shape_of
+from meshwright.capture.outside import OutsideCalls
 from meshwright.capture.quiet import without_dumps
 from meshwright.errors import CaptureError, MeshwrightError
 from meshwright.graph import LOSS
@@ -74,8 +76,9 @@ class Loss(torch.nn.Module):
         super().__init__()
         self.model = model
         self.train(model.training)
-        self.batch, self.loss, self.watch, self.autocast = batch, loss, _Watch(), _ambient_autocast()
         self.effects = Effects(model, loss)
+        self.watch = _Watch(self.effects.calls)
+        self.batch, self.loss, self.autocast = batch, loss, _ambient_autocast()
 
     def train(self, mode: bool = True) -> Loss:
         """Leave the model's own training flags alone: a user may freeze some of its modules in eval mode."""
@@ -142,6 +145,7 @@ def scalar_of(value: Any) -> torch.Tensor:
 class _Watch(TorchFunctionMode):
     """Sees every torch call of the model while it is traced."""
 
+    calls: OutsideCalls = field(default_factory=OutsideCalls)
     checkpoints: list[str] = field(default_factory=list)
     # Lines that read a trainable tensor which is none of the model's.
     outside: list[str] = field(default_factory=list)
@@ -152,6 +156,9 @@ class _Watch(TorchFunctionMode):
         super().__init__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.calls.aside(self._watched, func, args, kwargs)
+
+    def _watched(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._look_up_the_stack()
         self._look_at(args)
         if func in GRADIENT_CALLS:
@@ -168,7 +175,7 @@ class _Watch(TorchFunctionMode):
     def _look_at(self, args: Any) -> None:
         """Parameters and buffers of the model are fake while it is traced; what is real comes from elsewhere."""
         if torch.is_grad_enabled() and any(type(x) in REAL and x.requires_grad and x.is_leaf for x in args):
-            line = _line_of(_out_of_torch(inspect.stack()[2].frame))
+            line = _line_of(_out_of_torch(sys._getframe(4)))
             if line not in self.outside:
                 self.outside.append(line)
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import random
+import secrets
+import socket
 import time
+import uuid
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,9 @@ from tests.habits.plans import Net, batches, loss, run
 BATCH = batches()[0]
 COUNT = 0
 HISTORY: list[Any] = []
+FILE = Path()
 RNG = np.random.default_rng(0)
+NOW, PICK = datetime.now, secrets.SystemRandom().choice
 
 
 class Busy(Net):
@@ -32,6 +38,7 @@ class Busy(Net):
         self.calls, self.log, self.seen = 0, [], {"last": 0}
         self.cache: torch.Tensor | None = None
         self.mask = torch.ones(8)
+        self.clock, self.rng = time.time, random.Random(0)
         self.register_buffer("mean", torch.zeros(8))
         self.what = what
 
@@ -100,6 +107,39 @@ def import_a_clock(model: Any, out: torch.Tensor) -> float:
     return now() % 1
 
 
+def read_a_kept_clock(model: Any, out: torch.Tensor) -> float:
+    return model.clock() % 1
+
+
+def read_the_date(model: Any, out: torch.Tensor) -> float:
+    return NOW().second / 60
+
+
+def draw_of_a_kept_generator(model: Any, out: torch.Tensor) -> float:
+    return model.rng.gauss(0, 1)
+
+
+def draw_of_the_system(model: Any, out: torch.Tensor) -> float:
+    return PICK([1.0, 2.0]) * uuid.uuid4().int % 7
+
+
+def read_a_file(model: Any, out: torch.Tensor) -> float:
+    return float(len(Path(__file__).read_text()))
+
+
+def load_a_file(model: Any, out: torch.Tensor) -> float:
+    return float(np.load(FILE)[0])
+
+
+def read_the_process(model: Any, out: torch.Tensor) -> float:
+    return float(os.getpid())
+
+
+def ask_the_network(model: Any, out: torch.Tensor) -> None:
+    with socket.socket() as found:
+        found.setblocking(False)
+
+
 def import_random(model: Any, out: torch.Tensor) -> float:
     import secrets
 
@@ -141,6 +181,14 @@ CASES = {
     draw_unseeded: ("random numbers", "np.random.default_rng()"),
     read_clock: ("a clock is read", "time.time()"),
     import_a_clock: ("a clock is read", "now() % 1"),
+    read_a_kept_clock: ("a clock is read", "model.clock() % 1"),
+    read_the_date: ("a clock is read", "NOW().second"),
+    draw_of_a_kept_generator: ("random numbers", "model.rng.gauss(0, 1)"),
+    draw_of_the_system: ("random numbers", "PICK([1.0, 2.0])"),
+    read_a_file: ("a file is opened", "read_text()"),
+    load_a_file: ("a file is opened", "np.load(FILE)"),
+    read_the_process: ("number of the process", "os.getpid()"),
+    ask_the_network: ("the network is used", "setblocking(False)"),
     import_random: ("random numbers", "secrets.randbelow(5)"),
     read_a_built_name: ("the environment is read", 'os.environ.get("SCALE_"'),
     seed: ("a seed is set", "torch.manual_seed(3)"),
@@ -148,6 +196,12 @@ CASES = {
     grad: (r"grad() inside the loss", "test_side_effects.py:"),
     backward: (r"backward() inside the loss", "test_side_effects.py:"),
 }
+
+
+@pytest.fixture(autouse=True)
+def a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "FILE", tmp_path / "table.npy")
+    np.save(FILE, np.ones(2))
 
 
 @pytest.mark.parametrize("what", CASES, ids=lambda what: what.__name__)

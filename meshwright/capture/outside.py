@@ -1,0 +1,138 @@
+"""Calls of the user's code to what is outside of torch's program: clocks, random numbers of the system, files, input,
+the process. They are known by the built-in function that runs, whatever name the code has for it.
+
+Python's profile function sees them. It is off within calls of torch, where most of the time of a capture goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import io
+import linecache
+import os
+import random
+import socket
+import sys
+import time
+import types
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from meshwright.capture.reads import is_library
+
+CLOCKS = [
+    vars(time)[n + suffix]
+    for n in ("time", "perf_counter", "monotonic", "process_time", "thread_time", "clock_gettime")
+    for suffix in ("", "_ns")
+    if hasattr(time, n + suffix)
+]
+CLOCKS += [time.localtime, time.gmtime, time.ctime, time.asctime, time.strftime]
+CLOCKS += [datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today, datetime.date.today]
+SOURCES = [os.urandom, *(vars(uuid)[n] for n in ("_generate_time_safe",) if vars(uuid).get(n))]
+FILES = [io.open, os.open, os.stat, os.listdir, os.scandir]
+KINDS: dict[Any, str] = {
+    **dict.fromkeys(CLOCKS, "clock"),
+    **dict.fromkeys(SOURCES, "source"),
+    **dict.fromkeys(FILES, "file"),
+    input: "input",
+    os.getpid: "process",
+    os.getppid: "process",
+    socket.gethostname: "process",
+}
+GLOBAL = random.random.__self__
+SOCKETS = (socket.socket, socket.SocketType)
+# What calls them for the user's code. Other libraries have clocks and files of their own: a log has the time.
+ON_BEHALF = {
+    *(
+        "random",
+        "secrets",
+        "uuid",
+        "pathlib",
+        "datetime",
+        "os",
+        "posixpath",
+        "genericpath",
+        "socket",
+        "http",
+        "urllib",
+    ),
+    *(
+        "numpy",
+        "tempfile",
+        "gzip",
+        "zipfile",
+        "glob",
+        "requests",
+        "urllib3",
+        "torch.serialization",
+        "safetensors",
+    ),
+}
+
+
+class OutsideCalls:
+    """Notes calls of the user's code to the outside: what, and the file and line of each. `generators`: those of
+    random numbers whose draws are noted, beside that of Python's module `random`."""
+
+    def __init__(self, generators: Iterable[Any] = ()) -> None:
+        self._generators = {id(GLOBAL), *map(id, generators)}
+        self.found: list[tuple[str, str, int]] = []
+        self._on = False
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note them within; not where somebody else profiles the process."""
+        if sys.getprofile() is not None:
+            yield
+            return
+        self._on = True
+        sys.setprofile(self._seen)
+        try:
+            yield
+        finally:
+            self._on = False
+            sys.setprofile(None)
+
+    def aside(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call of torch, within which nothing is noted."""
+        if not self._on:
+            return call(*args, **kwargs)
+        sys.setprofile(None)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            sys.setprofile(self._seen)
+
+    def _seen(self, frame: types.FrameType, event: str, called: Any) -> None:
+        if event != "c_call":
+            return
+        what = KINDS.get(called)
+        if what is None:
+            holder = getattr(called, "__self__", None)
+            what = "draw" if id(holder) in self._generators else "network"
+            if what == "network" and not isinstance(holder, SOCKETS):
+                return
+        user = _user_of(frame)
+        if user is not None:
+            self.found.append((what, user.f_code.co_filename, user.f_lineno))
+
+
+def _user_of(frame: types.FrameType | None) -> types.FrameType | None:
+    """The user's frame that makes a call, by itself or by a library that does it on behalf of it."""
+    while frame is not None and is_library(frame.f_code.co_filename):
+        name = frame.f_globals.get("__name__", "")
+        if name not in ON_BEHALF and name.partition(".")[0] not in ON_BEHALF:
+            return None
+        frame = frame.f_back
+    return frame
+
+
+def line_of(file: str, line: int) -> str:
+    """A place in the user's code, for a reader."""
+    return f"{Path(file).name}:{line}  {linecache.getline(file, line).strip()}"
+
+
+__all__ = ["OutsideCalls", "line_of"]
