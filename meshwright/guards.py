@@ -51,7 +51,7 @@ class Guards:
         self._parameters: list[torch.Tensor] = []
         self._gone = False
         self._adopt(self._find())
-        self._unread = _unread(self._found, loss, batch)
+        self._read = _read(self._found, loss, batch)
         self._batch = self._literals(batch)
 
     @staticmethod
@@ -230,15 +230,16 @@ class Guards:
     # ------------------------------------------------------------ the batch
 
     def _literals(self, batch: Any) -> dict[str, Any]:
-        if type(batch) is dict and self._unread:
-            batch = {key: value for key, value in batch.items() if key not in self._unread}
+        if type(batch) is dict and self._read is not None:
+            batch = {k: v for k, v in batch.items() if not isinstance(k, str) or k in self._read}
         return dict(literals(batch)) if batch is not None else {}
 
     def _compared_batch(self, batch: Any) -> str:
         if isinstance(batch, LocalBatch):
             if batch.plain is None:
                 return ""
-            now = {path: x for path, x in batch.plain if path.partition(".")[0] not in self._unread}
+            read = self._read
+            now = {p: x for p, x in batch.plain if read is None or p.partition(".")[0] in read}
         else:
             if type(batch) is dict and not self._batch and set(map(type, batch.values())) == TENSORS:
                 return ""
@@ -283,15 +284,14 @@ def _sample(tensor: torch.Tensor) -> str:
     return repr(flat[:: max(1, flat.numel() // 4)].tolist())
 
 
-def _unread(found: Found, loss: Callable[..., Any], batch: Any) -> frozenset[str]:
-    """Keys of a batch that no code of the user names, such as texts and paths beside the data."""
+def _read(found: Found, loss: Callable[..., Any], batch: Any) -> frozenset[str] | None:
+    """The names that keys of a batch may be read by; None where any may. Texts and paths beside the data are not."""
     code = getattr(getattr(loss, "__func__", loss), "__code__", None)
     if type(batch) is not dict or code is None or is_library(code.co_filename):
-        return frozenset()
+        return None
     if any(takes_all(function.__code__, function.__code__ is code) for function in found.functions):
-        return frozenset()
-    read = found.names.union(*(f.__code__.co_varnames for f in found.functions))
-    return frozenset(key for key in batch if isinstance(key, str) and key not in read)
+        return None
+    return frozenset(found.names.union(*(f.__code__.co_varnames for f in found.functions)))
 
 
 def _hint(said: str) -> str:

@@ -31,7 +31,7 @@ from meshwright.plan import Plan
 from meshwright.runtime.batches import Given, LocalBatch
 from meshwright.runtime.communicator import Communicator
 from meshwright.runtime.connect import Meeting, late
-from meshwright.runtime.elementwise import check_made
+from meshwright.runtime.elementwise import check_made, watch_hooks
 from meshwright.runtime.optimizers import OptimizerFactory, extend_optimizer
 from meshwright.runtime.state import State
 from meshwright.runtime.step import LocalStep
@@ -327,6 +327,7 @@ class Source:
             return
         if cut in new:
             check_made(optimizer, cut)
+            watch_hooks(optimizer, cut)
         extend_optimizer(optimizer, self.optimizer, known, new)
         known |= new
 

@@ -96,7 +96,7 @@ from meshwright.runtime.batches import Given, LocalBatch, taker
 from meshwright.runtime.before_update import BeforeUpdate, scaler_of
 from meshwright.runtime.communicator import leave
 from meshwright.runtime.connect import Meeting, check_world
-from meshwright.runtime.elementwise import check_made, check_optimizer
+from meshwright.runtime.elementwise import check_made, check_optimizer, watch_hooks
 from meshwright.runtime.equal_start import start_equal
 from meshwright.runtime.optimizers import OptimizerFactory, grouped_alone
 from meshwright.runtime.pipeline import Pipeline
@@ -652,6 +652,7 @@ def train_step(
     same_groups(meeting, alone, local)
     if local.optimizer is not None:
         check_made(local.optimizer, cut, apart)
+        watch_hooks(local.optimizer, cut, apart)
     shared.remember(graph, chosen)
     keep_state(model, shared)
     hollow = shared.take_from(model, place)

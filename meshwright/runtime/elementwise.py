@@ -10,6 +10,7 @@ is refused.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -45,6 +46,44 @@ def check_made(made: torch.optim.Optimizer, cut: str, apart: str = "") -> None:
     name = cut or apart
     if another({name: torch.zeros(ROWS, COLUMNS)}) is not None:
         _check_kind(made, another, cut, apart, name)
+
+
+def watch_hooks(made: torch.optim.Optimizer, cut: str, apart: str = "") -> None:
+    """From now on check each hook that is registered with an optimizer: its ``register_step_pre_hook`` and
+    ``register_step_post_hook`` try the hook on a small parameter, and raise RunError for one that looks at whole
+    tensors where a rank updates a part of `cut`, or at all together where it updates those of its stages alone."""
+    if not (cut or apart):
+        return
+    for register in ("register_step_pre_hook", "register_step_post_hook"):
+        setattr(made, register, functools.partial(_register, made, register, cut, apart))
+
+
+def _register(
+    made: torch.optim.Optimizer, register: str, cut: str, apart: str, hook: Callable[..., Any]
+) -> Any:
+    name = cut or apart
+
+    def make(values: Mapping[str, torch.Tensor]) -> Tried | None:
+        tried = _made(lambda parameters: torch.optim.SGD(parameters, lr=0.1), values)
+        if tried is not None:
+            getattr(tried[0], register)(hook)
+        return tried
+
+    kind = getattr(hook, "__qualname__", type(hook).__name__)
+    problem = _cannot_be_tried(make, name)
+    odd = problem or (cut and not _elementwise(make, name)) or (apart and not _each_alone(make, name))
+    if odd:
+        raise RunError(
+            f"the optimizer hook {kind} looks at whole tensors, or at all parameters together",
+            why=f"tried on a small parameter it raises {problem}"
+            if problem
+            else f"a rank updates a part of {cut} alone"
+            if cut
+            else "a rank updates the parameters of its stages alone",
+            hint="clip_norm= for a bound on the norm of gradients, step.grad_norm to read it; a hook that treats every "
+            'element by itself; or a plan that keeps parameters whole: mode="data_parallel" without optimizer_parallel',
+        )
+    return getattr(type(made), register)(made, hook)
 
 
 def _check_kind(made: torch.optim.Optimizer, make: Make, cut: str, apart: str, name: str) -> None:

@@ -44,6 +44,20 @@ from meshwright.runtime.sharded_update import ShardedUpdate
 from meshwright.runtime.state import Kept, State
 
 
+class Offered(dict[str, torch.nn.Parameter]):
+    """The shards that an optimizer was made from, by the name of their parameter."""
+
+    def __missing__(self, name: str) -> Any:
+        """Raises KeyError, with a note that says how a parameter is trained from now on."""
+        error = KeyError(name)
+        error.add_note(
+            f"the step trains {len(self)} parameters, and {name} is none of them. To unfreeze one: "
+            "parameter.requires_grad_(True) of the model's own; the next step(batch) trains it, in the group of the "
+            "optimizer that its factory puts it in"
+        )
+        raise error
+
+
 class LocalStep:
     """One program of a rank over its `State`. `__call__` takes the whole batch as path → tensor, or this rank's part of
     it as a `LocalBatch`, and returns the global loss.
@@ -130,7 +144,10 @@ class LocalStep:
             if self.pipe is not None:
                 self.alike.options = frozenset()  # stages have parameters, and so groups, of their own
             self.samples = 0
-            self.optimizer, self.offered = make_optimizer(optimizer, self.parameters), dict(self.parameters)
+            self.optimizer, self.offered = (
+                make_optimizer(optimizer, self.parameters),
+                Offered(self.parameters),
+            )
             self.updating, self.ambient = Updating(), Ambient()
             self.updating.apart = bool(self.sharded.shards or self.hosted is not None or self.parked.homes)
             if self.optimizer is not None:

@@ -31,6 +31,9 @@ class Pin:
     nodes: tuple[Node, ...]
 
 
+CAST = "aten._to_copy.default"
+
+
 def module_seeds(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Seeds:
     """Seeds from ``{"blocks.*.mlp.up": {"n": "tp"}}``: every operator in a matching module that reads a parameter.
 
@@ -80,6 +83,9 @@ def _resolved(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Iterator[P
     check_pins(pins)
     modules = sorted({n.module for n in scene.graph.nodes if n.module})
     parameters = {i.name for i in scene.graph.inputs if i.role == "parameter"}
+    for node in scene.graph.nodes:  # autocast casts a weight before its operator reads it
+        if node.op == CAST and parameters.intersection(node.uses):
+            parameters.update(node.values)
     for pattern, cuts in pins.items():
         matched = [
             n for n in scene.graph.nodes if fnmatch.fnmatchcase(n.module, pattern) or f"%{n.name}" == pattern
@@ -98,7 +104,8 @@ def _resolved(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Iterator[P
             yield from _of_parameter(scene, pattern, entry, cuts)
         if named:
             continue
-        chosen = [n for n in matched if parameters.intersection(n.uses)] or matched
+        readers = [n for n in matched if parameters.intersection(n.uses)]
+        chosen = [n for n in readers if n.op != CAST] or readers or matched
         for letter, axes in cuts.items():
             takers: dict[str, list[Node]] = {}
             for node in chosen:

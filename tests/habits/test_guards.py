@@ -328,6 +328,12 @@ def test_what_is_no_tensor_of_a_batch() -> None:
     assert "batch['table']" in found.changed({"x": BATCH["x"], "flag": True, "table": np.zeros(2)})
 
 
+def test_further_entries_of_a_batch_that_no_code_names() -> None:
+    found = guards()
+    assert found.changed({**BATCH, "name": ["a", "b"], "path": "x.png"}) == ""
+    assert "lr_scale" in found.changed({**BATCH, "lr_scale": 2.0})
+
+
 def test_a_model_that_is_let_go_of_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Scaled()
     found = guards(model)

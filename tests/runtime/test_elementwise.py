@@ -14,7 +14,7 @@ from meshwright.compile import captured_of, lower, plan_captured, values_of
 from meshwright.errors import RunError
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.connect import Meeting
-from meshwright.runtime.elementwise import check_made, check_optimizer
+from meshwright.runtime.elementwise import check_made, check_optimizer, watch_hooks
 from meshwright.runtime.optimizers import Trained, grouped_alone, grouped_otherwise
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
@@ -219,3 +219,29 @@ def test_a_model_without_values_is_refused_before_any_rank_is_asked() -> None:
         mw.train_step(
             model, OF_ELEMENTS["AdamW"], {"x": torch.zeros(2, 4)}, loss=lambda m, b: m(b["x"]).sum(), mesh=1
         )
+
+
+def _clip(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)
+
+
+def _clamp(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.data.clamp_(-0.5, 0.5)
+
+
+def test_hooks_of_an_optimizer_are_tried_where_a_rank_has_shards() -> None:
+    sharded, stages, full = (torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]) for _ in range(3))
+    watch_hooks(sharded, "up.weight")
+    watch_hooks(stages, "", "up.weight")
+    watch_hooks(full, "", "")
+    for optimizer in (sharded, stages):
+        with pytest.raises(RunError, match=r"hook _clip looks at whole tensors(.*\n)*.*clip_norm="):
+            optimizer.register_step_pre_hook(_clip)
+        optimizer.register_step_post_hook(_clamp)
+    full.register_step_pre_hook(_clip)
+    (parameter,) = sharded.param_groups[0]["params"]
+    parameter.grad = torch.zeros(2)
+    sharded.step()
+    assert parameter.tolist() == [0.5, 0.5]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 
 import meshwright as mw
 from meshwright.errors import StrategyError
@@ -66,3 +67,21 @@ def test_examples_are_pinned_by_the_name_that_plans_show(mode):
     named, lettered = (planned({"up.*": {what: "dp", "n": "tp"}}, mode) for what in ("batch", "d0"))
     assert named.strategies == lettered.strategies
     assert "batch=dp n=tp" in named.explain()
+
+
+def test_a_pin_of_a_module_under_autocast_is_for_the_operator_that_reads_the_cast_weight() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+
+    def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(batch).float().square().mean()
+
+    found = mw.plan(
+        model,
+        torch.ones(4, 8),
+        loss=loss,
+        mesh={"tp": 2},
+        mode="sharding_propagation",
+        pins={"0": {"n": "tp"}},
+    )
+    assert str(found.strategies["linear"]) == "n=16/tp"
