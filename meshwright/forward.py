@@ -29,7 +29,7 @@ from meshwright.capture.batch import leaves, literals, map_leaves
 from meshwright.capture.fold import fold
 from meshwright.capture.forward import Forward, capture_forward, filled
 from meshwright.capture.initial import Init, Initial, all_on_meta, check_absent, check_weights, temporary_of
-from meshwright.compile import MeshLike, Pins, lower, mesh_from, plan_captured, values_of, with_origin
+from meshwright.compile import lower, plan_captured, values_of, with_origin
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import BatchError, MeshwrightError, PlanError, RunError
 from meshwright.graph import Graph
@@ -51,6 +51,7 @@ from meshwright.runtime.forward import LocalForward, leaves_of
 from meshwright.runtime.rank import Rank
 from meshwright.same_values import same_values
 from meshwright.search.reuse import carried
+from meshwright.search.wanted import MeshLike, Pins, mesh_from
 from meshwright.state.weights import Weights, agree_on_path, confirmed, named_path, open_weights, read_weights
 from meshwright.techniques import Options, Techniques, asked_beside
 

@@ -46,13 +46,10 @@ from meshwright.capture.initial import Init, Initial, check_init, temporary_of
 from meshwright.capture.nest import filled
 from meshwright.compile import (
     Loss,
-    MeshLike,
-    Pins,
     captured_of,
     check_size,
     default_loss,
     lower,
-    mesh_from,
     plan_captured,
     values_of,
     with_origin,
@@ -104,6 +101,7 @@ from meshwright.runtime.rank import Rank
 from meshwright.runtime.recorder import Recorder, ahead_of_first
 from meshwright.runtime.step import LocalStep
 from meshwright.same_values import same_values
+from meshwright.search.wanted import MeshLike, Pins, mesh_from
 from meshwright.state.loading import Loaded, load, resume
 from meshwright.state.saving import Saves
 from meshwright.techniques import Options, asked_beside

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.asked import check_model
-from meshwright.compile import MeshLike, Pins
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import RunError
 from meshwright.forward import ForwardStep, Outputs, forward_step
@@ -40,6 +39,7 @@ from meshwright.generate.shell import (
 )
 from meshwright.plan import Plan
 from meshwright.runtime.batches import LocalBatch
+from meshwright.search.wanted import MeshLike, Pins
 from meshwright.techniques import Options
 
 log = logging.getLogger("meshwright")

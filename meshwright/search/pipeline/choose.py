@@ -17,17 +17,20 @@ from meshwright.ops.batch import batch_rows, by_micro_batch
 from meshwright.pipeline.meshes import AXIS
 from meshwright.plan import Plan
 from meshwright.search.compute_bound import Least
+from meshwright.search.in_one_stage import plan_in_one_stage
 from meshwright.search.joint.dimensions import MOST, pieces_of
 from meshwright.search.layer_groups import folded, whole
 from meshwright.search.modes import plan_found
 from meshwright.search.pipeline.bounds import SOLVES, Bounds
 from meshwright.search.pipeline.configurations import SEARCHED
 from meshwright.search.pipeline.explain import told_stages
+from meshwright.search.pipeline.in_stages import plan_in_stages, split_as_found
 from meshwright.search.pipeline.stages import Staged, stages
 from meshwright.search.planner import Planner, Request
 from meshwright.search.scene import Scene
 from meshwright.search.space.build import Ties
 from meshwright.search.techniques.layers import layers_of
+from meshwright.search.wanted import Wanted
 from meshwright.techniques import OPTIMIZER, Techniques
 
 NEAR = 0.1  # of the bound: a plan that is nearer is not looked at again
@@ -37,8 +40,6 @@ MORE = 9  # how many are then
 # What a search chooses for stages.
 CHOSEN = ("pipeline", "schedule", "micro_batches", "recompute", "slice_activation", "offload")
 WORTH = 0.02  # of the step: what stages must save
-
-InStages = Callable[[Plan, Techniques, tuple[int, ...]], Plan]
 
 
 def may_have_stages(graph: Graph, request: Request, techniques: Techniques) -> bool:
@@ -72,24 +73,15 @@ def _unpriced(graph: Graph, request: Request, techniques: Techniques) -> str:
     return ""
 
 
-def with_stages(
-    graph: Graph,
-    folding: Folding,
-    request: Request,
-    techniques: Techniques,
-    plain: Callable[[], Plan],
-    in_stages: InStages,
-) -> Plan:
-    """The plan in one stage, or that in several where it alone fits or is quicker. `plain` makes the first, `in_stages`
-    the other from that of the ranks which share a stage, for techniques that say how many stages there are, and for how
-    many ranks of each level of the cluster follow one another.
+def with_stages(wanted: Wanted) -> Plan:
+    """The plan in one stage, or that in several where it alone fits or is quicker.
 
-    An interrupt ends it with the best so far. Raises the PlanError of `plain` where neither fits.
+    An interrupt ends it with the best so far. Raises the PlanError of one stage where neither fits.
     """
+    request, techniques = _request(wanted), wanted.techniques
     request.interrupts.clear()
-    made, refused = _tried(plain)
-    request = replace(request, techniques=techniques)
-    world = _World(graph, folding, request)
+    made, refused = _tried(plan_in_one_stage, wanted)
+    world = _World(wanted.graph, wanted.folding, replace(request, techniques=techniques))
     if made is not None and request.interrupts:
         return _after_interrupt(world, made, made)
     if made is not None and min(made.claims.get("gaps", {}).get(k, 1.0) for k in ("joint", "step")) <= NEAR:
@@ -99,55 +91,55 @@ def with_stages(
         assert refused is not None
         raise refused
 
-    return _searched(world, techniques, made, in_stages, made, refuse)
+    return _searched(wanted, world, made, made, refuse)
 
 
-def beside_stages(
-    graph: Graph,
-    folding: Folding,
-    request: Request,
-    techniques: Techniques,
-    plain: Callable[[], Plan],
-    in_stages: InStages,
-) -> Plan:
-    """The plan in as many stages as the user asked for, under the quickest of what is open beside them. `plain` makes
-    that with nothing chosen: it is looked at where the user said the micro-batches, too, and is the answer where
-    nothing else fits."""
+def beside_stages(wanted: Wanted) -> Plan:
+    """The plan in as many stages as the user asked for, under the quickest of what is open beside them. That with
+    nothing chosen is looked at where the user said the micro-batches, too, and is the answer where nothing else
+    fits."""
+    graph, request, techniques = wanted.graph, _request(wanted), wanted.techniques
     request.interrupts.clear()
     nothing = "auto chose no schedule, micro-batches or recompute for these stages"
     if why := _unpriced(graph, request, techniques):
-        return plain().with_notes(f"{nothing}: {why}")
+        return plan_in_stages(wanted).with_notes(f"{nothing}: {why}")
     # What does not fit as it is may do with what is chosen.
-    alone, refused = _tried(plain) if "micro_batches" in techniques.given else (None, None)
+    alone, refused = _tried(plan_in_stages, wanted) if "micro_batches" in techniques.given else (None, None)
     made, limit = alone, request.memory_bytes
     if alone is not None and limit is not None and alone.claims["peak_bytes"] > limit:
         made = None
     world = _World(
-        graph, folding, replace(request, techniques=replace(techniques, pipeline=1, schedule="", stages=()))
+        graph,
+        wanted.folding,
+        replace(request, techniques=replace(techniques, pipeline=1, schedule="", stages=())),
     )
     world.layers = max(world.layers, techniques.pipeline)
 
     def as_asked() -> Plan:
         if refused is not None:
             raise refused
-        return (alone or plain()).with_notes(f"{nothing}: none of what it looked at fits")
+        return (alone or plan_in_stages(wanted)).with_notes(f"{nothing}: none of what it looked at fits")
 
-    return _searched(world, techniques, made, in_stages, None, as_asked)
+    return _searched(wanted, world, made, None, as_asked)
 
 
-def _tried(plain: Callable[[], Plan]) -> tuple[Plan | None, PlanError | None]:
+def _request(wanted: Wanted) -> Request:
+    assert wanted.request is not None
+    return wanted.request
+
+
+def _tried(plan: Callable[[Wanted], Plan], wanted: Wanted) -> tuple[Plan | None, PlanError | None]:
     """What is planned, or why it is not."""
     try:
-        return plain(), None
+        return plan(wanted), None
     except PlanError as error:
         return None, error
 
 
 def _searched(
+    wanted: Wanted,
     world: _World,
-    techniques: Techniques,
     made: Plan | None,
-    in_stages: InStages,
     alone: Plan | None,
     otherwise: Callable[[], Plan],
 ) -> Plan:
@@ -155,7 +147,7 @@ def _searched(
     the answer where there is none."""
     seen: list[Plan] = []
     try:
-        chosen = _best(world, techniques, made, in_stages, seen) or made
+        chosen = _best(wanted, world, made, seen) or made
         return otherwise() if chosen is None else world.bounded(chosen, alone)
     except KeyboardInterrupt:
         if not seen and made is None:
@@ -174,10 +166,9 @@ def _after_interrupt(world: _World, plan: Plan, alone: Plan | None) -> Plan:
 
 
 def _best(
+    wanted: Wanted,
     world: _World,
-    techniques: Techniques,
     made: Plan | None,
-    in_stages: InStages,
     seen: list[Plan],
 ) -> Plan | None:
     """The best plan in stages that is worth it, if any is; `seen` gets each that is the best so far."""
@@ -187,7 +178,7 @@ def _best(
         before = f"{made.claims['step_seconds']:.4g} s in one stage"
     best: Plan | None = None
     several: dict[tuple[Techniques, tuple[int, ...]], Staged] = {}
-    request = world.request
+    request, techniques = world.request, wanted.techniques
     pipelines = stages(
         request.cluster,
         world.planner,
@@ -214,7 +205,7 @@ def _best(
         planned += 1
         try:
             inside = plan_found(world.planner(found.outer.inside(request.cluster)), found.found)
-            other = in_stages(inside, asked, taken)
+            other = split_as_found(wanted, inside, taken, asked)
         except PlanError:
             continue
         name, lag = found.outer.schedule.name, other.claims["step_seconds"] / found.seconds

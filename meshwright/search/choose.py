@@ -1,0 +1,46 @@
+"""Which planner makes a plan: in one stage, in stages, on meshes of their own, or a search over all of these."""
+
+from __future__ import annotations
+
+from meshwright.cycles import seldom_collected
+from meshwright.plan import Plan
+from meshwright.search.annotations import mesh_of_pins
+from meshwright.search.in_one_stage import plan_in_one_stage
+from meshwright.search.pipeline.assign import check_alone, check_axis
+from meshwright.search.pipeline.choose import (
+    beside_stages,
+    may_choose_beside_stages,
+    may_have_stages,
+    with_stages,
+)
+from meshwright.search.pipeline.in_stages import plan_in_stages, plan_on_own_meshes
+from meshwright.search.wanted import Wanted, mesh_from
+
+
+@seldom_collected()
+def choose(wanted: Wanted) -> Plan:
+    """The plan of a model. Raises a subclass of MeshwrightError for what cannot be."""
+    request, techniques = wanted.request, wanted.techniques
+    if request is not None:
+        request.deadline.begin()
+    if isinstance(wanted.mesh, list | tuple):
+        return plan_on_own_meshes(wanted, wanted.mesh)
+    if techniques.pipeline > 1:
+        return beside_stages(wanted) if _is_open(wanted) else plan_in_stages(wanted)
+    check_alone(techniques)
+    if wanted.mesh is not None:
+        check_axis(mesh_from(wanted.mesh), techniques)
+    return with_stages(wanted) if _is_open(wanted) else plan_in_one_stage(wanted)
+
+
+def _is_open(wanted: Wanted) -> bool:
+    """Whether a search over everything may split the model into stages, or choose what goes with those asked for."""
+    given = wanted.mesh is not None or wanted.pins or mesh_of_pins(wanted.graph) is not None
+    if wanted.request is None or wanted.mode not in (None, "auto") or given:
+        return False
+    if wanted.techniques.pipeline > 1:
+        return may_choose_beside_stages(wanted.techniques)
+    return may_have_stages(wanted.graph, wanted.request, wanted.techniques)
+
+
+__all__ = ["choose"]

@@ -1,0 +1,70 @@
+"""What a plan is made for: the model's graph, and all that the user asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.blocks import Folding
+from meshwright.errors import MeshError, a_type
+from meshwright.graph import Graph
+from meshwright.mesh import Mesh
+from meshwright.pipeline.meshes import own_meshes
+from meshwright.plan import Plan
+from meshwright.search.annotations import mesh_of_pins
+from meshwright.search.planner import Request
+from meshwright.techniques import Techniques
+
+Pins = Mapping[str, Mapping[str, Any]]
+OneMesh = Mesh | int | Mapping[str, int] | None
+MeshLike = OneMesh | Sequence[Mesh | int | Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """`folding`: the repeated layers of the graph; `remarks`: those of the capture; `request`: what a search on a
+    cluster is asked for, None without a cluster. The rest is as `mw.plan` takes it."""
+
+    graph: Graph
+    folding: Folding
+    remarks: tuple[str, ...]
+    mesh: MeshLike
+    mode: str | None
+    pins: Pins | None
+    request: Request | None
+    techniques: Techniques
+
+    def finished(self, plan: Plan) -> Plan:
+        """The plan with its equal layers folded, and the remarks of the capture."""
+        blocks = [(b.start, b.length, b.repeats) for b in self.folding.blocks]
+        return plan.folded(self.graph, blocks).with_notes(*self.remarks)
+
+
+def mesh_from(mesh: MeshLike, graph: Graph | None = None) -> Mesh:
+    """A mesh from what the user gave, else from the layouts in the model, else of the launched ranks. Raises
+    MeshError."""
+    if isinstance(mesh, list | tuple):
+        mesh = own_meshes([mesh_from(one) for one in mesh]).world
+    match mesh:
+        case Mesh():
+            return mesh
+        case Mapping() if mesh:
+            return Mesh.of(mesh)
+        case bool():
+            pass  # True is an int, and no number of ranks
+        case int():
+            return Mesh.of(ranks=mesh)
+        case None:
+            found = mesh_of_pins(graph) if graph is not None else None
+            return found or Mesh.of(ranks=int(os.environ.get("WORLD_SIZE", "1")))
+    empty = "no axes" if isinstance(mesh, Mapping) else f"{a_type(mesh)}"
+    raise MeshError(
+        f"mesh={mesh!r} is not a mesh",
+        why=f"it is {empty}; a mesh is a number of ranks, or the sizes of named axes",
+        hint='mesh=4, or mesh={"dp": 2, "tp": 2}',
+    )
+
+
+__all__ = ["MeshLike", "OneMesh", "Pins", "Wanted", "mesh_from"]
