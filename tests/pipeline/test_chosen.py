@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright import compile
 from meshwright.cost.cluster import Cluster, Level
 from meshwright.errors import PlanError
 from meshwright.search.joint.pareto import Front
@@ -215,14 +214,11 @@ def test_an_interrupt_after_a_plan_in_stages_gives_that(monkeypatch: pytest.Monk
 @pytest.fixture
 def nothing_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan in one stage is refused, as one over the limit is; the ranks of a stage are planned as ever."""
-    one = compile._plan_in_one
 
-    def refused(captured, mesh, *others):
-        if mesh is None:
-            raise PlanError("nothing fits in one stage")
-        return one(captured, mesh, *others)
+    def refused(wanted):
+        raise PlanError("nothing fits in one stage")
 
-    monkeypatch.setattr(compile, "_plan_in_one", refused)
+    monkeypatch.setattr(chosen, "plan_in_one_stage", refused)
 
 
 def test_the_first_answer_is_in_stages_then_and_an_interrupt_gives_it(
