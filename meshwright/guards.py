@@ -106,7 +106,7 @@ class Guards:
         return found
 
     def _forget(self, _: object) -> None:
-        if sys.is_finalizing():
+        if sys is None or sys.is_finalizing():  # what a module holds goes before its last objects do
             return
         self._gone, items = True, self._found.items
         self._adopt(Found(items=items))
