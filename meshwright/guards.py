@@ -30,6 +30,7 @@ from meshwright.runtime.batches import LocalBatch
 
 REQUIRES_GRAD, CELL = attrgetter("requires_grad"), attrgetter("cell_contents")
 TENSORS = {torch.Tensor}
+VALUES = dict[Any, Any].values
 DEFAULTS = attrgetter("__defaults__")
 FROZEN = "Python values are read once, when the program is captured: the step would go on with the old one"
 AS_DATA = "give it as a tensor in the batch: then it is data, and free to change; or build another step"
@@ -139,8 +140,9 @@ class Guards:
         self._values = [mapping[name] for mapping, name in pairs]
         self._sized = [owner.mapping for owner in found.owners.values() if owner.sized]
         self._sizes = list(map(len, self._sized))
-        self._lists = [(held, tuple(held)) for held in found.lists]
-        self._dicts = [(held, tuple(held), tuple(held.values())) for held in found.dicts]
+        self._lists = [*found.lists, *found.dicts]  # of a dict its keys
+        self._lengths = list(map(len, self._lists))
+        self._members = [*chain.from_iterable(self._lists), *chain.from_iterable(map(VALUES, found.dicts))]
         self._sets = [(held, frozenset(held)) for held in found.sets]
         self._arrays = [(held, held.tobytes()) for held in found.arrays]
         self._cells = [cell.cell_contents for cell in found.cells]
@@ -173,18 +175,17 @@ class Guards:
                 list(chain.from_iterable(found.hooks)) == self._hooks if self._hooks else not any(found.hooks)
             )
             and (not self._variables or list(map(os.environ.get, found.variables)) == self._variables)
-            and all(variable.get(None) is was for variable, was in self._contexts)
+            and (not self._contexts or all(variable.get(None) is was for variable, was in self._contexts))
             and self._quick_contents()
             and self._quick_flags()
         )
 
     def _quick_contents(self) -> bool:
-        for held, was in self._lists:
-            if len(held) != len(was) or not all(map(is_, held, was)):
+        if self._lists:
+            if list(map(len, self._lists)) != self._lengths:
                 return False
-        for mapping, keys, values in self._dicts:
-            same = len(mapping) == len(keys) and all(map(is_, mapping, keys))
-            if not same or not all(map(is_, mapping.values(), values)):
+            values = chain.from_iterable(map(VALUES, self._found.dicts))
+            if not all(map(is_, chain(chain.from_iterable(self._lists), values), self._members)):
                 return False
         if any(held != was for held, was in self._sets) or any(a.tobytes() != was for a, was in self._arrays):
             return False

@@ -31,6 +31,7 @@ SCALARS = (bool, int, float, complex, str, bytes, type(None))
 FIXED = (torch.dtype, torch.device, torch.layout, enum.Enum, slice, range)
 BASE = frozenset(vars(torch.nn.Module()))  # what a module has before a user gives it something
 HOOKS = tuple(n for n in BASE if n.endswith("_hooks") and "state_dict" not in n)
+MAKING = {"__init__", "__repr__", "__setstate__", "extra_repr", "reset_parameters", "_reset_parameters"}
 UNREAD = {"generation_config"}  # what Hugging Face keeps beside a model for `generate`
 MANY = 1000  # elements of a container, above which its length alone is compared
 SMALL_BYTES = 4096  # of an array whose content is compared
@@ -266,12 +267,19 @@ class _Finder:
             self.kind(type(value))
         self._attributes(label, vars(value), library, filtered=not library)
 
-    def _attributes(self, label: str, held: Mapping[str, Any], library: bool, filtered: bool) -> None:
+    def _attributes(
+        self,
+        label: str,
+        held: Mapping[str, Any],
+        library: bool,
+        filtered: bool,
+        owner: Mapping[str, Any] | None = None,
+    ) -> None:
         chosen = [n for n in held if n not in BASE and n not in UNREAD and isinstance(n, str)]
         chosen = [n for n in chosen if not n.startswith("__") and (not filtered or self._named(n))]
         for name in chosen:
             self.visit(_of(label, name), held[name], library)
-        self._owner(held, chosen, sized=filtered)
+        self._owner(held if owner is None else owner, chosen, sized=filtered)
 
     def _named(self, name: str) -> bool:
         return name in self.known or any(text in name for text in self.texts)
@@ -330,9 +338,18 @@ class _Finder:
             bases = [k for k in type(module).__mro__ if k not in (object, torch.nn.Module)]
             mine = [k for k in bases if not of_library(k)]
             others = [k for k in bases if of_library(k) and not k.__module__.startswith("torch.nn.")]
-            self._attributes(place, held, not mine, filtered=bool(mine) and not others)
-            self.visit(_of(place, "training"), module.training, False)
-            self._owner(held, ["training"])
+            if mine or others:
+                self._attributes(place, held, not mine, filtered=not others)
+                read = True
+            else:  # of torch: what its forward reads, and what the user's code names
+                named = read_by(type(module))
+                self._attributes(
+                    place, {n: x for n, x in held.items() if n in named or self._named(n)}, True, False, held
+                )
+                read = "training" in named or self._named("training")
+            if read or module is root:
+                self.visit(_of(place, "training"), module.training, False)
+                self._owner(held, ["training"])
             self._owner(held["_modules"], list(held["_modules"]), sized=True)
             hooks = [held[n] for n in HOOKS if n in held]
             self.found.hooks += hooks
@@ -433,6 +450,19 @@ class _Finder:
     def _of_module(self, module: types.ModuleType, chain: tuple[str, ...]) -> None:
         if chain and not of_library(module) and chain[0] in vars(module):
             self._global(vars(module), chain[0], chain[1:], f"{module.__name__}.")
+
+
+@functools.cache
+def read_by(kind: type) -> frozenset[str]:
+    """The names that the methods of a class of `torch.nn` have, those aside that make a module or show it."""
+    functions = (
+        function
+        for base in kind.__mro__
+        if base not in (object, torch.nn.Module)
+        for name, function in vars(base).items()
+        if isinstance(function, types.FunctionType) and name not in MAKING
+    )
+    return frozenset[str]().union(*(names(function.__code__) for function in functions))
 
 
 def of_library_hook(hook: Any) -> bool:

@@ -73,7 +73,7 @@ CHANGES: dict[str, tuple[Callable[[Scaled], Any], str]] = {
     "tensor": (lambda m: setattr(m, "mask", torch.zeros(8)), "model.mask: another tensor"),
     "tensor in place": (lambda m: m.mask.mul_(2), "model.mask: values were changed in place"),
     "tensor's data": (lambda m: m.mask.data.mul_(2), "model.mask: values were changed in place"),
-    "training": (lambda m: m.norm.eval(), "model.norm.training: True → False"),
+    "training": (lambda m: m.eval(), "model.training: True → False"),
     "requires_grad": (lambda m: m.up.requires_grad_(False), "model.up.weight.requires_grad: True → False"),
     "library's attribute": (lambda m: setattr(m.norm, "eps", 1e-3), "model.norm.eps: 1e-05 → 0.001"),
     "hook": (lambda m: m.up.register_forward_hook(lambda *_: None), "hooks of model.up: 0 hooks → 1 hook"),

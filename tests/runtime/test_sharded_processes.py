@@ -24,7 +24,9 @@ pytestmark = pytest.mark.procs
 def test_a_level_trains_as_one_device(tmp_path: Path, ranks: int, mesh: dict, techniques: dict) -> None:
     mode = "sharding_propagation" if "tp" in mesh else "data_parallel"
     pins = {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}} if "tp" in mesh else None
-    settings = "from meshwright.redistribute import buckets\nbuckets.ALONE_BYTES['cpu'] = 4096\n"  # some come in place
+    settings = (
+        "from meshwright.partition import buckets\nbuckets.ALONE_BYTES['cpu'] = 4096\n"  # some come in place
+    )
     settings += f"MESH, MODE, PINS, CLIP = {mesh!r}, {mode!r}, {pins!r}, 0.05\n"
     settings += "DTYPE, TOLERANCE, FLOOR = torch.float64, 1e-11, 0.0\n"
     body = TRAIN.replace("clip_norm=CLIP", f"clip_norm=CLIP, threshold_kb=0, **{techniques!r}")
