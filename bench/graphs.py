@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.blocks import Block, Folding
-from meshwright.graph import Graph, Input, Node, Ref, TensorType
+from meshwright.core.folding import Block, Folding
+from meshwright.core.graph import Graph, Input, Node, Ref, TensorType
 
 BATCH, WIDTH = 65536, 1024
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 import meshwright as mw
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, values_of
 from meshwright.cost.cluster import Cluster, Level
 from meshwright.examples import gpt

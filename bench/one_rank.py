@@ -29,13 +29,14 @@ from bench.joint import ROWS, Row
 from bench.memory import peak_bytes
 from bench.models import CACHE, CONFIGS, built_from
 from meshwright.capture import Captured
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.cli.arguments import mesh_sizes, techniques_of
 from meshwright.compile import captured_of, lower, plan_captured
+from meshwright.core.graph import Graph
+from meshwright.core.layout import Dim, TensorLayout, map_leaves
+from meshwright.core.layout import leaves as sub_dims
+from meshwright.core.techniques import Techniques, techniques_from
 from meshwright.cost.cluster import Cluster
-from meshwright.graph import Graph
-from meshwright.layout import Dim, TensorLayout, map_leaves
-from meshwright.layout import leaves as sub_dims
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.strategy import Strategy
 from meshwright.partition import Partition
@@ -45,7 +46,7 @@ from meshwright.partition.sharded_update import gathers as gathers_of
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.messages import Messages
 from meshwright.pipeline.of_plan import schedule_of
-from meshwright.plan import Plan, fingerprint
+from meshwright.plan.plan import Plan, fingerprint
 from meshwright.predict.memory.allocator import optimizer_on
 from meshwright.predict.memory.step import peak
 from meshwright.predict.pipeline_step import peaks_of
@@ -57,7 +58,6 @@ from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.sharded_update import ScatterBucket
 from meshwright.runtime.step import LocalStep
-from meshwright.techniques import Techniques, techniques_from
 
 WIDTHS = ("hidden_size", "intermediate_size", "vocab_size")
 # Where Megatron cuts a transformer with gates over an axis: Shoeybi et al., arXiv 1909.08053.

@@ -17,7 +17,7 @@ from meshwright.calibrate.step_rows import stored_in_parts
 from meshwright.capture import Captured
 from meshwright.compile import captured_of
 from meshwright.examples import gpt, llama, mlp, recommender, zoo
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 
 Built = tuple[torch.nn.Module, dict[str, torch.Tensor], Callable[[Any, Any], torch.Tensor]]
 Axes = str | tuple[str, ...]

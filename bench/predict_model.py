@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.calibrate.step_rows import Prediction, priced, told
 from meshwright.compile import Captured, lower
 from meshwright.cost.cluster import Cluster
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.predict.memory.step import ADAMW_FUSED, peak
 
 

@@ -25,18 +25,18 @@ import torch
 from bench.memory import peak_bytes
 from bench.predict_cases import captured, model
 from bench.ranks import on_ranks
-from meshwright.agreed import axis_sets
+from meshwright.agreement import axis_sets
 from meshwright.calibrate.bench import Bench
 from meshwright.calibrate.quiet import unrest
 from meshwright.capture import Captured
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import lower, values_of
+from meshwright.core.mesh import Mesh
 from meshwright.cost.local_machine import cores
-from meshwright.mesh import Mesh
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.runtime.communicator import Communicator, ProcessGroups, Work
-from meshwright.runtime.connect import Meeting
 from meshwright.runtime.rank import Rank
+from meshwright.runtime.rendezvous import Meeting
 from meshwright.runtime.step import LocalStep
 
 WARM_UP = 2

@@ -17,8 +17,8 @@ MESHES: dict[int, dict[str, int]] = {8: {}, 64: {"dp": 4, "cp": 2, "tp": 8}, 102
 def run_family(name: str) -> None:
     """Print a line of JSON for each cell of a family, as soon as it is known."""
     from bench.models import opened
+    from meshwright.core.mesh import Mesh
     from meshwright.cost.cluster import Cluster
-    from meshwright.mesh import Mesh
 
     for batch, sequence in REGIMES:
         captured = opened(name, batch=batch, sequence=sequence, layers=LAYERS).captured

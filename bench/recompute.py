@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import meshwright as mw
 from bench.memory import peak_bytes
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, values_of
 from meshwright.examples import gpt
 from meshwright.runtime.communicator import Alone

@@ -91,7 +91,7 @@ class Clock:
         self.took: dict[str, Took] = {}
 
     def __call__(self, name: str, work: Callable[[], Any]) -> Any:
-        from meshwright.cycles import seldom_collected  # after the parent's fork, as all of it
+        from meshwright.core.cycles import seldom_collected  # after the parent's fork, as all of it
 
         gc.collect()
         wall, cpu = time.perf_counter(), time.process_time()
@@ -108,8 +108,8 @@ def run_row(name: str) -> dict[str, Any]:
     """What a row measures, as plain data."""
     row, clock = ROWS[name], Clock()
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))  # a row that asks for more fails alone
+    from meshwright.core.mesh import Mesh
     from meshwright.cost.cluster import Cluster  # after the parent's fork: the parent loads no torch
-    from meshwright.mesh import Mesh
 
     captured, capture_seconds = _captured(row)
     cluster = Cluster.preset("h100", nodes=max(1, row.ranks // 8))
@@ -128,8 +128,8 @@ def run_row(name: str) -> dict[str, Any]:
 
 def _captured(row: Row) -> tuple[Any, float]:
     from bench.graphs import distinct, lengthened
-    from meshwright.blocks import Folding
     from meshwright.capture import Captured
+    from meshwright.core.folding import Folding
 
     if row.model.endswith("distinct"):
         graph = distinct(2500)
@@ -215,7 +215,7 @@ def _searched(row: Row, captured: Any, cluster: Any, mesh: Any, clock: Clock) ->
 
 
 def _propagation(row: Row, captured: Any, cluster: Any, mesh: Any, clock: Clock) -> dict[str, Any]:
-    from meshwright.mesh import Mesh
+    from meshwright.core.mesh import Mesh
     from meshwright.ops.analysis import factors_of
     from meshwright.search.layer_groups import folded
     from meshwright.search.modes import _assign  # the search alone, without what every mode checks after it

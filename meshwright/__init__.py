@@ -15,13 +15,13 @@ __version__ = "0.1.0"
 
 # public name -> the module that defines it
 _PUBLIC = {
-    "Axis": "meshwright.mesh",
-    "alive": "meshwright.pulse",
+    "Axis": "meshwright.core.mesh",
+    "alive": "meshwright.heartbeat",
     "Autosave": "meshwright.autosave",
-    "CheckpointReader": "meshwright.state.dcp",
+    "CheckpointReader": "meshwright.checkpoint.dcp",
     "Cluster": "meshwright.cost.cluster",
     "Layout": "meshwright.annotate",
-    "Plan": "meshwright.plan",
+    "Plan": "meshwright.plan.plan",
     "Metrics": "meshwright.metrics",
     "ManualStep": "meshwright.manual",
     "ForwardStep": "meshwright.forward",
@@ -48,7 +48,7 @@ _PUBLIC = {
     "world": "meshwright.manual",
     "verify": "meshwright.verify",
     "Job": "meshwright.launch",
-    "Mesh": "meshwright.mesh",
+    "Mesh": "meshwright.core.mesh",
     "launch": "meshwright.launch",
     **dict.fromkeys(
         (
@@ -101,7 +101,7 @@ sys.modules[__name__].__class__ = _Face
 if (
     "MESHWRIGHT_PULSE" in os.environ
 ):  # a rank that a launcher watches: its record begins with its first import
-    importlib.import_module("meshwright.pulse").begin()
+    importlib.import_module("meshwright.heartbeat").begin()
 
 
 def __dir__() -> list[str]:

@@ -17,9 +17,9 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from meshwright.core.graph import AGAIN_MARK, ROWS_MARK, STAGE_MARK
+from meshwright.core.techniques import RECOMPUTE
 from meshwright.errors import PlanError, StrategyError, a_type, did_you_mean
-from meshwright.graph import AGAIN_MARK, ROWS_MARK, STAGE_MARK
-from meshwright.techniques import RECOMPUTE
 
 Blocks = tuple[int, ...]
 F = TypeVar("F", bound=Callable[..., Any])

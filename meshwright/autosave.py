@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from meshwright.asked import check_switches
+from meshwright.checkpoint.agree import confirm, from_first
+from meshwright.checkpoint.folder import as_path, own, write_whole
+from meshwright.checkpoint.load import Loaded
+from meshwright.checkpoint.lock import Lock
+from meshwright.checkpoint.save import check_keep
 from meshwright.errors import CheckpointError, a_type
-from meshwright.state.folder import as_path, own, write_whole
-from meshwright.state.loading import Loaded
-from meshwright.state.lock import Lock
-from meshwright.state.saving import check_keep
-from meshwright.state.words import confirm, from_first
+from meshwright.input_checks import check_switches
 from meshwright.train import TrainStep, shutdown
 
 log = logging.getLogger("meshwright")

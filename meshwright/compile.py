@@ -11,31 +11,29 @@ from typing import Any, Unpack
 
 import torch
 
-from meshwright.asked import check_function, check_model, folder_from
 from meshwright.capture import Captured
 from meshwright.capture import capture as capture_graph
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
+from meshwright.core.cycles import seldom_collected
+from meshwright.core.techniques import NONE, Options, Techniques, techniques_from
 from meshwright.cost.cluster import Cluster
-from meshwright.cycles import seldom_collected
 from meshwright.errors import CaptureError, ClusterError, DoesNotFit
-from meshwright.fewer_rows import with_batch_that_fits
 from meshwright.guards import Guards
 from meshwright.hollow import as_shapes
+from meshwright.input_checks import check_function, check_model, folder_from
 from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.remarks import log_remarks
 from meshwright.report.plan_table import plan_text
 from meshwright.request import request_for
 from meshwright.search.annotations import renumber
 from meshwright.search.choose import choose
 from meshwright.search.deadline import Deadline
-from meshwright.search.pipeline.choose import (
-    CHOSEN,
-)
+from meshwright.search.pipeline.choose import CHOSEN
 from meshwright.search.planner import Progress, Request
 from meshwright.search.wanted import MeshLike, Pins, Wanted
-from meshwright.techniques import NONE, Options, Techniques, techniques_from
+from meshwright.smaller_batches import with_batch_that_fits
 
 FIRST = 1e-3  # seconds of a search whose first answer is enough
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -87,8 +85,9 @@ def plan(
     ``dynamic_programming`` searches and `inner` (``exact``, ``greedy``) how ``recursive_programming`` solves one axis.
     `progress` is told (stage, best price in seconds so far, bound). After `time_limit` seconds a search ends with the
     best so far, as it does by Ctrl-C; without any that fits by then it goes on to the first that does. `techniques`:
-    see `meshwright.techniques`, as in ``optimizer_parallel=3, micro_batches=4``. Raises a subclass of MeshwrightError
-    that names the operator and the line. What the plan remarks is logged: ``logging.getLogger("meshwright")``.
+    see `meshwright.core.techniques`, as in ``optimizer_parallel=3, micro_batches=4``. Raises a subclass of
+    MeshwrightError that names the operator and the line. What the plan remarks is logged:
+    ``logging.getLogger("meshwright")``.
     """
     asked = techniques_from(techniques)
     captured = captured_of(model, batch, loss, cache)

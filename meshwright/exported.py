@@ -21,30 +21,30 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from meshwright import pulse
-from meshwright.agreed import over_gloo, own_device, prepare
+from meshwright import heartbeat
+from meshwright.agreement import over_gloo, own_device, prepare
 from meshwright.capture import Captured
 from meshwright.capture.fold import fold
 from meshwright.capture.nest import count
+from meshwright.checkpoint.folder import as_path
+from meshwright.checkpoint.safetensors_io import Tensor, read_head, read_into, write
+from meshwright.checkpoint.step_state import DTYPES, SAFE_NAMES
+from meshwright.checkpoint.weights import confirmed
 from meshwright.compile import lower, with_origin
+from meshwright.core.graph import Graph, parse
 from meshwright.errors import CheckpointError, MeshwrightError, a_type
 from meshwright.forward import ForwardStep
-from meshwright.graph import Graph, parse
 from meshwright.ops.table import has_rule
 from meshwright.partition import Partition
-from meshwright.plan import Plan
-from meshwright.runtime.batches import place_of
+from meshwright.plan.plan import Plan
 from meshwright.runtime.communicator import Communicator
-from meshwright.runtime.connect import Meeting, check_world
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.forward import LocalForward
+from meshwright.runtime.local_batch import place_of
 from meshwright.runtime.operators import torch_operator
-from meshwright.runtime.pipeline import Pipeline
+from meshwright.runtime.pipeline_rank import Pipeline
 from meshwright.runtime.rank import Rank
-from meshwright.state.folder import as_path
-from meshwright.state.held import DTYPES, SAFE_NAMES
-from meshwright.state.tensor_file import Tensor, read_head, read_into, write
-from meshwright.state.weights import confirmed
+from meshwright.runtime.rendezvous import Meeting, check_world
 
 VERSION = 1
 NAME = "forward.json"
@@ -64,7 +64,7 @@ class _Program(NamedTuple):
     word: str
 
 
-@pulse.during("exporting a forward step")
+@heartbeat.during("exporting a forward step")
 def export(step: ForwardStep, folder: str | Path) -> Path:
     """Write a forward step into a new folder, of each rank a file. Collective. Raises CheckpointError on all ranks."""
     path, meeting, local = as_path(folder), Meeting(), step.local
@@ -113,7 +113,7 @@ def export(step: ForwardStep, folder: str | Path) -> Path:
     return path
 
 
-@pulse.during("loading an exported forward step", patient=True)
+@heartbeat.during("loading an exported forward step", patient=True)
 def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> ForwardStep:
     """What `ForwardStep.export` has written, on as many ranks as wrote it: called with a batch it gives the same.
 

@@ -11,8 +11,8 @@ from typing import Any, Unpack
 
 import torch
 
-from meshwright import pulse
-from meshwright.agreed import (
+from meshwright import heartbeat
+from meshwright.agreement import (
     Agreed,
     device_of,
     over_gloo,
@@ -23,37 +23,44 @@ from meshwright.agreed import (
     source_of,
     unpack,
 )
-from meshwright.asked import check_function, check_model, check_switches, plan_from
 from meshwright.capture import Captured
-from meshwright.capture.batch import leaves, literals, map_leaves
 from meshwright.capture.fold import fold
 from meshwright.capture.forward import Forward, capture_forward, filled
-from meshwright.capture.initial import Init, Initial, all_on_meta, check_absent, check_weights, temporary_of
+from meshwright.capture.meta_init import Init, Initial, all_on_meta, check_absent, check_weights, temporary_of
+from meshwright.capture.pytree import leaves, literals, map_leaves
+from meshwright.checkpoint.weights import (
+    Weights,
+    agree_on_path,
+    confirmed,
+    named_path,
+    open_weights,
+    read_weights,
+)
 from meshwright.compile import lower, plan_captured, values_of, with_origin
+from meshwright.core.graph import Graph
+from meshwright.core.layout import TensorLayout
+from meshwright.core.techniques import Options, Techniques, asked_beside
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import BatchError, MeshwrightError, PlanError, RunError
-from meshwright.graph import Graph
 from meshwright.guards import Guards
 from meshwright.hollow import as_shapes, check_has_values
-from meshwright.layout import TensorLayout
+from meshwright.input_checks import check_function, check_model, check_switches, plan_from
 from meshwright.partition import Partition
 from meshwright.pipeline.meshes import meshes
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.remarks import log_remarks
 from meshwright.report.program import ProgramText
 from meshwright.request import request_for
-from meshwright.runtime.batches import LocalBatch
 from meshwright.runtime.communicator import Communicator
-from meshwright.runtime.connect import Meeting, check_world
 from meshwright.runtime.equal_start import start_equal
-from meshwright.runtime.fetches import Parked
 from meshwright.runtime.forward import LocalForward, leaves_of
+from meshwright.runtime.local_batch import LocalBatch
+from meshwright.runtime.parameter_offload import Parked
 from meshwright.runtime.rank import Rank
+from meshwright.runtime.rendezvous import Meeting, check_world
 from meshwright.same_values import same_values
 from meshwright.search.reuse import carried
 from meshwright.search.wanted import MeshLike, Pins, mesh_from
-from meshwright.state.weights import Weights, agree_on_path, confirmed, named_path, open_weights, read_weights
-from meshwright.techniques import Options, Techniques, asked_beside
 
 PROGRAMS = 16  # of other shapes that a forward step keeps
 Outputs = Callable[[Any, Any], Any]
@@ -169,7 +176,7 @@ class ForwardStep:
         return found
 
 
-@pulse.during("building a forward step", patient=True)
+@heartbeat.during("building a forward step", patient=True)
 def forward_step(
     model: torch.nn.Module,
     batch: Any,
@@ -305,7 +312,7 @@ def shared_forward(
     """`forward_step` on what the step of a plan holds on a rank: its communicator, and its tensors by the names of the
     program's inputs. Messages between stages have tags from `first_tag` on."""
 
-    @pulse.during("building a forward step", patient=True)
+    @heartbeat.during("building a forward step", patient=True)
     def build(model: torch.nn.Module, batch: Any, outputs: Outputs) -> ForwardStep:
         meeting = Meeting()
 

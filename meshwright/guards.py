@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshwright.capture.batch import literals
+from meshwright.capture.pytree import literals
 from meshwright.capture.reads import is_library, takes_all
 from meshwright.capture.values import Found, address, differs, find, fixed, shown, version
 from meshwright.errors import RunError
-from meshwright.runtime.batches import LocalBatch
+from meshwright.runtime.local_batch import LocalBatch
 
 REQUIRES_GRAD, CELL = attrgetter("requires_grad"), attrgetter("cell_contents")
 TENSORS = {torch.Tensor}

@@ -16,18 +16,18 @@ from typing import Any
 
 import torch
 
-from meshwright.agreed import source_of
-from meshwright.asked import check_model, check_numbers, check_switches
-from meshwright.capture.batch import map_leaves
+from meshwright.agreement import source_of
+from meshwright.capture.pytree import map_leaves
 from meshwright.capture.trace import scalar_of
 from meshwright.compile import Loss, default_loss
 from meshwright.errors import RunError, StrategyError, did_you_mean
+from meshwright.input_checks import check_model, check_numbers, check_switches
 from meshwright.runtime.buckets import BUCKET_BYTES, GradientBuckets
 from meshwright.runtime.clipping import clip_by_global_norm
 from meshwright.runtime.communicator import ProcessGroups
-from meshwright.runtime.connect import Meeting, check_world
 from meshwright.runtime.equal_start import start_equal
 from meshwright.runtime.optimizers import as_laid_out
+from meshwright.runtime.rendezvous import Meeting, check_world
 from meshwright.runtime.world import Axes, World
 from meshwright.search.wanted import MeshLike, mesh_from
 

@@ -17,27 +17,27 @@ from typing import Any
 
 import torch
 
-from meshwright.agreed import pack, prepare, same_model, same_optimizer, unpack
-from meshwright.asked import check_trains
+from meshwright.agreement import pack, prepare, same_model, same_optimizer, unpack
 from meshwright.capture import Captured
-from meshwright.capture.batch import leaves, map_leaves
 from meshwright.capture.fold import fold
+from meshwright.capture.pytree import leaves, map_leaves
 from meshwright.compile import Loss, captured_of, lower, values_of, with_origin
+from meshwright.core.graph import Graph
+from meshwright.core.techniques import Techniques
 from meshwright.errors import BatchError, CaptureError, MeshwrightError, PlanError, RunError
-from meshwright.graph import Graph
 from meshwright.guards import Guards
 from meshwright.hollow import Hollow
-from meshwright.plan import Plan
-from meshwright.runtime.batches import Given, LocalBatch
+from meshwright.input_checks import check_trains
+from meshwright.plan.plan import Plan
 from meshwright.runtime.communicator import Communicator
-from meshwright.runtime.connect import Meeting, late
-from meshwright.runtime.elementwise import check_made, watch_hooks
+from meshwright.runtime.local_batch import Given, LocalBatch
+from meshwright.runtime.optimizer_check import check_made, watch_hooks
 from meshwright.runtime.optimizers import OptimizerFactory, extend_optimizer
+from meshwright.runtime.rendezvous import Meeting, late
 from meshwright.runtime.state import State
 from meshwright.runtime.step import LocalStep
 from meshwright.same_values import same_values
 from meshwright.search.reuse import Held, carried_to_train
-from meshwright.techniques import Techniques
 
 COME_SECONDS = 60.0  # for which ranks wait for each other before they make another program
 log = logging.getLogger("meshwright")

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 
 log = logging.getLogger("meshwright")
 FREE = "costs nothing"  # what a remark says that is for whoever wants to know

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from meshwright import pulse
+from meshwright import heartbeat
+from meshwright.core.graph import Graph
 from meshwright.errors import MeshwrightError, RunError
-from meshwright.graph import Graph
 from meshwright.guards import Guards
-from meshwright.runtime.connect import Meeting
 from meshwright.runtime.equal_start import checksum
+from meshwright.runtime.rendezvous import Meeting
 
 GPU = re.compile(r"\b(cuda|xpu|mps):\d+")  # each rank has its own
 TENSOR, OPTION = "tensor", "option"
@@ -86,7 +86,7 @@ def _refused(odd: list[list[str]], told: list[Told], why: str, hint: str) -> Run
 def _is_same(graph: Graph, again: Callable[[], Graph]) -> bool:
     state = torch.get_rng_state()
     try:
-        with pulse.during("capturing, to compare with rank 0", patient=True):
+        with heartbeat.during("capturing, to compare with rank 0", patient=True):
             return GPU.sub(r"\1", str(again())) == GPU.sub(r"\1", str(graph))
     except MeshwrightError:
         return False

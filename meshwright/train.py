@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 import torch
 import torch.distributed as dist
 
-from meshwright import pulse
-from meshwright.agreed import (
+from meshwright import heartbeat
+from meshwright.agreement import (
     device_of,
     over_gloo,
     own_device,
@@ -27,23 +27,14 @@ from meshwright.agreed import (
     source_of,
     unpack,
 )
-from meshwright.asked import (
-    check_beside,
-    check_function,
-    check_model,
-    check_numbers,
-    check_random,
-    check_results,
-    check_switches,
-    check_trains,
-    plan_from,
-)
 from meshwright.capture import Captured
-from meshwright.capture.batch import leaves, map_leaves
 from meshwright.capture.fold import fold
 from meshwright.capture.hooks import ShardHooks, check_weight_hooks
-from meshwright.capture.initial import Init, Initial, check_init, temporary_of
+from meshwright.capture.meta_init import Init, Initial, check_init, temporary_of
 from meshwright.capture.nest import filled
+from meshwright.capture.pytree import leaves, map_leaves
+from meshwright.checkpoint.load import Loaded, load, resume
+from meshwright.checkpoint.save import Saves
 from meshwright.compile import (
     Loss,
     captured_of,
@@ -54,21 +45,33 @@ from meshwright.compile import (
     values_of,
     with_origin,
 )
+from meshwright.core.mesh import Mesh
+from meshwright.core.techniques import Options, asked_beside
 from meshwright.cost.cluster import Cluster
 from meshwright.elsewhere import OF_A_STEP
 from meshwright.errors import PlanError, RunError, a_type, did_you_mean
 from meshwright.forward import ForwardStep, Outputs, default_outputs, shared_forward
-from meshwright.full import copies, full_model, gathered, load_full
+from meshwright.full_model import copies, full_model, gathered, load_full
 from meshwright.generate import Generator
 from meshwright.generate.shell import prompts
 from meshwright.guards import Guards
 from meshwright.hollow import Hollow, check_has_values
-from meshwright.mesh import Mesh
+from meshwright.input_checks import (
+    check_beside,
+    check_function,
+    check_model,
+    check_numbers,
+    check_random,
+    check_results,
+    check_switches,
+    check_trains,
+    plan_from,
+)
 from meshwright.partition import Partition
 from meshwright.pipeline.measured import Measured, from_text, to_text
 from meshwright.pipeline.meshes import meshes, meshes_of
 from meshwright.pipeline.play import Played
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.predict.pipeline_claims import claimed
 from meshwright.predict.pipeline_step import predict
 from meshwright.predict.tasks import simulate
@@ -89,22 +92,19 @@ from meshwright.report.program import ProgramText
 from meshwright.report.step_trace import StepTrace
 from meshwright.request import request_for
 from meshwright.runtime.anomaly import Anomaly, find_anomaly
-from meshwright.runtime.batches import Given, LocalBatch, taker
 from meshwright.runtime.before_update import BeforeUpdate, scaler_of
 from meshwright.runtime.communicator import leave
-from meshwright.runtime.connect import Meeting, check_world
-from meshwright.runtime.elementwise import check_made, check_optimizer, watch_hooks
 from meshwright.runtime.equal_start import start_equal
+from meshwright.runtime.local_batch import Given, LocalBatch, taker
+from meshwright.runtime.optimizer_check import check_made, check_optimizer, watch_hooks
 from meshwright.runtime.optimizers import OptimizerFactory, grouped_alone
-from meshwright.runtime.pipeline import Pipeline
+from meshwright.runtime.pipeline_rank import Pipeline
 from meshwright.runtime.rank import Rank
-from meshwright.runtime.recorder import Recorder, ahead_of_first
+from meshwright.runtime.rendezvous import Meeting, check_world
 from meshwright.runtime.step import LocalStep
+from meshwright.runtime.step_trace import Recorder, ahead_of_first
 from meshwright.same_values import same_values
 from meshwright.search.wanted import MeshLike, Pins, mesh_from
-from meshwright.state.loading import Loaded, load, resume
-from meshwright.state.saving import Saves
-from meshwright.techniques import Options, asked_beside
 
 log = logging.getLogger("meshwright")
 
@@ -327,7 +327,7 @@ class TrainStep:
         check_model(model)
         return Generator(model, prompts(model, batch), functools.partial(self.forward_step, model), True)
 
-    @pulse.during("putting the state together")
+    @heartbeat.during("putting the state together")
     def full_state(self) -> dict[str, torch.Tensor]:
         """A copy of every parameter and buffer, whole, as `load_state_dict` of the model takes them: those that a model
         makes anew are left out. Collective: all ranks call it."""
@@ -472,7 +472,7 @@ def _on_stderr(sentence: str) -> None:
     print(sentence, file=sys.stderr, flush=True)
 
 
-@pulse.during("building a step", patient=True)
+@heartbeat.during("building a step", patient=True)
 def train_step(
     model: torch.nn.Module,
     optimizer: OptimizerFactory,

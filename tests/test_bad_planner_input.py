@@ -12,7 +12,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.errors import MeshwrightError, PlanError
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from tests.search.planned import SEARCHES, built, cluster, free, lowered, made, tight
 
 

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from meshwright.cycles import YOUNG, seldom_collected
+from meshwright.core.cycles import YOUNG, seldom_collected
 
 
 def test_seldom_inside_and_as_before_afterwards():

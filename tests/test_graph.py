@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.errors import GraphError
-from meshwright.graph import (
+from meshwright.core.graph import (
     DTYPES,
     ROLES,
     Device,
@@ -26,6 +25,7 @@ from meshwright.graph import (
     refs_in,
     verify,
 )
+from meshwright.errors import GraphError
 
 names = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)
 texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)

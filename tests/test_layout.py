@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.errors import LayoutError
-from meshwright.layout import (
+from meshwright.core.layout import (
     Cat,
     SubDim,
     TensorLayout,
@@ -21,7 +20,8 @@ from meshwright.layout import (
     verify,
     without_axes,
 )
-from meshwright.mesh import Mesh
+from meshwright.core.mesh import Mesh
+from meshwright.errors import LayoutError
 
 MESH = Mesh.of(a=2, b=2, c=3, d=2)
 NAMES = list(MESH.sizes)

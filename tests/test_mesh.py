@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.core.mesh import Mesh, prime_factors
 from meshwright.errors import MeshError
-from meshwright.mesh import Mesh, prime_factors
 
 SIZES = st.dictionaries(st.sampled_from(["dp", "sp", "tp", "pp"]), st.integers(1, 8), min_size=1, max_size=3)
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 import meshwright as mw
 from meshwright.compile import captured_of
+from meshwright.core.layout import Cat, SubDim, TensorLayout
+from meshwright.core.mesh import Mesh
 from meshwright.errors import PlanError, StrategyError
 from meshwright.examples import gpt, llama, mlp, recommender
-from meshwright.layout import Cat, SubDim, TensorLayout
-from meshwright.mesh import Mesh
 from meshwright.ops.strategy import Strategy
-from meshwright.plan import Plan, fingerprint
+from meshwright.plan.plan import Plan, fingerprint
 from meshwright.redistribute import TWO_CORE_GLOO, Prices
 
 BUILDS = {

@@ -7,9 +7,9 @@ import torch
 
 import meshwright as mw
 from meshwright.cli.arguments import techniques_of
+from meshwright.core.techniques import NONE, matches, ranges, techniques_from
 from meshwright.errors import PlanError, RunError
 from meshwright.examples import gpt, mlp
-from meshwright.techniques import NONE, matches, ranges, techniques_from
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from meshwright.calibrate.bench import Bench, Call
 from meshwright.calibrate.plan import Pace, Point
-from meshwright.layout import SubDim, TensorLayout
-from meshwright.mesh import Mesh
+from meshwright.core.layout import SubDim, TensorLayout
+from meshwright.core.mesh import Mesh
 from meshwright.redistribute.index_maps import exchange
 from meshwright.redistribute.steps import Step, wire_elements
 from meshwright.runtime.reshard import Mover

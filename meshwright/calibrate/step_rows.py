@@ -22,25 +22,25 @@ from typing import Any
 
 import torch
 
-from meshwright.agreed import axis_sets
+from meshwright.agreement import axis_sets
 from meshwright.calibrate.bench import Bench
 from meshwright.calibrate.models import MODELS, Built
 from meshwright.calibrate.plan import LEVEL, Pace, Point
 from meshwright.capture import Captured
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.core.graph import DTYPES, Graph
+from meshwright.core.layout import SubDim, TensorLayout
+from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster, Level
 from meshwright.cost.machine import ALIKE, launch_seconds, seconds, update_seconds
 from meshwright.cost.operators import Work, work
 from meshwright.cost.reduction import STARTS, adding_seconds
-from meshwright.graph import DTYPES, Graph
-from meshwright.layout import SubDim, TensorLayout
-from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.interleave import original
 from meshwright.partition.micro_batches import first_program
 from meshwright.partition.sharded_update import update_layout
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.predict.accumulated import added, added_share
 from meshwright.predict.price import letter_sizes, on_cluster
 from meshwright.predict.tasks import ADDING, step_tasks

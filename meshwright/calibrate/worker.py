@@ -25,10 +25,10 @@ from meshwright.calibrate import step_rows as steps
 from meshwright.calibrate.bench import Bench
 from meshwright.calibrate.plan import KINDS, PACES, POST, WAITED, Found, Pace, Point
 from meshwright.calibrate.quiet import LIMIT, unrest
+from meshwright.core.mesh import Mesh
 from meshwright.cost import local_machine as local
-from meshwright.mesh import Mesh
 from meshwright.runtime.communicator import ProcessGroups, leave
-from meshwright.runtime.connect import Meeting, launched_world
+from meshwright.runtime.rendezvous import Meeting, launched_world
 
 Measured = tuple[Iterable[Point], dict[str, Any]]  # points, and what else is to be told
 Measure = Callable[[], Measured]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from meshwright.graph import Graph
+from meshwright.core.graph import Graph
 
 
 def name_batch_dims(graph: Graph) -> Graph:

@@ -30,12 +30,12 @@ from msgspec import Struct
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from meshwright.blocks import Block, Folding
-from meshwright.capture.batch import leaves, map_leaves
 from meshwright.capture.convert import hash_of, type_of
+from meshwright.capture.pytree import leaves, map_leaves
+from meshwright.core.folding import Block, Folding
+from meshwright.core.graph import Graph, parse
+from meshwright.core.typed import Count, typed
 from meshwright.errors import GraphError
-from meshwright.graph import Graph, parse
-from meshwright.typed import Count, typed
 
 FORMAT = "1"
 Entry = tuple[Graph, dict[str, torch.Tensor], Folding, tuple[str, ...]]
@@ -117,7 +117,7 @@ def key_of(model: torch.nn.Module, batch: Any, loss: Callable[..., Any]) -> str:
 def _own_source() -> str:
     here = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in (*sorted(here.glob("*.py")), here.parent / "graph.py"):
+    for path in (*sorted(here.glob("*.py")), here.parent / "core" / "graph.py"):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -9,23 +9,23 @@ from typing import Any
 
 import torch
 
-from meshwright.blocks import Folding
-from meshwright.capture.attention import raise_attention
 from meshwright.capture.batch_dim import name_batch_dims
 from meshwright.capture.cache import key_of, load, save
+from meshwright.capture.canonical_names import hoist_constants, name_nodes, number_seeds, share_constants
 from meshwright.capture.convert import convert, literal_constants
 from meshwright.capture.dtypes import check_dtypes
-from meshwright.capture.experts import raise_experts
-from meshwright.capture.finish import hoist_constants, name_nodes, number_seeds, share_constants
 from meshwright.capture.fold import fold
 from meshwright.capture.gradients import mark_gradients, settle_parameters
-from meshwright.capture.indices import indices_to_views
+from meshwright.capture.index_to_view import indices_to_views
 from meshwright.capture.marks import settle_marks
 from meshwright.capture.nest import Shape
 from meshwright.capture.normalize import normalize
-from meshwright.capture.noted import noted
+from meshwright.capture.raise_attention import raise_attention
+from meshwright.capture.raise_moe import raise_experts
 from meshwright.capture.trace import trace
-from meshwright.graph import Graph, prune, verify
+from meshwright.capture.warnings import noted
+from meshwright.core.folding import Folding
+from meshwright.core.graph import Graph, prune, verify
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from meshwright.capture.trace import AS_IT_IS, HERE, TORCH_ROOT, Trace
+from meshwright.core.graph import Device, Dtype, Graph, Input, Node, Ref, TensorType
 from meshwright.errors import CaptureError, a_type
-from meshwright.graph import Device, Dtype, Graph, Input, Node, Ref, TensorType
 
 SHORT: dict[torch.dtype, str] = {
     torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",

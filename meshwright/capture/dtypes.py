@@ -7,8 +7,8 @@ mix, and operators that check on fake tensors too need no rule.
 
 from __future__ import annotations
 
+from meshwright.core.graph import Graph, Node
 from meshwright.errors import CaptureError
-from meshwright.graph import Graph, Node
 
 PRODUCTS = frozenset(
     "linear matmul mm bmm mv dot addmm addmv baddbmm convolution conv1d conv2d conv3d "

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.blocks import Block, Folding
-from meshwright.graph import Device, Dtype, Graph, Node, Ref
+from meshwright.core.folding import Block, Folding
+from meshwright.core.graph import Device, Dtype, Graph, Node, Ref
 
 MAX_PERIODS = 48
 MAX_ROTATIONS = 64

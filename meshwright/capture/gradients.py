@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from meshwright.capture.rewrite import Rewriter, rewrite
-from meshwright.graph import Graph, Node, Ref
+from meshwright.core.graph import Graph, Node, Ref
 
 DETACH = ("aten.detach.default", "aten.detach_.default")
 # Operators whose float results never carry a gradient, whatever they read.

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from meshwright.capture.batch import leaves
 from meshwright.capture.convert import LONG
+from meshwright.capture.pytree import leaves
+from meshwright.core.graph import Device, Dtype, Graph, Node, Ref
 from meshwright.errors import CaptureError
-from meshwright.graph import Device, Dtype, Graph, Node, Ref
 
 
 def bind(

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 
-from meshwright.graph import AGAIN_MARK, PIN, Graph, Node
+from meshwright.core.graph import AGAIN_MARK, PIN, Graph, Node
 
 
 def settle_marks(graph: Graph) -> Graph:

@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from meshwright.capture.noted import SPARSE, is_sparse
 from meshwright.capture.rewrite import ARANGE, Rewriter, Rule, rewrite
+from meshwright.capture.warnings import SPARSE, is_sparse
+from meshwright.core.graph import Device, Dtype, Graph, Node, Ref
 from meshwright.errors import CaptureError
-from meshwright.graph import Device, Dtype, Graph, Node, Ref
 
 Values = Ref | tuple[Ref, ...] | None
 

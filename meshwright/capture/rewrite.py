@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from meshwright.graph import Device, Dtype, Graph, Node, Ref, TensorType, map_refs
+from meshwright.core.graph import Device, Dtype, Graph, Node, Ref, TensorType, map_refs
 
 Rule = Callable[["Rewriter", Node], "Ref | tuple[Ref, ...] | None"]
 

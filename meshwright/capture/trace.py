@@ -25,15 +25,15 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
-from meshwright.capture.batch import leaves, rebuild, without_aliases
-from meshwright.capture.construction import user_line
 from meshwright.capture.effects import Effects
 from meshwright.capture.hooks import check_backward_hooks
+from meshwright.capture.meta_init_record import user_line
 from meshwright.capture.nest import Shape, count, shape_of
 from meshwright.capture.outside import OutsideCalls
+from meshwright.capture.pytree import leaves, rebuild, without_aliases
 from meshwright.capture.quiet import without_dumps
+from meshwright.core.graph import LOSS
 from meshwright.errors import CaptureError, MeshwrightError
-from meshwright.graph import LOSS
 
 TORCH_ROOT = str(Path(torch.__file__).parent)
 # torch.export patches classes and has state of the whole process, so one thread traces at a time.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from meshwright.graph import Dtype, Graph, Node, TensorType
+from meshwright.core.graph import Dtype, Graph, Node, TensorType
 
 NARROW = {"f32": "f64", "bf16": "f64", "f16": "f64", "c64": "c128"}
 NARROW_DTYPES = {

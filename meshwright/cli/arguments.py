@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.core.techniques import techniques_from
 from meshwright.errors import ClusterError, MeshError, PlanError, did_you_mean
-from meshwright.techniques import techniques_from
 
 if TYPE_CHECKING:
     from meshwright.cost.cluster import Cluster

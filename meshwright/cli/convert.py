@@ -42,9 +42,9 @@ def convert(
 
     One tensor at a time: memory for the largest is enough, and no GPU and no ranks are needed.
     """
+    from meshwright.checkpoint.convert import convert as run
     from meshwright.cli.common import out
     from meshwright.redistribute.steps import show_bytes
-    from meshwright.state.convert import convert as run
 
     if to and to not in FORMATS:
         raise CheckpointError(f"--to is {to!r}", why="formats: " + ", ".join(FORMATS))

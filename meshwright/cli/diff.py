@@ -23,7 +23,7 @@ def diff(
     The exit code is 0 if they are equal and 1 if they differ.
     """
     from meshwright.cli.common import out
-    from meshwright.plan import Plan
+    from meshwright.plan.plan import Plan
     from meshwright.report.diff import diff_view, difference
 
     found = difference(Plan.load(first), Plan.load(second))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwright.cli.common import BatchOption, JsonOption, PlanArgument, SequenceOption
+from meshwright.core.techniques import techniques_from
 from meshwright.errors import MeshwrightError, PlanError, did_you_mean
-from meshwright.techniques import techniques_from
 
 if TYPE_CHECKING:
     from meshwright.report.estimate import Estimate
@@ -70,7 +70,7 @@ def estimate(
 
     from meshwright.cli.model import captured_model, cut
     from meshwright.cli.what_if import Base, answer
-    from meshwright.plan import Plan
+    from meshwright.plan.plan import Plan
     from meshwright.report.estimate import estimate as estimated
 
     loaded = Plan.load(plan)

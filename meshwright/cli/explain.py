@@ -19,7 +19,7 @@ from meshwright.errors import PlanError
 
 if TYPE_CHECKING:
     from meshwright.cost.cluster import Cluster
-    from meshwright.plan import Plan
+    from meshwright.plan.plan import Plan
 
 FEW = 3  # kinds of operators that are explained on a page each
 
@@ -50,7 +50,7 @@ def explain(
     seconds.
     """
     from meshwright.cli.arguments import open_cluster, optimizer_states
-    from meshwright.plan import Plan
+    from meshwright.plan.plan import Plan
 
     loaded = Plan.load(plan)
     states = optimizer_states(optimizer)

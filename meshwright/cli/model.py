@@ -28,7 +28,7 @@ from meshwright.errors import MeshwrightError, ModelError, a_type, did_you_mean
 from meshwright.partition import Partition
 from meshwright.pipeline.levels import along, part_of, taken_of, within_stage
 from meshwright.pipeline.meshes import meshes_of
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.predict.price import on_cluster
 from meshwright.search.pipeline.assign import in_one_stage
 

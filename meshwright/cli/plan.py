@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from meshwright.cli.progress import Watch
     from meshwright.cost.cluster import Cluster
     from meshwright.partition import Partition
-    from meshwright.plan import Plan
+    from meshwright.plan.plan import Plan
 
 OPENING, CAPTURING, SEARCHING = "opening the model", "capturing", "searching"
 PRICED = ("auto", "dynamic_programming", "recursive_programming")

@@ -34,7 +34,7 @@ def verify(
     from meshwright.cli.common import err
     from meshwright.cli.model import captured_model
     from meshwright.cli.progress import Watch
-    from meshwright.plan import Plan
+    from meshwright.plan.plan import Plan
 
     loaded = Plan.load(plan)
     opened, captured = captured_model(model, batch, seq)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cycles import seldom_collected
+from meshwright.core.cycles import seldom_collected
 from meshwright.errors import ClusterError, PlanError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from meshwright.cli.model import Opened
     from meshwright.cost.cluster import Cluster
     from meshwright.ops.factors import Factors
-    from meshwright.plan import Plan
+    from meshwright.plan.plan import Plan
     from meshwright.report.estimate import Estimate
 
 
@@ -103,7 +103,7 @@ def with_rows(batch: Any, rows: int) -> Any:
 
     import torch
 
-    from meshwright.capture.batch import leaves, map_leaves
+    from meshwright.capture.pytree import leaves, map_leaves
 
     leading = [x.shape[0] for _, x in leaves(batch) if x.dim()]
     if not leading:
@@ -148,7 +148,7 @@ def _elsewhere(
 def _same_cuts(
     base: Base, captured: Captured, cluster: Cluster, changes: Mapping[str, str]
 ) -> tuple[Plan, str]:
-    from meshwright.mesh import Mesh
+    from meshwright.core.mesh import Mesh
     from meshwright.pipeline.meshes import meshes
     from meshwright.report.reshape_plan import on_other_ranks
 

@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from msgspec import Meta, Struct, field, structs
 
+from meshwright.core.mesh import MOST_RANKS
+from meshwright.core.typed import Wrong, at, names_at, plain_kind, typed
 from meshwright.cost.cluster_data import Description, Device, Level, Measured
 from meshwright.errors import ClusterError, did_you_mean, path_from, shown_path
-from meshwright.mesh import MOST_RANKS
 from meshwright.redistribute.steps import COLLECTIVES
-from meshwright.typed import Wrong, at, names_at, plain_kind, typed
 
 VERSION = 1
 MARK = "meshwright cluster"

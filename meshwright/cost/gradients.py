@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from meshwright.mesh import Mesh
+from meshwright.core.mesh import Mesh
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import wire_elements
 

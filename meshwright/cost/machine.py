@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.core.graph import DTYPES
 from meshwright.cost.cluster import Curve, Device, Measured
 from meshwright.cost.operators import Amount, Work
-from meshwright.graph import DTYPES
 
 
 @dataclass(frozen=True)

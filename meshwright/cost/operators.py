@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.graph import DTYPES, MOVES, PIN, START, WAIT, Node, TensorType
+from meshwright.core.graph import DTYPES, MOVES, PIN, START, WAIT, Node, TensorType
 from meshwright.ops.rule import Port, Rule
 from meshwright.ops.saved import EXTRA, fused_attention, saved
 

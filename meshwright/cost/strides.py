@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from meshwright.graph import Graph, Node
+from meshwright.core.graph import Graph, Node
 from meshwright.ops.special.pointwise import POINTWISE
 from meshwright.ops.table import LINES
 

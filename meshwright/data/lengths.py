@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from meshwright.capture.batch import leaves, map_leaves
+from meshwright.capture.pytree import leaves, map_leaves
 from meshwright.errors import BatchError
 
 LABELS, IGNORED = ("labels", "targets"), -100

@@ -14,16 +14,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from meshwright import pulse
-from meshwright.capture.batch import leaves, literals
-from meshwright.data.asked import KEPT, check_batches, check_options, check_order, wrong_options
+from meshwright import heartbeat
+from meshwright.capture.pytree import leaves, literals
+from meshwright.data.checks import KEPT, check_batches, check_options, check_order, wrong_options
 from meshwright.data.order import check_state, order_of_dataset, order_of_loader
 from meshwright.data.padding import fills, fills_forward
 from meshwright.data.reading import Collate, Failed, Item, Reading, Samples, kinds_of, parts_of, reading_of
 from meshwright.data.repeats import watched
 from meshwright.errors import BatchError, RunError
-from meshwright.runtime.alike import checksum, named
-from meshwright.runtime.batches import LocalBatch
+from meshwright.runtime.agreement import checksum, named
+from meshwright.runtime.local_batch import LocalBatch
 from meshwright.runtime.step import LocalStep
 from meshwright.runtime.told import told_by_all
 from meshwright.train import TrainStep
@@ -340,11 +340,11 @@ def _check_names(local: LocalStep, told: Sequence[Mapping[str, str]]) -> None:
 
 def _read(source: Iterable[Any]) -> Iterator[Any]:
     """What a source gives; the record of this rank says when it is waited for."""
-    with pulse.during(READING):
+    with heartbeat.during(READING):
         found = iter(source)
     while True:
         try:
-            with pulse.during(READING):
+            with heartbeat.during(READING):
                 batch = next(found)
         except StopIteration:
             return

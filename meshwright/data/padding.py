@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from meshwright.core.graph import MOVES, Graph, Node
 from meshwright.errors import BatchError
-from meshwright.graph import MOVES, Graph, Node
 from meshwright.ops.factors import Factors
 from meshwright.ops.rule import is_whole
 from meshwright.ops.special.norm import is_training

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate, get_worker_info
 
-from meshwright.capture.batch import leaves, literals
+from meshwright.capture.pytree import leaves, literals
 from meshwright.errors import BatchError
-from meshwright.runtime.batches import BatchParts, LocalBatch
 from meshwright.runtime.dtypes import TORCH_DTYPES
+from meshwright.runtime.local_batch import BatchParts, LocalBatch
 
 Plain = tuple[tuple[str, Any], ...] | None
 Cut = tuple[int, int] | np.ndarray | None  # along a dim: start and length, indices, or all of it

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from meshwright.capture.batch import leaves
-from meshwright.runtime.alike import checksum
+from meshwright.capture.pytree import leaves
+from meshwright.runtime.agreement import checksum
 
 
 def watched(batches: Iterable[Any], source: Any) -> Iterator[Any]:

@@ -21,7 +21,7 @@ from typing import Any, Unpack
 import torch
 import torch.nn.functional as F
 
-from meshwright.asked import check_model
+from meshwright.core.techniques import Options
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import RunError
 from meshwright.forward import ForwardStep, Outputs, forward_step
@@ -37,10 +37,10 @@ from meshwright.generate.shell import (
     prompts,
     shell_of,
 )
-from meshwright.plan import Plan
-from meshwright.runtime.batches import LocalBatch
+from meshwright.input_checks import check_model
+from meshwright.plan.plan import Plan
+from meshwright.runtime.local_batch import LocalBatch
 from meshwright.search.wanted import MeshLike, Pins
-from meshwright.techniques import Options
 
 log = logging.getLogger("meshwright")
 PROGRAMS = 16  # that are kept

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from meshwright.core.layout import TensorLayout, dim_axes
 from meshwright.errors import RunError
-from meshwright.layout import TensorLayout, dim_axes
-from meshwright.runtime.batches import Piece
 from meshwright.runtime.forward import LocalForward
+from meshwright.runtime.local_batch import Piece
 
 SHORTEST = 16  # tokens to which the shortest prompts are padded
 SLOTS = 2  # the dim of keys and values that counts tokens: [batch, heads, slots, width]

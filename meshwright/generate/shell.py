@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from meshwright.capture.batch import map_leaves
+from meshwright.capture.pytree import map_leaves
 from meshwright.errors import BatchError, RunError, a_type
-from meshwright.runtime.alike import checksum
+from meshwright.runtime.agreement import checksum
 from meshwright.runtime.communicator import Communicator
-from meshwright.runtime.connect import Meeting
+from meshwright.runtime.rendezvous import Meeting
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' words for kinds of layers
 READ = ("input_ids", "attention_mask", "position_ids", "past_key_values")

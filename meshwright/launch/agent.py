@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshwright.errors import LaunchError
-from meshwright.launch import bootstrap, failure, terminal, warden
-from meshwright.launch.hang import Watch
+from meshwright.launch import bootstrap, failure, reaper, terminal
+from meshwright.launch.hang_watch import Watch
 from meshwright.launch.job import Job, check
 from meshwright.launch.outcome import Outcome
 from meshwright.launch.port import LOOPBACK, Port
@@ -61,7 +61,7 @@ def _attempts(job: Job, folder: Path, records: Path, heard: list[int]) -> Outcom
     """As many attempts as the job may have, until one succeeds."""
     run_id = f"meshwright-{uuid.uuid4().hex}"
     outcome = Outcome(0)
-    with warden.guard(run_id):
+    with reaper.guard(run_id):
         for rank in range(job.nproc):
             (folder / f"rank{rank}.log").unlink(missing_ok=True)
         for attempt in range(job.restarts + 1):
@@ -70,7 +70,7 @@ def _attempts(job: Job, folder: Path, records: Path, heard: list[int]) -> Outcom
                 break
             print(f"{outcome.failure}\nattempt {attempt + 2} of {job.restarts + 1}:", file=sys.stderr)
             # a failed rank may have left children that hold ports, memory or a GPU
-            warden.sweep(run_id)
+            reaper.sweep(run_id)
     return outcome
 
 

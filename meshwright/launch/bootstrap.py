@@ -2,7 +2,7 @@
 
 Run as ``python -I -S bootstrap.py SETTINGS command...`` where SETTINGS is JSON: `launcher` (a process id), `log_dir`,
 `records` (a folder of this attempt alone, in which ranks meet and leave words for the launcher), `watched` (whether
-each keeps a record there, see `meshwright.pulse`), `env` (defaults that the user's own environment wins
+each keeps a record there, see `meshwright.heartbeat`), `env` (defaults that the user's own environment wins
 over), `fixed_env`, `shown_env` (for local rank 0, which is shown on the terminal). It ends in `exec`, so the script is
 `__main__` of an ordinary interpreter: tracebacks, pickling and multiprocessing are those of ``python script.py``.
 """
@@ -34,7 +34,9 @@ def main() -> None:
         **settings["fixed_env"],
         **(settings["shown_env"] if shown else {}),
     }
-    env["MESHWRIGHT_STORE"] = f"{os.getpid()}:{settings['records']}/store"  # see `meshwright.runtime.connect`
+    env["MESHWRIGHT_STORE"] = (
+        f"{os.getpid()}:{settings['records']}/store"  # see `meshwright.runtime.rendezvous`
+    )
     if settings["watched"]:  # of what this rank does, for the launcher to look at when nothing moves
         path = f"{settings['records']}/rank{os.environ['RANK']}"
         number = os.open(f"{path}.pid", os.O_WRONLY | os.O_CREAT, 0o644)

@@ -20,7 +20,7 @@ TOLD_LOST = re.compile(
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 PREFIX = re.compile(r"^\[rank\d+\]:\s?", re.MULTILINE)  # torch's own mark on an uncaught exception
 FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
-# Of an error in a step, which is not raised by a line of the model (`meshwright.runtime.places`).
+# Of an error in a step, which is not raised by a line of the model (`meshwright.runtime.source_lines`).
 PLACE = re.compile(r"^where: (?P<place>\S+:\d+)", re.MULTILINE)
 ERROR = re.compile(r"^(?P<error>[A-Za-z_][\w.]*(?:: .*)?)$", re.MULTILINE)
 

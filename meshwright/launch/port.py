@@ -2,7 +2,7 @@
 
 torch's own store listens on all interfaces. So the launcher binds a port of 127.0.0.1 and waits; when the first rank
 connects, a process of its own (this file) becomes the store behind it. Jobs of Meshwright's own steps meet in a file
-(`meshwright.runtime.connect`) and never connect, so that nobody has to import torch here.
+(`meshwright.runtime.rendezvous`) and never connect, so that nobody has to import torch here.
 """
 
 from __future__ import annotations

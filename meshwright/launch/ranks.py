@@ -1,8 +1,8 @@
 """The processes of one attempt: started, looked at, and stopped.
 
 Each rank has a session of its own, so that Ctrl-C reaches the launcher alone and a signal to a rank its children too. A
-rank whose script raised says so in a file (`meshwright.runtime.peers`): it may take its time to leave, and may wait for
-others meanwhile.
+rank whose script raised says so in a file (`meshwright.runtime.lost_peer`): it may take its time to leave, and may
+wait for others meanwhile.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from meshwright.heartbeat import RAISED
 from meshwright.launch.failure import RankEnd
-from meshwright.pulse import RAISED
 
 LOOK_SECONDS = 0.02  # between two looks at ranks that have been asked to stop
 

@@ -17,9 +17,9 @@ import torch
 
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import RunError, a_type
-from meshwright.metrics.amounts import model_flops, seconds_at_peak, tokens_of
+from meshwright.metrics.collective_wait import Waiting
+from meshwright.metrics.flops import model_flops, seconds_at_peak, tokens_of
 from meshwright.metrics.traces import in_trace, name_process, rank_named
-from meshwright.metrics.waiting import Waiting
 from meshwright.metrics.writers import Bar, JsonLines, TensorBoard, Writer
 from meshwright.runtime.step import LocalStep
 from meshwright.train import TrainStep

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
-from meshwright.graph import Graph
+from meshwright.core.graph import Graph
 from meshwright.ops.factors import Factors, analyze
 from meshwright.ops.table import rules_of, user_rules
 

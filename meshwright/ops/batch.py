@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.graph import Graph, Node
+from meshwright.core.graph import Graph, Node
 from meshwright.ops.factors import Factors, Site
 from meshwright.ops.special.norm import is_training
 from meshwright.ops.strategy import splittable, units

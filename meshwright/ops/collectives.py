@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
-from meshwright.graph import DTYPES, Node, TensorType
-from meshwright.mesh import Mesh
+from meshwright.core.graph import DTYPES, Node, TensorType
+from meshwright.core.mesh import Mesh
 from meshwright.ops.factors import Site
 from meshwright.ops.local import LOCAL, localize
 from meshwright.ops.local.reduce import batch_norm, classes

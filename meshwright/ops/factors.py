@@ -16,8 +16,8 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.graph import PIN, Graph, Node
-from meshwright.layout import Cat, Dim, SubDim, dim_size
+from meshwright.core.graph import PIN, Graph, Node
+from meshwright.core.layout import Cat, Dim, SubDim, dim_size
 from meshwright.ops.rule import Rule, RuleDim, is_whole
 
 

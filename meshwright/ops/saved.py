@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.graph import DTYPES, Node, TensorType
+from meshwright.core.graph import DTYPES, Node, TensorType
 
 Types = Mapping[str, TensorType]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from meshwright.core.layout import Cat, Dim, SubDim, TensorLayout, dim_axes, show_dim
+from meshwright.core.mesh import Mesh
 from meshwright.errors import StrategyError
-from meshwright.layout import Cat, Dim, SubDim, TensorLayout, dim_axes, show_dim
-from meshwright.mesh import Mesh
 from meshwright.ops.factors import Site
 from meshwright.ops.rule import dim_letters, is_whole
 

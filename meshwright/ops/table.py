@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from meshwright.core.graph import ROWS_MARK, Graph, Node, Ref, TensorType
 from meshwright.errors import MeshwrightError, RuleError
-from meshwright.graph import ROWS_MARK, Graph, Node, Ref, TensorType
 from meshwright.ops.rule import Rule, parse_pattern
 from meshwright.ops.special import SPECIAL
 from meshwright.ops.special.build import line, whole

@@ -9,9 +9,9 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from meshwright.core.graph import RESHARD, START, TO_DEVICE, TO_HOST, Graph, Node
+from meshwright.core.mesh import Mesh
 from meshwright.errors import LayoutError
-from meshwright.graph import RESHARD, START, TO_DEVICE, TO_HOST, Graph, Node
-from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.batch import by_whole_batch
 from meshwright.ops.factors import Factors
@@ -25,7 +25,7 @@ from meshwright.partition.parameter_offload import is_fetch
 from meshwright.partition.recompute_marks import settled, with_keeps
 from meshwright.partition.stages import Places, Stage, cut_stages, flights_within, places
 from meshwright.partition.time_axis import check_in_time, in_time, not_in_time
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.redistribute import TWO_CORE_GLOO, Prices
 
 T = TypeVar("T")

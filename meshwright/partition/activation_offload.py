@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from meshwright.graph import DTYPES, MOVES, RESHARD, TRANSFERS, Graph, Node
-from meshwright.layout import TensorLayout
-from meshwright.mesh import Mesh
+from meshwright.core.folding import layer_of
+from meshwright.core.graph import DTYPES, MOVES, RESHARD, TRANSFERS, Graph, Node
+from meshwright.core.layout import TensorLayout
+from meshwright.core.mesh import Mesh
 from meshwright.ops.saved import saved
 from meshwright.partition.backward_demand import Askers, asked_within
 from meshwright.partition.insert_reshards import Resharded
 from meshwright.partition.interleave import named
-from meshwright.partition.layers import layer_of
 from meshwright.partition.recompute import readers_alike
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.redistribute import TWO_CORE_GLOO, Step, redistribute
 from meshwright.redistribute.index_maps import exchange
 from meshwright.redistribute.steps import COLLECTIVES

@@ -1,6 +1,6 @@
 """What backward asks for of what forward made, and what it makes again to have it.
 
-Backward is lazy (`runtime/again.py`): it makes a value again when an operator's own backward reads it, or when
+Backward is lazy (`runtime/recompute.py`): it makes a value again when an operator's own backward reads it, or when
 something else that it makes again does. What nobody asks for is not made: the last product of a layer, and the sum of
 it over the ranks, where what comes after is kept. In a pipeline each stage asks for itself.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.graph import MOVES, RESHARD, Graph, Node
+from meshwright.core.graph import MOVES, RESHARD, Graph, Node
 from meshwright.ops.saved import saved
 from meshwright.partition.insert_reshards import Resharded
 from meshwright.partition.recompute import VIEWS

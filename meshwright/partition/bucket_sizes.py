@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from meshwright.mesh import IN_TIME, Mesh
+from meshwright.core.mesh import IN_TIME, Mesh
 from meshwright.partition.buckets import BUCKET_BYTES, BucketBytes, Gradient, fused_bytes
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 
 
 def sizes(plan: Plan) -> Callable[[str, Sequence[str]], int]:

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from meshwright.graph import DTYPES
-from meshwright.mesh import Mesh
+from meshwright.core.graph import DTYPES
+from meshwright.core.mesh import Mesh
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import wire_elements
 

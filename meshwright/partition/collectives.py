@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from meshwright.graph import DTYPES, START, WAIT, Graph, Node
-from meshwright.mesh import Mesh
+from meshwright.core.graph import DTYPES, START, WAIT, Graph, Node
+from meshwright.core.mesh import Mesh
 from meshwright.ops.collectives import kernel_talk
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import summed_first

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from meshwright.graph import DTYPES, RESHARD
-from meshwright.layout import dim_axes, only_axes
+from meshwright.core.graph import DTYPES, RESHARD
+from meshwright.core.layout import dim_axes, only_axes
+from meshwright.core.remembered import remembered
+from meshwright.core.techniques import wire_dtype
 from meshwright.partition import Partition
 from meshwright.partition.buckets import Gradient
 from meshwright.redistribute.steps import origin
-from meshwright.remembered import remembered
-from meshwright.techniques import wire_dtype
 
 # Operators that make the gradient of a parameter anew, so that no other branch of backward can see it.
 MAKES_GRADIENT = frozenset(

@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from meshwright.graph import DTYPES, LOSS, PIN, RESHARD, TO_DEVICE, TO_HOST, Graph, Node, Ref, TensorType
-from meshwright.layout import TensorLayout, normalize, parse_layout
-from meshwright.mesh import Mesh
+from meshwright.core.graph import DTYPES, LOSS, PIN, RESHARD, TO_DEVICE, TO_HOST, Graph, Node, Ref, TensorType
+from meshwright.core.layout import TensorLayout, normalize, parse_layout
+from meshwright.core.mesh import Mesh
+from meshwright.core.placement import hosted_values, leaving_values, parked_parameters
+from meshwright.core.techniques import wire_dtype
 from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Ports, layouts
 from meshwright.partition.recompute import can_be_made_again
-from meshwright.places import hosted_values, leaving_values, parked_parameters
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.redistribute import Prices, Reshard, Step, reshard
-from meshwright.techniques import wire_dtype
 
 StepText = tuple[str, str, str, str]  # kind, axes joined by ".", layout before, layout after
 

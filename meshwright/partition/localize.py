@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from meshwright.graph import MOVES, Graph, Input, Node, verify
+from meshwright.core.graph import MOVES, Graph, Input, Node, verify
 from meshwright.ops.factors import Factors
 from meshwright.ops.local import localize
 from meshwright.partition.insert_reshards import Resharded, local_type
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 
 SUM_OF_COUNTS = "meshwright.all_reduce"
 

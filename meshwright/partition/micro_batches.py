@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwright.graph import DTYPES, RESHARD, START, Graph, Input, Node, Ref, prune, verify
-from meshwright.layout import TensorLayout
+from meshwright.core.graph import DTYPES, RESHARD, START, Graph, Input, Node, Ref, prune, verify
+from meshwright.core.layout import TensorLayout
+from meshwright.core.remembered import remembered
 from meshwright.ops.batch import by_micro_batch
 from meshwright.partition import Partition
 from meshwright.partition.insert_reshards import local_type, step_texts
@@ -24,7 +25,6 @@ from meshwright.partition.localize import SUM_OF_COUNTS
 from meshwright.partition.time_axis import early_values
 from meshwright.redistribute import TWO_CORE_GLOO, redistribute
 from meshwright.redistribute.steps import COLLECTIVES, origin
-from meshwright.remembered import remembered
 
 SUM = "boundary"  # the role of an input that another of these programs has made
 

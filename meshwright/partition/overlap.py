@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.graph import MOVES, PIN, RESHARD, START, WAIT, Graph, Node, Ref, TensorType, verify
+from meshwright.core.folding import layer_of
+from meshwright.core.graph import MOVES, PIN, RESHARD, START, WAIT, Graph, Node, Ref, TensorType, verify
 from meshwright.partition.bucket_sizes import sizes
 from meshwright.partition.buckets import BUCKET_BYTES
 from meshwright.partition.insert_reshards import Resharded, local_type
-from meshwright.partition.layers import layer_of
 from meshwright.partition.parameter_offload import is_fetch
 from meshwright.partition.recompute import VIEWS
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.redistribute import Step
 from meshwright.redistribute.steps import COLLECTIVES, origin
 

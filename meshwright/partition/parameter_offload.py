@@ -7,8 +7,8 @@ other are one *run*; when the first of a run is taken, the next one starts.
 
 from __future__ import annotations
 
-from meshwright.graph import MOVES, START, TO_DEVICE, WAIT, Graph, Node
-from meshwright.partition.layers import layer_of
+from meshwright.core.folding import layer_of
+from meshwright.core.graph import MOVES, START, TO_DEVICE, WAIT, Graph, Node
 
 
 def is_fetch(node: Node) -> bool:

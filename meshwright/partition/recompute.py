@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from meshwright.graph import PIN, RESHARD, TRANSFERS, Graph
-from meshwright.layout import TensorLayout, leaves
-from meshwright.mesh import Mesh
+from meshwright.core.graph import PIN, RESHARD, TRANSFERS, Graph
+from meshwright.core.layout import TensorLayout, leaves
+from meshwright.core.mesh import Mesh
 from meshwright.ops.saved import saved
 from meshwright.ops.strategy import Ports
 from meshwright.redistribute import Reshard

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from meshwright.graph import MOVES, RESHARD, Graph, Node
+from meshwright.core.graph import MOVES, RESHARD, Graph, Node
 from meshwright.ops.collectives import site_talk
 from meshwright.ops.factors import Factors
 from meshwright.partition.activation_offload import Stash, stashes_of
@@ -19,7 +19,7 @@ from meshwright.partition.backward_demand import Askers, asked_of
 from meshwright.partition.insert_reshards import Resharded
 from meshwright.partition.recompute import alike
 from meshwright.partition.stages import places
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.redistribute.steps import COLLECTIVES
 
 AGAIN = "again"

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.graph import Graph, Input
+from meshwright.core.graph import Graph, Input
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from meshwright.graph import DTYPES, Input
-from meshwright.layout import TensorLayout, only_axes
-from meshwright.mesh import Mesh
+from meshwright.core.graph import DTYPES, Input
+from meshwright.core.layout import TensorLayout, only_axes
+from meshwright.core.mesh import Mesh
+from meshwright.core.remembered import remembered
 from meshwright.partition import Partition
 from meshwright.partition.bucket_sizes import sizes
 from meshwright.partition.buckets import BucketBytes, Gradient, Group, alone_bytes, fill
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.redistribute import Step
 from meshwright.redistribute.index_maps import exchange
 from meshwright.redistribute.slices import Selection
 from meshwright.redistribute.steps import largest_size, origin
-from meshwright.remembered import remembered
 
 
 @dataclass(frozen=True)

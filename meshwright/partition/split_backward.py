@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from meshwright.graph import Graph, Node
+from meshwright.core.graph import Graph, Node
 
 LINEAR, ADDMM, MM = "aten.linear.default", "aten.addmm.default", "aten.mm.default"
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from meshwright.core.graph import Graph, Input, Node
 from meshwright.errors import PlanError
-from meshwright.graph import Graph, Input, Node
 from meshwright.partition.overlap import Flight
 from meshwright.partition.segments import Segment
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 
 Places = Mapping[str, frozenset[int]]  # node → the stages that run it: one, or all that read what it makes
 

@@ -13,18 +13,18 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
+from meshwright.core.graph import RESHARD, Graph, Input, Node
+from meshwright.core.layout import Dim, Item, SubDim, TensorLayout, dim_axes, map_leaves
+from meshwright.core.mesh import Mesh
+from meshwright.core.techniques import Techniques
 from meshwright.errors import PlanError
-from meshwright.graph import RESHARD, Graph, Input, Node
-from meshwright.layout import Dim, Item, SubDim, TensorLayout, dim_axes, map_leaves
-from meshwright.mesh import Mesh
 from meshwright.ops.batch import Unit, batch_units
 from meshwright.ops.factors import Factors, Site
 from meshwright.ops.strategy import Ports, Strategy, at_path, cut, layouts, through_ports
 from meshwright.ops.table import has_rule
 from meshwright.partition.insert_reshards import Resharded
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.redistribute.steps import COLLECTIVES
-from meshwright.techniques import Techniques
 
 
 def in_time(graph: Graph, factors: Factors, plan: Plan) -> Plan:

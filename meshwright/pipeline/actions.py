@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from meshwright.core.techniques import Techniques
 from meshwright.errors import PlanError
-from meshwright.techniques import Techniques
 
 FORWARD, BACKWARD = "forward", "backward"
 BACKWARD_INPUT, BACKWARD_WEIGHT = "backward_input", "backward_weight"

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from meshwright.core.mesh import Axis, Mesh, prime_factors
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.cluster_data import Level
 from meshwright.errors import PlanError
-from meshwright.mesh import Axis, Mesh, prime_factors
 from meshwright.pipeline.meshes import AXIS, Meshes
 
 

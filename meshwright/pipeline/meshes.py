@@ -9,12 +9,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.core.mesh import Mesh
+from meshwright.core.techniques import Techniques
 from meshwright.errors import MeshError, PlanError
-from meshwright.mesh import Mesh
 from meshwright.pipeline.actions import is_own, parse
 from meshwright.pipeline.schedules import SCHEDULES
-from meshwright.plan import Plan
-from meshwright.techniques import Techniques
+from meshwright.plan.plan import Plan
 
 AXIS = "pp"
 

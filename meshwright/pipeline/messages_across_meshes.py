@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwright.graph import DTYPES
-from meshwright.layout import TensorLayout
+from meshwright.core.graph import DTYPES
+from meshwright.core.layout import TensorLayout
 from meshwright.partition import Partition
 from meshwright.partition.activation_offload import sliced
 from meshwright.partition.interleave import original

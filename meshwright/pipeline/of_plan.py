@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+from meshwright.core.techniques import Techniques
 from meshwright.elsewhere import called_here
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.partition import Partition
@@ -16,8 +17,7 @@ from meshwright.pipeline.actions import FORWARD, MESSAGES, Schedule, is_own, par
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.play import play
 from meshwright.pipeline.schedules import SCHEDULES, make
-from meshwright.plan import Plan
-from meshwright.techniques import Techniques
+from meshwright.plan.plan import Plan
 
 END = ("reduce", "update")
 TRAINING = tuple(name for name in SCHEDULES if name != "forward")

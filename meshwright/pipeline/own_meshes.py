@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshwright.core.graph import Graph
+from meshwright.core.mesh import Mesh
+from meshwright.core.techniques import Techniques, matches_module
 from meshwright.errors import MeshError, PlanError
-from meshwright.graph import Graph
-from meshwright.mesh import Mesh
 from meshwright.pipeline.of_plan import schedule_of
-from meshwright.plan import Plan
-from meshwright.techniques import Techniques, matches_module
+from meshwright.plan.plan import Plan
 
 Pins = Mapping[str, Mapping[str, Any]]
 

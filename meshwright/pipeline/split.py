@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.core.graph import Graph, Node
 from meshwright.errors import PlanError
-from meshwright.graph import Graph, Node
 
 PLACES = 768  # of which the bottleneck is exact; more are thinned out
 SLACK = 0.01  # how much slower than the best the slowest stage may be, for fewer bytes across

@@ -10,14 +10,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from meshwright.core.graph import DTYPES, Graph, Node
+from meshwright.core.remembered import remembered
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.reduction import adding_seconds
-from meshwright.graph import DTYPES, Graph, Node
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import scattered_each_time, summed_first
 from meshwright.partition.sharded_update import update_layout
 from meshwright.redistribute.steps import origin
-from meshwright.remembered import remembered
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from meshwright.core.graph import Graph
+from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
-from meshwright.graph import Graph
-from meshwright.mesh import Mesh
 from meshwright.partition.buckets import Group
 from meshwright.predict.timeline import COMPUTE, Task
 from meshwright.redistribute.prices import Prices

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 
+from meshwright.core.graph import DTYPES, Graph
+from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.host import copy_seconds
 from meshwright.cost.strides import copying_views
-from meshwright.graph import DTYPES, Graph
-from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.activation_offload import Stash, stashed_in
 from meshwright.partition.recompute import VIEWS

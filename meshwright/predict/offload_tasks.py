@@ -1,5 +1,5 @@
 """What is kept for backward elsewhere than where it lies, as tasks of a timeline: copies on the host's link beside what
-is computed, gathers where backward asks for the value first. The order is that of `runtime/stashes.py`.
+is computed, gathers where backward asks for the value first. The order is that of `runtime/activation_offload.py`.
 
 What is brought of parked parameters, as tasks of a timeline: copies on the host's link, a layer ahead of use.
 """
@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from meshwright.core.graph import START, Graph, Node
+from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
-from meshwright.graph import START, Graph, Node
-from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.activation_offload import Stash, part_bytes, room_bytes, settled_before, stashed_in
 from meshwright.partition.backward_demand import asked_within

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from meshwright.core.graph import MOVES, Graph
+from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.operators import work
-from meshwright.graph import MOVES, Graph
-from meshwright.mesh import Mesh
 from meshwright.partition import Partition, partition
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.predict.memory.per_operator import kept_bytes
 from meshwright.predict.price import letter_sizes, program_price
 from meshwright.redistribute.steps import origin

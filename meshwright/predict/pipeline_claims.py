@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.pipeline.actions import Action, Schedule
 from meshwright.pipeline.of_plan import schedule_of
 from meshwright.pipeline.play import Played, play
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.predict.stage_time import StageSeconds
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meshwright.core.remembered import remembered
 from meshwright.cost.cluster import Cluster, Level
 from meshwright.partition import Partition
 from meshwright.partition.interleave import Interleaved
@@ -23,7 +24,6 @@ from meshwright.predict.pipeline_claims import play_stages
 from meshwright.predict.pipeline_memory import bytes_of
 from meshwright.predict.stage_time import StageSeconds, prologue_seconds, stage_seconds, update_seconds_of
 from meshwright.redistribute.steps import origin
-from meshwright.remembered import remembered
 
 
 @dataclass(frozen=True)

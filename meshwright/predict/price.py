@@ -24,13 +24,13 @@ import math
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
+from meshwright.core.graph import DTYPES, MOVES, RESHARD, TRANSFERS, Graph, Node, map_refs
+from meshwright.core.mesh import IN_TIME, Mesh
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.gradients import reduction_seconds
 from meshwright.cost.host import place, transfer_seconds
 from meshwright.cost.machine import seconds, update_seconds
 from meshwright.cost.operators import Amount, work
-from meshwright.graph import DTYPES, MOVES, RESHARD, TRANSFERS, Graph, Node, map_refs
-from meshwright.mesh import IN_TIME, Mesh
 from meshwright.ops.collectives import Talk, kernel_talk
 from meshwright.ops.factors import Site
 from meshwright.ops.local.cut import Cut

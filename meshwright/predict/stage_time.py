@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
+from meshwright.core.graph import Graph
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.machine import QUEUED, launch_seconds
-from meshwright.graph import Graph
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import scattered_each_time, summed_first
 from meshwright.partition.bucket_sizes import gradient_bytes

@@ -13,14 +13,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from meshwright.core.graph import Graph
+from meshwright.core.techniques import TURNS
 from meshwright.cost.cluster import Cluster
-from meshwright.graph import Graph
 from meshwright.partition import Partition, partition
 from meshwright.partition.accumulation import programs_in_time
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.predict.tasks import step_tasks
 from meshwright.predict.timeline import Task, play
-from meshwright.techniques import TURNS
 
 PLAYED = (3, 4, 5)  # micro-batches of the steps that tell those of longer ones
 ALL = sum(PLAYED) + 1  # of so few all are played, which costs no more

@@ -12,9 +12,9 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from meshwright.core.graph import DTYPES, START, TRANSFERS, WAIT, Graph, Node
+from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
-from meshwright.graph import DTYPES, START, TRANSFERS, WAIT, Graph, Node
-from meshwright.mesh import Mesh
 from meshwright.ops.collectives import kernel_talk
 from meshwright.partition import RESHARD, Partition
 from meshwright.partition.accumulation import programs_in_time, scattered_each_time, summed_first

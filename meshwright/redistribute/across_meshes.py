@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from meshwright.hashed import hashed_once
-from meshwright.layout import TensorLayout
-from meshwright.mesh import Mesh
+from meshwright.core.hashed import hashed_once
+from meshwright.core.layout import TensorLayout
+from meshwright.core.mesh import Mesh
 from meshwright.redistribute.index_maps import overlap
 from meshwright.redistribute.slices import Selection
 

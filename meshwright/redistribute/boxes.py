@@ -14,8 +14,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.layout import Cat, Dim, SubDim, TensorLayout, dim_size
-from meshwright.mesh import Mesh
+from meshwright.core.layout import Cat, Dim, SubDim, TensorLayout, dim_size
+from meshwright.core.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.layout import Dim, SubDim, TensorLayout, dim_axes, dim_size, local_indices
-from meshwright.mesh import Mesh
+from meshwright.core.layout import Dim, SubDim, TensorLayout, dim_axes, dim_size, local_indices
+from meshwright.core.mesh import Mesh
 from meshwright.redistribute.slices import Grid, Runs, Selection, everything, grids_of
 from meshwright.redistribute.steps import Step
 

@@ -10,8 +10,8 @@ from itertools import product
 
 import numpy as np
 
-from meshwright.layout import TensorLayout
-from meshwright.mesh import Mesh
+from meshwright.core.layout import TensorLayout
+from meshwright.core.mesh import Mesh
 from meshwright.redistribute.index_maps import Exchange, exchange
 from meshwright.redistribute.slices import Selection
 from meshwright.redistribute.steps import Step

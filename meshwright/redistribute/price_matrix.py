@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from meshwright.hashed import hashed_once
-from meshwright.layout import Cat, Item, SubDim, TensorLayout
-from meshwright.mesh import Mesh
+from meshwright.core.hashed import hashed_once
+from meshwright.core.layout import Cat, Item, SubDim, TensorLayout
+from meshwright.core.mesh import Mesh
 from meshwright.redistribute.price_table import Ends, Floats, Listed, Masks, Pairs, Spread
 from meshwright.redistribute.prices import Prices, rounds, total_seconds
 from meshwright.redistribute.reshard import redistribute

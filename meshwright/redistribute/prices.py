@@ -14,8 +14,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from meshwright.hashed import hashed_once
-from meshwright.mesh import Mesh
+from meshwright.core.hashed import hashed_once
+from meshwright.core.mesh import Mesh
 from meshwright.redistribute.steps import COLLECTIVES, LOCAL, Step, wire_bytes
 
 ANY_LINK = "*"

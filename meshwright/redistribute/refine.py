@@ -6,8 +6,8 @@ None, and the planner moves such a dim in one exchange or through the whole one.
 
 from __future__ import annotations
 
-from meshwright.layout import Cat, Dim, Item, SubDim, dim_axes, dim_size, without_axes
-from meshwright.mesh import Mesh
+from meshwright.core.layout import Cat, Dim, Item, SubDim, dim_axes, dim_size, without_axes
+from meshwright.core.mesh import Mesh
 
 
 def common_refinement(left: Dim, right: Dim, mesh: Mesh) -> tuple[Dim, Dim] | None:

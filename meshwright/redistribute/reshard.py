@@ -17,9 +17,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from meshwright.core.layout import TensorLayout, verify
+from meshwright.core.mesh import Mesh
 from meshwright.errors import LayoutError
-from meshwright.layout import TensorLayout, verify
-from meshwright.mesh import Mesh
 from meshwright.redistribute.prices import TWO_CORE_GLOO, Prices
 from meshwright.redistribute.schedules import route
 from meshwright.redistribute.shortest_path import cheapest

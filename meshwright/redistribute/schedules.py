@@ -28,8 +28,8 @@ import math
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
-from meshwright.layout import Cat, Dim, Item, TensorLayout, dim_axes, leaves, map_leaves, normalize_dim
-from meshwright.mesh import Mesh
+from meshwright.core.layout import Cat, Dim, Item, TensorLayout, dim_axes, leaves, map_leaves, normalize_dim
+from meshwright.core.mesh import Mesh
 from meshwright.redistribute.prices import Prices, total_seconds
 from meshwright.redistribute.refine import common_refinement, same_tree
 from meshwright.redistribute.steps import LOCAL, Step

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.errors import LayoutError
-from meshwright.layout import (
+from meshwright.core.layout import (
     Cat,
     Dim,
     TensorLayout,
@@ -27,7 +26,8 @@ from meshwright.layout import (
     map_leaves,
     normalize_dim,
 )
-from meshwright.mesh import Mesh
+from meshwright.core.mesh import Mesh
+from meshwright.errors import LayoutError
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.refine import common_refinement, same_tree
 from meshwright.redistribute.schedules import live, on_every_path

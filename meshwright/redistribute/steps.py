@@ -20,9 +20,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from meshwright.hashed import hashed_once
-from meshwright.layout import TensorLayout
-from meshwright.mesh import Mesh
+from meshwright.core.hashed import hashed_once
+from meshwright.core.layout import TensorLayout
+from meshwright.core.mesh import Mesh
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 LOCAL = ("slice", "mask", "pad")

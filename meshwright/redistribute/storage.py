@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from meshwright.layout import Cat, Dim, Item, SubDim, TensorLayout, local_size
-from meshwright.mesh import Mesh
+from meshwright.core.layout import Cat, Dim, Item, SubDim, TensorLayout, local_size
+from meshwright.core.mesh import Mesh
 from meshwright.redistribute.steps import largest_size, origin
 
 

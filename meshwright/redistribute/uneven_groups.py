@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from meshwright.layout import Dim, SubDim, TensorLayout, dim_axes, dim_size, leaves, map_leaves
-from meshwright.mesh import Mesh
+from meshwright.core.layout import Dim, SubDim, TensorLayout, dim_axes, dim_size, leaves, map_leaves
+from meshwright.core.mesh import Mesh
 from meshwright.redistribute.steps import Step
 
 Between = Callable[[TensorLayout, TensorLayout], tuple[Step, ...]]

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from meshwright.core.graph import Graph, Input, Node
+from meshwright.core.layout import TensorLayout, dim_axes, without_axes
+from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import MeshwrightError
-from meshwright.graph import Graph, Input, Node
-from meshwright.layout import TensorLayout, dim_axes, without_axes
-from meshwright.mesh import Mesh
 from meshwright.ops.factors import Site
 from meshwright.ops.strategy import Strategy, cut, fits, layouts, splittable, ways
 from meshwright.partition import Partition

@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.table import Table
 
+from meshwright.core.techniques import Techniques
 from meshwright.report.fit_table import Prose
 from meshwright.report.units import show_bytes, show_seconds
-from meshwright.techniques import Techniques
 
 # What a simulated step has and a sum has not: see `predict/tasks.py`.
 BEYOND = "the step has whole buckets and waits for them, too"

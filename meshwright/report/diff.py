@@ -14,11 +14,11 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from meshwright.layout import TensorLayout, dim_axes
-from meshwright.mesh import Mesh
+from meshwright.core.layout import TensorLayout, dim_axes
+from meshwright.core.mesh import Mesh
 from meshwright.ops.strategy import Strategy
 from meshwright.pipeline.of_plan import place_of, plan_of
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.report.claims import technique_text
 from meshwright.report.fit_table import FittedTable
 from meshwright.report.plan_table import SHORT

@@ -11,8 +11,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.core.cycles import seldom_collected
 from meshwright.cost.cluster import Cluster
-from meshwright.cycles import seldom_collected
 from meshwright.partition import Partition
 from meshwright.predict.pipeline_step import predict
 from meshwright.predict.price import program_price

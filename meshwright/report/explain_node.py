@@ -12,13 +12,13 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from meshwright.core.graph import DTYPES, MOVES, PIN, TRANSFERS, Node
+from meshwright.core.layout import TensorLayout, normalize, only_axes
+from meshwright.core.mesh import Mesh
 from meshwright.errors import PlanError, did_you_mean
-from meshwright.graph import DTYPES, MOVES, PIN, TRANSFERS, Node
-from meshwright.layout import TensorLayout, normalize, only_axes
-from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.pipeline.of_plan import place_of
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.predict.price import Price
 from meshwright.redistribute import describe
 from meshwright.redistribute.steps import LOCAL

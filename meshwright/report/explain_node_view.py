@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.mesh import Mesh
+from meshwright.core.mesh import Mesh
 from meshwright.report.alternatives import Alternative
 from meshwright.report.diff import LEADING, cut_words
 from meshwright.report.explain_node import Choice, Neighbour, folded

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from meshwright.graph import MOVES
+from meshwright.core.graph import MOVES
 from meshwright.partition import Partition
 from meshwright.partition.activation_offload import SLICE, part_bytes
 from meshwright.partition.recompute_marks import without_keeps

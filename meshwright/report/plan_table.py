@@ -19,9 +19,9 @@ from io import StringIO
 from rich.console import Console, Group
 from rich.text import Text
 
-from meshwright.graph import DTYPES, MOVES, PIN, RESHARD, ROLES, TO_HOST, TRANSFERS, Node
-from meshwright.layout import TensorLayout, dim_axes, normalize, without_axes
-from meshwright.mesh import Mesh
+from meshwright.core.graph import DTYPES, MOVES, PIN, RESHARD, ROLES, TO_HOST, TRANSFERS, Node
+from meshwright.core.layout import TensorLayout, dim_axes, normalize, without_axes
+from meshwright.core.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.collectives import Collective, sent_bytes, step_collectives
 from meshwright.partition.gradients import pending_gradients

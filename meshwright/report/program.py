@@ -6,8 +6,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwright.graph import DTYPES, START, TO_HOST, TRANSFERS, WAIT, Graph, Node
-from meshwright.layout import TensorLayout
+from meshwright.core.graph import DTYPES, START, TO_HOST, TRANSFERS, WAIT, Graph, Node
+from meshwright.core.layout import TensorLayout
 from meshwright.partition import RESHARD, Partition
 from meshwright.partition.accumulation import summed_first
 from meshwright.partition.activation_offload import part_bytes

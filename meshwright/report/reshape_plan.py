@@ -11,12 +11,12 @@ import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from meshwright.core.graph import Graph
+from meshwright.core.layout import Dim, SubDim, TensorLayout, dim_axes, map_leaves
+from meshwright.core.mesh import Mesh
 from meshwright.errors import PlanError
-from meshwright.graph import Graph
-from meshwright.layout import Dim, SubDim, TensorLayout, dim_axes, map_leaves
-from meshwright.mesh import Mesh
 from meshwright.ops.strategy import Strategy
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.graph import DTYPES, MOVES
+from meshwright.core.graph import DTYPES, MOVES
 from meshwright.partition import Partition
 from meshwright.pipeline.actions import Schedule
 from meshwright.pipeline.draw import draw
 from meshwright.pipeline.of_plan import holders, schedule_of
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.predict.pipeline_claims import claimed, claimed_stages
 from meshwright.redistribute.steps import largest_size, show_bytes
 from meshwright.report.units import show_seconds

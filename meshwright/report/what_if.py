@@ -9,22 +9,31 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from meshwright.core.graph import Graph
+from meshwright.core.layout import (
+    Dim,
+    SubDim,
+    TensorLayout,
+    dim_axes,
+    leaves,
+    map_leaves,
+    show_dim,
+    without_axes,
+)
+from meshwright.core.mesh import Mesh
+from meshwright.core.techniques import techniques_from
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.graph import Graph
-from meshwright.layout import Dim, SubDim, TensorLayout, dim_axes, leaves, map_leaves, show_dim, without_axes
-from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Strategy
 from meshwright.pipeline.levels import part_of
 from meshwright.pipeline.meshes import check_chunks, meshes_of
-from meshwright.plan import Plan, fingerprint
+from meshwright.plan.plan import Plan, fingerprint
 from meshwright.search.pipeline.assign import check_alone, in_one_stage, staged
 from meshwright.search.planner import Request
 from meshwright.search.scene import Scene
 from meshwright.search.techniques.apply import apply
 from meshwright.search.to_plan import input_layouts
-from meshwright.techniques import techniques_from
 
 # ---------------------------------------------------------------- another shape
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshwright.core.graph import Graph, Node
 from meshwright.errors import RunError
-from meshwright.graph import Graph, Node
-from meshwright.runtime.batches import Given
-from meshwright.runtime.connect import Meeting
 from meshwright.runtime.executor import Executor
+from meshwright.runtime.local_batch import Given
+from meshwright.runtime.rendezvous import Meeting
 from meshwright.runtime.step import LocalStep
 
 FINITE, WRITTEN, MADE, LATE = range(4)  # what is known of a value; a late one is not looked at

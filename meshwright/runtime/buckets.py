@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from meshwright import pulse
+from meshwright import heartbeat
 from meshwright.partition.buckets import BUCKET_BYTES, BucketBytes, Gradient, Group, fill
 from meshwright.runtime.communicator import Communicator, Work
 from meshwright.runtime.dtypes import TORCH_DTYPES
@@ -201,7 +201,7 @@ class GradientBuckets:
         while self._next < len(self._active) and not self._active[self._next].missing:
             if self._next:
                 self._active[self._next - 1].settle(self.comm)
-            pulse.of(self._told[id(self._active[self._next])])
+            heartbeat.of(self._told[id(self._active[self._next])])
             self._active[self._next].start(self.comm)
             self._next += 1
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from meshwright import pulse
+from meshwright import heartbeat
 from meshwright.runtime.communicator import Communicator
-from meshwright.runtime.pipeline import Pipeline
+from meshwright.runtime.pipeline_rank import Pipeline
 
 
 def clip_by_global_norm(
@@ -34,7 +34,7 @@ def clip_by_global_norm(
     for axes, gradients in by_axes.items():
         squares = [torch.linalg.vector_norm(g).to(device) ** 2 for g in gradients]
         part = torch.stack(squares).sum()
-        pulse.of("the norm of all gradients")
+        heartbeat.of("the norm of all gradients")
         part = comm.all_reduce(part, axes) if axes else part
         total = part if total is None else total + part
     if stages is not None:

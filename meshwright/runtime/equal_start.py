@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from meshwright import pulse
+from meshwright import heartbeat
 from meshwright.errors import RunError
 from meshwright.runtime.communicator import Communicator
 
@@ -35,10 +35,10 @@ def start_equal(
         return []
     group = sorted(comm.mesh.group(comm.rank, axes))
     first = group[0] if source is None else source
-    with torch.no_grad(), pulse.during("comparing the ranks' first values"):
+    with torch.no_grad(), heartbeat.during("comparing the ranks' first values"):
         _same_tensors(comm, device, named, axes)
         mine = torch.tensor([checksum(x) for x in named.values()], dtype=torch.int64, device=device)
-        pulse.of("checksums of parameters and buffers")
+        heartbeat.of("checksums of parameters and buffers")
         theirs = comm.all_reduce(mine if comm.rank == first else torch.zeros_like(mine), axes)
         counts = comm.all_reduce((theirs != mine).to(torch.int64), axes).tolist()
         odd = [(name, n) for name, n in zip(named, counts, strict=True) if n]
@@ -88,7 +88,7 @@ def _take(
 ) -> None:
     """Overwrite a tensor by that of one rank. The others add zeros to its bytes, so that any group can do it."""
     own = _bytes_of(x.detach()).to(device)
-    pulse.of("first values")
+    heartbeat.of("first values")
     found = comm.all_reduce(own if comm.rank == source else torch.zeros_like(own), axes)
     x.detach().copy_(found.to(x.device).view(x.dtype).view(x.shape))
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from meshwright import pulse
+from meshwright import heartbeat
 from meshwright.partition.segments import Segment
 from meshwright.runtime.buckets import GradientBuckets
-from meshwright.runtime.places import in_backward
+from meshwright.runtime.source_lines import in_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Executor:
         self.values = dict(batch)
         try:
             for action in actions:
-                pulse.doing(action.kind, action.segment, action.micro_batch)
+                heartbeat.doing(action.kind, action.segment, action.micro_batch)
                 self.kinds[action.kind](action)
             return {name: self.value(name).detach() for name in results}
         finally:

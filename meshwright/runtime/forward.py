@@ -7,26 +7,26 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from meshwright import pulse
-from meshwright.graph import LOSS
-from meshwright.layout import Dim, TensorLayout, dim_axes, without_axes
-from meshwright.mesh import Mesh
+from meshwright import heartbeat
+from meshwright.core.graph import LOSS
+from meshwright.core.layout import Dim, TensorLayout, dim_axes, without_axes
+from meshwright.core.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.redistribute import redistribute
 from meshwright.redistribute.index_maps import exchange
 from meshwright.redistribute.steps import Step
-from meshwright.runtime.alike import Alike
+from meshwright.runtime.agreement import Alike
 from meshwright.runtime.ambient import Ambient
-from meshwright.runtime.batches import BatchParts, Given, place_of, taker
 from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.communicator import Communicator
 from meshwright.runtime.dtypes import TORCH_DTYPES
-from meshwright.runtime.fetches import Parked
+from meshwright.runtime.index import Picker
+from meshwright.runtime.local_batch import BatchParts, Given, place_of, taker
 from meshwright.runtime.micro_batches import InTime
-from meshwright.runtime.picker import Picker
-from meshwright.runtime.pipeline import Pipeline
-from meshwright.runtime.pipelined import Pipelined
+from meshwright.runtime.parameter_offload import Parked
+from meshwright.runtime.pipeline_executor import Pipelined
+from meshwright.runtime.pipeline_rank import Pipeline
 from meshwright.runtime.programs import Programs
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Mover
@@ -99,7 +99,7 @@ class LocalForward:
         self.alike.settle()  # of an earlier pass: ranks may not meet in this one
         self.alike.begin(self._passes, batch)
         self._passes += 1
-        during = pulse.during("a forward pass")
+        during = heartbeat.during("a forward pass")
         with self.ambient.as_built(), during, torch.no_grad(), self.parked.away():
             self.made.begin()
             pieces = self._run(batch)
@@ -171,7 +171,7 @@ class LocalForward:
         mesh, whole = self.parts.plan.mesh, _in_time(layout, self.parts.plan.mesh)
         number = self.parts.of_rank(self.rank.comm.rank)[micro_batch]
         for step in redistribute(layout.forward, whole, mesh, x.element_size()):
-            pulse.of("a result put together")
+            heartbeat.of("a result put together")
             x = Mover(exchange(step, mesh, number))(x, self.handle)
         return x
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from meshwright.core.layout import block
+from meshwright.core.mesh import Mesh
 from meshwright.errors import RunError
-from meshwright.layout import block
-from meshwright.mesh import Mesh
-from meshwright.runtime.announced import HEADER, Call, check_alike
+from meshwright.runtime.announce import HEADER, Call, check_alike
 from meshwright.runtime.communicator import Communicator
 
 Axes = str | Sequence[str]

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from meshwright.graph import RESHARD, START, Graph
-from meshwright.mesh import Mesh
+from meshwright.core.graph import RESHARD, START, Graph
+from meshwright.core.mesh import Mesh
 from meshwright.partition.interleave import named
 from meshwright.partition.micro_batches import MicroBatches
 from meshwright.partition.segments import Segment
-from meshwright.runtime.batches import Given
 from meshwright.runtime.executor import Action, Executor
+from meshwright.runtime.local_batch import Given
 from meshwright.runtime.overlap import Start
 
 Batch = Mapping[str, torch.Tensor]

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from meshwright.core.graph import Node
 from meshwright.errors import RuleError
-from meshwright.graph import Node
 
 
 def torch_operator(node: Node) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from meshwright.errors import RunError, a_type
-from meshwright.runtime.alike import options_of
+from meshwright.runtime.agreement import options_of
 
 NAMED = (
     "parameters.named() gives pairs of a name in the model and what this rank updates of it: "

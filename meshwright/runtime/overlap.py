@@ -18,16 +18,16 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.graph import Node
-from meshwright.mesh import Mesh
+from meshwright.core.graph import Node
+from meshwright.core.mesh import Mesh
 from meshwright.partition.insert_reshards import parse_steps
 from meshwright.redistribute.index_maps import exchange
 from meshwright.redistribute.steps import COLLECTIVES
 from meshwright.runtime.accumulation import Accumulation
-from meshwright.runtime.again import Again, Argument
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.communicator import Communicator, Work
 from meshwright.runtime.dtypes import TORCH_DTYPES
+from meshwright.runtime.recompute import Again, Argument
 from meshwright.runtime.reshard import Mover, StepTexts, say, told_as
 
 

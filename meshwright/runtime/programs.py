@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 
-from meshwright.graph import Graph
+from meshwright.core.graph import Graph
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import scattered_each_time, summed_first
 from meshwright.partition.activation_offload import room_bytes, settled_before, stashed_in
@@ -17,15 +17,15 @@ from meshwright.partition.parameter_offload import fetch_runs, is_fetch
 from meshwright.partition.recompute_marks import keeps_of
 from meshwright.partition.segments import Segment, split_segments
 from meshwright.runtime.accumulation import Accumulation
-from meshwright.runtime.again import Again
+from meshwright.runtime.activation_offload import Store
+from meshwright.runtime.build_module import build_module
 from meshwright.runtime.collectives import Handle
-from meshwright.runtime.fetches import Fetches, Parked
 from meshwright.runtime.kernels.split_linear import Queue
 from meshwright.runtime.micro_batches import Build, Program, modules_in_time
-from meshwright.runtime.pipeline import Pipeline
-from meshwright.runtime.program import build_module
+from meshwright.runtime.parameter_offload import Fetches, Parked
+from meshwright.runtime.pipeline_rank import Pipeline
 from meshwright.runtime.rank import Rank
-from meshwright.runtime.stashes import Store
+from meshwright.runtime.recompute import Again
 
 
 class Programs:

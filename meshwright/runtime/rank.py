@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from meshwright.mesh import Mesh
+from meshwright.core.mesh import Mesh
 from meshwright.runtime.communicator import Communicator
 
 

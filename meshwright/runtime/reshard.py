@@ -8,17 +8,17 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright import pulse
-from meshwright.graph import Node
-from meshwright.mesh import Mesh
+from meshwright import heartbeat
+from meshwright.core.graph import Node
+from meshwright.core.mesh import Mesh
 from meshwright.partition.insert_reshards import parse_steps
 from meshwright.redistribute.index_maps import Exchange, exchange
 from meshwright.runtime import collectives
 from meshwright.runtime.accumulation import Accumulation
-from meshwright.runtime.again import Again
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.dtypes import TORCH_DTYPES
-from meshwright.runtime.picker import Picker, bring, spread
+from meshwright.runtime.index import Picker, bring, spread
+from meshwright.runtime.recompute import Again
 
 StepTexts = Sequence[Sequence[str]]  # per step: kind, axes joined by ".", layout before, layout after
 
@@ -179,7 +179,7 @@ def told_as(node: Node, way: str) -> str:
 def say(told: str) -> None:
     """Say what the next collective is of; a compiled program says nothing."""
     if not torch.compiler.is_compiling():
-        pulse.of(told)
+        heartbeat.of(told)
 
 
 def _run(x: torch.Tensor, steps: Sequence[Mover], comm: Handle, told: str) -> torch.Tensor:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from meshwright import pulse
-from meshwright.mesh import Mesh
+from meshwright import heartbeat
+from meshwright.core.mesh import Mesh
 from meshwright.partition.buckets import Group
 from meshwright.partition.sharded_update import Update
 from meshwright.redistribute.index_maps import exchange
 from meshwright.runtime.communicator import Communicator, Done, Work
 from meshwright.runtime.dtypes import TORCH_DTYPES
-from meshwright.runtime.picker import bring, spread
+from meshwright.runtime.index import bring, spread
 from meshwright.runtime.reshard import Mover
 
 NO_LEAVES: Mapping[str, torch.nn.Parameter | None] = {}
@@ -136,7 +136,7 @@ class ScatterBucket:
             return
         mine = self._work.wait()
         self._work = self._rows = None
-        pulse.of("gradients, over the copies of their parts")
+        heartbeat.of("gradients, over the copies of their parts")
         self._sum = comm.all_reduce_start(mine, self.summed) if self.summed else Done(mine)
 
     def finish(self, comm: Communicator) -> None:
@@ -216,7 +216,7 @@ class ShardedUpdate:
     def gather(self) -> None:
         """After the update: every weight is whole again, as it is used. Two buckets are under way at a time."""
         for number, bucket in enumerate(self.buckets):
-            pulse.of(f"weights, bucket {number}")
+            heartbeat.of(f"weights, bucket {number}")
             bucket.start(self.comm)
             if number:
                 self.buckets[number - 1].finish()

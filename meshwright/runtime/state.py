@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from meshwright.core.graph import Input
+from meshwright.core.layout import TensorLayout
 from meshwright.errors import PlanError
-from meshwright.graph import Input
-from meshwright.layout import TensorLayout
 from meshwright.runtime.buckets import GradientBuckets
 
 

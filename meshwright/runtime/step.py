@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from meshwright import pulse
+from meshwright import heartbeat
+from meshwright.core.graph import Input
+from meshwright.core.layout import TensorLayout, dim_axes
 from meshwright.errors import RunError
-from meshwright.graph import Input
-from meshwright.layout import TensorLayout, dim_axes
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import scattered_each_time
 from meshwright.partition.bucket_sizes import gradient_bytes
@@ -22,21 +22,21 @@ from meshwright.partition.segments import Segment
 from meshwright.partition.sharded_update import gathers, update_layout, updates
 from meshwright.redistribute import redistribute
 from meshwright.redistribute.index_maps import exchange
-from meshwright.runtime import peers
-from meshwright.runtime.alike import Alike
+from meshwright.runtime import lost_peer as peers
+from meshwright.runtime.agreement import Alike
 from meshwright.runtime.ambient import Ambient, check_gradients
-from meshwright.runtime.batches import BatchParts, Given, LocalBatch, place_of, slicer
 from meshwright.runtime.before_update import BeforeUpdate
 from meshwright.runtime.buckets import GradientBuckets, norm_of
 from meshwright.runtime.clipping import clip_by_global_norm
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.executor import Action, Executor, plain_actions
-from meshwright.runtime.fetches import Parked
 from meshwright.runtime.host_update import HostUpdate
+from meshwright.runtime.local_batch import BatchParts, Given, LocalBatch, place_of, slicer
 from meshwright.runtime.micro_batches import InTime, actions_in_time
 from meshwright.runtime.optimizers import OptimizerFactory, Updating, as_laid_out, make_optimizer
-from meshwright.runtime.pipeline import Pipeline
-from meshwright.runtime.pipelined import Pipelined
+from meshwright.runtime.parameter_offload import Parked
+from meshwright.runtime.pipeline_executor import Pipelined
+from meshwright.runtime.pipeline_rank import Pipeline
 from meshwright.runtime.programs import Programs
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Mover
@@ -308,7 +308,7 @@ class LocalStep:
             if gather:
                 full = TensorLayout.whole(layout.shape)
                 for one in redistribute(layout.forward, full, self.mesh, x.element_size()):
-                    pulse.of("a result put together")
+                    heartbeat.of("a result put together")
                     x = Mover(exchange(one, self.mesh, self.rank.comm.rank))(x, self.handle)
             made.append(x.clone())
         return made
@@ -368,8 +368,8 @@ class LocalStep:
     ) -> dict[str, torch.Tensor]:
         peers.check()
         check_gradients()
-        pulse.step(self.rank.step + 1)
-        with pulse.during(pulse.IN_STEP), self.ambient.as_built():
+        heartbeat.step(self.rank.step + 1)
+        with heartbeat.during(heartbeat.IN_STEP), self.ambient.as_built():
             return self._run_all(actions, batch, wanted, update)
 
     def _run_all(
@@ -465,7 +465,7 @@ class LocalStep:
     def over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of a number of each rank over all ranks."""
         axes = self.rank.comm.mesh.sort(a for a, size in self.rank.comm.mesh.sizes.items() if size > 1)
-        pulse.of("a sum over all ranks")
+        heartbeat.of("a sum over all ranks")
         x = self.rank.comm.all_reduce(x, axes) if axes else x
         return (
             x

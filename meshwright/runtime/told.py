@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from meshwright import pulse
+from meshwright import heartbeat
 from meshwright.runtime.communicator import Communicator, ProcessGroups
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ def told_by_all(comm: Communicator, device: torch.device, word: T) -> list[T]:
 
 def _gathered(comm: Communicator, axes: list[str], x: torch.Tensor) -> torch.Tensor:
     """The ranks' tensors, by rank."""
-    pulse.of("what ranks tell one another of their data")
+    heartbeat.of("what ranks tell one another of their data")
     found = comm.all_gather(x, axes)
     group = comm.mesh.group(comm.rank, axes)
     return torch.stack([found[group.index(rank)] for rank in range(comm.mesh.size)])

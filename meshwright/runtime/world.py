@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.errors import RunError, did_you_mean
 from meshwright.runtime import plain
-from meshwright.runtime.announced import Call, check_alike
+from meshwright.runtime.announce import Call, check_alike
 from meshwright.runtime.communicator import Done, Later, Work
 from meshwright.runtime.members import Axes, Handle, Members, check_tensor
 

@@ -21,10 +21,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwright.core.graph import PIN, Graph, Node
+from meshwright.core.layout import TensorLayout, dim_axes, normalize, only_axes
+from meshwright.core.mesh import Axis, Mesh, prime_factors
 from meshwright.errors import StrategyError
-from meshwright.graph import PIN, Graph, Node
-from meshwright.layout import TensorLayout, dim_axes, normalize, only_axes
-from meshwright.mesh import Axis, Mesh, prime_factors
 from meshwright.ops.factors import Site
 from meshwright.ops.rule import RuleDim, dim_letters, is_whole
 from meshwright.ops.strategy import WHOLE, Strategy, cut, layouts, merge, splittable, units

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from meshwright.cycles import seldom_collected
-from meshwright.plan import Plan
+from meshwright.core.cycles import seldom_collected
+from meshwright.plan.plan import Plan
 from meshwright.search.annotations import mesh_of_pins
 from meshwright.search.in_one_stage import plan_in_one_stage
 from meshwright.search.pipeline.assign import check_alone, check_axis

@@ -12,10 +12,10 @@ from dataclasses import fields, replace
 
 import numpy as np
 
+from meshwright.core.graph import DTYPES, Graph, TensorType
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.machine import seconds, update_seconds
 from meshwright.cost.operators import PRODUCTS, Work, work
-from meshwright.graph import DTYPES, Graph, TensorType
 from meshwright.ops.factors import Factors
 from meshwright.search.space.build import Ties
 from meshwright.search.space.cache import owners_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
+from meshwright.core.graph import Node
 from meshwright.errors import StrategyError
-from meshwright.graph import Node
 from meshwright.ops.strategy import Strategy, units
 from meshwright.search.option_tables import Choices, State, Turn
 from meshwright.search.scene import Scene

@@ -14,12 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwright.core.graph import Graph
+from meshwright.core.layout import TensorLayout
+from meshwright.core.mesh import Mesh
+from meshwright.core.techniques import ACTIVATIONS, NONE, Techniques
 from meshwright.cost.cluster import Cluster
-from meshwright.graph import Graph
-from meshwright.layout import TensorLayout
-from meshwright.mesh import Mesh
 from meshwright.partition import Partition, partition
-from meshwright.plan import Plan, fingerprint
+from meshwright.plan.plan import Plan, fingerprint
 from meshwright.predict.extrapolate import layered_times
 from meshwright.predict.memory.step import Peak, optimizer_on, peak
 from meshwright.predict.price import program_price
@@ -27,7 +28,6 @@ from meshwright.predict.step_time import step_times
 from meshwright.search.layer_groups import Folded, shortened
 from meshwright.search.space.build import Choice
 from meshwright.search.techniques.apply import apply
-from meshwright.techniques import ACTIVATIONS, NONE, Techniques
 
 NUMBER = re.compile(r"(?<=_to)\d+")  # of a reshard, where a value has several
 

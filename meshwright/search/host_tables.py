@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from meshwright.core.graph import Graph
+from meshwright.core.placement import readers
 from meshwright.errors import PlanError
-from meshwright.graph import Graph
-from meshwright.places import readers
 from meshwright.redistribute.steps import show_bytes
 from meshwright.search.layer_groups import Folded
 from meshwright.search.planner import Found, Request

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from meshwright.partition import partition
 from meshwright.partition.micro_batches import nothing_to_hide
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.predict.step_time import with_turns
 from meshwright.search.annotations import mesh_of_pins
 from meshwright.search.cost_modes import SEARCHES

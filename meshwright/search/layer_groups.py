@@ -18,8 +18,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from meshwright.blocks import Block, Folding
-from meshwright.graph import Graph, Node
+from meshwright.core.folding import Block, Folding
+from meshwright.core.graph import Graph, Node
 from meshwright.ops.factors import Factors
 
 T = TypeVar("T")

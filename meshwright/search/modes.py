@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from meshwright.blocks import UNFOLDED, Folding
-from meshwright.cycles import seldom_collected
+from meshwright.core.cycles import seldom_collected
+from meshwright.core.folding import UNFOLDED, Folding
+from meshwright.core.graph import Graph
+from meshwright.core.layout import TensorLayout, verify
+from meshwright.core.mesh import Mesh
 from meshwright.elsewhere import called_here
 from meshwright.errors import DoesNotFit, LayoutError, PlanError, StrategyError, did_you_mean
-from meshwright.graph import Graph
-from meshwright.layout import TensorLayout, verify
-from meshwright.mesh import Mesh
 from meshwright.ops.analysis import expect_factors, factors_of
 from meshwright.ops.strategy import WHOLE, Strategy
-from meshwright.plan import Plan, fingerprint, plain_pins
-from meshwright.plan_file import MODES
+from meshwright.plan.file import MODES
+from meshwright.plan.plan import Plan, fingerprint, plain_pins
 from meshwright.redistribute.steps import enough_bytes, show_bytes
 from meshwright.search.annotations import (
     PinSpec,

@@ -17,9 +17,9 @@ import functools
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
-from meshwright.graph import Graph
-from meshwright.layout import Dim, SubDim, dim_axes, normalize_dim
-from meshwright.mesh import Axis, Mesh
+from meshwright.core.graph import Graph
+from meshwright.core.layout import Dim, SubDim, dim_axes, normalize_dim
+from meshwright.core.mesh import Axis, Mesh
 from meshwright.ops.factors import Factors, Site
 from meshwright.ops.rule import dim_letters
 from meshwright.ops.strategy import WHOLE, Strategy, at_path, cut, splittable, through_ports, ways

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.core.graph import Graph, Input, Node
+from meshwright.core.layout import Dim, show_dim
 from meshwright.errors import StrategyError, a_type, did_you_mean
-from meshwright.graph import Graph, Input, Node
-from meshwright.layout import Dim, show_dim
 from meshwright.ops.batch import batch_units
 from meshwright.ops.factors import Site
 from meshwright.ops.rule import SIZED, dim_letters, is_whole

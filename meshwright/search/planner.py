@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.core.techniques import NONE, Techniques
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.redistribute.price_matrix import Table
@@ -42,7 +43,6 @@ from meshwright.search.techniques.recompute import again_of
 from meshwright.search.vectorized.kinds import kinds_of
 from meshwright.search.vectorized.prices import Alike, MakePriced
 from meshwright.search.vectorized.redistribution import BITS
-from meshwright.techniques import NONE, Techniques
 
 SPACES = {
     "a": "product states of the named axes",

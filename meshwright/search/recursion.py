@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.mesh import Mesh
+from meshwright.core.mesh import Mesh
 from meshwright.search.solve import Problem, eliminate, solve
 from meshwright.search.space.build import Made, Space
 from meshwright.search.space.codes import NodeCodes

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from meshwright.graph import Graph, Node
-from meshwright.layout import Dim, SubDim, TensorLayout, dim_axes, dim_size, local_size
-from meshwright.mesh import Mesh
+from meshwright.core.graph import Graph, Node
+from meshwright.core.layout import Dim, SubDim, TensorLayout, dim_axes, dim_size, local_size
+from meshwright.core.mesh import Mesh
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.strategy import Strategy, cut_axes
 from meshwright.ops.table import has_rule
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.redistribute.steps import origin, show_bytes
 from meshwright.search.scene import Scene
 

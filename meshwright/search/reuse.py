@@ -12,22 +12,21 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.blocks import UNFOLDED, Folding
+from meshwright.core.folding import UNFOLDED, Folding, stand_ins
+from meshwright.core.graph import Graph
+from meshwright.core.layout import Dim, TensorLayout, axes_onto, dim_axes, leaves, without_axes
+from meshwright.core.mesh import Mesh
+from meshwright.core.techniques import PARAMETERS, Techniques
 from meshwright.errors import PlanError
-from meshwright.graph import Graph
-from meshwright.layout import Dim, TensorLayout, axes_onto, dim_axes, leaves, without_axes
-from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.factors import Site
 from meshwright.ops.strategy import Strategy
-from meshwright.plan import Plan
-from meshwright.plan_folds import stand_ins
+from meshwright.plan.plan import Plan
 from meshwright.search.modes import check_layouts
 from meshwright.search.propagation import propagate
 from meshwright.search.scene import Scene
 from meshwright.search.techniques.apply import apply
 from meshwright.search.to_plan import input_layouts, pass_gradients_back
-from meshwright.techniques import PARAMETERS, Techniques
 
 
 def carried(plan: Plan, graph: Graph, folding: Folding = UNFOLDED) -> Plan:

@@ -10,9 +10,9 @@ import functools
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
-from meshwright.graph import Graph, Node
-from meshwright.layout import TensorLayout, normalize, only_axes
-from meshwright.mesh import Mesh
+from meshwright.core.graph import Graph, Node
+from meshwright.core.layout import TensorLayout, normalize, only_axes
+from meshwright.core.mesh import Mesh
 from meshwright.ops.factors import Factors, Site
 from meshwright.ops.strategy import (
     WHOLE,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from meshwright.graph import Graph, Input, Node
-from meshwright.layout import TensorLayout, normalize, without_axes
-from meshwright.mesh import Mesh
+from meshwright.core.graph import Graph, Input, Node
+from meshwright.core.layout import TensorLayout, normalize, without_axes
+from meshwright.core.mesh import Mesh
 from meshwright.ops.strategy import Strategy
 from meshwright.search.scene import Assignment, Scene
 

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.blocks import Folding
+from meshwright.core.folding import Folding
+from meshwright.core.graph import Graph
+from meshwright.core.mesh import Mesh
+from meshwright.core.techniques import Techniques
 from meshwright.errors import MeshError, a_type
-from meshwright.graph import Graph
-from meshwright.mesh import Mesh
 from meshwright.pipeline.meshes import own_meshes
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.search.annotations import mesh_of_pins
 from meshwright.search.planner import Request
-from meshwright.techniques import Techniques
 
 Pins = Mapping[str, Mapping[str, Any]]
 OneMesh = Mesh | int | Mapping[str, int] | None

@@ -16,18 +16,18 @@ from typing import Any, Unpack
 
 import torch
 
-from meshwright.asked import plan_from
 from meshwright.capture import Captured, widen, widened_eager
-from meshwright.capture.batch import map_leaves
+from meshwright.capture.pytree import map_leaves
 from meshwright.compile import Loss, captured_of, default_loss, lower, plan_captured, values_of
+from meshwright.core.graph import Graph
+from meshwright.core.techniques import Options, asked_beside
 from meshwright.errors import RunError
-from meshwright.graph import Graph
+from meshwright.input_checks import plan_from
 from meshwright.partition import Partition
 from meshwright.partition.gradients import loss_scale
 from meshwright.pipeline.meshes import meshes_of
-from meshwright.plan import Plan, fingerprint
+from meshwright.plan.plan import Plan, fingerprint
 from meshwright.search.wanted import MeshLike, Pins
-from meshwright.techniques import Options, asked_beside
 from meshwright.verify.locate import first_difference
 from meshwright.verify.report import Difference, Report, VerificationError, relative_error, take
 from meshwright.verify.runs import (

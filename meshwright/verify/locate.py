@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from meshwright.capture.batch import leaves
-from meshwright.graph import MOVES, Graph
-from meshwright.layout import TensorLayout
-from meshwright.mesh import Mesh
+from meshwright.capture.pytree import leaves
+from meshwright.core.graph import MOVES, Graph
+from meshwright.core.layout import TensorLayout
+from meshwright.core.mesh import Mesh
 from meshwright.partition import Partition, partition
-from meshwright.plan import fingerprint
+from meshwright.plan.plan import fingerprint
+from meshwright.runtime.build_module import build_module
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld
-from meshwright.runtime.program import build_module
 from meshwright.runtime.step import LocalStep
 from meshwright.search.modes import make_plan
 from meshwright.verify.report import relative_error, take

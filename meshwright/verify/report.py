@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from meshwright.core.layout import TensorLayout
+from meshwright.core.mesh import Mesh
 from meshwright.errors import MeshwrightError
-from meshwright.layout import TensorLayout
-from meshwright.mesh import Mesh
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 
 
 class VerificationError(MeshwrightError):

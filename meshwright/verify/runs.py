@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from meshwright.capture import Captured
-from meshwright.capture.batch import leaves
 from meshwright.capture.normalize import DROPOUT
+from meshwright.capture.pytree import leaves
 from meshwright.capture.trace import loss_and_more
 from meshwright.compile import Loss
-from meshwright.graph import Graph, Node
-from meshwright.mesh import Mesh
+from meshwright.core.graph import Graph, Node
+from meshwright.core.mesh import Mesh
 from meshwright.ops.batch import by_micro_batch
 from meshwright.partition import Partition, partition
 from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld

@@ -16,9 +16,9 @@ import yaml
 from msgspec import Struct
 
 import meshwright as mw
+from meshwright.core.typed import Wrong, typed
 from meshwright.errors import CheckpointError, MeshwrightError, PlanError
-from meshwright.plan_file import NAMED
-from meshwright.typed import Wrong, typed
+from meshwright.plan.file import NAMED
 from tests.bad_input.wrong import built, perceptron
 from tests.cost.test_cluster import PLAIN
 

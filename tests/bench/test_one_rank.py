@@ -12,12 +12,12 @@ from bench.models import built_from
 from bench.one_rank import MEGATRON, Asked, most_blocks, narrow, resized, run
 from meshwright.capture import Captured
 from meshwright.compile import captured_of, lower, plan_captured
+from meshwright.core.techniques import techniques_from
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.ops.analysis import factors_of
 from meshwright.request import request_for
 from meshwright.search.joint.dimensions import pieces_of
-from meshwright.techniques import techniques_from
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 4,

@@ -12,10 +12,10 @@ from meshwright.calibrate import fit, worker
 from meshwright.calibrate.plan import FULL, KINDS, PACES, WAITED, Found, Point
 from meshwright.calibrate.result import calibration, si
 from meshwright.calibrate.step_rows import priced
+from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.machine import arithmetic_rate, seconds, update_seconds
 from meshwright.cost.operators import Work
-from meshwright.mesh import Mesh
 
 SIZES = [2**n for n in range(10, 25, 2)]
 

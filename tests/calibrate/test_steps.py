@@ -15,8 +15,8 @@ from meshwright.calibrate.bench import Bench
 from meshwright.calibrate.models import MODELS
 from meshwright.calibrate.plan import PACES, QUICK, Found, Point
 from meshwright.compile import captured_of, lower
+from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
-from meshwright.mesh import Mesh
 from meshwright.predict.tasks import simulate
 from meshwright.runtime.communicator import Alone
 from tests.partition.models import UNEVEN

@@ -10,7 +10,7 @@ import torch
 from meshwright.capture import Captured
 from meshwright.capture.interpret import bind, interpret
 from meshwright.compile import captured_of
-from meshwright.mesh import Mesh
+from meshwright.core.mesh import Mesh
 from meshwright.runtime.communicator import Alone
 from meshwright.runtime.kernels import kernel
 from meshwright.runtime.rank import Rank

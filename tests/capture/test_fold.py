@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from meshwright.capture import Block, capture, fold
+from meshwright.core.graph import Graph, Input, Node, Ref, TensorType, map_refs, verify
 from meshwright.examples import gpt, mlp
 from meshwright.examples.zoo import hugging_face
-from meshwright.graph import Graph, Input, Node, Ref, TensorType, map_refs, verify
 
 T = TensorType("f32", (4, 8))
 W = TensorType("f32", (8, 8))

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from meshwright.capture import Captured, bind, capture, interpret, widen, widened_eager
-from meshwright.capture.batch import map_leaves
+from meshwright.capture.pytree import map_leaves
+from meshwright.core.graph import Graph, parse, verify
 from meshwright.examples import gpt, mlp, recommender
 from meshwright.examples.zoo import NAMES, hugging_face
-from meshwright.graph import Graph, parse, verify
 
 EXAMPLES = {"mlp": mlp.build, "gpt": gpt.build, "recommender": recommender.build}
 MODELS = (*EXAMPLES, *NAMES)

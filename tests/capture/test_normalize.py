@@ -192,7 +192,7 @@ def test_heads_that_are_not_repeated_stay() -> None:
 
 
 def test_long_masks_are_proved_without_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshwright.capture import attention
+    from meshwright.capture import raise_attention as attention
 
     monkeypatch.setattr(attention, "BLOCK", 3)
     assert call(attend(lambda s: torch.arange(s)[:, None] >= torch.arange(s))) == (None, 0.0, True, True)

@@ -8,9 +8,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from meshwright.checkpoint.sources import open_checkpoint
 from meshwright.cli.convert import size_of
 from meshwright.errors import CheckpointError
-from meshwright.state.sources import open_checkpoint
 
 
 def test_it_says_what_was_made(meshwright, tmp_path):

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 import meshwright as mw
+from meshwright.core.layout import TensorLayout
 from meshwright.examples import mlp
-from meshwright.layout import TensorLayout
 from meshwright.report.diff import difference
 
 

@@ -12,7 +12,7 @@ import meshwright as mw
 from meshwright.cli.model import open_model
 from meshwright.compile import captured_of, default_loss
 from meshwright.errors import CaptureError, ModelError
-from meshwright.plan import fingerprint
+from meshwright.plan.plan import fingerprint
 
 WIDE = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 96,

@@ -9,11 +9,11 @@ import pytest
 
 import meshwright as mw
 from meshwright.compile import captured_of
+from meshwright.core.layout import map_leaves
+from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.examples import gpt
-from meshwright.layout import map_leaves
-from meshwright.mesh import Mesh
 from meshwright.report.reshape_plan import on_other_ranks
 
 CONFIG = gpt.GPTConfig(vocabulary=96, width=96, layers=2, heads=8, sequence=24)

@@ -13,7 +13,7 @@ from meshwright.cli.arguments import mesh_sizes, open_cluster, optimizer_states,
 from meshwright.compile import captured_of
 from meshwright.errors import ClusterError, MeshError, PlanError
 from meshwright.examples import mlp
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 
 
 def test_the_plan_is_that_of_the_function(tmp_path, meshwright):

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.core.mesh import Mesh
 from meshwright.cost import local_machine as local
 from meshwright.cost import presets
 from meshwright.cost.cluster import Cluster, Device, Level, Measured
 from meshwright.cost.cluster_file import as_number
 from meshwright.cost.cluster_text import number
 from meshwright.errors import ClusterError
-from meshwright.mesh import Mesh
 
 PLAIN = """\
 meshwright cluster: 1

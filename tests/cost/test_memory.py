@@ -14,18 +14,18 @@ import torch
 
 import meshwright.compile as stages
 from bench.memory import peak_bytes
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
+from meshwright.core.graph import Graph
+from meshwright.core.layout import SubDim, TensorLayout
+from meshwright.core.mesh import Mesh
+from meshwright.core.techniques import techniques_from
 from meshwright.examples import gpt, mlp, zoo
-from meshwright.graph import Graph
-from meshwright.layout import SubDim, TensorLayout
-from meshwright.mesh import Mesh
 from meshwright.partition import Partition
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.predict.memory.step import ADAMW, ADAMW_FOREACH, ADAMW_FUSED, Peak, peak
 from meshwright.runtime.communicator import Alone, Counter
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
-from meshwright.techniques import techniques_from
 
 Build = Callable[[], Any]
 

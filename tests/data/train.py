@@ -10,12 +10,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.core.techniques import techniques_from
 from meshwright.data import ShardedLoader, shard_loader
 from meshwright.partition import Partition
 from meshwright.runtime.communicator import SimulatedWorld
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
-from meshwright.techniques import techniques_from
 
 
 class Points:

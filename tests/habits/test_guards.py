@@ -19,7 +19,7 @@ import torch
 
 import meshwright as mw
 from meshwright.guards import Guards
-from meshwright.runtime.batches import LocalBatch
+from meshwright.runtime.local_batch import LocalBatch
 from tests.habits.plans import NAMES, Net, batches, loss, run
 
 SCALE = 1.0

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import meshwright as mw
+from meshwright.core.graph import parse
 from meshwright.exported import check_operators
-from meshwright.graph import parse
 from tests.habits.plans import COMMON, run
 from tests.ranks import run_warm
 

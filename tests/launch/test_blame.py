@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.launch.blame import State, blame
-from meshwright.pulse import IN_STEP, OWN_CODE
-from meshwright.pulse.seen import Group, Seen, Waits
+from meshwright.heartbeat import IN_STEP, OWN_CODE
+from meshwright.heartbeat.reader import Group, Seen, Waits
+from meshwright.launch.hang_diagnosis import State, blame
 
 ALL = Group((0, 1, 2), "dp")
 TOLD = {(ALL, 7): ("all_reduce", "%a forward (model.py:3)"), (ALL, 8): ("all_gather", "%b forward")}

@@ -11,7 +11,7 @@ import torch
 
 import meshwright
 from meshwright.errors import LaunchError
-from meshwright.launch.hang import _of_a_library
+from meshwright.launch.hang_watch import _of_a_library
 from meshwright.launch.job import Job, check
 from tests.launch.conftest import Launches
 

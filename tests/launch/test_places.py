@@ -18,7 +18,7 @@ SCRIPT = """
     import torch
     import meshwright as mw
     from meshwright.examples import mlp
-    from meshwright.state import tensor_file
+    from meshwright.checkpoint import safetensors_io as tensor_file
 
     def fail(*_):
         raise ValueError("bad batch")

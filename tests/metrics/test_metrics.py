@@ -15,7 +15,7 @@ import torch
 import meshwright as mw
 from meshwright.errors import RunError
 from meshwright.examples import gpt
-from meshwright.metrics.amounts import model_flops
+from meshwright.metrics.flops import model_flops
 from tests.data import train as t
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshwright.graph import Device, Dtype, Graph, Input, Node, Ref, TensorType
-from meshwright.layout import Cat, Dim, SubDim, TensorLayout, verify
-from meshwright.mesh import Mesh
+from meshwright.core.graph import Device, Dtype, Graph, Input, Node, Ref, TensorType
+from meshwright.core.layout import Cat, Dim, SubDim, TensorLayout, verify
+from meshwright.core.mesh import Mesh
 from meshwright.ops.factors import Site, analyze
 from meshwright.ops.local import localize
 from meshwright.ops.strategy import WHOLE, Strategy, cut, fits, layouts, merge, splittable, ways

@@ -2,9 +2,9 @@
 
 import pytest
 
-from meshwright.graph import parse
-from meshwright.layout import show_dim
-from meshwright.mesh import Mesh
+from meshwright.core.graph import parse
+from meshwright.core.layout import show_dim
+from meshwright.core.mesh import Mesh
 from meshwright.ops.factors import analyze
 from meshwright.ops.strategy import fits, splittable, units
 from meshwright.ops.table import rules_of

@@ -2,8 +2,8 @@
 
 import pytest
 
+from meshwright.core.graph import Graph, Input, Node, Ref, TensorType
 from meshwright.errors import RuleError
-from meshwright.graph import Graph, Input, Node, Ref, TensorType
 from meshwright.ops import rule as notation
 from meshwright.ops.rule import bind, parse_pattern
 from meshwright.ops.table import LINES, has_rule, overload, register, rule_of

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from meshwright.core.layout import parse_layout
+from meshwright.core.mesh import Mesh
 from meshwright.errors import RuleError
-from meshwright.layout import parse_layout
-from meshwright.mesh import Mesh
 from meshwright.ops.local import localize
 from meshwright.ops.strategy import WHOLE, layouts
 from meshwright.runtime.communicator import Alone, SimulatedWorld

@@ -2,9 +2,9 @@
 
 import pytest
 
+from meshwright.core.graph import parse
+from meshwright.core.layout import SubDim
 from meshwright.errors import StrategyError
-from meshwright.graph import parse
-from meshwright.layout import SubDim
 from meshwright.ops.factors import analyze
 from meshwright.ops.strategy import Strategy, layouts, merge
 from meshwright.ops.table import rules_of

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.core.layout import SubDim, TensorLayout
 from meshwright.cost.cluster import Measured
 from meshwright.examples import gpt, llama, mlp, recommender, zoo
-from meshwright.layout import SubDim, TensorLayout
 from meshwright.partition import Partition
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 
 # As calibrated machines have it: what a program waits for has another price than what runs beside compute.
 UNEVEN = Measured(corrections={"meeting": 2.0, "waited": 1.5, "hidden": 0.8, "launch": 1.2, "matmul": 0.9})

@@ -12,12 +12,12 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.compile import captured_of, lower, plan_captured
+from meshwright.core.layout import SubDim, TensorLayout, dim_axes
+from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Level
-from meshwright.layout import SubDim, TensorLayout, dim_axes
-from meshwright.mesh import Mesh
 from meshwright.ops.strategy import Strategy
 from meshwright.partition.collectives import program_collectives, sent_bytes
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.request import request_for
 
 RING = mw.Cluster.preset("h100")  # a reduce-scatter costs half of an all-reduce, as the formulas have it

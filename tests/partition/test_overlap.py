@@ -11,17 +11,17 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.core.folding import layer_of
+from meshwright.core.graph import START, WAIT
+from meshwright.core.techniques import techniques_from
 from meshwright.examples import gpt, llama, recommender, zoo
-from meshwright.graph import START, WAIT
 from meshwright.partition import Partition
-from meshwright.partition.layers import layer_of
 from meshwright.partition.overlap import Flight, overlapped
 from meshwright.runtime.communicator import Counter, Work
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
-from meshwright.techniques import techniques_from
 from tests.runtime.test_again import zero
 
 MODELS: dict[str, Any] = {

@@ -9,9 +9,9 @@ import pytest
 
 import meshwright as mw
 from meshwright.compile import captured_of, lower, plan_captured
+from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster, Device, Level, Measured
 from meshwright.examples import mlp
-from meshwright.mesh import Mesh
 from meshwright.ops.collectives import TALKATIVE, kernel_talk, site_talk
 from meshwright.predict.price import letter_sizes, on_cluster, program_price
 from meshwright.redistribute.steps import origin

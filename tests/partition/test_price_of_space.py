@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from meshwright.compile import captured_of
+from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
-from meshwright.mesh import Mesh
 from meshwright.ops.factors import analyze
 from meshwright.ops.table import rules_of
 from meshwright.partition import partition
-from meshwright.plan import Plan, fingerprint
+from meshwright.plan.plan import Plan, fingerprint
 from meshwright.predict.price import program_price
 from meshwright.search.space.build import Space
 from meshwright.search.space.families import named, runs

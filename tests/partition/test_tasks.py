@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.core.techniques import techniques_from
 from meshwright.cost.cluster import Cluster, Device, Level
 from meshwright.partition import Partition
 from meshwright.partition.buckets import ALONE_BYTES, Gradient, fill
@@ -19,7 +20,6 @@ from meshwright.predict.timeline import COMPUTE
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
-from meshwright.techniques import techniques_from
 from tests.partition.models import BOTH, CASES, MODELS, MeshKey, built, prepared
 from tests.verify.test_hubs import rewritten
 

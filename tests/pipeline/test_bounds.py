@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from meshwright.compile import captured_of, plan_captured
+from meshwright.core.techniques import techniques_from
 from meshwright.cost.cluster import Cluster, Level
 from meshwright.errors import PlanError
 from meshwright.ops.analysis import factors_of
@@ -22,7 +23,6 @@ from meshwright.search.pipeline.configurations import Outer
 from meshwright.search.planner import Planner
 from meshwright.search.scene import Scene
 from meshwright.search.space.build import Ties
-from meshwright.techniques import techniques_from
 from tests.search.planned import GPU, built
 
 SCHEDULES = [

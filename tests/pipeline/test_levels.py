@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 import meshwright as mw
+from meshwright.core.mesh import Mesh
+from meshwright.core.techniques import techniques_from
 from meshwright.cost.cluster import Cluster, Level
 from meshwright.errors import PlanError
-from meshwright.mesh import Mesh
 from meshwright.pipeline.levels import link_between, mesh_over, taken_of, within_stage
 from meshwright.pipeline.meshes import Meshes, meshes
-from meshwright.techniques import techniques_from
 from tests.search.planned import GPU, built
 
 LEVELS = (Level("node", 6, 1e9, 1e-5), Level("gpu", 4, 1e10, 1e-6))

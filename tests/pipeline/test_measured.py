@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.core.techniques import techniques_from
 from meshwright.examples import gpt
 from meshwright.pipeline import Action, make, play
 from meshwright.pipeline.measured import Measured, Span, from_text, to_text
@@ -18,9 +19,8 @@ from meshwright.pipeline.meshes import meshes_of
 from meshwright.report.step_trace import StepTrace
 from meshwright.runtime.communicator import SimulatedWorld
 from meshwright.runtime.rank import Rank
-from meshwright.runtime.recorder import Recorder, ahead_of_first
 from meshwright.runtime.step import LocalStep
-from meshwright.techniques import techniques_from
+from meshwright.runtime.step_trace import Recorder, ahead_of_first
 
 
 def as_played(name: str, ranks: int, pieces: int, slow: int = -1) -> tuple[Measured, object]:
@@ -105,7 +105,7 @@ def test_what_ranks_record_is_their_list_and_leaves_no_trace_behind(
     level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if level:  # a machine that cannot be told from others: its clock is measured
-        monkeypatch.setattr("meshwright.runtime.recorder._machine", lambda: 0.0)
+        monkeypatch.setattr("meshwright.runtime.step_trace._machine", lambda: 0.0)
     model, batch, loss = gpt.build(batch=4)
     captured = captured_of(model, batch, loss)
     asked = {"optimizer_parallel": level, "threshold_kb": 0} if level else {}

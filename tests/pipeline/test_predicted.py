@@ -12,7 +12,8 @@ import torch
 
 import meshwright.compile as stages
 from bench.memory import peak_bytes
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
+from meshwright.core.techniques import techniques_from
 from meshwright.cost.cluster import Cluster, Measured
 from meshwright.cost.machine import QUEUED
 from meshwright.errors import PlanError
@@ -28,7 +29,6 @@ from meshwright.runtime.communicator import Counter
 from meshwright.runtime.kernels.split_linear import SplitLinear
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
-from meshwright.techniques import techniques_from
 
 
 def lowered(options: dict[str, Any], mesh: Any) -> Any:

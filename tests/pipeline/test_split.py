@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.compile import captured_of
+from meshwright.core.graph import Graph, Input, Node, Ref, TensorType
 from meshwright.errors import PlanError
 from meshwright.examples import gpt, mlp
-from meshwright.graph import Graph, Input, Node, Ref, TensorType
 from meshwright.ops.saved import saved
 from meshwright.pipeline.split import Costs, copied, crossing, split
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.core.graph import Node
 from meshwright.examples import gpt, llama, mlp, recommender, zoo
-from meshwright.graph import Node
 from meshwright.partition.stages import Stage, cut_stages, places
 from meshwright.pipeline.split import Costs, split
+from meshwright.runtime.build_module import build_module
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.communicator import SimulatedWorld
-from meshwright.runtime.program import build_module
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from meshwright.layout import Cat, TensorLayout, parse_layout
-from meshwright.mesh import Mesh
+from meshwright.core.layout import Cat, TensorLayout, parse_layout
+from meshwright.core.mesh import Mesh
 from meshwright.redistribute.across_meshes import Laid, Route, arriving, leaving, received_elements
 from meshwright.redistribute.storage import repeated_axes, stored
 from tests.redistribute.test_redistribute import problems

@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.layout import TensorLayout, parse_layout
-from meshwright.mesh import Mesh
+from meshwright.checkpoint import ownership as share
+from meshwright.core.layout import TensorLayout, parse_layout
+from meshwright.core.mesh import Mesh
 from meshwright.redistribute.boxes import Box, held_boxes, whole
-from meshwright.state import share
 from tests.redistribute.test_redistribute import problems
 
 

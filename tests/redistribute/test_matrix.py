@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.core.layout import verify
+from meshwright.core.mesh import Axis, Mesh
 from meshwright.errors import LayoutError
-from meshwright.layout import verify
-from meshwright.mesh import Axis, Mesh
 from meshwright.redistribute import Prices, redistribute, total_seconds
 from meshwright.redistribute.price_matrix import PENDING, WHOLE, Table, Value
 from meshwright.redistribute.steps import COLLECTIVES, largest_size

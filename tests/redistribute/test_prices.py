@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.mesh import Axis, Mesh
+from meshwright.core.mesh import Axis, Mesh
 from meshwright.redistribute import Prices
 from meshwright.redistribute.prices import rounds
 from meshwright.redistribute.steps import COLLECTIVES

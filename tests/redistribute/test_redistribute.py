@@ -10,9 +10,9 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from meshwright.core.layout import Cat, Dim, SubDim, TensorLayout, normalize, parse_layout, verify
+from meshwright.core.mesh import Mesh
 from meshwright.errors import LayoutError
-from meshwright.layout import Cat, Dim, SubDim, TensorLayout, normalize, parse_layout, verify
-from meshwright.mesh import Mesh
 from meshwright.redistribute import (
     TWO_CORE_GLOO,
     Prices,

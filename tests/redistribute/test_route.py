@@ -7,10 +7,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from meshwright.core.layout import SubDim as Leaf
+from meshwright.core.layout import TensorLayout, map_leaves, parse_layout, verify
+from meshwright.core.mesh import Axis, Mesh
 from meshwright.errors import LayoutError
-from meshwright.layout import SubDim as Leaf
-from meshwright.layout import TensorLayout, map_leaves, parse_layout, verify
-from meshwright.mesh import Axis, Mesh
 from meshwright.redistribute import Prices, redistribute, reshard, total_seconds
 from meshwright.redistribute.oracle import assemble, execute, pairing, scatter
 from meshwright.redistribute.schedules import SCHEDULES, Pair, route

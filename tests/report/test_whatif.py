@@ -8,7 +8,7 @@ from meshwright.compile import captured_of, plan
 from meshwright.errors import PlanError
 from meshwright.examples import gpt
 from meshwright.ops.analysis import factors_of
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.report.what_if import changed, transferred
 
 CONFIG = gpt.GPTConfig(vocabulary=96, width=48, layers=4, heads=4, sequence=24)

@@ -13,23 +13,23 @@ import torch
 
 import meshwright as mw
 from bench.memory import peak_bytes
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.core.graph import START
+from meshwright.core.layout import SubDim, TensorLayout
+from meshwright.core.mesh import Mesh
 from meshwright.examples import llama, mlp
-from meshwright.graph import START
-from meshwright.layout import SubDim, TensorLayout
-from meshwright.mesh import Mesh
 from meshwright.ops.factors import analyze
 from meshwright.ops.rule import dim_letters
 from meshwright.ops.strategy import Strategy
 from meshwright.ops.table import rules_of
 from meshwright.partition.collectives import program_collectives
 from meshwright.partition.recompute import alike
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.report.program import ProgramText
-from meshwright.runtime.again import Again
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.rank import Rank
+from meshwright.runtime.recompute import Again
 from meshwright.runtime.step import LocalStep
 
 DP = {"dp": 4}

@@ -10,7 +10,7 @@ import torch
 
 import meshwright as mw
 from meshwright.errors import BatchError, RunError
-from meshwright.runtime.alike import checksum, is_due, options_alike, options_of, options_that_differ
+from meshwright.runtime.agreement import checksum, is_due, options_alike, options_of, options_that_differ
 from tests.data import train as t
 
 CUTS = (

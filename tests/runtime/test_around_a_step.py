@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.core.techniques import techniques_from
 from meshwright.errors import RunError
 from meshwright.runtime.communicator import Alone, SimulatedWorld
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
-from meshwright.techniques import techniques_from
 
 
 class Net(torch.nn.Module):

@@ -8,7 +8,7 @@ from collections import Counter as Multiset
 import pytest
 import torch
 
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
 from meshwright.examples import gpt, recommender, zoo
 from meshwright.partition.collectives import program_collectives

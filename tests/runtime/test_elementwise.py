@@ -9,16 +9,16 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.agreed import same_groups
+from meshwright.agreement import same_groups
 from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.core.techniques import techniques_from
 from meshwright.errors import RunError
 from meshwright.runtime.communicator import Counter
-from meshwright.runtime.connect import Meeting
-from meshwright.runtime.elementwise import check_made, check_optimizer, watch_hooks
+from meshwright.runtime.optimizer_check import check_made, check_optimizer, watch_hooks
 from meshwright.runtime.optimizers import Trained, grouped_alone, grouped_otherwise
 from meshwright.runtime.rank import Rank
+from meshwright.runtime.rendezvous import Meeting
 from meshwright.runtime.step import LocalStep
-from meshwright.techniques import techniques_from
 
 OF_ELEMENTS: dict[str, Any] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.core.mesh import Mesh
 from meshwright.errors import BatchError, RunError
 from meshwright.examples import gpt
-from meshwright.mesh import Mesh
 from meshwright.partition.segments import split_segments
 from meshwright.runtime.before_update import BeforeUpdate
 from meshwright.runtime.buckets import GradientBuckets

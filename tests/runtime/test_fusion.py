@@ -10,9 +10,9 @@ import torch
 
 import meshwright as mw
 from meshwright.compile import captured_of, lower, values_of
+from meshwright.core.mesh import Mesh
 from meshwright.errors import PlanError
 from meshwright.examples import gpt
-from meshwright.mesh import Mesh
 from meshwright.partition.buckets import fused_bytes
 from meshwright.redistribute import Prices
 from meshwright.runtime.communicator import Counter

@@ -11,16 +11,16 @@ import torch
 from torch import fx
 
 import meshwright as mw
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, values_of
+from meshwright.core.graph import START, WAIT
+from meshwright.core.techniques import TURNS
 from meshwright.cost.cluster import Cluster, Device, Level
 from meshwright.examples import gpt, llama, recommender
-from meshwright.graph import START, WAIT
 from meshwright.predict.tasks import simulate
 from meshwright.runtime.communicator import Counter, Done
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
-from meshwright.techniques import TURNS
 
 BUILDS: dict[str, Any] = {
     "gpt": functools.partial(gpt.build, gpt.GPTConfig(48, 24, 2, 4, 8, dropout=0.1), batch=16),

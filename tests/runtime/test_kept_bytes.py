@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, values_of
 from meshwright.examples import gpt, llama
 from meshwright.predict.memory.per_operator import kept_bytes
-from meshwright.runtime.again import TINY_BYTES, Again
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.rank import Rank
+from meshwright.runtime.recompute import TINY_BYTES, Again
 from meshwright.runtime.step import LocalStep
 
 BUILDS = {

@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
+from meshwright.core.mesh import Mesh
 from meshwright.errors import CaptureError, RunError, StrategyError
 from meshwright.manual import ManualStep, World
-from meshwright.mesh import Mesh
 from meshwright.runtime.communicator import SimulatedWorld
 
 MESH = Mesh.of(dp=2, tp=3)

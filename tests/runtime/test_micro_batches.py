@@ -8,8 +8,9 @@ from collections import Counter as Multiset
 import pytest
 import torch
 
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.core.techniques import techniques_from
 from meshwright.cost.cluster import Cluster
 from meshwright.examples import gpt
 from meshwright.partition.collectives import step_collectives
@@ -18,7 +19,6 @@ from meshwright.predict.tasks import step_tasks
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
-from meshwright.techniques import techniques_from
 
 PINS = {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}, "head": {"n": "tp"}}
 

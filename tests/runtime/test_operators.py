@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.graph import Node, TensorType
+from meshwright.core.graph import Node, TensorType
 from meshwright.runtime.operators import histc, torch_operator
 
 CASES = [  # bins, bounds

@@ -7,8 +7,8 @@ import torch
 
 import meshwright as mw
 from meshwright.compile import captured_of, lower, plan, values_of
+from meshwright.core.mesh import Mesh
 from meshwright.examples import gpt, llama
-from meshwright.mesh import Mesh
 from meshwright.partition import buckets
 from meshwright.runtime.communicator import Counter, Done
 from meshwright.runtime.rank import Rank

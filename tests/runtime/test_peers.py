@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from meshwright.errors import BatchError, PeerLost
-from meshwright.runtime import peers
+from meshwright.runtime import lost_peer as peers
 
 CLOSED = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:60603")
 

@@ -193,7 +193,7 @@ def test_a_rank_that_fails_in_the_middle_is_named_and_no_process_stays(tmp_path:
 IN_FLIGHT = """
 import torch
 import meshwright as mw
-from meshwright.runtime.connect import Meeting
+from meshwright.runtime.rendezvous import Meeting
 
 mesh = mw.Mesh.of(dp=2)
 comm = Meeting().connect(mesh, torch.device("cpu"))

@@ -86,7 +86,7 @@ def test_every_kind_of_step_moves_the_same_bytes_as_the_simulation(tmp_path: Pat
     """All pairs of some layouts of one tensor over 2 × 2 real ranks, axis orders and uneven blocks included."""
     body = """
     import numpy as np
-    from meshwright.layout import parse_layout
+    from meshwright.core.layout import parse_layout
     from meshwright.redistribute import Prices, redistribute
     from meshwright.redistribute.index_maps import exchange
     from meshwright.redistribute.oracle import scatter, execute
@@ -186,7 +186,7 @@ def test_a_script_that_slices_by_hand(tmp_path: Path) -> None:
 
 ZERO = """
 from dataclasses import replace
-from meshwright.layout import SubDim, TensorLayout
+from meshwright.core.layout import SubDim, TensorLayout
 
 model, batch, loss = gpt.build()
 model = model.double()

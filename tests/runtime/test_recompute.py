@@ -14,14 +14,14 @@ import torch
 
 import meshwright as mw
 from bench.memory import peak_bytes
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.core.graph import Graph
 from meshwright.errors import PlanError
 from meshwright.examples import gpt, llama, recommender, zoo
-from meshwright.graph import Graph
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
+from meshwright.runtime.build_module import Recomputed
 from meshwright.runtime.communicator import Alone, Counter
-from meshwright.runtime.program import Recomputed
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
 

@@ -8,9 +8,9 @@ import re
 import pytest
 import torch
 
+from meshwright.core.mesh import Mesh
 from meshwright.errors import MeshError, RunError
 from meshwright.manual import World
-from meshwright.mesh import Mesh
 from meshwright.runtime import plain
 from meshwright.runtime.communicator import Alone, SimulatedWorld
 

@@ -13,7 +13,7 @@ from meshwright.compile import captured_of, lower
 from meshwright.cost.cluster import Cluster, Device, Level
 from meshwright.examples import gpt, llama, mlp, recommender, zoo
 from meshwright.partition import Partition
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.predict.memory.step import Peak, optimizer_on, peak
 from tests.partition.models import UNEVEN
 

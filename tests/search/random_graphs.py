@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.graph import Graph, Input, Node, Ref, TensorType, verify
+from meshwright.core.graph import Graph, Input, Node, Ref, TensorType, verify
 
 ROWS, WIDTHS = (32, 48, 96), (16, 24, 40, 64)
 

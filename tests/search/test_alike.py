@@ -12,9 +12,10 @@ import pytest
 
 from bench.graphs import distinct
 from meshwright.compile import captured_of
+from meshwright.core.graph import Graph
+from meshwright.core.mesh import Mesh
+from meshwright.core.techniques import techniques_from
 from meshwright.cost.cluster import Cluster
-from meshwright.graph import Graph
-from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
 from meshwright.search import planner as planner_module
 from meshwright.search.layer_groups import Folded, folded, whole
@@ -32,7 +33,6 @@ from meshwright.search.space.families import one_option
 from meshwright.search.space.memory import memory_of
 from meshwright.search.vectorized import redistribution as ways
 from meshwright.search.vectorized.spaces import made
-from meshwright.techniques import techniques_from
 from tests.search.drawn import draw
 from tests.search.planned import PINS, built, cluster
 

@@ -12,9 +12,9 @@ import pytest
 
 import meshwright as mw
 from meshwright.compile import captured_of, lower
+from meshwright.core.graph import Node
 from meshwright.errors import PlanError
 from meshwright.examples import gpt
-from meshwright.graph import Node
 from meshwright.predict.memory.per_operator import kept_bytes
 from meshwright.predict.per_operator import Weight
 from meshwright.search.techniques.budget import POLICIES, solve

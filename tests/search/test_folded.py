@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from meshwright.capture import Captured, capture, fold
+from meshwright.core.graph import Graph, Input, Node, Ref, TensorType, verify
+from meshwright.core.mesh import Mesh
 from meshwright.examples.zoo import hugging_face
-from meshwright.graph import Graph, Input, Node, Ref, TensorType, verify
-from meshwright.mesh import Mesh
 from meshwright.ops.factors import analyze
 from meshwright.ops.table import rules_of
 from meshwright.search.annotations import renumber

@@ -11,7 +11,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.errors import DoesNotFit
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 
 H100 = mw.Cluster.preset("h100", nodes=1, ranks_per_node=4)
 SAME = 1 + 1e-9

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from meshwright.compile import captured_of
-from meshwright.mesh import Mesh
+from meshwright.core.mesh import Mesh
+from meshwright.core.techniques import ACTIVATIONS, techniques_from
 from meshwright.ops.analysis import factors_of
 from meshwright.predict.tasks import simulate
 from meshwright.request import request_for
@@ -18,7 +19,6 @@ from meshwright.search.scene import Scene
 from meshwright.search.solve import solve
 from meshwright.search.space.families import named
 from meshwright.search.space.memory import fixed_bytes, memory_of
-from meshwright.techniques import ACTIVATIONS, techniques_from
 from tests.search.planned import MESHES, built, cluster, free, lowered, peaks
 
 LARGER = ("llama", "bert", "resnet", "recommender", "wide gpt")

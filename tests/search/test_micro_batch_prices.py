@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from meshwright.compile import captured_of
+from meshwright.core.techniques import techniques_from
 from meshwright.ops.analysis import factors_of
 from meshwright.partition import Partition, partition
-from meshwright.plan import Plan, fingerprint
+from meshwright.plan.plan import Plan, fingerprint
 from meshwright.predict.price import program_price
 from meshwright.request import request_for
 from meshwright.search.data_parallel import by_batch
@@ -24,7 +25,6 @@ from meshwright.search.space.build import Space
 from meshwright.search.space.constraints import exactly, rows_of
 from meshwright.search.space.memory import gathered_bytes
 from meshwright.search.techniques.apply import apply
-from meshwright.techniques import techniques_from
 from tests.search.planned import built, cluster
 
 MODEL, MESH = "wide mlp", "2x2"

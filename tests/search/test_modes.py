@@ -11,11 +11,11 @@ import pytest
 
 import meshwright as mw
 from meshwright.compile import captured_of, lower
+from meshwright.core.mesh import Mesh
 from meshwright.examples import gpt
-from meshwright.mesh import Mesh
 from meshwright.ops.factors import analyze
 from meshwright.ops.table import rules_of
-from meshwright.plan import Plan, fingerprint
+from meshwright.plan.plan import Plan, fingerprint
 from meshwright.predict.price import program_price
 from meshwright.predict.tasks import simulate
 from meshwright.search.space.build import Choice, Space

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import meshwright as mw
+from meshwright.core.layout import SubDim, local_size
 from meshwright.examples import mlp
-from meshwright.layout import SubDim, local_size
 from meshwright.search.remarks import _holders
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import meshwright as mw
+from meshwright.core.layout import TensorLayout, parse_layout
+from meshwright.core.mesh import Mesh
 from meshwright.errors import PlanError
 from meshwright.examples import mlp
-from meshwright.layout import TensorLayout, parse_layout
-from meshwright.mesh import Mesh
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.predict.price import program_price
 from meshwright.redistribute.steps import largest_size
 from meshwright.redistribute.storage import repeated_axes, run_of, stored

@@ -10,7 +10,7 @@ from meshwright.compile import captured_of, lower
 from meshwright.errors import StrategyError
 from meshwright.examples import gpt
 from meshwright.partition.collectives import program_collectives
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 
 SMALL = gpt.GPTConfig(48, 24, 2, 4, 8)
 

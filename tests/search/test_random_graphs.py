@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from meshwright.graph import Graph
+from meshwright.core.graph import Graph
 from meshwright.ops.analysis import factors_of
 from meshwright.partition import partition
-from meshwright.plan import Plan, fingerprint
+from meshwright.plan.plan import Plan, fingerprint
 from meshwright.predict.price import program_price
 from meshwright.search.solve import solve
 from meshwright.search.space.build import Space

@@ -9,9 +9,9 @@ import pytest
 
 import meshwright as mw
 from meshwright.compile import captured_of, lower
+from meshwright.core.graph import Graph
 from meshwright.errors import PlanError
 from meshwright.examples import gpt, llama, recommender, zoo
-from meshwright.graph import Graph
 from meshwright.predict.price import program_price
 from meshwright.search.techniques.layers import layers_of
 

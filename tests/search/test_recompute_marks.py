@@ -10,9 +10,9 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.compile import captured_of
+from meshwright.core.graph import Graph
 from meshwright.errors import PlanError
 from meshwright.examples import gpt
-from meshwright.graph import Graph
 
 CONFIG = gpt.GPTConfig(48, 24, 3, 4, 8, dropout=0.1)
 

@@ -10,14 +10,14 @@ import torch
 
 import meshwright as mw
 from meshwright.compile import captured_of, plan_captured
+from meshwright.core.techniques import techniques_from
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import LayoutError, PlanError, StrategyError
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.request import request_for
 from meshwright.search.evaluate import Evaluator
 from meshwright.search.solve import NoStates, Problem
 from meshwright.search.space.build import Space
-from meshwright.techniques import techniques_from
 from tests.search.planned import SEARCHES, made
 from tests.search.test_alike import of_model
 

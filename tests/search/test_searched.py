@@ -7,7 +7,7 @@ import math
 import pytest
 
 import meshwright as mw
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.predict.price import program_price
 from tests.ranks import run_warm
 from tests.search.planned import (

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from meshwright.compile import captured_of, lower
-from meshwright.mesh import Mesh
+from meshwright.core.mesh import Mesh
 from meshwright.ops.factors import analyze
 from meshwright.ops.table import rules_of
-from meshwright.plan import Plan, fingerprint
+from meshwright.plan.plan import Plan, fingerprint
 from meshwright.predict.tasks import simulate
 from meshwright.search.solve import solve
 from meshwright.search.space.build import Space

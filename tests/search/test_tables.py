@@ -11,13 +11,13 @@ import torch
 
 import meshwright as mw
 from meshwright.compile import captured_of
+from meshwright.core.techniques import Techniques
 from meshwright.errors import PlanError
 from meshwright.examples import gpt, recommender
 from meshwright.search.evaluate import Evaluator
 from meshwright.search.host_tables import tables_of, with_tables
 from meshwright.search.layer_groups import folded
 from meshwright.search.planner import Request
-from meshwright.techniques import Techniques
 
 H100 = mw.Cluster.preset("h100", ranks_per_node=2)
 LARGEST, NEXT = "deep_tables.2.weight", "deep_tables.0.weight"

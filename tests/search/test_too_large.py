@@ -12,12 +12,12 @@ import pytest
 import meshwright as mw
 from meshwright.capture import Captured
 from meshwright.compile import captured_of, plan_captured
+from meshwright.core.techniques import techniques_from
 from meshwright.errors import DoesNotFit, PlanError
 from meshwright.examples import gpt
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.redistribute.steps import enough_bytes, show_bytes
 from meshwright.request import request_for
-from meshwright.techniques import techniques_from
 from tests.search.planned import SEARCHES, cluster, tower
 
 UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}

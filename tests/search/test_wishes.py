@@ -11,13 +11,13 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.compile import captured_of
+from meshwright.core.layout import dim_axes
+from meshwright.core.mesh import Mesh
 from meshwright.errors import StrategyError
 from meshwright.examples import zoo
-from meshwright.layout import dim_axes
-from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.strategy import Strategy
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.search.evaluate import Evaluator
 from meshwright.search.planner import Evaluation
 from meshwright.search.space.build import Choice

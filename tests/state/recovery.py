@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.recovery_run import main
-from meshwright.state import tensor_file
+from meshwright.checkpoint import safetensors_io as tensor_file
 
 
 def die_in_the_third_save(once: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.checkpoint.load import load
+from meshwright.checkpoint.save import Saves
 from meshwright.runtime.step import LocalStep
-from meshwright.state.loading import load
-from meshwright.state.saving import Saves
 from tests.state.worlds import BUILDS, OPTIMIZERS, Case, alone_trained, batch_of, case, check_parts, run
 
 MESHES = (

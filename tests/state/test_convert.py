@@ -14,15 +14,15 @@ import transformers
 from torch.distributed import checkpoint
 
 import meshwright as mw
+from meshwright.checkpoint import ownership as share
+from meshwright.checkpoint.convert import convert
+from meshwright.checkpoint.index import read_index
+from meshwright.checkpoint.load import load
+from meshwright.checkpoint.save import Saves
+from meshwright.checkpoint.sources import open_checkpoint
 from meshwright.errors import CheckpointError
 from meshwright.examples import zoo
 from meshwright.runtime.step import LocalStep
-from meshwright.state import share
-from meshwright.state.convert import convert
-from meshwright.state.index import read_index
-from meshwright.state.loading import load
-from meshwright.state.saving import Saves
-from meshwright.state.sources import open_checkpoint
 from tests.state.worlds import alone_trained, batch_of, case, check_parts, run, whole_state
 
 MIXED = case({"dp": 2, "tp": 2}, optimizer_parallel=1, threshold_kb=0)

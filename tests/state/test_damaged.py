@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.capture.batch import map_leaves
+from meshwright.capture.pytree import map_leaves
+from meshwright.checkpoint.index import NAME
+from meshwright.checkpoint.load import load, resume
+from meshwright.checkpoint.save import Saves
 from meshwright.errors import CheckpointError
 from meshwright.examples import gpt, mlp
 from meshwright.runtime.step import LocalStep
-from meshwright.state.index import NAME
-from meshwright.state.loading import load, resume
-from meshwright.state.saving import Saves
 from tests.state.worlds import Case, batch_of, case, run
 
 TWO = case({"dp": 2}, optimizer_parallel=1, threshold_kb=0)

@@ -16,15 +16,15 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.checkpoint.lock import LOCK
 from meshwright.errors import CheckpointError
 from meshwright.examples import mlp
-from meshwright.state.lock import LOCK
 
 ROOT = Path(__file__).parents[2]
 OTHER = """
 import sys, time
 from pathlib import Path
-from meshwright.state.folder import own
+from meshwright.checkpoint.folder import own
 
 held = own(Path(sys.argv[1]))
 print("owned", flush=True)

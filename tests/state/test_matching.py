@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import save_file
 
 import meshwright as mw
+from meshwright.checkpoint.convert import convert
+from meshwright.checkpoint.index import read_index
+from meshwright.checkpoint.load import load, random_of
+from meshwright.checkpoint.rng import begun_anew, random_state, set_random_state
+from meshwright.checkpoint.save import Saves
 from meshwright.errors import CheckpointError, DamagedError
 from meshwright.examples import gpt, mlp
 from meshwright.runtime.step import LocalStep
-from meshwright.state.convert import convert
-from meshwright.state.generators import begun_anew, random_state, set_random_state
-from meshwright.state.index import read_index
-from meshwright.state.loading import load, random_of
-from meshwright.state.saving import Saves
 from tests.state.worlds import batch_of, case, check_parts, run, whole_state
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.procs
 TWO = """
 import os
 from pathlib import Path
-from meshwright.state import tensor_file
+from meshwright.checkpoint import safetensors_io as tensor_file
 model, batch, loss = gpt.build(batch=6)
 step = mw.train_step(model, adamw, batch, loss=loss, mesh=2, optimizer_parallel=2, threshold_kb=0)
 step(batch)

@@ -12,15 +12,16 @@ import safetensors.torch
 import torch
 
 import meshwright as mw
+from meshwright.checkpoint import safetensors_io as tensor_file
+from meshwright.checkpoint import write as writing
+from meshwright.checkpoint.folder import newest
+from meshwright.checkpoint.load import load
+from meshwright.checkpoint.lock import LOCK
+from meshwright.checkpoint.save import Saves
+from meshwright.checkpoint.user_data import from_plain, to_plain
 from meshwright.errors import CheckpointError
 from meshwright.examples import mlp
 from meshwright.runtime.step import LocalStep
-from meshwright.state import tensor_file, writing
-from meshwright.state.folder import newest
-from meshwright.state.loading import load
-from meshwright.state.lock import LOCK
-from meshwright.state.plain import from_plain, to_plain
-from meshwright.state.saving import Saves
 from tests.state.worlds import batch_of, case, run, whole_state
 
 TWO = case({"dp": 2}, optimizer_parallel=1, threshold_kb=0)

@@ -11,16 +11,16 @@ from typing import Any, TypeVar
 import torch
 
 import meshwright as mw
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
+from meshwright.checkpoint.step_state import model_items, state_items
 from meshwright.cli.arguments import mesh_sizes
 from meshwright.compile import captured_of, lower, values_of
 from meshwright.examples import gpt, llama, recommender, zoo
 from meshwright.partition import Partition
-from meshwright.runtime.batches import slicer
 from meshwright.runtime.communicator import SimulatedWorld
+from meshwright.runtime.local_batch import slicer
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
-from meshwright.state.held import model_items, state_items
 
 T = TypeVar("T")
 BUILDS: dict[str, Any] = {
@@ -120,7 +120,7 @@ def check_parts(step: LocalStep, expected: Mapping[str, torch.Tensor]) -> int:
 
 def alone_trained(name: str, path: Path, optimizer: str, seed: int = 0) -> dict[str, torch.Tensor]:
     """Train one device for two steps and save; what it holds."""
-    from meshwright.state.saving import Saves
+    from meshwright.checkpoint.save import Saves
 
     def body(step: LocalStep) -> dict[str, torch.Tensor]:
         for _ in range(2):

@@ -10,10 +10,10 @@ from typing import Any
 import meshwright as mw
 from meshwright.capture import Captured
 from meshwright.compile import captured_of, lower, plan_captured
+from meshwright.core.techniques import techniques_from
 from meshwright.examples import recommender, zoo
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.predict.memory.per_operator import kept_bytes
-from meshwright.techniques import techniques_from
 
 Mesh = Mapping[str, int]
 TWO, THREE, FOUR, CUT = {"dp": 2}, {"dp": 3}, {"dp": 4}, {"tp": 2}

@@ -10,13 +10,13 @@ import torch
 
 from meshwright.capture import widen
 from meshwright.compile import captured_of, lower, plan_captured
+from meshwright.core.graph import Graph, Node, Ref, prune
+from meshwright.core.layout import parse_layout
 from meshwright.errors import RunError
 from meshwright.examples import gpt
-from meshwright.graph import Graph, Node, Ref, prune
-from meshwright.layout import parse_layout
 from meshwright.partition import RESHARD, Partition
 from meshwright.partition.collectives import program_collectives
-from meshwright.plan import fingerprint
+from meshwright.plan.plan import fingerprint
 from meshwright.runtime.communicator import SimulatedRank
 from meshwright.verify import VerificationError, verify, verify_partition
 

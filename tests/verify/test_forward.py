@@ -10,20 +10,20 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.capture.batch import leaves
 from meshwright.capture.forward import Forward, capture_forward, filled
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.core.graph import RESHARD
+from meshwright.core.techniques import techniques_from
 from meshwright.errors import CaptureError, PlanError
 from meshwright.examples import gpt
-from meshwright.graph import RESHARD
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.runtime.communicator import SimulatedWorld
 from meshwright.runtime.forward import LocalForward, leaves_of
 from meshwright.runtime.kernels import reference_dropout
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
 from meshwright.search.reuse import carried
-from meshwright.techniques import techniques_from
 from tests.verify.test_pipelines import MIXED, PINS, STAGES, built, planned
 
 CPU = torch.device("cpu")

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.core.mesh import Mesh
+from meshwright.core.techniques import techniques_from
 from meshwright.examples import gpt
-from meshwright.mesh import Mesh
 from meshwright.partition import Partition
 from meshwright.partition.collectives import program_collectives
 from meshwright.partition.gradients import loss_scale
 from meshwright.runtime.communicator import Counter, SimulatedRank, SimulatedWorld
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
-from meshwright.techniques import techniques_from
 from meshwright.verify.runs import simulated_rank
 
 PINS = {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}, "head": {"n": "tp"}}

@@ -13,17 +13,17 @@ import torch
 from torch import fx, nn
 
 import meshwright as mw
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.core.graph import TO_DEVICE, TO_HOST, TRANSFERS, parse
 from meshwright.errors import PlanError
 from meshwright.examples import gpt, recommender
-from meshwright.graph import TO_DEVICE, TO_HOST, TRANSFERS, parse
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.predict.memory.step import peak
 from meshwright.predict.price import program_price
 from meshwright.predict.tasks import simulate
+from meshwright.runtime.build_module import Transfer, build_module
 from meshwright.runtime.communicator import Counter
-from meshwright.runtime.program import Transfer, build_module
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
 from tests.partition.models import MODELS, built

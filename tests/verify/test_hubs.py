@@ -16,11 +16,11 @@ import torch
 
 import meshwright as mw
 from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.core.graph import Graph
+from meshwright.core.layout import SubDim, TensorLayout
+from meshwright.core.mesh import Mesh
 from meshwright.examples import gpt, llama, mlp, zoo
-from meshwright.graph import Graph
-from meshwright.layout import SubDim, TensorLayout
-from meshwright.mesh import Mesh
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.runtime.before_update import BeforeUpdate
 from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld
 from meshwright.runtime.step import LocalStep

@@ -12,16 +12,16 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import meshwright as mw
-from meshwright.capture.initial import Initial, check_init
-from meshwright.capture.replay import construct, replay
+from meshwright.capture.meta_init import Initial, check_init
+from meshwright.capture.meta_init_replay import construct, replay
 from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.core.mesh import Mesh
+from meshwright.core.techniques import techniques_from
 from meshwright.errors import CaptureError, RunError
 from meshwright.examples import gpt, llama, recommender, zoo
-from meshwright.mesh import Mesh
-from meshwright.runtime.batches import taker
 from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld
+from meshwright.runtime.local_batch import taker
 from meshwright.runtime.step import LocalStep
-from meshwright.techniques import techniques_from
 from meshwright.verify.runs import simulated_rank
 
 Make = Callable[[], nn.Module]

@@ -10,9 +10,9 @@ import torch
 
 import meshwright as mw
 from meshwright.compile import captured_of, lower, values_of
+from meshwright.core.layout import TensorLayout, parse_layout, verify
+from meshwright.core.mesh import Mesh
 from meshwright.errors import LayoutError, RunError, StrategyError
-from meshwright.layout import TensorLayout, parse_layout, verify
-from meshwright.mesh import Mesh
 from meshwright.partition.collectives import program_collectives
 from meshwright.redistribute import redistribute
 from meshwright.redistribute.boxes import held_boxes

@@ -11,20 +11,20 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
+from meshwright.core.layout import leaves as sub_dims
+from meshwright.core.layout import parse_layout
+from meshwright.core.mesh import Mesh
+from meshwright.core.techniques import techniques_from
 from meshwright.examples import gpt, llama, mlp, recommender, zoo
-from meshwright.layout import leaves as sub_dims
-from meshwright.layout import parse_layout
-from meshwright.mesh import Mesh
 from meshwright.partition import buckets
 from meshwright.partition.sharded_update import comes_in_place, gathers
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.redistribute import Step
 from meshwright.runtime.before_update import BeforeUpdate
 from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld
 from meshwright.runtime.step import LocalStep
-from meshwright.techniques import techniques_from
 from meshwright.train import TrainStep
 from meshwright.verify.runs import simulated_rank
 

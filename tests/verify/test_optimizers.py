@@ -11,10 +11,10 @@ import torch
 from torch import optim
 
 from meshwright.capture import widen, widened_eager
-from meshwright.capture.batch import leaves, map_leaves
+from meshwright.capture.pytree import leaves, map_leaves
 from meshwright.compile import lower, values_of
 from meshwright.partition.gradients import loss_scale
-from meshwright.plan import fingerprint
+from meshwright.plan.plan import fingerprint
 from meshwright.runtime.before_update import BeforeUpdate
 from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld
 from meshwright.runtime.step import LocalStep

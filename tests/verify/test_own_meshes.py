@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, values_of
 from meshwright.cost.cluster import Cluster, Level
 from meshwright.errors import MeshError, MeshwrightError, PlanError

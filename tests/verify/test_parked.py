@@ -12,17 +12,17 @@ import torch
 
 import meshwright as mw
 from bench.memory import peak_bytes
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, values_of
+from meshwright.core.graph import TO_DEVICE
 from meshwright.errors import PlanError
 from meshwright.examples import gpt
-from meshwright.graph import TO_DEVICE
 from meshwright.partition.collectives import step_collectives
 from meshwright.predict.memory.step import peak
 from meshwright.predict.price import program_price
 from meshwright.predict.tasks import simulate
-from meshwright.runtime.fetches import Fetches
 from meshwright.runtime.host_link import HostLink
+from meshwright.runtime.parameter_offload import Fetches
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
 from tests.partition.test_overlap import Log

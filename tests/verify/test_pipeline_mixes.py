@@ -10,12 +10,12 @@ import torch
 
 import meshwright as mw
 from meshwright.compile import captured_of, lower
+from meshwright.core.graph import START
 from meshwright.examples import recommender
-from meshwright.graph import START
 from meshwright.predict.pipeline_step import stages_in_copies
+from meshwright.runtime.activation_offload import Store
 from meshwright.runtime.micro_batches import InTime
 from meshwright.runtime.sharded_update import ScatterBucket
-from meshwright.runtime.stashes import Store
 from meshwright.runtime.step import LocalStep
 from tests.verify.test_pipelines import MIXED, STAGES, built, planned, prove, steps_of
 

@@ -14,23 +14,23 @@ import torch
 
 import meshwright as mw
 from bench.memory import peak_bytes
-from meshwright.capture.batch import leaves
+from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, values_of
+from meshwright.core.folding import layer_of
 from meshwright.errors import PlanError
 from meshwright.examples import gpt, llama, recommender, zoo
 from meshwright.partition import Partition
 from meshwright.partition.collectives import step_collectives
-from meshwright.partition.layers import layer_of
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.predict.memory.per_operator import kept_bytes
 from meshwright.predict.memory.step import peak
 from meshwright.predict.price import program_price
 from meshwright.predict.tasks import simulate
 from meshwright.report.kept_activations import stashed
 from meshwright.runtime import host_link
+from meshwright.runtime.activation_offload import Keeper
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.rank import Rank
-from meshwright.runtime.stashes import Keeper
 from meshwright.runtime.step import LocalStep
 from tests.partition.models import UNEVEN
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from tests.verify.techniques import ALONE, MESHES, MODELS, TABLE, TOGETHER, built, planned
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from meshwright.core.graph import Node
+from meshwright.core.layout import Coordinate
+from meshwright.core.mesh import Mesh
 from meshwright.errors import RuleError
-from meshwright.graph import Node
-from meshwright.layout import Coordinate
-from meshwright.mesh import Mesh
 from meshwright.ops.factors import Site
 from meshwright.ops.local import attention, random, reduce, shape, window
 from meshwright.ops.local.cut import Cut

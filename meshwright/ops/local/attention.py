@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from meshwright.graph import Device, Dtype, Node, TensorType
-from meshwright.layout import TensorLayout
+from meshwright.core.graph import Device, Dtype, Node, TensorType
+from meshwright.core.layout import TensorLayout
 from meshwright.ops.local.cut import Cut, ref, text
 from meshwright.ops.local.shape import places
 

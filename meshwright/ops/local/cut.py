@@ -9,9 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.graph import Dtype, Node, Ref, TensorType
-from meshwright.layout import Coordinate, Dim, TensorLayout, dim_axes, dim_size, local_indices, local_size
-from meshwright.mesh import Mesh
+from meshwright.core.graph import Dtype, Node, Ref, TensorType
+from meshwright.core.layout import (
+    Coordinate,
+    Dim,
+    TensorLayout,
+    dim_axes,
+    dim_size,
+    local_indices,
+    local_size,
+)
+from meshwright.core.mesh import Mesh
 from meshwright.ops.factors import Site
 from meshwright.ops.strategy import Ports
 

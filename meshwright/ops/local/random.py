@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.graph import Device, Dtype, Node
+from meshwright.core.graph import Device, Dtype, Node
 from meshwright.ops.local.cut import Cut, text
 
 

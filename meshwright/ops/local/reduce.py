@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from meshwright.graph import Node, Ref, TensorType
-from meshwright.layout import dim_axes, dim_size, local_size, without_axes
+from meshwright.core.graph import Node, Ref, TensorType
+from meshwright.core.layout import dim_axes, dim_size, local_size, without_axes
 from meshwright.ops.local.cut import Cut, ref, text, with_arg
 from meshwright.ops.rule import dim_letters
 from meshwright.ops.special.loss import MEAN, NONE, SUM, reduction_at, reduction_of

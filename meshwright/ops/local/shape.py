@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from meshwright.graph import Device, Dtype, Node, TensorType
-from meshwright.layout import Cat, TensorLayout, dim_axes, dim_size, local_size
+from meshwright.core.graph import Device, Dtype, Node, TensorType
+from meshwright.core.layout import Cat, TensorLayout, dim_axes, dim_size, local_size
 from meshwright.ops.local.cut import Cut, ref, text, with_arg
 from meshwright.ops.special.shape import slice_bounds
 

@@ -6,8 +6,8 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from meshwright.graph import Dtype, Node, Ref, TensorType
-from meshwright.layout import SubDim, block, dim_size
+from meshwright.core.graph import Dtype, Node, Ref, TensorType
+from meshwright.core.layout import SubDim, block, dim_size
 from meshwright.ops.local.cut import Cut, ref, with_arg
 from meshwright.ops.local.shape import groups
 from meshwright.ops.special.window import Window, windows_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.graph import Node
+from meshwright.core.graph import Node
 from meshwright.ops.rule import Rule, RuleDim
 from meshwright.ops.special.build import Special, Types, make, shapes_in, whole
 

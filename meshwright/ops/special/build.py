@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from meshwright.graph import Node, TensorType
+from meshwright.core.graph import Node, TensorType
 from meshwright.ops.rule import Port, Rule, RuleDim, Shape, bound
 
 Types = Mapping[str, TensorType]

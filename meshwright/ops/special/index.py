@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from meshwright.core.graph import ROWS_MARK, Node, Ref
 from meshwright.errors import StrategyError
-from meshwright.graph import ROWS_MARK, Node, Ref
 from meshwright.ops.rule import Rule, RuleDim
 from meshwright.ops.special.build import Special, Types, broadcast, letters, line, make, shapes_in, whole
 

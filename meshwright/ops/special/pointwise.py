@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.graph import Node, Ref
+from meshwright.core.graph import Node, Ref
 from meshwright.ops.rule import Rule
 from meshwright.ops.special.build import Special, Types, letters, line, text_of
 

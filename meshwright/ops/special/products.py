@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from meshwright.graph import Node
+from meshwright.core.graph import Node
 from meshwright.ops.rule import Rule
 from meshwright.ops.special.build import Special, Types, broadcast, line, make, shapes_in, text_of, whole
 from meshwright.ops.special.window import average, convolution, pool

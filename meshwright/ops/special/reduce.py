@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from meshwright.graph import Node
+from meshwright.core.graph import Node
 from meshwright.ops.rule import Rule
 from meshwright.ops.special.build import Special, Types, dims_of, letters, line, shapes_in, text_of
 

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.graph import Node
+from meshwright.core.graph import Node
 from meshwright.ops.rule import Rule, RuleDim
 from meshwright.ops.special.build import Special, Types, line, make, shapes_in, text_of
 

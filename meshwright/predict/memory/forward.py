@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.core.graph import DTYPES, RESHARD, START, TO_HOST, TRANSFERS, WAIT, Graph, Node
 from meshwright.cost.operators import PIECES, REPEATS, VIEWS
 from meshwright.cost.strides import copying_views
-from meshwright.graph import DTYPES, RESHARD, START, TO_HOST, TRANSFERS, WAIT, Graph, Node
 from meshwright.ops.saved import saved
 from meshwright.partition import Partition
 from meshwright.partition.activation_offload import stashed_in

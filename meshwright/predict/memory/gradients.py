@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from meshwright.graph import Graph, Node
+from meshwright.core.graph import Graph, Node
 from meshwright.predict.memory.allocator import Heap, Storage
 from meshwright.predict.memory.updates import UpdateMemory
 

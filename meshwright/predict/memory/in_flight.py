@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.graph import DTYPES, Graph, Node
-from meshwright.mesh import Mesh
+from meshwright.core.graph import DTYPES, Graph, Node
+from meshwright.core.mesh import Mesh
 from meshwright.partition.insert_reshards import backward_itemsize
 from meshwright.partition.overlap import members_of
 from meshwright.predict.memory.allocator import Heap, Storage

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.mesh import Mesh
+from meshwright.core.mesh import Mesh
 from meshwright.predict.memory.allocator import Heap, Storage
 from meshwright.redistribute import Step
 from meshwright.redistribute.index_maps import Exchange, exchange

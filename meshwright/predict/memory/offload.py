@@ -1,6 +1,6 @@
-"""The memory of values that are kept elsewhere than where they lie, as `runtime/stashes.py` has it.
+"""The memory of values that are kept elsewhere than where they lie, as `runtime/activation_offload.py` has it.
 
-The memory of parameters that are brought from the host for their uses, as `runtime/fetches.py` has it.
+The memory of parameters that are brought from the host for their uses, as `runtime/parameter_offload.py` has it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshwright.graph import DTYPES, Graph, Node
-from meshwright.mesh import Mesh
+from meshwright.core.graph import DTYPES, Graph, Node
+from meshwright.core.mesh import Mesh
 from meshwright.partition.activation_offload import Stash, part_bytes, room_bytes, settled_before
 from meshwright.partition.parameter_offload import fetch_runs
 from meshwright.predict.memory.allocator import Heap, Storage

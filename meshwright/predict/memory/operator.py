@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from meshwright.core.graph import DTYPES, Graph, Node, TensorType
 from meshwright.cost.operators import (
     ATTENTION,
     BROADCASTS,
@@ -21,7 +22,6 @@ from meshwright.cost.operators import (
     THROUGH,
     VIEWS,
 )
-from meshwright.graph import DTYPES, Graph, Node, TensorType
 from meshwright.ops.saved import fused_attention
 from meshwright.predict.memory.allocator import Heap, Storage
 from meshwright.predict.memory.recompute import Notes

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.graph import Graph
+from meshwright.core.graph import Graph
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import programs_in_time
 from meshwright.partition.split_backward import splittable

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from meshwright.graph import RESHARD, START, TO_HOST, TRANSFERS, WAIT, Graph, Node
+from meshwright.core.graph import RESHARD, START, TO_HOST, TRANSFERS, WAIT, Graph, Node
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import scattered_each_time, summed_first
 from meshwright.partition.bucket_sizes import gradient_bytes

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
-from meshwright.graph import DTYPES
+from meshwright.core.graph import DTYPES
 from meshwright.partition import Partition
 from meshwright.partition.buckets import BucketBytes, Group
 from meshwright.partition.sharded_update import gathers, is_stretch, updates

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from meshwright.layout import TensorLayout
+from meshwright.core.layout import TensorLayout
 from meshwright.pipeline.meshes import Meshes
 from meshwright.redistribute.across_meshes import Laid, Route, arriving, leaving
 from meshwright.runtime.communicator.protocol import Communicator, Later, Work
-from meshwright.runtime.picker import Picker
+from meshwright.runtime.index import Picker
 
 
 class InStage:

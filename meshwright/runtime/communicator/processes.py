@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright import pulse
+from meshwright import heartbeat
+from meshwright.core.mesh import Mesh
 from meshwright.errors import RunError
-from meshwright.mesh import Mesh
-from meshwright.runtime import peers
+from meshwright.runtime import lost_peer as peers
 from meshwright.runtime.communicator.protocol import Done, Waited, Work
 
 TAG = 6113  # of our own messages between two ranks, so that none of the user's is taken for one
@@ -36,10 +36,10 @@ class _waiting:
         self.entry, self.what = entry, what
 
     def __enter__(self) -> None:
-        pulse.waits(self.entry)
+        heartbeat.waits(self.entry)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        pulse.over(self.entry)
+        heartbeat.over(self.entry)
         if isinstance(error, RuntimeError) and (lost := peers.lost(error, self.what)) is not None:
             raise lost from None
 
@@ -93,7 +93,7 @@ def leave() -> None:
     """
     peers.check()
     everybody = tuple(range(dist.get_world_size()))
-    with pulse.waiting(pulse.begun("mw.shutdown()", everybody)):
+    with heartbeat.waiting(heartbeat.begun("mw.shutdown()", everybody)):
         dist.barrier()
     for groups in _living:
         groups.forget()
@@ -154,7 +154,9 @@ class ProcessGroups(Waited):
 
     def prepare(self, axis_sets: Sequence[frozenset[str]]) -> None:
         """Make the process groups over these sets of axes. Collective: all ranks pass equal sets."""
-        with pulse.waiting(pulse.begun("making of process groups", tuple(range(dist.get_world_size())))):
+        with heartbeat.waiting(
+            heartbeat.begun("making of process groups", tuple(range(dist.get_world_size())))
+        ):
             self._prepare(axis_sets)
 
     def _prepare(self, axis_sets: Sequence[frozenset[str]]) -> None:
@@ -208,7 +210,7 @@ class ProcessGroups(Waited):
         key = tuple(axes)
         if key not in self._shown:
             self._shown[key] = self.mesh.show(key)
-        return pulse.begun(kind, self._members(key), self._shown[key])
+        return heartbeat.begun(kind, self._members(key), self._shown[key])
 
     def all_reduce(self, x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> torch.Tensor:
         """See `Communicator`."""
@@ -236,7 +238,7 @@ class ProcessGroups(Waited):
         peers.check()
         plain = x.detach().contiguous()
         everybody = tuple(range(self.mesh.size))
-        with _waiting(pulse.begun("broadcast", everybody, f"from rank {source}"), "a broadcast"):
+        with _waiting(heartbeat.begun("broadcast", everybody, f"from rank {source}"), "a broadcast"):
             dist.broadcast(plain, src=source)
         if plain.data_ptr() != x.data_ptr():
             x.copy_(plain)
@@ -348,14 +350,14 @@ class ProcessGroups(Waited):
         plain = x.detach().contiguous()
         if not plain.numel():
             return Done(plain)
-        entry = pulse.begun("send", (self._me, to), "sent")
+        entry = heartbeat.begun("send", (self._me, to), "sent")
         return _Pending(entry, f"a message to rank {to}", dist.isend(plain, to, tag=TAG + 1 + tag), plain)
 
     def receive_start(self, into: torch.Tensor, source: int, tag: int) -> Work:
         """See `Communicator`."""
         if not into.numel():
             return Done(into)
-        entry = pulse.begun("receive", (source, self._me), "received")
+        entry = heartbeat.begun("receive", (source, self._me), "received")
         return _Pending(
             entry, f"a message from rank {source}", dist.irecv(into, source, tag=TAG + 1 + tag), into
         )

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from meshwright.mesh import Mesh
+from meshwright.core.mesh import Mesh
 
 
 class Work(Protocol):

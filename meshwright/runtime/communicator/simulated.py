@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from meshwright.core.mesh import Mesh
 from meshwright.errors import RunError
-from meshwright.mesh import Mesh
 from meshwright.runtime.communicator.protocol import Done, Later, Waited, Work
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from meshwright.core.layout import TensorLayout, parse_layout
 from meshwright.errors import RunError
-from meshwright.layout import TensorLayout, parse_layout
 from meshwright.runtime.rank import Rank
 
 TORCH = "torch"

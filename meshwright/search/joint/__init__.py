@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
+from meshwright.core.techniques import Techniques
 from meshwright.errors import DoesNotFit, PlanError
 from meshwright.search.compute_bound import Least
 from meshwright.search.infeasible import NothingFits
@@ -28,7 +29,6 @@ from meshwright.search.memory_limit import fits_in_both, limited
 from meshwright.search.planner import Found, Planner, families_of
 from meshwright.search.solve import solve
 from meshwright.search.space.build import Space
-from meshwright.techniques import Techniques
 
 TRIES = 20  # simulations of a choice under techniques
 SURE = 0.97  # of the limit: a peak below it, told from a few layers, is not told from all until the end

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.graph import Graph
+from meshwright.core.graph import Graph
+from meshwright.core.techniques import ACTIVATIONS, OPTIMIZER, PARAMETERS, Techniques
 from meshwright.ops.batch import batch_rows, by_micro_batch, by_whole_batch
 from meshwright.ops.factors import Factors
 from meshwright.search.planner import Planner
 from meshwright.search.techniques.recompute import again_of
-from meshwright.techniques import ACTIVATIONS, OPTIMIZER, PARAMETERS, Techniques
 
 MOST = 4096  # micro-batches
 

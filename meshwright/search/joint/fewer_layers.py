@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshwright.core.techniques import ranges
 from meshwright.errors import PlanError
 from meshwright.search.memory_limit import fits_in_both
 from meshwright.search.planner import FULL, Found, Planner
 from meshwright.search.techniques.layers import layers_of
-from meshwright.techniques import ranges
 
 TRIES = 3
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.core.graph import Graph
+from meshwright.core.techniques import OFFLOAD
 from meshwright.errors import DoesNotFit, LayoutError, PlanError
-from meshwright.graph import Graph
 from meshwright.redistribute.steps import enough_bytes, show_bytes
 from meshwright.search.joint.dimensions import micro_batches_of
 from meshwright.search.least_memory import any_fits, least_bytes_of
@@ -19,7 +20,6 @@ from meshwright.search.planner import Found, Planner, families_of
 from meshwright.search.solve import Memory, solve
 from meshwright.search.space.build import Space
 from meshwright.search.space.memory import INSTANTS
-from meshwright.techniques import OFFLOAD
 
 PARTS = (2, 4, 8, 16, 32, 64)  # of a batch
 TRIED = 3  # of these, from the largest whose sums fit on

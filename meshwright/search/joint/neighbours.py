@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from meshwright.core.techniques import Techniques
 from meshwright.errors import PlanError
 from meshwright.search.joint.dimensions import Dimension
 from meshwright.search.joint.pareto import SLACK, Front
 from meshwright.search.memory_limit import fits_in_both
 from meshwright.search.planner import Found
-from meshwright.techniques import Techniques
 
 TRIES = 3  # simulations for the next best of a technique
 CUTS = "cuts"  # the name of what differs in cuts and storage alone

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from meshwright.core.techniques import ACTIVATIONS, PARAMETERS, Techniques
 from meshwright.cost.machine import QUEUED, launch_seconds
 from meshwright.ops.batch import batch_rows, batch_units
 from meshwright.ops.strategy import at_path
@@ -29,7 +30,6 @@ from meshwright.search.space.constraints import exactly, rows_of
 from meshwright.search.space.families import outside
 from meshwright.search.space.memory import fixed_bytes
 from meshwright.search.techniques.layers import SHARING
-from meshwright.techniques import ACTIVATIONS, PARAMETERS, Techniques
 
 # Prices of a byte of states and of activations, in steps that a device's memory full of them costs.
 PRICES = ((0.0, 0.0), (0.2, 0.0), (2.0, 0.0), (2.0, 0.5), (0.0, 2.0), (64.0, 64.0))

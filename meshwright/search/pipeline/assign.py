@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from meshwright.core.graph import STAGE_MARK, Graph, Node
+from meshwright.core.mesh import Mesh
+from meshwright.core.techniques import Techniques, matches_module
 from meshwright.errors import PlanError, did_you_mean
-from meshwright.graph import STAGE_MARK, Graph, Node
-from meshwright.mesh import Mesh
 from meshwright.partition import Partition, partition
 from meshwright.pipeline.actions import Schedule, is_own, parse
 from meshwright.pipeline.levels import link_of
@@ -18,11 +19,10 @@ from meshwright.pipeline.meshes import AXIS, Meshes
 from meshwright.pipeline.of_plan import schedule_for
 from meshwright.pipeline.play import play
 from meshwright.pipeline.split import Split, split
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.predict.pipeline_step import claims_of, peaks_of
 from meshwright.predict.split_costs import costs_of, stage_room
 from meshwright.search.planner import Request
-from meshwright.techniques import Techniques, matches_module
 
 TRIES = 4  # splits that are looked at for the memory they need
 FAR = 0.5  # of the room: stages whose sums are below it fit

@@ -6,16 +6,17 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 
-from meshwright.blocks import Folding
+from meshwright.core.folding import Folding
+from meshwright.core.graph import Graph
+from meshwright.core.mesh import Mesh
+from meshwright.core.techniques import OPTIMIZER, Techniques
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.operators import PRODUCTS
 from meshwright.errors import PlanError
-from meshwright.graph import Graph
-from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.batch import batch_rows, by_micro_batch
 from meshwright.pipeline.meshes import AXIS
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.search.compute_bound import Least
 from meshwright.search.in_one_stage import plan_in_one_stage
 from meshwright.search.joint.dimensions import MOST, pieces_of
@@ -31,7 +32,6 @@ from meshwright.search.scene import Scene
 from meshwright.search.space.build import Ties
 from meshwright.search.techniques.layers import layers_of
 from meshwright.search.wanted import Wanted
-from meshwright.techniques import OPTIMIZER, Techniques
 
 NEAR = 0.1  # of the bound: a plan that is nearer is not looked at again
 PLANNED = 3  # pipelines that are planned and predicted in full, where one of them or one stage fits

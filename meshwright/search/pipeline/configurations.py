@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from meshwright.core.mesh import prime_factors
 from meshwright.cost.cluster import Cluster
-from meshwright.mesh import prime_factors
 from meshwright.search.planner import Evaluation
 
 # Schedules that are looked at, each with so many stages of a rank; `interleaved` also with as many as there are layers.

@@ -7,22 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from meshwright.core.mesh import Mesh
+from meshwright.core.techniques import Techniques
 from meshwright.errors import MeshError
-from meshwright.mesh import Mesh
 from meshwright.pipeline.actions import is_own, parse
 from meshwright.pipeline.levels import along, mesh_over, part_of, taken_of, within_stage
 from meshwright.pipeline.meshes import Meshes, check_chunks, meshes, own_meshes
 from meshwright.pipeline.of_plan import in_flight
 from meshwright.pipeline.own_meshes import check_own, check_pins, pins_on
 from meshwright.pipeline.schedules import SCHEDULES
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.search.annotations import mesh_of_pins
 from meshwright.search.in_one_stage import plan_in_one_stage
 from meshwright.search.modes import within_limit
 from meshwright.search.pipeline.assign import in_one_stage, staged
 from meshwright.search.techniques.apply import apply
 from meshwright.search.wanted import Wanted, mesh_from
-from meshwright.techniques import Techniques
 
 
 def plan_in_stages(wanted: Wanted) -> Plan:

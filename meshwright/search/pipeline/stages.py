@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshwright.core.techniques import Techniques
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.operators import PRODUCTS
 from meshwright.errors import PlanError
@@ -36,7 +37,6 @@ from meshwright.search.planner import Found, Planner
 from meshwright.search.solve import Memory
 from meshwright.search.space.memory import fixed_bytes, gathered_bytes
 from meshwright.search.techniques.layers import layers_of
-from meshwright.techniques import Techniques
 
 TRIES = 20  # configurations that are simulated
 

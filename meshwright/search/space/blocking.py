@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection
 
-from meshwright.graph import PIN, Graph
+from meshwright.core.graph import PIN, Graph
 
 Variable = tuple[str, str]  # of a space: (kind, name)
 Edge = tuple[Variable, Variable, str]  # from, to, value

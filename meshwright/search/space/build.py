@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.core.graph import DTYPES, Graph
+from meshwright.core.layout import TensorLayout
+from meshwright.core.mesh import Mesh
+from meshwright.core.placement import hosted_values
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.host import transfer_seconds
 from meshwright.cost.reduction import adding_seconds
-from meshwright.graph import DTYPES, Graph
-from meshwright.layout import TensorLayout
-from meshwright.mesh import Mesh
 from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Strategy
-from meshwright.places import hosted_values
 from meshwright.redistribute.lower_bound import LowerTable
 from meshwright.redistribute.price_matrix import Table
 from meshwright.search.solve.problem import Problem

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from meshwright.graph import Graph, map_refs
+from meshwright.core.graph import Graph, map_refs
 from meshwright.redistribute.price_matrix import Value
 from meshwright.search.space.codes import NodeCodes
 from meshwright.search.space.layouts import Port

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshwright.core.graph import DTYPES, Graph, Node
+from meshwright.core.layout import Cat, Dim, SubDim, TensorLayout, dim_axes, leaves, normalize
+from meshwright.core.mesh import Axis, Mesh
 from meshwright.errors import StrategyError
-from meshwright.graph import DTYPES, Graph, Node
-from meshwright.layout import Cat, Dim, SubDim, TensorLayout, dim_axes, leaves, normalize
-from meshwright.mesh import Axis, Mesh
 from meshwright.ops.factors import Factors, Site
 from meshwright.ops.strategy import WHOLE, Strategy, cut, layouts, splittable, unit_leaves, units, ways
 from meshwright.redistribute.price_matrix import PENDING, Value

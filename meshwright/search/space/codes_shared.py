@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshwright.graph import Graph, Node
-from meshwright.layout import SubDim
+from meshwright.core.graph import Graph, Node
+from meshwright.core.layout import SubDim
 from meshwright.ops.factors import Factors, Site
 from meshwright.redistribute.price_matrix import Value
 from meshwright.search.space.codes import LIMIT, NodeCodes, Option, node_codes

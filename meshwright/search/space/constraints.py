@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from meshwright.core.layout import dim_axes, leaves
+from meshwright.core.mesh import Mesh
 from meshwright.errors import StrategyError
-from meshwright.layout import dim_axes, leaves
-from meshwright.mesh import Mesh
 from meshwright.ops.strategy import Strategy, unit_leaves, units
 from meshwright.search.solve import Problem, completed
 from meshwright.search.space.build import Space

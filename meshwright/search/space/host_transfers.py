@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from meshwright.graph import PIN, Graph
-from meshwright.places import hosted_values, leaving_values
+from meshwright.core.graph import PIN, Graph
+from meshwright.core.placement import hosted_values, leaving_values
 from meshwright.search.space.wiring import Wiring
 
 

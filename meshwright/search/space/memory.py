@@ -15,14 +15,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from meshwright.core.graph import DTYPES, Graph
+from meshwright.core.placement import hosted_values
+from meshwright.core.remembered import remembered
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.operators import PIECES, PRODUCTS, REPEATS, VIEWS
-from meshwright.graph import DTYPES, Graph
 from meshwright.ops.saved import saved
 from meshwright.partition.buckets import alone_bytes
-from meshwright.places import hosted_values
 from meshwright.redistribute.price_matrix import Value
-from meshwright.remembered import remembered
 from meshwright.search.solve import Memory
 from meshwright.search.space.build import Space
 from meshwright.search.space.wiring import Edge, Ties, Wiring, is_kept, keeps

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.core.graph import Graph
+from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.host import place
 from meshwright.cost.machine import seconds
 from meshwright.cost.operators import work
-from meshwright.graph import Graph
-from meshwright.mesh import Mesh
 from meshwright.ops.collectives import TALKATIVE, Talk, site_talk
 from meshwright.ops.strategy import Strategy, cut, layouts, units
 from meshwright.redistribute.steps import wire_elements

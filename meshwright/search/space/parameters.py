@@ -16,12 +16,12 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from meshwright.core.layout import Dim, TensorLayout
+from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.gradients import reduction_seconds
 from meshwright.cost.host import place as place_of
 from meshwright.cost.machine import update_seconds
-from meshwright.layout import Dim, TensorLayout
-from meshwright.mesh import Mesh
 from meshwright.partition.buckets import fused_bytes
 from meshwright.redistribute.price_matrix import WHOLE, Table, Value
 from meshwright.redistribute.prices import Prices

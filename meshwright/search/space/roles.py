@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.graph import Graph
-from meshwright.layout import Dim, leaves
+from meshwright.core.graph import Graph
+from meshwright.core.layout import Dim, leaves
 from meshwright.ops.factors import Factors, Site
 from meshwright.ops.rule import Port, is_whole
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshwright.core.graph import Graph
+from meshwright.core.techniques import Techniques, matches
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError, did_you_mean
-from meshwright.graph import Graph
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.batch import by_micro_batch
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.search.techniques.offload import stashes
 from meshwright.search.techniques.optimizer_parallel import optimizer_parallel
 from meshwright.search.techniques.recompute import recompute
-from meshwright.techniques import Techniques, matches
 
 
 def apply(graph: Graph, plan: Plan, techniques: Techniques, cluster: Cluster | None = None) -> Plan:

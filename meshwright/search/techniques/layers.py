@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from meshwright.core.graph import AGAIN_MARK, PIN, Graph, Node
+from meshwright.core.remembered import remembered
+from meshwright.core.techniques import matches
 from meshwright.cost.operators import PIECES, REPEATS, VIEWS
-from meshwright.graph import AGAIN_MARK, PIN, Graph, Node
 from meshwright.ops.saved import saved
-from meshwright.remembered import remembered
-from meshwright.techniques import matches
 
 END = f"{AGAIN_MARK}end"
 LEAST = 3  # operators in a layer that is worth its name

@@ -13,18 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
+from meshwright.core.graph import Graph, Node
+from meshwright.core.placement import parked_parameters
+from meshwright.core.techniques import ACTIVATIONS, PARAMETERS, Techniques, matches
 from meshwright.cost.strides import copying_views
 from meshwright.errors import PlanError, did_you_mean
-from meshwright.graph import Graph, Node
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.saved import saved
 from meshwright.ops.strategy import layouts
-from meshwright.places import parked_parameters
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.redistribute.storage import repeated_axes
 from meshwright.search.space.memory import HERE, Elsewhere
 from meshwright.search.techniques.layers import SHARING, layers_of, matched_layers, root_of
-from meshwright.techniques import ACTIVATIONS, PARAMETERS, Techniques, matches
 
 LEAST_BYTES = 1024  # of a whole value; a smaller one costs more to move than it is worth
 AGAIN, SLICE, HOST = "again", "slice", "host"

@@ -13,14 +13,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from meshwright.core.graph import DTYPES, Graph, Input
+from meshwright.core.layout import TensorLayout
+from meshwright.core.mesh import Mesh
+from meshwright.core.techniques import PARAMETERS
 from meshwright.errors import PlanError, did_you_mean
-from meshwright.graph import DTYPES, Graph, Input
-from meshwright.layout import TensorLayout
-from meshwright.mesh import Mesh
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.redistribute.storage import repeated_axes, run_of, runs_of, stored
 from meshwright.search.techniques.names import all_of, pattern_of
-from meshwright.techniques import PARAMETERS
 
 SHOWN = 3  # names in an error
 

@@ -13,14 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from meshwright.core.graph import Graph, Node
+from meshwright.core.remembered import remembered
+from meshwright.core.techniques import RECOMPUTE
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.operators import CONVOLUTIONS, PRODUCTS
 from meshwright.errors import PlanError, did_you_mean
-from meshwright.graph import Graph, Node
 from meshwright.ops.saved import has_line, saved
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from meshwright.predict.per_operator import weighed
-from meshwright.remembered import remembered
 from meshwright.search.techniques.budget import solve
 from meshwright.search.techniques.layers import (
     Layer,
@@ -30,7 +31,6 @@ from meshwright.search.techniques.layers import (
     root_of,
     without,
 )
-from meshwright.techniques import RECOMPUTE
 
 IDLE = "mw.recompute ({}) finds nothing to compute again: what enters its calls and what they return is kept as ever"
 DEAR = PRODUCTS | CONVOLUTIONS | {"transformers.grouped_mm_fallback.default"}

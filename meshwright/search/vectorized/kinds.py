@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.core.graph import Graph, Node, map_refs
+from meshwright.core.layout import Dim, SubDim
+from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.host import place
 from meshwright.cost.machine import seconds
 from meshwright.cost.operators import ATTENTION, VIEWS, work
-from meshwright.graph import Graph, Node, map_refs
-from meshwright.layout import Dim, SubDim
-from meshwright.mesh import Mesh
 from meshwright.ops.collectives import TALKATIVE
 from meshwright.ops.saved import EXTRA, KEEPS
 from meshwright.search.solve.eliminate_batched import same_columns

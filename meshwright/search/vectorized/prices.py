@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshwright.core.graph import Graph
+from meshwright.core.placement import hosted_values
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.host import transfer_seconds
-from meshwright.graph import Graph
-from meshwright.places import hosted_values
 from meshwright.redistribute.price_matrix import Table, Value
 from meshwright.search.solve.eliminate_batched import Rounds, Tables, ends_of, same_columns
 from meshwright.search.space.codes import NodeCodes

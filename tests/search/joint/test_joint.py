@@ -12,7 +12,7 @@ import pytest
 import meshwright as mw
 from meshwright.errors import PlanError
 from meshwright.examples import llama, zoo
-from meshwright.plan import Plan
+from meshwright.plan.plan import Plan
 from tests.search.planned import MESHES, built, cluster, free, peaks
 
 

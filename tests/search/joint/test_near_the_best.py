@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 import meshwright as mw
+from meshwright.core.techniques import OFFLOAD
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.examples import gpt
-from meshwright.plan import Plan
-from meshwright.techniques import OFFLOAD
+from meshwright.plan.plan import Plan
 from tests.search.planned import MESHES, built, cluster
 
 MESH = "2x2"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from meshwright.core.techniques import Techniques
 from meshwright.search.joint.dimensions import Dimension
 from meshwright.search.joint.neighbours import CUTS, quicker
-from meshwright.techniques import Techniques
 
 OVER = (
     Dimension("recompute", ("", "selective", "full")),

@@ -10,10 +10,11 @@ import pytest
 
 import meshwright as mw
 from meshwright.compile import captured_of
+from meshwright.core.mesh import Mesh
+from meshwright.core.techniques import Techniques
 from meshwright.cost.cluster import Cluster, Level
 from meshwright.errors import PlanError
 from meshwright.examples import gpt
-from meshwright.mesh import Mesh
 from meshwright.ops.analysis import factors_of
 from meshwright.request import request_for
 from meshwright.search.joint.dimensions import dimensions, points, sparing
@@ -23,7 +24,6 @@ from meshwright.search.pipeline.configurations import outers
 from meshwright.search.pipeline.stages import Staged, staged, stages
 from meshwright.search.planner import Planner
 from meshwright.search.scene import Scene
-from meshwright.techniques import Techniques
 from tests.search.planned import GPU, built
 
 DEEP = "deep mlp"

@@ -1,0 +1,99 @@
+"""The last touches: equal computations once, seed slots in execution order, readable names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from meshwright.capture.convert import INPUT
+from meshwright.capture.normalize import DROPOUT
+from meshwright.core.graph import Graph, Node, Ref, map_refs
+
+
+def share_constants(graph: Graph) -> Graph:
+    """Equal computations that carry no gradient and draw nothing at random are done once (each mask, each iota)."""
+    became: dict[str, str] = {}
+    seen: dict[Any, Node] = {}
+    trained, kept = graph.needs_grad, []
+    for node in graph.nodes:
+        node = _rename(node, became)
+        free = not trained.intersection(node.values) and node.op != DROPOUT and node.kwarg("seed") is None
+        # repr keeps 1, 1.0 and True apart, which are equal as keys
+        key = (node.op, repr(node.args), repr(node.kwargs), node.outputs)
+        if free and key in seen:
+            became.update(zip(node.values, seen[key].values, strict=True))
+            continue
+        if free:
+            seen[key] = node
+        kept.append(node)
+    return _with_nodes(graph, kept, became)
+
+
+def hoist_constants(graph: Graph) -> Graph:
+    """Values of iotas, constants and buffers alone go first: shared by all layers, they are part of none."""
+    fixed = {i.name for i in graph.inputs if i.role in ("buffer", "constant")}
+    early, late = [], []
+    for node in graph.nodes:
+        random = node.op == DROPOUT or node.kwarg("seed") is not None
+        if not random and fixed.issuperset(node.uses):
+            fixed.update(node.values)
+            early.append(node)
+        else:
+            late.append(node)
+    return replace(graph, nodes=(*early, *late))
+
+
+def number_seeds(graph: Graph) -> Graph:
+    """Random operators get slots 0, 1, 2, … in execution order."""
+    slot, nodes = 0, []
+    for node in graph.nodes:
+        if node.op == DROPOUT:
+            node, slot = replace(node, args=(*node.args[:2], slot)), slot + 1
+        elif node.kwarg("seed") is not None:
+            node, slot = (
+                replace(node, kwargs=tuple((k, slot if k == "seed" else v) for k, v in node.kwargs)),
+                slot + 1,
+            )
+        nodes.append(node)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def name_nodes(graph: Graph) -> Graph:
+    """Inputs named after their tensor, and nodes after their operator: ``linear``, ``linear_1``, …"""
+    became = {i.name: i.name.removesuffix(INPUT) for i in graph.inputs}
+    inputs = tuple(replace(i, name=became[i.name]) for i in graph.inputs)
+    taken = set(became.values())
+    counts: dict[str, int] = {}
+    nodes = []
+    for node in graph.nodes:
+        stem = node.op.split(".")[1].strip("_") or "value"
+        while True:
+            count = counts.get(stem, 0)
+            counts[stem] = count + 1
+            name = f"{stem}_{count}" if count else stem
+            if name not in taken:
+                break
+        taken.add(name)
+        fresh = replace(_rename(node, became), name=name)
+        became.update(zip(node.values, fresh.values, strict=True))
+        nodes.append(fresh)
+    return _with_nodes(replace(graph, inputs=inputs), nodes, became)
+
+
+def _rename(node: Node, became: Mapping[str, str]) -> Node:
+    def change(ref: Ref) -> Ref:
+        return Ref(became[ref.name]) if ref.name in became else ref
+
+    return replace(
+        node, args=map_refs(node.args, change), kwargs=tuple((k, map_refs(v, change)) for k, v in node.kwargs)
+    )
+
+
+def _with_nodes(graph: Graph, nodes: list[Node], became: Mapping[str, str]) -> Graph:
+    return replace(
+        graph,
+        nodes=tuple(nodes),
+        outputs=tuple((label, became.get(v, v)) for label, v in graph.outputs),
+        mutations=tuple((target, became.get(v, v)) for target, v in graph.mutations),
+    )

@@ -1,0 +1,214 @@
+"""Saving: what a rank writes is listed, ranks agree on a folder, and then each writes its part, at once or beside the
+next steps."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright import heartbeat
+from meshwright.checkpoint.agree import confirm, from_first, packed, unpacked
+from meshwright.checkpoint.folder import as_path, begin, own
+from meshwright.checkpoint.index import RANDOM, key_of
+from meshwright.checkpoint.lock import Lock
+from meshwright.checkpoint.ownership import own_pieces
+from meshwright.checkpoint.rng import random_state
+from meshwright.checkpoint.safetensors_io import Tensor
+from meshwright.checkpoint.step_state import (
+    SAFE_NAMES,
+    kept_inputs,
+    model_items,
+    optimizer_values,
+    state_items,
+)
+from meshwright.checkpoint.user_data import to_plain
+from meshwright.checkpoint.write import Job
+from meshwright.errors import CheckpointError, MeshwrightError
+from meshwright.plan.plan import Plan
+from meshwright.redistribute.boxes import Box, whole
+from meshwright.runtime.communicator import ProcessGroups
+from meshwright.runtime.rendezvous import late
+from meshwright.runtime.step import LocalStep
+
+SAVING = "saving a checkpoint"
+COME_SECONDS = 600.0  # how long a rank waits for the others to come
+PATIENCE_SECONDS = 1800.0  # how long a rank waits for the others' files
+
+
+class Saves:
+    """The saves of one rank's step. One is under way at a time."""
+
+    def __init__(
+        self,
+        step: LocalStep,
+        plan: Plan,
+        temporary: Collection[str] = (),
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> None:
+        """`temporary`: buffers that the model makes anew, of which other formats know nothing."""
+        self.step, self.plan, self.patience_seconds = step, plan, patience_seconds
+        self.temporary = sorted(temporary)
+        self.come_seconds = COME_SECONDS
+        self._owned: dict[Path, Lock] = {}
+        self._thread: threading.Thread | None = None
+        self._problem: Exception | None = None
+
+    def save(self, path: str | Path, *, data: Any = None, async_: bool = False, keep: int | None = 2) -> Path:
+        """Write a checkpoint into a folder of checkpoints; the path of the new one. Collective.
+
+        With `async_` only a copy is made here, in the host's memory, and the rest happens beside the next steps.
+        Raises CheckpointError, on all ranks, also for an earlier save that went wrong meanwhile."""
+        self.wait()
+        with heartbeat.during(SAVING):
+            return self._save(as_path(path), data, async_, keep)
+
+    def _save(self, path: Path, data: Any, async_: bool, keep: int | None) -> Path:
+        check_keep(keep)
+        temporary, final = self._agree(path)
+        note, problem = {}, None
+        try:
+            tensors, note = self._collected(data, copied=async_)
+        except MeshwrightError as error:
+            tensors, problem = [], error
+        rank, world = self.step.world.rank, self.step.world.mesh.size
+        job = Job(
+            temporary, final, rank, world, tensors, note, problem, self.patience_seconds,
+            self.plan.to_json() if rank == 0 else "", ties_of(self.step) if rank == 0 else {}, keep,
+        )  # fmt: skip
+        if not async_:
+            job.run()
+            return final
+        self._thread = threading.Thread(target=self._beside, args=(job,), name=f"save {final.name}")
+        self._thread.start()
+        return final
+
+    def own(self, path: Path) -> None:
+        """Keep other jobs from saving into a folder, as long as this is held. Rank 0's. Raises CheckpointError."""
+        self._owned[path] = own(path)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a save goes on beside the steps."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait for the save that is under way. Raises what went wrong with it."""
+        if self._thread is not None:
+            with heartbeat.during(heartbeat.FOR_SAVE):
+                self._thread.join()
+            self._thread = None
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
+
+    def _beside(self, job: Job) -> None:
+        try:
+            job.run()
+        except Exception as error:  # else it would be said by the thread alone, and training go on
+            self._problem = error
+
+    def _agree(self, path: Path) -> tuple[Path, Path]:
+        """The folders to write in, which rank 0 makes. Raises CheckpointError on all ranks."""
+        if isinstance(self.step.world, ProcessGroups) and (missing := late("step.save", self.come_seconds)):
+            named = (
+                f"rank {missing[0]} has"
+                if len(missing) == 1
+                else f"ranks {', '.join(map(str, missing))} have"
+            )
+            raise CheckpointError(
+                f"{named} not come to step.save within {self.come_seconds:.0f} s",
+                why="a checkpoint has the parts of all ranks, each writes its own",
+                hint="call step.save on every rank, not under `if rank == 0`",
+            )
+        told, mine = "", None
+        if self.step.world.rank == 0:
+            try:
+                self.own(path.absolute())
+                temporary, final = begin(path.absolute(), self.step.rank.step, uuid.uuid4().hex[:12])
+                told = json.dumps({"paths": [str(temporary), str(final), str(path)]})
+            except MeshwrightError as error:
+                told, mine = packed(error), error
+        found = json.loads(from_first(self.step, told))
+        if "paths" not in found:
+            raise mine or unpacked(json.dumps(found))
+        made, named, where = found["paths"]
+        other = None
+        if str(path) != where:
+            other = CheckpointError(
+                f"this rank saves in {str(path)!r}, rank 0 in {where!r}",
+                why="a checkpoint is one folder, in which all ranks write",
+                hint="step.save(path) with one path on all ranks",
+            )
+        try:
+            confirm(self.step, other)
+        except CheckpointError:
+            if self.step.world.rank == 0:
+                Path(made).rmdir()
+            raise
+        return Path(made), Path(named)
+
+    def _collected(self, data: Any, copied: bool) -> tuple[list[Tensor], dict[str, Any]]:
+        """What this rank writes: tensors, and a note of what is no tensor."""
+        step = self.step
+        place = 0 if step.pipe is None else step.pipe.comm.place
+        tensors: list[Tensor] = []
+        boxes: dict[str, list[Any]] = {}
+        empty: dict[str, list[Any]] = {}
+
+        def add(name: str, part: torch.Tensor, shape: tuple[int, ...], box: Box) -> None:
+            if part.dtype not in SAFE_NAMES:
+                raise CheckpointError(f"{name} is {part.dtype}, which safetensors does not have")
+            key = key_of(name, shape, box)
+            held = torch.empty(part.shape, dtype=part.dtype).copy_(part) if copied else part
+            tensors.append(Tensor(key, SAFE_NAMES[part.dtype], box.shape, lambda: _bytes_of(held)))
+            boxes[key] = [name, list(shape), list(box.start), list(box.shape)]
+
+        for item in (*model_items(step), *state_items(step)):
+            if place not in item.places:
+                continue
+            size, rank = item.tensor.element_size(), step.rank.comm.rank
+            outer = whole(tuple(item.tensor.shape))
+            for piece in own_pieces(item.name, item.layout, size, step.mesh, rank, place, item.places):
+                add(item.name, item.tensor[piece.here.within(outer)], item.layout.shape, piece.box)
+            if not whole(item.layout.shape).numel:
+                empty[item.name] = [SAFE_NAMES[item.tensor.dtype], list(item.layout.shape)]
+        for kind, state in random_state(step.rank.device).items():
+            add(f"{RANDOM}{step.world.rank}.{kind}", state, tuple(state.shape), whole(tuple(state.shape)))
+        note = {
+            "boxes": boxes,
+            "empty": empty,
+            "optimizer": optimizer_values(step),
+            "data": to_plain(data, "data"),
+            "step": step.rank.step,
+            "seed": step.rank.seed,
+            "temporary": self.temporary,
+        }
+        return tensors, note
+
+
+def check_keep(keep: Any) -> None:
+    """Raise CheckpointError for what is no number of checkpoints that stay."""
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise CheckpointError(
+            f"keep={keep!r} checkpoints",
+            why="the new one is kept at least",
+            hint="keep=2, or None for all",
+        )
+
+
+def _bytes_of(part: torch.Tensor) -> memoryview:
+    return part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def ties_of(step: LocalStep) -> dict[str, str]:
+    """Further names of tied parameters → the one under which they are saved."""
+    return {alias: entry.target for entry in kept_inputs(step) for alias in entry.ties}
+
+
+__all__ = ["Saves", "check_keep"]

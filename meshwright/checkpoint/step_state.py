@@ -1,0 +1,175 @@
+"""What a rank of a step holds that a checkpoint keeps: parameters, buffers, the optimizer's states and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from meshwright.checkpoint.index import MODEL, STATE
+from meshwright.checkpoint.user_data import from_plain, to_plain
+from meshwright.core.graph import Input
+from meshwright.core.layout import TensorLayout
+from meshwright.errors import CheckpointError
+from meshwright.runtime.step import LocalStep
+
+SAFE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16", torch.int8: "I8", torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16",
+    torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64", torch.complex128: "C128",
+}  # fmt: skip
+DTYPES = {name: dtype for dtype, name in SAFE_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor of a checkpoint, and this rank's part of it in a layout. `places`: those in a pipeline that share its
+    writing."""
+
+    name: str
+    tensor: torch.Tensor
+    layout: TensorLayout
+    places: tuple[int, ...] = (0,)
+
+
+class HasInputs(Protocol):
+    """A step, or what else knows the parameters and buffers of a program."""
+
+    @property
+    def kept_inputs(self) -> list[Input]:
+        """Those of all ranks."""
+        ...
+
+
+def kept_inputs(step: HasInputs) -> list[Input]:
+    """The parameters and buffers of the step's programs, on all ranks."""
+    return step.kept_inputs
+
+
+def layout_of(step: LocalStep, entry: Input) -> TensorLayout:
+    """The layout in which a parameter is updated, or a buffer is held."""
+    return step.state.kept[entry.target].layout.forward
+
+
+def places_of(step: LocalStep, entry: Input) -> tuple[int, ...]:
+    """The places in a pipeline that share the writing of an input: all that hold the same parts of it."""
+    if step.pipe is None:
+        return (0,)
+    found = step.state.kept[entry.target].holders
+    return found[:1] if step.parts.plan.meshes else found  # others hold other parts
+
+
+def model_items(step: LocalStep) -> Iterator[Item]:
+    """Parameters and buffers, parameters as this rank updates them."""
+    state = step.state
+    for entry in kept_inputs(step):
+        tensor = state.updated.get(entry.target, state.tensors.get(entry.target))
+        if tensor is not None:
+            yield Item(MODEL + entry.target, tensor.detach(), layout_of(step, entry), places_of(step, entry))
+
+
+def trained_inputs(step: LocalStep) -> Iterator[tuple[Input, torch.nn.Parameter]]:
+    """Those of the parameters that this rank updates, with what the optimizer knows of each."""
+    for entry in kept_inputs(step):
+        if entry.target in step.state.updated:
+            yield entry, step.state.updated[entry.target]
+
+
+def state_items(step: LocalStep) -> Iterator[Item]:
+    """What the optimizer keeps of each parameter. Tensors of the parameter's shape are cut as it is, others are whole.
+
+    Raises CheckpointError for a tensor of a cut parameter that is neither like it nor a single number."""
+    if step.optimizer is None:
+        return
+    for entry, leaf in trained_inputs(step):
+        layout, places = layout_of(step, entry), places_of(step, entry)
+        for key, value in step.optimizer.state.get(leaf, {}).items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            name = f"{STATE}{entry.target}.{key}"
+            if value.shape == leaf.shape:
+                yield Item(name, value.detach(), layout, places)
+            elif value.numel() == 1 or not layout.split_axes:
+                yield Item(name, value.detach(), TensorLayout.whole(value.shape), places)
+            else:
+                raise CheckpointError(
+                    f"{type(step.optimizer).__name__} keeps {key!r} of {entry.target} as {tuple(value.shape)}",
+                    why=f"this rank's part of the parameter is {tuple(leaf.shape)}: how the whole of {key!r} is cut is "
+                    "not known",
+                    hint="a plan that keeps parameters whole, or an optimizer whose states are like its parameters",
+                )
+
+
+def optimizer_values(step: LocalStep) -> dict[str, Any] | None:
+    """All of the optimizer that is no tensor, as JSON: its class, its options, and of each parameter the number of its
+    options, the keys of its tensors and its other values. None without an optimizer. Raises CheckpointError."""
+    optimizer = step.optimizer
+    if optimizer is None:
+        return None
+    names = {id(leaf): entry.target for entry, leaf in trained_inputs(step)}
+    options: list[dict[str, Any]] = []
+    found: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        said = {k: to_plain(v, f"the optimizer's option {k!r}") for k, v in group.items() if k != "params"}
+        if said not in options:
+            options.append(said)
+        for leaf in group["params"]:
+            name, state = names[id(leaf)], optimizer.state.get(leaf, {})
+            found[name] = {
+                "options": options.index(said),
+                "tensors": [k for k, v in state.items() if isinstance(v, torch.Tensor)],
+                "values": {
+                    k: to_plain(v, f"the optimizer's {k!r} of {name}")
+                    for k, v in state.items()
+                    if not isinstance(v, torch.Tensor)
+                },
+            }
+    return {"class": type(optimizer).__name__, "options": options, "parameters": found}
+
+
+def merged(told: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """What the ranks said of their optimizers, as one; they hold different parameters in a pipeline."""
+    known = [t for t in told if t is not None]
+    if not known:
+        return None
+    options: list[dict[str, Any]] = []
+    found: dict[str, dict[str, Any]] = {}
+    for one in known:
+        for said in one["options"]:
+            if said not in options:
+                options.append(said)
+        for name, entry in one["parameters"].items():
+            found[name] = {**entry, "options": options.index(one["options"][entry["options"]])}
+    return {"class": known[0]["class"], "options": options, "parameters": found}
+
+
+def set_options(optimizer: torch.optim.Optimizer, names: dict[int, str], saved: dict[str, Any]) -> None:
+    """Give each group of parameters the options that its parameters had. Raises CheckpointError where these differ."""
+    of = saved["parameters"]
+    for group in optimizer.param_groups:
+        wanted = {of[names[id(p)]]["options"] for p in group["params"] if names[id(p)] in of}
+        if len(wanted) > 1:
+            raise CheckpointError(
+                f"parameters of one group had different options: {', '.join(map(str, sorted(wanted)))}",
+                why=f"the checkpoint has {len(saved['options'])} groups, this optimizer {len(optimizer.param_groups)}",
+                hint="build the groups as they were, or step.load(path, optimizer=False)",
+            )
+        for key, value in saved["options"][wanted.pop()].items() if wanted else ():
+            found, now = from_plain(value), group.get(key)
+            if isinstance(now, torch.Tensor) and isinstance(found, torch.Tensor):
+                now.copy_(found)
+            else:
+                group[key] = found
+
+
+def place_of_state(
+    key: str, shape: tuple[int, ...], group: dict[str, Any], device: torch.device
+) -> torch.device:
+    """Where torch's optimizers want a state: beside its parameter, but their counts of steps on the host, unless a
+    graph of a GPU or a fused kernel reads them."""
+    counted = key == "step" and not shape
+    on_device = group.get("capturable") or group.get("fused")
+    return torch.device("cpu") if counted and not on_device else device

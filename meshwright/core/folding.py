@@ -1,0 +1,92 @@
+"""The repeated blocks of a graph (the layers of a transformer), as `capture.fold` finds them and searches use them.
+
+Equal layers of a graph: which names of a later copy correspond to those of the second one.
+
+Copies correspond position by position: nodes and their results by order, inputs of a copy's own (its parameters) by
+the ports that read them.
+
+Layers of a model, by the names of its modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from meshwright.core.graph import Graph
+from meshwright.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """`repeats` consecutive equal blocks of `length` nodes from node number `start`; `key` hashes their content."""
+
+    start: int
+    length: int
+    repeats: int
+    key: str
+
+    @property
+    def stop(self) -> int:
+        """The number of the first node after the last repeat."""
+        return self.start + self.length * self.repeats
+
+
+@dataclass(frozen=True, slots=True)
+class Folding:
+    """The repeated blocks in order, and how many nodes are left when each block is counted once."""
+
+    blocks: tuple[Block, ...]
+    unique_nodes: int
+
+
+UNFOLDED = Folding((), 0)
+
+
+Fold = tuple[int, int, int]  # number of the first node, nodes in a copy, copies
+
+
+def stand_ins(graph: Graph, folds: Iterable[Fold]) -> dict[str, str]:
+    """Node, result or own input of a third or later copy → that of the second copy.
+
+    Raises PlanError for a stretch that the graph does not have, or whose copies differ in their operators.
+    """
+    inputs = {i.name for i in graph.inputs}
+    found: dict[str, str] = {}
+    twice: set[str] = set()
+    for start, length, repeats in folds:
+        if start < 0 or start + length * repeats > len(graph.nodes):
+            raise _differs(f"nodes {start} to {start + length * repeats - 1}, of {len(graph.nodes)}")
+        for offset in range(length):
+            model = graph.nodes[start + length + offset]
+            op, name, reads, makes = model.op, model.name, model.uses, len(model.outputs)
+            owned = [(port, own) for port, own in enumerate(reads) if own in inputs]
+            for node in graph.nodes[start + 2 * length + offset : start + repeats * length : length]:
+                if node.op != op or len(node.outputs) != makes or len(node.uses) != len(reads):
+                    raise _differs(f"%{node.name} ({node.op}) is no copy of %{name} ({op})")
+                found[node.name] = name
+                if makes != 1:
+                    found.update(zip(node.values, model.values, strict=True))
+                for port, own in owned:
+                    mine = node.uses[port]
+                    if mine != own and mine in inputs and found.setdefault(mine, own) != own:
+                        twice.add(mine)
+    return {name: model for name, model in found.items() if name not in twice and model not in twice}
+
+
+def _differs(why: str) -> PlanError:
+    return PlanError(
+        "the plan folds equal layers that the model does not have",
+        why=why,
+        hint="make it again with mw.plan(model, batch, …).save(path)",
+    )
+
+
+def layer_of(module: str) -> str:
+    """The repeated layer that a module is in, by the first number in its name; empty outside of layers."""
+    parts = module.split(".")
+    number = next((n for n, part in enumerate(parts) if part.isdigit()), None)
+    return "" if number is None else ".".join(parts[: number + 1])
+
+
+__all__ = ["layer_of"]

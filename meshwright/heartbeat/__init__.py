@@ -1,0 +1,133 @@
+"""What a rank is doing now and which collectives it has begun, in a small file that the launcher can read.
+
+A rank that hangs cannot say so. So each rank that `meshwright run` has started keeps a record in memory that it shares
+with a file: what it does, what it waits for, how many collectives of each group it has begun and which the last ones
+were. An entry is one `struct.pack_into`, about a microsecond; nobody reads it while the ranks move. In processes that
+no launcher watches there is no record, and the functions here return at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from meshwright.heartbeat.record import BESIDE, ENDED, FOR_SAVE, IN_STEP, NONE, OWN_CODE, WAIT, Entry, Pulse
+
+OWN = "MESHWRIGHT_PULSE"  # set by the launcher: the process it is for, and the file without its suffix
+STORE = (
+    "MESHWRIGHT_STORE"  # so, too: the process, and the file in which the ranks of a job on one machine meet
+)
+RAISED = ".raised"  # `rank1.raised`, beside that file: its script has raised, and its log says so
+_mine: Pulse | None = None
+
+
+def store() -> Path | None:
+    """The file in which the ranks of this job meet; None where no launcher of ours has started this very process."""
+    pid, _, path = os.environ.get(STORE, "").partition(":")
+    return Path(path) if pid == str(os.getpid()) else None
+
+
+def begin() -> None:
+    """Begin the record of this process, where a launcher has asked for it."""
+    global _mine
+    pid, _, path = os.environ.get(OWN, "").partition(":")
+    if _mine is None and pid == str(os.getpid()):  # and not of a child that was started anew
+        with contextlib.suppress(OSError):
+            _mine = Pulse(Path(path))
+            atexit.register(_ended, pid)
+
+
+def _ended(pid: str) -> None:
+    if pid == str(os.getpid()):  # and not of a child that was forked
+        doing(ENDED)
+
+
+def doing(what: str, one: int = NONE, two: int = NONE) -> None:
+    """Say what this rank does from now on, maybe with numbers of it."""
+    if _mine is not None:
+        _mine.doing(what, False, one, two)
+
+
+def step(number: int) -> None:
+    """Say in which step this rank is."""
+    if _mine is not None:
+        _mine.step = number
+
+
+@contextlib.contextmanager
+def during(what: str, patient: bool = False) -> Iterator[None]:
+    """Say what this rank does within the block. `patient`: it may take long without a word, if only it computes."""
+    if _mine is None:
+        yield
+        return
+    before = _mine.now
+    _mine.doing(what, patient)
+    try:
+        yield
+    finally:
+        _mine.doing(*before)
+
+
+def alive() -> None:
+    """Say that this rank goes on: in a long loop of the script's own, so that nobody takes it for one that hangs."""
+    if _mine is not None:
+        _mine.alive()
+
+
+def of(what: str) -> None:
+    """Say what the next collective is of."""
+    if _mine is not None:
+        _mine.of = what
+
+
+def begun(kind: str, ranks: tuple[int, ...], axes: str = "", of: str | None = None) -> Entry | None:
+    """Say that a collective of some ranks begins. Returns what `waits` wants."""
+    return None if _mine is None else _mine.begun(kind, ranks, axes, of)
+
+
+def waits(entry: Entry | None, *, beside: bool = False) -> None:
+    """Say that this rank waits for what has begun."""
+    if _mine is not None and entry is not None:
+        _mine.waits(entry, BESIDE if beside else WAIT)
+
+
+def over(entry: Entry | None, *, beside: bool = False) -> None:
+    """Say that it waits no more."""
+    if _mine is not None and entry is not None:
+        _mine.over(BESIDE if beside else WAIT)
+
+
+@contextlib.contextmanager
+def waiting(entry: Entry | None, *, beside: bool = False) -> Iterator[None]:
+    """Say that this rank waits within the block."""
+    waits(entry, beside=beside)
+    try:
+        yield
+    finally:
+        over(entry, beside=beside)
+
+
+__all__ = [
+    "ENDED",
+    "FOR_SAVE",
+    "IN_STEP",
+    "OWN",
+    "OWN_CODE",
+    "RAISED",
+    "STORE",
+    "Entry",
+    "alive",
+    "begin",
+    "begun",
+    "doing",
+    "during",
+    "of",
+    "over",
+    "step",
+    "store",
+    "waiting",
+    "waits",
+]

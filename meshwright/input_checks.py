@@ -1,0 +1,153 @@
+"""What a step cannot be asked for, refused before anything is captured or a process group is made."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.core.graph import Graph
+from meshwright.core.techniques import Techniques
+from meshwright.errors import CaptureError, PlanError, RunError, a_type, path_from
+from meshwright.plan.plan import Plan
+
+
+def check_beside(plan: object, given: Mapping[str, Any]) -> None:
+    """Raise PlanError for what a plan has already and is given beside one."""
+    names = [name for name, value in given.items() if value is not None]
+    if plan is not None and names:
+        raise PlanError(
+            f"{names[0]}= is given beside a plan",
+            why="a plan has its mesh, mode, pins and limit already, and would win without a word",
+            hint=f"give {names[0]}= to mw.plan(...), or leave out plan=",
+        )
+
+
+def check_model(model: Any) -> None:
+    """Raise CaptureError for what is no module."""
+    if not isinstance(model, torch.nn.Module):
+        raise CaptureError(
+            f"the model is {a_type(model)}, not a torch.nn.Module",
+            why="its parameters and the names of its modules are what a plan speaks of",
+            hint="pass the module; what is computed from it goes into loss=lambda model, batch: …",
+        )
+
+
+def check_function(name: str, given: Any, like: str) -> None:
+    """Raise CaptureError for a loss, or outputs, that cannot be called."""
+    if not callable(given):
+        raise CaptureError(
+            f"{name}={given!r} is no function",
+            why=f"it is {a_type(given)}; what is captured is what {name}(model, batch) computes",
+            hint=f"{name}={like}, or leave it out for what the model returns",
+        )
+
+
+def plan_from(given: Any) -> Plan | None:
+    """A plan that was given: itself, or read from the path of its file. Raises PlanError."""
+    if given is None or isinstance(given, Plan):
+        return given
+    if not isinstance(given, str | Path):
+        raise PlanError(
+            f"plan={given!r}",
+            why=f"it is {a_type(given)}, neither a plan nor the path of one",
+            hint='plan=mw.plan(model, batch, …), or plan="plan.json"',
+        )
+    return Plan.load(given)
+
+
+def folder_from(cache: Any) -> Path | None:
+    """The folder of captured programs that is given as `cache`. Raises CaptureError for what is no path of one."""
+    if cache is None:
+        return None
+    hint = 'cache=".meshwright", or leave it out'
+    path = path_from(cache, f"cache={cache!r:.80} is no folder", CaptureError, hint)
+    try:
+        if not str(cache):
+            raise OSError("it is an empty text")
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        why = "it is a file" if path.is_file() else error.strerror or str(error)
+        raise CaptureError(
+            f"cache={cache!r} is no folder that can be written",
+            why=f"{why}; captured programs are kept in a folder, by their content",
+            hint=hint,
+        ) from None
+    return path
+
+
+def check_switches(**given: Any) -> None:
+    """Raise RunError for a switch that is neither on nor off."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise RunError(f"{name}={value!r}", why="it is a switch", hint="True or False")
+
+
+def check_random(exact: Any, device: Any, techniques: Techniques) -> None:
+    """Raise RunError for what `exact_random` cannot be: another word, or draws in another order than torch's."""
+    if exact != "torch":
+        if not isinstance(exact, bool):
+            raise RunError(
+                f"exact_random={exact!r}",
+                why="it is a switch, or the generator that is drawn from",
+                hint='True, False, or "torch"',
+            )
+        return
+    elsewhere = device is not None and torch.device(device).type != "cpu"
+    parts = {"micro_batches": techniques.micro_batches, "pipeline": techniques.pipeline}
+    parts["interleave"] = techniques.interleave
+    apart = ", ".join(f"{name}={n}" for name, n in parts.items() if n > 1)
+    if elsewhere or apart:
+        raise RunError(
+            f'exact_random="torch" beside {apart or f"device={str(device)!r}"}',
+            why="one device draws for the whole batch, an operator after the other"
+            if apart
+            else "the generator of a GPU gives other numbers than that of the CPU",
+            hint="exact_random=True, whose numbers are those of one device under any plan, though not torch's own",
+        )
+
+
+def check_numbers(clip_norm: Any, seed: Any, bucket_bytes: Any = None) -> None:
+    """Raise RunError for a norm that cannot be clipped to, a seed that is none, and a size of buckets that is none."""
+    number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
+    if clip_norm is not None and not (number and clip_norm > 0):
+        raise RunError(
+            f"clip_norm={clip_norm!r}",
+            why="gradients are scaled down to that norm: a number above 0 is expected",
+            hint="clip_norm=1.0, math.inf to compute the norm alone, or leave it out",
+        )
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise RunError(f"seed={seed!r}", why="a whole number is expected", hint="seed=0")
+    if bucket_bytes is not None and (
+        isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0
+    ):
+        raise RunError(
+            f"bucket_bytes={bucket_bytes!r}",
+            why="gradients of so many bytes are reduced together: a whole number from 0 on",
+            hint="bucket_bytes=25_000_000, 0 to reduce each alone, or leave it out",
+        )
+
+
+def check_results(shape: Any, plan: Plan) -> None:
+    """Raise PlanError where outputs beside the loss are asked of a plan that has the batch in pieces."""
+    if shape is not None and (plan.techniques.pieces > 1 or plan.stages):
+        raise PlanError(
+            "outputs beside the loss of a batch in micro-batches, or in stages of a pipeline",
+            why="each piece makes outputs of its own, which nothing puts together",
+            hint="a loss function that returns the loss alone, and step.forward_step(model, batch) for outputs",
+        )
+
+
+def check_trains(graph: Graph) -> None:
+    """Raise PlanError where no gradient of the loss goes to a parameter: nothing would be trained."""
+    _, loss = graph.outputs[0]
+    if loss not in graph.needs_grad:
+        raise PlanError(
+            "the loss has no gradient",
+            why="it depends on no parameter that is trained, or was cut off from them by detach() or no_grad()",
+            hint="return the loss as it is computed; requires_grad of the parameters that are to learn",
+        )

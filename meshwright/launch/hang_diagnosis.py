@@ -1,0 +1,191 @@
+"""Which rank hangs, told from the records of all ranks when nothing moves any more. Pure: nothing is looked up here.
+
+A rank that waits in a collective waits for those members of its group that have begun fewer of them. Who is waited for
+and does not wait itself hangs. Where all that matter wait for one another, the first collective of a group that is not
+the same on all of its ranks says who left one out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.heartbeat import ENDED, IN_STEP, OWN_CODE
+from meshwright.heartbeat.reader import Group, Seen, Waits
+
+MESSAGES = ("sent", "received")  # what stands for axes where a group is the two ends of messages
+SHOWN = 6  # groups of ranks with different waits that are told one by one
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A rank as the launcher finds it: its record (None where it has none), and its process: ``running``, ``stopped``
+    or ``gone``."""
+
+    seen: Seen | None
+    process: str = "running"
+
+    @property
+    def waits(self) -> Waits | None:
+        """What it waits for; nothing where its process cannot go on by itself."""
+        return None if self.seen is None or self.process != "running" else self.seen.waits
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Who hangs, and what is known: a line for each of those that hang and of what the others wait for."""
+
+    ranks: tuple[int, ...]
+    what: str
+    lines: tuple[str, ...]
+
+
+def blame(states: Mapping[int, State], seconds: float, now: float) -> Finding | None:
+    """Who of the ranks hangs, when none has moved for some seconds. None where nobody waits for anybody and a script
+    may be busy with something of its own. `now`: of the clock of the records."""
+    world = len(states)
+    for_whom = {rank: _awaited(rank, states) for rank, state in states.items() if state.waits is not None}
+    stopped = [rank for rank, state in states.items() if state.process == "stopped"]
+    free = set(states) - set(for_whom)
+    hanging = sorted({*stopped, *(free & set().union(*for_whom.values()))})
+    odd = None if hanging else differ(states)
+    lines: list[str] = []
+    if odd is not None:
+        hanging, said = odd
+        lines.append(said)
+    if not hanging and for_whom:  # in a circle, and nothing tells who began it
+        hanging = sorted(for_whom)
+        what = f"{_ranks(hanging)} of {world} wait for one another"
+        return Finding(tuple(hanging), f"{what}: {_silence(seconds)}", tuple(_waiting(states, hanging)))
+    if not hanging:
+        running = {r: s for r, s in states.items() if s.seen and s.process == "running"}
+        busy = (OWN_CODE, ENDED)
+        hanging = _late(running) or [r for r, s in running.items() if s.seen and s.seen.doing not in busy]
+        if not hanging:
+            return None
+    lines += [f"{_named(rank)}: {_doing(states[rank], now)}" for rank in hanging[:SHOWN]]
+    others = [rank for rank in for_whom if rank not in hanging]
+    lines += _waiting(states, others)
+    verb = "hangs" if len(hanging) == 1 else "hang"
+    if hanging == [r for r in hanging if states[r].process == "stopped"]:
+        verb = "is stopped" if len(hanging) == 1 else "are stopped"
+    return Finding(tuple(hanging), f"{_ranks(hanging)} of {world} {verb}: {_silence(seconds)}", tuple(lines))
+
+
+def _silence(seconds: float) -> str:
+    return f"nothing has moved for {seconds:.0f} s"
+
+
+def _awaited(rank: int, states: Mapping[int, State]) -> set[int]:
+    """The ranks that a waiting rank waits for."""
+    waits = states[rank].waits
+    assert waits is not None
+    if waits.kind in ("send", "receive"):
+        return set(waits.group.ranks) - {rank}
+    late = set()
+    for member in waits.group.ranks:
+        seen = states[member].seen if member in states else None
+        if seen is None or seen.begun.get(waits.group, 0) < waits.number:
+            late.add(member)
+    if waits.kind == "checkpoint" and not late and rank != 0:  # rank 0 gives it its name
+        late.add(0)
+    return late - {rank}
+
+
+def differ(states: Mapping[int, State]) -> tuple[list[int], str] | None:
+    """The first collective of a group that is not the same on all of its ranks: who differs from most, and how."""
+    groups = _groups(states)
+    for group in sorted(groups, key=lambda g: (len(g.ranks), g.ranks)):
+        latest = {r: s.seen.latest for r in group.ranks if (s := states.get(r)) is not None and s.seen}
+        numbers = sorted({n for found in latest.values() for g, n in found if g == group})
+        for number in numbers:
+            kinds = {r: found[group, number] for r, found in latest.items() if (group, number) in found}
+            if len(set(kinds.values())) > 1:
+                told = list(kinds.values())
+                usual = max(told, key=lambda kind: (told.count(kind), kind == kinds[min(kinds)]))
+                odd = sorted(r for r, kind in kinds.items() if kind != usual)
+                example = next(r for r, kind in kinds.items() if kind == usual)
+                return odd, (
+                    f"{_ranks(odd)} left a collective out, or began one too many: the {_which(group, number)} "
+                    f"is {_of(*kinds[odd[0]])} there, and {_of(*usual)} on {_named(example)}"
+                )
+    return None
+
+
+def _groups(states: Mapping[int, State]) -> set[Group]:
+    """The groups of collectives, without those of messages."""
+    return {g for s in states.values() if s.seen for g in s.seen.begun if g.axes not in MESSAGES}
+
+
+def _late(states: Mapping[int, State]) -> list[int]:
+    """Where collectives are waited for elsewhere than on the processor: those who have begun fewest of a group."""
+    for group in _groups(states):
+        counts = {r: s.seen.begun.get(group, 0) for r in group.ranks if (s := states.get(r)) and s.seen}
+        if len(set(counts.values())) > 1:
+            return sorted(r for r, n in counts.items() if n == min(counts.values()))
+    return []
+
+
+def _doing(state: State, now: float) -> str:
+    seen = state.seen
+    how = {"stopped": "is stopped (SIGSTOP, or a debugger)", "gone": "has ended"}.get(state.process, "")
+    if seen is None:
+        return how or "has not come to `import meshwright` yet"
+    last = next(reversed(seen.latest), None)
+    told = f"{how}: {_within(seen)}" if how else f"{_within(seen)}, for {now - seen.since:.0f} s"
+    return told if last is None else f"{told}; its last was {_of(*seen.latest[last])}, {_which(*last)}"
+
+
+def _within(seen: Seen) -> str:
+    numbers = f"({', '.join(map(str, seen.numbers))})" if seen.numbers else ""
+    if seen.step < 0:
+        return f"{seen.doing}{numbers}"
+    return f"{seen.doing}{numbers} {'of' if numbers or seen.doing == IN_STEP else 'after'} step {seen.step}"
+
+
+def _waiting(states: Mapping[int, State], ranks: Iterable[int]) -> list[str]:
+    """A line for all ranks that wait for the same."""
+    by_text: dict[str, list[int]] = {}
+    for rank in ranks:
+        state = states[rank]
+        assert state.seen is not None and state.waits is not None
+        waits = state.waits
+        said = f"{_of(waits.kind, waits.of)}, {_which(waits.group, waits.number)}"
+        by_text.setdefault(f"{said}: {_within(state.seen)}", []).append(rank)
+    shown = [
+        f"{_ranks(r)} {'waits' if len(r) == 1 else 'wait'} in {text}"
+        for text, r in list(by_text.items())[:SHOWN]
+    ]
+    return [*shown, f"and {len(by_text) - SHOWN} more"] if len(by_text) > SHOWN else shown
+
+
+def _of(kind: str, of: str) -> str:
+    return f"the {kind} of {of}" if of else f"a {kind}"
+
+
+def _which(group: Group, number: int) -> str:
+    if group.axes in MESSAGES:
+        return f"{_ordinal(number)} message from rank {group.ranks[0]} to rank {group.ranks[1]}"
+    along = f" along {group.axes}" if group.axes else ""
+    return f"{_ordinal(number)} of {_ranks(sorted(group.ranks))}{along}"
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
+def _named(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0 to 6`` or ``ranks 1, 5``."""
+    if len(ranks) == 1:
+        return _named(ranks[0])
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks))
+
+
+__all__ = ["Finding", "State", "blame", "differ"]

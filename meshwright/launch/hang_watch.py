@@ -1,0 +1,200 @@
+"""Watching for ranks that hang: when no rank's record moves for a while, the launcher says who hangs, where, and what
+the others wait for, and ends the attempt.
+
+What counts as moving is any entry in any record (`meshwright.heartbeat`), and the processor's time of ranks that
+capture, plan or build, which take long without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from meshwright.errors import LaunchError
+from meshwright.heartbeat.reader import computes, read
+from meshwright.heartbeat.record import ENDED, stack_signal
+from meshwright.launch import reaper
+from meshwright.launch.hang_diagnosis import Finding, State, blame, differ
+
+LOOK_SECONDS = 1.0  # between two looks, at most
+STACK_SECONDS = 2.0  # how long a rank may take to write its stacks
+BUSY = 0.02  # the share of a processor's time that tells computing from idling
+FRAMES = 8  # what is shown of a stack
+FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
+HINT = (
+    "--hang-after SECONDS waits longer, --hang-after 0 for ever; long work of the script's own says mw.alive() "
+    "now and then"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A rank's process as the kernel shows it: state letter, and seconds of the processor."""
+
+    state: str
+    seconds: float
+
+    @property
+    def word(self) -> str:
+        """As `blame.State` has it."""
+        return {"T": "stopped", "t": "stopped", "": "gone", "Z": "gone", "X": "gone"}.get(
+            self.state, "running"
+        )
+
+
+def process(pid: int) -> Process:
+    """What the kernel says of a process."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Process(words[0], (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK"))
+    except (OSError, IndexError, ValueError):
+        return Process("", 0.0)
+
+
+class Watch:
+    """Watches the ranks of an attempt within a ``with`` block. `found` is what it has ended the attempt for.
+
+    `records`: the folder of the ranks' records. `logs`: where their stacks go. `run_id` is that of the attempt."""
+
+    def __init__(self, records: Path, logs: Path, world: int, seconds: float, run_id: str) -> None:
+        self.records, self.logs, self.world, self.seconds, self.run_id = records, logs, world, seconds, run_id
+        self.found: LaunchError | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watch for hangs", daemon=True)
+        self._told = False
+
+    def __enter__(self) -> Watch:
+        for left in self.records.glob("*"):  # of an attempt before
+            left.unlink()
+        if self.seconds:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        if self.seconds:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        last: list[bytes] = []
+        cpu = [0.0] * self.world
+        since = time.monotonic()
+        while not self._stop.wait(min(LOOK_SECONDS, self.seconds / 4)):
+            marks, now = [self._mark(rank) for rank in range(self.world)], time.monotonic()
+            used = [process(self._pid(r)).seconds if computes(m) else 0.0 for r, m in enumerate(marks)]
+            least = BUSY * max(1.0, now - since)
+            if marks != last or any(u - c >= least for u, c in zip(used, cpu, strict=True)):
+                last, cpu, since = marks, used, now
+            elif now - since >= self.seconds:
+                finding = blame(self._states(), now - since, now)
+                if finding is not None:
+                    self.found = self._error(finding)
+                    reaper.sweep(self.run_id)
+                    return
+                self._say(now - since)
+                since = now
+
+    def _mark(self, rank: int) -> bytes:
+        with contextlib.suppress(OSError):
+            return (self.records / f"rank{rank}.pulse").read_bytes()
+        return b""
+
+    def _pid(self, rank: int) -> int:
+        try:
+            return int((self.records / f"rank{rank}.pid").read_text())
+        except (OSError, ValueError):
+            return -1
+
+    def _states(self) -> dict[int, State]:
+        return {
+            rank: State(read(self.records / f"rank{rank}"), process(self._pid(rank)).word)
+            for rank in range(self.world)
+        }
+
+    def ended(self, rank: int) -> bool:
+        """Whether a rank has come to the end of its script, as far as its record says."""
+        seen = read(self.records / f"rank{rank}") if self.seconds else None
+        return seen is not None and seen.doing == ENDED
+
+    def left_out(self) -> str:
+        """Whether a rank left a collective out, which may be what an attempt has failed of; empty if none did."""
+        found = differ(self._states()) if self.seconds else None
+        return "" if found is None else found[1]
+
+    def _say(self, seconds: float) -> None:
+        """Once: all are silent, and it may be as it should."""
+        if not self._told and any(self._mark(r) for r in range(self.world)):
+            print(
+                f"no rank has said anything for {seconds:.0f} s; none waits for another, so it may be busy in the "
+                "script's own code",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._told = True
+
+    def _error(self, finding: Finding) -> LaunchError:
+        stacks = self._stacks()
+        lines, where = list(finding.lines), []
+        for rank in finding.ranks[:2]:
+            frames = _frames(stacks.get(rank, ""))
+            if frames:
+                lines.append(f"rank {rank} is at")
+                lines += [f"  {file}:{line} in {name}" for file, line, name in frames[:FRAMES]]
+                own = [f for f in frames if not _of_a_library(f[0])]
+                where += [f"{file}:{line}" for file, line, _ in own[:1]]
+        kept = [self.logs / f"rank{rank}.stack" for rank in finding.ranks[:1] if stacks.get(rank)]
+        where += [f"log {self.logs / f'rank{finding.ranks[0]}.log'}", *(f"stacks {p}" for p in kept)]
+        why = "\n         ".join(lines)
+        return LaunchError(finding.what, why=why, where=", ".join(where), hint=HINT)
+
+    def _stacks(self) -> dict[int, str]:
+        """The Python stacks of the ranks that can write them, which are kept beside their logs."""
+        alive = set(reaper.members(self.run_id))
+        asked = {}
+        for rank in range(self.world):
+            pid, path = self._pid(rank), self.records / f"rank{rank}.stack"
+            if pid in alive and path.exists() and process(pid).word == "running":
+                with contextlib.suppress(OSError):
+                    os.kill(pid, stack_signal())
+                    asked[rank] = path
+        end, sizes = time.monotonic() + STACK_SECONDS, {}
+        while time.monotonic() < end:
+            before, sizes = sizes, {rank: path.stat().st_size for rank, path in asked.items()}
+            if sizes == before and all(sizes.values()):
+                break
+            time.sleep(0.1)
+        found = {rank: path.read_text("utf-8", errors="replace") for rank, path in asked.items()}
+        for rank, text in found.items():
+            if text:
+                (self.logs / f"rank{rank}.stack").write_text(text, "utf-8")
+        return found
+
+
+def _frames(text: str) -> Sequence[tuple[str, str, str]]:
+    """(file, line, function) of the main thread, the innermost first: that which the signal met."""
+    _, mark, here = text.partition("Current thread")
+    here = here.partition("\n\n")[0] if mark else ""
+    return [(m["file"], m["line"], m["name"]) for m in FRAME.finditer(here)]
+
+
+def _of_a_library(file: str) -> bool:
+    parts = Path(file).parts
+    return (
+        file.startswith("<")  # frozen modules
+        or "site-packages" in parts
+        or f"python{sys.version_info.major}.{sys.version_info.minor}" in parts
+        or (Path(__file__).parents[1] in Path(file).parents)
+    )
+
+
+__all__ = ["Watch"]

@@ -1,0 +1,1 @@
+"""A plan (`plan.py`), and its file (`file.py`)."""

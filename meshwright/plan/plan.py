@@ -1,0 +1,503 @@
+"""A plan: the strategy of every node and the layout of every input. Readable JSON, diffable: the strategy file.
+
+A plan belongs to one graph (by its fingerprint) and one mesh. From it alone the partitioner derives the
+program of every rank; from it and a machine the planner derives seconds and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshwright.core.folding import Fold, stand_ins
+from meshwright.core.graph import Graph
+from meshwright.core.layout import TensorLayout, dim_axes, dim_size, show_dim, without_axes
+from meshwright.core.mesh import Mesh
+from meshwright.core.techniques import NONE, TURNS, Techniques, techniques_from
+from meshwright.errors import PlanError, did_you_mean, path_from, shown_path
+from meshwright.ops.factors import Factors
+from meshwright.ops.strategy import Strategy
+from meshwright.plan.file import AGAIN, plain_pins, read, write
+from meshwright.redistribute.prices import Prices
+from meshwright.redistribute.steps import show_bytes
+
+CLAIMS = (
+    "step_seconds",
+    "price_seconds",
+    "bound_seconds",
+    "gaps",
+    "peak_bytes",
+    "space",
+    "cluster",
+)  # in the order read
+
+
+KEPT_AS = ("again", "slice", "host", "slice host")
+
+
+class Origin(Protocol):
+    """Where a plan came from: the captured model, kept so that the plan can explain itself and be made again."""
+
+    def explain(self, plan: Plan) -> str:
+        """The plan for a reader."""
+        ...
+
+    def pinned(self, plan: Plan, pins: Mapping[str, Mapping[str, Any]]) -> Plan:
+        """The plan made again with more pins."""
+        ...
+
+    def staged(self, plan: Plan, techniques: Techniques) -> Plan:
+        """The plan made again with other wishes for its stages."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`strategies`: node → strategy. `inputs`: input → layout in which it enters the program; a parameter is stored,
+    and its optimizer works, in this layout.
+
+    `hubs`: value → the layout to which it is brought once, and from which every consumer takes it; its gradient half
+    says where the consumers' gradients are added up. So a parameter whose storage is split over the batch axes has
+    a hub that is whole, with the gradient pending there (ZeRO). `again`: values whose hub is not kept for backward
+    but made again there. `states`: parameter → the layout in which it is updated, where that is more split than the one
+    it enters in; its optimizer's states live so, and the weight is put together again after the update.
+
+    `keeps`: value → how an operator's result is kept for backward, where it is not as autograd does: ``again`` (not at
+    all: the operator is computed again, with what it saves of its own), ``slice`` (cut over the axes on which ranks
+    repeat it), ``host`` (in the host's memory) or ``slice host``.
+
+    `turns`: in which order copies of the batch take turns, one of `TURNS` (`partition/interleave.py`).
+
+    `stages`: operator → its stage in a pipeline, none without one; what it lacks is made wherever it is read. `mesh` is
+    then that of the ranks which share a stage, and `world` that of all ranks: it has the pipeline's axis, too.
+
+    `meshes`: of each place in a pipeline, where stages have meshes of their own; none where all share `mesh`. `own` are
+    then the plans of the places, each of the whole model on the mesh of its place, of which the ranks there run their
+    stages; the plan that has them is the first of them otherwise. `world` counts all ranks, place after place.
+
+    `hosts`: the nodes that the host runs; what only they read lives in its memory (`meshwright.core.placement`).
+
+    `prices` are those of collectives by which the plan was made, so that what was priced is what runs. `claims` is what
+    the search says of the plan: seconds, bytes, bound, gaps. `nexts`: node → its next best strategy and what that adds.
+
+    `folds` are stretches of equal layers, (number of the first node, nodes in a copy, copies); a file lists the first
+    two copies of each, `times` how many a name of the second stands for, and `stand_ins` for which of a later copy. A
+    plan just read from a file lacks the later copies until `check` or `unfolded` have seen its graph.
+
+    `techniques` are what the user asked for beside the mode.
+
+    `reasons` says for each node why its strategy was chosen, `about` its operator and module; `notes` are
+    remarks for the user (what stayed whole and what that costs, what is inexact); `pins` what the user asked
+    for.
+    """
+
+    mesh: Mesh
+    mode: str
+    fingerprint: str
+    strategies: Mapping[str, Strategy]
+    inputs: Mapping[str, TensorLayout]
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    about: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    pins: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    hubs: Mapping[str, TensorLayout] = field(default_factory=dict)
+    again: frozenset[str] = frozenset()
+    keeps: Mapping[str, str] = field(default_factory=dict)
+    states: Mapping[str, TensorLayout] = field(default_factory=dict)
+    hosts: frozenset[str] = frozenset()
+    turns: str = TURNS[0]
+    stages: Mapping[str, int] = field(default_factory=dict)
+    world: Mesh | None = None
+    meshes: tuple[Mesh, ...] = ()
+    own: tuple[Plan, ...] = ()
+    prices: Prices | None = None
+    claims: Mapping[str, Any] = field(default_factory=dict)
+    nexts: Mapping[str, str] = field(default_factory=dict)
+    techniques: Techniques = NONE
+    folds: tuple[Fold, ...] = ()
+    times: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+    stand_ins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    origin: Origin | None = field(default=None, compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        count = len(self.strategies)
+        stages = f", {len(set(self.stages.values()))} stages" if self.stages else ""
+        return f"<plan by {self.mode} on {self.told_mesh}: {count} operators{stages}; print(plan.explain())>"
+
+    def explain(self) -> str:
+        """The plan for a reader: how operators and parameters are cut, what is sent, and why.
+
+        What the search claims of the plan comes first. A plan that was loaded from a file no longer has its model and
+        lists its strategies alone.
+        """
+        said = (_shown(name, self.claims[name]) for name in CLAIMS if self.claims.get(name) is not None)
+        claims = [f"the search says: {', '.join(said)}"] if self.claims else []
+        if self.origin is not None:
+            return "\n".join([*claims, self.origin.explain(self)])
+        where = self.told_mesh if self.meshes else self.mesh
+        lines = [f"plan ({self.mode}) on {where}, without its model", *claims]
+        lines.append(
+            "  letters are those of each operator's rule; with the model at hand they have names (batch)"
+        )
+        for place, plan in enumerate(self.own or (self,)):
+            lines += [f"rank {place} of the pipeline, mesh {plan.mesh}"] if self.own else []
+            lines += plan._strategy_lines()
+        if self.folds and not self.stand_ins:
+            told = ", ".join(str(repeats) for _, _, repeats in self.folds)
+            lines.append(f"  the second of equal layers stands for all after it (of {told})")
+        return "\n".join([*lines, *(f"note: {n}" for n in self.notes)])
+
+    def _strategy_lines(self) -> list[str]:
+        lines: list[str] = []
+        for name, strategy in self.strategies.items():
+            op, module = self.about.get(name, ("", ""))
+            why = self.reasons.get(name, "")
+            why = f"  ({why})" if why else ""
+            best = f"  next best: {self.nexts[name]}" if name in self.nexts else ""
+            lines.append(f"  {module or '%' + name:40} {op:44} {strategy}{why}{best}")
+        return lines
+
+    def pin(self, pattern: str, **cuts: Any) -> Plan:
+        """The plan made again with one more wish: ``plan.pin("blocks.*.up", n="tp")``.
+
+        `pattern` matches module names (or ``%name``, one node), `cuts` give factors their axes. Raises
+        StrategyError, and PlanError for a plan that was loaded from a file.
+        """
+        if self.origin is None:
+            raise PlanError(
+                "a plan from a file cannot be made again",
+                why="it does not hold the model",
+                hint="mw.plan(model, batch, pins={pattern: {factor: axis}}, …)",
+            )
+        return self.origin.pinned(self, {**self.pins, pattern: {**self.pins.get(pattern, {}), **cuts}})
+
+    def pin_stage(self, pattern: str, stage: int) -> Plan:
+        """The plan made again with modules in a stage of the pipeline: ``plan.pin_stage("blocks.0-5", 0)``.
+
+        `pattern` matches names of modules, where ``0-5`` stands for the numbers from 0 to 5. Raises PlanError for one
+        that matches none, for stages that go backward, and for a plan that was loaded from a file.
+        """
+        if self.origin is None:
+            raise PlanError(
+                "a plan from a file cannot be made again",
+                why="it does not hold the model",
+                hint='mw.plan(model, batch, pipeline=2, stages={"blocks.0-5": 0}, …)',
+            )
+        wishes = {**dict(self.techniques.stages), pattern: stage}
+        checked, given = techniques_from({"stages": wishes}).stages, self.techniques.as_given()
+        return self.origin.staged(self, replace(given, stages=checked, given=given.given | {"stages"}))
+
+    @property
+    def ranks(self) -> Mesh:
+        """The mesh of all ranks: with the pipeline's axis, where there is one."""
+        return self.mesh if self.world is None else self.world
+
+    @property
+    def told_mesh(self) -> str:
+        """The mesh of all ranks for a reader, or those of the places that have meshes of their own."""
+        return " / ".join(map(str, self.meshes)) or str(self.ranks)
+
+    def of_place(self, place: int) -> Plan:
+        """The plan that the ranks at a place of a pipeline run."""
+        return self.own[place] if self.own else self
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON (UTF-8, one node a line). Raises PlanError where no file can be written."""
+        where = path_from(
+            path,
+            what := f"the plan file {str(path)!r:.80} cannot be written",
+            PlanError,
+            'plan.save("plan.json")',
+        )
+        try:
+            where.write_text(self.to_json(), encoding="utf-8")
+        except OSError as error:
+            why = error.strerror or str(error)
+            hint = "a file in a folder that you may write to"
+            raise PlanError(what, why=why, hint=hint) from None
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan. Raises PlanError for a file that is missing, damaged or of another version."""
+        where = path_from(
+            path,
+            what := f"the plan file {shown_path(path)} cannot be read",
+            PlanError,
+            'mw.Plan.load("plan.json")',
+        )
+        try:
+            text = where.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(what, why=str(error), hint=AGAIN) from None
+        return Plan.from_json(text, str(path))
+
+    def to_json(self) -> str:
+        """The text of a plan file."""
+        shared = {"world": None, "meshes": (), "stages": {}, "notes": (), "claims": {}}
+        own = tuple(replace(plan, **shared).to_json() for plan in self.own[1:])
+        return write({**vars(self), "own": own}, self._left_out())
+
+    @staticmethod
+    def from_json(text: str, source: str = "the plan") -> Plan:
+        """Parse the text of a plan file. Raises PlanError that says which entry is wrong, and on which line."""
+        fields = read(text, source)
+        further = [Plan(**each) for each in fields.pop("own")]
+        found = Plan(**fields)
+        return found._with_own(further, source) if further else found
+
+    def _with_own(self, further: list[Plan], source: str) -> Plan:
+        """The plan with those of the places after the first."""
+        every = [replace(self, notes=(), claims={}), *further]
+        meshes = tuple(plan.mesh for plan in every)
+        wrong = [plan for plan in further if plan.fingerprint != self.fingerprint]
+        ranks = sum(mesh.size for mesh in meshes)
+        if wrong or self.world is None or self.world.size != ranks:
+            raise PlanError(
+                f"{source} is damaged: the plans of its places do not belong together",
+                why="they are of different graphs"
+                if wrong
+                else f"their meshes have {ranks} ranks, the plan {self.ranks.size}",
+                hint=AGAIN,
+            )
+        shared = {"world": self.world, "meshes": meshes, "stages": self.stages}
+        return replace(self, meshes=meshes, own=tuple(replace(plan, **shared) for plan in every))
+
+    def folded(self, graph: Graph, folds: Iterable[Fold]) -> Plan:
+        """The plan of a graph whose file says equal layers twice. Layers that differ in the plan are said in full."""
+        folds = tuple((start, length, repeats) for start, length, repeats in folds if repeats > 2)
+        return replace(self, folds=folds, stand_ins=stand_ins(graph, folds))
+
+    def unfolded(self, graph: Graph) -> Plan:
+        """The plan with every layer of its graph, where the file had said two for all. Raises PlanError."""
+        if not self.folds or self.stand_ins:
+            return self
+        stand = stand_ins(graph, self.folds)
+        nodes = {n.name: stand.get(n.name, n.name) for n in graph.nodes}
+        inputs = {i.name: stand.get(i.name, i.name) for i in graph.inputs}
+        values = {**inputs, **{v: stand.get(v, v) for n in graph.nodes for v in n.values}}
+
+        def filled(entries: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+            pairs = ((name, name if name in entries else here) for name, here in names.items())
+            return {name: entries[here] for name, here in pairs if here in entries}
+
+        about = {n.name: (n.op, n.module) for n in graph.nodes} if self.about else {}
+        return replace(
+            self,
+            strategies=filled(self.strategies, nodes),
+            inputs=filled(self.inputs, inputs),
+            reasons=filled(self.reasons, nodes),
+            nexts=filled(self.nexts, nodes),
+            about=about,
+            hubs=filled(self.hubs, values),
+            states=filled(self.states, inputs),
+            again=frozenset(v for v, here in values.items() if v in self.again or here in self.again),
+            keeps=filled(self.keeps, values),
+            hosts=frozenset(n for n, here in nodes.items() if n in self.hosts or here in self.hosts),
+            stages=self.stages,
+            times={},
+            stand_ins=stand,
+        )
+
+    def _left_out(self) -> frozenset[str]:
+        """Names that a file need not say; none where a later copy lacks what the second has."""
+        names = self.stand_ins.items()
+        left = set(self.stand_ins)
+        for entries in filter(None, (self.strategies, self.inputs)):
+            left.difference_update(_unlike(entries, names))
+        for entries in filter(None, (self.reasons, self.nexts, self.hubs, self.states, self.keeps)):
+            unlike = _unlike(entries, names)
+            if any(name not in entries for name in unlike):  # and the second copy has one
+                return frozenset()
+            left.difference_update(unlike)
+        for marked in filter(None, (self.again, self.hosts)):
+            if _lacks(marked, names):
+                return frozenset()
+            left -= {name for name, here in names if name in marked and here not in marked}
+        return frozenset(left)
+
+    def check(self, graph: Graph) -> Plan:
+        """The plan with all layers, if it was made for this graph. Raises PlanError that lists what differs."""
+        if self.own:
+            return replace(replace(self, own=()).check(graph), own=tuple(p.check(graph) for p in self.own))
+        if self.folds and not self.stand_ins and self.fingerprint == fingerprint(graph):
+            return self.unfolded(graph).check(graph)
+        missing = [n.name for n in graph.nodes if n.name not in self.strategies]
+        missing += [i.name for i in graph.inputs if i.name not in self.inputs]
+        if self.fingerprint == fingerprint(graph) and not missing:
+            return self
+        extra = sorted(set(self.strategies) - {n.name for n in graph.nodes})
+        why = "; ".join(
+            text
+            for text in (
+                f"the plan does not know {_some(missing)} of the model" if missing else "",
+                f"the model does not have {_some(extra)} of the plan" if extra else "",
+            )
+            if text
+        )
+        raise PlanError(
+            "the plan was made for another model, batch or version of the code",
+            why=why or "the operators have the same names, but their shapes or wiring differ",
+            hint=f"{AGAIN}, or build the model and the batch it was made for (on the command line --batch and --seq)",
+        )
+
+    def check_cuts(self, factors: Factors) -> Plan:
+        """The plan, if every cut is one that its operator can take. Raises PlanError: a file may have been edited."""
+        for plan in self.own:
+            plan.check_cuts(factors)
+        for name, site in factors.sites.items():
+            for letter, dim in self.strategies[name].cuts:
+                tree = site.trees.get(letter)
+                if tree is None or without_axes(dim, dim_axes(dim)) != tree:
+                    sizes = ", ".join(f"{x}={show_dim(t)}" for x, t in site.trees.items())
+                    raise PlanError(
+                        f"the plan cuts {letter}={show_dim(dim)} of %{name} ({site.node.op})",
+                        why=f"its factors are {sizes}",
+                        where=site.node.where,
+                        hint=AGAIN,
+                    )
+        self._check_hubs(factors)
+        self._check_keeps(factors)
+        self._check_states()
+        self._check_stages(factors)
+        for name in sorted(self.hosts - set(factors.sites)):
+            raise PlanError(
+                f"the plan runs %{name} on the host", why="the model has no such node", hint=AGAIN
+            )
+        for name, layout in self.inputs.items():
+            shape = tuple(map(dim_size, factors.dims[name]))
+            if layout.shape != shape or layout.pending:
+                raise PlanError(
+                    f"the plan has the input %{name} as {layout}",
+                    why="an input is given as it is, not as terms of a sum"
+                    if layout.pending
+                    else f"its shape is {list(shape)}",
+                    hint=AGAIN,
+                )
+        return self
+
+    def _check_hubs(self, factors: Factors) -> None:
+        for name, layout in self.hubs.items():
+            if name not in factors.dims:
+                raise PlanError(
+                    f"the plan has a hub of %{name}", why="the model has no value of this name", hint=AGAIN
+                )
+            shape = tuple(map(dim_size, factors.dims[name]))
+            if layout.shape != shape:
+                raise PlanError(
+                    f"the plan has the hub of %{name} as {layout}",
+                    why=f"its shape is {list(shape)}",
+                    hint=AGAIN,
+                )
+        for name in sorted(self.again - set(self.hubs)):
+            raise PlanError(
+                f"the plan makes %{name} again in backward", why="it has no hub to make again", hint=AGAIN
+            )
+
+    def _check_keeps(self, factors: Factors) -> None:
+        made = {value for site in factors.sites.values() for value in site.node.values}
+        for name, how in self.keeps.items():
+            if name not in made:
+                raise PlanError(
+                    f"the plan says how %{name} is kept",
+                    why="no operator makes a value of this name",
+                    hint=AGAIN,
+                )
+            if how not in KEPT_AS:
+                raise PlanError(
+                    f"the plan keeps %{name} as {how!r}",
+                    why="a value is kept as autograd does, or " + ", ".join(map(repr, KEPT_AS)),
+                    hint=did_you_mean(how, KEPT_AS),
+                )
+
+    def _check_stages(self, factors: Factors) -> None:
+        for name in self.stages:
+            if name not in factors.sites:
+                raise PlanError(
+                    f"the plan has a stage for %{name}", why="the model has no such node", hint=AGAIN
+                )
+        latest: dict[str, int] = {}  # value → the latest stage that it follows from
+        for name, site in factors.sites.items():
+            before = max((latest.get(u, 0) for u in site.node.uses), default=0)
+            if self.stages.get(name, before) < before:
+                raise PlanError(
+                    f"the plan has %{name} in stage {self.stages[name]}",
+                    why=f"it reads what is made in stage {before}",
+                    where=site.node.where,
+                    hint=AGAIN,
+                )
+            latest.update(dict.fromkeys(site.node.values, self.stages.get(name, before)))
+        count = self.techniques.pipeline
+        found = {*self.stages.values()}
+        wanted = {*range(count)} if count > 1 else set()
+        if found != wanted:
+            missing = sorted(wanted - found)
+            raise PlanError(
+                f"the plan asks for {count} pipeline stages",
+                why=f"stage {missing[0]} has no operator"
+                if wanted > found
+                else "its operators have other stages",
+                hint=AGAIN,
+            )
+
+    def _check_states(self) -> None:
+        for name, layout in self.states.items():
+            entry = self.inputs.get(name)
+            if entry is None or layout.shape != entry.shape or layout.pending or not _within(layout, entry):
+                raise PlanError(
+                    f"the plan updates %{name} as {layout}",
+                    why="the model has no input of this name"
+                    if entry is None
+                    else f"it enters as {entry}: an update may be split further, and no less",
+                    hint=AGAIN,
+                )
+
+    def with_notes(self, *notes: str) -> Plan:
+        """The plan with more remarks."""
+        return replace(self, notes=(*self.notes, *notes))
+
+
+def fingerprint(graph: Graph) -> str:
+    """A hash of what a plan depends on: operators, arguments, types and wiring, not source lines."""
+    return graph.fingerprint
+
+
+def _within(part: TensorLayout, whole: TensorLayout) -> bool:
+    """Whether leaving out the axes that only `part` has gives the dims of `whole`, so these are the minor ones."""
+    more = set(part.split_axes) - set(whole.split_axes)
+    return tuple(without_axes(d, more) for d in part.dims) == whole.dims
+
+
+def _lacks(entries: Container[str], names: Iterable[tuple[str, str]]) -> bool:
+    """Whether a later copy is not among those that the second one is among."""
+    return any(here in entries and name not in entries for name, here in names)
+
+
+def _unlike(entries: Mapping[str, Any], names: Iterable[tuple[str, str]]) -> list[str]:
+    """Names whose entry is not that of what they stand beside; layers of one kind mostly share theirs."""
+    get = entries.get
+    return [name for name, here in names if (one := get(name)) is not (other := get(here)) and one != other]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(f"%{n}" for n in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _shown(name: str, value: Any) -> str:
+    """A claim for a reader: seconds and bytes with their units, gaps as percent."""
+    what, _, unit = name.partition("_")
+    match value:
+        case Mapping():
+            value = " ".join(
+                f"{k} {100 * round(v, 6):.2g} %" if isinstance(v, float) else f"{k} {v}"
+                for k, v in value.items()
+            )
+        case int() | float() if unit == "seconds":
+            value = f"{value:.4g} s"
+        case int() | float() if unit == "bytes":
+            value = show_bytes(value)
+    return f"{what} {value}"
+
+
+__all__ = ["Origin", "Plan", "fingerprint", "plain_pins"]

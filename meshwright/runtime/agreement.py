@@ -1,0 +1,187 @@
+"""Whether all ranks step on the same batch with the same options of the optimizer, found out beside the step.
+
+Each rank makes a number of what it was given. The sum of all is that number times as many ranks, or somebody was given
+something else; then all tell what they have, and all raise. The sum is of 16 bytes, is started before the forward pass
+and is waited for after the backward, where ranks have met in any case. It is made at the first steps and then at every
+32nd: who skips a batch is behind from then on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from meshwright import heartbeat
+from meshwright.errors import BatchError, MeshwrightError, RunError
+from meshwright.runtime.communicator import AtOnce, Communicator, Work
+from meshwright.runtime.local_batch import Given, LocalBatch
+from meshwright.runtime.told import told_by_all
+
+EVERY = 32
+WHOLE, SOME = 1 << 14, 1 << 12  # a tensor of more elements than the first is known by as many as the second
+OPTIONS = "options of the optimizer"
+UPDATE = "update=False"
+Word = Mapping[str, str]
+Options = list[dict[str, str]]  # of each group of parameters: name → value
+Which = frozenset[tuple[int, str]]  # (group, name) of some options
+
+
+class Alike:
+    """Compares the ranks of a world; alone, or where collectives are only counted, it does nothing."""
+
+    def __init__(self, comm: Communicator, device: torch.device) -> None:
+        self.comm, self.device = comm, device
+        self.on = comm.mesh.size > 1 and not isinstance(comm, AtOnce)
+        # Those of the optimizer that all ranks began with alike; None: all of them.
+        self.options: Which | None = None
+        self._begun: tuple[int, Word, torch.Tensor, Work] | None = None
+
+    def begin(
+        self,
+        steps: int,
+        batch: Given,
+        groups: Sequence[Mapping[str, object]] | None = None,
+        update: bool = True,
+    ) -> None:
+        """Before a step, when so many are over: start the comparison if it is time for one. `groups`: those of the
+        optimizer, of which `options` are compared. `update`: whether the step ends with one."""
+        if not self.on or self._begun is not None or not is_due(steps + 1):
+            return
+        word = dict(told_of(batch, elsewhere=steps == 0))
+        word |= {} if update else {UPDATE: "no"}
+        if groups is not None and self.options != frozenset():
+            word[OPTIONS] = json.dumps(some_of(options_of(groups), self.options))
+        digest = hashlib.blake2b(json.dumps(word).encode(), digest_size=8).digest()
+        numbers = [int.from_bytes(half, "little") >> 1 for half in (digest[:4], digest[4:])]
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        heartbeat.of("whether all ranks have the same batch")
+        work = self.comm.all_reduce_start(
+            mine.to(self.device, copy=True), [a.name for a in self.comm.mesh.axes]
+        )
+        self._begun = steps + 1, word, mine, work
+
+    def settle(self, steps: int | None = None) -> None:
+        """Wait for a comparison that was begun, if there is one; with `steps`, only for one that was begun before so
+        many were over. Raises BatchError or RunError, on all ranks."""
+        if self._begun is None or (steps is not None and self._begun[0] > steps):
+            return
+        (step, word, mine, work), self._begun = self._begun, None
+        if not torch.equal(work.wait().cpu(), mine * self.comm.mesh.size):
+            raise difference(step, told_by_all(self.comm, self.device, dict(word)))
+
+
+def is_due(step: int) -> bool:
+    """Whether ranks compare in a step: in the 1st, 2nd, 4th, 8th, … and then in every 32nd."""
+    return step % EVERY == 0 or step & (step - 1) == 0
+
+
+def told_of(batch: Given, elsewhere: bool = True) -> Word:
+    """What is equal on all ranks of a batch: where in its loader a part comes from, or what a whole one has.
+    `elsewhere`: look at tensors that are on a GPU, for which it has to be waited."""
+    if isinstance(batch, LocalBatch):
+        place = batch.place if isinstance(batch.place, str) else batch.place()
+        return {"position": place} if place else {}
+    looked = {path: x for path, x in batch.items() if elsewhere or x.device.type == "cpu"}
+    return {f"{path!r} of the batch" if path else "the batch": checksum(x) for path, x in looked.items()}
+
+
+def checksum(x: torch.Tensor) -> str:
+    """A checksum of a tensor's elements; of a large one, of some that are spread over it."""
+    if x.layout != torch.strided or x.is_meta:
+        return "unknown"
+    if x.numel() > WHOLE:
+        x = x.take(torch.linspace(0, x.numel() - 1, SOME, dtype=torch.float64).long().to(x.device))
+    data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"checksum {zlib.crc32(data):08x}"
+
+
+def options_of(groups: Sequence[Mapping[str, object]]) -> Options:
+    """The options of an optimizer's groups that are plain values, as texts."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return [
+        {k: repr(v) for k, v in sorted(group.items()) if k != "params" and isinstance(v, plain)}
+        for group in groups
+    ]
+
+
+def some_of(options: Options, which: Which | None) -> Options:
+    """Of options those that are asked for; None: all."""
+    if which is None:
+        return options
+    return [{k: v for k, v in group.items() if (n, k) in which} for n, group in enumerate(options)]
+
+
+def options_alike(told: Sequence[Options]) -> Which:
+    """What is the same in the options of several optimizers. Where one has fewer groups than another nobody knows which
+    group is which, and nothing is."""
+    if len({len(groups) for groups in told}) != 1:
+        return frozenset()
+    first, *others = told
+    return frozenset(
+        (n, k)
+        for n, group in enumerate(first)
+        for k, v in group.items()
+        if all(groups[n].get(k) == v for groups in others)
+    )
+
+
+def options_that_differ(told: Sequence[Options]) -> list[str]:
+    """Of options of several optimizers those that are not the same in all."""
+    counts = {len(groups) for groups in told}
+    if len(counts) > 1:
+        return [f"{len(groups)} group{'s' if len(groups) > 1 else ''} of parameters" for groups in told]
+    places = dict.fromkeys((n, key) for groups in told for n, group in enumerate(groups) for key in group)
+    odd = [(n, key) for n, key in places if len({groups[n].get(key, "") for groups in told}) > 1]
+    return [", ".join(f"{key}={groups[n].get(key, 'none')}" for n, key in odd) for groups in told]
+
+
+def difference(step: int, told: Sequence[Word]) -> MeshwrightError:
+    """The error for what ranks told, which is not the same."""
+    for what in dict.fromkeys(k for each in told for k in each):
+        said = [each.get(what, "nothing") for each in told]
+        if what == OPTIONS:
+            said = options_that_differ([json.loads(word) for word in said])
+        ranks: dict[str, list[int]] = {}
+        for rank, word in enumerate(said):
+            ranks.setdefault(word, []).append(rank)
+        if len(ranks) == 1:
+            continue
+        shown = "; ".join(f"{word} on {named(members)}" for word, members in ranks.items())
+        if what == OPTIONS:
+            return RunError(
+                f"in step {step} the {OPTIONS} differ between ranks",
+                why=shown,
+                hint="every rank makes the same optimizer, and changes its learning rate alike",
+            )
+        if what == UPDATE:
+            return RunError(
+                f"some ranks update in step {step}, others accumulate gradients",
+                why=shown,
+                hint="all ranks call step(batch, update=False), or use step.no_sync(), alike",
+            )
+        if what == "position":
+            return BatchError(
+                f"ranks are at different batches in step {step}",
+                why=shown,
+                hint="every rank takes each batch of its loader, and gives it to the step once",
+            )
+        return BatchError(
+            f"{what} of step {step} differs between ranks",
+            why=shown,
+            hint="step(batch) takes the whole batch, the same on all ranks, of which each uses its part; "
+            "mw.shard_loader reads the parts alone",
+        )
+    return RunError(f"ranks differ in step {step}", why="what they told of it is equal")
+
+
+def named(ranks: Sequence[int]) -> str:
+    """``rank 2``, or ``ranks 0, 1, …``."""
+    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+__all__ = ["Alike", "checksum", "named", "options_alike", "options_of", "options_that_differ"]

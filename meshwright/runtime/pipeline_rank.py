@@ -1,0 +1,107 @@
+"""What one rank of a pipeline holds, and the list of what it does in a step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from meshwright.core.graph import Graph
+from meshwright.partition import Partition
+from meshwright.partition.micro_batches import MicroBatches
+from meshwright.partition.segments import Segment
+from meshwright.partition.stages import Stage
+from meshwright.pipeline.meshes import meshes_of
+from meshwright.pipeline.messages import Messages
+from meshwright.pipeline.messages_across_meshes import Routes
+from meshwright.pipeline.of_plan import forward_only, holders, schedule_of
+from meshwright.redistribute.across_meshes import Laid
+from meshwright.runtime.communicator import Communicator, InStage
+from meshwright.runtime.executor import Action
+
+
+class Pipeline:
+    """One rank's view of a plan with stages. `parts`: what the ranks at its place share. `mine`: the numbers of its
+    stages. `cut`: the stages of the program of its first micro-batch, all of them: what
+    crosses is the same in each."""
+
+    def __init__(self, parts: Partition, comm: Communicator, *, training: bool = True) -> None:
+        """Without `training` the schedule goes forward alone."""
+        self.meshes = meshes_of(parts.asked)
+        self.comm = InStage(comm, self.meshes)
+        self.parts = parts.of_place(self.comm.place)
+        whole = schedule_of(parts.asked)
+        self.schedule = whole if training else forward_only(whole)
+        self.mine = self.schedule.held_by(self.comm.place)
+        self.cut: tuple[Stage, ...] = ()
+        self.messages = Messages((), self.schedule)
+        self.holders = holders(self.parts, self.schedule)
+        self.routes = Routes(parts, self.schedule.ranks)
+
+    def begin(self, programs: MicroBatches) -> MicroBatches:
+        """Look at the programs of this rank; those that come after the last micro-batch, for its stages alone."""
+        self.routes = replace(self.routes, copy_of=programs.copy_of)
+        self.cut = self.parts.stages(programs.programs[0], programs.copy_of)
+        self.messages = Messages(self.cut, self.schedule)
+        return replace(programs, late=self._late(programs.late), carried=self._own(programs.carried))
+
+    def segments(self, programs: MicroBatches) -> dict[int, list[tuple[Segment, ...]]]:
+        """This rank's stages → their program in each micro-batch."""
+        later = programs.programs[1:]
+        cut = [self.cut, *(self.parts.stages(graph, programs.copy_of) for graph in later)]
+        return {s: [(stages[s].segment,) for stages in cut] for s in self.mine}
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the two halves of backward are apart."""
+        return self.schedule.splits_backward(self.comm.place)
+
+    def _own(self, pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+        here = {v for s in self.mine for v in self.cut[s].ends}
+        return tuple((name, value) for name, value in pairs if value in here)
+
+    def _late(self, graph: Graph) -> Graph:
+        """The part of a graph of results that follows from what this rank's stages make."""
+        here = {v for s in self.mine for v in self.cut[s].ends}
+        inputs = tuple(i for i in graph.inputs if i.name in here)
+        nodes = tuple(n for n in graph.nodes if here.issuperset(n.uses))
+        outputs = tuple((name, value) for name, value in graph.outputs if name in here)
+        return replace(graph, inputs=inputs, nodes=nodes, outputs=outputs)
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank has an input of the program."""
+        return self.comm.place in self.holders[name]
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank is the first of those that have an input: what counts once is counted there."""
+        return self.comm.place == self.holders[name][0]
+
+    def place_of(self, stage: int) -> int:
+        """Where in the pipeline a stage is."""
+        return self.schedule.ranks[stage]
+
+    def maker(self, value: str) -> int:
+        """The place whose rank makes a result of the step."""
+        return next(self.place_of(n) for n, stage in enumerate(self.cut) if value in stage.ends)
+
+    def actions(self, rounds: int) -> tuple[Action, ...]:
+        """This rank's list: sums first, then the schedule's order with its messages, then the end of the step."""
+        found = [Action("begin")]
+        for number in range(rounds):
+            found += [Action("terms", number, m) for m in range(self.parts.micro_batches)]
+            found.append(Action("sums", number))
+        found += [Action(a.kind, a.stage, a.micro_batch) for a in self.messages.listed(self.comm.place)]
+        ends = ("late", "share", "reduce_wait", "update", "end")
+        ends = ends if self.schedule.has_backward else ("late", "end")
+        return (*found, *(Action(kind) for kind in ends))
+
+    def updated(self, name: str) -> Callable[[int], Laid] | None:
+        """How the ranks of each place hold the gradient of a parameter; None where all are of one mesh."""
+        return functools.partial(self.routes.updated, name) if self.meshes.own else None
+
+    def shared(self, names: Iterable[str]) -> Mapping[str, tuple[int, ...]]:
+        """Those of some inputs that several places hold."""
+        return {n: self.holders[n] for n in names if len(self.holders[n]) > 1}
+
+
+__all__ = ["Pipeline"]

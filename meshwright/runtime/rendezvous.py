@@ -1,0 +1,231 @@
+"""Meeting the other ranks: rank 0's word first, through the rendezvous store, and only then a process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from meshwright import heartbeat
+from meshwright.core.mesh import Mesh
+from meshwright.errors import MeshwrightError, PeerLost, RunError
+from meshwright.runtime import lost_peer as peers
+from meshwright.runtime.communicator import Alone, Communicator, ProcessGroups, outlive
+
+LOOK_SECONDS = 1.0  # between two looks at whether another rank has failed, while one waits in the store
+
+
+def launched_world() -> int:
+    """The number of ranks this process was launched with; 1 when it was started by hand."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_world(mesh: Mesh) -> None:
+    """Raise RunError when the plan is for another number of ranks than were launched."""
+    world = launched_world()
+    if world != mesh.size:
+        raise RunError(
+            f"the plan is for {mesh.size} ranks ({mesh}), {world} {'was' if world == 1 else 'were'} launched",
+            hint=f"meshwright run --nproc {mesh.size} script.py, or plan for mesh={world}",
+        )
+
+
+def _store(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Where the ranks meet first, this one's number and how many there are. `meshwright run` names a file, which only
+    its user can open; with other launchers it is what ``init_process_group()`` would take."""
+    file = heartbeat.store()
+    if file is None:
+        return next(dist.rendezvous("env://", timeout=timeout))
+    store = dist.FileStore(str(file))
+    store.set_timeout(timeout)
+    return store, int(os.environ["RANK"]), launched_world()
+
+
+class _StoreChannel:
+    """Words between ranks over the rendezvous store, before there is a process group."""
+
+    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
+        self.store, self.rank, self.world = store, rank, world
+        self._number = 0
+        self._came: dict[str, int] = {}
+
+    def share(self, word: bytes | None) -> bytes:
+        """Rank 0's word on every rank."""
+        self._number += 1
+        key = f"meshwright/word/{self._number}"
+        entry = self._begun()
+        if word is not None:
+            self.store.set(key, word)
+            return word
+        with heartbeat.waiting(entry):
+            return bytes(self.store.get(key))
+
+    def _begun(self) -> heartbeat.Entry | None:
+        """This rank is here, in the record of what it does."""
+        return heartbeat.begun("word of all ranks", tuple(range(self.world)), "before the process groups")
+
+    def collect(self, word: str) -> list[str]:
+        """Everybody's word on every rank, through rank 0, so that the store is read as often as there are ranks."""
+        key = f"meshwright/collected/{self._number}"
+        entry = self._begun()
+        if self.rank != 0:
+            self.store.set(f"{key}/{self.rank}", word.encode())
+            return json.loads(self.share(None))
+        with heartbeat.waiting(entry):
+            told = [word, *(bytes(self.store.get(f"{key}/{r}")).decode() for r in range(1, self.world))]
+        return json.loads(self.share(json.dumps(told).encode()))
+
+    def come(self, what: str, seconds: float) -> list[int]:
+        """Wait until all ranks have come to something; those that have not within a time. Who was here in vain comes to
+        the same place again."""
+        place = f"meshwright/came/{what}/{self._came.get(what, 0)}"
+        keys = [f"{place}/{rank}" for rank in range(self.world)]
+        self.store.set(keys[self.rank], b"here")
+        entry = heartbeat.begun(what, tuple(range(self.world)), "to come to it", "")
+        try:
+            with heartbeat.waiting(entry):
+                if self.rank == 0:
+                    self._wait(keys, seconds, what)
+                    self.store.set(f"{place}/all", b"here")
+                else:
+                    self._wait([f"{place}/all"], seconds, what)
+        except PeerLost:
+            raise
+        except RuntimeError:  # in vain, or the store has gone: then the next line says so
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            if missing:
+                return missing
+            raise
+        self._came[what] = self._came.get(what, 0) + 1
+        return []
+
+    def _wait(self, keys: list[str], seconds: float, what: str) -> None:
+        """Wait for keys as long as no rank has left word that it failed. Raises RuntimeError, of which PeerLost is."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > LOOK_SECONDS:
+            began = time.monotonic()
+            try:
+                self.store.wait(keys, timedelta(seconds=LOOK_SECONDS))
+                return
+            except RuntimeError:
+                if (failed := peers.another_failed(what)) is not None:
+                    raise failed from None
+                if time.monotonic() - began < LOOK_SECONDS / 2:  # the store has gone
+                    raise
+        self.store.wait(keys, timedelta(seconds=max(0.0, left)))
+
+
+class _GroupChannel:
+    """The same over a process group that somebody else has made."""
+
+    def __init__(self) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        alone = dist.get_backend() == "nccl"  # else it has one for the processor, too
+        self._device = torch.device("cuda", torch.cuda.current_device()) if alone else torch.device("cpu")
+
+    def share(self, word: bytes | None) -> bytes:
+        """Rank 0's word on every rank."""
+        return self._word_of(word or b"", 0)
+
+    def collect(self, word: str) -> list[str]:
+        """Everybody's word on every rank."""
+        return [self._word_of(word.encode(), rank).decode() for rank in range(self.world)]
+
+    def _word_of(self, word: bytes, source: int) -> bytes:
+        """The word of one rank on every rank, as numbers: torch's collectives of objects unpickle what comes."""
+        count = torch.tensor([len(word)], device=self._device)
+        dist.broadcast(count, src=source)
+        data = torch.zeros(int(count), dtype=torch.uint8)
+        if self.rank == source and word:
+            data = torch.frombuffer(bytearray(word), dtype=torch.uint8)
+        data = data.to(self._device)
+        if data.numel():
+            dist.broadcast(data, src=source)
+        return data.cpu().numpy().tobytes()
+
+
+_store_channel: list[_StoreChannel] = []  # the one of this process: keys must not repeat within a job
+
+
+def late(what: str, seconds: float) -> list[int]:
+    """The ranks that have not come to something that all call, within a time; empty also where there is no store to
+    meet at. It comes before the first collective, which would have to be waited for as long as the back end likes."""
+    channel = _store_channel[0] if _store_channel else None
+    return [] if channel is None else channel.come(what, seconds)
+
+
+class Meeting:
+    """The rendezvous of one job: rank 0 computes once for all, and all agree to go on, before any process
+    group exists."""
+
+    def __init__(self, timeout: timedelta = timedelta(minutes=30)) -> None:
+        self.timeout = timeout
+        self.channel: _StoreChannel | _GroupChannel | None = None
+        if _store_channel:
+            self.channel = _store_channel[0]
+        elif dist.is_initialized():
+            self.channel = _GroupChannel()
+        elif launched_world() > 1:
+            made = _StoreChannel(*_store(timeout))
+            _store_channel.append(made)
+            file = heartbeat.store()
+            raised = None if file is None else file.with_name(f"rank{made.rank}{heartbeat.RAISED}")
+            peers.begin(made.store, made.rank, outlive, raised)
+            self.channel = made
+        self.rank = self.channel.rank if self.channel is not None else 0
+
+    def agree(self, compute: Callable[[], bytes]) -> bytes:
+        """Rank 0's bytes on every rank. An error of rank 0 is raised on all."""
+        if self.channel is None:
+            return compute()
+        word: bytes | None = None
+        if self.rank == 0:
+            try:
+                with heartbeat.during("capturing and planning", patient=True):
+                    word = b"ok" + compute()
+            except BaseException as error:
+                told = [f"rank 0 failed: {type(error).__name__}: {error}", "", "", ""]
+                if isinstance(error, MeshwrightError):
+                    told = [error.what, error.why, error.where, error.hint]
+                self.channel.share(b"no" + json.dumps(told).encode())
+                raise
+        answer = self.channel.share(word)
+        if answer[:2] == b"no":
+            text, why, where, hint = json.loads(answer[2:])
+            raise RunError(text, why=why, where=where, hint=hint)
+        return answer[2:]
+
+    def confirm(self, problem: str, hint: str = "") -> None:
+        """Go on only if no rank has a problem (an empty text). Raises RunError on all ranks when one has, so
+        that nobody is left waiting for a rank that has given up."""
+        found = next((t for t in self.collect(problem) if t), "")
+        if found:
+            raise RunError(found, hint=hint)
+
+    def collect(self, word: str) -> list[str]:
+        """Everybody's word, by rank, on every rank."""
+        if self.channel is None:
+            return [word]
+        return self.channel.collect(word)
+
+    def connect(self, mesh: Mesh, device: torch.device, *, host: bool = False) -> Communicator:
+        """The communicator of a mesh, with the default process group made if there is none. `host`: tensors in the
+        host's memory are communicated too."""
+        if self.channel is None:
+            return Alone(mesh)
+        if not dist.is_initialized():
+            assert isinstance(self.channel, _StoreChannel)
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if host and device.type == "cuda" else backend
+            store = dist.PrefixStore("meshwright/group", self.channel.store)
+            rank, world = self.channel.rank, self.channel.world
+            with heartbeat.waiting(heartbeat.begun("making of process groups", tuple(range(world)))):
+                dist.init_process_group(
+                    backend, store=store, rank=rank, world_size=world, timeout=self.timeout
+                )
+        return ProcessGroups(mesh, self.rank)
