@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from meshwright.capture.left import Left
 from meshwright.capture.outside import OutsideCalls, line_of
 from meshwright.capture.reads import codes, is_environment, lines_that_change, origin, reads
 from meshwright.capture.values import HOOKS, SCALARS, Found, differs, find
@@ -46,6 +47,7 @@ class Effects:
         self.drawn = random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.initial_seed()
         self.generators = [(g, _state(g)) for g in self.found.generators]
         self.iterators = {label: _progress(it) for label, it in self.found.iterators.items()}
+        self.left = Left(model, self.found)
         self.calls = OutsideCalls(self.found.generators)
 
     @contextlib.contextmanager
@@ -64,8 +66,9 @@ class Effects:
     def inside(self) -> Iterator[None]:
         """Around the loss itself, while it is traced. Raises CaptureError for what it changed."""
         before, tensors = self._items(), _registered(self.model)
-        with self._lines_watched(), self.calls.watched():
+        with self._lines_watched(), self.left.watched(), self.calls.watched():
             yield
+        self.left.take_away()
         after = _registered(self.model)
         label = next((n for n, x in tensors.items() if after.get(n) is not x), "")
         said = f"{label}: another tensor" if label else differs(before, self._items(), library=False)

@@ -272,7 +272,10 @@ def trace(model: torch.nn.Module, batch: Any, loss: Callable[..., Any], wrap: ty
         except Exception as error:
             nested = _own_error_in(error)
             raise nested or (_explain(error) if found else _empty(batch, error)) from error
-    notes = tuple(NO_CHECKPOINT.format(line) for line in wrapper.watch.checkpoints)
+    notes = (
+        *(NO_CHECKPOINT.format(line) for line in wrapper.watch.checkpoints),
+        *wrapper.effects.left.notes,
+    )
     outside = tuple(wrapper.watch.outside)
     return Trace(
         program, paths, origins, notes, labels=wrapper.labels, outside=outside, shape=wrapper.watch.shape

@@ -20,7 +20,7 @@ import torch
 
 import meshwright as mw
 from meshwright.capture import capture
-from tests.habits.plans import Net, batches, loss, run
+from tests.habits.plans import NAMES, Net, batches, loss, run
 
 BATCH = batches()[0]
 COUNT = 0
@@ -61,7 +61,7 @@ def remember(model: Any, out: torch.Tensor) -> None:
 
 
 def keep(model: Any, out: torch.Tensor) -> None:
-    model.cache = out
+    model.cache = out if model.cache is None else model.cache + out
 
 
 def reassign(model: Any, out: torch.Tensor) -> None:
@@ -269,6 +269,64 @@ def test_a_tensor_left_on_the_module_is_to_be_returned() -> None:
     with pytest.raises(mw.CaptureError) as raised:
         capture(Busy(keep), BATCH, lambda m, b: loss(m, b) + m.cache.mean())
     assert "return out, aux" in raised.value.hint
+
+
+LEFT = """
+class Leaving(Net):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.losses = None, []
+
+    def forward(self, x):
+        self.losses = []
+        inner = torch.relu(self.norm(self.up(x)))
+        self.losses.append(inner.square().mean())
+        self.attention = inner.detach()
+        self.aux_loss = inner.abs().mean()
+        self.losses.append(self.aux_loss * 2)
+        return self.down(inner)
+
+def with_aux(model, batch):
+    return loss(model, batch) + 0.1 * model.aux_loss + sum(model.losses) + model.attention.mean()
+
+torch.manual_seed(0)
+model = Leaving()
+twin = copy.deepcopy(model)
+optimizer = adamw(twin.parameters())
+step = mw.train_step(model, adamw, batches()[0], loss=with_aux, **PLAN)
+for batch in batches() + [{name: x[:4] for name, x in batches()[0].items()}]:
+    expected = with_aux(twin, batch)
+    optimizer.zero_grad()
+    expected.backward()
+    optimizer.step()
+    assert close(step(batch), expected.detach())
+    assert not hasattr(model, "aux_loss") and model.attention is None and model.losses == []
+assert any("model.aux_loss" in note and "(loss, outputs)" in note for note in step.plan.notes), step.plan.notes
+mw.shutdown()
+"""
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("plan", NAMES)
+def test_what_forward_leaves_for_the_loss_of_the_same_pass(tmp_path: Path, plan: str) -> None:
+    run(tmp_path, plan, LEFT)
+
+
+def test_what_a_pass_reads_before_it_writes_is_refused() -> None:
+    def old(model: Any, out: torch.Tensor) -> None:
+        if not hasattr(model, "last"):
+            model.last = out
+
+    def listed(model: Any, out: torch.Tensor) -> None:
+        model.log = [*model.log, out]
+
+    def stale(model: Any, out: torch.Tensor) -> None:
+        model.mask = out
+
+    for what in (old, listed, stale):
+        with pytest.raises(mw.CaptureError, match="changes a Python value"):
+            capture(Busy(what), BATCH, loss)
+        assert not hasattr(Busy, "last") and "mask" not in vars(Busy)
 
 
 def test_what_changes_nothing_is_captured() -> None:
