@@ -22,13 +22,14 @@ from meshwright.errors import PEER_LOST, MeshwrightError, PeerLost, RunError
 KEY = "meshwright/reason"
 SAID = 1000  # letters of an error that others are told
 _broken: list[str] = []  # what failed in the middle on this rank
-_told: list[tuple[Any, int]] = []  # the store of this job and this rank, once they are known
+# The store of this job, this rank, and what is called when it fails, once they are known.
+_told: list[tuple[Any, int, Callable[[], None]]] = []
 
 
 def begin(store: dist.Store, rank: int, failing: Callable[[], None], raised: Path | None = None) -> None:
     """From now on an error that ends this process is left in the store. `failing` is called when one does. `raised`:
     the file that says so to the launcher."""
-    _told.append((store, rank))
+    _told.append((store, rank, failing))
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -52,7 +53,7 @@ def leave_reason(error: BaseException, trace: TracebackType | None = None) -> No
     """Leave in the store what ends this rank; the first to do so is heard."""
     if not _told or isinstance(error, SystemExit):
         return
-    store, rank = _told[0]
+    store, rank, _ = _told[0]
     what = error.what if isinstance(error, MeshwrightError) else str(error)
     frames = traceback.extract_tb(trace)[-1:]
     notes = "".join(getattr(error, "__notes__", ())[:1])  # of an error in a step: the line of the model
@@ -68,6 +69,7 @@ def broke_off(error: Exception, what: str) -> None:
     if not _told or isinstance(error, MeshwrightError) or dist.get_world_size() == 1 or _broken:
         return
     _broken.append(f"{what} failed on this rank: {type(error).__name__}: {error}"[:SAID])
+    _told[0][2]()
     leave_reason(error, error.__traceback__)
 
 
@@ -110,7 +112,7 @@ def another_failed(what: str) -> PeerLost | None:
 def _reason() -> tuple[int, str, str, str] | None:
     if not _told:
         return None
-    store, mine = _told[0]
+    store, mine, _ = _told[0]
     with contextlib.suppress(Exception):
         if store.check([KEY]):
             rank, kind, said, where = json.loads(bytes(store.get(KEY)))

@@ -150,3 +150,43 @@ mw.shutdown()
 @pytest.mark.parametrize("plan", ["tp", "zero1", "pipeline"])
 def test_autosave_keeps_the_last_finite_checkpoint(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, KEPT)
+
+
+HALF = """
+torch.manual_seed(0)
+model = Net()
+twin = copy.deepcopy(model)
+
+def of(model, batch):
+    with torch.autocast("cpu", torch.float16):
+        out = model(batch["x"])
+    return F.cross_entropy(out.float(), batch["y"]) * batch["weight"]
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05)
+
+def scaler():
+    return torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+
+# The second overflows float16.
+every = [{**b, "weight": torch.tensor(1e6 if n == 1 else 1.0)} for n, b in enumerate(batches(6))]
+optimizer, theirs, mine = sgd(twin.parameters()), scaler(), scaler()
+step = mw.train_step(model, sgd, every[0], loss=of, scaler=mine, **PLAN)
+for batch in every:
+    expected = of(twin, batch)
+    optimizer.zero_grad()
+    theirs.scale(expected).backward()
+    theirs.step(optimizer)
+    theirs.update()
+    assert close(step(batch), expected.detach(), 1e-4)
+    assert mine.get_scale() == theirs.get_scale()
+assert step.skipped == 1 and theirs.get_scale() == 256.0
+for name, value in step.full_state().items():
+    assert close(value, twin.state_dict()[name], 1e-4), name
+mw.shutdown()
+"""
+
+
+@pytest.mark.parametrize("plan", NAMES)
+def test_float16_with_a_scaler_skips_what_overflows_on_all_ranks(tmp_path: Path, plan: str) -> None:
+    run(tmp_path, plan, HALF)
