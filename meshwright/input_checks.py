@@ -132,16 +132,6 @@ def check_numbers(clip_norm: Any, seed: Any, bucket_bytes: Any = None) -> None:
         )
 
 
-def check_results(shape: Any, plan: Plan) -> None:
-    """Raise PlanError where outputs beside the loss are asked of a plan that has the batch in pieces."""
-    if shape is not None and (plan.techniques.pieces > 1 or plan.stages):
-        raise PlanError(
-            "outputs beside the loss of a batch in micro-batches, or in stages of a pipeline",
-            why="each piece makes outputs of its own, which nothing puts together",
-            hint="a loss function that returns the loss alone, and step.forward_step(model, batch) for outputs",
-        )
-
-
 def check_trains(graph: Graph) -> None:
     """Raise PlanError where no gradient of the loss goes to a parameter: nothing would be trained."""
     _, loss = graph.outputs[0]

@@ -76,12 +76,14 @@ def interleaved(
     time: Collection[str],
     leading: Sequence[Graph],
     turns: str = TURNS[0],
+    apart: Collection[str] = (),
 ) -> Interleaved:
     """One program of the copies. `added`: results that are sums over the copies. `carried`: input → the value that
     replaces it, which a copy hands on to the next. `time`: the axes on which copies differ. `leading`: the copies of
     one rank, the same for all ranks, by whose sizes turns are measured: blocks may be of unequal length, and ranks that
-    took turns elsewhere would talk past each other. `turns`: their order."""
-    work = _Merge(copies, added, carried, time, leading, ORDERS[turns])
+    took turns elsewhere would talk past each other. `turns`: their order. `apart`: results of which that of each copy
+    is a result of the program, under the name that `named` gives."""
+    work = _Merge(copies, added, carried, time, leading, ORDERS[turns], apart)
     return Interleaved(work.graph(), work.copy_of)
 
 
@@ -125,7 +127,9 @@ class _Merge:
         time: Collection[str],
         leading: Sequence[Graph],
         order: _Turns,
+        apart: Collection[str],
     ) -> None:
+        self.apart = apart
         self.copies, self.added, self.carried = copies, added, carried
         self.leading, self.order = leading, order
         self.copy_of: dict[str, int] = {}
@@ -144,7 +148,9 @@ class _Merge:
         for value in wanted:
             if value not in self.shared:
                 nodes += self._together(value)
-        return replace(first, inputs=tuple(inputs), nodes=tuple(nodes))
+        each = ((k, v, c) for k, v in first.outputs if v in self.apart for c in range(len(self.copies)))
+        outputs = (*first.outputs, *((named(label, copy), named(value, copy)) for label, value, copy in each))
+        return replace(first, inputs=tuple(inputs), nodes=tuple(nodes), outputs=outputs)
 
     def _input(self, entry: Input, copy: int) -> Input:
         self.copy_of[named(entry.name, copy)] = copy

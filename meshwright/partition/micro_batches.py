@@ -99,7 +99,9 @@ def nothing_to_hide(parts: Partition) -> tuple[str, ...]:
 def _merged(parts: Partition, copies: Sequence[Graph], late: Graph, leading: Sequence[Graph]) -> Interleaved:
     added = [entry.name for entry in late.inputs]
     plan, carried = parts.plan, dict(_carried(parts))
-    found = interleaved(copies, added, carried, plan.mesh.time, leading, plan.turns)
+    layouts, time = parts.resharded.layouts, set(plan.mesh.time)
+    apart = {value for _, value in copies[0].outputs if time.intersection(layouts[value].split_axes)}
+    found = interleaved(copies, added, carried, plan.mesh.time, leading, plan.turns, apart)
     _checked(found.graph)
     return found
 

@@ -9,19 +9,13 @@ import torch
 
 from meshwright import heartbeat
 from meshwright.core.graph import LOSS
-from meshwright.core.layout import Dim, TensorLayout, dim_axes, without_axes
-from meshwright.core.mesh import Mesh
+from meshwright.core.layout import TensorLayout
 from meshwright.partition import Partition
-from meshwright.redistribute import redistribute
-from meshwright.redistribute.index_maps import exchange
-from meshwright.redistribute.steps import Step
 from meshwright.runtime.agreement import Alike
 from meshwright.runtime.ambient import Ambient
 from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.communicator import Communicator
-from meshwright.runtime.dtypes import TORCH_DTYPES
-from meshwright.runtime.index import Picker
 from meshwright.runtime.local_batch import BatchParts, Given, place_of, taker
 from meshwright.runtime.micro_batches import InTime
 from meshwright.runtime.parameter_offload import Parked
@@ -29,7 +23,7 @@ from meshwright.runtime.pipeline_executor import Pipelined
 from meshwright.runtime.pipeline_rank import Pipeline
 from meshwright.runtime.programs import Programs
 from meshwright.runtime.rank import Rank
-from meshwright.runtime.reshard import Mover
+from meshwright.runtime.results import Results
 
 
 class LocalForward:
@@ -66,8 +60,8 @@ class LocalForward:
         self.alike, self._passes = Alike(self.world, rank.device), 0
         self.ambient = Ambient()
         self.made = Programs(parts, rank, self.handle, self.parked, self.pipe, training=False)
-        self.layouts = {label: found.layouts[value] for label, value in found.graph.outputs}
-        self._values = dict(found.graph.outputs)
+        self.results = Results(parts, rank, self.handle, self.pipe)
+        self.layouts = self.results.layouts
         self.in_time: InTime | None = None
         self.executor: Pipelined | None = None
         if self.pipe is not None and self.made.in_time is not None:
@@ -86,6 +80,7 @@ class LocalForward:
             )
             takers = [functools.partial(self.batches.taken, number) for number in range(parts.micro_batches)]
             self.in_time = InTime(self.made.in_time, self.executor, self.made.enter, self.made.build, takers)
+            self.in_time.results = frozenset(self.results.values.values())
             self.executor.time = self.in_time
             self.actions = self.pipe.actions(len(self.made.in_time.rounds))
 
@@ -105,87 +100,30 @@ class LocalForward:
             pieces = self._run(batch)
             every = self.layouts if isinstance(gather, bool) else gather
             wanted = frozenset(every) if gather else frozenset()
+            tag = 0 if self.executor is None else self.executor.first_free_tag
             return {
-                label: self._result(label, pieces[label], label in wanted, share) for label in self.layouts
+                label: self.results.together(label, pieces[label], label in wanted, share, tag)
+                for label in self.layouts
             }
 
     def _run(self, batch: Given) -> dict[str, list[torch.Tensor]]:
-        """Label → this rank's part of the result in each micro-batch; none where its stages do not make it."""
+        """Label → this rank's shard of the result in each micro-batch; none where its stages do not make it."""
         if self.executor is None or self.in_time is None:
             given = {**self.leaves, **self.batches.taken(0, batch)}
             ((segments, (module,)),) = self.made.found
             made = module(*(given[entry.name] for entry in segments[0].graph.inputs))
-            results = dict(zip(segments[0].results, made, strict=True))
-            return {label: [results[value]] for label, value in self._values.items()}
+            return self.results.pieces(dict(zip(segments[0].results, made, strict=True)), None)
         self.in_time.begin(batch)
-        self.executor.pieces = {}
         try:
-            sums = self.executor.run(self.actions, {}, [v for v in self._values.values() if self._summed(v)])
-            pieces = self.executor.pieces
+            made = self.executor.run(self.actions, {}, [*self.results.values.values()])
+            return self.results.pieces(made, self.in_time.pieces)
         finally:
             self.in_time.end()
-            self.executor.pieces = None
-        count, found = self.executor.count, dict[str, list[torch.Tensor]]()
-        for label, value in self._values.items():
-            mine = [pieces[value, m] for m in range(count) if (value, m) in pieces]
-            found[label] = [sums[value]] if value in sums else mine
-        return found
-
-    def _summed(self, value: str) -> bool:
-        """Whether a result is a sum over micro-batches."""
-        mesh = self.parts.plan.mesh
-        return not set(mesh.time).isdisjoint(self.parts.resharded.layouts[value].pending)
-
-    # ------------------------------------------------------------ results
 
     def gathered(self, x: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
         """A result of one micro-batch as this rank holds it, put together over the ranks. Collective."""
         with torch.no_grad():
-            return self._gathered(x, layout, 0)
-
-    def _result(
-        self, label: str, pieces: list[torch.Tensor], gather: bool, share: bool
-    ) -> torch.Tensor | None:
-        layout, mesh = self.layouts[label], self.parts.plan.mesh
-        whole = self._summed(self._values[label])  # what was added up is whole on all that made it
-        found: torch.Tensor | None = None
-        if pieces and whole:
-            found = pieces[-1]
-        elif pieces and gather:
-            found = self._joined([self._gathered(x, layout, m) for m, x in enumerate(pieces)], layout)
-        elif pieces:
-            found = _after(pieces, layout, mesh)
-        if self.pipe is None or not share or not (gather or whole):
-            return found
-        kind = self.parts.resharded.graph.types[self._values[label]]
-        empty = functools.partial(
-            torch.empty, kind.shape, dtype=TORCH_DTYPES[kind.dtype], device=self.rank.device
-        )
-        maker = self.pipe.maker(self._values[label])
-        assert self.executor is not None
-        found = found if found is None else found.contiguous()
-        return self.pipe.comm.from_first(found, empty, (maker,), self.executor.first_free_tag)
-
-    def _gathered(self, x: torch.Tensor, layout: TensorLayout, micro_batch: int) -> torch.Tensor:
-        """A result of one micro-batch, put together over the ranks."""
-        mesh, whole = self.parts.plan.mesh, _in_time(layout, self.parts.plan.mesh)
-        number = self.parts.of_rank(self.rank.comm.rank)[micro_batch]
-        for step in redistribute(layout.forward, whole, mesh, x.element_size()):
-            heartbeat.of("a result put together")
-            x = Mover(exchange(step, mesh, number))(x, self.handle)
-        return x
-
-    def _joined(self, pieces: list[torch.Tensor], layout: TensorLayout) -> torch.Tensor:
-        """The results of all micro-batches in their places."""
-        mesh, parts = self.parts.plan.mesh, _in_time(layout, self.parts.plan.mesh)
-        if len(pieces) == 1 or not parts.split_axes:
-            return pieces[-1]
-        step = Step("all_gather", mesh.sort(parts.split_axes), parts, TensorLayout.whole(layout.shape))
-        places = exchange(step, mesh, self.parts.of_rank(self.rank.comm.rank)[0]).place
-        found = pieces[0].new_empty(layout.shape)
-        for place, piece in zip(places, pieces, strict=True):
-            Picker(place).put(found, piece)
-        return found
+            return self.results.gathered(x, layout, 0)
 
 
 def leaves_of(
@@ -204,22 +142,6 @@ def leaves_of(
                 part if part.shape == whole.shape else part.clone(memory_format=torch.contiguous_format)
             )
     return found
-
-
-def _in_time(layout: TensorLayout, mesh: Mesh) -> TensorLayout:
-    """A layout whose dims are cut into micro-batches alone."""
-    ranks = {a for a in layout.split_axes if a not in mesh.time}
-    return TensorLayout(tuple(without_axes(d, ranks) for d in layout.dims))
-
-
-def _after(pieces: list[torch.Tensor], layout: TensorLayout, mesh: Mesh) -> torch.Tensor:
-    """A rank's parts of all micro-batches, one after the other in the dim that they cut."""
-
-    def cut(dim: Dim) -> bool:
-        return not set(mesh.time).isdisjoint(dim_axes(dim))
-
-    dims = [number for number, dim in enumerate(layout.dims) if cut(dim)]
-    return torch.cat(pieces, dims[0]) if len(pieces) > 1 and dims else pieces[-1]
 
 
 __all__ = ["LocalForward", "leaves_of"]

@@ -90,6 +90,8 @@ class InTime:
         self.terms = [self._each(r.terms, build) for r in parts.rounds]
         self.sums = [build(r.sums) for r in parts.rounds]
         self.late = build(parts.late)
+        self.results: frozenset[str] = frozenset()  # what is kept of each micro-batch
+        self.pieces: dict[tuple[str, int], torch.Tensor] = {}  # (value, micro-batch) → a result
         self.batch: Given = {}
         self.shared: dict[str, torch.Tensor] = {}  # what all micro-batches read: sums, and buffers handed on
         self._added: dict[str, torch.Tensor] = {}  # terms so far
@@ -111,7 +113,7 @@ class InTime:
 
     def begin(self, batch: Given) -> None:
         """Take the batch of a step."""
-        self.batch, self.shared, self._added = batch, {}, {}
+        self.batch, self.shared, self._added, self.pieces = batch, {}, {}, {}
 
     def end(self) -> None:
         """Let go of the batch and of all values."""
@@ -126,6 +128,16 @@ class InTime:
         """One more term of a sum over micro-batches."""
         before = self._added.get(name)
         self._added[name] = term.detach() if before is None else before + term.detach()
+
+    def keep(self, made: Mapping[str, torch.Tensor], program: int) -> None:
+        """Keep what a program has made of the results, each copy's apart where it has copies."""
+        for copy in range(self.copies):
+            number = program * self.copies + copy
+            for value in self.results:
+                name = named(value, copy) if self.copies > 1 else value
+                found = made.get(name, made.get(value))
+                if found is not None:
+                    self.pieces[value, number] = found.detach()
 
     def _terms(self, action: Action) -> None:
         number, m = action.segment, action.micro_batch
@@ -162,6 +174,7 @@ class InTime:
             self.add(entry.name, self.executor.value(entry.name))
         for name, value in self.parts.carried:
             self.shared[name] = self.executor.value(value).detach()
+        self.keep(values, action.micro_batch)
         self.executor.forget()
         if action.micro_batch + 1 < len(self.parts.programs):
             self.executor.buckets.finish()

@@ -98,7 +98,6 @@ class Pipelined:
         self.leaves, self.buckets, self.update, self.enter = leaves, buckets, update, enter
         self.sums, self.loss, self.device, self.queue = sums, loss, device, queue
         self.saving, self.scale, self.stores, self.first_tag = saving, scale, stores, first_tag
-        self.pieces: dict[tuple[str, int], torch.Tensor] | None = None  # results by micro-batch, if wanted
         self.values: dict[str, torch.Tensor] = {}
         self.time: InTime | None = None  # what runs before and after the micro-batches
         self.count = pipe.schedule.micro_batches
@@ -241,8 +240,7 @@ class Pipelined:
             if value in stage.ends:
                 time.shared[name] = results[value].detach()
         self.values |= {value: results[value].detach() for value in stage.ends}
-        if self.pieces is not None:
-            self.pieces |= {(value, m): results[value].detach() for value in stage.ends}
+        time.keep({value: results[value] for value in stage.ends}, m)
 
     # ------------------------------------------------------------ backward
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from meshwright import heartbeat
-from meshwright.core.graph import Input
+from meshwright.core.graph import LOSS, Input
 from meshwright.core.layout import TensorLayout, dim_axes
 from meshwright.errors import RunError
 from meshwright.partition import Partition
@@ -20,8 +20,6 @@ from meshwright.partition.bucket_sizes import gradient_bytes
 from meshwright.partition.gradients import loss_scale, pending_gradients
 from meshwright.partition.segments import Segment
 from meshwright.partition.sharded_update import gathers, update_layout, updates
-from meshwright.redistribute import redistribute
-from meshwright.redistribute.index_maps import exchange
 from meshwright.runtime import lost_peer as peers
 from meshwright.runtime.agreement import Alike
 from meshwright.runtime.ambient import Ambient, check_gradients
@@ -39,7 +37,7 @@ from meshwright.runtime.pipeline_executor import Pipelined
 from meshwright.runtime.pipeline_rank import Pipeline
 from meshwright.runtime.programs import Programs
 from meshwright.runtime.rank import Rank
-from meshwright.runtime.reshard import Mover
+from meshwright.runtime.results import Results
 from meshwright.runtime.sharded_update import ShardedUpdate
 from meshwright.runtime.state import Kept, State
 
@@ -157,7 +155,9 @@ class LocalStep:
             self.optimizer, self.updating, self.ambient = first.optimizer, first.updating, first.ambient
             self.offered = first.offered
         self.shape: Any = None  # the nest of what is returned beside the loss
-        self._beside: dict[str, torch.Tensor] = {}
+        self.results = Results(parts, rank, self.handle, self.pipe)
+        self._beside: dict[str, list[torch.Tensor]] = {}  # label → its pieces
+        self._pieces: dict[tuple[str, int], torch.Tensor] | None = None  # of the last call's micro-batches
         self._make_executor(segments)
         self.state.next_tag = self.last_tag + 1 if self.pipe is not None else self.state.next_tag
 
@@ -201,6 +201,7 @@ class LocalStep:
         if in_time is not None:
             takers = [functools.partial(self.batches.taken, number) for number in range(parts.micro_batches)]
             self.in_time = InTime(in_time, self.executor, self.made.enter, self.made.build, takers)
+            self.in_time.results = frozenset(v for k, v in self.results.values.items() if k != LOSS)
             if isinstance(self.executor, Pipelined):
                 self.executor.time = self.in_time
             rounds = len(in_time.rounds)
@@ -290,7 +291,9 @@ class LocalStep:
             for name, parameter in self.parameters.items():
                 if parameter.grad is not None and name not in kept:  # it may lie in a bucket
                     parameter.grad = parameter.grad.clone()
-        self._beside = {label: results[v] for label, v in self.graph.outputs[1:] if v in results}
+        if len(self.results.values) > 1:
+            self._beside = self.results.pieces(results, self._pieces)
+            del self._beside[LOSS]
         for target, value in self.graph.mutations:
             if value in results:
                 self.leaves[self._named["buffer", target]].copy_(results[value])
@@ -299,19 +302,13 @@ class LocalStep:
         )
         return results[self.graph.loss]
 
-    def beside_loss(self, gather: bool) -> list[torch.Tensor]:
-        """The results of the last call beside the loss, full on all ranks or as this rank has them."""
+    def beside_loss(self, gather: bool) -> list[torch.Tensor | None]:
+        """The results of the last call beside the loss: full on all ranks with `gather`, else as this rank has them,
+        None where only other stages of a pipeline do. Collective with `gather`."""
         found, self._beside = self._beside, {}
-        values, made = dict(self.parts.resharded.graph.outputs), []
-        for label, x in found.items():
-            layout = self.layouts[values[label]]
-            if gather:
-                full = TensorLayout.whole(layout.shape)
-                for one in redistribute(layout.forward, full, self.mesh, x.element_size()):
-                    heartbeat.of("a result put together")
-                    x = Mover(exchange(one, self.mesh, self.rank.comm.rank))(x, self.handle)
-            made.append(x.clone())
-        return made
+        tag = 0 if self.pipe is None else self.last_tag
+        made = (self.results.together(k, pieces, gather, gather, tag) for k, pieces in found.items())
+        return [None if x is None else x.clone() for x in made]
 
     def gradients(self, batch: Given) -> torch.Tensor:
         """The loss and, in ``.grad``, the gradients, without an update; buffers and the step count stay as they are.
@@ -399,7 +396,9 @@ class LocalStep:
             return self.executor.run(actions, local, wanted)
         self.in_time.begin(batch)
         try:
-            return self.executor.run(actions, {}, wanted)
+            made = self.executor.run(actions, {}, wanted)
+            self._pieces = self.in_time.pieces
+            return made
         finally:
             self.in_time.end()
 

@@ -63,6 +63,14 @@ def options(name: str) -> dict[str, Any]:
         "zero1": {"mesh": {"dp": 2}, "optimizer_parallel": 1, "threshold_kb": 0},
         "zero2": {"mesh": {"dp": 2}, "optimizer_parallel": 2, "threshold_kb": 0},
         "zero3": {"mesh": {"dp": 2}, "optimizer_parallel": 3, "threshold_kb": 0},
+        "micro": {"mesh": {"dp": 2}, "micro_batches": 2},
+        "halves": {
+            "mesh": {"tp": 2},
+            "mode": "sharding_propagation",
+            "pins": {"*up": {"n": "tp"}},
+            "micro_batches": 2,
+            "interleave": 2,
+        },
         "pipeline": {"mesh": {"dp": 1}, "pipeline": 2, "micro_batches": 2},
         "auto": {"cluster": mw.Cluster.local(2), "mode": "auto"},
     }[name]

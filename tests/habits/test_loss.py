@@ -92,11 +92,14 @@ def test_what_is_no_loss_is_refused_with_what_to_write(returned: Any, hint: str)
 
 
 BESIDE = """
+IN_PIECES = sys.argv[1] in ("micro", "halves", "pipeline")
+
 def both(model, batch):
     logits = model(batch["x"])
     each = F.cross_entropy(logits, batch["y"], reduction="none")
     right = (logits.argmax(-1) == batch["y"]).float().mean()
-    return each.mean(), {"logits": logits, "parts": [each, each.max()], "accuracy": right, "name": "train"}
+    most = each.sum() if IN_PIECES else each.max()  # which no micro-batch knows
+    return each.mean(), {"logits": logits, "parts": [each, most], "accuracy": right, "name": "train"}
 
 torch.manual_seed(0)
 model = Net()
@@ -117,14 +120,17 @@ for batch in batches(3):
         assert close(mine, theirs.detach()), (mine, theirs)
 state = step.full_state()
 assert all(close(state[n], p.detach()) for n, p in twin.named_parameters())
-if sys.argv[1] == "dp":
-    assert step(batch, gather=False)[1]["logits"].shape[0] == 4
+mine = step(batch, gather=False)[1]["logits"]
+if sys.argv[1] in ("dp", "micro"):
+    assert mine.shape[0] == 4
+if sys.argv[1] == "pipeline":
+    assert (mine is None) == (step.rank == 0)
 mw.shutdown()
 """
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("plan", [*NAMES, "zero1"])
+@pytest.mark.parametrize("plan", [*NAMES, "zero1", "micro", "halves", "pipeline"])
 def test_outputs_come_back_beside_the_loss(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, BESIDE)
 
@@ -134,10 +140,18 @@ def both(model: Any, batch: Any) -> Any:
     return F.cross_entropy(logits, batch["y"]), {"logits": logits}
 
 
-def test_a_loss_with_outputs_is_proved_and_refused_in_pieces() -> None:
+def test_a_loss_with_outputs_is_proved() -> None:
     assert mw.verify(Net(), batches()[0], loss=both, mesh=2)
-    with pytest.raises(mw.PlanError, match="outputs beside the loss"):
-        mw.train_step(Net(), torch.optim.SGD, batches()[0], loss=both, mesh=1, micro_batches=2)
+    assert mw.verify(Net(), batches()[0], loss=both, mesh=2, micro_batches=2)
+
+
+def test_an_output_that_needs_the_full_batch_is_refused_in_micro_batches() -> None:
+    def worst(model: Any, batch: Any) -> Any:
+        each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        return each.mean(), {"worst": each.max()}
+
+    with pytest.raises(mw.PlanError, match=r"max.*needs the whole batch at once"):
+        mw.plan(Net(), batches()[0], loss=worst, mesh=1, micro_batches=2)
 
 
 @pytest.mark.procs
