@@ -277,8 +277,7 @@ class TrainStep:
 
     def find_anomaly(self, batch: Any) -> Anomaly | None:
         """The operator that first makes a value that is not finite, in forward or else in backward, with its line and
-        the ranks; None where loss and gradients are finite. Nothing is updated. Collective. Raises RunError under a
-        pipeline, and BatchError."""
+        the ranks; None where loss and gradients are finite. Nothing is updated. Collective. Raises BatchError."""
         local, given = self._program_for(batch)
         return find_anomaly(local, given)
 

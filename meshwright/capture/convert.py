@@ -41,7 +41,16 @@ def type_of(value: Any) -> TensorType:
         raise CaptureError(
             f"tensors of {value.dtype} are not known", hint=f"known: {', '.join(map(str, SHORT))}"
         )
-    return TensorType(SHORT[value.dtype], tuple(int(s) for s in value.shape))
+    try:
+        shape = tuple(int(size) for size in value.shape)
+    except RuntimeError:  # of a symbolic size; its class has no public name
+        raise CaptureError(
+            "the size of a result depends on the values of a tensor, which a captured program cannot",
+            why="shapes are planned before a step runs, as those of x[mask], nonzero() and unique() are not known then",
+            hint="keep the size and mask: torch.where(mask, x, 0), sums of x * mask, or masked_fill; or "
+            + AS_IT_IS,
+        ) from None
+    return TensorType(SHORT[value.dtype], shape)
 
 
 def hash_of(tensor: torch.Tensor) -> str:

@@ -164,9 +164,8 @@ class _Watch(TorchFunctionMode):
         if func in GRADIENT_CALLS:
             _refuse_gradient_call(func)
         out = func(*args, **(kwargs or {}))
-        if torch.is_grad_enabled() or getattr(func, "__name__", "").rstrip("_") != getattr(
-            func, "__name__", ""
-        ):
+        in_place = getattr(func, "__name__", "").endswith("_") or "out" in (kwargs or {})
+        if torch.is_grad_enabled() or in_place:
             return out
         if isinstance(out, tuple | list) and type(out) in (tuple, list):
             return type(out)(_detached(o) for o in out)

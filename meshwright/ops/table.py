@@ -29,6 +29,7 @@ LINES: dict[str, str] = {
     "aten.bmm.default": "b m k, b k n -> b m n",
     "aten.mv.default": "m k, k -> m",
     "aten.dot.default": "k, k -> ",
+    "aten.vdot.default": "k, k -> ",
     "aten.outer.default": "m, n -> m n",
     "aten.bilinear.default": "... i, ... j, o i j (+ o) -> ... o",
     # ---- pointwise, linear

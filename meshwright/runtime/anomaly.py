@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from meshwright.core.graph import Graph, Node
 from meshwright.errors import RunError
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.local_batch import Given
+from meshwright.runtime.micro_batches import Program
+from meshwright.runtime.pipeline_executor import Pipelined
 from meshwright.runtime.rendezvous import Meeting
 from meshwright.runtime.step import LocalStep
 
@@ -60,13 +63,7 @@ class Anomaly:
 
 def find_anomaly(local: LocalStep, batch: Given) -> Anomaly | None:
     """Loss and gradients of a batch, watched; None where all of them are finite. Collective. Nothing of the state
-    changes. Raises RunError for a pipeline."""
-    if local.pipe is not None or not isinstance(local.executor, Executor):
-        raise RunError(
-            "find_anomaly of a pipeline",
-            why="operators are watched where all ranks run the same ones",
-            hint="the same model and batch under a plan without pipeline=",
-        )
+    changes."""
     watch, samples = Watch(local), local.first.samples
     devices = [local.rank.device] if local.rank.device.type == "cuda" else []
     scale = local.executor.scale
@@ -114,11 +111,26 @@ class Watch:
         self.between = dict[str, int]()  # what is known of values between segments
 
     @contextlib.contextmanager
-    def watching(self, executor: Executor) -> Iterator[None]:
+    def watching(self, executor: Executor | Pipelined) -> Iterator[None]:
         """Within, the modules of an executor run operator by operator."""
-        before, watched = executor.programs, []
-        for number, (segments, modules) in enumerate(before):
-            place, each = 0, []
+        before = executor.programs
+        if isinstance(executor, Executor):
+            executor.programs = self._watched(executor.programs, 0)
+        else:
+            ends = list(accumulate(len(stage.segment.graph.nodes) for stage in executor.pipe.cut))
+            firsts = [0, *ends]  # places count on through the stages, as one device would run them
+            executor.programs = {s: self._watched(p, firsts[s]) for s, p in executor.programs.items()}
+        try:
+            yield
+        finally:
+            executor.programs = before
+            self.known.clear()
+
+    def _watched(self, programs: Sequence[Program], first: int) -> list[Program]:
+        """The program of each micro-batch, to run operator by operator. `first`: the place of its first operator."""
+        found: list[Program] = []
+        for number, (segments, modules) in enumerate(programs):
+            place, each = first, []
             for segment, module in zip(segments, modules, strict=True):
                 if not isinstance(module, fx.GraphModule):
                     raise RunError(
@@ -126,13 +138,8 @@ class Watch:
                     )
                 each.append(_Watched(self, module, segment.graph, segment.results, number, place))
                 place += len(segment.graph.nodes)
-            watched.append((segments, each))
-        executor.programs = watched
-        try:
-            yield
-        finally:
-            executor.programs = before
-            self.known.clear()
+            found.append((segments, each))
+        return found
 
     def saw(self, found: Found, state: int) -> None:
         """A value of forward that is not finite."""
@@ -209,7 +216,10 @@ class _Interpreter(fx.Interpreter):
         if isinstance(value, torch.Tensor) and value.grad_fn is not None:
             watch.known[id(value.grad_fn)] = value.grad_fn
         if entry.role == "boundary":
-            self.states[n] = watch.between.get(entry.name, FINITE)
+            # Of what comes from another stage the rank that made it tells; an infinity may be one that is written.
+            arrived = {"nan": MADE, "inf": WRITTEN, "": FINITE}
+            known = watch.between.get(entry.name)
+            self.states[n] = arrived[_kind(value)] if known is None else known
             return
         if not (kind := _kind(value)):
             return

@@ -368,3 +368,13 @@ def test_an_empty_tensor_on_the_meta_device_lacks_no_values() -> None:
     graph = capture(model, batch, mean_loss).graph
     real, rows = net(body)
     assert graph == capture(real, rows, mean_loss).graph
+
+
+@pytest.mark.parametrize(
+    "select",
+    [lambda x: x[x > 0], lambda x: x * x.nonzero().shape[0], lambda x: x[x[:, 0].long().unique()]],
+    ids=["mask", "nonzero", "unique"],
+)
+def test_a_size_that_depends_on_values_is_refused_with_the_line(select: Any) -> None:
+    with pytest.raises(CaptureError, match=r"(?s)size of a result.*test_traps.py:\d+.*torch.where"):
+        run(*net(lambda model, x: select(model.a(x))))

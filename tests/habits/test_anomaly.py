@@ -66,13 +66,40 @@ if sys.argv[1] != "tp":
 """
 
 PIPELINE = """
-step = mw.train_step(Net(), adamw, batches(1)[0], loss=loss, **PLAN)
-try:
-    step.find_anomaly(batches(1)[0])
-except mw.RunError as error:
-    assert "without pipeline=" in error.hint
-else:
-    raise AssertionError
+class Odd(Net):
+    def forward(self, x):
+        hidden = self.up(x)
+        root = (hidden - hidden).sqrt() * x[:, 15:]
+        return self.down(torch.relu(self.norm(hidden) + root))
+
+class Late(Net):
+    def forward(self, x):
+        masked = x.masked_fill(x > 1, float("-inf"))  # crosses to the second stage, and is written
+        hidden = self.norm(self.up(x))
+        return self.down(torch.relu(hidden)) + masked.softmax(-1)[:, :8] + x[:, :1].abs().log() * 0.1
+
+first, second = batches(2)
+for schedule in ("1f1b", "zero_bubble"):
+    pipeline = {"mesh": {"dp": 1}, "pipeline": 2, "schedule": schedule, "micro_batches": 2}
+    step = mw.train_step(Late(), adamw, first, loss=loss, **pipeline)
+    assert step.find_anomaly(first) is None
+    broken = {"x": second["x"].clone(), "y": second["y"]}
+    broken["x"][5, 0] = 0.0  # of the second micro-batch
+    before = step.full_state()
+    found = step.find_anomaly(broken)
+    assert (found.phase, found.kind, found.op) == ("forward", "inf", "aten.log.default"), found
+    assert len(found.ranks) == 1 and ".abs().log()" in found.source, found
+    assert step.steps == 0 and all(p.grad is None for p in step.parameters.values())
+    assert all(torch.equal(x, before[name]) for name, x in step.full_state().items())
+    step(first)
+    assert step.find_anomaly(first) is None
+
+    step = mw.train_step(Odd(), adamw, first, loss=loss, **pipeline)
+    found = step.find_anomaly(first)
+    assert (found.phase, found.op) == ("backward", "aten.sqrt.default"), found
+    step(first)
+    found = step.find_anomaly(first)
+    assert (found.op, found.kind) == ("parameter", "nan") and found.name in before, found
 """
 
 
@@ -83,5 +110,5 @@ def test_the_operator_is_named(tmp_path: Path, plan: str) -> None:
 
 
 @pytest.mark.procs
-def test_a_pipeline_is_refused(tmp_path: Path) -> None:
+def test_the_operator_of_a_pipeline_is_named(tmp_path: Path) -> None:
     run(tmp_path, "pipeline", PIPELINE)

@@ -237,3 +237,31 @@ def test_a_hugging_face_folder_has_the_trained_values(
     tmp_path: Path, plan: str, environment: dict[str, str]
 ) -> None:
     run(tmp_path, plan, EXPORTS, **environment)
+
+
+SPECTRAL = """
+class Normed(Net):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.utils.parametrizations.spectral_norm(self.up)  # buffers that each pass writes by out=
+
+torch.manual_seed(0)
+model = Normed()
+one = copy.deepcopy(model)
+optimizer = adamw(one.parameters())
+step = mw.train_step(model, adamw, batches()[0], loss=loss, **PLAN)
+for batch in batches():
+    optimizer.zero_grad()
+    expected = loss(one, batch)
+    expected.backward()
+    optimizer.step()
+    assert close(step(batch), expected)
+found = step.full_state()
+assert all(close(found[name], value) for name, value in one.state_dict().items())
+"""
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("plan", ["dp", "zero3", "micro"])
+def test_spectral_norm(tmp_path: Path, plan: str) -> None:
+    run(tmp_path, plan, SPECTRAL)

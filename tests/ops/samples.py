@@ -75,6 +75,7 @@ add("aten.mm.default", T(f, 4, 6), T(f, 6, 5))
 add("aten.bmm.default", T(f, 4, 5, 6), T(f, 4, 6, 8))
 add("aten.mv.default", T(f, 4, 6), T(f, 6))
 add("aten.dot.default", T(f, 6), T(f, 6))
+add("aten.vdot.default", T(f, 6), T(f, 6))
 add("aten.outer.default", T(f, 4), T(f, 6))
 add("aten.bilinear.default", T(f, 4, 5), T(f, 4, 6), T(f, 8, 5, 6), T(f, 8))
 for left, right in (((4, 6), (6, 5)), ((6,), (6, 5)), ((4, 6), (6,)), ((6,), (6,)), ((4, 5, 6), (6, 8)),
