@@ -6,7 +6,8 @@ plain attributes of modules and of configurations; variables of the environment;
 hooks of modules. Tensors from outside of the model are followed by identity and by their version, which counts
 changes in place.
 
-A call compares identities alone, in a few flat lists. Where one differs all is read anew: equal content is no change.
+A call compares identities alone, in one compiled expression. Where one differs all is read anew: equal content is no
+change.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Hashable
-from itertools import chain
-from operator import attrgetter, getitem, is_
+from collections.abc import Callable, Collection, Hashable
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -25,13 +25,12 @@ import torch
 from meshwright.capture.pytree import literals
 from meshwright.capture.reads import is_library, takes_all
 from meshwright.capture.values import Found, address, differs, find, fixed, shown, version
+from meshwright.conjunction import Conjunction
 from meshwright.errors import RunError
 from meshwright.runtime.local_batch import LocalBatch
 
-REQUIRES_GRAD, CELL = attrgetter("requires_grad"), attrgetter("cell_contents")
 TENSORS = {torch.Tensor}
 VALUES = dict[Any, Any].values
-DEFAULTS = attrgetter("__defaults__")
 FROZEN = "Python values are read once, when the program is captured: the step would go on with the old one"
 AS_DATA = "give it as a tensor in the batch: then it is data, and free to change; or build another step"
 
@@ -49,7 +48,7 @@ class Guards:
         # Parameters and buffers are inputs of the program, whatever becomes of the module's own.
         self._own = {id(t) for t in (*model.parameters(), *model.buffers())}
         self._flags = {n: p.requires_grad for n, p in model.named_parameters()}
-        self._parameters: list[torch.Tensor] = []
+        self._same_flags: Callable[[], bool] | None = None
         self._gone = False
         self._adopt(self._find())
         self._read = _read(self._found, loss, batch)
@@ -111,7 +110,7 @@ class Guards:
             return
         self._gone, items = True, self._found.items
         self._adopt(Found(items=items))
-        self._parameters, self._expected = [], []
+        self._same_flags = Conjunction().compiled()
 
     def _go_on_without(self) -> str:
         """What changed of the loss before the model had gone; it alone is compared from now on."""
@@ -130,26 +129,11 @@ class Guards:
     def _adopt(self, found: Found) -> None:
         """Compare with these objects from now on."""
         self._found = found
-        pairs = [
-            (owner.mapping, name)
-            for owner in found.owners.values()
-            for name in owner.names
-            if self._modes or name != "training"
-        ]
-        self._mappings, self._names = [m for m, _ in pairs], [n for _, n in pairs]
-        self._values = [mapping[name] for mapping, name in pairs]
-        self._sized = [owner.mapping for owner in found.owners.values() if owner.sized]
-        self._sizes = list(map(len, self._sized))
-        self._lists = [*found.lists, *found.dicts]  # of a dict its keys
-        self._lengths = list(map(len, self._lists))
-        self._members = [*chain.from_iterable(self._lists), *chain.from_iterable(map(VALUES, found.dicts))]
-        self._sets = [(held, frozenset(held)) for held in found.sets]
+        self._same = self._conditions(found).compiled()
+        self._sets = [(held, frozenset(held)) for held in found.sets if held]
         self._arrays = [(held, held.tobytes()) for held in found.arrays]
-        self._cells = [cell.cell_contents for cell in found.cells]
-        self._defaults = [function.__defaults__ for function in found.functions]
         self._versions = list(map(version, found.tensors))
         self._addresses = list(map(address, found.tensors))
-        self._hooks = list(chain.from_iterable(found.hooks))
         self._variables = list(found.variables.values())
         self._contexts = [(variable, variable.get(None)) for variable in found.contexts]
         self._probes = [
@@ -159,38 +143,45 @@ class Guards:
         ]
         self._turn = 0
 
+    def _conditions(self, found: Found) -> Conjunction:
+        """Each of these objects is the one that it is now."""
+        same = Conjunction()
+        for owner in found.owners.values():
+            mapping = same.named(owner.mapping)
+            for name in owner.names:
+                if self._modes or name != "training":
+                    same.identical(f"{mapping}[{same.named(name)}]", owner.mapping[name])
+            if owner.sized:
+                same.add(f"len({mapping}) == {len(owner.mapping)}")
+        for cell in found.cells:
+            same.identical(f"{same.named(cell)}.cell_contents", cell.cell_contents)
+        for function in found.functions:
+            same.identical(f"{same.named(function)}.__defaults__", function.__defaults__)
+        for held in (*found.hooks, *found.lists, *found.dicts, *found.sets):
+            if not held:
+                same.add(f"not {same.named(held)}")
+        contents = [*filter(None, (*found.hooks, *found.lists, *found.dicts))]  # of a dict its keys
+        for values in (*contents, *map(VALUES, filter(None, found.dicts))):
+            same.add(f"{same.named(_Members(values))}.same()")
+        return same
+
     def _quick(self) -> bool:
         """Whether every object is the one that it was."""
-        found = self._found
         try:
-            if not all(map(is_, map(getitem, self._mappings, self._names), self._values)):
+            if not self._same():
                 return False
-        except KeyError:
+        except (KeyError, ValueError):  # of a name, and of a cell, that is empty now
             return False
         return (
-            list(map(len, self._sized)) == self._sizes
-            and all(map(is_, map(CELL, found.cells), self._cells))
-            and all(map(is_, map(DEFAULTS, found.functions), self._defaults))
-            and (
-                list(chain.from_iterable(found.hooks)) == self._hooks if self._hooks else not any(found.hooks)
-            )
-            and (not self._variables or list(map(os.environ.get, found.variables)) == self._variables)
+            (not self._variables or list(map(os.environ.get, self._found.variables)) == self._variables)
             and (not self._contexts or all(variable.get(None) is was for variable, was in self._contexts))
-            and self._quick_contents()
-            and self._quick_flags()
+            and (not self._sets or all(held == was for held, was in self._sets))
+            and (not self._arrays or all(held.tobytes() == was for held, was in self._arrays))
+            and (not self._versions or self._quick_tensors())
+            and (not self._modes or self._quick_flags())
         )
 
-    def _quick_contents(self) -> bool:
-        if self._lists:
-            if list(map(len, self._lists)) != self._lengths:
-                return False
-            values = chain.from_iterable(map(VALUES, self._found.dicts))
-            if not all(map(is_, chain(chain.from_iterable(self._lists), values), self._members)):
-                return False
-        if any(held != was for held, was in self._sets) or any(a.tobytes() != was for a, was in self._arrays):
-            return False
-        if not self._versions:
-            return True
+    def _quick_tensors(self) -> bool:
         tensors = self._found.tensors
         same = list(map(version, tensors)) == self._versions
         return same and list(map(address, tensors)) == self._addresses and self._probed()
@@ -205,13 +196,13 @@ class Guards:
         return _sample(tensor) == was
 
     def _quick_flags(self) -> bool:
-        if not self._modes:
-            return True
-        if not self._parameters:  # at the first call: a step may have put others into their places
-            named = self._named()
-            self._parameters = list(named.values())
-            self._expected = [self._flags.get(n, p.requires_grad) for n, p in named.items()]
-        return list(map(REQUIRES_GRAD, self._parameters)) == self._expected
+        if self._same_flags is None:  # at the first call: a step may have put others into their places
+            flags = Conjunction()
+            for name, parameter in self._named().items():
+                expected = self._flags.get(name, parameter.requires_grad)
+                flags.add(f"{'' if expected else 'not '}{flags.named(parameter)}.requires_grad")
+            self._same_flags = flags.compiled()
+        return self._same_flags()
 
     def _compared(self) -> str:
         """The first difference by content, after which equal objects are the ones to compare with."""
@@ -225,7 +216,7 @@ class Guards:
         said = differs(self._found.items, fresh.items)
         if not said:
             self._adopt(fresh)
-            self._parameters = []
+            self._same_flags = None
         return said
 
     # ------------------------------------------------------------ the batch
@@ -251,6 +242,17 @@ class Guards:
             if old is not new and _hashable(old) != _hashable(new):
                 return f"batch[{path!r}]: {_text(old)} → {_text(new)}"
         return ""
+
+
+class _Members:
+    """The objects in a collection as they are now."""
+
+    def __init__(self, held: Collection[Any]) -> None:
+        self.held, self.was = held, list(held)
+
+    def same(self) -> bool:
+        """Whether the collection has them in this order, and no others."""
+        return len(self.held) == len(self.was) and all(map(is_, self.held, self.was))
 
 
 class _Absent:
