@@ -2,7 +2,7 @@
 # makes .venv and installs the tried versions; later ones install nothing until pyproject.toml or constraints.txt change.
 #
 #   make demo    a model planned, proved and run on four processes of this machine
-#   make test    all tests but the slow ones and those that need a GPU
+#   make test    every rule, technique, schedule, mode and refusal once; make test-all: each of them in all its cases
 #   make lint    format, lint, types, layers, private imports
 #   make bench   the benchmarks; make zoo: Hugging Face architectures; make clean: remove .venv and caches
 
@@ -11,7 +11,7 @@ BIN     = .venv/bin
 READY   = .venv/.installed
 JOBS   ?= 2
 
-.PHONY: demo test lint format bench zoo clean
+.PHONY: demo test test-rest test-all lint format bench zoo clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -19,9 +19,18 @@ demo: $(READY)
 
 # Two passes: what is pure goes first; what starts processes of its own waits for them half of its time.
 # Exit status 5 is "no test was selected", which is no failure of a pass.
+define PASSES
+	$(BIN)/python -m pytest -n $(JOBS) -m "not procs and not slow and not gpu and $(1)" $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -n $(JOBS) -m "procs and not slow and not gpu and $(1)" $(ARGS) || [ $$? -eq 5 ]
+endef
+
 test: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) -m "not procs and not slow and not gpu" $(ARGS)
-	$(BIN)/python -m pytest -n $(JOBS) -m "procs and not slow and not gpu" $(ARGS) || [ $$? -eq 5 ]
+	$(call PASSES,not full)
+
+test-rest: $(READY)
+	$(call PASSES,full)
+
+test-all: test test-rest
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
