@@ -43,7 +43,7 @@ def _each(names: str, text: str) -> dict[str, str]:
 
 KEEPS: dict[str, str | Callable[[Node, Types, Sequence[bool]], Saved]] = {
     # ---- products
-    **_each("linear mm bmm mv dot outer einsum", "0/1 1/0"),
+    **_each("linear mm bmm mv dot vdot outer einsum", "0/1 1/0"),
     "aten.matmul.default": lambda *call: _matmul(*call),
     "aten.bilinear.default": "0/1,2 1/0,2 2/0,1",
     **_each("addmm baddbmm", "1/2 2/1"),

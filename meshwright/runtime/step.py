@@ -293,6 +293,7 @@ class LocalStep:
                     parameter.grad = parameter.grad.clone()
         if len(self.results.values) > 1:
             self._beside = self.results.pieces(results, self._pieces)
+            self._pieces = None
             del self._beside[LOSS]
         for target, value in self.graph.mutations:
             if value in results:
@@ -307,8 +308,13 @@ class LocalStep:
         None where only other stages of a pipeline do. Collective with `gather`."""
         found, self._beside = self._beside, {}
         tag = 0 if self.pipe is None else self.last_tag
-        made = (self.results.together(k, pieces, gather, gather, tag) for k, pieces in found.items())
-        return [None if x is None else x.clone() for x in made]
+        made: list[torch.Tensor | None] = []
+        for label, pieces in found.items():
+            x = self.results.together(label, pieces, gather, gather, tag)
+            # It may be a weight, or a view of one, which the next step changes.
+            made.append(x.clone() if x is not None and any(_share(x, piece) for piece in pieces) else x)
+            pieces.clear()
+        return made
 
     def gradients(self, batch: Given) -> torch.Tensor:
         """The loss and, in ``.grad``, the gradients, without an update; buffers and the step count stay as they are.
@@ -500,3 +506,8 @@ def _publish(hosted: HostUpdate | None, sharded: ShardedUpdate) -> None:
     if hosted is not None:
         hosted.give_back()
     sharded.gather()
+
+
+def _share(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors lie in the same memory."""
+    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import meshwright.compile as stages
 from bench.memory import peak_bytes
@@ -86,7 +87,7 @@ class Run:
             del values, plain
             stages._captured.clear()
             gc.collect()
-            return lambda: step(batch)
+            return lambda: (step(batch), step.beside_loss(True))[0]
 
         return peak_bytes(make, warm_up=1, steps=1)
 
@@ -260,3 +261,58 @@ LEVELS["gpt, states on the host"] = Run(small_gpt(), {"dp": 2}, offload=("optimi
 @pytest.mark.parametrize("name", LEVELS)
 def test_the_predicted_peak_of_a_level_is_the_measured_one(name: str) -> None:
     compare(LEVELS[name])
+
+
+class Wide(torch.nn.Module):
+    """A function of one large tensor, and little beside it."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.enter, self.leave, self.function = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1024), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.leave(torch.relu(self.enter(x))))
+
+
+def of_one(function: Callable[[torch.Tensor], torch.Tensor]) -> Build:
+    """The mean of a function."""
+    return lambda: (Wide(function), {"x": torch.randn(512, 8)}, lambda model, batch: model(batch["x"]).mean())
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "square": torch.square,
+    "cube": lambda x: x.pow(3),
+    "rsqrt": lambda x: x.sigmoid().rsqrt(),
+    "sqrt": lambda x: x.sigmoid().sqrt(),
+    "sin": torch.sin,
+    "erf": torch.erf,
+    "quotient": lambda x: x / x.sigmoid(),
+    "rms norm": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5),
+    "variance": lambda x: x.var(-1),
+    "norm": lambda x: F.normalize(x, dim=-1),
+    "clamp": lambda x: x.clamp(-1, 1),
+    "maximum": lambda x: torch.maximum(x, -x),
+    "largest": lambda x: x.amax(-1),
+    "sum so far": lambda x: x.cumsum(-1),
+    "reduced loss": lambda x: F.mse_loss(x, torch.zeros_like(x)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_a_formula_of_backward_makes_on_the_way_is_counted(name: str) -> None:
+    compare(Run(of_one(FUNCTIONS[name])))
+
+
+def with_outputs() -> Any:
+    """A loss that returns a large tensor beside itself."""
+
+    def loss(model: torch.nn.Module, batch: Any) -> Any:
+        found = model(batch["x"])
+        return found.mean(), found
+
+    return Wide(torch.tanh), {"x": torch.randn(512, 8)}, loss
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_results_beside_the_loss_are_counted(micro_batches: int) -> None:
+    compare(Run(with_outputs, micro_batches=micro_batches))

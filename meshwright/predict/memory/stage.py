@@ -10,7 +10,7 @@ from meshwright.partition import Partition
 from meshwright.partition.accumulation import programs_in_time
 from meshwright.partition.split_backward import splittable
 from meshwright.predict.memory.allocator import Optimizer
-from meshwright.predict.memory.step import StepWalk
+from meshwright.predict.memory.step import StepWalk, full_result_bytes
 from meshwright.predict.memory.updates import ALONE, Beside
 
 
@@ -101,7 +101,8 @@ def stage_memory(
         found.append(Backward(most + received, weights, held, mine))
     end, whole = len(heap.timeline), heap.total
     walk.update()
-    update = _most(walk, end, len(heap.timeline), whole)
+    update = _most(walk, end, len(heap.timeline), whole) + full_result_bytes(parts)
+    fixed += walk.result_bytes() * programs_in_time(parts)  # all of them are there at the end
     # Where the last reduces nothing, it is like those between.
     return StageMemory(
         fixed=fixed,

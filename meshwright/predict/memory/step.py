@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from meshwright.core.graph import RESHARD, START, TO_HOST, TRANSFERS, WAIT, Graph, Node
+from meshwright.core.graph import LOSS, RESHARD, START, TO_HOST, TRANSFERS, WAIT, Graph, Node
 from meshwright.partition import Partition
-from meshwright.partition.accumulation import scattered_each_time, summed_first
+from meshwright.partition.accumulation import programs_in_time, scattered_each_time, summed_first
 from meshwright.partition.bucket_sizes import gradient_bytes
 from meshwright.partition.buckets import BucketBytes, Group, fill
 from meshwright.partition.gradients import pending_gradients
@@ -97,13 +97,17 @@ class StepWalk(ForwardWalk):
 
     def run(self) -> Peak:
         self.start()
+        heap, count = self.heap, programs_in_time(self.parts)
         # Of micro-batches the first, and one that finds the gradients of others, tell what all of them need.
-        for is_last in (False, True) if self.parts.micro_batches > self.parts.copies else (True,):
+        for is_last in (False, True) if count > 1 else (True,):
             self.gradients.begin(is_last)
             self.forward()
             self.backward()
+            if not is_last:  # what the step keeps of those between
+                heap.new(self.result_bytes() * (count - 2))
         self.update()
-        heap = self.heap
+        heap.at("results")
+        heap.new(full_result_bytes(self.parts))
         return Peak(heap.peak, heap.instant, heap.at_peak, tuple(heap.timeline), heap.host_peak)
 
     # ------------------------------------------------------------ start
@@ -136,6 +140,14 @@ class StepWalk(ForwardWalk):
         """Bytes of what the rank updates of a parameter."""
         part = self.update_parts.part_bytes(name)
         return self.types[name].size_bytes if part is None else part
+
+    def result_bytes(self) -> int:
+        """Bytes that one program of this rank makes of the results beside the loss, which a step keeps to its end;
+        without those that are added up over micro-batches."""
+        found, time = self.parts.resharded, set(self.parts.plan.mesh.time)
+        kept = {v for n, v in found.graph.outputs if n != LOSS and time.isdisjoint(found.layouts[v].pending)}
+        mine = [self.values[v] for _, v in self.graph.outputs if self.of_one(v) in kept]
+        return sum({id(storage): storage.size_bytes for storage in mine}.values())
 
     # ------------------------------------------------------------ backward
 
@@ -251,6 +263,12 @@ class StepWalk(ForwardWalk):
         self.heap.drop(weights)
         self.heap.at("gather, update")
         self.update_parts.gather(self.heap)
+
+
+def full_result_bytes(parts: Partition) -> int:
+    """Bytes of what a step returns beside the loss."""
+    graph = parts.resharded.graph
+    return sum(graph.types[value].size_bytes for label, value in graph.outputs if label != LOSS)
 
 
 def _port(node: Node) -> int:
