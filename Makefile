@@ -4,6 +4,7 @@
 #   make demo    a model planned, proved and run on four processes of this machine
 #   make test    every rule, technique, schedule, mode and refusal once; make test-all: each of them in all its cases
 #   make lint    format, lint, types, layers, private imports
+#   make gpu     what a CUDA device shows, with an installed torch and no network: build/gpu/gpu.md and gpu.json
 #   make bench   the benchmarks; make zoo: Hugging Face architectures; make clean: remove .venv and caches
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ BIN     = .venv/bin
 READY   = .venv/.installed
 JOBS   ?= 2
 
-.PHONY: demo test test-rest test-all lint format bench zoo clean
+.PHONY: demo test test-rest test-all lint format bench gpu zoo clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -45,6 +46,11 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m bench $(ARGS)
+
+# Not after $(READY): it installs nothing. A PYTHON that was given goes before .venv, and .venv before python3.
+GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
+gpu:
+	$(GPU_PYTHON) -m bench.gpu $(ARGS)
 
 zoo: $(READY)
 	$(BIN)/python -m pytest -m zoo $(ARGS)

@@ -13,6 +13,7 @@ python -m bench pipeline              stages on two and four ranks, against torc
 python -m bench guards                what is looked at before each step, and its share of the step
 python -m bench state                 saving and loading, against torch.distributed.checkpoint
 python -m bench recovery              ranks killed at 20 random moments, and losses equal to the last bit
+python -m bench gpu                   what a CUDA device shows (`make gpu`); has options of its own: --help
 python -m bench predict               predicted against measured steps; has options of its own: --help
 """
 
@@ -71,6 +72,10 @@ def main() -> None:
 
         predict(sys.argv[2:])
         return
+    if sys.argv[1:2] == ["gpu"]:
+        from bench.gpu import main as gpu
+
+        sys.exit(gpu(sys.argv[2:]))
     if sys.argv[1:2] == ["interleave"]:
         from bench.interleave import main as interleave
 
