@@ -5,14 +5,16 @@
 #   make test    every rule, technique, schedule, mode and refusal once; make test-all: each of them in all its cases
 #   make lint    format, lint, types, layers, private imports
 #   make gpu     what a CUDA device shows, with an installed torch and no network: build/gpu/gpu.md and gpu.json
+#   make docs    the documentation site, into site/
 #   make bench   the benchmarks; make zoo: Hugging Face architectures; make clean: remove .venv and caches
 
 PYTHON ?= python3
 BIN     = .venv/bin
 READY   = .venv/.installed
+DOCS    = build/docs-venv
 JOBS   ?= 2
 
-.PHONY: demo test test-rest test-all lint format bench gpu zoo clean
+.PHONY: demo test test-rest test-all lint format bench gpu zoo docs clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -55,8 +57,11 @@ gpu:
 zoo: $(READY)
 	$(BIN)/python -m pytest -m zoo $(ARGS)
 
+docs: $(DOCS)/.installed
+	$(DOCS)/bin/mkdocs build --strict --site-dir site
+
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first and alone: resolved together with the rest, pip may prefer a build with gigabytes of CUDA.
@@ -66,4 +71,12 @@ $(READY): pyproject.toml constraints.txt
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,lint]'
+	@touch $@
+
+# An environment of its own: the site is built from sources, so it needs the extra's packages but not torch.
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	[ -x $(DOCS)/bin/python ] || $(PYTHON) -m venv $(DOCS)
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	    > $(DOCS)/requirements.txt
+	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt -r $(DOCS)/requirements.txt
 	@touch $@

@@ -208,5 +208,22 @@ def test_links_lead_somewhere(name: str) -> None:
     assert not gone
 
 
+def test_every_public_name_has_a_reference_entry() -> None:
+    """And every verb of the command line; an entry of a name that is gone is dead, too."""
+    import meshwright
+    from meshwright.cli import app
+
+    pages = "".join(p.read_text("utf-8") for p in (ROOT / "docs/reference").glob("*.md"))
+    entries = sorted(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
+    names = [f"{module}.{name}" for name, module in meshwright._PUBLIC.items()]
+    verbs = [f"{v.callback.__module__}.{v.callback.__name__}" for v in app.registered_commands if v.callback]
+    assert entries == sorted(names + verbs)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r"[\w/-]+\.md$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(str(p.relative_to(ROOT / "docs")) for p in ROOT.glob("docs/**/*.md"))
+
+
 if __name__ == "__main__":
     main(sys.argv[1])
