@@ -1,4 +1,4 @@
-"""Meshwright: write single-device PyTorch, plan how to cut it across a cluster, prove the cut, run it.
+"""Meshwright: write single-device PyTorch, plan how to shard it across a cluster, prove the plan right, run it.
 
 Public names are looked up on first use, so that `import meshwright` and the pure middle load without torch.
 """

@@ -15,7 +15,7 @@ from meshwright.errors import MeshwrightError
 
 app = typer.Typer(
     name="meshwright",
-    help="Write single-device PyTorch; plan how to cut it across a cluster, prove the cut is right, and run it.",
+    help="Write single-device PyTorch; plan how to shard it across a cluster, prove the plan right, and run it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

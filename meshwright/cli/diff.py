@@ -18,7 +18,7 @@ def diff(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the differences as JSON.")] = False,
 ) -> None:
-    """Show what differs between two plans: mesh, mode, cuts, layouts, time and memory.
+    """Show what differs between two plans: mesh, mode, shardings, layouts, time and memory.
 
     The exit code is 0 if they are equal and 1 if they differ.
     """

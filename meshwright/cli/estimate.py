@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 KEYS = {
     "batch": "rows of the batch",
     "seq": "tokens of a row",
-    "ranks": "so many ranks: with the same cuts, or planned again in the same mode where they do not fit",
+    "ranks": "so many ranks: with the same shardings, or planned again in the same mode where they do not fit",
     "optimizer_parallel": "0 to 3",
     "shard_size": "ranks among which it splits",
     "threshold_kb": "KiB below which a parameter stays whole",

@@ -44,9 +44,9 @@ def explain(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Explain a plan: how each operator is cut, why, what it costs, and what else there was.
+    """Explain a plan: how each operator is sharded, why, what it costs, and what else there was.
 
-    The file alone says cuts and reasons. With --model it also says what neighbours ask and send, and with --cluster the
+    The file alone has shardings and reasons. --model adds what neighbours need and send, and --cluster the
     seconds.
     """
     from meshwright.cli.arguments import open_cluster, optimizer_states
@@ -58,7 +58,7 @@ def explain(
     if machine is not None and model is None:
         raise PlanError(
             "--cluster needs --model",
-            why="a plan file says how operators are cut, not how large they are",
+            why="a plan file says how operators are sharded, not how large they are",
             hint=f"meshwright explain {plan} --model MODEL --cluster {cluster}",
         )
     if model is None:

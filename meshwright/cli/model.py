@@ -1,4 +1,4 @@
-"""A plan file together with its model: captured once, and cut as the plan says.
+"""A plan file together with its model: captured once, and sharded as the plan says.
 
 What MODEL may be on the command line: ``file.py:function``, ``hf:config.json`` or ``zoo:gpt``.
 

@@ -1,4 +1,4 @@
-"""`meshwright plan`: choose how to cut a model for a cluster, on any machine and without its devices."""
+"""`meshwright plan`: choose how to shard a model for a cluster, on any machine and without its devices."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def plan(
         typer.Option(
             "--pin",
             metavar="PIN",
-            help="A wish, as 'blocks.*.up:n=tp' or 'head:n=node+gpu'. May be repeated.",
+            help="A sharding hint, as 'blocks.*.up:n=tp' or 'head:n=node+gpu'. May be repeated.",
         ),
     ] = None,
     techniques: WithOption = None,
@@ -90,7 +90,7 @@ def plan(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Plan how to cut MODEL over a cluster, and write the plan to a file.
+    """Plan how to shard MODEL over a cluster, and write the plan to a file.
 
     Needs no devices and no weights. Ctrl-C, or --time-limit, ends the search with the best plan
     found so far.

@@ -134,8 +134,8 @@ def _elsewhere(
     changes: Mapping[str, str],
     asked: Mapping[str, Any],
 ) -> tuple[Plan, str]:
-    """A plan for other ranks and how it came about: with the cuts of this one where they can be, which takes no time;
-    planned again where they cannot, or where stages are asked for that this one does not have."""
+    """A plan for other ranks and how it came about: with the shardings of this one where they can be, which takes no
+    time; planned again where they cannot, or where stages are asked for that this one does not have."""
     if asked:
         return _planned_again(base, opened, cluster, asked)
     try:
@@ -159,7 +159,7 @@ def _same_cuts(
         staged = meshes(mesh, plan.techniques, total=False)
         mesh, world = staged.stage, staged.world
     found = on_other_ranks(plan, captured.graph, mesh, world)
-    return found, "the same cuts; meshwright plan may find better ones for these ranks"
+    return found, "the same shardings; meshwright plan may find better ones for these ranks"
 
 
 def _planned_again(

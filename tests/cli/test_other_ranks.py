@@ -102,7 +102,7 @@ def test_ranks_are_answered_with_the_same_cuts_or_planned_again(model, meshwrigh
     )
     assert done.code == 0, done.err
     said = " ".join(done.out.split())
-    assert "ranks=2: the same cuts" in said and "ranks=8,batch=32: the same cuts" in said
+    assert "ranks=2: the same shardings" in said and "ranks=8,batch=32: the same shardings" in said
     assert "ranks=32: planned again by recursive_programming, since" in said
     data = json.loads(meshwright(*words, "--what-if", "ranks=2", "--json").out)
     assert data["what_if"]["ranks=2"]["ranks"] == 2
