@@ -149,7 +149,11 @@ def main(name: str) -> None:
 COPY = "import sys; sys.path.insert(0, {folder!r}); import test_docs as t; t.ROOT = t.Path({root!r}); t.main({name!r})"
 
 
-PAGES = (*CHECKED, *(pytest.param(name, marks=pytest.mark.procs) for name in LAUNCHING))
+PAGES = (
+    *CHECKED[:2],
+    *(pytest.param(name, marks=pytest.mark.full) for name in CHECKED[2:]),
+    *(pytest.param(name, marks=[pytest.mark.procs, pytest.mark.full]) for name in LAUNCHING),
+)
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -18,6 +18,7 @@ from meshwright.errors import PlanError
 from meshwright.ops.analysis import factors_of
 from meshwright.request import request_for
 from meshwright.search.joint.dimensions import pieces_of
+from tests.breadth import first
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 4,
@@ -51,7 +52,7 @@ def test_one_rank_of_many_does_what_was_predicted(
     check(name, 8 * nodes, Asked("recursive_programming", None, None, techniques_from(asked)), rank)
 
 
-@pytest.mark.parametrize("rank", (0, 37), ids=("first stage", "last stage"))
+@pytest.mark.parametrize("rank", first(1, (0, 37)), ids=("first stage", "last stage"))
 @pytest.mark.parametrize(
     "more",
     ({}, {"slice_activation": True, "recompute_communication": False}),
@@ -113,7 +114,7 @@ def test_parts_that_are_uneven_are_sent_as_large_as_the_largest() -> None:
     assert [size for kind, _, size in ran.sent if kind == "all_gather"] == [4 * 5 * 4 * 4]
 
 
-@pytest.mark.parametrize("rank", (0, 2047), ids=("largest", "smallest"))
+@pytest.mark.parametrize("rank", first(1, (0, 2047)), ids=("largest", "smallest"))
 @pytest.mark.parametrize("level", (1, 2, 3))
 def test_uneven_parts_of_thousands_need_the_memory_that_was_predicted(level: int, rank: int) -> None:
     """3,001 rows, and as many columns, over 2,048 ranks: two or one each. Messages are padded, and nothing else is

@@ -27,6 +27,7 @@ from meshwright.predict.memory.step import ADAMW, ADAMW_FOREACH, ADAMW_FUSED, Pe
 from meshwright.runtime.communicator import Alone, Counter
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
+from tests.breadth import first
 
 Build = Callable[[], Any]
 
@@ -200,7 +201,7 @@ def compare(run: Run) -> None:
     )
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", first(5, RUNS))
 def test_the_predicted_peak_is_the_measured_one(name: str) -> None:
     compare(RUNS[name])
 
@@ -258,7 +259,7 @@ LEVELS["gpt, 3 uneven copies"] = Run(
 LEVELS["gpt, states on the host"] = Run(small_gpt(), {"dp": 2}, offload=("optimizer",))
 
 
-@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("name", first(5, LEVELS))
 def test_the_predicted_peak_of_a_level_is_the_measured_one(name: str) -> None:
     compare(LEVELS[name])
 
@@ -298,7 +299,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", first(5, FUNCTIONS))
 def test_what_a_formula_of_backward_makes_on_the_way_is_counted(name: str) -> None:
     compare(Run(of_one(FUNCTIONS[name])))
 

@@ -16,6 +16,7 @@ from meshwright.pipeline.of_plan import schedule_of
 from meshwright.pipeline.split import split
 from meshwright.predict.pipeline_step import predict
 from meshwright.predict.split_costs import costs_of, stage_room
+from tests.breadth import first
 
 
 def cluster(ranks: int) -> Cluster:
@@ -55,7 +56,7 @@ def test_where_nothing_fits_the_plan_is_refused() -> None:
         planned(memory=1e6, stages={"blocks.0": 1, "blocks.1": 0})
 
 
-@pytest.mark.parametrize("how", [{}, {"recompute": "full"}, {"optimizer_parallel": 1}])
+@pytest.mark.parametrize("how", first(1, [{}, {"recompute": "full"}, {"optimizer_parallel": 1}]))
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_bytes_of_a_split_are_near_what_its_programs_need(schedule: str, how: dict[str, Any]) -> None:
     model, batch, loss = built()

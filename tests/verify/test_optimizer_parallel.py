@@ -27,6 +27,7 @@ from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld
 from meshwright.runtime.step import LocalStep
 from meshwright.train import TrainStep
 from meshwright.verify.runs import simulated_rank
+from tests.breadth import first
 
 BUILDS: dict[str, Callable[[], Any]] = {
     "gpt": functools.partial(gpt.build, gpt.GPTConfig(48, 24, 1, 4, 8), batch=6),
@@ -57,8 +58,8 @@ def planned(name: str, mesh: dict[str, int], **techniques: Any) -> Plan:
 
 @pytest.mark.parametrize(
     ("mesh", "shard_size"),
-    (({"dp": 2}, 0), ({"dp": 2, "tp": 2}, 0), ({"dp": 3}, 0), ({"dp": 6}, 3)),
-    ids=("2", "2x2", "3", "6 in threes"),
+    first(2, (({"dp": 6}, 3), ({"dp": 2, "tp": 2}, 0), ({"dp": 3}, 0), ({"dp": 2}, 0))),
+    ids=("6 in threes", "2x2", "3", "2"),
 )
 @pytest.mark.parametrize("level", (1, 2, 3))
 @pytest.mark.parametrize("name", BUILDS)

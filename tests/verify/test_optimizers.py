@@ -29,6 +29,7 @@ from meshwright.verify.runs import (
     reference_in_time,
     simulated_rank,
 )
+from tests.breadth import first
 from tests.verify.techniques import MODELS, TABLE, built, planned
 
 Factory = Callable[[Any], optim.Optimizer]
@@ -91,7 +92,7 @@ def trained(name: str, label: str, factory: Factory, clip: float | None) -> None
 
 
 @pytest.mark.parametrize("label", UNDER)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", first(2, MODELS))
 def test_gradients_are_clipped_by_the_norm_of_the_whole(name: str, label: str) -> None:
     trained(name, label, OPTIMIZERS["AdamW, one by one"], CLIP)
 

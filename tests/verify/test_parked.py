@@ -25,6 +25,7 @@ from meshwright.runtime.host_link import HostLink
 from meshwright.runtime.parameter_offload import Fetches
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
+from tests.breadth import first
 from tests.partition.test_overlap import Log
 from tests.partition.test_tasks import check_order
 from tests.verify.test_stashes import BOTH, built, counted, planned, trained_on_gpu
@@ -121,7 +122,7 @@ PEAKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", PEAKS)
+@pytest.mark.parametrize("case", first(1, PEAKS))
 def test_the_predicted_peak_of_the_device_is_the_measured_one(case: str) -> None:
     """Where the processor is the device, what the host has lies in the one memory there is: it is always there, and
     taken off."""

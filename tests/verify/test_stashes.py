@@ -32,6 +32,7 @@ from meshwright.runtime.activation_offload import Keeper
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
+from tests.breadth import first
 from tests.partition.models import UNEVEN
 
 BUILDS = {
@@ -169,7 +170,7 @@ PEAKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", PEAKS)
+@pytest.mark.parametrize("case", first(2, PEAKS))
 def test_the_predicted_peak_of_the_device_is_the_measured_one(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
