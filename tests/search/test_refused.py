@@ -132,7 +132,7 @@ def in_two_stages(memory_bytes: float, **more: Any) -> Plan:
 
 def test_stages_without_memory_for_a_whole_batch_are_told_how_many_micro_batches_to_take() -> None:
     limit = 6e6
-    with pytest.raises(PlanError, match=r"that fit: micro_batches=4; or 6\.5 MB per rank or more"):
+    with pytest.raises(PlanError, match=r"that fit: micro_batches=4; or 7\.0 MB per rank or more"):
         in_two_stages(limit)
     assert in_two_stages(limit, micro_batches=4).claims["peak_bytes"] <= limit
 
