@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m bench` runs them all and prints tables; `docs/benchmarks.md` says what is measured and how."""
+"""Benchmarks: `python -m bench` runs them all and prints tables (`docs/explanation/benchmarks.md`)."""

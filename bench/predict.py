@@ -5,7 +5,7 @@
     python -m bench predict --quick           three pairs
     python -m bench predict --cluster c2.yaml c4.yaml      files that `meshwright calibrate` has written
 
-`docs/benchmarks.md` says what is measured and how.
+`docs/explanation/benchmarks.md` says what is measured and how.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def _with_chosen(plan: Plan, given: Techniques) -> Techniques:
 
 
 def rule(op: str, line: str) -> None:
-    """Give an operator of your own its rule: ``mw.rule("mylib::swish", "... ~> ...")`` (`docs/add-an-op.md`).
+    """Give your own operator a rule: ``mw.rule("mylib::swish", "... ~> ...")`` (`docs/how-to/add-an-operator.md`).
 
     Every rank gives the same rules before it plans. Raises RuleError for a line that does not parse.
     """

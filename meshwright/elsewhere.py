@@ -1,48 +1,63 @@
-"""What other systems call a mode or an option, and what it is here (`docs/from-mindspore.md`)."""
+"""What other systems call a mode or an option, and what it is here (`docs/how-to/come-from-mindspore.md`)."""
 
 from __future__ import annotations
 
 CALLED_HERE = {
-    "auto_parallel": ('mode="auto" with cluster=, or one of the searches by its name', "planner.md"),
-    "semi_auto_parallel": ('mode="semi_auto"', "from-mindspore.md"),
+    "auto_parallel": (
+        'mode="auto" with cluster=, or one of the searches by its name',
+        "explanation/planner.md",
+    ),
+    "semi_auto_parallel": ('mode="semi_auto"', "how-to/come-from-mindspore.md"),
     "hybrid_parallel": (
         'a model that cuts itself: mw.world(mesh), and mw.manual_step(…, local_parameters=("experts.*",))',
-        "from-mindspore.md",
+        "how-to/come-from-mindspore.md",
     ),
-    "layerwise_parallel": ('mw.manual_step(…, local_parameters=("experts.*",))', "from-mindspore.md"),
+    "layerwise_parallel": (
+        'mw.manual_step(…, local_parameters=("experts.*",))',
+        "how-to/come-from-mindspore.md",
+    ),
     "expert_parallel": (
         'experts apart are not here yet; mode="auto" cuts a mixture in tokens and widths',
-        "from-mindspore.md",
+        "how-to/come-from-mindspore.md",
     ),
-    "context_parallel": ('mw.reshard(x, layout("dp", "sp", None)) cuts the sequence', "from-mindspore.md"),
-    "sequence_parallel": ('mw.reshard(x, layout("dp", "sp", None)) cuts the sequence', "from-mindspore.md"),
+    "context_parallel": (
+        'mw.reshard(x, layout("dp", "sp", None)) cuts the sequence',
+        "how-to/come-from-mindspore.md",
+    ),
+    "sequence_parallel": (
+        'mw.reshard(x, layout("dp", "sp", None)) cuts the sequence',
+        "how-to/come-from-mindspore.md",
+    ),
     "seqpipe": (
         "stages in turns over parts of the sequence are not here; pipeline=2, micro_batches=8 and schedule= are",
-        "pipeline.md",
+        "how-to/train-in-a-pipeline.md",
     ),
-    "pipeline_stages": ("pipeline=2, micro_batches=4", "pipeline.md"),
-    "pipeline_parallel": ("pipeline=2, micro_batches=4", "pipeline.md"),
+    "pipeline_stages": ("pipeline=2, micro_batches=4", "how-to/train-in-a-pipeline.md"),
+    "pipeline_parallel": ("pipeline=2, micro_batches=4", "how-to/train-in-a-pipeline.md"),
     "tensor_parallel": (
         'mesh={"dp": 2, "tp": 2}, mode="sharding_propagation" and pins={"blocks.*.up": {"n": "tp"}}, or mode="auto"',
-        "planner.md",
+        "explanation/planner.md",
     ),
     "full_batch": (
         "leave it out: every rank gives the whole batch, or mw.shard_loader reads a rank's part",
-        "data.md",
+        "how-to/feed-data.md",
     ),
-    "dataset_strategy": ("mw.shard_loader(loader, step)", "data.md"),
-    "enable_alltoall": ("leave it out: an all-to-all is taken where it is the cheapest", "from-mindspore.md"),
+    "dataset_strategy": ("mw.shard_loader(loader, step)", "how-to/feed-data.md"),
+    "enable_alltoall": (
+        "leave it out: an all-to-all is taken where it is the cheapest",
+        "how-to/come-from-mindspore.md",
+    ),
     "parameter_server": (
         'there is none; mw.on_host(table) and offload="optimizer" keep large tables off the device',
-        "techniques.md",
+        "reference/techniques.md",
     ),
-    "zero": ("optimizer_parallel=1, 2 or 3", "techniques.md"),
-    "fsdp": ("optimizer_parallel=3", "techniques.md"),
-    "ddp": ('mode="data_parallel", the default', "from-mindspore.md"),
-    "comm_fusion": ('fusion="auto", or bytes of a bucket', "techniques.md"),
+    "zero": ("optimizer_parallel=1, 2 or 3", "reference/techniques.md"),
+    "fsdp": ("optimizer_parallel=3", "reference/techniques.md"),
+    "ddp": ('mode="data_parallel", the default', "how-to/come-from-mindspore.md"),
+    "comm_fusion": ('fusion="auto", or bytes of a bucket', "reference/techniques.md"),
     "gradients_mean": (
         'leave it out: gradients are those of one device, or gradients="sum"',
-        "techniques.md",
+        "reference/techniques.md",
     ),
 }
 

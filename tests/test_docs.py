@@ -6,7 +6,7 @@ train.py``) is that file, and a ``console`` block after it says how it is starte
 (``$ meshwright explain``) answers runs with the page, and on pages of `LAUNCHING` one that starts ranks does.
 Rounding noise is not compared: it differs between machines.
 
-    python tests/test_docs.py docs/tour.md      writes the page with what its blocks print now
+    python tests/test_docs.py docs/tutorial/tour.md      writes the page with what its blocks print now
 """
 
 from __future__ import annotations
@@ -30,21 +30,26 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CHECKED = (
     "README.md",
-    "docs/first-steps.md",
-    "docs/tour.md",
-    "docs/planner.md",
-    "docs/techniques.md",
-    "docs/pipeline.md",
-    "docs/data.md",
-    "docs/inference.md",
-    "docs/coming-from.md",
+    "docs/tutorial/first-steps.md",
+    "docs/tutorial/tour.md",
+    "docs/explanation/planner.md",
+    "docs/reference/techniques.md",
+    "docs/how-to/train-in-a-pipeline.md",
+    "docs/how-to/feed-data.md",
+    "docs/how-to/infer.md",
+    "docs/how-to/come-from-ddp-fsdp.md",
 )
 PROSE = tuple(
     str(p.relative_to(ROOT)) for p in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")))
 )
 
-LAUNCHING = ("docs/checkpoints.md",)
-WITH_SCRIPTS = ("README.md", "docs/first-steps.md", "docs/inference.md", "docs/coming-from.md")
+LAUNCHING = ("docs/how-to/save-and-restore.md",)
+WITH_SCRIPTS = (
+    "README.md",
+    "docs/tutorial/first-steps.md",
+    "docs/how-to/infer.md",
+    "docs/how-to/come-from-ddp-fsdp.md",
+)
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VERB = re.compile(r"\$ meshwright ((?:plan|explain|estimate|diff|convert) .*)\n(?!\$)(?=.)")

@@ -85,7 +85,7 @@ def test_the_blocks_of_a_sub_dim_cover_it_once(size, axes, count):
 
 @given(st.integers(1, 50), st.permutations(NAMES), st.integers(1, 4))
 def test_leaving_out_the_minor_axis_gives_the_union_of_its_blocks(size, axes, count):
-    """Nested blocks: what makes a gather of the minor axis a concatenation (docs/decisions/0002-nested-blocks.md)."""
+    """Nested blocks: what makes a gather of the minor axis a concatenation (decision 0002)."""
     run = tuple(axes[:count])
     for rank in range(MESH.size):
         at = MESH.coordinate(rank)

@@ -1,6 +1,6 @@
 """Docs, messages, docstrings and comments use the field's words: the ones that PyTorch's own documentation uses.
 
-`python tests/test_words.py meshwright/ops docs/tour.md` lists the places of any files or folders.
+`python tests/test_words.py meshwright/ops docs/tutorial/tour.md` lists the places of any files or folders.
 """
 
 from __future__ import annotations

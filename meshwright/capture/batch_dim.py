@@ -2,7 +2,7 @@
 
 This names a factor; it claims nothing. A cut of any dim computes what one device computes, so where rows do
 meet (in-batch negatives, sequence-first data) a wrong name costs communication, which the plan shows, and
-never a number. (`docs/decisions/0005-the-batch-is-a-name.md`)
+never a number. (`docs/explanation/decisions/0005-the-batch-is-a-name.md`)
 """
 
 from __future__ import annotations

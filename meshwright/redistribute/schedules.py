@@ -17,7 +17,7 @@ The order is a choice of three, made for the pair at once. `_sending_least`: as 
 makes. `_waiting_least`: nothing is put where it cannot stay, and what can be padded or gathered at once is, so that
 the all-to-all is over few axes. `_without_exchange`: what it would move is gathered, and cut again. In each, pending →
 split goes by a reduce-scatter, or with the all-reduce and a free slice. The cheapest of the six by price is taken.
-`matrix` says the same in numpy for many pairs; `docs/decisions/0006-one-schedule-for-redistribution.md` says why, and
+`matrix` says the same in numpy for many pairs; decision 0006 in `docs/explanation` says why, and
 what is lost against a search.
 """
 

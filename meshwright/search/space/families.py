@@ -1,4 +1,4 @@
-"""Which strategies over many axes a search looks at: the named spaces of `docs/planner.md`.
+"""Which strategies over many axes a search looks at: the named spaces of `docs/explanation/planner.md`.
 
 A family says for every option list how options are laid over the prime axes, which stand in mesh order:
 
