@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from meshwright.capture.convert import FORMER
 from meshwright.errors import RunError
 from meshwright.runtime.equal_start import checksum
 
@@ -137,6 +138,8 @@ class Hollow:
         self._voids: dict[str, torch.Tensor] = {}
         self._kinds: dict[str, type] = {}
         self._dtypes: dict[str, torch.dtype] = {}
+        # Memory that a tensor has given up, for as long as somebody else has a view of it.
+        self._former: dict[str, list[Callable[[], torch.UntypedStorage | None]]] = {}
         self._lent: dict[str, int] | None = None  # checksums of what `lend` has put there
         self._places: list[tuple[dict[str, Any], str, Any]] = []
 
@@ -245,16 +248,18 @@ class Hollow:
 
     def _empty(self, name: str) -> None:
         x = self.tensors[name]
+        former = [f for f in self._former.get(name, ()) if f() is not None]
+        self._former[name] = [*former, weakref.ref(x.untyped_storage())]
         x.grad, x.data = None, self._voids[name]
-        vars(x)["held_as"], vars(x)["_flag"] = name, x.requires_grad
+        vars(x).update({"held_as": name, "_flag": x.requires_grad, FORMER: self._former[name]})
         _become(x, HollowParameter if isinstance(x, torch.nn.Parameter) else HollowBuffer)
 
 
 def _become(x: torch.Tensor, kind: type) -> None:
     x.__class__ = kind
     if kind not in _KINDS:  # a copy of the tensor would copy this, too
-        vars(x).pop("held_as", None)
-        vars(x).pop("_flag", None)
+        for name in ("held_as", "_flag", FORMER):
+            vars(x).pop(name, None)
 
 
 def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -267,14 +272,15 @@ def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def as_shapes(model: torch.nn.Module) -> Iterator[None]:
     """Within it a hollow module has plain tensors without memory: a trace on fake ones reads shapes alone."""
-    found = [(x, type(x), vars(x)["held_as"]) for x in _tensors_of(model).values() if type(x) in _KINDS]
-    for x, kind, _ in found:
+    found = [(x, type(x), dict(vars(x))) for x in _tensors_of(model).values() if type(x) in _KINDS]
+    for x, kind, held in found:
         _become(x, torch.nn.Parameter if kind is HollowParameter else torch.Tensor)
+        vars(x)[FORMER] = held[FORMER]
     try:
         yield
     finally:
-        for x, kind, name in found:
-            vars(x)["held_as"], vars(x)["_flag"] = name, x.requires_grad
+        for x, kind, held in found:
+            vars(x).update({**held, "_flag": x.requires_grad})
             _become(x, kind)
 
 

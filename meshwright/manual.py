@@ -22,6 +22,7 @@ from meshwright.capture.trace import scalar_of
 from meshwright.compile import Loss, default_loss
 from meshwright.errors import RunError, StrategyError, did_you_mean
 from meshwright.input_checks import check_model, check_numbers, check_switches
+from meshwright.loss_value import AFTER_BACKWARD
 from meshwright.runtime.buckets import BUCKET_BYTES, GradientBuckets
 from meshwright.runtime.clipping import clip_by_global_norm
 from meshwright.runtime.communicator import ProcessGroups
@@ -120,6 +121,7 @@ class ManualStep:
         value.backward()
         self._accumulated = not ends
         found = self._finish(value.detach()) if ends else value.detach()
+        vars(found).update(AFTER_BACKWARD)
         return (found, *outputs) if outputs else found
 
     def _forward(self, batch: Any) -> tuple[torch.Tensor, tuple[Any, ...]]:

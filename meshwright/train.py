@@ -66,6 +66,7 @@ from meshwright.input_checks import (
     check_trains,
     plan_from,
 )
+from meshwright.loss_value import AFTER_BACKWARD
 from meshwright.partition import Partition
 from meshwright.pipeline.measured import Measured, from_text, to_text
 from meshwright.pipeline.meshes import meshes, meshes_of
@@ -194,6 +195,7 @@ class TrainStep:
         if not update:
             self._warn_of_evaluation()
         loss = local(given, update)
+        vars(loss).update(AFTER_BACKWARD)
         return loss if local.shape is None else (loss, filled(local.shape, local.beside_loss(gather)))
 
     if not TYPE_CHECKING:  # a type checker shall go on to see what is not there

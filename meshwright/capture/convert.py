@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from meshwright.capture.trace import AS_IT_IS, HERE, TORCH_ROOT, Trace
+from meshwright.capture.trace import AS_IT_IS, HERE, LINE, TORCH_ROOT, Trace
 from meshwright.core.graph import Device, Dtype, Graph, Input, Node, Ref, TensorType
 from meshwright.errors import CaptureError, a_type
 
@@ -25,6 +25,8 @@ SHORT: dict[torch.dtype, str] = {
 LONG: dict[str, torch.dtype] = {name: dtype for dtype, name in SHORT.items()}
 NO_MEANING = ("layout", "pin_memory", "memory_format", "non_blocking")
 PREFIX = "model."
+# The attribute of a tensor whose values a step holds that lists the memory it has given up, as weak references.
+FORMER = "_former_memory"
 # Ends the name of an input until nodes are named: torch calls an operator `mean` even where a buffer has that name.
 INPUT = "'"
 OVERLOAD = type(torch.ops.aten.add.Tensor)  # its class has no public name
@@ -141,8 +143,7 @@ def _inputs(
     refs: dict[str, Ref] = {}
     constants: dict[str, torch.Tensor] = {}
     paths, taken = iter(traced.paths), set[str]()
-    storages = {_storage(p): n for n, p in (*model.named_parameters(), *model.named_buffers())}
-    storages.pop(0, None)
+    storages = _memory_of(model)
     for spec in program.graph_signature.input_specs:
         placeholder = spec.arg.name
         target = (spec.target or "").removeprefix(PREFIX)
@@ -203,6 +204,19 @@ def _identifier(text: str) -> str:
 def _storage(tensor: torch.Tensor) -> int:
     """Where the memory of a tensor begins; 0 where it has none."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and not tensor.is_meta else 0
+
+
+def _memory_of(model: torch.nn.Module) -> dict[int, str]:
+    """Where the memory of each parameter and buffer begins → its name, also where a step has taken the values over and
+    a view of them is left with somebody."""
+    found: dict[int, str] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        former = [
+            storage.data_ptr() for refer in vars(tensor).get(FORMER, ()) if (storage := refer()) is not None
+        ]
+        found |= dict.fromkeys((_storage(tensor), *former), name)
+    found.pop(0, None)
+    return found
 
 
 def _unused(stem: str, taken: set[str]) -> str:
@@ -278,7 +292,7 @@ def _place(fx: torch.fx.Node, traced: Trace) -> tuple[str, str]:
     module = module.removeprefix(PREFIX) if module != PREFIX[:-1] else ""
     own = [f for f in frames if not f[0].startswith((TORCH_ROOT, HERE))]
     if not own:
-        return module, traced.loss_line if frames else ""
+        return module, (meta.get("custom") or {}).get(LINE, "")
     return module, f"{Path(own[-1][0]).name}:{own[-1][1]}  {own[-1][2]}"
 
 

@@ -12,6 +12,7 @@ would be random, for random numbers are drawn in the order of one device, which 
 from __future__ import annotations
 
 import inspect
+import linecache
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -282,11 +283,13 @@ def _own_generator(name: str) -> CaptureError:
     return _refused(f"{name} with a generator of its own", "only the CPU's default one is followed")
 
 
-def user_line() -> str:
-    """The innermost line that is neither torch's nor ours."""
+def user_line(code: bool = False) -> str:
+    """The innermost line that is neither torch's nor ours, with its `code` if asked for."""
     for frame in frames():
-        if not frame.f_code.co_filename.startswith((TORCH_ROOT, HERE, "<")):
-            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        file = frame.f_code.co_filename
+        if not file.startswith((TORCH_ROOT, HERE, "<")):
+            text = f"  {linecache.getline(file, frame.f_lineno).strip()}" if code else ""
+            return f"{Path(file).name}:{frame.f_lineno}{text}"
     return ""
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
@@ -41,6 +42,7 @@ ONE_AT_A_TIME = threading.RLock()
 HERE = str(Path(__file__).parent)
 CHECKPOINT_FILE = torch_checkpoint.__file__
 FUNCTION_FILE = inspect.getsourcefile(torch.autograd.Function) or ""
+LINE = "user_line"  # what a node's own metadata calls the line that made it: torch knows those of `forward` alone
 AS_IT_IS = "run the model as it is, data parallel: mw.manual_step(model, optimizer, loss=…, mesh=…)"
 REAL = (torch.Tensor, torch.nn.Parameter)
 NO_CHECKPOINT = (
@@ -53,17 +55,15 @@ NO_CHECKPOINT = (
 class Trace:
     """What the export saw.
 
-    `paths` are the batch's tensors in placeholder order, `origins` the places of nodes inside blocks, by name;
-    `loss_line` is where the loss is defined: torch remembers lines of `forward` methods only. `labels`: what the
-    results are called; `outside`: lines that read tensors which somebody might train and which are none of the
-    model's.
+    `paths` are the batch's tensors in placeholder order, `origins` the places of nodes inside blocks, by name.
+    `labels`: what the results are called; `outside`: lines that read tensors which somebody might train and which are
+    none of the model's.
     """
 
     program: torch.export.ExportedProgram
     paths: tuple[str, ...]
     origins: dict[str, dict[str, Any]]
     notes: tuple[str, ...]
-    loss_line: str = ""
     labels: tuple[str, ...] = (LOSS,)
     outside: tuple[str, ...] = ()
     shape: Shape | None = None
@@ -163,7 +163,8 @@ class _Watch(TorchFunctionMode):
         self._look_at(args)
         if func in GRADIENT_CALLS:
             _refuse_gradient_call(func)
-        out = func(*args, **(kwargs or {}))
+        with annotate({LINE: user_line(code=True)}):
+            out = func(*args, **(kwargs or {}))
         in_place = getattr(func, "__name__", "").endswith("_") or "out" in (kwargs or {})
         if torch.is_grad_enabled() or in_place:
             return out
@@ -263,9 +264,10 @@ def trace(model: torch.nn.Module, batch: Any, loss: Callable[..., Any], wrap: ty
             stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(wrapper.effects.around())
         try:
-            program = torch.export.export(wrapper, tuple(tensors), strict=False)
-            origins = _origins(program.graph_module)
-            program = program.run_decompositions({})
+            with preserve_node_meta():  # for what `_Watch` notes
+                program = torch.export.export(wrapper, tuple(tensors), strict=False)
+                origins = _origins(program.graph_module)
+                program = program.run_decompositions({})
         except MeshwrightError:
             raise
         except Exception as error:

@@ -9,7 +9,7 @@ import functools
 import os
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -338,14 +338,15 @@ class _Finder:
             bases = [k for k in type(module).__mro__ if k not in (object, torch.nn.Module)]
             mine = [k for k in bases if not of_library(k)]
             others = [k for k in bases if of_library(k) and not k.__module__.startswith("torch.nn.")]
+            derived = _derived(held["_forward_pre_hooks"].values())
+            read_first = {n: x for n, x in held.items() if n not in derived}
             if mine or others:
-                self._attributes(place, held, not mine, filtered=not others)
+                self._attributes(place, read_first, not mine, filtered=not others, owner=held)
                 read = True
             else:  # of torch: what its forward reads, and what the user's code names
                 named = read_by(type(module))
-                self._attributes(
-                    place, {n: x for n, x in held.items() if n in named or self._named(n)}, True, False, held
-                )
+                chosen = {n: x for n, x in read_first.items() if n in named or self._named(n)}
+                self._attributes(place, chosen, True, False, held)
                 read = "training" in named or self._named("training")
             if read or module is root:
                 self.visit(_of(place, "training"), module.training, False)
@@ -471,6 +472,18 @@ def of_library_hook(hook: Any) -> bool:
         hook = hook.func
     function = getattr(hook, "__func__", hook)
     return of_library(function if isinstance(function, types.FunctionType) else type(function))
+
+
+def _derived(hooks: Iterable[Any]) -> set[str]:
+    """Attributes that forward pre-hooks of torch compute anew before each forward reads them: spectral_norm,
+    weight_norm, pruning."""
+    mine = [hook for hook in hooks if of_library_hook(hook)]
+    return {
+        str(getattr(h, n))
+        for h in mine
+        for n in ("name", "_tensor_name")
+        if isinstance(getattr(h, n, None), str)
+    }
 
 
 def _of(label: str, name: str) -> str:

@@ -83,9 +83,9 @@ def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-6) 
     return found.shape == expected.shape and bool((found - expected).abs().max() <= tolerance * scale)
 
 
-def run(folder: Path, plan: str, body: str, ranks: int = 2, **environment: str) -> str:
+def run(folder: Path, plan: str, body: str, *arguments: str, ranks: int = 2, **environment: str) -> str:
     """A script under a plan, after `COMMON`; what rank 0 printed."""
-    result = run_warm(folder, ranks, COMMON + textwrap.dedent(body), plan, **environment)
+    result = run_warm(folder, ranks, COMMON + textwrap.dedent(body), plan, *arguments, **environment)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

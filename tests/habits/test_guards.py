@@ -399,3 +399,33 @@ mw.shutdown()
 @pytest.mark.parametrize("plan", NAMES)
 def test_a_change_is_another_program_under_each_plan_or_refused(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, CALLS)
+
+
+ALIASES = """
+model = Net()
+before = {"up.weight": model.up.weight.detach()}
+step = mw.train_step(model, adamw, batches()[0], loss=loss, **PLAN)
+step(batches()[0])
+with step.full() as full:
+    copied = {"down.weight": full.down.weight.detach()}
+
+for shared in (before, copied):
+    (name,) = shared
+    def anchored(model, batch):
+        return loss(model, batch) + (model.get_parameter(name) - shared[name]).square().sum()
+
+    try:
+        mw.train_step(model, adamw, batches()[0], loss=anchored, **PLAN)
+        raise AssertionError(name)
+    except (mw.CaptureError, mw.RunError) as error:  # rank 0's own, and what the others hear of it
+        assert f"shares the memory of {name}" in str(error), error
+    shared[name] = shared[name].clone()
+    mw.train_step(model, adamw, batches()[0], loss=anchored, **PLAN)(batches()[1])
+mw.shutdown()
+"""
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("plan", NAMES)
+def test_memory_that_a_weight_has_given_up_is_refused_too(tmp_path: Path, plan: str) -> None:
+    run(tmp_path, plan, ALIASES)

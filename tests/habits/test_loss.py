@@ -23,6 +23,13 @@ def of(model, batch):
 def each(model, batch):
     return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
+def refused(value):
+    try:
+        value.backward()
+    except mw.RunError as error:
+        assert "leave out loss.backward()" in str(error)
+        return True
+
 LOSSES = {
     "a tensor of shape [1]": lambda m, b: each(m, b).mean(0, keepdim=True),
     "mean of a scalar": lambda m, b: of(m, b).mean(),
@@ -39,7 +46,11 @@ for name, function in LOSSES.items():
         optimizer.zero_grad()
         expected.backward()
         optimizer.step()
-        assert close(step(batch), expected.detach().reshape(())), name
+        value = step(batch)
+        assert close(value, expected.detach().reshape(())), name
+        assert refused(value)  # it has run
+    torch.save({"loss": value}, f"{step.rank}.pt")
+    assert torch.equal(torch.load(f"{step.rank}.pt", weights_only=True)["loss"], value)
     state = step.full_state()
     assert all(close(state[n], p.detach()) for n, p in twin.named_parameters()), name
 mw.shutdown()
