@@ -127,14 +127,13 @@ def resized(plan: Plan, wide: Graph, small: Graph) -> Plan:
         return replace(given, cuts=tuple((x, _resized(dim, trees[name][1][x])) for x, dim in given.cuts))
 
     return replace(
-        plan,
+        plan.without_model(),
         fingerprint=fingerprint(small),
         strategies={n: strategy(n, s) for n, s in plan.strategies.items()},
         inputs={n: layout(n, v) for n, v in plan.inputs.items()},
         hubs={n: layout(n, v) for n, v in plan.hubs.items()},
         states={n: layout(n, v) for n, v in plan.states.items()},
         claims={},
-        origin=None,
     )
 
 

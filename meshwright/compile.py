@@ -127,31 +127,38 @@ def plan_captured(
     """The plan of a captured program. It keeps the capture, so that it can explain itself and take more pins."""
     graph, folding, remarks = captured.graph, captured.folding, captured.notes
     made = choose(Wanted(graph, folding, remarks, mesh, mode, pins, request, techniques))
-    return with_origin(made, captured, request)
+    return with_model(made, captured, request)
 
 
-def with_origin(plan: Plan, captured: Captured, request: Request | None = None) -> Plan:
+def with_model(plan: Plan, captured: Captured, request: Request | None = None) -> Plan:
     """The plan together with the program it was made for."""
     if request is not None:  # a plan that takes more pins begins a search of its own
         request = replace(request, deadline=Deadline(request.deadline.seconds))
-    return replace(plan, origin=_Origin(captured, request))
+    return ModelPlan(**vars(plan.without_model()), captured=captured, request=request)
 
 
-@dataclass(frozen=True)
-class _Origin:
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class ModelPlan(Plan):
+    """A plan with the captured model that it was made for, and what was requested of its search."""
+
     captured: Captured
     request: Request | None = None
 
-    def explain(self, plan: Plan) -> str:
-        return plan_text(lower(self.captured, plan))
+    def explain(self) -> str:
+        return "\n".join([*self.claim_lines(), plan_text(lower(self.captured, self))])
 
-    def pinned(self, plan: Plan, pins: Pins) -> Plan:
-        given = _with_chosen(plan, plan.techniques.as_given())
-        return plan_captured(self.captured, plan.meshes or plan.ranks, plan.mode, pins, self.request, given)
+    def pin(self, pattern: str, **cuts: Any) -> Plan:
+        pins = {**self.pins, pattern: {**self.pins.get(pattern, {}), **cuts}}
+        return self._replanned(pins, self.techniques.as_given())
 
-    def staged(self, plan: Plan, techniques: Techniques) -> Plan:
-        mesh, asked = plan.meshes or plan.ranks, _with_chosen(plan, techniques)
-        return plan_captured(self.captured, mesh, plan.mode, plan.pins, self.request, asked)
+    def pin_stage(self, pattern: str, stage: int) -> Plan:
+        annotated = {**dict(self.techniques.stages), pattern: stage}
+        checked, given = techniques_from({"stages": annotated}).stages, self.techniques.as_given()
+        return self._replanned(self.pins, replace(given, stages=checked, given=given.given | {"stages"}))
+
+    def _replanned(self, pins: Pins, techniques: Techniques) -> Plan:
+        mesh, asked = self.meshes or self.ranks, _with_chosen(self, techniques)
+        return plan_captured(self.captured, mesh, self.mode, pins, self.request, asked)
 
 
 def _with_chosen(plan: Plan, given: Techniques) -> Techniques:

@@ -30,7 +30,7 @@ from meshwright.checkpoint.folder import as_path
 from meshwright.checkpoint.safetensors_io import Tensor, read_head, read_into, write
 from meshwright.checkpoint.step_state import DTYPES, SAFE_NAMES
 from meshwright.checkpoint.weights import confirmed
-from meshwright.compile import lower, with_origin
+from meshwright.compile import lower, with_model
 from meshwright.core.graph import Graph, parse
 from meshwright.errors import CheckpointError, MeshwrightError, a_type
 from meshwright.forward import ForwardStep
@@ -126,7 +126,7 @@ def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> 
     program = _program(text, path)
     check_world(program.plan.ranks)
     captured = Captured(program.graph, {}, fold(program.graph), ())
-    parts = lower(captured, with_origin(program.plan.check(program.graph), captured))
+    parts = lower(captured, with_model(program.plan.check(program.graph), captured))
     over_gloo(meeting, parts.asked, place)
     number = meeting.rank
     sums = _tried(meeting, path, lambda: _sums(path, number, program.word))

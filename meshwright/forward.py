@@ -36,7 +36,7 @@ from meshwright.checkpoint.weights import (
     open_weights,
     read_weights,
 )
-from meshwright.compile import lower, plan_captured, values_of, with_origin
+from meshwright.compile import lower, plan_captured, values_of, with_model
 from meshwright.core.graph import Graph
 from meshwright.core.layout import TensorLayout
 from meshwright.core.techniques import Options, Techniques, asked_beside
@@ -425,7 +425,7 @@ def _opened(
 
 def _lowered(agreed: Agreed) -> tuple[Captured, Partition]:
     captured = Captured(agreed.graph, agreed.constants, fold(agreed.graph), ())
-    return captured, lower(captured, with_origin(log_remarks(agreed.plan).check(agreed.graph), captured))
+    return captured, lower(captured, with_model(log_remarks(agreed.plan).check(agreed.graph), captured))
 
 
 __all__ = ["ForwardStep", "Outputs", "default_outputs", "forward", "forward_step", "shared_forward"]

@@ -21,7 +21,7 @@ from meshwright.agreement import pack, prepare, same_model, same_optimizer, unpa
 from meshwright.capture import Captured
 from meshwright.capture.fold import fold
 from meshwright.capture.pytree import leaves, map_leaves
-from meshwright.compile import Loss, captured_of, lower, values_of, with_origin
+from meshwright.compile import Loss, captured_of, lower, values_of, with_model
 from meshwright.core.graph import Graph
 from meshwright.core.techniques import Techniques
 from meshwright.errors import BatchError, CaptureError, MeshwrightError, PlanError, RunError
@@ -297,7 +297,7 @@ class Source:
         guards = Guards.of(model, self.loss, batch)
         same_values(meeting, guards, agreed.graph, lambda: captured_here().graph)
         captured = Captured(agreed.graph, agreed.constants, fold(agreed.graph), ())
-        plan = with_origin(agreed.plan.check(agreed.graph), captured)
+        plan = with_model(agreed.plan.check(agreed.graph), captured)
         parts = lower(captured, plan)
         prepare(shared.world, parts)
         rank = first.rank

@@ -43,7 +43,7 @@ from meshwright.compile import (
     lower,
     plan_captured,
     values_of,
-    with_origin,
+    with_model,
 )
 from meshwright.core.mesh import Mesh
 from meshwright.core.techniques import Options, asked_beside
@@ -608,7 +608,7 @@ def train_step(
             initial.problem(model), hint="init is what built the model, with the same configuration"
         )
     captured = Captured(graph, agreed.constants, fold(graph), ())
-    chosen = with_origin(
+    chosen = with_model(
         chosen.check(graph), captured
     )  # as it came it may say many equal layers by two of them
     cut = cut_parameter(graph, chosen)

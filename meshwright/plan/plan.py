@@ -7,15 +7,15 @@ program of every rank; from it and a machine the planner derives seconds and byt
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from meshwright.core.folding import Fold, stand_ins
 from meshwright.core.graph import Graph
 from meshwright.core.layout import TensorLayout, dim_axes, dim_size, show_dim, without_axes
 from meshwright.core.mesh import Mesh
-from meshwright.core.techniques import NONE, TURNS, Techniques, techniques_from
+from meshwright.core.techniques import NONE, TURNS, Techniques
 from meshwright.errors import PlanError, did_you_mean, path_from, shown_path
 from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Strategy
@@ -37,23 +37,7 @@ CLAIMS = (
 KEPT_AS = ("again", "slice", "host", "slice host")
 
 
-class Origin(Protocol):
-    """Where a plan came from: the captured model, kept so that the plan can explain itself and be made again."""
-
-    def explain(self, plan: Plan) -> str:
-        """The plan for a reader."""
-        ...
-
-    def pinned(self, plan: Plan, pins: Mapping[str, Mapping[str, Any]]) -> Plan:
-        """The plan made again with more pins."""
-        ...
-
-    def staged(self, plan: Plan, techniques: Techniques) -> Plan:
-        """The plan made again with other wishes for its stages."""
-        ...
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """`strategies`: node → strategy. `inputs`: input → layout in which it enters the program; a parameter is stored,
     and its optimizer works, in this layout.
@@ -119,7 +103,14 @@ class Plan:
     folds: tuple[Fold, ...] = ()
     times: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
     stand_ins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    origin: Origin | None = field(default=None, compare=False, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether two plans say the same; a plan from a file equals the one that was saved."""
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(Plan) if f.compare)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __repr__(self) -> str:
         count = len(self.strategies)
@@ -127,17 +118,13 @@ class Plan:
         return f"<plan by {self.mode} on {self.told_mesh}: {count} operators{stages}; print(plan.explain())>"
 
     def explain(self) -> str:
-        """The plan for a reader: how operators and parameters are cut, what is sent, and why.
+        """The plan for a reader: how operators and parameters are sharded, what is sent, and why.
 
-        What the search claims of the plan comes first. A plan that was loaded from a file no longer has its model and
-        lists its strategies alone.
+        The claims of the search come first. A plan that was loaded from a file no longer has its model and lists its
+        strategies alone.
         """
-        said = (_shown(name, self.claims[name]) for name in CLAIMS if self.claims.get(name) is not None)
-        claims = [f"the search says: {', '.join(said)}"] if self.claims else []
-        if self.origin is not None:
-            return "\n".join([*claims, self.origin.explain(self)])
         where = self.told_mesh if self.meshes else self.mesh
-        lines = [f"plan ({self.mode}) on {where}, without its model", *claims]
+        lines = [f"plan ({self.mode}) on {where}, without its model", *self.claim_lines()]
         lines.append(
             "  letters are those of each operator's rule; with the model at hand they have names (batch)"
         )
@@ -148,6 +135,11 @@ class Plan:
             told = ", ".join(str(repeats) for _, _, repeats in self.folds)
             lines.append(f"  the second of equal layers stands for all after it (of {told})")
         return "\n".join([*lines, *(f"note: {n}" for n in self.notes)])
+
+    def claim_lines(self) -> list[str]:
+        """What the search claims of the plan, in one line; none without a search."""
+        said = (_shown(name, self.claims[name]) for name in CLAIMS if self.claims.get(name) is not None)
+        return [f"the search says: {', '.join(said)}"] if self.claims else []
 
     def _strategy_lines(self) -> list[str]:
         lines: list[str] = []
@@ -160,18 +152,12 @@ class Plan:
         return lines
 
     def pin(self, pattern: str, **cuts: Any) -> Plan:
-        """The plan made again with one more wish: ``plan.pin("blocks.*.up", n="tp")``.
+        """The plan made again with one more annotation: ``plan.pin("blocks.*.up", n="tp")``.
 
         `pattern` matches module names (or ``%name``, one node), `cuts` give factors their axes. Raises
         StrategyError, and PlanError for a plan that was loaded from a file.
         """
-        if self.origin is None:
-            raise PlanError(
-                "a plan from a file cannot be made again",
-                why="it does not hold the model",
-                hint="mw.plan(model, batch, pins={pattern: {factor: axis}}, …)",
-            )
-        return self.origin.pinned(self, {**self.pins, pattern: {**self.pins.get(pattern, {}), **cuts}})
+        raise _without_model("mw.plan(model, batch, pins={pattern: {factor: axis}}, …)")
 
     def pin_stage(self, pattern: str, stage: int) -> Plan:
         """The plan made again with modules in a stage of the pipeline: ``plan.pin_stage("blocks.0-5", 0)``.
@@ -179,15 +165,13 @@ class Plan:
         `pattern` matches names of modules, where ``0-5`` stands for the numbers from 0 to 5. Raises PlanError for one
         that matches none, for stages that go backward, and for a plan that was loaded from a file.
         """
-        if self.origin is None:
-            raise PlanError(
-                "a plan from a file cannot be made again",
-                why="it does not hold the model",
-                hint='mw.plan(model, batch, pipeline=2, stages={"blocks.0-5": 0}, …)',
-            )
-        wishes = {**dict(self.techniques.stages), pattern: stage}
-        checked, given = techniques_from({"stages": wishes}).stages, self.techniques.as_given()
-        return self.origin.staged(self, replace(given, stages=checked, given=given.given | {"stages"}))
+        raise _without_model('mw.plan(model, batch, pipeline=2, stages={"blocks.0-5": 0}, …)')
+
+    def without_model(self) -> Plan:
+        """What a file holds of the plan: not the captured model that it was made for."""
+        if type(self) is Plan:
+            return self
+        return Plan(**{f.name: getattr(self, f.name) for f in fields(Plan)})
 
     @property
     def ranks(self) -> Mesh:
@@ -463,6 +447,10 @@ def fingerprint(graph: Graph) -> str:
     return graph.fingerprint
 
 
+def _without_model(hint: str) -> PlanError:
+    return PlanError("a plan from a file cannot be made again", why="it does not hold the model", hint=hint)
+
+
 def _within(part: TensorLayout, whole: TensorLayout) -> bool:
     """Whether leaving out the axes that only `part` has gives the dims of `whole`, so these are the minor ones."""
     more = set(part.split_axes) - set(whole.split_axes)
@@ -500,4 +488,4 @@ def _shown(name: str, value: Any) -> str:
     return f"{what} {value}"
 
 
-__all__ = ["Origin", "Plan", "fingerprint", "plain_pins"]
+__all__ = ["Plan", "fingerprint", "plain_pins"]

@@ -152,7 +152,7 @@ def _on_graph(
             hint='plan.pin_stage("head", …), or stages=, puts a part of the model there',
         )
     return replace(
-        plan,
+        plan.without_model(),
         fingerprint=graph.fingerprint,
         strategies=strategies,
         inputs=inputs,
@@ -170,7 +170,6 @@ def _on_graph(
         folds=(),
         times={},
         stand_ins={},
-        origin=None,
     )
 
 
