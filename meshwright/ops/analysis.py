@@ -1,4 +1,4 @@
-"""The factors of a graph, found once: planning, cutting and explaining look at the same ones."""
+"""The factors of a graph, computed once and shared by planning, partitioning and explaining."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from meshwright.core.graph import Graph
 from meshwright.ops.factors import Factors, analyze
 from meshwright.ops.table import rules_of, user_rules
 
-Known = tuple[  # of which graph, under which rules of the user, and they or what makes them
-    weakref.ref[Graph], object, Factors | Callable[[Graph], Factors]
-]
+# The graph, the user's rules then, and the factors or a function that computes them.
+Known = tuple[weakref.ref[Graph], object, Factors | Callable[[Graph], Factors]]
 
 _known: dict[int, Known] = {}
 
 
 def factors_of(graph: Graph) -> Factors:
-    """The factors of a graph under the rules known now; remembered as long as the graph object lives.
+    """Return the factors of a graph under the rules registered now, and cache them as long as the graph lives.
 
     Raises RuleError.
     """
@@ -28,20 +27,22 @@ def factors_of(graph: Graph) -> Factors:
 
 
 def _forget(key: int) -> Callable[[object], object]:
-    """Drops what is remembered, also where the interpreter goes down and this module is empty."""
+    """Return a callback that drops a cache entry. It also works at interpreter shutdown, when this module is empty."""
     known = _known
     return lambda _: known.pop(key, None)
 
 
 def keep_factors(graph: Graph, factors: Factors) -> Factors:
-    """Remember the factors of a graph."""
+    """Cache the factors of a graph and return them."""
     key = id(graph)
     _known[key] = (weakref.ref(graph, _forget(key)), user_rules(), factors)
     return factors
 
 
 def expect_factors(graph: Graph, make: Callable[[Graph], Factors]) -> None:
-    """Find the factors of a graph otherwise (unfolded from those of two layers), once somebody asks for them. `make`
-    is given the graph, and must not hold it."""
+    """Compute the factors of a graph with `make` (from those of two layers) at the first call of `factors_of`.
+
+    `make` receives the graph and must not keep a reference to it.
+    """
     key = id(graph)
     _known[key] = (weakref.ref(graph, _forget(key)), user_rules(), make)

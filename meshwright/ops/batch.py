@@ -1,4 +1,4 @@
-"""Which factors of an operator count examples, and which operators look at all examples together."""
+"""Find the factors that count examples, and the operators that read all examples of a batch together."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ Unit = tuple[tuple[int, ...], ...]
 
 
 def by_micro_batch(graph: Graph, factors: Factors) -> list[Node]:
-    """The operators that look at a micro-batch where one device looks at the batch: those that reduce examples inside
-    (batch norm in training). What follows from them is inexact."""
+    """Return the operators that reduce over examples inside, such as batch norm in training.
+
+    They see one micro-batch where a single device sees the batch, so results that depend on them are inexact.
+    """
     return [node for node in graph.nodes if node.name in factors.sites and _reduces(node, factors)]
 
 
 def by_whole_batch(graph: Graph, factors: Factors) -> list[Node]:
-    """The operators that need a value of the whole batch at once, as the sort of all tokens by their expert does: no
-    micro-batch can run them."""
-    parts = set[str]()  # values of which a micro-batch has a part
+    """Return the operators that need a value of the full batch at once, such as a sort of all tokens by expert.
+
+    They cannot run on a micro-batch.
+    """
+    parts = set[str]()  # values that a micro-batch holds in part
     found: list[Node] = []
     for node in graph.nodes:
         site = factors.sites[node.name]
@@ -42,12 +46,12 @@ def _reduces(node: Node, factors: Factors) -> bool:
 
 
 def batch_rows(graph: Graph) -> set[int]:
-    """Numbers of examples in the tensors of the batch; none where none is known to count them."""
+    """Return the numbers of examples in the tensors of the batch; empty when no batch dim is known."""
     return {i.type.shape[i.batch_dim] for i in graph.input_of("batch") if i.batch_dim is not None}
 
 
 def batch_units(site: Site, factors: Factors) -> Iterator[tuple[str, Unit]]:
-    """The letters of a node with the units that count examples, those first that its result has."""
+    """Yield the letters of a node with their units that count examples; letters of the result come first."""
     found: list[tuple[bool, str, Unit]] = []
     for letter in splittable(site):
         marks, known = factors.batch[site.node.name, letter], units(site.trees[letter])

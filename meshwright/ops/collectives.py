@@ -1,8 +1,8 @@
-"""What kernels send by themselves: the collectives inside an operator, which no reshard shows.
+"""The collectives inside kernels, which no reshard shows.
 
-A loss over split classes, a batch norm over a split batch and the count of targets own their collectives. They are read
-off the kernels of a rank's program (`kernel_talk`), or off a site and its layouts before there is a program
-(`site_talk`), so a search prices what will be run.
+A loss over sharded classes, a batch norm over a sharded batch and the count of targets own their collectives.
+`kernel_talk` reads them from the kernels of a rank's program. `site_talk` reads them from a site and its layouts,
+before there is a program, so that a search prices what will run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.ops.strategy import Ports
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """One collective of a kernel: `phase` is forward or backward, `payload_bytes` the tensor that is reduced."""
+    """One collective of a kernel. `phase` is forward or backward; `payload_bytes` is the size of the reduced tensor."""
 
     phase: str
     kind: str
@@ -31,7 +31,7 @@ class Talk:
 
 
 def kernel_talk(node: Node, types: Mapping[str, TensorType]) -> tuple[Talk, ...]:
-    """The collectives of a node of a rank's program, in the order in which it makes them. `types` are local ones."""
+    """Return the collectives of a node of a rank's program, in order of execution. `types` are local types."""
     found = KERNELS.get(node.op)
     return found(node, types) if found else ()
 
@@ -39,14 +39,14 @@ def kernel_talk(node: Node, types: Mapping[str, TensorType]) -> tuple[Talk, ...]
 def site_talk(
     site: Site, ports: Ports, mesh: Mesh, types: Mapping[str, TensorType], needs_grad: Collection[str] = ()
 ) -> tuple[Talk, ...]:
-    """The collectives that the kernels of a site will make under its layouts, on the rank at the origin.
+    """Return the collectives that the kernels of a site run under its layouts, on the rank at the origin.
 
-    `types` are those of the whole graph, of which only the dtypes count; `needs_grad`: its values that need a gradient.
+    `types` are those of the global graph; only their dtypes count. `needs_grad` names the values that need a gradient.
     """
     if site.node.op not in TALKATIVE:
         return ()
     at = dict.fromkeys(mesh.sizes, 0)
-    # Names of their own for the ports: a value read twice may come in two layouts.
+    # Each port has its own name: a value that is read twice may come in two layouts.
     names = [f"port {number}" for number in range(len(site.node.uses))]
     local = {
         name: TensorType(types[use].dtype, layout.local_shape(mesh, at))
@@ -67,7 +67,7 @@ def _all_reduce(node: Node, types: Mapping[str, TensorType]) -> tuple[Talk, ...]
 
 
 def _cross_entropy(node: Node, types: Mapping[str, TensorType]) -> tuple[Talk, ...]:
-    """A maximum, then sums of exponentials, of the picked logits and, for smoothing, of all logits, per example."""
+    """Per example: a maximum, then the sums of exponentials, of target logits and, with smoothing, of all logits."""
     x, smoothing, axes = types[node.uses[0]], node.args[7], tuple(node.args[8])
     row = math.prod(types[node.uses[1]].shape) * max(DTYPES[x.dtype], 4)
     return (
@@ -77,7 +77,7 @@ def _cross_entropy(node: Node, types: Mapping[str, TensorType]) -> tuple[Talk, .
 
 
 def _batch_norm(node: Node, types: Mapping[str, TensorType]) -> tuple[Talk, ...]:
-    """Sums and squared deviations forward; the sums of the gradient and of its product with the result backward."""
+    """Forward: sums and squared deviations. Backward: sums of the gradient and of its product with the result."""
     x, axes = types[node.uses[0]], tuple(node.args[9])
     row = x.shape[1] * max(DTYPES[x.dtype], 4)
     back = (Talk("backward", "all_reduce", axes, 2 * row),) if node.needs_grad[0] else ()
@@ -85,7 +85,7 @@ def _batch_norm(node: Node, types: Mapping[str, TensorType]) -> tuple[Talk, ...]
 
 
 def _halo(node: Node, types: Mapping[str, TensorType]) -> tuple[Talk, ...]:
-    """Elements to the neighbours forward, and the gradients of theirs backward."""
+    """Forward: elements to the neighbours. Backward: the gradients of the elements received."""
     _, dim, send, receive, _, _, _, axes = node.args
     if not axes:
         return ()

@@ -1,11 +1,10 @@
-"""Which sub-dims each factor of the graph consists of.
+"""Find the sub-dims of each factor of a graph.
 
-Cutting a dim contiguously is wrong where a later view gives it inner structure: GPT-2's fused qkv of 96 is
-``(3 heads 8)``, and only ``heads`` may be cut. So before anything is planned, every dim of every tensor
-becomes a variable; rules say which variables are equal, views and splits say which are products or
-concatenations of others, and unification (as in type inference) refines all of them to common sub-dims.
-Where two views disagree ((4 6) against (6 4)) the variables stay apart, and a reshard between them passes
-through the whole dim.
+Splitting a dim contiguously is wrong where a later view gives it inner structure: GPT-2's fused qkv of 96 is
+``(3 heads 8)``, and only ``heads`` may be sharded. So before planning, every dim of every tensor becomes a variable.
+Rules state which variables are equal, views and splits state which are products or concatenations of others, and
+unification (as in type inference) refines all of them to common sub-dims. Where two views disagree ((4 6) and
+(6 4)) the variables stay separate, and a reshard between them gathers the dim.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class _Var:
 
 
 class _CatVar:
-    """A concatenation of products; becomes the product `items` when its parts turn out to be equal."""
+    """A concatenation of products. It becomes the product `items` once its parts prove equal."""
 
     __slots__ = ("items", "parts", "size")
 
@@ -50,7 +49,7 @@ def _size(items: Sequence[_Item]) -> int:
 
 
 def _resolve(items: Sequence[_Item]) -> list[_Item]:
-    """Items with everything known replaced: atomic variables and open concatenations, none of size 1."""
+    """Replace items by what is known of them: atomic variables and open concatenations, none of size 1."""
     result: list[_Item] = []
     for item in items:
         if item.items is not None:
@@ -61,8 +60,10 @@ def _resolve(items: Sequence[_Item]) -> list[_Item]:
 
 
 def _known(item: _Item) -> list[_Item]:
-    """What an item with a product has turned out to be. The way there is shortened (Tarjan 1975): chains grow with the
-    depth of a model."""
+    """Return the resolved product of an item.
+
+    Compresses the path it followed (Tarjan 1975), since chains grow with the depth of a model.
+    """
     way: list[_Item] = []
     while (inner := item.items) is not None and len(inner) == 1:
         way.append(item)
@@ -74,7 +75,10 @@ def _known(item: _Item) -> list[_Item]:
 
 
 def _unify(left: Sequence[_Item], right: Sequence[_Item]) -> bool:
-    """Make two products equal, refining variables. False when they have no common refinement (some may be refined)."""
+    """Make two products equal by refining variables.
+
+    Returns False when they have no common refinement; some variables may be refined even then.
+    """
     a, b = _resolve(left), _resolve(right)
     while a and b:
         x, y = a[0], b[0]
@@ -100,7 +104,7 @@ def _unify(left: Sequence[_Item], right: Sequence[_Item]) -> bool:
 
 
 def _cat_to_product(cat: _CatVar) -> bool:
-    """Parts of equal size are a product (count × part), once their structure is made equal."""
+    """Turn a concatenation of parts of equal size into a product (count × part), if their structures unify."""
     first = cat.parts[0]
     if any(_size(p) != _size(first) for p in cat.parts) or not all(_unify(first, p) for p in cat.parts[1:]):
         return False
@@ -109,7 +113,7 @@ def _cat_to_product(cat: _CatVar) -> bool:
 
 
 def _unify_cats(x: _CatVar, y: _CatVar) -> bool:
-    """Cut both at the union of their offsets; only atomic parts can be cut further."""
+    """Split both at the union of their offsets. Only atomic parts can be split further."""
     for one, other in ((x, y), (y, x)):
         edges = set(_offsets(other))
         parts: list[list[_Item]] = []
@@ -150,7 +154,7 @@ def _offsets(cat: _CatVar) -> list[int]:
 
 
 def _tree(items: Sequence[_Item]) -> Dim:
-    """Resolved items as a dim without axes."""
+    """Return items, resolved, as a dim without axes."""
     return tuple(
         SubDim(i.size) if isinstance(i, _Var) else Cat(tuple(_tree(p) for p in i.parts))
         for i in _resolve(items)
@@ -158,8 +162,10 @@ def _tree(items: Sequence[_Item]) -> Dim:
 
 
 class _Settled:
-    """Trees and leaf variables of items, each found once; for when all is unified. Equal trees are one object, and so
-    are equal rules of views: what is derived from a site can be remembered by identities."""
+    """Trees and leaf variables of items after unification, each computed once.
+
+    Equal trees are one object, and so are equal rules of views. Results derived from a site can be cached by identity.
+    """
 
     def __init__(self) -> None:
         self.shared: dict[Dim, Dim] = {}
@@ -168,7 +174,7 @@ class _Settled:
         self.found: dict[_Item, tuple[Dim, tuple[_Var, ...]]] = {}
 
     def of(self, item: _Item) -> tuple[Dim, tuple[_Var, ...]]:
-        """An item as a dim without axes, and its atomic variables, left to right."""
+        """Return an item as a dim without axes, and its atomic variables from left to right."""
         known = self.found.get(item)
         if known is None and item.items is None and isinstance(item, _Var) and item.size != 1:
             tree = self.atoms.get(item.size) or self.atoms.setdefault(item.size, (SubDim(item.size),))
@@ -193,7 +199,7 @@ class _Settled:
 
 @dataclass(frozen=True)
 class Site:
-    """A node with its rule and, for each letter, the sub-dims it consists of."""
+    """A node with its rule and the sub-dims of each letter."""
 
     node: Node
     rule: Rule
@@ -201,11 +207,11 @@ class Site:
 
     @functools.cached_property
     def signature(self) -> Hashable:
-        """What its layouts depend on. Analysis makes equal rules and trees one object, so identities do."""
+        """Return a key for what the layouts depend on. Equal rules and trees are one object, so identities suffice."""
         return (id(self.rule), *map(id, self.trees.values()))
 
     def dim(self, dim: RuleDim, cuts: Mapping[str, Dim]) -> Dim:
-        """A rule dim as sub-dims, with the letters in `cuts` split as given there."""
+        """Return a rule dim as sub-dims, with the letters in `cuts` split as given there."""
         items: list[SubDim | Cat] = []
         for item in dim:
             letter, _, part = item.partition(".")
@@ -221,21 +227,21 @@ class Site:
         return tuple(items)
 
     def _following(self, letter: str, cuts: Mapping[str, Dim]) -> SubDim:
-        """A letter that is cut where another one is: groups of its elements, one for each block of that."""
+        """Return the sub-dim of a letter that follows another: one group of its elements per block of the other."""
         leader, groups = self.rule.follows[letter]
         first = cuts.get(leader, self.trees[leader])[0]
-        assert isinstance(first, SubDim), "a letter that others follow is cut at its outermost sub-dim"
+        assert isinstance(first, SubDim), "a letter that others follow is split at its outermost sub-dim"
         return SubDim(sum(groups), first.axes, self.groups(letter) if first.axes else ())
 
     def groups(self, letter: str) -> tuple[int, ...]:
-        """Of a letter that follows another one: its elements for each element of the outermost sub-dim of that."""
+        """For a letter that follows another: its elements per element of the other's outermost sub-dim."""
         leader, groups = self.rule.follows[letter]
         each = dim_size(self.trees[leader][1:])
         return tuple(sum(groups[n : n + each]) for n in range(0, len(groups), each))
 
 
 def _ungrouped(tree: Dim) -> Dim:
-    """What is not split has no groups."""
+    """Drop groups from sub-dims that are not split."""
     if len(tree) == 1 and isinstance(tree[0], SubDim) and tree[0].groups:
         return (SubDim(tree[0].size),)
     return tree
@@ -243,10 +249,10 @@ def _ungrouped(tree: Dim) -> Dim:
 
 @dataclass(frozen=True)
 class Factors:
-    """The result for a graph: a `Site` per node, the sub-dims of every value's dims, and marks per leaf sub-dim.
+    """The analysis of a graph: a `Site` per node, the sub-dims of every value's dims, and marks per leaf sub-dim.
 
-    `batch` marks the leaves that count examples; `held` those that some operator of the graph must keep
-    whole (the 3 and the 8 of a fused qkv ``(3 heads 8)``), so that a cut there would be undone again.
+    `batch` marks the leaves that count examples. `held` marks those that some operator needs unsharded (the 3 and
+    the 8 of a fused qkv ``(3 heads 8)``): a split there would have to be gathered again.
     """
 
     sites: Mapping[str, Site]
@@ -259,7 +265,7 @@ class Factors:
 
 
 def analyze(graph: Graph, rules: Mapping[str, Rule]) -> Factors:
-    """Unify the factors of all nodes. `rules` has the bound rule of each node, by name."""
+    """Unify the factors of all nodes. `rules` maps node names to bound rules."""
     dims: dict[str, list[_Var]] = {name: [_Var(n) for n in kind.shape] for name, kind in graph.types.items()}
     ports = {node.name: [dims[v] for v in (*node.uses, *node.values)] for node in graph.nodes}
     letters = {node.name: _unified(rules[node.name], ports[node.name]) for node in graph.nodes}
@@ -293,8 +299,10 @@ def analyze(graph: Graph, rules: Mapping[str, Rule]) -> Factors:
 
 
 def _marked_groups(graph: Graph, sites: Mapping[str, Site], site: Site, settled: _Settled) -> dict[str, Site]:
-    """The annotated marks at what a node reads by groups (rows of a table by columns of its indices): they are split
-    between these groups, as the node splits them."""
+    """Return the sites of annotations on inputs that a node reads by groups, split between groups as the node does.
+
+    An example: an embedding whose index columns each read their own rows.
+    """
     found: dict[str, Site] = {}
     for letter in site.rule.follows:
         groups = site.groups(letter)
@@ -313,7 +321,7 @@ def _marks(found: tuple[_Var, ...], marked: set[_Var]) -> tuple[bool, ...]:
 
 
 def _unified(rule: Rule, ports: Sequence[list[_Var]]) -> dict[str, _Var]:
-    """The letters of a node, made equal to the dims of what it reads and makes."""
+    """Unify the letters of a node with the dims of its inputs and results."""
     if rule.flattened:
         _unify(ports[0], ports[-1])
         return {letter: _Var(size) for letter, size in rule.sizes.items()}
@@ -321,7 +329,7 @@ def _unified(rule: Rule, ports: Sequence[list[_Var]]) -> dict[str, _Var]:
     joined = {x: _CatVar([[own[p]] for p in parts]) for x, parts in rule.joined.items()}
     for port, vs in zip((*rule.inputs, *rule.outputs), ports, strict=True):
         for dim, var in zip(port, vs, strict=True):
-            if len(dim) == 1 and dim[0] not in joined:  # nearly all: the letter is the dim
+            if len(dim) == 1 and dim[0] not in joined:  # the usual case: the letter is the dim
                 known = own.setdefault(dim[0], var)
                 if known is var:
                     continue
@@ -338,7 +346,7 @@ def _unified(rule: Rule, ports: Sequence[list[_Var]]) -> dict[str, _Var]:
 
 
 def _own_items(rule: Rule, own: Mapping[str, _Var]) -> dict[str, _Item]:
-    """What each letter consists of. A concatenation stays one, even if its parts have turned out to be equal."""
+    """Return the item of each letter. A concatenation stays one even if its parts have proved equal."""
     joined = rule.joined
     return {x: _CatVar([[own[p]] for p in joined[x]]) if x in joined else own[x] for x in rule.free_letters}
 
@@ -353,7 +361,7 @@ def _leaf_vars(items: Sequence[_Item]) -> Iterator[_Var]:
 
 
 def _batch_variables(graph: Graph, dims: Mapping[str, list[_Var]]) -> set[_Var]:
-    """The atomic variables that count examples: those of the batch inputs' batch dims."""
+    """Return the atomic variables that count examples: those of the batch dims of the batch inputs."""
     return {
         v
         for i in graph.inputs
@@ -365,7 +373,7 @@ def _batch_variables(graph: Graph, dims: Mapping[str, list[_Var]]) -> set[_Var]:
 def _view_rule(
     rule: Rule, source: Sequence[_Var], target: Sequence[_Var], settled: _Settled
 ) -> tuple[Rule, dict[str, _Item]]:
-    """The rule of a view: one letter for each common sub-dim; letters that the view cuts through stay whole."""
+    """Return the rule of a view: one letter per common sub-dim. Letters that the view divides may not be sharded."""
     sides = [
         [(number, item) for number, var in enumerate(side) for item in _resolve([var])]
         for side in (source, target)
@@ -390,7 +398,7 @@ def _view_rule(
             take(0, letter)
             take(1, letter)
             continue
-        done = [1, 1]  # sizes passed on either side of a stretch without common sub-dims
+        done = [1, 1]  # sizes seen on either side of a stretch without common sub-dims
         while done[0] != done[1] or done == [1, 1]:
             side = 0 if done[0] <= done[1] and places[0] < len(sides[0]) else 1
             letter = f"v{len(sizes)}"
@@ -407,6 +415,6 @@ def _view_rule(
             sizes=sizes,
             whole=rule.whole | broken,
             terms=((0,),),
-            why_whole="the view cuts through it" if broken else "",
+            why_whole="the view divides it" if broken else "",
         )
     return settled.rules[key], own

@@ -1,16 +1,20 @@
-"""What a rule is, and the notation that writes it in one line.
+"""Sharding rules of operators, and the notation that writes one in a line.
 
     linear        "... k, n k (+ n) -> ... n"
     softmax       "... s! ~> ... s!"
     attention     "b (g r) q e!, b g k! e!, b g k! f -> b (g r) q f"
 
-Letters are *factors*. A factor that stands in an output may be split; one that stands only in inputs may be split and
-leaves the output pending. `,` multiplies and `+` adds (a term without the contracted factor enters pending). `->` says
-that the operator is linear in each factor of a product, so a pending sum may pass through; `~>` says it is not.
-`s!` must stay whole; `c^` may be split and is reduced inside the operator, which then owns its collectives. `(g r)` is
-a dim made of two factors; `...` stands for any further dims, which broadcast as usual; `1` is a dim of size 1; `_` in
-place of a port is a tensor on which the layout does not depend (it stays whole); `@...` is a port that is neither
-factor nor term (ids, masks, divisors): no pending sum enters there; `(+ n)` and `(, n)` are optional ports.
+Letters are *factors*. A factor of an output may be sharded. A factor of inputs alone may be sharded, too, and leaves
+the output partial.
+
+- `,` multiplies and `+` adds (a term without the contracted factor enters partial).
+- `->` says that the operator is linear in each factor of a product, so a partial sum may pass; `~>` says it is not.
+- `s!` may not be sharded. `c^` may be sharded and is reduced inside the operator, which then owns its collectives.
+- `(g r)` is a dim made of two factors. `...` stands for any further dims, which broadcast as usual. `1` is a dim of
+  size 1.
+- `_` in place of a port is a tensor on which the layout does not depend (it stays replicated).
+- `@...` is a port that is neither factor nor term (ids, masks, divisors): no partial sum enters there.
+- `(+ n)` and `(, n)` are optional ports.
 """
 
 from __future__ import annotations
@@ -34,15 +38,15 @@ Port = tuple[RuleDim, ...]
 class Rule:
     """A rule bound to the shapes of one node.
 
-    A letter may be a concatenation: ``s`` of the parts ``s.0, s.1, …`` (what `split` opens and `cat` closes). It is cut
-    as one, every part over the same axis.
+    `inputs` has a port for each tensor the node reads, `outputs` one for each result. A port lists its dims as
+    products of letters. A letter may be a concatenation: ``s`` of the parts ``s.0, s.1, …`` (as `split` opens and
+    `cat` closes). Its parts are sharded together, over the same axis.
 
-    `inputs` has a port for each tensor the node reads, `outputs` for each result; a port lists its dims as products of
-    letters. `terms` says how pending sums pass: the operator is a sum of terms, each a product of the named input
-    ports; empty for an operator that is not linear. `whole` letters may not be split, `inside` letters are reduced by
-    the operator itself, `outer` letters are cut into runs alone (windows reach over to the neighbours): at their
-    outermost sub-dim. `follows`: letter → another one, and how many of its elements belong to each element of that: it
-    is cut where that is, into groups of these sizes.
+    `terms` says how partial sums pass: the operator is a sum of terms, each a product of the named input ports. It is
+    empty for an operator that is not linear. `whole` letters may not be sharded, for the reason `why_whole`. `inside`
+    letters are reduced by the operator itself. `outer` letters are split into contiguous blocks only, at their
+    outermost sub-dim, because windows reach over to the neighbours. `follows` maps a letter to another one and to the
+    number of its elements that belong to each element of that one: both are split together, into groups of these sizes.
     """
 
     inputs: tuple[Port, ...]
@@ -52,13 +56,13 @@ class Rule:
     inside: frozenset[str] = frozenset()
     terms: tuple[tuple[int, ...], ...] = ()
     why_whole: str = ""
-    flattened: bool = False  # a view: its letters are found once the whole graph is known
+    flattened: bool = False  # a view: its letters are known after the analysis of the graph
     notes: Mapping[str, int] = field(default_factory=dict)
     outer: frozenset[str] = frozenset()
     follows: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
     def letters(self, port: Port) -> tuple[str, ...]:
-        """The letters of a port, in order, each once; a part counts as its concatenation."""
+        """Return the letters of a port, in order, each once. A part counts as its concatenation."""
         return tuple(dict.fromkeys(x for dim in port for x in dim_letters(dim)))
 
     @functools.cached_property
@@ -67,7 +71,7 @@ class Rule:
         return tuple(self._leaders(self.letters(p)) for p in self.inputs)
 
     def _leaders(self, letters: Sequence[str]) -> frozenset[str]:
-        """These letters, and those that some of them follow."""
+        """Return these letters and those that they follow."""
         return frozenset((*letters, *(self.follows[x][0] for x in letters if x in self.follows)))
 
     @functools.cached_property
@@ -76,12 +80,12 @@ class Rule:
         return tuple(frozenset(self.letters(p)) for p in self.outputs)
 
     def parts(self, letter: str) -> tuple[str, ...]:
-        """The parts of a letter that is a concatenation."""
+        """Return the parts of a letter that is a concatenation."""
         return self.joined.get(letter, ())
 
     @functools.cached_property
     def joined(self) -> dict[str, tuple[str, ...]]:
-        """Letter → its parts, for each letter that is a concatenation."""
+        """Letters that are concatenations, mapped to their parts."""
         found: dict[str, list[str]] = {}
         for x in self.sizes:
             letter, dot, _ = x.partition(".")
@@ -95,15 +99,15 @@ class Rule:
         return tuple(x for x in self.sizes if "." not in x)
 
     def resized(self, sizes: Mapping[str, int]) -> Rule:
-        """The rule with other sizes of the same letters. All else is one object: identities say what is alike."""
-        _ = self.holds, self.gives, self.joined, self.free_letters  # what follows from the letters alone
+        """Return the rule with other sizes of the same letters. All else is shared, so equal fields stay identical."""
+        _ = self.holds, self.gives, self.joined, self.free_letters  # cached properties of the letters alone
         made = object.__new__(Rule)
         vars(made).update(vars(self), sizes=sizes)
         return made
 
 
 def dim_letters(dim: RuleDim) -> list[str]:
-    """The letters of a rule dim, left to right; a part counts as its concatenation."""
+    """Return the letters of a rule dim, left to right. A part counts as its concatenation."""
     return [x.partition(".")[0] for x in dim]
 
 
@@ -112,9 +116,9 @@ def dim_letters(dim: RuleDim) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class PortPattern:
-    """One port of a pattern: its dims (`...` is the ellipsis), how it joins the one before, and if it may be absent.
+    """One port of a pattern: its dims (`...` is the ellipsis), the sign before it, and whether it may be absent.
 
-    `ignored` is `_`; `aside` is `@`: its dims count, but no pending sum enters there.
+    `ignored` is `_`. `aside` is `@`: its dims count, but no partial sum enters there.
     """
 
     dims: tuple[tuple[str, ...], ...]
@@ -141,7 +145,7 @@ ELLIPSIS = ("...",)
 
 @functools.cache
 def parse_pattern(text: str) -> Pattern:
-    """Parse a rule line. Raises RuleError that shows what is wrong with it."""
+    """Parse a rule line. Raises RuleError for a malformed line."""
     arrow = "~>" if "~>" in text else "->"
     left, found, right = text.partition(arrow)
     if not found:
@@ -182,9 +186,9 @@ def _parse_ports(text: str, rule: str) -> tuple[PortPattern, ...]:
 
 @functools.lru_cache(maxsize=1 << 14)
 def bound(text: str, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> Rule:
-    """The rule that a line is for given shapes. Raises RuleError when it does not parse or fit.
+    """Bind a line to shapes. Raises RuleError when it does not parse or fit.
 
-    Shapes that differ in their numbers alone have one rule but for its sizes: it is bound once for all of them.
+    Shapes that differ only in their numbers share one rule except for its sizes, so it is bound once for all of them.
     """
     numbers: dict[int, int] = {1: 0}  # a dim of one element has no letter
     kinds = (
@@ -211,8 +215,8 @@ _like: dict[
 
 
 def bind(pattern: Pattern, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Rule:
-    """The rule of one node from its line and its shapes. Raises RuleError with both when they do not fit."""
-    # No text before the arrow is no port to an operator that makes a tensor, and a scalar to one that reads one.
+    """Bind a pattern to the shapes of a node. Raises RuleError with both when they do not fit."""
+    # An empty left side means no port for an operator that creates a tensor, and a scalar for one that reads one.
     ports = list(pattern.inputs) or [PortPattern(())] * min(len(inputs), 1)
     spare = len(ports) - len(inputs)
     for port in [p for p in reversed(ports) if p.optional][: max(spare, 0)]:
@@ -269,9 +273,9 @@ def _ellipsis_shape(
 def _spread(
     port: PortPattern, shape: Shape, extra: Shape, pattern: Pattern, number: int
 ) -> tuple[Port, Shape]:
-    """A port's dims with the ellipsis replaced by letters ``d0, d1, …`` (aligned right; broadcast dims have none)."""
+    """Replace the ellipsis of a port by letters ``d0, d1, …`` (aligned right; broadcast dims have none)."""
     if port.ignored:
-        # Letters of their own: dims of one size in two tensors have nothing else in common.
+        # Separate letters: dims of equal size in two tensors need not belong together.
         return tuple((f"{SIZED}{n}_{number}_{i}",) if n != 1 else () for i, n in enumerate(shape)), shape
     dims: list[RuleDim] = []
     for dim in port.dims:
@@ -290,7 +294,7 @@ def _spread(
     return tuple(dims), shape
 
 
-SIZED = "whole_"  # letters of ports on which the layout does not depend; always whole
+SIZED = "whole_"  # letters of ports on which the layout does not depend; never sharded
 
 
 def _solve_sizes(pattern: Pattern, spread: Sequence[tuple[Port, Shape]], sizes: dict[str, int]) -> None:
@@ -309,12 +313,12 @@ def _solve_sizes(pattern: Pattern, spread: Sequence[tuple[Port, Shape]], sizes: 
     if missing:
         raise RuleError(
             f"the rule {pattern.text!r} does not fit",
-            why=f"the size of {missing} cannot be told from the shapes",
+            why=f"the size of {missing} does not follow from the shapes",
         )
 
 
 def _solve_dim(pattern: Pattern, dim: RuleDim, n: int, sizes: dict[str, int]) -> None:
-    """The size of the one letter of a dim that is not known, or a check where all are."""
+    """Compute the size of the one unknown letter of a dim, or check the product when all are known."""
     if len(dim) == 1:
         known, unknown = sizes.setdefault(dim[0], n), []
     else:
@@ -330,5 +334,5 @@ def _solve_dim(pattern: Pattern, dim: RuleDim, n: int, sizes: dict[str, int]) ->
 
 
 def is_whole(rule: Rule, letter: str) -> bool:
-    """Whether a letter may not be split."""
+    """Return whether a letter may not be sharded."""
     return letter in rule.whole or letter.startswith(SIZED)

@@ -1,16 +1,16 @@
-"""What autograd keeps of an operator for its backward pass: one line for each.
+"""The tensors that autograd saves for the backward pass of each operator, one line per operator.
 
-    aten.mul.Tensor     "0/1 1/0"      input 0 if input 1 wants a gradient, and the other way round
+    aten.mul.Tensor     "0/1 1/0"      input 0 if input 1 needs a gradient, and vice versa
     aten.relu.default   "o0"           its own result
     aten.gelu.default   "0"            its input
 
-A number is a *port* (a tensor that the operator reads), `o` a result, `/` says which ports must want a gradient for it
-to be kept (any, where none is named), and `?` that the port may be absent. What is kept beside inputs and results
-(a mask, statistics of rows) is *extra*: a function of the local types. All of it is proportional to the first input
-wherever that may be cut, so that prices scale it.
+A number is a *port* (a tensor that the operator reads) and `o` with a number is a result. `/` names the ports of which
+one must need a gradient for the tensor to be saved (any port, if none is named). `?` marks a port that may be absent.
+What is saved beside inputs and results (a mask, statistics of rows) is *extra*: a function of the local types. Extra is
+proportional to the first input along every dim that may be sharded, so prices can scale it.
 
-Every line is checked against torch itself (`tests/cost/test_saved.py`). An operator that has none is taken to keep all
-its floating-point inputs.
+Every line is checked against torch (`tests/cost/test_saved.py`). An operator without a line is assumed to save all its
+floating-point inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Types = Mapping[str, TensorType]
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What one operator keeps: `inputs` as ports, `outputs` as numbers of results, and `extra_bytes` of its own."""
+    """The tensors that one operator saves: `inputs` by port, `outputs` by number, and `extra_bytes` beside them."""
 
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
@@ -135,14 +135,14 @@ KEEPS: dict[str, str | Callable[[Node, Types, Sequence[bool]], Saved]] = {
 
 
 def has_line(op: str) -> bool:
-    """Whether it is known what autograd keeps of an operator."""
+    """Return whether the table says what autograd saves of an operator."""
     return op in KEEPS
 
 
 def saved(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
-    """What autograd keeps of a node. `needs_grad`: per port, whether its gradient is wanted.
+    """Return what autograd saves of a node. `needs_grad` says for each port whether its gradient is needed.
 
-    A port that shares the storage of another value (a view) is that value's to count.
+    A port that shares the storage of another value (a view) is counted with that value.
     """
     if not any(needs_grad) or not any(node.needs_grad):
         return NOTHING
@@ -168,7 +168,7 @@ def saved(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
 
 @functools.cache
 def _parse(line: str) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], tuple[int, ...]]:
-    """(port, ports that must want a gradient) of each input, and the numbers of the results."""
+    """Return (port, ports that must need a gradient) of each input, and the numbers of the results."""
     inputs: list[tuple[int, tuple[int, ...]]] = []
     outputs: list[int] = []
     for word in line.replace("?", "").split():
@@ -190,7 +190,7 @@ def _first(node: Node, types: Types) -> TensorType:
 
 
 def _copies(count: float, dtype: str = "") -> Extra:
-    """So many tensors of the shape of the first input."""
+    """Return a function that counts the bytes of `count` tensors of the shape of the first input."""
 
     def extra(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
         source = _first(node, types)
@@ -200,7 +200,7 @@ def _copies(count: float, dtype: str = "") -> Extra:
 
 
 def _pooled(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
-    """The place of each maximum."""
+    """Count the indices of the maxima."""
     return math.prod(node.outputs[0].shape) * DTYPES["i64"]
 
 
@@ -209,12 +209,12 @@ def _rows(node: Node, types: Types) -> int:
 
 
 def _layer_norm(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
-    """Mean and 1/deviation of each row, in f32 at least."""
+    """Count the mean and 1/deviation of each row, in f32 at least."""
     return 2 * _rows(node, types) * max(_itemsize(node, types), 4)
 
 
 def _rms_norm(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
-    """1/deviation of each row if the input, the normalised rows if the weight wants a gradient."""
+    """Count 1/deviation of each row if the input, and the normalised rows if the weight, needs a gradient."""
     source = _first(node, types)
     rows = _rows(node, types) * max(_itemsize(node, types), 4) if needs_grad[0] else 0
     weighted = len(node.uses) > 1 and needs_grad[1]
@@ -234,16 +234,22 @@ def _itemsize(node: Node, types: Types) -> int:
 
 
 def fused_attention(node: Node, types: Types, needs_grad: Sequence[bool]) -> bool:
-    """Whether torch has one kernel for this attention, which keeps no probabilities: four dims, heads of one width,
-    no dropout, no gradient for the mask."""
+    """Return whether torch runs this attention as one kernel, which saves no probabilities.
+
+    It does for four dims, heads of one width, no dropout and no gradient for the mask.
+    """
     q, _, v, *mask = (types[u] for u in node.uses)
     wide = len(q.shape) == 4 and q.shape[-1] == v.shape[-1]
     return wide and not node.arg(4, "dropout_p", 0.0) and not any(needs_grad[3:]) and len(mask) <= 1
 
 
 def _attention(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
-    """The fused kernel keeps q, k, v, its result and a log-sum-exp of each row in f32; written out, torch keeps scaled
-    copies of q and k, v, and the probabilities; with dropout q, k, v, the probabilities before and after, and masks."""
+    """Return what attention saves.
+
+    The fused kernel saves q, k, v, its result and a log-sum-exp of each row in f32. Without it, torch saves scaled
+    copies of q and k, v and the probabilities. With dropout it saves q, k, v, the probabilities before and after
+    dropout, and masks.
+    """
     q, k, v, *mask = (types[u] for u in node.uses)
     queries, keys = list(q.shape)[-2], list(k.shape)[-2]
     rows = math.prod(q.shape[:-1])
@@ -255,7 +261,7 @@ def _attention(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
         return Saved((0, 1, 2, *([3] if mask and not masked else [])), (0,), rows * 4 + masked)
     dropped = bool(node.arg(4, "dropout_p", 0.0))
     extra = scores * DTYPES[q.dtype] * (inner + needs_grad[2] if dropped else 1)
-    if dropped and inner:  # boolean masks: what dropout keeps, what the causal or the given mask hides
+    if dropped and inner:  # boolean masks: of dropout, and of the causal or explicit mask
         hidden = math.prod(mask[0].shape) if mask and mask[0].dtype == "b8" else 0
         extra += scores + (queries * keys if node.arg(5, "is_causal", False) else hidden)
     copied = not dropped
@@ -267,17 +273,20 @@ def _attention(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
 
 
 def _image_mean(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
-    """The mean of whole images is a plain mean to torch, whose gradient needs no values."""
+    """Save nothing for a mean over full images: to torch it is a plain mean, whose gradient needs no values."""
     return NOTHING if all(n == 1 for n in node.args[1]) else Saved((0,))
 
 
 def _pad(node: Node) -> Saved:
-    """A reflecting pad keeps its input, a constant one nothing."""
+    """Return what padding saves: its input if it reflects, nothing if it is constant."""
     return NOTHING if node.arg(2, "mode", "constant") == "constant" else Saved((0,))
 
 
 def _matmul(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
-    """Each factor for the other's gradient; one that is repeated over the other's batch, or folded, as a copy."""
+    """Return what a product saves: each factor for the other's gradient.
+
+    A factor that is repeated over the other's batch, or folded, is saved as a copy.
+    """
     shapes = [list(types[u].shape) for u in node.uses]
     batches = [tuple(s[:-2]) for s in shapes]
     ports, extra = [], 0
@@ -296,7 +305,7 @@ def _matmul(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
 
 
 def _broadcast(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Elements of two shapes broadcast against each other."""
+    """Return the number of elements of two shapes broadcast against each other."""
     wide = max(len(one), len(other))
     pairs = zip((1,) * (wide - len(one)) + one, (1,) * (wide - len(other)) + other, strict=True)
     return math.prod(max(x, y) for x, y in pairs)

@@ -1,8 +1,9 @@
-"""How one node is cut: a strategy gives each split letter its axes, and every port's layout follows from it.
+"""Sharding strategies of a node: a strategy gives each split letter its axes, and the layout of every port follows.
 
-The algebra of gradients (DESIGN 2): an axis is *live* in a node when it splits one of its letters, or a pending input
-or a pending output gradient lies on it. A value pending on an axis has a gradient that is whole on it; an input neither
-split nor pending on a live axis has a gradient that is pending on it; splits stay splits.
+The algebra of gradients: an axis is *live* in a node when it splits one of its letters, or when an input or the
+gradient of an output is partial on it. A value that is partial on an axis has a gradient that is replicated on it. An
+input that is neither split nor partial on a live axis has a gradient that is partial on it. A split value has a split
+gradient.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from meshwright.ops.rule import dim_letters, is_whole
 
 @dataclass(frozen=True)
 class Strategy:
-    """`cuts`: letter → its sub-dims with axes. `through`: axis → input ports that are pending and leave the output
-    pending (one port for each term of the rule). `grad`: axes on which the gradients of the outputs are pending."""
+    """The sharding of one node.
+
+    `cuts` maps letters to their sub-dims with axes. `through` maps axes to the input ports that are partial on them and
+    leave the output partial (one port for each term of the rule). `grad` has the axes on which the gradients of the
+    outputs are partial.
+    """
 
     cuts: tuple[tuple[str, Dim], ...] = ()
     through: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -37,7 +42,7 @@ WHOLE = Strategy()
 
 
 def units(tree: Dim) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """The ways to split a letter once: each is a set of sub-dims (paths), one in every part of a concatenation."""
+    """Return the ways to split a letter once. Each is a set of sub-dims (paths), one per part of a concatenation."""
     found: list[tuple[tuple[int, ...], ...]] = []
     for place, item in enumerate(tree):
         if isinstance(item, SubDim):
@@ -50,7 +55,7 @@ def units(tree: Dim) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 def ways(site: Site, letter: str) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """The ways to split a letter of a node once: its `units`, or the first of them where only runs may be cut."""
+    """Return the ways to split a letter of a node once: its `units`, or the first one if blocks must be contiguous."""
     found = units(site.trees[letter])
     if letter not in site.rule.outer:
         return found
@@ -58,7 +63,7 @@ def ways(site: Site, letter: str) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 def cut(tree: Dim, unit: tuple[tuple[int, ...], ...], axis: str) -> Dim:
-    """The tree with one more axis (the minor one) on the sub-dims of a unit."""
+    """Return the tree with one more axis (the minor one) on the sub-dims of a unit."""
     result = list(tree)
     for place, item in enumerate(tree):
         inner = tuple(path[1:] for path in unit if path[0] == place)
@@ -77,13 +82,13 @@ def cut(tree: Dim, unit: tuple[tuple[int, ...], ...], axis: str) -> Dim:
 
 
 def at_path(tree: Dim, path: tuple[int, ...]) -> SubDim:
-    """The sub-dim at a path."""
+    """Return the sub-dim at a path."""
     item = tree[path[0]]
     return item if isinstance(item, SubDim) else at_path(item.parts[path[1]], path[2:])
 
 
 def fits(tree: Dim, unit: tuple[tuple[int, ...], ...], mesh: Mesh, axis: str) -> bool:
-    """Whether a unit has elements for one more axis."""
+    """Return whether a unit has elements for one more axis."""
     return all(
         (sub := at_path(tree, path)).pieces >= mesh.count(sub.axes) * mesh.sizes[axis]
         and axis not in sub.axes
@@ -92,13 +97,13 @@ def fits(tree: Dim, unit: tuple[tuple[int, ...], ...], mesh: Mesh, axis: str) ->
 
 
 def unit_leaves(tree: Dim, unit: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """The places of a unit's sub-dims among the leaves of a letter, left to right."""
+    """Return the positions of a unit's sub-dims among the leaves of a letter, left to right."""
     order = list(leaf_paths(tree))
     return tuple(order.index(path) for path in unit)
 
 
 def leaf_paths(tree: Dim, start: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """The paths of the sub-dims of a letter, left to right."""
+    """Yield the paths of the sub-dims of a letter, left to right."""
     for place, item in enumerate(tree):
         if isinstance(item, SubDim):
             yield (*start, place)
@@ -108,14 +113,14 @@ def leaf_paths(tree: Dim, start: tuple[int, ...] = ()) -> Iterator[tuple[int, ..
 
 
 def splittable(site: Site) -> Iterator[str]:
-    """Letters of a node that may be split."""
+    """Yield the letters of a node that may be split."""
     for letter, tree in site.trees.items():
         if tree and not is_whole(site.rule, letter) and ways(site, letter):
             yield letter
 
 
 def through_ports(site: Site) -> Iterator[tuple[int, ...]]:
-    """The ways in which a pending sum may pass through a node: one pending port for each term of its rule."""
+    """Yield the ways in which a partial sum may pass through a node: one partial port for each term of its rule."""
     if not site.rule.terms or len(site.rule.outputs) != 1:
         return
     choices: list[tuple[int, ...]] = [()]
@@ -126,16 +131,16 @@ def through_ports(site: Site) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Ports:
-    """The layouts a strategy asks of each input port and gives to each output port."""
+    """The layouts that a strategy requires of each input port and produces at each output port."""
 
     inputs: tuple[TensorLayout, ...]
     outputs: tuple[TensorLayout, ...]
 
 
 def layouts(site: Site, strategy: Strategy) -> Ports:
-    """The layout of every port under a strategy, gradients included (as if every value needed one).
+    """Return the layout of every port under a strategy, with gradients (as if every value needed one).
 
-    Raises StrategyError when a letter that must stay whole is split, or a pending sum enters an operator that is not
+    Raises StrategyError when a letter is split that may not be, or when a partial sum enters an operator that is not
     linear in it.
     """
     rule, cuts = site.rule, dict(strategy.cuts)
@@ -143,19 +148,19 @@ def layouts(site: Site, strategy: Strategy) -> Ports:
     for letter in cuts:
         if is_whole(rule, letter) and axes_of[letter]:
             raise StrategyError(
-                f"{letter} of {site.node.op} must stay whole",
+                f"{letter} of {site.node.op} may not be sharded",
                 why=rule.why_whole or "each result needs all of its elements",
                 where=site.node.where,
-                hint="cut another letter: " + ", ".join(splittable(site)),
+                hint="shard another letter: " + ", ".join(splittable(site)),
             )
     for letter in rule.outer.intersection(axes_of):
         first, *inner = cuts[letter]
         if not isinstance(first, SubDim) or any(dim_axes((item,)) for item in inner):
             raise StrategyError(
-                f"{letter} of {site.node.op} can only be cut into runs",
-                why=f"{show_dim(cuts[letter])} deals out pieces of it, and windows reach over to the neighbours",
+                f"{letter} of {site.node.op} can only be split into contiguous blocks",
+                why=f"{show_dim(cuts[letter])} interleaves its elements, and windows reach over to the neighbours",
                 where=site.node.where,
-                hint="cut it at its outermost factor, or another letter: " + ", ".join(splittable(site)),
+                hint="split its outermost factor, or another letter: " + ", ".join(splittable(site)),
             )
     holds, gives = rule.holds, rule.gives
     pending_in: list[set[str]] = [set() for _ in rule.inputs]
@@ -177,10 +182,10 @@ def layouts(site: Site, strategy: Strategy) -> Ports:
     for axis, ports in strategy.through:
         if not rule.terms or any(len(set(term) & set(ports)) != 1 for term in rule.terms):
             raise StrategyError(
-                f"a sum pending on {axis} cannot pass through {site.node.op}",
+                f"a sum partial on {axis} cannot pass through {site.node.op}",
                 why="the operator is not linear in it"
                 if not rule.terms
-                else "one factor of every term must be pending",
+                else "one factor of every term must be partial",
                 where=site.node.where,
             )
         for p in range(len(rule.inputs)):
@@ -207,7 +212,7 @@ def layouts(site: Site, strategy: Strategy) -> Ports:
 
 
 def merge(first: Strategy, second: Strategy) -> Strategy:
-    """Two strategies over different axes as one: axes of the second become minor ones."""
+    """Join two strategies over different axes. Axes of the second become the minor ones."""
     cuts = dict(first.cuts)
     for letter, tree in second.cuts:
         cuts[letter] = _overlay(cuts[letter], tree) if letter in cuts else tree
@@ -228,10 +233,10 @@ def _overlay(tree: Dim, other: Dim) -> Dim:
 
 
 def cut_axes(strategy: Strategy) -> Mapping[str, tuple[str, ...]]:
-    """Letter → the axes that split it."""
+    """Return the split letters, mapped to the axes that split them."""
     return {letter: dim_axes(tree) for letter, tree in strategy.cuts if dim_axes(tree)}
 
 
 def letter_of_dim(site: Site, port: int, dim: int) -> tuple[str, ...]:
-    """The letters that make up a dim of an input port."""
+    """Return the letters that make up a dim of an input port."""
     return tuple(dim_letters(site.rule.inputs[port][dim]))

@@ -1,8 +1,8 @@
-"""One line per operator: where a newcomer learns what may be cut.
+"""The sharding rules of operators, one line per operator.
 
 The notation is that of `ops/rule.py`. Operators whose rule depends on dims, sizes or constants among their arguments
-have a function in `ops/special/` instead, which writes the line for the shapes at hand. An operator with neither
-keeps everything whole, and says so.
+have a function in `ops/special/` instead, which writes the line for the shapes at hand. An operator with neither is
+replicated, and the plan says so.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LINES: dict[str, str] = {
     **_each("addcmul.default", "... + ..., ... -> ..."),
     **_each("addcdiv.default", "... + ..., @... -> ..."),
     "meshwright.dropout": "... -> ...",
-    "meshwright.pin.default": "... -> ...",  # the mark of an annotation; the program leaves it out
+    "meshwright.pin.default": "... -> ...",  # an annotation; not part of the program
     # ---- pointwise
     **_each(
         "abs.default acos.default acosh.default asin.default atan.default ceil.default celu.default "
@@ -86,7 +86,7 @@ LINES: dict[str, str] = {
     "aten.view_as_real.default": "... -> ... c!",
     "aten.view_as_complex.default": "... c! -> ...",
     "aten.complex.default": "... + ... -> ...",
-    # ---- dims with places
+    # ---- dims whose positions matter
     "aten.tril.default": "... r! c! -> ... r! c!",
     "aten.triu.default": "... r! c! -> ... r! c!",
     "aten.searchsorted.Tensor": "@n!, ... ~> ...",
@@ -99,29 +99,29 @@ _USER: dict[str, str] = {}
 
 
 def register(op: str, text: str) -> None:
-    """Give an operator a rule: ``register("mylib::op", "... k, n k -> ... n")``. Raises RuleError for a wrong line."""
+    """Give an operator a rule: ``register("mylib::op", "... k, n k -> ... n")``. Raises RuleError if malformed."""
     parse_pattern(text)
     _USER[overload(op)] = text
 
 
 def user_rules() -> tuple[tuple[str, str], ...]:
-    """The rules given by `register`, as (operator, line)."""
+    """Return the rules given to `register`, as (operator, line)."""
     return tuple(_USER.items())
 
 
 def overload(op: str) -> str:
-    """``mylib::op`` and ``mylib.op`` mean their default overload: ``mylib.op.default``."""
+    """Return the full name of an operator: ``mylib::op`` and ``mylib.op`` mean ``mylib.op.default``."""
     name = op.replace("::", ".")
     return name if name.count(".") >= 2 else f"{name}.default"
 
 
 def has_rule(op: str) -> bool:
-    """Whether more than "everything whole" is known of an operator."""
+    """Return whether an operator has a rule."""
     return op in _USER or op in SPECIAL or op in LINES
 
 
 def rule_of(node: Node, types: Mapping[str, TensorType]) -> Rule:
-    """The rule of a node, bound to its shapes. Raises RuleError, with the place, when its line does not fit."""
+    """Return the rule of a node, bound to its shapes. Raises RuleError, with the source line, when it does not fit."""
     try:
         if node.op in _USER:
             rule = line(node, types, _USER[node.op])
@@ -137,7 +137,7 @@ def rule_of(node: Node, types: Mapping[str, TensorType]) -> Rule:
 
 
 def _by_line(node: Node, types: Mapping[str, TensorType]) -> Rule:
-    """A form of an operator that its line does not know stays whole: no model is refused for that."""
+    """Bind the line of an operator. A form that the line does not cover is replicated: no model is refused for that."""
     try:
         return line(node, types, LINES[node.op])
     except RuleError as error:
@@ -145,7 +145,7 @@ def _by_line(node: Node, types: Mapping[str, TensorType]) -> Rule:
 
 
 def _without_squares(node: Node, rule: Rule) -> Rule:
-    """``x · x`` is not linear in x: a value that meets itself in one term carries no pending sum."""
+    """Forbid partial sums where a value meets itself in one term: ``x · x`` is not linear in x."""
     uses = node.uses
     for term in rule.terms:
         for port in term:
@@ -157,7 +157,7 @@ def _without_squares(node: Node, rule: Rule) -> Rule:
 
 
 def rules_of(graph: Graph) -> dict[str, Rule]:
-    """The rule of every node, by name; nodes of one signature share it. Raises RuleError."""
+    """Return the rule of every node, by name. Nodes of one signature share it. Raises RuleError."""
     types, known = graph.types, dict[Any, Rule]()
     found: dict[str, Rule] = {}
     for node in graph.nodes:
@@ -170,7 +170,7 @@ def rules_of(graph: Graph) -> dict[str, Rule]:
 
 
 def _signature(node: Node, types: Mapping[str, TensorType]) -> Any:
-    """All of a node that its rule depends on: operator, literals, types, and which ports read one value."""
+    """Return all of a node that its rule depends on: operator, literals, types, and which ports read one value."""
     uses: list[str] = []
     literals = _literals((node.args, node.kwargs), uses)
     repeated = tuple(map(uses.index, uses)) if len(set(uses)) < len(uses) else ()
@@ -179,7 +179,7 @@ def _signature(node: Node, types: Mapping[str, TensorType]) -> Any:
 
 
 def _literals(value: Any, uses: list[str]) -> Any:
-    """An argument without the names of the values in it, which are appended to `uses`."""
+    """Return an argument without the names of its values, which are appended to `uses`."""
     if type(value) is tuple:
         return tuple([_literals(v, uses) for v in value])
     if type(value) is Ref:

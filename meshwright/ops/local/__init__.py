@@ -1,6 +1,7 @@
-"""From a node and its layouts to what one rank runs: local literal sizes, kernels for what must talk or count globally.
+"""Lower a node and its layouts to the nodes that one rank runs.
 
-The default is the same operator on local tensors. Local nodes hold literals alone, so they print and parse.
+The default is the same operator on local tensors, with literal local sizes. Operators that need collectives or global
+counts become kernels. Arguments of local nodes are literals, so they print and parse.
 """
 
 from __future__ import annotations
@@ -59,10 +60,12 @@ LOCAL: dict[str, Localizer] = {
 def localize(
     site: Site, ports: Ports, mesh: Mesh, at: Coordinate, wanted: tuple[bool, ...] = ()
 ) -> tuple[Node, ...]:
-    """The nodes that the rank at a coordinate runs for a node; the last keeps its name, helpers end in ``_k0``, …
-    `wanted`: of each input, whether its gradient is (not given: where the results' are).
+    """Return the nodes that the rank at a coordinate runs for a node.
 
-    Raises RuleError for a random operator that our kernels cannot draw.
+    The last node keeps the name; helpers end in ``_k0``, ``_k1``, … `wanted` says for each input whether its gradient
+    is needed; by default that is so where the gradients of the results are needed.
+
+    Raises RuleError for a random operator that no kernel can draw.
     """
     cut = Cut(site, ports, mesh, at, wanted)
     localizer = LOCAL.get(site.node.op)
@@ -75,6 +78,6 @@ def localize(
             hint="nn.Dropout between recurrent layers of one layer each; F.leaky_relu; known: "
             + ", ".join(sorted(k for k, v in LOCAL.items() if v in (random.random, random.bernoulli))),
         )
-    # Few operators take a tensor without elements on every device; their results would have none either.
+    # Few operators accept an empty tensor on every device, and their results would be empty as well.
     empty = bool(site.node.uses) and all(0 in t.shape for t in cut.outputs)
     return (cut.nothing() if empty else cut.last(),)

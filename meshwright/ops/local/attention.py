@@ -1,4 +1,4 @@
-"""Attention on a rank: the causal mask starts at the rank's first query, dropout is drawn by global position."""
+"""Attention on a rank: its causal mask starts at its first query, and dropout is drawn by global position."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ DEFAULTS = (None, None, None, None, 0.0, False)
 
 
 def attention(cut: Cut) -> tuple[Node, ...]:
-    """Queries cut → an explicit mask; dropout → a kernel; no heads or rows here → zeros."""
+    """Lower attention: an explicit mask for sharded queries, a kernel for dropout, zeros for an empty rank."""
     node = cut.node
     if 0 in cut.outputs[0].shape:
-        # torch answers at once and leaves mask, k and v without a gradient that other ranks may wait to add theirs to.
+        # torch returns early and gives mask, k and v no gradient, while other ranks may wait in its reduction.
         return (cut.nothing(),)
     q, k, v, mask, dropout, causal = (*node.args, *DEFAULTS[len(node.args) :])
     before: list[Node] = []
@@ -33,7 +33,7 @@ def attention(cut: Cut) -> tuple[Node, ...]:
 
 
 def _causal_mask(cut: Cut) -> list[Node]:
-    """``row >= column``, rows being the global positions of this rank's queries."""
+    """Build ``row >= column``, where rows are the global positions of this rank's queries."""
     rows_dim = TensorLayout((cut.letters["q"],))
     rows = places(cut, 0, rows_dim)
     count, keys = rows.outputs[0].shape[0], cut.input_shape(1)[-2]

@@ -1,4 +1,4 @@
-"""What a localizer works with: one node, how its letters are cut, and what the rank at a coordinate holds of them."""
+"""The input of a localizer: a node, the sharding of its letters, and the shard at one coordinate."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class Cut:
     wanted: tuple[bool, ...] = ()
 
     def wants(self, port: int) -> bool:
-        """Whether the gradient of an input is wanted."""
+        """Return whether the gradient of an input is needed."""
         return self.wanted[port] if self.wanted else any(self.node.needs_grad)
 
     @property
     def node(self) -> Node:
-        """The node as it is on one device."""
+        """The node as captured, on one device."""
         return self.site.node
 
     @functools.cached_property
     def letters(self) -> Mapping[str, Dim]:
-        """Letter → its sub-dims with the axes of this strategy."""
+        """Letters, mapped to their sub-dims with the axes of this strategy."""
         found: dict[str, Dim] = {}
         rule = self.site.rule
         for port, layout in zip(
@@ -58,19 +58,19 @@ class Cut:
         return found
 
     def size(self, letter: str) -> int:
-        """How many elements of a letter this rank holds."""
+        """Return the number of elements of a letter on this rank."""
         return local_size(self.letters[letter], self.mesh, self.at)
 
     def axes(self, letters: Sequence[str]) -> tuple[str, ...]:
-        """The axes that split any of these letters, in mesh order."""
+        """Return the axes that split any of these letters, in mesh order."""
         return self.mesh.sort(a for x in letters for a in dim_axes(self.letters[x]))
 
     def places(self, dim: Dim) -> np.ndarray:
-        """Global indices along a dim that this rank holds."""
+        """Return the global indices along a dim that this rank holds."""
         return local_indices(dim, self.mesh, self.at)
 
     def start(self, dim: Dim) -> int | None:
-        """The first global index of a dim that this rank holds; None when what it holds is no run of indices."""
+        """Return this rank's first global index along a dim, or None when its indices are not contiguous."""
         places = self.places(dim)
         if len(places) == 0:
             return dim_size(dim)
@@ -80,20 +80,20 @@ class Cut:
 
     @functools.cached_property
     def outputs(self) -> tuple[TensorType, ...]:
-        """Types of the results on this rank."""
+        """The types of the results on this rank."""
         return tuple(
             TensorType(t.dtype, p.local_shape(self.mesh, self.at))
             for t, p in zip(self.node.outputs, self.ports.outputs, strict=True)
         )
 
     def input_shape(self, port: int) -> tuple[int, ...]:
-        """Local shape of an input."""
+        """Return the local shape of an input."""
         return self.ports.inputs[port].local_shape(self.mesh, self.at)
 
     def last(
         self, op: str = "", args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> Node:
-        """The node that keeps the name: the same on local types, with another operator or arguments where given."""
+        """Return the node that keeps the name, on local types, with another operator or arguments if given."""
         node = self.node
         return replace(
             node,
@@ -104,7 +104,7 @@ class Cut:
         )
 
     def nothing(self) -> Node:
-        """The node where this rank holds no element of a factor: zeros, and a bias that enters pending."""
+        """Return the node for a rank without elements of a factor: zeros, plus a bias that enters partial."""
         args = self.node.args
         bias = args[2] if "conv" in self.node.op and len(args) > 2 else None
         kinds = tuple((t.shape, Dtype(t.dtype)) for t in self.outputs)
@@ -119,7 +119,7 @@ class Cut:
         kwargs: Mapping[str, Any] | None = None,
         grad: bool = False,
     ) -> Node:
-        """A node before the last one. Its name ends in ``_k`` and a number."""
+        """Return a node that runs before the last one. Its name ends in ``_k`` and a number."""
         node = self.node
         name = f"{node.name}_k{number}"
         return Node(
@@ -128,17 +128,17 @@ class Cut:
 
 
 def ref(node: Node) -> Ref:
-    """A use of a helper."""
+    """Return a reference to the result of a helper."""
     return Ref(node.name)
 
 
 def text(layout: TensorLayout) -> str:
-    """A layout as the literal that kernels read: where the elements lie, without what is pending."""
+    """Return a layout as the literal that kernels parse: the position of the elements, without partial axes."""
     return str(TensorLayout(layout.dims))
 
 
 def with_arg(args: Sequence[Any], at: int, value: Any, defaults: Sequence[Any] = ()) -> tuple[Any, ...]:
-    """Arguments with one replaced, filled up with defaults when it lies beyond the end."""
+    """Return arguments with one replaced. Defaults fill the gap when it lies beyond the end."""
     filled = [*args, *defaults[len(args) :]] if len(args) <= at else list(args)
     filled[at] = value
     return tuple(filled)

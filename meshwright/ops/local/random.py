@@ -1,4 +1,4 @@
-"""Random operators on a rank: drawn by seed slot and place, never from a generator that ranks would share."""
+"""Random operators on a rank draw by seed slot and global position, never from a generator that ranks would share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.ops.local.cut import Cut, text
 
 
 def dropout(cut: Cut) -> tuple[Node, ...]:
-    """The mask is drawn by the places of the elements that this rank holds."""
+    """Draw the mask by the global positions of this rank's elements."""
     x, p, slot = cut.node.args
     return (cut.last(args=(x, p, slot, text(cut.ports.outputs[0]))),)
 
@@ -35,7 +35,7 @@ KINDS: dict[str, tuple[str, tuple[tuple[int, float], ...]]] = {
 
 
 def random(cut: Cut) -> tuple[Node, ...]:
-    """One kernel for all distributions."""
+    """Lower every distribution to one kernel."""
     node = cut.node
     kind, numbers = KINDS[node.op]
     values: list[Any] = [node.args[at] if 0 <= at < len(node.args) else default for at, default in numbers]
@@ -47,7 +47,7 @@ def random(cut: Cut) -> tuple[Node, ...]:
 
 
 def bernoulli(cut: Cut) -> tuple[Node, ...]:
-    """One where a uniform number lies below the probability."""
+    """Draw one where a uniform number lies below the probability."""
     node = cut.node
     x, *rest = node.args
     p = rest[0] if rest else node.kwarg("p")

@@ -1,4 +1,4 @@
-"""Means and losses over cut dims: sums of the local terms divided by the global count."""
+"""Means and losses over sharded dims: sums of the local terms, divided by the global count."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.ops.special.norm import is_training
 
 
 def _reduced(cut: Cut) -> list[str]:
-    """Letters of the inputs that are not in the results."""
+    """Return the letters of the inputs that the results do not have."""
     rule = cut.site.rule
     kept = {x for port in rule.outputs for x in rule.letters(port)}
     found = {x for port in rule.inputs for d in port for x in dim_letters(d)}
@@ -22,7 +22,7 @@ def _reduced(cut: Cut) -> list[str]:
 
 
 def mean(cut: Cut) -> tuple[Node, ...]:
-    """A local sum, divided by the global count."""
+    """Sum locally and divide by the global count."""
     names = _reduced(cut)
     if not cut.axes(names):
         return (cut.last(),)
@@ -40,7 +40,7 @@ def mean(cut: Cut) -> tuple[Node, ...]:
 
 
 def pairwise(cut: Cut) -> tuple[Node, ...]:
-    """The sum of the local terms, divided by the global number of terms."""
+    """Sum the local terms and divide by the global number of terms."""
     node, names = cut.node, _reduced(cut)
     if reduction_of(node) != MEAN or not cut.axes(names):
         return (cut.last(),)
@@ -66,7 +66,7 @@ def _summed(cut: Cut) -> Node:
 
 
 def classes(cut: Cut) -> tuple[Node, ...]:
-    """Cross entropy: classes cut → a kernel that talks; examples cut → terms over the global count."""
+    """Lower cross entropy: a kernel with collectives for sharded classes, the global count for sharded examples."""
     node = cut.node
     defaults: tuple[Any, ...] = (None, None, None, MEAN, -100)
     x, target, weight, reduction, ignore = (*node.args, *defaults[len(node.args) :])[:5]
@@ -115,7 +115,7 @@ def classes(cut: Cut) -> tuple[Node, ...]:
 def _count(
     cut: Cut, target: Ref, weight: Ref | None, ignore: int, axes: tuple[str, ...], tokens: list[str]
 ) -> list[Node]:
-    """Nodes that count the examples on all ranks (weighing them); none when the targets are probabilities."""
+    """Return the nodes that count, or weigh, the examples of all ranks; none when the targets are probabilities."""
     if "c" in cut.site.rule.letters(cut.site.rule.inputs[1]):
         return []
     if weight is not None:
@@ -129,7 +129,7 @@ def _count(
 
 
 def batch_norm(cut: Cut) -> tuple[Node, ...]:
-    """Statistics of the whole batch, or of the micro-batch: sums over the ranks that split it."""
+    """Compute statistics of the full batch, or micro-batch, as sums over the ranks that shard it."""
     node, inside = cut.node, sorted(cut.site.rule.inside)
     axes = tuple(a for a in cut.axes(inside) if a not in cut.mesh.time)
     if not cut.size("c"):
@@ -151,7 +151,7 @@ def batch_norm(cut: Cut) -> tuple[Node, ...]:
 
 
 def _size_now(cut: Cut, letter: str) -> int:
-    """How many elements of a letter all ranks together hold at one time."""
+    """Return the number of elements of a letter that all ranks together hold at one time."""
     dim, ranks = cut.letters[letter], (a for a in dim_axes(cut.letters[letter]) if a not in cut.mesh.time)
     return local_size(without_axes(dim, ranks), cut.mesh, cut.at)
 

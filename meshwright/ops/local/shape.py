@@ -1,4 +1,4 @@
-"""Local sizes in operators that name sizes: views, pieces, creations, groups."""
+"""Local sizes for operators that name sizes: views, slices and splits, creations, groups."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ INT = "i64"
 
 
 def view(cut: Cut) -> tuple[Node, ...]:
-    """The local shape; a view copies where the local strides need it."""
+    """Use the local shape. A view copies where the local strides need it."""
     return (cut.last("aten.reshape.default", (cut.node.args[0], cut.outputs[0].shape)),)
 
 
 def sized(at: int) -> Callable[[Cut], tuple[Node, ...]]:
-    """Argument `at` is the shape of the result."""
+    """Return a localizer for operators whose argument `at` is the shape of the result."""
 
     def localizer(cut: Cut) -> tuple[Node, ...]:
         return (cut.last(args=with_arg(cut.node.args, at, cut.outputs[0].shape)),)
@@ -27,14 +27,14 @@ def sized(at: int) -> Callable[[Cut], tuple[Node, ...]]:
 
 
 def split_with_sizes(cut: Cut) -> tuple[Node, ...]:
-    """The local sizes of the pieces."""
+    """Use the local sizes of the pieces."""
     x, _, *rest = cut.node.args
     dim = int(cut.node.arg(2, "dim", 0)) % len(cut.node.outputs[0].shape)
     return (cut.last(args=(x, tuple(t.shape[dim] for t in cut.outputs), *rest)),)
 
 
 def slice_(cut: Cut) -> tuple[Node, ...]:
-    """What comes before the piece is shorter on a rank."""
+    """Move the bounds: what precedes the slice is shorter on a rank."""
     source = tuple(cut.ports.inputs[0].shape)
     start, end, step, dim = slice_bounds(cut.node, source)
     local = cut.input_shape(0)
@@ -51,7 +51,7 @@ def slice_(cut: Cut) -> tuple[Node, ...]:
 
 
 def arange(cut: Cut) -> tuple[Node, ...]:
-    """The numbers of this rank's places."""
+    """Return the numbers at this rank's global positions."""
     node = cut.node
     dim = cut.ports.outputs[0].dims[0]
     if not dim_axes(dim):
@@ -66,7 +66,7 @@ def arange(cut: Cut) -> tuple[Node, ...]:
 
 
 def places(cut: Cut, number: int, global_layout: TensorLayout) -> Node:
-    """A helper with the global indices of this rank's elements along the only dim of a layout."""
+    """Return a helper that holds the global indices of this rank's elements along the only dim of a layout."""
     start = cut.start(global_layout.dims[0])
     length = local_size(global_layout.dims[0], cut.mesh, cut.at)
     kind = TensorType(INT, (length,))
@@ -84,7 +84,7 @@ def places(cut: Cut, number: int, global_layout: TensorLayout) -> Node:
 
 
 def groups(at: int) -> Callable[[Cut], tuple[Node, ...]]:
-    """Argument `at` is a number of groups, letter ``g``; a rank may hold none of them."""
+    """Return a localizer for operators whose argument `at` counts groups, letter ``g``. A rank may hold none."""
 
     def localizer(cut: Cut) -> tuple[Node, ...]:
         if not all(cut.size(x) for x in ("g", "i", "o") if x in cut.letters):
@@ -97,16 +97,16 @@ def groups(at: int) -> Callable[[Cut], tuple[Node, ...]]:
 
 
 def _by_column(cut: Cut) -> tuple[Node, ...]:
-    """Columns of indices read rows of their own: those of this rank begin at 0 here."""
+    """Shift indices whose columns each read their own rows: this rank's rows begin at 0."""
     if not cut.axes(["c"]):
         return (cut.last(),)
     weight, ids = cut.node.args[:2]
     if 0 in cut.outputs[0].shape or 0 in cut.input_shape(0):
         return (cut.nothing(),)
     start = cut.start(cut.ports.inputs[0].dims[0])
-    assert start is not None, "groups of rows are cut into runs"
+    assert start is not None, "groups of rows are split into contiguous blocks"
     column = cut.start(cut.ports.inputs[1].dims[-1])
-    assert column is not None, "columns are cut into runs"
+    assert column is not None, "columns are split into contiguous blocks"
     _, counts = cut.site.rule.follows["v"]
     rows = cut.input_shape(0)[0]
     local = cut.helper(
@@ -121,7 +121,7 @@ def _by_column(cut: Cut) -> tuple[Node, ...]:
 
 
 def embedding(cut: Cut) -> tuple[Node, ...]:
-    """Rows of other ranks give zeros, so the result is pending on the axes that split the table."""
+    """Give zeros for rows of other ranks, so that the result is partial on the axes that shard the table."""
     weight, ids = cut.node.args[:2]
     if cut.site.rule.follows:
         return _by_column(cut)

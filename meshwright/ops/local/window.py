@@ -1,4 +1,4 @@
-"""Windows over a cut image: rows of the neighbours come first, then the operator runs without padding there."""
+"""Windows over a sharded image: fetch the neighbours' rows, then run the operator without padding at that side."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from meshwright.ops.special.window import Window, windows_of
 
 @dataclass(frozen=True)
 class Halo:
-    """What a rank sends and receives along one dim, in places of what it holds. `send`: for each member of the group,
-    start and length; `receive`: lengths, those before this rank's own first; `pad`: what lies outside the image, before
-    and after. No axes: nobody needs anything."""
+    """What a rank sends and receives along one dim, in indices of its own shard.
+
+    `send` has start and length for each member of the group. `receive` has lengths, those before this rank's own
+    elements first. `pad` counts the elements outside the image, before and after. Without axes nothing is sent.
+    """
 
     axes: tuple[str, ...]
     send: tuple[tuple[int, int], ...]
@@ -27,7 +29,7 @@ class Halo:
 
 
 def halo(window: Window, blocks: tuple[tuple[int, int], ...], me: int, axes: tuple[str, ...]) -> Halo:
-    """The halo of a member. `blocks`: start and length of what each member makes, in windows, in ascending order."""
+    """Return the halo of a member. `blocks` has start and length, in windows, of each member's results, ascending."""
     size = sum(n for _, n in blocks) * window.stride
     held = [(start * window.stride, (start + n) * window.stride) for start, n in blocks]
 
@@ -36,7 +38,7 @@ def halo(window: Window, blocks: tuple[tuple[int, int], ...], me: int, axes: tup
         return (start - window.before, stop + window.after) if stop > start else (start, start)
 
     def shared(owner: int, reader: int) -> tuple[int, int]:
-        """What a member needs of another's: start and length, among all."""
+        """Return start and length, in global indices, of what one member needs of another."""
         (first, last), (start, stop) = needs(reader), held[owner]
         begin, end = max(first, start), min(last, stop)
         return (begin, end - begin) if owner != reader and end > begin else (start, 0)
@@ -52,7 +54,7 @@ def halo(window: Window, blocks: tuple[tuple[int, int], ...], me: int, axes: tup
 
 
 def mean_of_image(cut: Cut) -> tuple[Node, ...]:
-    """An average over a whole image that is cut: a local sum, divided by the global count."""
+    """Average over the full extent of a sharded image: a local sum, divided by the global count."""
     names = [x for x in cut.letters if x.startswith("h")]
     if not cut.axes(names):
         return (cut.last(),)
@@ -65,7 +67,7 @@ def mean_of_image(cut: Cut) -> tuple[Node, ...]:
 
 
 def windowed(cut: Cut) -> tuple[Node, ...]:
-    """The operator on what this rank holds of an image and what its windows reach beyond that."""
+    """Run the operator on this rank's shard of an image and the halo that its windows reach."""
     node = cut.node
     shapes = [tuple(p.shape) for p in cut.ports.inputs]
     windows = windows_of(node, *shapes[:2])
@@ -94,7 +96,7 @@ def windowed(cut: Cut) -> tuple[Node, ...]:
         helpers.append(cut.helper(len(helpers), "meshwright.halo", args, kind, grad=cut.wants(0)))
         source = ref(helpers[-1])
     if 0 in cut.outputs[0].shape:
-        # No window begins here, but what the neighbours sent back for may still be asked for: it takes part backward.
+        # No window begins here, but neighbours may need this rank's elements: it takes part in backward.
         kinds = tuple((t.shape, Dtype(t.dtype)) for t in cut.outputs)
         uses = (source, *(Ref(name) for name in node.uses[1:]))
         return (*helpers, cut.last("meshwright.nothing", (uses, kinds, None), {}))

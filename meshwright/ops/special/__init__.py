@@ -1,7 +1,7 @@
-"""Rules that depend on more than letters: on dims, sizes, groups or constants among the arguments of an operator.
+"""Rules of operators that depend on dims, sizes, groups or constants among the arguments.
 
-Each function takes a node and the types of its graph and returns the bound rule, most often by writing the line for
-these very shapes. One table for each kind of operator; `SPECIAL` is all of them.
+Each function takes a node and the types of its graph and returns the bound rule, usually by writing the line for these
+shapes. There is one table for each kind of operator; `SPECIAL` joins them.
 """
 
 from meshwright.ops.special.attention import ATTENTION

@@ -1,4 +1,4 @@
-"""Scaled dot product attention: batch, heads, groups of heads, and queries may be cut."""
+"""Scaled dot product attention: batch, heads, groups of heads, and queries may be sharded."""
 
 from __future__ import annotations
 

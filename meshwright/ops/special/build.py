@@ -1,4 +1,4 @@
-"""What the functions of this folder are made with: lines written for the shapes of one node, and rules by hand."""
+"""Helpers of the functions in this folder: lines bound to the shapes of one node, and rules built by hand."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from meshwright.ops.rule import Port, Rule, RuleDim, Shape, bound
 Types = Mapping[str, TensorType]
 Special = Callable[[Node, Types], Rule]
 
-SMALLEST_PART = 8  # concatenations with a part shorter than this are not worth cutting part by part
+SMALLEST_PART = 8  # a concatenation with a part shorter than this is not worth sharding part by part
 
 
 def shapes_in(node: Node, types: Types) -> tuple[Shape, ...]:
-    """The shape of each tensor port."""
+    """Return the shape of each tensor port."""
     return tuple(types[name].shape for name in node.uses)
 
 
 def shapes_out(node: Node) -> tuple[Shape, ...]:
-    """The shape of each result."""
+    """Return the shape of each result."""
     return tuple(t.shape for t in node.outputs)
 
 
 def line(node: Node, types: Types, text: str) -> Rule:
-    """A line bound to the shapes of a node."""
+    """Return a line bound to the shapes of a node."""
     return bound(text, shapes_in(node, types), shapes_out(node))
 
 
 def whole(node: Node, types: Types, why: str) -> Rule:
-    """Everything whole, and why."""
+    """Return a rule that shards nothing, with the reason."""
     inputs = [[(f"p{p}_{i}",) for i in range(len(s))] for p, s in enumerate(shapes_in(node, types))]
     outputs = [[(f"o{p}_{i}",) for i in range(len(s))] for p, s in enumerate(shapes_out(node))]
     sizes = {d[0]: n for ports, shapes in ((inputs, shapes_in(node, types)), (outputs, shapes_out(node)))
@@ -49,7 +49,7 @@ def make(
     terms: Iterable[tuple[int, ...]] = (),
     why: str = "",
 ) -> Rule:
-    """A rule by hand, for what no line can say (concatenations, ports that come and go)."""
+    """Return a rule built by hand, for what no line can express (concatenations, a variable number of ports)."""
     ports_in: tuple[Port, ...] = tuple(map(tuple, inputs))
     ports_out: tuple[Port, ...] = tuple(map(tuple, outputs))
     return Rule(
@@ -66,17 +66,17 @@ def make(
 
 
 def letters(count: int, marks: Mapping[int, str] | None = None, stem: str = "a") -> list[str]:
-    """``a0 a1! a2`` as a list, with marks by position."""
+    """Return ``a0 a1! a2`` as a list, with marks by position."""
     return [f"{stem}{i}{(marks or {}).get(i, '')}" for i in range(count)]
 
 
 def text_of(parts: Iterable[str]) -> str:
-    """The dims of a port as text."""
+    """Return the dims of a port as text."""
     return " ".join(parts)
 
 
 def dims_of(value: object, rank: int) -> tuple[int, ...]:
-    """A dim argument (number, tuple, None for all) as non-negative numbers."""
+    """Return a dim argument (number, tuple, None for all) as sorted non-negative numbers."""
     if value is None or value == ():
         return tuple(range(rank))
     given = value if isinstance(value, tuple) else (value,)
@@ -84,6 +84,6 @@ def dims_of(value: object, rank: int) -> tuple[int, ...]:
 
 
 def broadcast(shape: Shape, names: Sequence[str], full: Shape) -> list[RuleDim]:
-    """The dims of a tensor that broadcasts against `full` (aligned right), whose dims are called `names`."""
+    """Return the dims of a tensor that broadcasts against `full` (aligned right), whose dims are called `names`."""
     offset = len(full) - len(shape)
     return [(names[offset + i],) if n == full[offset + i] and n != 1 else () for i, n in enumerate(shape)]

@@ -1,4 +1,4 @@
-"""Reading and writing at computed places: the dim that is looked into stays whole, the places may be cut."""
+"""Reading and writing at computed indices: the indexed dim stays unsharded, the dims of the indices may be sharded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.ops.special.build import Special, Types, broadcast, letters, lin
 def _shared(
     shape: tuple[int, ...], others: list[tuple[int, ...]], dim: int
 ) -> tuple[list[str], dict[str, int], set[str]]:
-    """Names for the dims of a tensor that is indexed along `dim` by tensors of the same rank, and those left whole."""
+    """Return names, sizes and unsharded letters of a tensor that is indexed along `dim` by tensors of equal rank."""
     names = letters(len(shape))
     sizes = dict(zip(names, shape, strict=True))
     held = {names[dim]} if names else set()
@@ -22,7 +22,7 @@ def _shared(
 def _inner(
     names: list[str], shape: tuple[int, ...], dim: int, held: set[str], sizes: dict[str, int]
 ) -> list[RuleDim]:
-    """The dims of an index: shared letters, ``j`` along `dim`, and letters of its own where it is smaller."""
+    """Return the dims of an index: shared letters, ``j`` along `dim`, and separate letters where it is smaller."""
     port: list[RuleDim] = []
     for i, n in enumerate(shape):
         name = "j" if i == dim else f"j{i}" if names[i] in held else names[i]
@@ -44,7 +44,7 @@ def gather(node: Node, types: Types) -> Rule:
 
 
 def scatter(node: Node, types: Types) -> Rule:
-    """``a s! c, @a j! c (+ a j! c) -> a s! c``; where values are added, ``j`` may be cut."""
+    """``a s! c, @a j! c (+ a j! c) -> a s! c``; where values are added, ``j`` may be sharded."""
     shapes = shapes_in(node, types)
     source, index = shapes[:2]
     if not source or not index:
@@ -106,7 +106,7 @@ def index_add(node: Node, types: Types) -> Rule:
 def _places(
     node: Node, types: Types, source: tuple[int, ...]
 ) -> tuple[list[str], list[RuleDim], list[list[RuleDim]], dict[str, int], set[str]]:
-    """For advanced indexing: the source's names, the indexed result's dims, index ports, sizes, whole letters."""
+    """Return, for advanced indexing: names of the source, dims of the result, index ports, sizes, unsharded letters."""
     given = [a if isinstance(a, Ref) else None for a in node.args[1]]
     given += [None] * (len(source) - len(given))
     shapes = [types[a.name].shape for a in given if a is not None]
@@ -131,7 +131,7 @@ def _masks(node: Node, types: Types) -> bool:
 
 
 def index(node: Node, types: Types) -> Rule:
-    """``x[i, :, j]``: indexed dims whole, places and the other dims free."""
+    """``x[i, :, j]``: indexed dims stay unsharded; dims of the indices and the other dims are free."""
     source = shapes_in(node, types)[0]
     if _masks(node, types):
         return whole(node, types, "the size of its result depends on a mask")
@@ -140,17 +140,17 @@ def index(node: Node, types: Types) -> Rule:
 
 
 def index_put(node: Node, types: Types) -> Rule:
-    """``x[i, :, j] = values``; where values are accumulated the places may be cut."""
+    """``x[i, :, j] = values``; where values are accumulated, dims of the indices may be sharded."""
     shapes = shapes_in(node, types)
     if _masks(node, types):
-        return whole(node, types, "the places it writes depend on a mask")
+        return whole(node, types, "the elements it writes depend on a mask")
     names, result, ports, sizes, held = _places(node, types, shapes[0])
     flat = [d[0] for d in result]
     values = broadcast(shapes[-1], flat, tuple(sizes[n] for n in flat))
     spots = {n for n in flat if n.startswith("j")}
     adds = bool(node.arg(3, "accumulate", False))
     dims: list[RuleDim] = [(n,) for n in names]
-    # One value for many places is not a sum over them: it would enter pending and be lost.
+    # One value for many elements is not a sum over them: it would enter partial and be lost.
     spread = not spots <= {x for d in values for x in d}
     return make(
         [dims, *ports, values], [dims], sizes, whole=held if adds and not spread else held | spots,
@@ -169,7 +169,7 @@ def index_fill(node: Node, types: Types) -> Rule:
 
 
 def embedding(node: Node, types: Types) -> Rule:
-    """``v h, @... -> ... h``: the rows of other ranks give zeros, so a cut table leaves the result pending."""
+    """``v h, @... -> ... h``: the rows of other ranks give zeros, so a sharded table leaves the result partial."""
     if node.arg(3, "scale_grad_by_freq", False):
         return whole(node, types, "its gradient is scaled by how often a row is read")
     rows = rows_by_column(node)
@@ -179,19 +179,19 @@ def embedding(node: Node, types: Types) -> Rule:
 
 
 def rows_by_column(node: Node) -> tuple[int, ...]:
-    """How many rows of a table belong to each column of its indices, as `mw.manual_split` says; empty without it."""
+    """Return the rows of a table for each column of its indices, as given to `mw.manual_split`; empty without it."""
     word = next((m for m in node.marks if m.startswith(ROWS_MARK)), "")
     return tuple(int(n) for n in word.removeprefix(ROWS_MARK).split(",")) if word else ()
 
 
 def _by_column(node: Node, types: Types, rows: tuple[int, ...]) -> Rule:
-    """``v h, ... c -> ... c h`` where v is cut as c is: a column of indices reads rows of its own."""
+    """``v h, ... c -> ... c h`` where v is sharded as c is: each column of indices reads its own rows."""
     table, ids = shapes_in(node, types)
     if sum(rows) != table[0] or not ids or len(rows) != ids[-1]:
         raise StrategyError(
-            f"mw.manual_split says {len(rows)} columns of {' + '.join(map(str, rows))} rows",
+            f"mw.manual_split gives {len(rows)} columns of {' + '.join(map(str, rows))} rows",
             why=f"the table has {table[0]} rows, the indices are {list(ids)}: their last dim counts the columns",
-            hint="as many numbers as columns, which add up to the rows",
+            hint="give one number for each column; their sum is the number of rows",
         )
     lead = [(f"a{i}",) for i in range(len(ids) - 1)]
     sizes = {
@@ -207,7 +207,7 @@ def _by_column(node: Node, types: Types, rows: tuple[int, ...]) -> Rule:
 
 
 def histc(node: Node, types: Types) -> Rule:
-    """``... ~> b!``: counts of parts add up, if the bounds are given."""
+    """``... ~> b!``: the counts of shards add up, if the bounds are given."""
     low, high = node.arg(2, "min", 0), node.arg(3, "max", 0)
     if low == high:
         return whole(node, types, "its bounds are those of the values")

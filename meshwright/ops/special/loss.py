@@ -1,4 +1,4 @@
-"""Losses: the dims of the examples are reduced and leave the loss pending; classes are reduced inside."""
+"""Losses: dims of examples are reduced and leave the loss partial; classes are reduced inside."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NONE, MEAN, SUM = 0, 1, 2
 
 
 def classes(inside: bool) -> Special:
-    """``n c^ d, @n d (, @c!) ~> `` (or ``~> n d``): cross entropy with its class dim reduced inside, or whole."""
+    """``n c^ d, @n d (, @c!) ~> `` (or ``~> n d``): cross entropy with its class dim reduced inside, or unsharded."""
 
     def rule(node: Node, types: Types) -> Rule:
         x, _, *weight = shapes_in(node, types)
@@ -38,7 +38,7 @@ def classes(inside: bool) -> Special:
 
 
 def reduction_at(node: Node) -> int:
-    """Position of the reduction among the arguments."""
+    """Return the position of the reduction among the arguments."""
     at = {
         "cross_entropy_loss": 3,
         "nll_loss_nd": 3,
@@ -49,12 +49,12 @@ def reduction_at(node: Node) -> int:
 
 
 def reduction_of(node: Node) -> int:
-    """0 none, 1 mean, 2 sum."""
+    """Return the reduction: 0 none, 1 mean, 2 sum."""
     return int(node.arg(reduction_at(node), "reduction", MEAN))
 
 
 def pairwise(node: Node, types: Types) -> Rule:
-    """``..., ... ~> `` (or ``~> ...``): a term for each element."""
+    """``..., ... ~> `` (or ``~> ...``): one term per element."""
     sources = shapes_in(node, types)
     full = max(sources, key=len)
     full = tuple(

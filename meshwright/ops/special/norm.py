@@ -8,7 +8,7 @@ from meshwright.ops.special.build import Special, Types, letters, line, make, sh
 
 
 def layer_norm(node: Node, types: Types) -> Rule:
-    """``... h!, h!, h! ~> ... h!`` for as many last dims as are normalised."""
+    """``... h!, h!, h! ~> ... h!``, with one ``h`` for each normalised dim."""
     source = shapes_in(node, types)[0]
     last = len(node.args[1])
     lead, names = letters(len(source) - last), [f"h{i}!" for i in range(last)]
@@ -34,9 +34,9 @@ def group_norm(node: Node, types: Types) -> Rule:
 
 
 def batch_norm(node: Node, types: Types) -> Rule:
-    """``n^ c h^ w^, c, c, c, c ~> n^ c h^ w^, c, c, c, c``: statistics are those of the whole batch.
+    """``n^ c h^ w^, c, c, c, c ~> n^ c h^ w^, c, c, c, c``: statistics are those of the full batch.
 
-    In evaluation the statistics come in, and nothing is reduced.
+    In evaluation the statistics are inputs, and nothing is reduced.
     """
     source = shapes_in(node, types)[0]
     x = text_of(["n^", "c", *(f"h{i}^" for i in range(len(source) - 2))])
@@ -46,7 +46,7 @@ def batch_norm(node: Node, types: Types) -> Rule:
 
 
 def is_training(node: Node) -> bool:
-    """Whether the statistics of the batch itself are used."""
+    """Return whether the statistics of the batch itself are used."""
     if node.op == "aten._native_batch_norm_legit_no_training.default":
         return False
     if node.op == "aten._native_batch_norm_legit.no_stats":

@@ -1,4 +1,4 @@
-"""Pointwise operators that are linear for some arguments: a constant added on each rank is counted once a rank."""
+"""Pointwise operators that are linear for some arguments. A constant added on each rank would count once per rank."""
 
 from __future__ import annotations
 

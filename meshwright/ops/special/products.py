@@ -1,5 +1,7 @@
-"""Products whose dims depend on ranks, equations or groups: matmul, addmm, einsum; convolutions and pools
-(`window.py`)."""
+"""Products whose dims depend on the number of dims, an equation or groups: matmul, addmm, einsum.
+
+Convolutions and pools are in `window.py`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def matmul(node: Node, types: Types) -> Rule:
 
 
 def addmm(node: Node, types: Types) -> Rule:
-    """``bias + m k, k n -> m n``, the bias broadcasting."""
+    """``bias + m k, k n -> m n``, where the bias broadcasts."""
     bias, x, _ = shapes_in(node, types)
     names = ["b", "m", "n"] if len(x) == 3 else ["m", "n"]
     full = node.outputs[0].shape
@@ -56,13 +58,15 @@ def einsum(node: Node, types: Types) -> Rule:
 
 
 def grouped_mm(node: Node, types: Types) -> Rule:
-    """Rows sorted by expert times the weight of each: widths may be cut (every expert on every rank)."""
+    """Rows sorted by expert, times the weight of each: widths may be sharded (every expert is on every rank)."""
     return line(node, types, "t! k, g! k n, @g! -> t! n")
 
 
 def expert_linear(node: Node, types: Types) -> Rule:
-    """Pairs of a row and an expert, (t s), each with the row times the expert's matrix: rows, their choices and widths
-    may be cut (every expert on every rank)."""
+    """Pairs of a row and an expert, (t s): the row times the expert's matrix.
+
+    Rows, their choices and widths may be sharded (every expert is on every rank).
+    """
     x, weight, pairs = shapes_in(node, types)
     sizes = {"t": x[0], "s": pairs[0] // max(x[0], 1), "g": weight[0], "k": x[1], "n": weight[2]}
     return make(

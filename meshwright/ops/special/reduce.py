@@ -18,7 +18,7 @@ def _reduced(node: Node, types: Types, dims: tuple[int, ...], keep: bool, mark: 
 
 
 def summed(node: Node, types: Types) -> Rule:
-    """A sum: reduced dims may be cut and leave the result pending."""
+    """A sum: reduced dims may be sharded and leave the result partial."""
     return _total(node, types)
 
 
@@ -54,7 +54,7 @@ def all_reduced(node: Node, types: Types) -> Rule:
 
 
 def along(arrow: str, dim_at: int = 1, default: int | None = -1) -> Special:
-    """Same shape in and out, one dim (or some) whole: softmax, scans, flips."""
+    """Same shape in and out, one dim (or some) unsharded: softmax, scans, flips."""
 
     def rule(node: Node, types: Types) -> Rule:
         source = shapes_in(node, types)[0]
@@ -66,7 +66,7 @@ def along(arrow: str, dim_at: int = 1, default: int | None = -1) -> Special:
 
 
 def resized(arrow: str, dim_at: int = 1, default: int = -1) -> Special:
-    """One dim whole, of another size in the result: topk, diff, glu."""
+    """One dim unsharded, of another size in the result: topk, diff, glu."""
 
     def rule(node: Node, types: Types) -> Rule:
         source = shapes_in(node, types)[0]
@@ -85,7 +85,7 @@ def _other(names: list[str], dim: int, name: str) -> list[str]:
 
 
 def roll(node: Node, types: Types) -> Rule:
-    """Rolled dims stay whole; without dims the tensor is rolled as if flat."""
+    """Rolled dims stay unsharded. Without dims the tensor is rolled as if flat."""
     source = shapes_in(node, types)[0]
     text = text_of(letters(len(source), dict.fromkeys(dims_of(node.arg(2, "dims", ()), len(source)), "!")))
     return line(node, types, f"{text} -> {text}")

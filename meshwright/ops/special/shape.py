@@ -1,4 +1,4 @@
-"""Views, pieces and creations: operators whose rule depends on sizes among their arguments."""
+"""Views, slices, splits and creations: operators whose rule depends on sizes among their arguments."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from meshwright.ops.special.build import (
     text_of,
 )
 
-SHORT = "its parts are too short to cut"
+SHORT = "its parts are too short to shard"
 
 
 def view(node: Node, types: Types) -> Rule:
-    """The same elements in the same order; its letters are found once the whole graph is known."""
+    """The same elements in the same order. The analysis of the graph determines its letters."""
     return Rule(((),), ((),), {}, terms=((0,),), flattened=True)
 
 
@@ -41,7 +41,7 @@ def transpose(node: Node, types: Types) -> Rule:
 
 
 def expand(node: Node, types: Types) -> Rule:
-    """New and repeated dims have letters of the output alone: their gradient is summed."""
+    """New and repeated dims have letters that only the output has: their gradient is summed."""
     (source,), target = shapes_in(node, types), node.outputs[0].shape
     names = letters(len(target))
     offset = len(target) - len(source)
@@ -52,7 +52,7 @@ def expand(node: Node, types: Types) -> Rule:
 
 
 def pieces(node: Node, types: Types, dim: int, sizes: list[int], taken: list[int]) -> Rule:
-    """A dim opened into parts; the results are some of them. Short parts keep the dim whole."""
+    """A dim split into parts, of which some are results. Short parts leave the dim unsharded."""
     source = shapes_in(node, types)[0]
     names = letters(len(source))
     known = {n: s for i, (n, s) in enumerate(zip(names, source, strict=True)) if i != dim}
@@ -93,7 +93,7 @@ def slice_(node: Node, types: Types) -> Rule:
 
 
 def slice_bounds(node: Node, source: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """Start, end, step and dim with defaults, negative and overlong bounds resolved."""
+    """Return start, end, step and dim, with defaults, negative and overlong bounds resolved."""
     dim = int(node.arg(1, "dim", 0)) % len(source)
     size = source[dim]
 
@@ -147,7 +147,7 @@ def cat(node: Node, types: Types) -> Rule:
 
 
 def stack(node: Node, types: Types) -> Rule:
-    """A new dim, whole."""
+    """A new dim, unsharded."""
     target = node.outputs[0].shape
     dim = int(node.arg(1, "dim", 0)) % len(target)
     kept = text_of(n for i, n in enumerate(letters(len(target))) if i != dim)
@@ -157,21 +157,21 @@ def stack(node: Node, types: Types) -> Rule:
 
 
 def creation(node: Node, types: Types) -> Rule:
-    """No tensor goes in: any dim may be cut."""
+    """No tensor is read: any dim may be sharded."""
     shape = node.outputs[0].shape
     names = letters(len(shape))
     return make([[] for _ in node.uses], [[(n,) for n in names]], dict(zip(names, shape, strict=True)))
 
 
 def rigid_creation(node: Node, types: Types) -> Rule:
-    """No tensor goes in, and the result depends on places (`eye`)."""
+    """No tensor is read, and the result depends on positions (`eye`)."""
     shape = node.outputs[0].shape
     names = letters(len(shape))
     return make([], [[(n,) for n in names]], dict(zip(names, shape, strict=True)), whole=names)
 
 
 def pad(node: Node, types: Types) -> Rule:
-    """Padded dims stay whole; a pad with a constant other than zero is not linear."""
+    """Padded dims stay unsharded. Padding with a constant other than zero is not linear."""
     source, pads = shapes_in(node, types)[0], node.args[1]
     touched = {len(source) - 1 - i // 2 for i, n in enumerate(pads) if n}
     before = letters(len(source), dict.fromkeys(touched, "!"))
@@ -184,7 +184,7 @@ def pad(node: Node, types: Types) -> Rule:
 
 
 def repeat(node: Node, types: Types) -> Rule:
-    """``x -> (r! x)`` for each repeated dim; new dims stay whole."""
+    """``x -> (r! x)`` for each repeated dim. New dims stay unsharded."""
     source, times = shapes_in(node, types)[0], node.args[1]
     offset = len(times) - len(source)
     names = letters(len(source))
@@ -196,7 +196,7 @@ def repeat(node: Node, types: Types) -> Rule:
 
 
 def repeat_interleave(node: Node, types: Types) -> Rule:
-    """``x -> (x r!)``; without a dim the tensor is flattened and stays whole."""
+    """``x -> (x r!)``. Without a dim the tensor is flattened and stays unsharded."""
     source = shapes_in(node, types)[0]
     dim = node.arg(2, "dim")
     if dim is None:
@@ -207,7 +207,7 @@ def repeat_interleave(node: Node, types: Types) -> Rule:
 
 
 def im2col(node: Node, types: Types) -> Rule:
-    """Patches as columns: batch and channels may be cut."""
+    """Patches as columns: batch and channels may be sharded."""
     source = shapes_in(node, types)[0]
     batch = "n " if len(source) == 4 else ""
     return line(node, types, f"{batch}c h! w! -> {batch}(c k!) l!")

@@ -1,9 +1,9 @@
 """Convolutions and pools: windows that slide over the dims of an image.
 
 Where a dim of n elements gives n / stride windows (as padding is usually chosen), its elements are ``(y s!)``: y
-windows, each beginning s elements after the one before. So y may be cut, and a rank that makes some windows holds the
-elements that these begin at; what they reach beyond that is the neighbours' (a halo), and comes inside the operator. A
-dim with another number of windows stays whole.
+windows, each beginning s elements after the one before. So y may be sharded. A rank holds the elements at which its
+windows begin. Elements beyond those belong to the neighbours (a halo), and the operator fetches them. A dim with
+another number of windows stays unsharded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from meshwright.ops.special.build import Special, Types, line, make, shapes_in, 
 
 @dataclass(frozen=True)
 class Window:
-    """How windows lie along one dim: `stride` elements apart, and each reaches from `before` elements before its place
-    to `after` beyond the place of the next one."""
+    """Windows along one dim, `stride` elements apart.
+
+    Each reaches from `before` elements before its start to `after` elements beyond the start of the next one.
+    """
 
     stride: int
     before: int
@@ -29,8 +31,10 @@ class Window:
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows of an operator, for each dim of the image (None: that dim stays whole). `fill` is what lies outside
-    the image; `padding_at` and `ceil_at` are the places of these arguments."""
+    """The windows of an operator, one for each dim of the image (None: that dim stays unsharded).
+
+    `fill` is the value outside the image. `padding_at` and `ceil_at` are the positions of these arguments.
+    """
 
     dims: tuple[Window | None, ...]
     fill: float
@@ -40,7 +44,7 @@ class Windows:
 
 
 def _each(value: Any, count: int, default: int) -> tuple[int, ...]:
-    """An argument as one number for each dim."""
+    """Return an argument as one number for each dim."""
     if value is None or value == ():
         return (default,) * count
     given = value if isinstance(value, tuple) else (value,)
@@ -48,7 +52,7 @@ def _each(value: Any, count: int, default: int) -> tuple[int, ...]:
 
 
 def _window(size: int, made: int, kernel: int, stride: int, padding: int, dilation: int) -> Window | None:
-    """The windows of a dim, where there are as many as strides in it."""
+    """Return the windows of a dim, or None unless their number times the stride is its size."""
     reach = dilation * (kernel - 1) + 1
     if made < 2 or size != stride * made or (size + 2 * padding - reach) // stride + 1 != made:
         return None
@@ -56,8 +60,10 @@ def _window(size: int, made: int, kernel: int, stride: int, padding: int, dilati
 
 
 def windows_of(node: Node, image: tuple[int, ...], weight: tuple[int, ...] = ()) -> Windows | None:
-    """The windows of a convolution (with the shape of its weight) or of a pool that reads an image of this shape; None
-    for an operator without."""
+    """Return the windows of a convolution or pool over an image of this shape; None for other operators.
+
+    `weight` is the shape of a convolution's weight.
+    """
     stem = node.op.split(".")[1]
     if "conv" in stem:
         return _of_convolution(node, image, weight[2:])
@@ -97,17 +103,17 @@ def _of_pool(node: Node, image: tuple[int, ...], stem: str) -> Windows | None:
     found = tuple(_window(*dim) for dim in dims)
     ceil_at = 5 if largest else 4
     if None in found and node.arg(ceil_at, "ceil_mode", False):
-        return None  # a window that is not full may be that of a dim which stays whole
+        return None  # the window that is not full may be that of an unsharded dim
     return Windows(found, -math.inf if largest else 0.0, padding, 3, ceil_at)
 
 
 def is_transposed(node: Node) -> bool:
-    """Whether a convolution is a transposed one."""
+    """Return whether a convolution is transposed."""
     return "transpose" in node.op or (node.op == "aten.convolution.default" and bool(node.args[6]))
 
 
 def groups_of(node: Node) -> int:
-    """The groups of a convolution."""
+    """Return the number of groups of a convolution."""
     if node.op == "aten.convolution.default":
         return int(node.arg(8, "groups", 1))
     return int(node.arg(6, "groups", 1))
@@ -117,8 +123,7 @@ Dims = tuple[list[RuleDim], list[RuleDim], dict[str, int], set[str], set[str]]
 
 
 def _image(windows: Windows | None, before: tuple[int, ...], after: tuple[int, ...]) -> Dims:
-    """The dims of an image and of what is made of it: rule dims of both, sizes, whole letters, and those that are cut
-    in one run of windows."""
+    """Return rule dims of an image and of its result, sizes, unsharded letters, letters split contiguously."""
     source: list[RuleDim] = []
     made: list[RuleDim] = []
     sizes: dict[str, int] = {}
@@ -143,8 +148,10 @@ def _image(windows: Windows | None, before: tuple[int, ...], after: tuple[int, .
 
 
 def convolution(node: Node, types: Types) -> Rule:
-    """``n (g i) (y s!) (x t!), (g o) i kh! kw! (+ (g o)) -> n (g o) y x`` for strides s and t; a dim that has not as
-    many windows as strides is ``h!`` and ``y!``. Transposed, the weight is ``(g i) o kh! kw!``."""
+    """``n (g i) (y s!) (x t!), (g o) i kh! kw! (+ (g o)) -> n (g o) y x`` for strides s and t.
+
+    A dim whose windows do not match its strides is ``h!`` and ``y!``. Transposed, the weight is ``(g i) o kh! kw!``.
+    """
     x, w = shapes_in(node, types)[:2]
     spatial, groups = len(w) - 2, groups_of(node)
     batch: list[RuleDim] = [("n",)] if len(x) == spatial + 2 else []
@@ -166,7 +173,7 @@ def convolution(node: Node, types: Types) -> Rule:
 
 
 def pool(arrow: str, spatial: int) -> Special:
-    """Batch and channels may be cut, and what windows slide over; ``->`` where a pending sum may pass."""
+    """Batch, channels and the dims that windows slide over may be sharded; ``->`` where a partial sum may pass."""
 
     def rule(node: Node, types: Types) -> Rule:
         image = shapes_in(node, types)[0]
@@ -184,7 +191,7 @@ def pool(arrow: str, spatial: int) -> Special:
 
 
 def average(spatial: int) -> Special:
-    """An average that adapts to the size it is to give: over the whole image it is a mean, whose dims may be cut."""
+    """An adaptive average. Over the full image it is a mean, whose dims may be sharded."""
 
     def rule(node: Node, types: Types) -> Rule:
         image = shapes_in(node, types)[0]
