@@ -107,7 +107,7 @@ def most_blocks(plan: Plan) -> dict[int, int]:
     """Size → the most blocks that a plan cuts a sub-dim of it into, of cuts that divide it evenly."""
     layouts = [*plan.inputs.values(), *plan.hubs.values(), *plan.states.values()]
     dims = [dim for layout in layouts for dim in layout.dims]
-    dims += [dim for strategy in plan.strategies.values() for _, dim in strategy.cuts]
+    dims += [dim for strategy in plan.strategies.values() for _, dim in strategy.splits]
     found: dict[int, int] = {}
     for leaf in {leaf for dim in dims for leaf in sub_dims(dim)}:
         found[leaf.size] = math.lcm(found.get(leaf.size, 1), plan.mesh.count(leaf.axes))
@@ -124,7 +124,7 @@ def resized(plan: Plan, wide: Graph, small: Graph) -> Plan:
         return TensorLayout(dims, given.pending, given.grad)
 
     def strategy(name: str, given: Strategy) -> Strategy:
-        return replace(given, cuts=tuple((x, _resized(dim, trees[name][1][x])) for x, dim in given.cuts))
+        return replace(given, splits=tuple((x, _resized(dim, trees[name][1][x])) for x, dim in given.splits))
 
     return replace(
         plan.without_model(),

@@ -174,7 +174,7 @@ def _row_by_row(b: Rewriter, n: Node, is_sorted: list[bool]) -> bool:
     if not rule.inputs[is_sorted.index(True)] or len(rule.outputs[0]) != len(n.outputs[0].shape):
         return False
     letters = rule.outputs[0][0]
-    if len(letters) != 1 or letters[0] in rule.whole or letters[0] in rule.inside:
+    if len(letters) != 1 or letters[0] in rule.replicated or letters[0] in rule.reduced_inside:
         return False
     heads = [port[:1] == (letters,) for port in (*rule.inputs, *rule.outputs)]
     inner = any(letters[0] in dim for port in (*rule.inputs, *rule.outputs) for dim in port[1:])

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from meshwright.core.graph import MOVES, Graph, Node
 from meshwright.errors import BatchError
 from meshwright.ops.factors import Factors
-from meshwright.ops.rule import is_whole
+from meshwright.ops.rule import must_replicate
 from meshwright.ops.special.norm import is_training
 
 LOSSES = ("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default")
@@ -121,9 +121,9 @@ def _looks_across(node: Node, factors: Factors) -> bool:
     for letter in rule.free_letters:
         if not any(factors.batch[node.name, letter]):
             continue
-        if letter in rule.inside or not all(letter in given for given in rule.gives):
+        if letter in rule.reduced_inside or not all(letter in given for given in rule.output_letters):
             return True
-        if is_whole(rule, letter) and not rule.flattened and rule.why_whole == "":
+        if must_replicate(rule, letter) and not rule.flattened and rule.why_replicated == "":
             return True
     return False
 

@@ -12,7 +12,7 @@ from meshwright.ops.strategy import splittable, units
 Unit = tuple[tuple[int, ...], ...]
 
 
-def by_micro_batch(graph: Graph, factors: Factors) -> list[Node]:
+def example_reducers(graph: Graph, factors: Factors) -> list[Node]:
     """Return the operators that reduce over examples inside, such as batch norm in training.
 
     They see one micro-batch where a single device sees the batch, so results that depend on them are inexact.
@@ -20,7 +20,7 @@ def by_micro_batch(graph: Graph, factors: Factors) -> list[Node]:
     return [node for node in graph.nodes if node.name in factors.sites and _reduces(node, factors)]
 
 
-def by_whole_batch(graph: Graph, factors: Factors) -> list[Node]:
+def full_batch_readers(graph: Graph, factors: Factors) -> list[Node]:
     """Return the operators that need a value of the full batch at once, such as a sort of all tokens by expert.
 
     They cannot run on a micro-batch.
@@ -31,7 +31,7 @@ def by_whole_batch(graph: Graph, factors: Factors) -> list[Node]:
         site = factors.sites[node.name]
         letter = next((letter for letter, _ in batch_units(site, factors)), None)
         if letter is not None:
-            given = zip(node.values, site.rule.gives, strict=True)
+            given = zip(node.values, site.rule.output_letters, strict=True)
             parts.update(value for value, letters in given if letter in letters)
         elif not parts.isdisjoint(node.uses):
             found.append(node)
@@ -40,9 +40,9 @@ def by_whole_batch(graph: Graph, factors: Factors) -> list[Node]:
 
 def _reduces(node: Node, factors: Factors) -> bool:
     site = factors.sites[node.name]
-    if not site.rule.inside or ("batch_norm" in node.op and not is_training(node)):
+    if not site.rule.reduced_inside or ("batch_norm" in node.op and not is_training(node)):
         return False
-    return any(letter in site.rule.inside for letter, _ in batch_units(site, factors))
+    return any(letter in site.rule.reduced_inside for letter, _ in batch_units(site, factors))
 
 
 def batch_rows(graph: Graph) -> set[int]:
@@ -56,6 +56,6 @@ def batch_units(site: Site, factors: Factors) -> Iterator[tuple[str, Unit]]:
     for letter in splittable(site):
         marks, known = factors.batch[site.node.name, letter], units(site.trees[letter])
         if len(marks) == len(known):
-            lost = not any(letter in given for given in site.rule.gives)
+            lost = not any(letter in given for given in site.rule.output_letters)
             found += [(lost, letter, unit) for unit, mark in zip(known, marks, strict=True) if mark]
     yield from ((letter, unit) for _, letter, unit in sorted(found, key=lambda f: f[0]))

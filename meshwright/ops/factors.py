@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.core.graph import PIN, Graph, Node
 from meshwright.core.layout import Cat, Dim, SubDim, dim_size
-from meshwright.ops.rule import Rule, RuleDim, is_whole
+from meshwright.ops.rule import Rule, RuleDim, must_replicate
 
 
 class _Var:
@@ -210,15 +210,15 @@ class Site:
         """Return a key for what the layouts depend on. Equal rules and trees are one object, so identities suffice."""
         return (id(self.rule), *map(id, self.trees.values()))
 
-    def dim(self, dim: RuleDim, cuts: Mapping[str, Dim]) -> Dim:
-        """Return a rule dim as sub-dims, with the letters in `cuts` split as given there."""
+    def dim(self, dim: RuleDim, splits: Mapping[str, Dim]) -> Dim:
+        """Return a rule dim as sub-dims, with the letters in `splits` split as given there."""
         items: list[SubDim | Cat] = []
         for item in dim:
             letter, _, part = item.partition(".")
-            if letter in self.rule.follows and letter not in cuts:
-                items.append(self._following(letter, cuts))
+            if letter in self.rule.follows and letter not in splits:
+                items.append(self._following(letter, splits))
                 continue
-            tree = cuts[letter] if letter in cuts else _ungrouped(self.trees[letter])
+            tree = splits[letter] if letter in splits else _ungrouped(self.trees[letter])
             if part:
                 (cat,) = tree
                 assert isinstance(cat, Cat)
@@ -226,10 +226,10 @@ class Site:
             items += tree
         return tuple(items)
 
-    def _following(self, letter: str, cuts: Mapping[str, Dim]) -> SubDim:
+    def _following(self, letter: str, splits: Mapping[str, Dim]) -> SubDim:
         """Return the sub-dim of a letter that follows another: one group of its elements per block of the other."""
         leader, groups = self.rule.follows[letter]
-        first = cuts.get(leader, self.trees[leader])[0]
+        first = splits.get(leader, self.trees[leader])[0]
         assert isinstance(first, SubDim), "a letter that others follow is split at its outermost sub-dim"
         return SubDim(sum(groups), first.axes, self.groups(letter) if first.axes else ())
 
@@ -258,7 +258,7 @@ class Factors:
     sites: Mapping[str, Site]
     dims: Mapping[str, tuple[Dim, ...]]
     batch: Mapping[tuple[str, str], tuple[bool, ...]]  # (node, letter) → per leaf
-    held: Mapping[tuple[str, str], tuple[bool, ...]]  # (node, letter) → per leaf
+    unsharded: Mapping[tuple[str, str], tuple[bool, ...]]  # (node, letter) → per leaf
     batch_inputs: Mapping[
         str, tuple[tuple[bool, ...], ...]
     ]  # input → per dim, which leaf sub-dims count examples
@@ -284,7 +284,7 @@ def analyze(graph: Graph, rules: Mapping[str, Rule]) -> Factors:
         for letter, item in own.items():
             trees[letter], found = settled.of(item)
             owned[node.name, letter] = found
-            if is_whole(rule, letter):
+            if must_replicate(rule, letter):
                 whole.update(found)
         sites[node.name] = Site(node, rule, trees)
         sites.update(_marked_groups(graph, sites, sites[node.name], settled))
@@ -406,15 +406,15 @@ def _view_rule(
             broken.add(letter)
     inputs = (tuple(map(tuple, ports[0])), *rule.inputs[1:])
     outputs = (tuple(map(tuple, ports[1])),)
-    key = (inputs, outputs, tuple(sizes.items()), rule.whole, frozenset(broken))
+    key = (inputs, outputs, tuple(sizes.items()), rule.replicated, frozenset(broken))
     if key not in settled.rules:
         settled.rules[key] = replace(
             rule,
             inputs=inputs,
             outputs=outputs,
             sizes=sizes,
-            whole=rule.whole | broken,
+            replicated=rule.replicated | broken,
             terms=((0,),),
-            why_whole="the view divides it" if broken else "",
+            why_replicated="the view divides it" if broken else "",
         )
     return settled.rules[key], own

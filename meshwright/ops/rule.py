@@ -43,21 +43,21 @@ class Rule:
     `cat` closes). Its parts are sharded together, over the same axis.
 
     `terms` says how partial sums pass: the operator is a sum of terms, each a product of the named input ports. It is
-    empty for an operator that is not linear. `whole` letters may not be sharded, for the reason `why_whole`. `inside`
-    letters are reduced by the operator itself. `outer` letters are split into contiguous blocks only, at their
-    outermost sub-dim, because windows reach over to the neighbours. `follows` maps a letter to another one and to the
-    number of its elements that belong to each element of that one: both are split together, into groups of these sizes.
+    empty for an operator that is not linear. `replicated` letters may not be sharded, for the reason `why_replicated`.
+    `reduced_inside` letters are reduced by the operator itself. `outer` letters are split into contiguous blocks
+    only, at their outermost sub-dim, because windows reach over to the neighbours. `follows` maps a letter to another
+    one and to the number of its elements that belong to each element of that one: both are split together, into groups
+    of these sizes.
     """
 
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     sizes: Mapping[str, int]
-    whole: frozenset[str] = frozenset()
-    inside: frozenset[str] = frozenset()
+    replicated: frozenset[str] = frozenset()
+    reduced_inside: frozenset[str] = frozenset()
     terms: tuple[tuple[int, ...], ...] = ()
-    why_whole: str = ""
+    why_replicated: str = ""
     flattened: bool = False  # a view: its letters are known after the analysis of the graph
-    notes: Mapping[str, int] = field(default_factory=dict)
     outer: frozenset[str] = frozenset()
     follows: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
@@ -66,7 +66,7 @@ class Rule:
         return tuple(dict.fromkeys(x for dim in port for x in dim_letters(dim)))
 
     @functools.cached_property
-    def holds(self) -> tuple[frozenset[str], ...]:
+    def input_letters(self) -> tuple[frozenset[str], ...]:
         """The letters of each input port."""
         return tuple(self._leaders(self.letters(p)) for p in self.inputs)
 
@@ -75,7 +75,7 @@ class Rule:
         return frozenset((*letters, *(self.follows[x][0] for x in letters if x in self.follows)))
 
     @functools.cached_property
-    def gives(self) -> tuple[frozenset[str], ...]:
+    def output_letters(self) -> tuple[frozenset[str], ...]:
         """The letters of each output port."""
         return tuple(frozenset(self.letters(p)) for p in self.outputs)
 
@@ -100,7 +100,8 @@ class Rule:
 
     def resized(self, sizes: Mapping[str, int]) -> Rule:
         """Return the rule with other sizes of the same letters. All else is shared, so equal fields stay identical."""
-        _ = self.holds, self.gives, self.joined, self.free_letters  # cached properties of the letters alone
+        # These are cached, and depend on the letters alone.
+        _ = self.input_letters, self.output_letters, self.joined, self.free_letters
         made = object.__new__(Rule)
         vars(made).update(vars(self), sizes=sizes)
         return made
@@ -136,7 +137,7 @@ class Pattern:
     inputs: tuple[PortPattern, ...]
     outputs: tuple[PortPattern, ...]
     linear: bool
-    whole: frozenset[str]
+    replicated: frozenset[str]
     inside: frozenset[str]
 
 
@@ -246,8 +247,8 @@ def bind(pattern: Pattern, inputs: Sequence[Shape], outputs: Sequence[Shape]) ->
         inputs=tuple(bound[: len(inputs)]),
         outputs=tuple(bound[len(inputs) :]),
         sizes=sizes,
-        whole=pattern.whole,
-        inside=pattern.inside,
+        replicated=pattern.replicated,
+        reduced_inside=pattern.inside,
         terms=tuple(map(tuple, terms)) if pattern.linear else (),
     )
 
@@ -333,6 +334,6 @@ def _solve_dim(pattern: Pattern, dim: RuleDim, n: int, sizes: dict[str, int]) ->
         )
 
 
-def is_whole(rule: Rule, letter: str) -> bool:
+def must_replicate(rule: Rule, letter: str) -> bool:
     """Return whether a letter may not be sharded."""
-    return letter in rule.whole or letter.startswith(SIZED)
+    return letter in rule.replicated or letter.startswith(SIZED)

@@ -15,24 +15,24 @@ from meshwright.core.layout import Cat, Dim, SubDim, TensorLayout, dim_axes, sho
 from meshwright.core.mesh import Mesh
 from meshwright.errors import StrategyError
 from meshwright.ops.factors import Site
-from meshwright.ops.rule import dim_letters, is_whole
+from meshwright.ops.rule import dim_letters, must_replicate
 
 
 @dataclass(frozen=True)
 class Strategy:
     """The sharding of one node.
 
-    `cuts` maps letters to their sub-dims with axes. `through` maps axes to the input ports that are partial on them and
-    leave the output partial (one port for each term of the rule). `grad` has the axes on which the gradients of the
-    outputs are partial.
+    `splits` maps letters to their sub-dims with axes. `through` maps axes to the input ports that are partial on them
+    and leave the output partial (one port for each term of the rule). `grad` has the axes on which the gradients of
+    the outputs are partial.
     """
 
-    cuts: tuple[tuple[str, Dim], ...] = ()
+    splits: tuple[tuple[str, Dim], ...] = ()
     through: tuple[tuple[str, tuple[int, ...]], ...] = ()
     grad: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        parts = [f"{letter}={show_dim(dim)}" for letter, dim in self.cuts]
+        parts = [f"{letter}={show_dim(dim)}" for letter, dim in self.splits]
         parts += [f"pending {axis} through {'+'.join(map(str, ports))}" for axis, ports in self.through]
         parts += [f"grad {'.'.join(self.grad)}"] if self.grad else []
         return " ".join(parts) or "whole"
@@ -62,7 +62,7 @@ def ways(site: Site, letter: str) -> tuple[tuple[tuple[int, ...], ...], ...]:
     return found[:1] if isinstance(site.trees[letter][0], SubDim) else ()
 
 
-def cut(tree: Dim, unit: tuple[tuple[int, ...], ...], axis: str) -> Dim:
+def split_unit(tree: Dim, unit: tuple[tuple[int, ...], ...], axis: str) -> Dim:
     """Return the tree with one more axis (the minor one) on the sub-dims of a unit."""
     result = list(tree)
     for place, item in enumerate(tree):
@@ -76,7 +76,7 @@ def cut(tree: Dim, unit: tuple[tuple[int, ...], ...], axis: str) -> Dim:
             for p in range(len(parts)):
                 mine = tuple(path[1:] for path in inner if path[0] == p)
                 if mine:
-                    parts[p] = cut(parts[p], mine, axis)
+                    parts[p] = split_unit(parts[p], mine, axis)
             result[place] = Cat(tuple(parts))
     return tuple(result)
 
@@ -115,7 +115,7 @@ def leaf_paths(tree: Dim, start: tuple[int, ...] = ()) -> Iterator[tuple[int, ..
 def splittable(site: Site) -> Iterator[str]:
     """Yield the letters of a node that may be split."""
     for letter, tree in site.trees.items():
-        if tree and not is_whole(site.rule, letter) and ways(site, letter):
+        if tree and not must_replicate(site.rule, letter) and ways(site, letter):
             yield letter
 
 
@@ -143,32 +143,32 @@ def layouts(site: Site, strategy: Strategy) -> Ports:
     Raises StrategyError when a letter is split that may not be, or when a partial sum enters an operator that is not
     linear in it.
     """
-    rule, cuts = site.rule, dict(strategy.cuts)
-    axes_of = {letter: dim_axes(tree) for letter, tree in cuts.items()}
-    for letter in cuts:
-        if is_whole(rule, letter) and axes_of[letter]:
+    rule, splits = site.rule, dict(strategy.splits)
+    axes_of = {letter: dim_axes(tree) for letter, tree in splits.items()}
+    for letter in splits:
+        if must_replicate(rule, letter) and axes_of[letter]:
             raise StrategyError(
                 f"{letter} of {site.node.op} may not be sharded",
-                why=rule.why_whole or "each result needs all of its elements",
+                why=rule.why_replicated or "each result needs all of its elements",
                 where=site.node.where,
                 hint="shard another letter: " + ", ".join(splittable(site)),
             )
     for letter in rule.outer.intersection(axes_of):
-        first, *inner = cuts[letter]
+        first, *inner = splits[letter]
         if not isinstance(first, SubDim) or any(dim_axes((item,)) for item in inner):
             raise StrategyError(
                 f"{letter} of {site.node.op} can only be split into contiguous blocks",
-                why=f"{show_dim(cuts[letter])} interleaves its elements, and windows reach over to the neighbours",
+                why=f"{show_dim(splits[letter])} interleaves its elements, and windows reach over to the neighbours",
                 where=site.node.where,
                 hint="split its outermost factor, or another letter: " + ", ".join(splittable(site)),
             )
-    holds, gives = rule.holds, rule.gives
+    holds, gives = rule.input_letters, rule.output_letters
     pending_in: list[set[str]] = [set() for _ in rule.inputs]
     pending_out: list[set[str]] = [set() for _ in rule.outputs]
     grad_in: list[set[str]] = [set() for _ in rule.inputs]
     for letter, axes in axes_of.items():
         for axis in axes:
-            if letter not in rule.inside:
+            if letter not in rule.reduced_inside:
                 for o, given in enumerate(gives):
                     if letter not in given:
                         pending_out[o].add(axis)
@@ -198,12 +198,12 @@ def layouts(site: Site, strategy: Strategy) -> Ports:
                 grad_in[p].add(axis)
     inputs = []
     for p, port in enumerate(rule.inputs):
-        dims = tuple([site.dim(d, cuts) for d in port])
+        dims = tuple([site.dim(d, splits) for d in port])
         split = {a for x, axes in axes_of.items() if x in holds[p] for a in axes}
         inputs.append(TensorLayout(dims, tuple(pending_in[p]), tuple(grad_in[p] - pending_in[p] - split)))
     outputs = []
     for o, port in enumerate(rule.outputs):
-        dims = tuple([site.dim(d, cuts) for d in port])
+        dims = tuple([site.dim(d, splits) for d in port])
         split = {a for x, axes in axes_of.items() if x in gives[o] for a in axes}
         outputs.append(
             TensorLayout(dims, tuple(pending_out[o]), tuple(set(strategy.grad) - pending_out[o] - split))
@@ -213,11 +213,11 @@ def layouts(site: Site, strategy: Strategy) -> Ports:
 
 def merge(first: Strategy, second: Strategy) -> Strategy:
     """Join two strategies over different axes. Axes of the second become the minor ones."""
-    cuts = dict(first.cuts)
-    for letter, tree in second.cuts:
-        cuts[letter] = _overlay(cuts[letter], tree) if letter in cuts else tree
+    splits = dict(first.splits)
+    for letter, tree in second.splits:
+        splits[letter] = _overlay(splits[letter], tree) if letter in splits else tree
     return Strategy(
-        tuple(cuts.items()),
+        tuple(splits.items()),
         (*first.through, *second.through),
         tuple(dict.fromkeys((*first.grad, *second.grad))),
     )
@@ -232,9 +232,9 @@ def _overlay(tree: Dim, other: Dim) -> Dim:
     )
 
 
-def cut_axes(strategy: Strategy) -> Mapping[str, tuple[str, ...]]:
+def split_axes(strategy: Strategy) -> Mapping[str, tuple[str, ...]]:
     """Return the split letters, mapped to the axes that split them."""
-    return {letter: dim_axes(tree) for letter, tree in strategy.cuts if dim_axes(tree)}
+    return {letter: dim_axes(tree) for letter, tree in strategy.splits if dim_axes(tree)}
 
 
 def letter_of_dim(site: Site, port: int, dim: int) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from meshwright.core.graph import ROWS_MARK, Graph, Node, Ref, TensorType
 from meshwright.errors import MeshwrightError, RuleError
 from meshwright.ops.rule import Rule, parse_pattern
 from meshwright.ops.special import SPECIAL
-from meshwright.ops.special.build import line, whole
+from meshwright.ops.special.build import line, replicated
 
 
 def _each(names: str, text: str) -> dict[str, str]:
@@ -130,7 +130,7 @@ def rule_of(node: Node, types: Mapping[str, TensorType]) -> Rule:
         elif node.op in LINES:
             rule = _by_line(node, types)
         else:
-            rule = whole(node, types, f"no rule is known for {node.op}")
+            rule = replicated(node, types, f"no rule is known for {node.op}")
     except MeshwrightError as error:
         raise error.at(node.where) from None
     return _without_squares(node, rule)
@@ -141,7 +141,7 @@ def _by_line(node: Node, types: Mapping[str, TensorType]) -> Rule:
     try:
         return line(node, types, LINES[node.op])
     except RuleError as error:
-        return whole(node, types, f"{error.what}: {error.why}")
+        return replicated(node, types, f"{error.what}: {error.why}")
 
 
 def _without_squares(node: Node, rule: Rule) -> Rule:

@@ -13,7 +13,7 @@ from meshwright.core.graph import RESHARD, START, TO_DEVICE, TO_HOST, Graph, Nod
 from meshwright.core.mesh import Mesh
 from meshwright.errors import LayoutError
 from meshwright.ops.analysis import factors_of
-from meshwright.ops.batch import by_whole_batch
+from meshwright.ops.batch import full_batch_readers
 from meshwright.ops.factors import Factors
 from meshwright.partition.activation_offload import Stash
 from meshwright.partition.backward_demand import Askers
@@ -176,7 +176,7 @@ def _one(graph: Graph, factors: Factors, plan: Plan, prices: Prices | None) -> P
     try:
         resharded = insert_reshards(graph, factors, timed, prices or plan.prices or TWO_CORE_GLOO)
     except LayoutError as error:
-        whole = by_whole_batch(graph, factors) if timed is not plan else []
+        whole = full_batch_readers(graph, factors) if timed is not plan else []
         if not whole:
             raise
         raise not_in_time(whole[0], plan) from error

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from meshwright.core.graph import DTYPES, START, WAIT, Graph, Node
 from meshwright.core.mesh import Mesh
-from meshwright.ops.collectives import kernel_talk
+from meshwright.ops.collectives import kernel_collectives
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import summed_first
 from meshwright.partition.activation_offload import Stash, stashed_in
@@ -72,7 +72,7 @@ def program_collectives(
         elif node.op == START:
             found += _flight(local, node, mesh, rank, held)
         elif node.op != WAIT:
-            for t in kernel_talk(node, local.types):
+            for t in kernel_collectives(node, local.types):
                 phases = ("forward", "backward") if remade and t.phase == "forward" else (t.phase,)
                 found += [Collective(p, t.kind, t.axes, t.payload_bytes, node.name) for p in phases]
     return found

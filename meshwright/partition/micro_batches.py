@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from meshwright.core.graph import DTYPES, RESHARD, START, Graph, Input, Node, Ref, prune, verify
 from meshwright.core.layout import TensorLayout
 from meshwright.core.remembered import remembered
-from meshwright.ops.batch import by_micro_batch
+from meshwright.ops.batch import example_reducers
 from meshwright.partition import Partition
 from meshwright.partition.insert_reshards import local_type, step_texts
 from meshwright.partition.interleave import Interleaved, interleaved, shared
@@ -250,7 +250,7 @@ def _carried(parts: Partition) -> tuple[tuple[str, str], ...]:
     graph, layouts = parts.resharded.graph, parts.resharded.layouts
     if not graph.mutations:
         return ()
-    sources = {node.name for node in by_micro_batch(graph, parts.factors)}
+    sources = {node.name for node in example_reducers(graph, parts.factors)}
     own: set[str] = set()
     for node in graph.nodes:
         if node.name in sources or own.intersection(node.uses):

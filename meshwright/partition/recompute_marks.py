@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from meshwright.core.graph import MOVES, RESHARD, Graph, Node
-from meshwright.ops.collectives import site_talk
+from meshwright.ops.collectives import site_collectives
 from meshwright.ops.factors import Factors
 from meshwright.partition.activation_offload import Stash, stashes_of
 from meshwright.partition.backward_demand import Askers, asked_of
@@ -39,7 +39,7 @@ def with_keeps(resharded: Resharded, factors: Factors, plan: Plan) -> Resharded:
             for name in again
             if any(
                 t.phase == "forward"
-                for t in site_talk(factors.sites[name], resharded.ports[name], plan.mesh, types)
+                for t in site_collectives(factors.sites[name], resharded.ports[name], plan.mesh, types)
             )
         }
     nodes = tuple(_marked(node, resharded, again, even, plan) for node in graph.nodes)

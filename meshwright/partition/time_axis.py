@@ -20,7 +20,7 @@ from meshwright.core.techniques import Techniques
 from meshwright.errors import PlanError
 from meshwright.ops.batch import Unit, batch_units
 from meshwright.ops.factors import Factors, Site
-from meshwright.ops.strategy import Ports, Strategy, at_path, cut, layouts, through_ports
+from meshwright.ops.strategy import Ports, Strategy, at_path, layouts, split_unit, through_ports
 from meshwright.ops.table import has_rule
 from meshwright.partition.insert_reshards import Resharded
 from meshwright.plan.plan import Plan
@@ -72,12 +72,12 @@ class _InTime:
         return chosen
 
     def _by_batch(self, site: Site, strategy: Strategy) -> Strategy | None:
-        cuts = dict(strategy.cuts)
+        cuts = dict(strategy.splits)
         for letter, unit in batch_units(site, self.factors):
             tree = cuts.get(letter, site.trees[letter])
             self._check_rows(site, tree, unit)
             cuts[letter] = cut_first(tree, unit, self.time)
-            return replace(strategy, cuts=tuple(cuts.items()))
+            return replace(strategy, splits=tuple(cuts.items()))
         return None
 
     def _through(self, site: Site, strategy: Strategy, waiting: set[int], sums: set[int]) -> Strategy:
@@ -184,7 +184,7 @@ def cut_first(tree: Dim, unit: Unit, axes: Sequence[str]) -> Dim:
         for axis in before:
             tree = _without(tree, path, axis)
         for axis in (*axes, *before):
-            tree = cut(tree, (path,), axis)
+            tree = split_unit(tree, (path,), axis)
     return tree
 
 

@@ -124,8 +124,8 @@ def _strategy_data(
         data["op"] = about[0]
     if about is not None and about[1]:
         data["module"] = about[1]
-    if strategy.cuts:
-        data["cuts"] = {letter: str(TensorLayout((dim,)))[1:-1] for letter, dim in strategy.cuts}
+    if strategy.splits:
+        data["cuts"] = {letter: str(TensorLayout((dim,)))[1:-1] for letter, dim in strategy.splits}
     if strategy.through:
         data["through"] = {axis: list(ports) for axis, ports in strategy.through}
     if strategy.grad:
@@ -369,7 +369,7 @@ def _strategy(data: _Node, mesh: Mesh) -> Strategy:
         tuple((axis, tuple(ports)) for axis, ports in data.through.items()),
         tuple(data.grad),
     )
-    for letter, dim in found.cuts:
+    for letter, dim in found.splits:
         verify(TensorLayout((dim,)), mesh, f"the cut of {letter}")
     verify(TensorLayout((), tuple(a for a, _ in found.through), found.grad), mesh)
     return found

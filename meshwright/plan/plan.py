@@ -331,7 +331,7 @@ class Plan:
         for plan in self.own:
             plan.check_cuts(factors)
         for name, site in factors.sites.items():
-            for letter, dim in self.strategies[name].cuts:
+            for letter, dim in self.strategies[name].splits:
                 tree = site.trees.get(letter)
                 if tree is None or without_axes(dim, dim_axes(dim)) != tree:
                     sizes = ", ".join(f"{x}={show_dim(t)}" for x, t in site.trees.items())

@@ -31,9 +31,9 @@ from meshwright.cost.gradients import reduction_seconds
 from meshwright.cost.host import place, transfer_seconds
 from meshwright.cost.machine import seconds, update_seconds
 from meshwright.cost.operators import Amount, work
-from meshwright.ops.collectives import Talk, kernel_talk
+from meshwright.ops.collectives import KernelCollective, kernel_collectives
 from meshwright.ops.factors import Site
-from meshwright.ops.local.cut import Cut
+from meshwright.ops.local.sharded_node import ShardedNode
 from meshwright.ops.strategy import Ports
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import programs_in_time, scattered_each_time, summed_first
@@ -169,9 +169,9 @@ def node_prices(
 ) -> dict[str, NodePrice]:
     """The price of every operator of the model, or of those `of` it, in the order of the model."""
     graph, sites, at = parts.resharded.graph, parts.factors.sites, origin(mesh)
-    sent: dict[str, list[Talk]] = {}
+    sent: dict[str, list[KernelCollective]] = {}
     for node in local.nodes:
-        if talk := kernel_talk(node, local.types):
+        if talk := kernel_collectives(node, local.types):
             sent.setdefault(parts.stands_for(node.name), []).extend(talk)
     found: dict[str, NodePrice] = {}
     again = asked_within(parts.again, local)
@@ -209,11 +209,11 @@ def _kind_of(node: Node, graph: Graph) -> Hashable:
 
 def letter_sizes(site: Site, ports: Ports, mesh: Mesh, at: Mapping[str, int]) -> dict[str, int]:
     """How many elements of each letter of an operator (and of each part of a concatenation) a rank holds."""
-    cut = Cut(site, ports, mesh, at)
+    cut = ShardedNode(site, ports, mesh, at)
     return {**site.rule.sizes, **{letter: cut.size(letter) for letter in cut.letters}}
 
 
-def talk_seconds(talk: Iterable[Talk], mesh: Mesh, prices: Prices) -> float:
+def talk_seconds(talk: Iterable[KernelCollective], mesh: Mesh, prices: Prices) -> float:
     """Seconds of what kernels send, one after the other."""
     return sum(
         prices.seconds(t.kind, mesh, t.axes, wire_elements(t.kind, mesh.count(t.axes), t.payload_bytes, 0))
@@ -269,7 +269,7 @@ def once_prices(programs: MicroBatches, mesh: Mesh, cluster: Cluster) -> dict[st
                 steps, itemsize = parse_steps(node.args[1]), DTYPES[node.outputs[0].dtype]
                 found[node.name] = (total_seconds(steps, mesh, itemsize, cluster.prices), 0.0)
             else:
-                talk = kernel_talk(node, graph.types)
+                talk = kernel_collectives(node, graph.types)
                 found[node.name] = (talk_seconds(talk, mesh, cluster.prices), 0.0)
     return found
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from meshwright.core.graph import DTYPES, START, TRANSFERS, WAIT, Graph, Node
 from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
-from meshwright.ops.collectives import kernel_talk
+from meshwright.ops.collectives import kernel_collectives
 from meshwright.partition import RESHARD, Partition
 from meshwright.partition.accumulation import programs_in_time, scattered_each_time, summed_first
 from meshwright.partition.backward_demand import asked_within
@@ -223,7 +223,7 @@ class StepTasks:
         """What a kernel sends; where backward computes the operator again, there once more."""
         one = self.parts.stands_for(self._of_one(node))
         phases = (phase, "forward") if phase == "backward" and one in self.again else (phase,)
-        for talk in kernel_talk(node, self.local.types):
+        for talk in kernel_collectives(node, self.local.types):
             if talk.phase in phases:
                 sent = wire_elements(talk.kind, self.mesh.count(talk.axes), talk.payload_bytes, 0)
                 self._send(node.name, talk.kind, talk.axes, sent, phase, node.module)
@@ -240,7 +240,7 @@ class StepTasks:
             if node.op == RESHARD:
                 self._steps(node, parse_steps(node.args[1]), "forward")
             else:
-                for talk in kernel_talk(node, graph.types):
+                for talk in kernel_collectives(node, graph.types):
                     sent = wire_elements(talk.kind, self.mesh.count(talk.axes), talk.payload_bytes, 0)
                     self._send(node.name, talk.kind, talk.axes, sent, talk.phase, node.module)
 

@@ -15,7 +15,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import MeshwrightError
 from meshwright.ops.factors import Site
-from meshwright.ops.strategy import Strategy, cut, fits, layouts, splittable, ways
+from meshwright.ops.strategy import Strategy, fits, layouts, split_unit, splittable, ways
 from meshwright.partition import Partition
 from meshwright.partition.insert_reshards import insert_reshards
 from meshwright.predict.price import on_cluster, program_price
@@ -56,7 +56,7 @@ def _others(site: Site, mine: Strategy, mesh: Mesh) -> Iterator[Strategy]:
         gone = [a for a in run if mesh.sizes[a] > 1 and a not in mesh.time]  # micro-batches are no choice
         if not gone:
             continue
-        cuts = {letter: without_axes(dim, gone) for letter, dim in mine.cuts}
+        cuts = {letter: without_axes(dim, gone) for letter, dim in mine.splits}
         cuts = {letter: dim for letter, dim in cuts.items() if dim_axes(dim)}
         through = tuple((a, ports) for a, ports in mine.through if a not in gone)
         base = Strategy(tuple(cuts.items()), through, tuple(a for a in mine.grad if a not in gone))
@@ -68,7 +68,7 @@ def _others(site: Site, mine: Strategy, mesh: Mesh) -> Iterator[Strategy]:
                 for axis in gone:
                     if not fits(tree, unit, mesh, axis):
                         break
-                    tree = cut(tree, unit, axis)
+                    tree = split_unit(tree, unit, axis)
                 else:
                     changed = {**cuts, letter: tree}
                     strategy = Strategy(tuple((x, changed[x]) for x in sorted(changed)), through, base.grad)
@@ -77,7 +77,7 @@ def _others(site: Site, mine: Strategy, mesh: Mesh) -> Iterator[Strategy]:
 
 
 def _sorted(strategy: Strategy) -> Strategy:
-    return replace(strategy, cuts=tuple(sorted(strategy.cuts, key=lambda c: c[0])))
+    return replace(strategy, splits=tuple(sorted(strategy.splits, key=lambda c: c[0])))
 
 
 def _around(graph: Graph, name: str) -> Graph:

@@ -244,7 +244,7 @@ def cut_words(strategy: Strategy | None, mesh: Mesh) -> str:
     if strategy is None:
         return ABSENT
     words = []
-    for letter, dim in strategy.cuts:
+    for letter, dim in strategy.splits:
         axes = [x for x in dim_axes(dim) if mesh.sizes.get(x, 1) > 1 and x not in mesh.time]
         words += [f"{letter}={mesh.show(axes)}"] if axes else []
     waiting = [x for x, _ in strategy.through if mesh.sizes.get(x, 1) > 1 and x not in mesh.time]

@@ -191,7 +191,7 @@ def cut_text(parts: Partition, node: Node) -> str:
     """``batch=dp n=tp``: the letters of an operator that are split, by the user's names of the axes."""
     mesh, strategy = parts.plan.mesh, parts.plan.strategies[node.name]
     words = []
-    for letter, dim in strategy.cuts:
+    for letter, dim in strategy.splits:
         axes = [a for a in dim_axes(dim) if mesh.sizes[a] > 1 and a not in mesh.time]
         if axes:
             marks = parts.factors.batch.get((node.name, letter), ())

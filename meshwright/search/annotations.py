@@ -26,8 +26,8 @@ from meshwright.core.layout import TensorLayout, dim_axes, normalize, only_axes
 from meshwright.core.mesh import Axis, Mesh, prime_factors
 from meshwright.errors import StrategyError
 from meshwright.ops.factors import Site
-from meshwright.ops.rule import RuleDim, dim_letters, is_whole
-from meshwright.ops.strategy import WHOLE, Strategy, cut, layouts, merge, splittable, units
+from meshwright.ops.rule import RuleDim, dim_letters, must_replicate
+from meshwright.ops.strategy import WHOLE, Strategy, layouts, merge, split_unit, splittable, units
 from meshwright.search.pins import Seeds, cut_letter
 from meshwright.search.scene import Scene, options
 
@@ -61,16 +61,16 @@ def _check_whole(
     site = scene.site(node.name)
     (have,) = scene.ports(spec.node, assignment[spec.node.name]).outputs
     for dim, (given, letters) in enumerate(zip(have.dims, site.rule.inputs[port], strict=True)):
-        held = [x for x in dim_letters(letters) if is_whole(site.rule, x)]
+        held = [x for x in dim_letters(letters) if must_replicate(site.rule, x)]
         axes = dim_axes(given)
         if axes and held and not _takes(scene, node, port, have, axes):
             raise StrategyError(
                 f"the {spec.what} cuts dim {dim} of {spec.node.outputs[0]} into {scene.mesh.count(axes)} blocks, "
                 f"which {node.op} must keep whole",
-                why=site.rule.why_whole or _why(site, letters),
+                why=site.rule.why_replicated or _why(site, letters),
                 where=spec.node.where,
                 hint=f'mw.rule({node.op.removesuffix(".default")!r}, "…") says how it can be cut, or 1 for that dim'
-                if site.rule.why_whole.startswith("no rule is known")
+                if site.rule.why_replicated.startswith("no rule is known")
                 else "1 for that dim; it can be cut by " + (", ".join(splittable(site)) or "nothing"),
             )
 
@@ -85,7 +85,7 @@ def _takes(scene: Scene, node: Node, port: int, have: TensorLayout, axes: Iterab
         for option in options(scene, node, axis, fixed):
             grown = merge(fixed, option)
             found = layouts(scene.site(node.name), grown).inputs[port].forward
-            if option.cuts and normalize(found, scene.mesh) == wanted:
+            if option.splits and normalize(found, scene.mesh) == wanted:
                 fixed = grown
                 break
         else:
@@ -96,7 +96,9 @@ def _takes(scene: Scene, node: Node, port: int, have: TensorLayout, axes: Iterab
 def _why(site: Site, dim: RuleDim) -> str:
     """What of a dim can be split: ``the dim is 4 runs of 2 elements, each of which stays whole``."""
     sizes = [site.rule.sizes[x] for x in dim_letters(dim)]
-    runs = math.prod(n for x, n in zip(dim_letters(dim), sizes, strict=True) if not is_whole(site.rule, x))
+    runs = math.prod(
+        n for x, n in zip(dim_letters(dim), sizes, strict=True) if not must_replicate(site.rule, x)
+    )
     if runs == 1:
         return "each result needs all of its elements"
     return f"the dim is {runs} runs of {math.prod(sizes) // runs} elements, each of which stays whole"
@@ -433,7 +435,7 @@ def _factor(scene: Scene, spec: PinSpec, dim: int) -> tuple[str, str] | None:
     if not letters or not units(site.trees[letters[0]]):
         return None
     tree = site.trees[letters[0]]
-    start = layouts(site, Strategy(((letters[0], cut(tree, units(tree)[0], "probe")),))).outputs[0]
+    start = layouts(site, Strategy(((letters[0], split_unit(tree, units(tree)[0], "probe")),))).outputs[0]
     state, value = normalize(start, PROBE), spec.node.values[0] if spec.role == "in" else spec.node.uses[0]
     for _ in range(32):
         near = scene.graph.consumers[value][:1] if spec.role == "in" else ()
@@ -444,10 +446,10 @@ def _factor(scene: Scene, spec: PinSpec, dim: int) -> tuple[str, str] | None:
         for option in options(probe, node, "probe", Strategy()):
             ports = probe.ports(node, option)
             here = ports.inputs[port] if port >= 0 else ports.outputs[0]
-            if option.cuts and normalize(here.forward, PROBE) == state:
+            if option.splits and normalize(here.forward, PROBE) == state:
                 follower = rule.flattened or (len(node.uses) == 1 and bool(rule.terms))
                 if not follower:
-                    return node.name, option.cuts[0][0]
+                    return node.name, option.splits[0][0]
                 onward = ports.outputs[0] if port >= 0 else ports.inputs[0]
                 state = normalize(onward.forward, PROBE)
                 value = node.values[0] if port >= 0 else node.uses[0]

@@ -22,7 +22,7 @@ def batch_options(menu: Choices, marks: Mapping[str, tuple[bool, ...]]) -> tuple
             number, letter = (number + 1 if entry.letter == letter else 0), entry.letter
             found = marks[letter]
             if number < len(found) and found[number] and len(found) == len(units(site.trees[letter])):
-                kept.append((not any(letter in given for given in site.rule.gives), option))
+                kept.append((not any(letter in given for given in site.rule.output_letters), option))
     return tuple(option for _, option in sorted(kept, key=lambda k: k[0]))
 
 

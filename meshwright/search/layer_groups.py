@@ -123,7 +123,7 @@ def unfold_factors(folds: Folded, factors: Factors) -> Factors:
         sites,
         {**folds.unfold_inputs(factors.dims), **folds.unfold_values(factors.dims)},
         {(name, x): factors.batch[here, x] for name, here, x in letters},
-        {(name, x): factors.held[here, x] for name, here, x in letters},
+        {(name, x): factors.unsharded[here, x] for name, here, x in letters},
         folds.unfold_inputs(factors.batch_inputs),
     )
 

@@ -22,7 +22,7 @@ from meshwright.core.layout import Dim, SubDim, dim_axes, normalize_dim
 from meshwright.core.mesh import Axis, Mesh
 from meshwright.ops.factors import Factors, Site
 from meshwright.ops.rule import dim_letters
-from meshwright.ops.strategy import WHOLE, Strategy, at_path, cut, splittable, through_ports, ways
+from meshwright.ops.strategy import WHOLE, Strategy, at_path, split_unit, splittable, through_ports, ways
 
 
 class Board:
@@ -137,7 +137,7 @@ def shape_of(site: Site) -> Hashable:
     plain = all(len(tree) == 1 and type(tree[0]) is SubDim for tree in trees.values() if tree)
     if not plain or any(len(dim) > 1 for port in (*rule.inputs, *rule.outputs) for dim in port):
         return site.signature
-    parts = (rule.inputs, rule.outputs, rule.terms, rule.whole, rule.inside, rule.outer)
+    parts = (rule.inputs, rule.outputs, rule.terms, rule.replicated, rule.reduced_inside, rule.outer)
     return (*map(id, parts), *[(letter, len(tree)) for letter, tree in trees.items()])
 
 
@@ -168,9 +168,11 @@ class Choices:
         if not entry.letter:
             return (WHOLE_CODE,) * len(rule.inputs), (WHOLE_CODE,) * len(rule.outputs)
         x = entry.letter
-        cuts = {x: cut(self.site.trees[x], entry.unit, HERE)}
-        holds, gives = ([x in letters for letters in ports] for ports in (rule.holds, rule.gives))
-        sums = x not in rule.inside
+        cuts = {x: split_unit(self.site.trees[x], entry.unit, HERE)}
+        holds, gives = (
+            [x in letters for letters in ports] for ports in (rule.input_letters, rule.output_letters)
+        )
+        sums = x not in rule.reduced_inside
         enter = (
             {t[0] for t in rule.terms if not any(holds[p] for p in t)}
             if sums and gives and not gives[0]
@@ -215,9 +217,9 @@ class Menu:
 
     def option_of(self, strategy: Strategy, axis: str) -> int:
         """The option that a single-axis strategy is."""
-        if not strategy.cuts and not strategy.through:
+        if not strategy.splits and not strategy.through:
             return 0
-        letter = strategy.cuts[0][0] if strategy.cuts else ""
+        letter = strategy.splits[0][0] if strategy.splits else ""
         return next(
             o
             for o, entry in enumerate(self.entries)
@@ -235,7 +237,7 @@ class Menu:
                 if len(tree) == 1 and type(only := tree[0]) is SubDim:
                     cuts[entry.letter] = (only.on((*only.axes, axis)),)
                 else:
-                    cuts[entry.letter] = cut(tree, entry.unit, axis)
+                    cuts[entry.letter] = split_unit(tree, entry.unit, axis)
             elif entry.through:
                 through.append((axis, entry.through))
         return Strategy(tuple(cuts.items()), tuple(through)) if cuts or through else WHOLE

@@ -13,8 +13,8 @@ from meshwright.core.layout import Dim, show_dim
 from meshwright.errors import StrategyError, a_type, did_you_mean
 from meshwright.ops.batch import batch_units
 from meshwright.ops.factors import Site
-from meshwright.ops.rule import SIZED, dim_letters, is_whole
-from meshwright.ops.strategy import Strategy, at_path, cut, fits, splittable, unit_leaves, units, ways
+from meshwright.ops.rule import SIZED, dim_letters, must_replicate
+from meshwright.ops.strategy import Strategy, at_path, fits, split_unit, splittable, unit_leaves, units, ways
 from meshwright.search.scene import Scene
 
 BATCH = "batch"  # what plans are shown with where a letter counts examples
@@ -235,7 +235,7 @@ def check_pins(pins: Any) -> None:
 def _letters_text(site: Site) -> str:
     """``d0=8, n=96, s=12 (whole)``: the factors of a node with their sizes."""
     words = (
-        f"{x}={n}" + (" (whole)" if is_whole(site.rule, x) else "")
+        f"{x}={n}" + (" (whole)" if must_replicate(site.rule, x) else "")
         for x, n in site.rule.sizes.items()
         if x in site.trees and not x.startswith(SIZED)
     )
@@ -245,16 +245,16 @@ def _letters_text(site: Site) -> str:
 def cut_letter(scene: Scene, seeds: Seeds, node: Node, letter: str, axes: Sequence[str]) -> None:
     """Seeds that cut a letter of a node over axes. Raises StrategyError where it cannot be."""
     site = scene.site(node.name)
-    if is_whole(site.rule, letter):
+    if must_replicate(site.rule, letter):
         raise StrategyError(
-            f"{letter} of {node.op} must stay whole",
-            why=site.rule.why_whole or "each result needs all of its elements",
+            f"{letter} of {node.op} may not be sharded",
+            why=site.rule.why_replicated or "each result needs all of its elements",
             where=node.where,
             hint="it can be cut by " + (", ".join(splittable(site)) or "nothing"),
         )
     for axis in axes:
         before = seeds.get(axis, {}).get(node.name, Strategy())
-        other = next((x for x, _ in before.cuts if x != letter), None)
+        other = next((x for x, _ in before.splits if x != letter), None)
         if other is not None:
             raise StrategyError(
                 f"the axis {scene.mesh.show((axis,))!r} is used twice in {node.op}, for {other} and for {letter}",
@@ -273,8 +273,8 @@ def cut_letter(scene: Scene, seeds: Seeds, node: Node, letter: str, axes: Sequen
                 where=node.where,
                 hint=f"at most {_room(tree)} ranks on that axis, or another factor: {_letters_text(site)}",
             )
-        grown = cut(grown, unit, axis)
-        seeds.setdefault(axis, {})[node.name] = Strategy(((letter, cut(tree, unit, axis)),))
+        grown = split_unit(grown, unit, axis)
+        seeds.setdefault(axis, {})[node.name] = Strategy(((letter, split_unit(tree, unit, axis)),))
 
 
 def _room(tree: Dim) -> int:
@@ -290,7 +290,7 @@ def best_unit(
     Of a fused qkv ``(3 heads 8)`` that is the heads. Without such a place, the first with room; without
     room, the first.
     """
-    site, held = scene.site(node.name), scene.factors.held[node.name, letter]
+    site, held = scene.site(node.name), scene.factors.unsharded[node.name, letter]
     tree, found = site.trees[letter], ways(site, letter)
     roomy = [u for u in found if min(at_path(tree, path).size for path in u) >= scene.mesh.count(axes)]
     free = [u for u in roomy if not any(held[i] for i in unit_leaves(tree, u))]

@@ -9,7 +9,7 @@ from meshwright.core.graph import Graph, Node
 from meshwright.core.layout import Dim, SubDim, TensorLayout, dim_axes, dim_size, local_size
 from meshwright.core.mesh import Mesh
 from meshwright.ops.analysis import factors_of
-from meshwright.ops.strategy import Strategy, cut_axes
+from meshwright.ops.strategy import Strategy, split_axes
 from meshwright.ops.table import has_rule
 from meshwright.plan.plan import Plan
 from meshwright.redistribute.steps import origin, show_bytes
@@ -72,7 +72,7 @@ def repeated(graph: Graph, mesh: Mesh, assignment: Mapping[str, Strategy]) -> li
             strategy = assignment[node.name]
             idle = known.get(id(strategy))
             if idle is None:
-                used = {a for axes in cut_axes(strategy).values() for a in axes}
+                used = {a for axes in split_axes(strategy).values() for a in axes}
                 used |= {a for a, _ in strategy.through}
                 idle = tuple(a.name for a in mesh.axes if a.size > 1 and a.name not in used)
                 known[id(strategy)] = idle
@@ -94,7 +94,7 @@ def uneven(graph: Graph, mesh: Mesh, assignment: Mapping[str, Strategy]) -> list
     found: dict[Dim, list[Node]] = {}
     known: dict[Dim, bool] = {}
     for node in graph.nodes:
-        for _, dim in assignment[node.name].cuts if node.op in HEAVY else ():
+        for _, dim in assignment[node.name].splits if node.op in HEAVY else ():
             if dim not in known:
                 known[dim] = local_size(dim, mesh, origin(mesh)) > UNEVEN * _mean(mesh, dim)
             if known[dim]:

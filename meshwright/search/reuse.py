@@ -225,7 +225,7 @@ def _resized(strategy: Strategy, site: Site, mesh: Mesh) -> Strategy | None:
     """A strategy at the sizes of another site of its operator, without the axes for which there are too few elements;
     None where the operator there has not the dims that it splits."""
     cuts: list[tuple[str, Dim]] = []
-    for letter, dim in strategy.cuts:
+    for letter, dim in strategy.splits:
         made = axes_onto(site.trees[letter], dim) if letter in site.trees else None
         if made is None:
             return None
@@ -233,7 +233,7 @@ def _resized(strategy: Strategy, site: Site, mesh: Mesh) -> Strategy | None:
             made = without_axes(made, [axis])
         if dim_axes(made):
             cuts.append((letter, made))
-    found = replace(strategy, cuts=tuple(cuts))
+    found = replace(strategy, splits=tuple(cuts))
     return found if _fits(found, site) else None
 
 
@@ -245,8 +245,8 @@ def _too_many(dim: Dim, mesh: Mesh) -> str | None:
 def _is_resized(strategy: Strategy, site: Site, mesh: Mesh) -> bool:
     """Whether a strategy splits the same dims over the same axes at other sizes."""
     found = _resized(strategy, site, mesh)
-    return found is not None and [(n, dim_axes(d)) for n, d in found.cuts] == [
-        (n, dim_axes(d)) for n, d in strategy.cuts
+    return found is not None and [(n, dim_axes(d)) for n, d in found.splits] == [
+        (n, dim_axes(d)) for n, d in strategy.splits
     ]
 
 
@@ -265,7 +265,8 @@ def _fits(strategy: Strategy, site: Site) -> bool:
     """Whether an operator has the factors that a strategy cuts, and the ports through which sums pass."""
     trees = site.trees
     cuts = all(
-        letter in trees and without_axes(dim, dim_axes(dim)) == trees[letter] for letter, dim in strategy.cuts
+        letter in trees and without_axes(dim, dim_axes(dim)) == trees[letter]
+        for letter, dim in strategy.splits
     )
     return cuts and all(p < len(site.node.uses) for _, ports in strategy.through for p in ports)
 
@@ -276,14 +277,14 @@ def _on_axis(strategy: Strategy, axis: str) -> Strategy:
     def alone(dim: Dim) -> Dim:
         return without_axes(dim, {a for a in dim_axes(dim) if a != axis})
 
-    cuts = tuple((letter, alone(dim)) for letter, dim in strategy.cuts if axis in dim_axes(dim))
+    cuts = tuple((letter, alone(dim)) for letter, dim in strategy.splits if axis in dim_axes(dim))
     return Strategy(cuts, tuple(t for t in strategy.through if t[0] == axis))
 
 
 def _is_option(scene: Scene, node: str, strategy: Strategy, axis: str) -> bool:
     menu = scene.board.menus[scene.board.number[node]]
     return any(menu.strategy([(option, axis, 1)]) == strategy for option in range(len(menu.entries))) or not (
-        strategy.cuts or strategy.through
+        strategy.splits or strategy.through
     )
 
 

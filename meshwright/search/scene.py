@@ -18,9 +18,9 @@ from meshwright.ops.strategy import (
     WHOLE,
     Ports,
     Strategy,
-    cut,
     fits,
     layouts,
+    split_unit,
     splittable,
     through_ports,
     ways,
@@ -78,11 +78,11 @@ class Scene:
 def options(scene: Scene, node: Node, axis: str, fixed: Strategy) -> Iterator[Strategy]:
     """What a node may do on an axis beside what is fixed on others; single-axis strategies, whole first."""
     yield WHOLE
-    site, taken = scene.site(node.name), dict(fixed.cuts)
+    site, taken = scene.site(node.name), dict(fixed.splits)
     for letter in splittable(site):
         tree = site.trees[letter]
         for unit in ways(site, letter):
             if fits(taken.get(letter, tree), unit, scene.mesh, axis):
-                yield Strategy(((letter, cut(tree, unit, axis)),))
+                yield Strategy(((letter, split_unit(tree, unit, axis)),))
     for ports in through_ports(site):
         yield Strategy(through=((axis, ports),))

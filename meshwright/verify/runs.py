@@ -17,7 +17,7 @@ from meshwright.capture.trace import loss_and_more
 from meshwright.compile import Loss
 from meshwright.core.graph import Graph, Node
 from meshwright.core.mesh import Mesh
-from meshwright.ops.batch import by_micro_batch
+from meshwright.ops.batch import example_reducers
 from meshwright.partition import Partition, partition
 from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld
 from meshwright.runtime.kernels import reference_dropout
@@ -102,7 +102,7 @@ def draws_of(graph: Graph) -> int:
 
 def inexact_nodes(graph: Graph, parts: Partition) -> list[Node]:
     """The operators of a partition whose micro-batches give something else than the whole batch does."""
-    return by_micro_batch(graph, parts.factors) if parts.micro_batches > 1 else []
+    return example_reducers(graph, parts.factors) if parts.micro_batches > 1 else []
 
 
 def reference_in_time(

@@ -18,7 +18,7 @@ from meshwright.core.layout import Cat, Dim, SubDim, TensorLayout, verify
 from meshwright.core.mesh import Mesh
 from meshwright.ops.factors import Site, analyze
 from meshwright.ops.local import localize
-from meshwright.ops.strategy import WHOLE, Strategy, cut, fits, layouts, merge, splittable, ways
+from meshwright.ops.strategy import WHOLE, Strategy, fits, layouts, merge, split_unit, splittable, ways
 from meshwright.ops.table import rule_of, rules_of
 from meshwright.runtime.communicator import Alone, SimulatedWorld
 from meshwright.runtime.kernels import KERNELS
@@ -221,7 +221,7 @@ def strategies(site: Site, mesh: Mesh, axis: str) -> Iterator[Strategy]:
     for letter in splittable(site):
         for unit in ways(site, letter):
             if fits(site.trees[letter], unit, mesh, axis):
-                yield Strategy(cuts=((letter, cut(site.trees[letter], unit, axis)),))
+                yield Strategy(splits=((letter, split_unit(site.trees[letter], unit, axis)),))
     if site.rule.terms:
         for ports in itertools.product(*site.rule.terms):
             yield Strategy(through=((axis, ports),))
@@ -297,7 +297,7 @@ def prove_all(case: Sample, mesh_size: int) -> int:
     sites = [case.site] if case.site.rule.flattened else [case.site, inner(case.site)]
     for number, site in enumerate(sites):
         for strategy in strategies(site, mesh, "a"):
-            if number and not strategy.cuts:
+            if number and not strategy.splits:
                 continue
             prove(case, site, strategy, mesh)
             count += 1
@@ -312,7 +312,7 @@ def prove_pairs(case: Sample, limit: int = 6) -> int:
     count = 0
     for first, second in pairs:
         both = merge(first, second)
-        dims: list[Dim] = [tree for _, tree in both.cuts]
+        dims: list[Dim] = [tree for _, tree in both.splits]
         if not all(_fits(d, mesh) for d in dims) or (
             first.through and second.through and first.through[0][1] != second.through[0][1]
         ):

@@ -28,10 +28,10 @@ def test_found_once_until_a_rule_is_given(monkeypatch: pytest.MonkeyPatch) -> No
     graph = parse(TEXT)
     first = factors_of(graph)
     assert factors_of(graph) is first
-    assert first.sites["y"].rule.why_whole
+    assert first.sites["y"].rule.why_replicated
     table.register("mine::twice", "... -> ...")
     second = factors_of(graph)
-    assert not second.sites["y"].rule.why_whole
+    assert not second.sites["y"].rule.why_replicated
     assert keep_factors(graph, first) is first and factors_of(graph) is first
 
 

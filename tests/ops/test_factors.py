@@ -120,7 +120,7 @@ def test_a_view_that_cuts_through_keeps_both_sides_whole():
     graph = parse(CONFLICT)
     site = analyze(graph, rules_of(graph)).sites["y"]
     assert list(splittable(site)) == []
-    assert site.rule.why_whole == "the view cuts through it"
+    assert site.rule.why_replicated == "the view divides it"
 
 
 def test_batch_marks_reach_the_flattened_tokens():

@@ -18,7 +18,7 @@ def bound(text, inputs, outputs):
 def test_every_line_of_the_table_parses(text):
     pattern = parse_pattern(text)
     assert pattern.linear == ("->" in text)
-    assert pattern.whole == {x.strip("@!") for x in text.replace(",", " ").split() if x.endswith("!")}
+    assert pattern.replicated == {x.strip("@!") for x in text.replace(",", " ").split() if x.endswith("!")}
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,11 @@ def test_terms_say_how_a_pending_sum_passes(text, terms):
 )
 def test_lines_that_mean_the_same(left, right):
     one, two = parse_pattern(left), parse_pattern(right)
-    assert (one.inputs, one.outputs, one.linear, one.whole) == (
+    assert (one.inputs, one.outputs, one.linear, one.replicated) == (
         two.inputs,
         two.outputs,
         two.linear,
-        two.whole,
+        two.replicated,
     )
 
 
@@ -100,7 +100,7 @@ def test_dims_of_one_size_in_an_ignored_port_have_nothing_in_common():
         ("m k, k n -> m n", [(4, 6), (5, 8)], [(4, 8)], "k is 6 by one tensor and 5 by another"),
         ("m k -> m", [(4, 6)], [(4,), (6,)], "2 results for 1 ports"),
         ("m k -> m", [(4, 6, 2)], [(4,)], "a port has 2 dims"),
-        ("m (a b) -> m", [(4, 6)], [(4,)], "cannot be told from the shapes"),
+        ("m (a b) -> m", [(4, 6)], [(4,)], "does not follow from the shapes"),
     ],
 )
 def test_errors_say_what_does_not_fit(text, inputs, outputs, says):
@@ -120,8 +120,8 @@ def node_of(op, *shapes, out, dtype="f32", **kwargs):
 def test_an_unknown_operator_is_whole_and_says_so():
     rule = rule_of(*node_of("mylib.secret.default", (4, 6), (6,), out=(4,)))
     assert not has_rule("mylib.secret.default")
-    assert rule.why_whole == "no rule is known for mylib.secret.default"
-    assert rule.whole == set(rule.sizes)
+    assert rule.why_replicated == "no rule is known for mylib.secret.default"
+    assert rule.replicated == set(rule.sizes)
 
 
 def test_a_users_rule_is_used():

@@ -35,7 +35,9 @@ def test_cut_pieces_rejoin_to_the_whole(op: str, k: int):
     case = SAMPLES[op][k]()
     proofs = prove_all(case, 2) + prove_pairs(case) + (prove_all(case, 3) if k == 0 else 0)
     rule = case.site.rule
-    free = [x for x in rule.sizes if x not in rule.whole and not x.startswith("whole_") and rule.sizes[x] > 2]
+    free = [
+        x for x in rule.sizes if x not in rule.replicated and not x.startswith("whole_") and rule.sizes[x] > 2
+    ]
     assert proofs or not free
 
 

@@ -29,7 +29,7 @@ def site(name):
 
 def split(letter, size, *axes):
     """A strategy that splits one letter."""
-    return Strategy(cuts=((letter, (SubDim(size, axes),)),))
+    return Strategy(splits=((letter, (SubDim(size, axes),)),))
 
 
 def shown(strategy, name="y"):
@@ -57,7 +57,7 @@ def test_the_layouts_of_a_biased_linear(strategy, inputs, output):
 
 
 def test_a_whole_letter_may_not_be_split():
-    with pytest.raises(StrategyError, match=r"a1 of aten\.softmax\.int must stay whole"):
+    with pytest.raises(StrategyError, match=r"a1 of aten\.softmax\.int may not be sharded"):
         layouts(site("s"), split("a1", 8, "tp"))
 
 

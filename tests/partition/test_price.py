@@ -12,7 +12,7 @@ from meshwright.compile import captured_of, lower, plan_captured
 from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster, Device, Level, Measured
 from meshwright.examples import mlp
-from meshwright.ops.collectives import TALKATIVE, kernel_talk, site_talk
+from meshwright.ops.collectives import WITH_COLLECTIVES, kernel_collectives, site_collectives
 from meshwright.predict.price import letter_sizes, on_cluster, program_price
 from meshwright.redistribute.steps import origin
 from tests.partition.models import CASES, MeshKey, prepared, stored_cut
@@ -139,12 +139,12 @@ def test_what_kernels_send_is_known_before_there_is_a_program(name: str, mesh: M
     local = parts.local(on.rank(origin(on)))
     sent: dict[str, list] = {}
     for node in local.nodes:
-        sent.setdefault(parts.stands_for(node.name), []).extend(kernel_talk(node, local.types))
+        sent.setdefault(parts.stands_for(node.name), []).extend(kernel_collectives(node, local.types))
     for node_name, site in parts.factors.sites.items():
-        foreseen = site_talk(site, parts.resharded.ports[node_name], on, graph.types, graph.needs_grad)
+        foreseen = site_collectives(site, parts.resharded.ports[node_name], on, graph.types, graph.needs_grad)
         # The count of targets is moved to the front of the program, so the order may differ.
         assert sorted(map(str, foreseen)) == sorted(map(str, sent.get(node_name, [])))
-        assert not foreseen or site.node.op in TALKATIVE
+        assert not foreseen or site.node.op in WITH_COLLECTIVES
     assert any(sent.values()) or name == "recommender" or "dp" not in dict(mesh)
 
 

@@ -111,7 +111,7 @@ def test_sums_and_factors_of_the_zoo(name: str) -> None:
     for node, site in made.unfold(small.sites).items():
         assert full.sites[node].trees == site.trees
         for letter in site.trees:
-            assert full.held[node, letter] == small.held[site.node.name, letter]
+            assert full.unsharded[node, letter] == small.unsharded[site.node.name, letter]
             assert full.batch[node, letter] == small.batch[site.node.name, letter]
     assert full.dims == {
         **made.unfold_inputs({i.name: small.dims[i.name] for i in made.graph.inputs}),

@@ -162,7 +162,7 @@ mw.shutdown()
 def test_two_processes_run_a_searched_plan(tmp_path) -> None:
     """Loaded from its file, over gloo: three steps of AdamW as on one device."""
     plan = free("mlp", "2", "auto", "gpu")
-    assert any(strategy.cuts for strategy in plan.strategies.values())
+    assert any(strategy.splits for strategy in plan.strategies.values())
     plan.save(tmp_path / "plan.json")
     result = run_warm(tmp_path, 2, TWO_RANKS)
     assert result.returncode == 0, result.stdout + result.stderr

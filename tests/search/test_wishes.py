@@ -32,7 +32,7 @@ from tests.search.planned import MESHES, SEARCHES, built, cluster, free, made, t
 def cuts_of(plan: Plan, module: str) -> list[dict[str, tuple[str, ...]]]:
     """Letter → axes, of the linear layers of a module."""
     return [
-        {letter: plan.mesh.sort(dim_axes(dim)) for letter, dim in plan.strategies[name].cuts}
+        {letter: plan.mesh.sort(dim_axes(dim)) for letter, dim in plan.strategies[name].splits}
         for name, (op, inside) in plan.about.items()
         if inside == module and "linear" in op
     ]
@@ -110,7 +110,7 @@ def test_layouts_in_the_code_are_kept(mode: str) -> None:
     model, batch, loss = Marked(), {"x": torch.randn(8, 16)}, lambda m, b: m(b["x"])
     plan = mw.plan(model, batch, loss=loss, cluster=cluster("gloo", "2x2"), mesh=MESHES["2x2"], mode=mode)
     (product,) = [plan.strategies[n] for n, (op, _) in plan.about.items() if "matmul" in op or "mm" in op]
-    assert "tp" in [a for _, dim in product.cuts for a in dim_axes(dim)]
+    assert "tp" in [a for _, dim in product.splits for a in dim_axes(dim)]
     mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
 
 

@@ -14,10 +14,10 @@ from meshwright.core.mesh import Mesh
 from meshwright.errors import RuleError
 from meshwright.ops.factors import Site
 from meshwright.ops.local import attention, random, reduce, shape, window
-from meshwright.ops.local.cut import Cut
+from meshwright.ops.local.sharded_node import ShardedNode
 from meshwright.ops.strategy import Ports
 
-Localizer = Callable[[Cut], tuple[Node, ...]]
+Localizer = Callable[[ShardedNode], tuple[Node, ...]]
 
 LOCAL: dict[str, Localizer] = {
     "aten.view.default": shape.view,
@@ -67,10 +67,10 @@ def localize(
 
     Raises RuleError for a random operator that no kernel can draw.
     """
-    cut = Cut(site, ports, mesh, at, wanted)
+    sharded = ShardedNode(site, ports, mesh, at, wanted)
     localizer = LOCAL.get(site.node.op)
     if localizer:
-        return localizer(cut)
+        return localizer(sharded)
     if site.node.kwarg("seed") is not None:
         raise RuleError(
             f"{site.node.op} draws numbers that ranks could not agree on",
@@ -79,5 +79,5 @@ def localize(
             + ", ".join(sorted(k for k, v in LOCAL.items() if v in (random.random, random.bernoulli))),
         )
     # Few operators accept an empty tensor on every device, and their results would be empty as well.
-    empty = bool(site.node.uses) and all(0 in t.shape for t in cut.outputs)
-    return (cut.nothing() if empty else cut.last(),)
+    empty = bool(site.node.uses) and all(0 in t.shape for t in sharded.outputs)
+    return (sharded.nothing() if empty else sharded.last(),)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.core.graph import Device, Dtype, Node
-from meshwright.ops.local.cut import Cut, text
+from meshwright.ops.local.sharded_node import ShardedNode, text
 
 
-def dropout(cut: Cut) -> tuple[Node, ...]:
+def dropout(sharded: ShardedNode) -> tuple[Node, ...]:
     """Draw the mask by the global positions of this rank's elements."""
-    x, p, slot = cut.node.args
-    return (cut.last(args=(x, p, slot, text(cut.ports.outputs[0]))),)
+    x, p, slot = sharded.node.args
+    return (sharded.last(args=(x, p, slot, text(sharded.ports.outputs[0]))),)
 
 
 # operator → (kind of distribution, positions and defaults of its numbers; -1: always the default)
@@ -34,22 +34,22 @@ KINDS: dict[str, tuple[str, tuple[tuple[int, float], ...]]] = {
 }
 
 
-def random(cut: Cut) -> tuple[Node, ...]:
+def random(sharded: ShardedNode) -> tuple[Node, ...]:
     """Lower every distribution to one kernel."""
-    node = cut.node
+    node = sharded.node
     kind, numbers = KINDS[node.op]
     values: list[Any] = [node.args[at] if 0 <= at < len(node.args) else default for at, default in numbers]
     if kind in ("uniform", "normal") and not values:
         values = [0.0, 1.0]
     kwargs = {"dtype": Dtype(node.outputs[0].dtype), "device": Device()}
-    args = (kind, tuple(float(v) for v in values), int(node.kwarg("seed", 0)), text(cut.ports.outputs[0]))
-    return (cut.last("meshwright.random", args, kwargs),)
+    args = (kind, tuple(float(v) for v in values), int(node.kwarg("seed", 0)), text(sharded.ports.outputs[0]))
+    return (sharded.last("meshwright.random", args, kwargs),)
 
 
-def bernoulli(cut: Cut) -> tuple[Node, ...]:
+def bernoulli(sharded: ShardedNode) -> tuple[Node, ...]:
     """Draw one where a uniform number lies below the probability."""
-    node = cut.node
+    node = sharded.node
     x, *rest = node.args
     p = rest[0] if rest else node.kwarg("p")
-    args = (x, p, int(node.kwarg("seed", 0)), text(cut.ports.outputs[0]))
-    return (cut.last("meshwright.bernoulli", args, {}),)
+    args = (x, p, int(node.kwarg("seed", 0)), text(sharded.ports.outputs[0]))
+    return (sharded.last("meshwright.bernoulli", args, {}),)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from meshwright.core.graph import Dtype, Node, Ref, TensorType
 from meshwright.core.layout import SubDim, block, dim_size
-from meshwright.ops.local.cut import Cut, ref, with_arg
 from meshwright.ops.local.shape import groups
+from meshwright.ops.local.sharded_node import ShardedNode, ref, with_arg
 from meshwright.ops.special.window import Window, windows_of
 
 
@@ -53,31 +53,33 @@ def halo(window: Window, blocks: tuple[tuple[int, int], ...], me: int, axes: tup
     return Halo(axes if anybody else (), send, receive, me, pad)
 
 
-def mean_of_image(cut: Cut) -> tuple[Node, ...]:
+def mean_of_image(sharded: ShardedNode) -> tuple[Node, ...]:
     """Average over the full extent of a sharded image: a local sum, divided by the global count."""
-    names = [x for x in cut.letters if x.startswith("h")]
-    if not cut.axes(names):
-        return (cut.last(),)
-    node, count = cut.node, math.prod(cut.site.rule.sizes[x] for x in names)
+    names = [x for x in sharded.letters if x.startswith("h")]
+    if not sharded.axes(names):
+        return (sharded.last(),)
+    node, count = sharded.node, math.prod(sharded.site.rule.sizes[x] for x in names)
     dims = tuple(range(-len(names), 0))
-    total = cut.helper(
-        0, "aten.sum.dim_IntList", (node.args[0], dims, True), cut.outputs[0], grad=any(node.needs_grad)
+    total = sharded.helper(
+        0, "aten.sum.dim_IntList", (node.args[0], dims, True), sharded.outputs[0], grad=any(node.needs_grad)
     )
-    return (total, cut.last("aten.div.Tensor", (ref(total), float(count)), {}))
+    return (total, sharded.last("aten.div.Tensor", (ref(total), float(count)), {}))
 
 
-def windowed(cut: Cut) -> tuple[Node, ...]:
+def windowed(sharded: ShardedNode) -> tuple[Node, ...]:
     """Run the operator on this rank's shard of an image and the halo that its windows reach."""
-    node = cut.node
-    shapes = [tuple(p.shape) for p in cut.ports.inputs]
+    node = sharded.node
+    shapes = [tuple(p.shape) for p in sharded.ports.inputs]
     windows = windows_of(node, *shapes[:2])
     convolves = "conv" in node.op
-    plain = groups(8 if node.op == "aten.convolution.default" else 6)(cut) if convolves else (cut.last(),)
+    plain = (
+        groups(8 if node.op == "aten.convolution.default" else 6)(sharded) if convolves else (sharded.last(),)
+    )
     names = [f"y{i}" for i in range(len(windows.dims))] if windows is not None else []
-    split = [i for i, name in enumerate(names) if name in cut.letters and cut.axes([name])]
+    split = [i for i, name in enumerate(names) if name in sharded.letters and sharded.axes([name])]
     if windows is None or not split or plain[-1].op == "meshwright.nothing":
         return plain
-    image = cut.input_shape(0)
+    image = sharded.input_shape(0)
     first = len(image) - len(names)
     source: Ref = node.args[0]
     helpers: list[Node] = []
@@ -85,38 +87,38 @@ def windowed(cut: Cut) -> tuple[Node, ...]:
     for i in split:
         window = windows.dims[i]
         assert window is not None
-        found = _halo_of(cut, window, names[i])
+        found = _halo_of(sharded, window, names[i])
         padding[i] = 0
         if not (found.axes or any(found.pad)):
             continue
         dim = first + i
         reached[dim] += sum(found.receive) + sum(found.pad)
-        kind = TensorType(cut.node.outputs[0].dtype, tuple(reached))
+        kind = TensorType(sharded.node.outputs[0].dtype, tuple(reached))
         args = (source, dim, found.send, found.receive, found.me, found.pad, windows.fill, found.axes)
-        helpers.append(cut.helper(len(helpers), "meshwright.halo", args, kind, grad=cut.wants(0)))
+        helpers.append(sharded.helper(len(helpers), "meshwright.halo", args, kind, grad=sharded.wants(0)))
         source = ref(helpers[-1])
-    if 0 in cut.outputs[0].shape:
+    if 0 in sharded.outputs[0].shape:
         # No window begins here, but neighbours may need this rank's elements: it takes part in backward.
-        kinds = tuple((t.shape, Dtype(t.dtype)) for t in cut.outputs)
+        kinds = tuple((t.shape, Dtype(t.dtype)) for t in sharded.outputs)
         uses = (source, *(Ref(name) for name in node.uses[1:]))
-        return (*helpers, cut.last("meshwright.nothing", (uses, kinds, None), {}))
+        return (*helpers, sharded.last("meshwright.nothing", (uses, kinds, None), {}))
     (last,) = plain
     defaults = (None, None, None, 1, 0) if convolves else (None, None, (), 0)
     args = with_arg((source, *last.args[1:]), windows.padding_at, tuple(padding), defaults)
     if windows.ceil_at is not None and len(args) > windows.ceil_at:
         args = with_arg(args, windows.ceil_at, False)
     kwargs = {k: v for k, v in last.kwargs if k not in ("padding", "ceil_mode")}
-    return (*helpers, cut.last(node.op.replace(".padding", ".default"), args, kwargs))
+    return (*helpers, sharded.last(node.op.replace(".padding", ".default"), args, kwargs))
 
 
-def _halo_of(cut: Cut, window: Window, letter: str) -> Halo:
-    outermost, *within = cut.letters[letter]
+def _halo_of(sharded: ShardedNode, window: Window, letter: str) -> Halo:
+    outermost, *within = sharded.letters[letter]
     assert isinstance(outermost, SubDim)
     inner, axes = dim_size(tuple(within)), outermost.axes
     members = [
         dict(zip(axes, at, strict=True))
-        for at in itertools.product(*(range(cut.mesh.sizes[a]) for a in axes))
+        for at in itertools.product(*(range(sharded.mesh.sizes[a]) for a in axes))
     ]
-    blocks = [block(outermost.size, axes, cut.mesh, at) for at in members]
-    me = members.index({a: cut.at[a] for a in axes})
+    blocks = [block(outermost.size, axes, sharded.mesh, at) for at in members]
+    me = members.index({a: sharded.at[a] for a in axes})
     return halo(window, tuple((start * inner, length * inner) for start, length in blocks), me, axes)

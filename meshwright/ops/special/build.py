@@ -28,13 +28,13 @@ def line(node: Node, types: Types, text: str) -> Rule:
     return bound(text, shapes_in(node, types), shapes_out(node))
 
 
-def whole(node: Node, types: Types, why: str) -> Rule:
+def replicated(node: Node, types: Types, why: str) -> Rule:
     """Return a rule that shards nothing, with the reason."""
     inputs = [[(f"p{p}_{i}",) for i in range(len(s))] for p, s in enumerate(shapes_in(node, types))]
     outputs = [[(f"o{p}_{i}",) for i in range(len(s))] for p, s in enumerate(shapes_out(node))]
     sizes = {d[0]: n for ports, shapes in ((inputs, shapes_in(node, types)), (outputs, shapes_out(node)))
              for port, shape in zip(ports, shapes, strict=True) for d, n in zip(port, shape, strict=True)}  # fmt: skip
-    return make(inputs, outputs, sizes, whole=sizes, why=why)
+    return make(inputs, outputs, sizes, unsharded=sizes, why=why)
 
 
 def make(
@@ -42,7 +42,7 @@ def make(
     outputs: Iterable[Sequence[RuleDim]],
     sizes: Mapping[str, int],
     *,
-    whole: Collection[str] = (),
+    unsharded: Collection[str] = (),
     inside: Collection[str] = (),
     outer: Collection[str] = (),
     follows: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
@@ -56,7 +56,7 @@ def make(
         ports_in,
         ports_out,
         dict(sizes),
-        frozenset(whole),
+        frozenset(unsharded),
         frozenset(inside),
         tuple(terms),
         why,

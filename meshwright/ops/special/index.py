@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.core.graph import ROWS_MARK, Node, Ref
 from meshwright.errors import StrategyError
 from meshwright.ops.rule import Rule, RuleDim
-from meshwright.ops.special.build import Special, Types, broadcast, letters, line, make, shapes_in, whole
+from meshwright.ops.special.build import Special, Types, broadcast, letters, line, make, replicated, shapes_in
 
 
 def _shared(
@@ -35,12 +35,12 @@ def gather(node: Node, types: Types) -> Rule:
     """``a s! c, @a j c -> a j c``."""
     source, index = shapes_in(node, types)
     if not source or not index:
-        return whole(node, types, "it reads a single element")
+        return replicated(node, types, "it reads a single element")
     dim = int(node.args[1]) % len(source)
     names, sizes, held = _shared(source, [index], dim)
     port = _inner(names, index, dim, held, sizes)
     fixed = held | {d[0] for i, d in enumerate(port) if i != dim and names[i] in held}
-    return make([[(n,) for n in names], port], [port], sizes, whole=fixed, terms=[(0,)])
+    return make([[(n,) for n in names], port], [port], sizes, unsharded=fixed, terms=[(0,)])
 
 
 def scatter(node: Node, types: Types) -> Rule:
@@ -48,7 +48,7 @@ def scatter(node: Node, types: Types) -> Rule:
     shapes = shapes_in(node, types)
     source, index = shapes[:2]
     if not source or not index:
-        return whole(node, types, "it writes a single element")
+        return replicated(node, types, "it writes a single element")
     dim = int(node.args[1]) % len(source)
     names, sizes, held = _shared(source, list(shapes[1:]), dim)
     port = _inner(names, index, dim, held, sizes)
@@ -71,26 +71,26 @@ def scatter(node: Node, types: Types) -> Rule:
         terms = [(0,)]
     if not added:
         held |= {"j"}
-    return make(ports, [ports[0]], sizes, whole=held, terms=terms)
+    return make(ports, [ports[0]], sizes, unsharded=held, terms=terms)
 
 
 def index_select(node: Node, types: Types) -> Rule:
     """``a s! c, @j -> a j c``."""
     source, index = shapes_in(node, types)
     if not source or not index:
-        return whole(node, types, "it reads a single element")
+        return replicated(node, types, "it reads a single element")
     dim = int(node.args[1]) % len(source)
     names = letters(len(source))
     sizes = dict(zip(names, source, strict=True)) | {"j": index[0]}
     out: list[RuleDim] = [("j",) if i == dim else (n,) for i, n in enumerate(names)]
-    return make([[(n,) for n in names], [("j",)]], [out], sizes, whole={names[dim]}, terms=[(0,)])
+    return make([[(n,) for n in names], [("j",)]], [out], sizes, unsharded={names[dim]}, terms=[(0,)])
 
 
 def index_add(node: Node, types: Types) -> Rule:
     """``a s! c, @j, a j c -> a s! c``; `index_copy` needs all of ``j``."""
     source = shapes_in(node, types)[0]
     if not source:
-        return whole(node, types, "it writes a single element")
+        return replicated(node, types, "it writes a single element")
     dim = int(node.args[1]) % len(source)
     names = letters(len(source))
     index = shapes_in(node, types)[1]
@@ -99,7 +99,7 @@ def index_add(node: Node, types: Types) -> Rule:
     port: list[RuleDim] = [("j",)] if index else []
     held = {names[dim]} if node.op == "aten.index_add.default" else {names[dim], "j"}
     return make(
-        [[(n,) for n in names], port, row], [[(n,) for n in names]], sizes, whole=held, terms=[(0,), (2,)]
+        [[(n,) for n in names], port, row], [[(n,) for n in names]], sizes, unsharded=held, terms=[(0,), (2,)]
     )
 
 
@@ -134,16 +134,16 @@ def index(node: Node, types: Types) -> Rule:
     """``x[i, :, j]``: indexed dims stay unsharded; dims of the indices and the other dims are free."""
     source = shapes_in(node, types)[0]
     if _masks(node, types):
-        return whole(node, types, "the size of its result depends on a mask")
+        return replicated(node, types, "the size of its result depends on a mask")
     names, result, ports, sizes, held = _places(node, types, source)
-    return make([[(n,) for n in names], *ports], [result], sizes, whole=held, terms=[(0,)])
+    return make([[(n,) for n in names], *ports], [result], sizes, unsharded=held, terms=[(0,)])
 
 
 def index_put(node: Node, types: Types) -> Rule:
     """``x[i, :, j] = values``; where values are accumulated, dims of the indices may be sharded."""
     shapes = shapes_in(node, types)
     if _masks(node, types):
-        return whole(node, types, "the elements it writes depend on a mask")
+        return replicated(node, types, "the elements it writes depend on a mask")
     names, result, ports, sizes, held = _places(node, types, shapes[0])
     flat = [d[0] for d in result]
     values = broadcast(shapes[-1], flat, tuple(sizes[n] for n in flat))
@@ -153,7 +153,7 @@ def index_put(node: Node, types: Types) -> Rule:
     # One value for many elements is not a sum over them: it would enter partial and be lost.
     spread = not spots <= {x for d in values for x in d}
     return make(
-        [dims, *ports, values], [dims], sizes, whole=held if adds and not spread else held | spots,
+        [dims, *ports, values], [dims], sizes, unsharded=held if adds and not spread else held | spots,
         terms=[(0,), (len(shapes) - 1,)],
     )  # fmt: skip
 
@@ -165,13 +165,13 @@ def index_fill(node: Node, types: Types) -> Rule:
     names = letters(len(source))
     sizes = dict(zip(names, source, strict=True)) | {"j": places[0] if places else 1}
     port = [(n,) for n in names]
-    return make([port, [("j",)] if places else []], [port], sizes, whole={names[dim], "j"})
+    return make([port, [("j",)] if places else []], [port], sizes, unsharded={names[dim], "j"})
 
 
 def embedding(node: Node, types: Types) -> Rule:
     """``v h, @... -> ... h``: the rows of other ranks give zeros, so a sharded table leaves the result partial."""
     if node.arg(3, "scale_grad_by_freq", False):
-        return whole(node, types, "its gradient is scaled by how often a row is read")
+        return replicated(node, types, "its gradient is scaled by how often a row is read")
     rows = rows_by_column(node)
     if len(rows) > 1:
         return _by_column(node, types, rows)
@@ -203,14 +203,14 @@ def _by_column(node: Node, types: Types, rows: tuple[int, ...]) -> Rule:
     ports = [[("v",), ("h",)], [*lead, ("c",)]]
     result = [*lead, ("c",), ("h",)]
     terms = [(0,)]
-    return make(ports, [result], sizes, whole={"v"}, outer={"c"}, follows={"v": ("c", rows)}, terms=terms)
+    return make(ports, [result], sizes, unsharded={"v"}, outer={"c"}, follows={"v": ("c", rows)}, terms=terms)
 
 
 def histc(node: Node, types: Types) -> Rule:
     """``... ~> b!``: the counts of shards add up, if the bounds are given."""
     low, high = node.arg(2, "min", 0), node.arg(3, "max", 0)
     if low == high:
-        return whole(node, types, "its bounds are those of the values")
+        return replicated(node, types, "its bounds are those of the values")
     return line(node, types, "... ~> b!")
 
 

@@ -29,7 +29,7 @@ def classes(inside: bool) -> Special:
             ports,
             [rest if reduction_of(node) == NONE else []],
             dict(zip(names, x, strict=True)),
-            whole=() if cut else {"c"},
+            unsharded=() if cut else {"c"},
             inside={"c"} if cut else (),
             why="" if cut else "class weights and class probabilities need all classes",
         )

@@ -30,7 +30,7 @@ def group_norm(node: Node, types: Types) -> Rule:
         "c": source[1] // groups,
         **dict(zip(spatial, source[2:], strict=True)),
     }
-    return make([x, *[[("g", "c")]] * (len(node.uses) - 1)], [x], sizes, whole={"c", *spatial})
+    return make([x, *[[("g", "c")]] * (len(node.uses) - 1)], [x], sizes, unsharded={"c", *spatial})
 
 
 def batch_norm(node: Node, types: Types) -> Rule:

@@ -9,7 +9,7 @@ import re
 
 from meshwright.core.graph import Node
 from meshwright.ops.rule import Rule
-from meshwright.ops.special.build import Special, Types, broadcast, line, make, shapes_in, text_of, whole
+from meshwright.ops.special.build import Special, Types, broadcast, line, make, replicated, shapes_in, text_of
 from meshwright.ops.special.window import average, convolution, pool
 
 
@@ -46,7 +46,7 @@ def einsum(node: Node, types: Types) -> Rule:
     equation = str(node.args[0]).replace(" ", "")
     left, found, right = equation.partition("->")
     if not found or any(len(set(term)) != len(term) for term in left.replace("...", "").split(",")):
-        return whole(node, types, f"the equation {equation!r} takes a diagonal or names no result")
+        return replicated(node, types, f"the equation {equation!r} takes a diagonal or names no result")
 
     def spread(term: str) -> str:
         return text_of(
@@ -73,7 +73,7 @@ def expert_linear(node: Node, types: Types) -> Rule:
         [[("t",), ("k",)], [("g",), ("k",), ("n",)], [("t", "s")]],
         [[("t", "s"), ("n",)]],
         sizes,
-        whole={"g"},
+        unsharded={"g"},
         terms=[(0, 1)],
     )
 

@@ -73,7 +73,7 @@ def pieces(node: Node, types: Types, dim: int, sizes: list[int], taken: list[int
         return [middle if i == dim else (n,) for i, n in enumerate(names)]
 
     why = SHORT if "s" in held else ""
-    return make([port(opened)], [port((p,)) for p in parts], known, whole=held, terms=[(0,)], why=why)
+    return make([port(opened)], [port((p,)) for p in parts], known, unsharded=held, terms=[(0,)], why=why)
 
 
 def slice_(node: Node, types: Types) -> Rule:
@@ -140,7 +140,7 @@ def cat(node: Node, types: Types) -> Rule:
         map(port, [(p,) for p in parts]),
         [port(("s",))],
         sizes,
-        whole=held,
+        unsharded=held,
         terms=terms,
         why=SHORT if short else "",
     )
@@ -167,7 +167,7 @@ def rigid_creation(node: Node, types: Types) -> Rule:
     """No tensor is read, and the result depends on positions (`eye`)."""
     shape = node.outputs[0].shape
     names = letters(len(shape))
-    return make([], [[(n,) for n in names]], dict(zip(names, shape, strict=True)), whole=names)
+    return make([], [[(n,) for n in names]], dict(zip(names, shape, strict=True)), unsharded=names)
 
 
 def pad(node: Node, types: Types) -> Rule:

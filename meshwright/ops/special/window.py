@@ -169,7 +169,7 @@ def convolution(node: Node, types: Types) -> Rule:
         ports.append([("g", "o")])
         terms.append((2,))
     whole |= {*kernel} | ({"g"} if groups == 1 else set())
-    return make(ports, [[*batch, ("g", "o"), *made]], sizes, whole=whole, outer=outer, terms=terms)
+    return make(ports, [[*batch, ("g", "o"), *made]], sizes, unsharded=whole, outer=outer, terms=terms)
 
 
 def pool(arrow: str, spatial: int) -> Special:
@@ -185,7 +185,7 @@ def pool(arrow: str, spatial: int) -> Special:
         sizes |= {name: n for (name,), n in zip(lead, image, strict=False)}
         outputs = [[*lead, *made]] * len(node.outputs)
         terms = [(0,)] if arrow == "->" else []
-        return make([[*lead, *source]], outputs, sizes, whole=whole, outer=outer, terms=terms)
+        return make([[*lead, *source]], outputs, sizes, unsharded=whole, outer=outer, terms=terms)
 
     return rule
 

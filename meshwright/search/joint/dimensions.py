@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.core.graph import Graph
 from meshwright.core.techniques import ACTIVATIONS, OPTIMIZER, PARAMETERS, Techniques
-from meshwright.ops.batch import batch_rows, by_micro_batch, by_whole_batch
+from meshwright.ops.batch import batch_rows, example_reducers, full_batch_readers
 from meshwright.ops.factors import Factors
 from meshwright.search.planner import Planner
 from meshwright.search.techniques.recompute import again_of
@@ -110,11 +110,11 @@ def micro_batches_of(planner: Planner, copies: int) -> Dimension:
 
 def pieces_of(graph: Graph, factors: Factors, copies: int) -> Dimension:
     """The same of a graph."""
-    inexact = by_micro_batch(graph, factors)
+    inexact = example_reducers(graph, factors)
     if inexact:
         why = f"%{inexact[0].name} ({inexact[0].op}) looks at all examples together, so that they would be inexact"
         return Dimension("micro_batches", (1,), why)
-    whole = by_whole_batch(graph, factors)
+    whole = full_batch_readers(graph, factors)
     if whole:
         return Dimension(
             "micro_batches", (1,), f"%{whole[0].name} ({whole[0].op}) needs the whole batch at once"

@@ -399,7 +399,7 @@ def examples_of(planner: Planner, space: Space, states: tuple[int, ...]) -> int:
         if (id(site.trees), id(strategy)) in seen:
             continue
         seen.add((id(site.trees), id(strategy)))
-        cuts = dict(strategy.cuts)
+        cuts = dict(strategy.splits)
         for letter, unit in batch_units(site, factors):
             parts = [at_path(cuts.get(letter, site.trees[letter]), path) for path in unit]
             least = min([least, *(part.size // mesh.count(part.axes) for part in parts)])

@@ -14,7 +14,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.operators import PRODUCTS
 from meshwright.errors import PlanError
 from meshwright.ops.analysis import factors_of
-from meshwright.ops.batch import batch_rows, by_micro_batch
+from meshwright.ops.batch import batch_rows, example_reducers
 from meshwright.pipeline.meshes import AXIS
 from meshwright.plan.plan import Plan
 from meshwright.search.compute_bound import Least
@@ -68,7 +68,7 @@ def _unpriced(graph: Graph, request: Request, techniques: Techniques) -> str:
         return "the search for stages does not price operators on the host"
     if any(level.name.startswith(AXIS) for level in request.cluster.levels):
         return f"a level of the cluster is called as the axis of stages is, {AXIS}"
-    if inexact := by_micro_batch(graph, factors_of(graph)):
+    if inexact := example_reducers(graph, factors_of(graph)):
         return f"%{inexact[0].name} ({inexact[0].op}) looks at all examples together, micro-batches would be inexact"
     return ""
 

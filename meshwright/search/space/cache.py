@@ -82,8 +82,8 @@ def kind_of(codes: NodeCodes, graph: Graph) -> Hashable:
         tuple((graph.types[u], u in graph.needs_grad) for u in node.uses),
         node.outputs,
         node.needs_grad,
-        (rule.inputs, rule.outputs, rule.terms, rule.whole, rule.inside),
-        (tuple(rule.sizes.items()), tuple(rule.notes.items()), tuple(codes.site.trees.items())),
+        (rule.inputs, rule.outputs, rule.terms, rule.replicated, rule.reduced_inside),
+        (tuple(rule.sizes.items()), tuple(codes.site.trees.items())),
         (codes.options, codes.spill, codes.starts),
         (codes.forward.tobytes(), codes.grad.tobytes(), codes.cuts.tobytes()),
     )

@@ -21,7 +21,7 @@ from meshwright.core.layout import Cat, Dim, SubDim, TensorLayout, dim_axes, lea
 from meshwright.core.mesh import Axis, Mesh
 from meshwright.errors import StrategyError
 from meshwright.ops.factors import Factors, Site
-from meshwright.ops.strategy import WHOLE, Strategy, cut, layouts, splittable, unit_leaves, units, ways
+from meshwright.ops.strategy import WHOLE, Strategy, layouts, split_unit, splittable, unit_leaves, units, ways
 from meshwright.redistribute.price_matrix import PENDING, Value
 from meshwright.redistribute.price_matrix import WHOLE as WHOLE_CODE
 from meshwright.search.space.roles import Roles
@@ -211,7 +211,7 @@ def strategy_on(site: Site, option: Option, axis: str) -> Strategy:
     """An option as a strategy on one axis."""
     if option.letter:
         tree = site.trees[option.letter]
-        return Strategy(((option.letter, cut(tree, units(tree)[option.unit], axis)),))
+        return Strategy(((option.letter, split_unit(tree, units(tree)[option.unit], axis)),))
     if option.through:
         return Strategy(through=((axis, option.through),))
     return Strategy(grad=(axis,)) if option.grad else WHOLE

@@ -62,7 +62,7 @@ def _shape(node: Node, site: Site, graph: Graph, factors: Factors, marks: Roles)
     name = node.name
     return (
         node.op,
-        *map(id, (rule.inputs, rule.outputs, rule.terms, rule.whole, rule.inside)),
+        *map(id, (rule.inputs, rule.outputs, rule.terms, rule.replicated, rule.reduced_inside)),
         tuple([(x, len(t), marks.held[name, x], marks.inner[name, x]) for x, t in trees.items()]),
         tuple([u in graph.needs_grad for u in (*node.uses, *node.values)]),
     )

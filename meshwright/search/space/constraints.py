@@ -23,7 +23,7 @@ Seeds = Mapping[str, Mapping[str, Strategy]]
 def option_on(codes: NodeCodes, strategy: Strategy, axis: str) -> Option | None:
     """What a strategy does on one axis; None when it does two things there."""
     found: list[Option] = []
-    for letter, dim in strategy.cuts:
+    for letter, dim in strategy.splits:
         if axis not in dim_axes(dim):
             continue
         tree = codes.site.trees[letter]

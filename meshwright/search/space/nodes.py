@@ -13,8 +13,8 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.host import place
 from meshwright.cost.machine import seconds
 from meshwright.cost.operators import work
-from meshwright.ops.collectives import TALKATIVE, Talk, site_talk
-from meshwright.ops.strategy import Strategy, cut, layouts, units
+from meshwright.ops.collectives import WITH_COLLECTIVES, KernelCollective, site_collectives
+from meshwright.ops.strategy import Strategy, layouts, split_unit, units
 from meshwright.redistribute.steps import wire_elements
 from meshwright.search.space.codes import NodeCodes, Option
 from meshwright.search.space.families import Family, Rows, letter_sizes
@@ -97,7 +97,9 @@ def strategy_of(codes: NodeCodes, row: np.ndarray, mesh: Mesh) -> Strategy:
         option: Option = codes.options[number]
         if option.letter:
             tree = codes.site.trees[option.letter]
-            cuts[option.letter] = cut(cuts.get(option.letter, tree), units(tree)[option.unit], axis.name)
+            cuts[option.letter] = split_unit(
+                cuts.get(option.letter, tree), units(tree)[option.unit], axis.name
+            )
         elif option.through:
             through.append((axis.name, option.through))
         elif option.grad:
@@ -106,17 +108,17 @@ def strategy_of(codes: NodeCodes, row: np.ndarray, mesh: Mesh) -> Strategy:
 
 
 def _talk(codes: NodeCodes, rows: Rows, graph: Graph, mesh: Mesh, cluster: Cluster) -> np.ndarray:
-    if codes.node.op not in TALKATIVE:
+    if codes.node.op not in WITH_COLLECTIVES:
         return np.zeros(len(rows))
     found = []
     for row in rows:
         ports = layouts(codes.site, strategy_of(codes, row, mesh))
-        talk = site_talk(codes.site, ports, mesh, graph.types, graph.needs_grad)
+        talk = site_collectives(codes.site, ports, mesh, graph.types, graph.needs_grad)
         found.append(
             sum(cluster.prices.seconds(t.kind, mesh, t.axes, _sent(t, mesh.count(t.axes))) for t in talk)
         )
     return np.array(found, dtype=np.float64)
 
 
-def _sent(talk: Talk, members: int) -> float:
+def _sent(talk: KernelCollective, members: int) -> float:
     return wire_elements(talk.kind, members, talk.payload_bytes, talk.payload_bytes)

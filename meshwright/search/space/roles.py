@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from meshwright.core.graph import Graph
 from meshwright.core.layout import Dim, leaves
 from meshwright.ops.factors import Factors, Site
-from meshwright.ops.rule import Port, is_whole
+from meshwright.ops.rule import Port, must_replicate
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def roles(graph: Graph, factors: Factors) -> Roles:
         site, own = factors.sites[node.name], letters[node.name]
         if any(node.needs_grad):
             for letter, mine in own.items():
-                if is_whole(site.rule, letter):
+                if must_replicate(site.rule, letter):
                     held.update(map(find, mine))
         for port, value in zip(site.rule.inputs, node.uses, strict=True):
             if value not in parameters:

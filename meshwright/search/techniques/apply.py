@@ -15,7 +15,7 @@ from meshwright.core.techniques import Techniques, matches
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.ops.analysis import factors_of
-from meshwright.ops.batch import by_micro_batch
+from meshwright.ops.batch import example_reducers
 from meshwright.plan.plan import Plan
 from meshwright.search.techniques.offload import stashes
 from meshwright.search.techniques.optimizer_parallel import optimizer_parallel
@@ -66,7 +66,7 @@ def micro_batches(graph: Graph, plan: Plan) -> Plan:
             plan = plan.with_notes(f"gradient_accumulation_shard changes nothing without {needed}")
     if not asked.recompute_communication and "again" not in plan.keeps.values():
         plan = plan.with_notes("recompute_communication=False changes nothing: nothing is computed again")
-    found = by_micro_batch(graph, factors_of(graph)) if count > 1 else []
+    found = example_reducers(graph, factors_of(graph)) if count > 1 else []
     if not found:
         return plan
     names = ", ".join(f"%{n.name}" for n in found[:4]) + (

@@ -19,7 +19,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.host import place
 from meshwright.cost.machine import seconds
 from meshwright.cost.operators import ATTENTION, VIEWS, work
-from meshwright.ops.collectives import TALKATIVE
+from meshwright.ops.collectives import WITH_COLLECTIVES
 from meshwright.ops.saved import EXTRA, KEEPS
 from meshwright.search.solve.eliminate_batched import same_columns
 from meshwright.search.space.cache import kind_of
@@ -97,7 +97,7 @@ def _is_special(node: Node) -> bool:
     return (
         node.op in ATTENTION
         or node.op in EXTRA
-        or node.op in TALKATIVE
+        or node.op in WITH_COLLECTIVES
         or not isinstance(KEEPS.get(node.op, ""), str)
     )
 
@@ -117,7 +117,7 @@ def _key(codes: NodeCodes, graph: Graph) -> Hashable:
         tuple([(graph.types[u].dtype, u in graph.needs_grad) for u in node.uses]),
         tuple([t.dtype for t in node.outputs]),
         node.needs_grad,
-        tuple(map(id, (rule.inputs, rule.outputs, rule.terms, rule.whole, rule.inside))),
+        tuple(map(id, (rule.inputs, rule.outputs, rule.terms, rule.replicated, rule.reduced_inside))),
         tuple([(letter, _form(tree)) for letter, tree in codes.site.trees.items()]),
         tuple(map(id, (codes.options, codes.spill, codes.starts, codes.forward, codes.grad, codes.cuts))),
     )

@@ -25,18 +25,18 @@ from meshwright.ops.strategy import Ports
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardedNode:
     """A site under a strategy, seen from one rank."""
 
     site: Site
     ports: Ports
     mesh: Mesh
     at: Coordinate
-    wanted: tuple[bool, ...] = ()
+    needs_grad: tuple[bool, ...] = ()
 
     def wants(self, port: int) -> bool:
         """Return whether the gradient of an input is needed."""
-        return self.wanted[port] if self.wanted else any(self.node.needs_grad)
+        return self.needs_grad[port] if self.needs_grad else any(self.node.needs_grad)
 
     @property
     def node(self) -> Node:
@@ -51,10 +51,10 @@ class Cut:
         for port, layout in zip(
             (*rule.inputs, *rule.outputs), (*self.ports.inputs, *self.ports.outputs), strict=True
         ):
-            for dim, cut in zip(port, layout.dims, strict=True):
+            for dim, sharded in zip(port, layout.dims, strict=True):
                 for letter in dim:
                     count = len(self.site.dim((letter,), {}))
-                    found[letter], cut = cut[:count], cut[count:]
+                    found[letter], sharded = sharded[:count], sharded[count:]
         return found
 
     def size(self, letter: str) -> int:
