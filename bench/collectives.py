@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares
 
+from meshwright.core.collectives import PRICED
 from meshwright.redistribute.prices import rounds
 from meshwright.redistribute.steps import wire_elements
 
@@ -32,7 +33,6 @@ reduce_scatter = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )  # renamed in torch 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send")
 
 
 def operation(kind: str, rank: int, ranks: int, count: int) -> Callable[[], object]:
@@ -62,7 +62,7 @@ def operation(kind: str, rank: int, ranks: int, count: int) -> Callable[[], obje
 def measure(rank: int, ranks: int, store_file: str, repeats: int, results: object) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store_file, ranks), rank=rank, world_size=ranks)
-    for kind in KINDS:
+    for kind in PRICED:
         for size in SIZES:
             call = operation(kind, rank, ranks, size // 4)
             for _ in range(3):
@@ -125,7 +125,7 @@ def main() -> None:
     table = Table(title=f"gloo, median ms, {os.cpu_count()} cores")
     for heading in ("kind", "ranks", *(f"{s >> 10} KiB" for s in SIZES), "fit: µs/round", "GB/s"):
         table.add_column(heading, justify="left" if heading == "kind" else "right")
-    for kind in KINDS:
+    for kind in PRICED:
         latency, rate = fit(kind, {(r, s): t for (k, r, s), t in found.items() if k == kind})
         for ranks in options.ranks:
             cells = [f"{found[kind, ranks, s] * 1e3:.3f}" for s in SIZES]

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from meshwright.calibrate.bench import Bench, Call
 from meshwright.calibrate.plan import Pace, Point
+from meshwright.core.collectives import COLLECTIVES, SEND, Matrix
 from meshwright.core.layout import SubDim, TensorLayout
 from meshwright.core.mesh import Mesh
 from meshwright.redistribute.index_maps import exchange
@@ -96,17 +97,12 @@ def operation(bench: Bench, kind: str, axes: Sequence[str], count: int) -> tuple
     moves flat memory, and the copies before and after it that bring a cut dim there are part of what a reshard takes.
     """
     ranks = bench.comm.mesh.count(axes)
-    if kind == "send":
+    if kind == SEND:
         return ring(bench, axes, torch.ones(count, device=bench.device)), float(count)
     shape = _matrix(count, ranks)
-    whole, rows, columns = (_layout(shape, axes, dim) for dim in (None, 0, 1))
-    before, after = {
-        "all_reduce": (replace(whole, pending=tuple(axes)), whole),
-        "reduce_scatter": (replace(whole, pending=tuple(axes)), columns),
-        "all_gather": (columns, whole),
-        "all_to_all": (rows, columns),
-    }[kind]
-    step = Step(kind, tuple(axes), before, after)
+    measured = COLLECTIVES[kind].measured
+    assert measured is not None, f"{kind} is not measured"
+    step = Step(kind, tuple(axes), *(_layout(shape, axes, how) for how in measured))
     plan = exchange(step, bench.comm.mesh, bench.comm.rank)
     mover, x = Mover(plan), torch.ones(plan.shape_before, device=bench.device)
     sent = wire_elements(kind, ranks, x.numel(), math.prod(plan.shape_after))
@@ -147,8 +143,10 @@ def _matrix(count: int, ranks: int) -> tuple[int, int]:
     return rows, ranks * max(1, count // rows // ranks)
 
 
-def _layout(shape: tuple[int, int], axes: Sequence[str], cut: int | None) -> TensorLayout:
-    return TensorLayout(tuple((SubDim(n, tuple(axes) if d == cut else ()),) for d, n in enumerate(shape)))
+def _layout(shape: tuple[int, int], axes: Sequence[str], how: Matrix) -> TensorLayout:
+    dim = {"rows": 0, "columns": 1}.get(how)
+    layout = TensorLayout(tuple((SubDim(n, tuple(axes) if d == dim else ()),) for d, n in enumerate(shape)))
+    return replace(layout, pending=tuple(axes)) if how == "partial" else layout
 
 
 def ring(bench: Bench, axes: Sequence[str], full: torch.Tensor) -> Call:

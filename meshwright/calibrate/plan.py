@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send")
-WAITED = tuple(
-    f"{kind} waited for" for kind in KINDS if kind != "send"
-)  # rows of the same, within what is computed
+from meshwright.core.collectives import COLLECTIVES
+
+WAITED = tuple(f"{kind} waited for" for kind in COLLECTIVES)  # rows of the same, within what is computed
 POST = "post"  # a row: what starting a message takes
 LEVEL = "rank"  # all ranks of one machine are neighbours: one level
 QUICK, FULL = "quick", "full"

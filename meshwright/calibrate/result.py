@@ -9,9 +9,10 @@ from typing import Any
 
 from meshwright.calibrate import fit
 from meshwright.calibrate.operators import TABLE
-from meshwright.calibrate.plan import KINDS, LEVEL, POST, WAITED, Found, Point
+from meshwright.calibrate.plan import LEVEL, POST, WAITED, Found, Point
 from meshwright.calibrate.quiet import LIMIT
 from meshwright.calibrate.step_rows import priced
+from meshwright.core.collectives import PRICED
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.cluster_data import Curve, Device, Level, Measured
 from meshwright.cost.local_machine import LINK_BYTES_PER_S, LINK_LATENCY_SECONDS
@@ -41,7 +42,7 @@ def calibration(machine: Mapping[str, Any], rows: Sequence[Found]) -> Calibratio
     launch = points["launch"][0].seconds
     curves = {name: _curve(name, found, launch) for name, found in points.items() if _is_curve(name)}
     growth, links = (
-        fit.links({k: points[k] for k in KINDS if k in points}) if KINDS[0] in points else ("ring", {})
+        fit.links({k: points[k] for k in PRICED if k in points}) if PRICED[0] in points else ("ring", {})
     )
     waited = {
         name: fit.link(name.partition(" ")[0], points[name], growth) for name in WAITED if name in points

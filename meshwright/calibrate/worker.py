@@ -23,8 +23,9 @@ import torch.distributed as dist
 from meshwright.calibrate import links, operators, overlap
 from meshwright.calibrate import step_rows as steps
 from meshwright.calibrate.bench import Bench
-from meshwright.calibrate.plan import KINDS, PACES, POST, WAITED, Found, Pace, Point
+from meshwright.calibrate.plan import PACES, POST, WAITED, Found, Pace, Point
 from meshwright.calibrate.quiet import LIMIT, unrest
+from meshwright.core.collectives import PRICED
 from meshwright.core.mesh import Mesh
 from meshwright.cost import local_machine as local
 from meshwright.runtime.communicator import ProcessGroups, leave
@@ -94,7 +95,7 @@ def all_rows(bench: Bench, pace: Pace) -> Iterable[tuple[str, Measure]]:
     for name in operators.names(bench):
         yield name, lambda name=name: (operators.measure(bench, name, pace), {})
     if bench.ranks > 1:
-        for kind in KINDS:
+        for kind in PRICED:
             yield kind, lambda kind=kind: (links.measure(bench, kind, pace), {})
         for name in WAITED:
             kind = name.partition(" ")[0]

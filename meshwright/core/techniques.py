@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+from meshwright.core.collectives import COLLECTIVES
 from meshwright.elsewhere import called_here
 from meshwright.errors import PlanError, a_type, did_you_mean
 
@@ -24,7 +25,6 @@ SWITCHES = (
     "slice_activation",
 )
 SPAN = re.compile(r"(\d+)-(\d+)")  # of numbered modules in a pattern
-FUSED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")  # kinds with a size of bucket each
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}  # torch's names, and ours
 MOST = 1 << 16  # stages, micro-batches or copies of them
 TURNS = ("halves", "level", "backward")  # orders in which copies take turns; the planner picks one
@@ -401,7 +401,7 @@ def _fusion(value: Any) -> str | int | tuple[tuple[str, ...], ...] | tuple[tuple
 def _fusion_sizes(given: Iterable[Any]) -> tuple[tuple[str, int], ...]:
     found: list[tuple[str, int]] = []
     for kind, size in given:
-        _one_of("fusion", kind, FUSED)
+        _one_of("fusion", kind, tuple(COLLECTIVES))
         if not _is_size(size):
             raise PlanError(
                 f"fusion={{{kind!r}: {size!r}}}",

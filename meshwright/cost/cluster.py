@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.core.collectives import COLLECTIVES
 from meshwright.core.mesh import Axis, Mesh
 from meshwright.cost import cluster_file, cluster_text, presets
 from meshwright.cost import local_machine as local
 from meshwright.cost.cluster_data import Curve, Description, Device, Level, Measured
 from meshwright.errors import ClusterError, path_from
 from meshwright.redistribute.prices import Prices
-from meshwright.redistribute.steps import COLLECTIVES
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from msgspec import Meta, Struct, field, structs
 
+from meshwright.core.collectives import PRICED
 from meshwright.core.mesh import MOST_RANKS
 from meshwright.core.typed import Wrong, at, names_at, plain_kind, typed
 from meshwright.cost.cluster_data import Description, Device, Level, Measured
 from meshwright.errors import ClusterError, did_you_mean, path_from, shown_path
-from meshwright.redistribute.steps import COLLECTIVES
 
 VERSION = 1
 MARK = "meshwright cluster"
@@ -28,7 +28,6 @@ MOST_BYTES = 4 << 20  # of a cluster file: a calibrated one has some 10 kB
 
 DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8e4m3", "f8e5m2", "i8")
 CLASSES = ("matmul", "attention", "causal", "conv", "memory", "elements", "update")
-KINDS = (*COLLECTIVES, "send")
 GROWTHS = ("ring", "tree")
 STREAMS = ("compute", "collective")
 BESIDE_CLASSES = (
@@ -80,7 +79,7 @@ class _Link(Struct, forbid_unknown_fields=True):
     bytes_per_s: Rate
 
 
-Links = dict[str, dict[Literal[KINDS], _Link] | None] | None  # type: ignore[valid-type]
+Links = dict[str, dict[Literal[PRICED], _Link] | None] | None  # type: ignore[valid-type]
 
 
 class _Measured(Struct, forbid_unknown_fields=True):
@@ -428,4 +427,4 @@ def describe(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}…"
 
 
-__all__ = ["CLASSES", "DTYPES", "KINDS", "MOST_RANKS", "load", "parse"]
+__all__ = ["CLASSES", "DTYPES", "MOST_RANKS", "load", "parse"]

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from meshwright.core.collectives import COLLECTIVES
 from meshwright.core.mesh import Mesh
 from meshwright.redistribute.prices import Prices
-from meshwright.redistribute.steps import wire_elements
 
 Amount = TypeVar("Amount", float, np.ndarray)
 
@@ -33,12 +33,8 @@ def reduction_seconds(
     if not axes:
         return size_bytes * 0.0
     members = mesh.count(axes)
-    halves = {
-        "all_reduce": (1.0, 1.0),
-        "all_gather": (1 / members, 0.0),
-        "reduce_scatter": (0.0, 1 / members),
-    }
-    share = wire_elements(kind, members, *halves[kind])
+    sums = COLLECTIVES[kind]
+    share = sums.sent(members, 1.0 if sums.adds else 1 / members, 1 / members if sums.splits else 1.0)
     if not bucket_bytes:
         latency, per_byte = prices.law(kind, mesh, axes)
         return latency + size_bytes * (share * per_byte)

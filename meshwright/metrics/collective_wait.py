@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from meshwright.core.collectives import REGISTERED
 from meshwright.runtime.communicator import Communicator
 
-BLOCKING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-STARTS = (
-    "all_reduce_start all_gather_start reduce_scatter_start all_to_all_start send_start receive_start"
-).split()
+BLOCKING = (*REGISTERED, "broadcast")
+STARTS = (*(kind.start for kind in REGISTERED.values()), "send_start", "receive_start")
 
 
 class _Timed:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
+from meshwright.core.collectives import ALL_TO_ALL
 from meshwright.core.graph import DTYPES, Node, TensorType
 from meshwright.core.mesh import Mesh
 from meshwright.ops.factors import Site
@@ -94,8 +95,8 @@ def _halo(node: Node, types: Mapping[str, TensorType]) -> tuple[KernelCollective
         return ()
     x = types[node.uses[0]]
     row = math.prod(x.shape[:dim]) * math.prod(x.shape[dim + 1 :]) * DTYPES[x.dtype]
-    forward = KernelCollective("forward", "all_to_all", tuple(axes), row * sum(n for _, n in send))
-    back = KernelCollective("backward", "all_to_all", tuple(axes), row * sum(receive))
+    forward = KernelCollective("forward", ALL_TO_ALL.name, tuple(axes), row * sum(n for _, n in send))
+    back = KernelCollective("backward", ALL_TO_ALL.dual, tuple(axes), row * sum(receive))
     return (forward, back) if node.needs_grad[0] else (forward,)
 
 

@@ -7,10 +7,10 @@ them, or (`gradient_accumulation_shard`) after each, so that no rank holds a who
 
 from __future__ import annotations
 
+from meshwright.core.collectives import COLLECTIVES
 from meshwright.core.graph import RESHARD
 from meshwright.core.remembered import remembered
 from meshwright.partition import Partition
-from meshwright.redistribute.steps import COLLECTIVES
 
 
 def programs_in_time(parts: Partition) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from meshwright.core.collectives import COLLECTIVES
 from meshwright.core.folding import layer_of
 from meshwright.core.graph import DTYPES, MOVES, RESHARD, TRANSFERS, Graph, Node
 from meshwright.core.layout import TensorLayout
@@ -23,7 +24,6 @@ from meshwright.partition.recompute import readers_alike
 from meshwright.plan.plan import Plan
 from meshwright.redistribute import TWO_CORE_GLOO, Step, redistribute
 from meshwright.redistribute.index_maps import exchange
-from meshwright.redistribute.steps import COLLECTIVES
 from meshwright.redistribute.storage import repeated_axes, stored
 
 SLICE, HOST = "slice", "host"

@@ -3,10 +3,10 @@ test counts."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from meshwright.core.collectives import COLLECTIVES
 from meshwright.core.graph import DTYPES, START, WAIT, Graph, Node
 from meshwright.core.mesh import Mesh
 from meshwright.ops.collectives import kernel_collectives
@@ -19,7 +19,6 @@ from meshwright.partition.micro_batches import MicroBatches, first_micro_batch, 
 from meshwright.partition.overlap import members_of
 from meshwright.redistribute import Step
 from meshwright.redistribute.index_maps import exchange
-from meshwright.redistribute.steps import COLLECTIVES
 
 NO_STASHES: Mapping[str, Stash] = {}
 
@@ -142,17 +141,9 @@ def _flight(local: Graph, start: Node, mesh: Mesh, rank: int, held: Collection[s
 def sent_bytes(collective: Collective, mesh: Mesh) -> float:
     """Bytes that a rank sends, by ring algorithms (Patarasu & Yuan 2009)."""
     members = mesh.count(collective.axes)
-    passes = 2 if collective.kind == "all_reduce" else 1
-    return passes * collective.payload_bytes * (members - 1) / members
+    return COLLECTIVES[collective.kind].rounds * collective.payload_bytes * (members - 1) / members
 
 
 def payload_elements(step: Step, mesh: Mesh, rank: int) -> int:
     """Elements of a step's message on a rank, as the runtime pads it."""
-    plan = exchange(step, mesh, rank)
-    match step.kind:
-        case "all_gather" | "reduce_scatter":
-            return plan.padded * len(plan.group)
-        case "all_to_all":
-            return plan.sent
-        case _:
-            return math.prod(plan.shape_before)
+    return exchange(step, mesh, rank).payload

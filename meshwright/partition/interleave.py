@@ -25,11 +25,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from meshwright.core.collectives import COLLECTIVES
 from meshwright.core.graph import PIN, RESHARD, START, TO_DEVICE, WAIT, Graph, Input, Node, Ref
 from meshwright.core.techniques import TURNS
 from meshwright.partition.overlap import TOKEN
 from meshwright.partition.recompute import VIEWS
-from meshwright.redistribute.steps import COLLECTIVES
 
 # Operators that multiply matrices → what each element of the result is a sum over.
 PRODUCTS = {

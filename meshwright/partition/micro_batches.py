@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from meshwright.core.collectives import COLLECTIVES
 from meshwright.core.graph import DTYPES, RESHARD, START, Graph, Input, Node, Ref, prune, verify
 from meshwright.core.layout import TensorLayout
 from meshwright.core.remembered import remembered
@@ -24,7 +25,7 @@ from meshwright.partition.interleave import Interleaved, interleaved, shared
 from meshwright.partition.localize import SUM_OF_COUNTS
 from meshwright.partition.time_axis import early_values
 from meshwright.redistribute import TWO_CORE_GLOO, redistribute
-from meshwright.redistribute.steps import COLLECTIVES, origin
+from meshwright.redistribute.steps import origin
 
 SUM = "boundary"  # the role of an input that another of these programs has made
 

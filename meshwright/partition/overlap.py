@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from meshwright.core.collectives import COLLECTIVES
 from meshwright.core.folding import layer_of
 from meshwright.core.graph import MOVES, PIN, RESHARD, START, WAIT, Graph, Node, Ref, TensorType, verify
 from meshwright.partition.bucket_sizes import sizes
@@ -26,10 +27,9 @@ from meshwright.partition.parameter_offload import is_fetch
 from meshwright.partition.recompute import VIEWS
 from meshwright.plan.plan import Plan
 from meshwright.redistribute import Step
-from meshwright.redistribute.steps import COLLECTIVES, origin
+from meshwright.redistribute.steps import origin
 
 TOKEN = TensorType("f32", (0,))  # what a start gives: only its waits can read it
-FLAT = ("all_gather", "reduce_scatter", "all_reduce")  # several of these are one on a longer buffer
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class _Schedule:
     def _key(self, node: Node) -> Hashable:
         """Reshards of equal keys can be one collective: they send in one way, forward and backward."""
         halves = tuple(_sent(half) for half in self._pair(node))
-        flat = all(len(half) <= 1 and all(s.kind in FLAT for s in half) for half in halves)
+        flat = all(len(half) <= 1 and all(COLLECTIVES[s.kind].fuses for s in half) for half in halves)
         if not flat or not halves[0] or not self._enough(node):
             return node.name
         sent = tuple((s.kind, s.axes) for half in halves for s in half)

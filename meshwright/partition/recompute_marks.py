@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from meshwright.core.collectives import COLLECTIVES
 from meshwright.core.graph import MOVES, RESHARD, Graph, Node
 from meshwright.ops.collectives import site_collectives
 from meshwright.ops.factors import Factors
@@ -20,7 +21,6 @@ from meshwright.partition.insert_reshards import Resharded
 from meshwright.partition.recompute import alike
 from meshwright.partition.stages import places
 from meshwright.plan.plan import Plan
-from meshwright.redistribute.steps import COLLECTIVES
 
 AGAIN = "again"
 

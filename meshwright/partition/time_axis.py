@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
+from meshwright.core.collectives import COLLECTIVES
 from meshwright.core.graph import RESHARD, Graph, Input, Node
 from meshwright.core.layout import Dim, Item, SubDim, TensorLayout, dim_axes, map_leaves
 from meshwright.core.mesh import Mesh
@@ -24,7 +25,6 @@ from meshwright.ops.strategy import Ports, Strategy, at_path, layouts, split_uni
 from meshwright.ops.table import has_rule
 from meshwright.partition.insert_reshards import Resharded
 from meshwright.plan.plan import Plan
-from meshwright.redistribute.steps import COLLECTIVES
 
 
 def in_time(graph: Graph, factors: Factors, plan: Plan) -> Plan:

@@ -24,6 +24,7 @@ import math
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
+from meshwright.core.collectives import COLLECTIVES
 from meshwright.core.graph import DTYPES, MOVES, RESHARD, TRANSFERS, Graph, Node, map_refs
 from meshwright.core.mesh import IN_TIME, Mesh
 from meshwright.cost.cluster import Cluster
@@ -48,7 +49,7 @@ from meshwright.partition.stages import check_one_stage
 from meshwright.predict.accumulated import added_seconds
 from meshwright.predict.offload_prices import fetch_seconds, stash_prices
 from meshwright.redistribute.prices import Prices, total_seconds
-from meshwright.redistribute.steps import COLLECTIVES, largest_size, origin, wire_elements
+from meshwright.redistribute.steps import largest_size, origin, wire_elements
 
 
 @dataclass(frozen=True, slots=True)

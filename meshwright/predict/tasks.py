@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from meshwright.core.collectives import COLLECTIVES
 from meshwright.core.graph import DTYPES, START, TRANSFERS, WAIT, Graph, Node
 from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
@@ -37,7 +38,7 @@ from meshwright.predict.price import NodePrice, node_prices, on_cluster, paramet
 from meshwright.predict.timeline import COMPUTE, Task, Timeline, play
 from meshwright.redistribute import Reshard, Step
 from meshwright.redistribute.prices import Prices
-from meshwright.redistribute.steps import COLLECTIVES, origin, wire_bytes, wire_elements
+from meshwright.redistribute.steps import origin, wire_bytes, wire_elements
 
 ADDING = "adding up gradients"  # in place of an operator
 HOST = "host"  # a stream: what the host runs; the device waits

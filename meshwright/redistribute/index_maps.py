@@ -34,6 +34,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.core.collectives import COLLECTIVES, NOTHING, CollectiveKind
 from meshwright.core.layout import Dim, SubDim, TensorLayout, dim_axes, dim_size, local_indices
 from meshwright.core.mesh import Mesh
 from meshwright.redistribute.slices import Grid, Runs, Selection, everything, grids_of
@@ -67,6 +68,11 @@ class Exchange:
         return self.step.kind
 
     @property
+    def collective(self) -> CollectiveKind:
+        """What a rank does with others: for a local step, nothing."""
+        return COLLECTIVES.get(self.step.kind, NOTHING)
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """Over which axes."""
         return self.step.axes
@@ -79,7 +85,7 @@ class Exchange:
     @functools.cached_property
     def send(self) -> tuple[Selection, ...]:
         """What of x goes where."""
-        if self.kind in ("reduce_scatter", "all_to_all"):
+        if self.collective.splits:
             return self._selections(self.step.before, self.step.after)
         if self.kind == "slice":
             here = self.mesh.coordinate(self.rank)
@@ -90,7 +96,7 @@ class Exchange:
     @functools.cached_property
     def place(self) -> tuple[Selection, ...]:
         """Where in y what comes is put."""
-        if self.kind in ("all_gather", "all_to_all"):
+        if not self.collective.adds:
             return self._selections(self.step.after, self.step.before)
         if self.kind == "pad":
             here = self.mesh.coordinate(self.rank)
@@ -105,7 +111,8 @@ class Exchange:
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """Elements per member: of its x (all_gather), of its y (reduce_scatter), of its chunk for me otherwise."""
-        return tuple(s.numel for s in (self.send if self.kind == "reduce_scatter" else self.place))
+        scatters = self.collective.splits and self.collective.adds
+        return tuple(s.numel for s in (self.send if scatters else self.place))
 
     @functools.cached_property
     def parts(self) -> tuple[Grid, ...]:
@@ -118,7 +125,7 @@ class Exchange:
         return self._grids(self.place, written=True)
 
     def _grids(self, selections: Sequence[Selection], written: bool) -> tuple[Grid, ...]:
-        if self.kind == "all_to_all":  # chunks lie behind one another, else one is a row
+        if not self.collective.fuses:  # chunks lie behind one another, else one is a row
             chunks = [0, *itertools.accumulate(s.numel for s in selections)][:-1]
         else:
             chunks = range(len(selections))
@@ -128,7 +135,7 @@ class Exchange:
     @functools.cached_property
     def padded(self) -> int:
         """The largest of `sizes`: the chunk length of a flat collective. The first member has it."""
-        if self.kind not in ("all_gather", "reduce_scatter"):
+        if not self._pads:
             return max(self.sizes)
         return math.prod(self._ends[0])
 
@@ -136,7 +143,7 @@ class Exchange:
     def even(self) -> bool:
         """All chunks have one size, so nothing needs padding. The last member has the smallest if any has less than the
         first."""
-        if self.kind not in ("all_gather", "reduce_scatter"):
+        if not self._pads:
             return len(set(self.sizes)) == 1
         first, last = self._ends
         return math.prod(first) == math.prod(last)
@@ -146,17 +153,24 @@ class Exchange:
         """Whether what this rank sends in an all-gather is less than a chunk, and is copied into one."""
         return math.prod(self.shape_before) < self.padded
 
+    @property
+    def _pads(self) -> bool:
+        return self.collective.chunks == "padded"
+
     @functools.cached_property
-    def sent(self) -> int:
-        """Elements that leave the rank in an all-to-all, its own chunk among them."""
-        if all(isinstance(item, SubDim) for dim in self.step.after.dims for item in dim):
-            return math.prod(self.shape_before)
-        return sum(s.numel for s in self.send)
+    def payload(self) -> int:
+        """Elements of the message, padding included: of the larger side, where a collective has a larger one."""
+        if self._pads:
+            return self.padded * len(self.group)
+        concatenated = any(not isinstance(item, SubDim) for dim in self.step.after.dims for item in dim)
+        if self.collective.splits and concatenated:  # what several members hold is sent to each
+            return sum(s.numel for s in self.send)
+        return math.prod(self.shape_before)
 
     @functools.cached_property
     def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes that the first and the last member send (all_gather), or receive (reduce_scatter)."""
-        layout = self.step.before if self.kind == "all_gather" else self.step.after
+        layout = self.step.after if self.collective.splits else self.step.before
         here, sizes = self.mesh.coordinate(self.rank), self.mesh.sizes
         first = {**here, **dict.fromkeys(self.axes, 0)}
         last = {**here, **{a: sizes[a] - 1 for a in self.axes}}

@@ -5,11 +5,13 @@ mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
+from meshwright.core.collectives import COLLECTIVES
 from meshwright.core.layout import TensorLayout
 from meshwright.core.mesh import Mesh
 from meshwright.redistribute.index_maps import Exchange, exchange
@@ -33,16 +35,14 @@ def _receive(plan: Exchange, plans: Mapping[int, Exchange], held: Values) -> np.
     assert mine.shape == plan.shape_before, (mine.shape, plan)
     result = np.zeros(plan.shape_after, dtype=mine.dtype)
     match plan.kind:
-        case "all_reduce":
-            return np.sum([held[r] for r in plan.group], axis=0)
-        case "reduce_scatter":
-            return np.sum([held[r][grid(plans[r].send[plan.me])] for r in plan.group], axis=0)
-        case "all_gather":
-            for r, place in zip(plan.group, plan.place, strict=True):
-                result[grid(place)] = held[r]
-        case "all_to_all":
-            for r, place in zip(plan.group, plan.place, strict=True):
-                result[grid(place)] = held[r][grid(plans[r].send[plan.me])]
+        case name if name in COLLECTIVES:
+            kind = COLLECTIVES[name]
+            brought = [_Chunks(held[r], plans[r].send) if kind.splits else held[r] for r in plan.group]
+            found = kind.meaning(brought, plan.me)
+            if kind.adds:
+                return found
+            for place, chunk in zip(plan.place, found, strict=True):
+                result[grid(place)] = chunk
         case "slice":
             return mine[grid(plan.send[0])]
         case "mask":
@@ -52,6 +52,17 @@ def _receive(plan: Exchange, plans: Mapping[int, Exchange], held: Values) -> np.
         case kind:
             raise AssertionError(f"unknown kind {kind}")
     return result
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunks:
+    """What a member brings, by the member whom each chunk is for."""
+
+    x: np.ndarray
+    send: Sequence[Selection]
+
+    def __getitem__(self, member: int) -> np.ndarray:
+        return self.x[grid(self.send[member])]
 
 
 def grid(selection: Selection) -> tuple[np.ndarray, ...]:

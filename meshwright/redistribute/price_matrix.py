@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from meshwright.core.collectives import COLLECTIVES
 from meshwright.core.hashed import hashed_once
 from meshwright.core.layout import Cat, Item, SubDim, TensorLayout
 from meshwright.core.mesh import Mesh
 from meshwright.redistribute.price_table import Ends, Floats, Listed, Masks, Pairs, Spread
 from meshwright.redistribute.prices import Prices, rounds, total_seconds
 from meshwright.redistribute.reshard import redistribute
-from meshwright.redistribute.steps import COLLECTIVES, wire_elements
+from meshwright.redistribute.steps import wire_elements
 
 WHOLE, PENDING = 0, 1  # codes; 2 + k is place k
 FEW = 24  # layouts of a value up to which its pairs are listed beside those of others

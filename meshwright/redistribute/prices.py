@@ -14,9 +14,10 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from meshwright.core.collectives import COLLECTIVES, NOTHING, REGISTERED
 from meshwright.core.hashed import hashed_once
 from meshwright.core.mesh import Mesh
-from meshwright.redistribute.steps import COLLECTIVES, LOCAL, Step, wire_bytes
+from meshwright.redistribute.steps import LOCAL, Step, wire_bytes
 
 ANY_LINK = "*"
 
@@ -99,7 +100,7 @@ def rounds(kind: str, ranks: int, growth: str = "ring") -> int:
             once = (ranks - 1).bit_length()
         case _:
             raise ValueError(f"the growth of rounds is ring or tree, not {growth!r}")
-    return (2 if kind == "all_reduce" else 1) * once
+    return REGISTERED.get(kind, NOTHING).rounds * once
 
 
 def step_seconds(step: Step, mesh: Mesh, itemsize: int, prices: Prices) -> float:

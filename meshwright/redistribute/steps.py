@@ -20,13 +20,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from meshwright.core.collectives import NOTHING, REGISTERED
 from meshwright.core.hashed import hashed_once
 from meshwright.core.layout import TensorLayout
 from meshwright.core.mesh import Mesh
 
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 LOCAL = ("slice", "mask", "pad")
-KINDS = COLLECTIVES + LOCAL
 
 
 @hashed_once
@@ -44,24 +43,11 @@ class Step:
 
 
 def wire_elements(kind: str, ranks: int, before: float, after: float) -> float:
-    """Elements that one rank sends, from the element counts it holds before and after.
+    """Elements that one rank sends, from the element counts it holds before and after; 0 for a local step.
 
-    Ring algorithms, which are optimal in bytes (Patarasu & Yuan 2009, "Bandwidth optimal all-reduce algorithms for
-    clusters of workstations"): 2(k-1)/k of the tensor for an all-reduce, (k-1)/k for its halves. Uneven blocks are
-    padded to the largest. An all-to-all sends one k-th of what it holds to each other rank; that a rank keeps more or
-    less where only the order of axes changes, or blocks are uneven, is not counted.
+    Uneven blocks are padded to the largest.
     """
-    match kind:
-        case "all_reduce":
-            return 2 * (ranks - 1) / ranks * before
-        case "reduce_scatter":
-            return (ranks - 1) * after
-        case "all_gather":
-            return (ranks - 1) * before
-        case "all_to_all":
-            return (ranks - 1) / ranks * before
-        case _:
-            return 0.0
+    return REGISTERED.get(kind, NOTHING).sent(ranks, before, after)
 
 
 def largest_size(layout: TensorLayout, mesh: Mesh) -> int:

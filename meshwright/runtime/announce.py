@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from meshwright.core.collectives import REGISTERED
 from meshwright.errors import RunError
 from meshwright.runtime.dtypes import TORCH_DTYPES
 
 KINDS = (
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter",
+    *REGISTERED, "broadcast", "reduce", "gather", "scatter",
     "barrier", "broadcast_object", "all_gather_object", "gather_object", "send",
 )  # fmt: skip
 OPS = ("", "sum", "avg", "prod", "max", "min")

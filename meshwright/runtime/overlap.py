@@ -12,17 +12,16 @@ flight before it in the program, which backward will need next.
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Sequence
 
 import torch
 
+from meshwright.core.collectives import COLLECTIVES
 from meshwright.core.graph import Node
 from meshwright.core.mesh import Mesh
 from meshwright.partition.insert_reshards import parse_steps
 from meshwright.redistribute.index_maps import exchange
-from meshwright.redistribute.steps import COLLECTIVES
 from meshwright.runtime.accumulation import Accumulation
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.communicator import Communicator, Work
@@ -64,8 +63,7 @@ class Way:
     def width(self) -> int:
         """Elements of its message to each member."""
         assert self.sent is not None
-        plan = self.sent.plan
-        return math.prod(plan.shape_before) if self.sent.kind == "all_reduce" else plan.padded
+        return self.sent.plan.padded
 
 
 class Crossing:
@@ -118,15 +116,8 @@ class Crossing:
                 self._part(index).zero_()
             own, self._buffer = self._buffer, None
         say(self.ways[0].told)
-        match sent.kind:
-            case "all_reduce":
-                self._work = self.comm.all_reduce_start(own, sent.axes)
-            case "all_gather":
-                self._work = self.comm.all_gather_start(own, sent.axes)
-            case "reduce_scatter":
-                self._work = self.comm.reduce_scatter_start(own, sent.axes)
-            case "all_to_all":
-                self._work = self.comm.all_to_all_start(own, sent.send_sizes, sent.sizes, sent.axes)
+        start = getattr(self.comm, sent.collective.start)
+        self._work = start(own, *sent.sizes, sent.axes)
 
     def take(self, index: int) -> torch.Tensor:
         """Wait for a tensor and take it out. The first wait takes all out of the buffer, so that it can go."""

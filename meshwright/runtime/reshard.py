@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from meshwright import heartbeat
+from meshwright.core.collectives import NOTHING
 from meshwright.core.graph import Node
 from meshwright.core.mesh import Mesh
 from meshwright.partition.insert_reshards import parse_steps
@@ -29,11 +30,12 @@ class Mover:
     def __init__(self, plan: Exchange) -> None:
         self.plan = plan
         self.kind, self.axes = plan.kind, plan.axes
-        scatters, gathers, each = (plan.kind == k for k in ("reduce_scatter", "all_gather", "all_to_all"))
-        self.parts = plan.parts if scatters or each else ()
-        self.places = plan.places if gathers or each else ()
-        self.send_sizes = [s.numel for s in plan.send] if each else []
-        self.sizes = [s.numel for s in plan.place] if each else []
+        self.collective = kind = plan.collective
+        self.run = getattr(collectives, kind.name) if kind is not NOTHING else None
+        self.parts = plan.parts if kind.splits else ()
+        self.places = () if kind.adds else plan.places
+        own = kind.chunks == "own"  # then of what is sent, and of what arrives, by member
+        self.sizes = [[s.numel for s in chunks] for chunks in (plan.send, plan.place)] if own else []
 
     @functools.cached_property
     def taken(self) -> Picker:
@@ -51,50 +53,30 @@ class Mover:
                 y = x.new_zeros(self.plan.shape_after)
                 Picker(self.plan.place[0]).put(y, x)
                 return y
-            case "all_reduce":
-                return collectives.all_reduce(x, comm, self.axes)
-        sent = self.message(x)
-        match self.kind:
-            case "reduce_scatter":
-                received = collectives.reduce_scatter(sent, comm, self.axes)
-            case "all_gather":
-                received = collectives.all_gather(sent, comm, self.axes)
-            case "all_to_all":
-                received = collectives.all_to_all(sent, self.send_sizes, self.sizes, comm, self.axes)
-            case _:
-                raise AssertionError(self.kind)
-        return self.opened(received)
+        if self.collective.chunks == "all":
+            return self.run(x, comm, self.axes)
+        return self.opened(self.run(self.message(x), *self.sizes, comm, self.axes))
 
     def message(self, x: torch.Tensor) -> torch.Tensor:
         """What the collective sends of a tensor: (n,), for a reduce-scatter (members, n)."""
-        match self.kind:
-            case "reduce_scatter":
-                plan = self.plan
-                make = x.new_empty if plan.even else x.new_zeros
-                rows = make((len(plan.group), plan.padded))
-                spread(self.parts, x, rows)
-                return rows
-            case "all_gather":
-                return _padded(x, self.plan.padded)
-            case "all_to_all":
-                flat = x.new_empty(sum(self.send_sizes))
-                spread(self.parts, x, flat)
-                return flat
-            case "all_reduce":
-                return x.reshape(-1)
-        raise AssertionError(self.kind)
+        plan, kind = self.plan, self.collective
+        if not kind.splits:
+            return _padded(x, plan.padded) if kind.chunks == "padded" else x.reshape(-1)
+        if kind.chunks == "padded":
+            make = x.new_empty if plan.even else x.new_zeros
+            sent = make((len(plan.group), plan.padded))
+        else:
+            sent = x.new_empty(sum(self.sizes[0]))
+        spread(self.parts, x, sent)
+        return sent
 
     def opened(self, received: torch.Tensor) -> torch.Tensor:
         """The tensor after the step, from what the collective gave: (n,), for an all-gather (members, n)."""
-        plan = self.plan
-        match self.kind:
-            case "reduce_scatter" | "all_reduce":
-                return _unpadded(received, plan.shape_after)
-            case "all_gather" | "all_to_all":
-                y = received.new_empty(plan.shape_after)
-                bring(self.places, received, y)
-                return y
-        raise AssertionError(self.kind)
+        if self.collective.adds:
+            return _unpadded(received, self.plan.shape_after)
+        y = received.new_empty(self.plan.shape_after)
+        bring(self.places, received, y)
+        return y
 
 
 def _padded(x: torch.Tensor, count: int) -> torch.Tensor:

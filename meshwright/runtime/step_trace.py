@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from meshwright.core.collectives import REGISTERED
 from meshwright.pipeline.actions import Action as Planned
 from meshwright.pipeline.measured import Span
 from meshwright.runtime.communicator import Communicator, Work
@@ -127,7 +128,6 @@ _NAMES = {"reduce_wait": "reduce"}
 
 
 MESSAGES = ("send_to", "receive_from")
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 class _Watched:
@@ -140,7 +140,7 @@ class _Watched:
         found, recorder = getattr(self._comm, name), self._recorder
         if name in MESSAGES:
             return lambda *a, **k: _WatchedWork(found(*a, **k), recorder, within=False)
-        if name.removesuffix("_start") not in COLLECTIVES and name != "sum_over":
+        if name.removesuffix("_start") not in REGISTERED and name != "sum_over":
             return found
         if name.endswith("_start"):
             return lambda *a, **k: _WatchedWork(found(*a, **k), recorder, within=True)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.calibrate.plan import KINDS, WAITED
+from meshwright.calibrate.plan import WAITED
+from meshwright.core.collectives import PRICED
 from meshwright.cost.cluster import Cluster
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
@@ -47,14 +48,14 @@ def test_two_ranks_measure_this_machine(tmp_path: Path) -> None:
     assert 1e8 < cluster.device.flops["f32"] < 1e13
     assert 1e-7 < cluster.device.launch_seconds < 1e-3
     links = cluster.measured.collectives["rank"]
-    assert set(links) == set(KINDS)
+    assert set(links) == set(PRICED)
     assert all(latency > 0 and 1e4 < rate < 1e12 for latency, rate in links.values())
     waited = cluster.measured.waited["rank"]
-    assert set(waited) == set(KINDS) - {"send"}
+    assert set(waited) == set(PRICED) - {"send"}
     assert all(latency > 0 and 1e4 < rate < 1e12 for latency, rate in waited.values())
     assert set(cluster.measured.slowdown) == {"compute", "collective"}
     assert all(factor >= 1 for factor in cluster.measured.slowdown.values())
-    for name in (*rates, *KINDS, *WAITED):
+    for name in (*rates, *PRICED, *WAITED):
         assert name in done.stdout
     assert "here.yaml written after" in done.stdout
     assert "not for planning" in (tmp_path / "here.yaml").read_text()

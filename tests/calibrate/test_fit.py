@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from meshwright.calibrate import fit, worker
-from meshwright.calibrate.plan import FULL, KINDS, PACES, WAITED, Found, Point
+from meshwright.calibrate.plan import FULL, PACES, WAITED, Found, Point
 from meshwright.calibrate.result import calibration, si
 from meshwright.calibrate.step_rows import priced
+from meshwright.core.collectives import PRICED
 from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.machine import arithmetic_rate, seconds, update_seconds
@@ -35,7 +36,7 @@ def times(
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PRICED)
 def test_latency_and_rate_come_out(kind: str) -> None:
     found = fit.link(kind, times(kind, 40e-6, 2e9, "ring", (2, 4, 8)))
     assert (found.latency_seconds, found.bytes_per_s) == pytest.approx((40e-6, 2e9), rel=1e-4)
@@ -54,9 +55,9 @@ def test_one_outlier_does_not_bend_the_fit() -> None:
 
 @pytest.mark.parametrize("growth", ["ring", "tree"])
 def test_growth_is_told_from_groups_of_several_sizes(growth: str) -> None:
-    rows = {k: times(k, 50e-6, 1e9, growth, (2, 8), noise=0.05) for k in KINDS}
+    rows = {k: times(k, 50e-6, 1e9, growth, (2, 8), noise=0.05) for k in PRICED}
     assert fit.links(rows)[0] == growth
-    assert fit.links({k: times(k, 50e-6, 1e9, growth, (2,)) for k in KINDS})[0] == "ring"
+    assert fit.links({k: times(k, 50e-6, 1e9, growth, (2,)) for k in PRICED})[0] == "ring"
 
 
 def test_a_curve_is_of_the_work_without_its_launches() -> None:
@@ -121,7 +122,7 @@ def curve(name: str, rate: float, *works: float, launches: float = 1.0) -> Found
 
 
 def rows() -> list[Found]:
-    links = [Found(k, tuple(times(k, 100e-6, 1e9, "ring", (2,)))) for k in KINDS]
+    links = [Found(k, tuple(times(k, 100e-6, 1e9, "ring", (2,)))) for k in PRICED]
     return [
         Found("launch", (Point(1.0, LAUNCH),)),
         curve("matmul f32", 50e9, 1e6, 1e9),
@@ -236,7 +237,7 @@ def test_collectives_that_are_waited_for_have_rows_of_their_own() -> None:
 
 
 def test_one_rank_has_no_links() -> None:
-    alone = [r for r in rows() if r.name not in (*KINDS, "slowdown")]
+    alone = [r for r in rows() if r.name not in (*PRICED, "slowdown")]
     cluster = calibration({**MACHINE, "ranks": 1}, alone).cluster
     assert cluster.ranks == 1 and not cluster.measured.collectives
     assert Cluster.from_yaml(cluster.to_yaml()) == cluster

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.core.collectives import COLLECTIVES
 from meshwright.core.layout import verify
 from meshwright.core.mesh import Axis, Mesh
 from meshwright.errors import LayoutError
 from meshwright.redistribute import Prices, redistribute, total_seconds
 from meshwright.redistribute.price_matrix import PENDING, WHOLE, Table, Value
-from meshwright.redistribute.steps import COLLECTIVES, largest_size
+from meshwright.redistribute.steps import largest_size
 
 LINKS = Prices.of({
     "all_reduce": {"slow": (7e-6, 1e9), "*": (1e-6, 9e9)},

@@ -12,11 +12,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.core.collectives import COLLECTIVES
 from meshwright.core.mesh import Mesh
 from meshwright.predict.memory.allocator import Heap, Storage
 from meshwright.redistribute import Step
 from meshwright.redistribute.index_maps import Exchange, exchange
-from meshwright.redistribute.steps import COLLECTIVES
 
 
 def moved(
@@ -145,11 +145,8 @@ class Crossing:
         self._received: Storage | None = None
         self._scattered: Scatter | None = None
 
-    def _width(self, plan: Exchange) -> int:
-        return math.prod(plan.shape_before) if plan.kind == "all_reduce" else plan.padded
-
     def _rows(self, plan: Exchange) -> int:
-        return len(plan.group) if plan.kind == "reduce_scatter" else 1
+        return len(plan.group) if plan.collective.splits else 1
 
     def give(self, index: int, source: Storage) -> None:
         """A tensor goes in."""
@@ -160,7 +157,7 @@ class Crossing:
             return
         if len(self.sent) > 1 and self._buffer is None:
             plans = [p for p in self.sent if p is not None]
-            self._buffer = heap.new(sum(self._width(p) * self._rows(p) for p in plans) * self.itemsize)
+            self._buffer = heap.new(sum(p.padded * self._rows(p) for p in plans) * self.itemsize)
         message = self._message(x, plan)
         heap.drop(x)
         if self._buffer is None:
@@ -169,7 +166,7 @@ class Crossing:
             heap.drop(message)
 
     def _message(self, x: Storage, plan: Exchange) -> Storage:
-        heap, size = self.heap, self._width(plan) * self._rows(plan) * self.itemsize
+        heap, size = self.heap, plan.padded * self._rows(plan) * self.itemsize
         match plan.kind:
             case "all_gather":
                 return heap.new(size) if plan.short else heap.hold(x)
@@ -184,7 +181,7 @@ class Crossing:
         plan, heap = self.sent[0], self.heap
         if plan is None:
             return
-        elements = sum(self._width(p) for p in self.sent if p is not None)
+        elements = sum(p.padded for p in self.sent if p is not None)
         if self._buffer is None:
             self._buffer = self._inside.pop(0)
             if plan.kind == "all_reduce":
@@ -212,10 +209,8 @@ class Crossing:
             for number, plan in enumerate(self.sent):
                 assert plan is not None
                 after = math.prod(plan.shape_after) * self.itemsize
-                if plan.kind in ("all_gather", "all_to_all"):
-                    self._inside[number] = heap.new(after)
-                else:
-                    self._inside[number] = heap.hold(self._received)
+                adds = plan.collective.adds
+                self._inside[number] = heap.hold(self._received) if adds else heap.new(after)
             heap.drop(self._received)
             self._received = self._buffer = None
         x = self._inside.pop(index)
