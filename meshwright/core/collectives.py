@@ -15,12 +15,12 @@ side by side       all_gather      all_to_all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Sent = Callable[[int, Any, Any], Any]
-Meaning = Callable[[Sequence[Any], int], Any]
+Meaning = Callable[..., Any]
 Matrix = Literal["partial", "replicated", "rows", "columns"]
 
 
@@ -33,7 +33,7 @@ class CollectiveKind:
     after. `rounds`: how often a message goes round the ring of ranks. `meaning(brought, m)`: what member m gets of the
     arrays that all members bring, or of their sequences of chunks if it `splits`: one array, or a list of chunks in
     the order of the members, to be put side by side. `dual`: the collective that takes the gradient back, where each
-    member's result counts by itself.
+    member's result counts by itself, with `dual_options` if it has options.
 
     `chunks`: whether each message is ``"all"`` of a tensor, a chunk ``"padded"`` to the size of the largest, or a chunk
     of its ``"own"`` size. `reshards`: whether it is a step of a redistribution. `measured`: how a matrix is laid out
@@ -50,6 +50,7 @@ class CollectiveKind:
     chunks: Literal["all", "padded", "own"] = "all"
     reshards: bool = False
     measured: tuple[Matrix, Matrix] | None = None
+    dual_options: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def start(self) -> str:
@@ -109,6 +110,15 @@ ALL_TO_ALL = CollectiveKind(
     reshards=True,
     measured=("rows", "columns"),
 )
+SHIFT = CollectiveKind(
+    "shift",
+    sent=lambda ranks, before, after: before,
+    meaning=lambda brought, m, by=1: brought[(m - by) % len(brought)],
+    dual="shift",
+    dual_options={"by": -1},
+    splits=False,
+    adds=False,
+)
 NOTHING = CollectiveKind(
     "",
     sent=lambda ranks, before, after: 0.0,
@@ -119,7 +129,7 @@ NOTHING = CollectiveKind(
 )  # of a step that needs nobody else
 
 REGISTERED: Mapping[str, CollectiveKind] = {
-    kind.name: kind for kind in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL)
+    kind.name: kind for kind in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, SHIFT)
 }
 COLLECTIVES: Mapping[str, CollectiveKind] = {n: kind for n, kind in REGISTERED.items() if kind.reshards}
 SEND = "send"  # a message from one rank to another: priced and measured beside the collectives

@@ -67,7 +67,9 @@ class Call:
         said += (
             [f"dim{'s' if len(self.dims) > 1 else ''} {', '.join(map(str, self.dims))}"] if self.dims else []
         )
-        said += [f"member {self.peer}"] if self.peer >= 0 else []
+        said += (
+            [f"by {self.peer}" if self.kind == "shift" else f"member {self.peer}"] if self.peer >= 0 else []
+        )
         return f"{self.kind}({', '.join(said)})"
 
 

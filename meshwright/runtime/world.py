@@ -155,6 +155,17 @@ class World(Members):
             async_,
         )
 
+    def shift(self, x: torch.Tensor, axes: Axes, by: int = 1, *, async_: bool = False) -> Any:
+        """The tensor of the member `by` places before this one in a ring, where the first follows the last: all bring
+        one of the same shape. Backward shifts the gradient the other way. Ring
+        attention passes its keys and values on like this."""
+        run = self.resolve(axes)
+        check_tensor(x, "a shift")
+        places = by % self.mesh.count(run)
+        self._announce("shift", x, run, peer=places)
+        work = self.comm.shift_start(x.detach(), run, places)
+        return self._begun(x, work, lambda g: self.comm.shift(g, run, -places), async_)
+
     def broadcast(self, x: torch.Tensor, axes: Axes, source: int = 0, *, async_: bool = False) -> Any:
         """The tensor of the member `source`; the others bring one of its shape. Backward gives the gradient to it, and
         zeros to the others."""

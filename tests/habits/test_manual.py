@@ -36,6 +36,10 @@ came = world.all_to_all(whole, 0, 0, "dp", [2, 1] if rank else [0, 3])
 assert torch.equal(came, torch.cat([whole, whole[2:]]) if rank else whole[:2])
 assert world.broadcast(x, "dp", 1).tolist() == [4, -6]
 assert world.reduce(x, "dp", 1).tolist() == [6, -9] if rank else world.reduce(x, "dp", 1) is None
+mine = x.clone().requires_grad_()
+(world.shift(mine, "dp") * (rank + 3)).sum().backward()
+assert mine.grad.tolist() == [4 - rank] * 2
+assert torch.equal(world.shift(x, "dp", -1), x / (rank + 1) * (2 - rank))
 
 sent = [world.send(rows + n, other, async_=True) for n in (0, 1)]
 first, second = world.recv(other, async_=True), world.recv(other, async_=True)

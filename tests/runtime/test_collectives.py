@@ -18,10 +18,10 @@ def flat(found) -> np.ndarray:
     return np.concatenate(found) if isinstance(found, list) else np.asarray(found)
 
 
-def on_arrays(kind: CollectiveKind, brought: np.ndarray) -> np.ndarray:
+def on_arrays(kind: CollectiveKind, brought: np.ndarray, **options: int) -> np.ndarray:
     """What the members get of the flat arrays that they bring, by the record."""
     by_member = [row.reshape(RANKS, -1) if kind.splits else row for row in brought]
-    return np.stack([flat(kind.meaning(by_member, m)) for m in range(RANKS)])
+    return np.stack([flat(kind.meaning(by_member, m, **options)) for m in range(RANKS)])
 
 
 def brought(kind: CollectiveKind, seed: int) -> np.ndarray:
@@ -36,7 +36,7 @@ def test_a_dual_takes_the_gradient_back(kind):
     x = brought(kind, 0)
     y = on_arrays(kind, x)
     g = np.random.default_rng(1).integers(-9, 9, y.shape).astype(np.float64)
-    assert np.sum(y * g) == np.sum(x * on_arrays(REGISTERED[kind.dual], g))
+    assert np.sum(y * g) == np.sum(x * on_arrays(REGISTERED[kind.dual], g, **kind.dual_options))
 
 
 @KINDS

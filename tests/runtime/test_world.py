@@ -99,6 +99,42 @@ def test_uneven_blocks_are_gathered_scattered_and_exchanged_without_their_sizes(
     assert all(ranks(body))
 
 
+@pytest.mark.parametrize("by", [1, -1, 2])
+def test_a_ring_of_keys_and_values_attends_as_one_device(by: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(6, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    expected = (q @ k.T).softmax(1) @ v
+    expected.square().sum().backward()
+
+    def body(world):
+        mine = [x.detach().chunk(3)[world.rank].clone().requires_grad_() for x in (q, k, v)]
+        rows, keys, values = mine
+        total = norm = 0.0
+        for turn in range(3):
+            weight = (rows @ keys.T).exp()
+            total, norm = total + weight @ values, norm + weight.sum(1, keepdim=True)
+            if turn < 2:
+                shifted = world.shift(keys, "tp", by, async_=True)
+                keys, values = shifted.wait(), world.shift(values, "tp", by)
+        found = total / norm
+        found.square().sum().backward()
+        return [found.detach(), *(x.grad for x in mine)]
+
+    wanted = (expected.detach(), q.grad, k.grad, v.grad)
+    for rank, found in enumerate(ranks(body)):
+        for name, mine, full in zip(("value", "q", "k", "v"), found, wanted, strict=True):
+            torch.testing.assert_close(mine, full.chunk(3)[rank], msg=name)
+
+
+def test_members_that_shift_by_different_places_are_refused() -> None:
+    def body(world):
+        with pytest.raises(RunError, match=r"shift\(float32\[2\], by 1\) on rank 0, 2; .*by 2\) on rank 1"):
+            world.shift(torch.ones(2), "tp", 2 if world.rank == 1 else 1)
+        return True
+
+    assert all(ranks(body))
+
+
 def test_columns_exchanged_for_rows_are_uneven_in_both_dims() -> None:
     x = torch.arange(35.0, dtype=torch.float64).view(5, 7)
 

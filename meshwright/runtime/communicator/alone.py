@@ -17,6 +17,7 @@ class AtOnce:
     all_gather: Callable[..., torch.Tensor]
     reduce_scatter: Callable[..., torch.Tensor]
     all_to_all: Callable[..., torch.Tensor]
+    shift: Callable[..., torch.Tensor]
 
     def all_gather_start(
         self, x_n: torch.Tensor, axes: Sequence[str], into: torch.Tensor | None = None
@@ -34,6 +35,10 @@ class AtOnce:
     ) -> Work:
         """See `Communicator`."""
         return Done(self.all_to_all(x, send, receive, axes), x)
+
+    def shift_start(self, x: torch.Tensor, axes: Sequence[str], by: int = 1) -> Work:
+        """See `Communicator`."""
+        return Done(self.shift(x, axes, by), x)
 
 
 @dataclass
@@ -73,6 +78,10 @@ class Alone(AtOnce):
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
     ) -> torch.Tensor:
+        """The value itself."""
+        return x.clone()
+
+    def shift(self, x: torch.Tensor, axes: Sequence[str], by: int = 1) -> torch.Tensor:
         """The value itself."""
         return x.clone()
 
@@ -132,6 +141,11 @@ class Counter(AtOnce):
         """See `Communicator`."""
         self._count("all_to_all", axes, x.numel() * x.element_size())
         return x.new_zeros(sum(receive))
+
+    def shift(self, x: torch.Tensor, axes: Sequence[str], by: int = 1) -> torch.Tensor:
+        """See `Communicator`."""
+        self._count("shift", axes, x.numel() * x.element_size())
+        return x.clone()
 
     def send_start(self, x: torch.Tensor, to: int, tag: int) -> Work:
         """See `Communicator`."""

@@ -345,6 +345,18 @@ class ProcessGroups(Waited):
             lambda: torch.cat([result.split(incoming)[p] for p in order]),
         )
 
+    def shift_start(self, x: torch.Tensor, axes: Sequence[str], by: int = 1) -> Work:
+        """See `Communicator`."""
+        plain, members = x.detach().contiguous(), self._members(axes)
+        here = members.index(self._me)
+        after, before = (members[(here + n) % len(members)] for n in (by, -by))
+        if after == self._me or not plain.numel():
+            return Done(plain.clone())
+        entry, group, result = self._begun("shift", axes), self._group(axes), torch.empty_like(plain)
+        both = ((dist.irecv, result, before), (dist.isend, plain, after))
+        works = dist.batch_isend_irecv([dist.P2POp(op, t, peer, group, TAG) for op, t, peer in both])
+        return _Pending(entry, "a shift", _Messages(works), result)
+
     def send_start(self, x: torch.Tensor, to: int, tag: int) -> Work:
         """See `Communicator`."""
         plain = x.detach().contiguous()

@@ -47,6 +47,7 @@ class Waited:
     all_gather_start: Callable[..., Work]
     reduce_scatter_start: Callable[..., Work]
     all_to_all_start: Callable[..., Work]
+    shift_start: Callable[..., Work]
 
     def all_gather(self, x_n: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
         """See `Communicator`."""
@@ -61,6 +62,10 @@ class Waited:
     ) -> torch.Tensor:
         """See `Communicator`."""
         return self.all_to_all_start(x, send, receive, axes).wait()
+
+    def shift(self, x: torch.Tensor, axes: Sequence[str], by: int = 1) -> torch.Tensor:
+        """See `Communicator`."""
+        return self.shift_start(x, axes, by).wait()
 
 
 class Communicator(Protocol):
@@ -92,6 +97,10 @@ class Communicator(Protocol):
         from each."""
         ...
 
+    def shift(self, x: torch.Tensor, axes: Sequence[str], by: int = 1) -> torch.Tensor:
+        """The tensor of the member `by` places before this one; the first follows the last. All have one shape."""
+        ...
+
     def broadcast(self, x: torch.Tensor, source: int) -> None:
         """Overwrite a tensor, on all ranks of the mesh, by that of one of them."""
         ...
@@ -116,6 +125,10 @@ class Communicator(Protocol):
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
     ) -> Work:
         """Start an `all_to_all`."""
+        ...
+
+    def shift_start(self, x: torch.Tensor, axes: Sequence[str], by: int = 1) -> Work:
+        """Start a `shift`."""
         ...
 
     def send_start(self, x: torch.Tensor, to: int, tag: int) -> Work:

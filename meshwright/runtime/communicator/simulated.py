@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from meshwright.core.collectives import SHIFT
 from meshwright.core.mesh import Mesh
 from meshwright.errors import RunError
 from meshwright.runtime.communicator.protocol import Done, Later, Waited, Work
@@ -177,6 +178,14 @@ class SimulatedRank(Waited):
             return torch.cat(received)
 
         return self._start(x.detach().clone().split(list(send)), axes, finish)
+
+    def shift_start(self, x: torch.Tensor, axes: Sequence[str], by: int = 1) -> Work:
+        """See `Communicator`."""
+
+        def finish(values: Mapping[int, torch.Tensor], group: Sequence[int]) -> torch.Tensor:
+            return SHIFT.meaning([values[r] for r in group], group.index(self._me), by)
+
+        return self._start(x.detach().clone(), axes, finish)
 
     def send_start(self, x: torch.Tensor, to: int, tag: int) -> Work:
         """See `Communicator`."""
