@@ -10,7 +10,7 @@ added up           all_reduce      reduce_scatter
 side by side       all_gather      all_to_all
 =================  ==============  ==================
 
-`docs/add-a-collective.md` shows how to add one.
+`docs/how-to/add-a-collective.md` shows how to add one.
 """
 
 from __future__ import annotations
