@@ -39,7 +39,7 @@ from meshwright.checkpoint.weights import (
 from meshwright.compile import lower, plan_captured, values_of, with_model
 from meshwright.core.graph import Graph
 from meshwright.core.layout import TensorLayout
-from meshwright.core.techniques import Options, Techniques, asked_beside
+from meshwright.core.techniques import TECHNIQUES, Options, Techniques, asked_beside
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import BatchError, MeshwrightError, PlanError, RunError
 from meshwright.guards import Guards
@@ -348,8 +348,7 @@ def shared_forward(
 
 def _check_forward(asked: Techniques, mode: str | None) -> None:
     """Raise PlanError for what has no meaning without a backward pass."""
-    left = {"pipeline", "schedule", "stages", "micro_batches", "threshold_kb", "fusion", "offload"}
-    given = sorted(set(asked.asked()) - left)
+    given = sorted(name for name in asked.asked() if not TECHNIQUES[name].forward)
     given += [f"offload={word!r}" for word in asked.offload if word != "parameters"]
     given += ["micro_batches without pipeline="] if asked.micro_batches > 1 and asked.pipeline == 1 else []
     if given:

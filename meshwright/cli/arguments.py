@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.core.techniques import techniques_from
+from meshwright.core.techniques import TECHNIQUES, techniques_from
 from meshwright.errors import ClusterError, MeshError, PlanError, did_you_mean
 
 if TYPE_CHECKING:
@@ -118,31 +118,34 @@ def techniques_of(texts: Iterable[str]) -> dict[str, Any]:
             raise PlanError(
                 f"{name} is given twice", hint="once each: --with optimizer_parallel=3,micro_batches=4"
             )
-        found[name] = _value(name, word)
+        found[name] = value_of(name, word)
     techniques_from(found)
     return found
 
 
-def _value(name: str, word: str) -> Any:
+def value_of(name: str, word: str) -> Any:
+    """The value of a technique, as `mw.plan` takes it."""
+    typed = TECHNIQUES[name].typed if name in TECHNIQUES else "count"
     if word.lower() in ("true", "false"):
         return word.lower() == "true"
-    if name == "schedule":
+    if typed == "text":
         return word
     if word == "none" and name in NOTHING:
         return NOTHING[name]
-    if name == "stages" and ":" in word:
-        pairs = (pair.rsplit(":", 1) for pair in word.split("+"))
-        return {pattern: int(stage) if stage.isdigit() else stage for pattern, stage in pairs}
-    if name in ("offload", "keep_whole"):
+    if typed == "names":
         return tuple(word.split("+"))
-    if name == "recompute" and ":" in word:
-        return dict(pair.rsplit(":", 1) for pair in word.split("+"))
-    if name == "fusion" and ":" in word:
-        pairs = (pair.rsplit(":", 1) for pair in word.split("+"))
-        return {kind: size_bytes(size) for kind, size in pairs}
-    if name == "threshold_kb":
+    if typed == "number":
         return float(word) if re.fullmatch(r"\d+(\.\d+)?", word) else word
+    if typed == "count":
+        return _digits(word)
+    if ":" in word:
+        pairs = (pair.rsplit(":", 1) for pair in word.split("+"))
+        return {key: size_bytes(one) if typed == "sizes" else _digits(one) for key, one in pairs}
     return size_bytes(word) if re.match(r"\d", word) else word
+
+
+def _digits(word: str) -> int | str:
+    return int(word) if word.isdigit() else word
 
 
 def optimizer_states(name: str) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwright.cli.common import BatchOption, JsonOption, PlanArgument, SequenceOption
-from meshwright.core.techniques import techniques_from
+from meshwright.core.techniques import TECHNIQUES, techniques_from
 from meshwright.errors import MeshwrightError, PlanError, did_you_mean
 
 if TYPE_CHECKING:
@@ -20,17 +20,7 @@ KEYS = {
     "batch": "rows of the batch",
     "seq": "tokens of a row",
     "ranks": "so many ranks: with the same shardings, or planned again in the same mode where they do not fit",
-    "optimizer_parallel": "0 to 3",
-    "shard_size": "ranks among which it splits",
-    "threshold_kb": "KiB below which a parameter stays whole",
-    "micro_batches": "pieces of the batch",
-    "pipeline": "stages; for a plan that has none it plans again",
-    "schedule": "1f1b, gpipe, zero_bubble, …: in which order ranks take their stages",
-    "interleave": "copies of the batch that take turns",
-    "recompute": "full, selective, none, or bytes of kept activations",
-    "fusion": "auto, bytes of a bucket, 0, or by kind: all_gather:64MiB+all_reduce:25MB",
-    "offload": "optimizer, activations, activations:4, parameters, or none",
-    "reduce_dtype": "in which gradients are added up: f32, bf16, f16, f64",
+    **{name: technique.says for name, technique in TECHNIQUES.items() if technique.estimated},
 }
 SHAPES = ("batch", "seq", "ranks")
 Changes = dict[str, str]
@@ -114,22 +104,9 @@ def parsed(text: str) -> Changes:
 
 def options(changes: Changes) -> dict[str, Any]:
     """The techniques among changes, as `mw.plan` takes them."""
-    return {key: _option(key, value) for key, value in changes.items() if key not in SHAPES}
+    from meshwright.cli.arguments import value_of
 
-
-def _option(key: str, value: str) -> Any:
-    if key in ("recompute", "offload") and value == "none":
-        return "" if key == "recompute" else ()
-    if key == "fusion" and ":" in value:
-        from meshwright.cli.arguments import techniques_of
-
-        return techniques_of([f"{key}={value}"])[key]
-    if value.isdigit():
-        return int(value)
-    try:
-        return float(value)
-    except ValueError:
-        return value
+    return {key: value_of(key, value) for key, value in changes.items() if key not in SHAPES}
 
 
 # ---------------------------------------------------------------- what is shown

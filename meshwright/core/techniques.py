@@ -10,24 +10,16 @@ import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
-from meshwright.core.collectives import COLLECTIVES
+from meshwright.core import technique_checks as checks
+from meshwright.core.technique_checks import ACTIVATIONS, MOST, OFFLOAD, OPTIMIZER, PARAMETERS, RECOMPUTE
 from meshwright.elsewhere import called_here
-from meshwright.errors import PlanError, a_type, did_you_mean
+from meshwright.errors import PlanError, did_you_mean
 
-RECOMPUTE = ("full", "selective")
-OPTIMIZER, ACTIVATIONS, PARAMETERS = OFFLOAD = ("optimizer", "activations", "parameters")
-SWITCHES = (
-    "reshard_after_forward",
-    "gradient_accumulation_shard",
-    "recompute_communication",
-    "slice_activation",
-)
 SPAN = re.compile(r"(\d+)-(\d+)")  # of numbered modules in a pattern
-SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}  # torch's names, and ours
-MOST = 1 << 16  # stages, micro-batches or copies of them
 TURNS = ("halves", "level", "backward")  # orders in which copies take turns; the planner picks one
+Typed = Literal["count", "number", "text", "names", "pairs", "sizes"]
 
 
 class Options(TypedDict, total=False):
@@ -51,6 +43,30 @@ class Options(TypedDict, total=False):
     offload: tuple[str, ...]
     reduce_dtype: str
     gradients: str
+
+
+@dataclass(frozen=True)
+class Technique:
+    """One option, registered where `Techniques` has its field (`docs/how-to/add-a-technique.md`).
+
+    `check` takes its name and what a user gave, and returns what a plan keeps, or raises PlanError. `says`: what it may
+    be, for a line of a list. `of`: the part of a plan that its pass changes, which is made anew when the option
+    changes: where parameters are stored, what is kept for backward, or stages. `typed`: how the command line reads it;
+    `estimated`: whether ``meshwright estimate --what-if`` takes it; `forward`: whether it has a meaning without
+    backward.
+    """
+
+    check: checks.Check
+    says: str
+    of: Literal["", "storage", "keeping", "stages"] = ""
+    typed: Typed = "count"
+    estimated: bool = True
+    forward: bool = False
+
+
+def _technique(default: Any, check: checks.Check, says: str, **more: Any) -> Any:
+    """A field of `Techniques` with the record of the technique."""
+    return field(default=default, metadata={"technique": Technique(check, says, **more)})
 
 
 @dataclass(frozen=True)
@@ -88,24 +104,87 @@ class Techniques:
     `given` names those that were asked for, also as their default: ``mode="auto"`` leaves them as they are.
     """
 
-    optimizer_parallel: int = 0
-    shard_size: int = 0
-    threshold_kb: float = 64.0
-    keep_whole: tuple[str, ...] = ()
-    reshard_after_forward: bool = True
-    pipeline: int = 1
-    schedule: str = ""
-    stages: tuple[tuple[str, int], ...] = ()
-    micro_batches: int = 1
-    gradient_accumulation_shard: bool = False
-    recompute: str | float | tuple[tuple[str, str], ...] = ""
-    recompute_communication: bool = True
-    slice_activation: bool = False
-    interleave: int = 1
-    fusion: str | int | tuple[tuple[str, ...], ...] | tuple[tuple[str, int], ...] = "auto"
-    offload: tuple[str, ...] = ()
-    reduce_dtype: str = ""
-    gradients: str = "mean"
+    optimizer_parallel: int = _technique(
+        0, checks.count(0, 3), "0 to 3: ZeRO-1, ZeRO-2, ZeRO-3 or FSDP", of="storage"
+    )
+    shard_size: int = _technique(0, checks.count(0), "ranks among which it splits", of="storage")
+    threshold_kb: float = _technique(
+        64.0,
+        checks.kibibytes,
+        "KiB below which a parameter stays replicated",
+        of="storage",
+        typed="number",
+        forward=True,
+    )
+    keep_whole: tuple[str, ...] = _technique(
+        (), checks.names, "parameters that stay replicated", of="storage", typed="names", estimated=False
+    )
+    reshard_after_forward: bool = _technique(
+        True, checks.switch, "false keeps gathered weights until backward", of="storage", estimated=False
+    )
+    pipeline: int = _technique(
+        1,
+        checks.count(1, MOST),
+        "stages; for a plan that has none it plans again",
+        of="stages",
+        forward=True,
+    )
+    schedule: str = _technique(
+        "",
+        checks.text,
+        "1f1b, gpipe, zero_bubble, …: in which order ranks take their stages",
+        of="stages",
+        typed="text",
+        forward=True,
+    )
+    stages: tuple[tuple[str, int], ...] = _technique(
+        (),
+        checks.stages,
+        "a stage for each module pattern",
+        of="stages",
+        typed="pairs",
+        estimated=False,
+        forward=True,
+    )
+    micro_batches: int = _technique(1, checks.count(1, MOST), "pieces of the batch", forward=True)
+    gradient_accumulation_shard: bool = _technique(
+        False, checks.switch, "gradients of micro-batches are added up in shards", estimated=False
+    )
+    recompute: str | float | tuple[tuple[str, str], ...] = _technique(
+        "",
+        checks.recompute,
+        "full, selective, none, or bytes of kept activations",
+        of="keeping",
+        typed="pairs",
+    )
+    recompute_communication: bool = _technique(
+        True, checks.switch, "false keeps what collectives produced", estimated=False
+    )
+    slice_activation: bool = _technique(
+        False, checks.switch, "activations are kept sharded", of="keeping", estimated=False
+    )
+    interleave: int = _technique(1, checks.count(1, MOST), "copies of the batch that take turns")
+    fusion: str | int | tuple[tuple[str, ...], ...] | tuple[tuple[str, int], ...] = _technique(
+        "auto",
+        checks.fusion,
+        "auto, bytes of a bucket, 0, or by kind: all_gather:64MiB+all_reduce:25MB",
+        typed="sizes",
+        forward=True,
+    )
+    offload: tuple[str, ...] = _technique(
+        (),
+        checks.offload,
+        "optimizer, activations, activations:4, parameters, or none",
+        of="keeping",
+        typed="names",
+        forward=True,
+    )
+    reduce_dtype: str = _technique(
+        "", checks.float_dtype, "in which gradients are added up: f32, bf16, f16, f64"
+    )
+    gradients: str = _technique(
+        "mean", checks.one_of("mean", "sum"), "of the loss, or that times the ranks", estimated=False
+    )
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     def as_given(self) -> Techniques:
@@ -114,7 +193,7 @@ class Techniques:
 
     def asked(self) -> dict[str, Any]:
         """What differs from the defaults, as plain data: what a plan file says."""
-        given = {f.name: getattr(self, f.name) for f in _options() if _differs(self, f)}
+        given = {n: getattr(self, n) for n in TECHNIQUES if getattr(self, n) != getattr(NONE, n)}
         if "recompute" in given and isinstance(self.recompute, tuple):
             given["recompute"] = dict(self.recompute)
         if "stages" in given:
@@ -176,6 +255,14 @@ class Techniques:
 
 
 NONE = Techniques()
+TECHNIQUES: Mapping[str, Technique] = {
+    f.name: f.metadata["technique"] for f in dataclasses.fields(Techniques) if "technique" in f.metadata
+}
+
+
+def techniques_of_plan(part: str) -> frozenset[str]:
+    """The names of the techniques whose passes change a part of a plan, a `Technique.of`."""
+    return frozenset(name for name, technique in TECHNIQUES.items() if technique.of == part)
 
 
 def wire_dtype(techniques: Techniques, dtype: str) -> str:
@@ -222,55 +309,15 @@ def ranges(names: Iterable[str]) -> list[str]:
 
 def techniques_from(given: Mapping[str, Any]) -> Techniques:
     """The checked record of some options. Raises PlanError that says what an option may be."""
-    names = [f.name for f in _options()]
-    for name in given:
-        if name not in names:
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in TECHNIQUES:
             raise PlanError(
                 f"there is no technique {name!r}",
-                why="techniques: " + ", ".join(names),
-                hint=called_here(name) or did_you_mean(str(name), names),
+                why="techniques: " + ", ".join(TECHNIQUES),
+                hint=called_here(name) or did_you_mean(str(name), TECHNIQUES),
             )
-    values = dict(given)
-    for name, least, most in (
-        ("optimizer_parallel", 0, 3),
-        ("shard_size", 0, None),
-        ("pipeline", 1, MOST),
-        ("micro_batches", 1, MOST),
-        ("interleave", 1, MOST),
-    ):
-        if name in values:
-            _whole_number(name, values[name], least, most)
-    for name in SWITCHES:
-        if name in values and not isinstance(values[name], bool):
-            raise PlanError(f"{name}={values[name]!r}", why="it is a switch", hint="True or False")
-    if "schedule" in values:
-        values["schedule"] = str(values["schedule"])  # a schedule prints as what can be read again
-    if "stages" in values:
-        values["stages"] = _stages(values["stages"])
-    if "threshold_kb" in values:
-        values["threshold_kb"] = _threshold(values["threshold_kb"])
-    if "keep_whole" in values:
-        values["keep_whole"] = _names("keep_whole", values["keep_whole"])
-    if "offload" in values:
-        values["offload"] = _names("offload", values["offload"])
-        for word in values["offload"]:
-            name, colon, which = word.partition(":")
-            if colon and (name not in (ACTIVATIONS, PARAMETERS) or not which):
-                raise PlanError(
-                    f"offload={word!r}",
-                    why="a pattern of modules stands behind a colon, of activations and of parameters alone; of "
-                    "activations a number of layers too",
-                    hint=f'offload="{ACTIVATIONS}:4", or "{PARAMETERS}:blocks.*"',
-                )
-            _one_of("offload", name, OFFLOAD)
-    if "gradients" in values:
-        _one_of("gradients", values["gradients"], ("mean", "sum"))
-    if "reduce_dtype" in values:
-        _one_of("reduce_dtype", values["reduce_dtype"], ("", *SHORT.values()), _short(values["reduce_dtype"]))
-    if "recompute" in values:
-        values["recompute"] = _recompute(values["recompute"])
-    if "fusion" in values:
-        values["fusion"] = _fusion(values["fusion"])
+        values[name] = TECHNIQUES[name].check(name, value)
     return Techniques(**values, given=frozenset(values))
 
 
@@ -285,140 +332,23 @@ def asked_beside(plan: object, given: Mapping[str, Any]) -> Techniques:
     return techniques_from(given)
 
 
-def _options() -> list[dataclasses.Field[Any]]:
-    return [f for f in dataclasses.fields(Techniques) if f.name != "given"]
-
-
-def _differs(techniques: Techniques, field: dataclasses.Field[Any]) -> bool:
-    return getattr(techniques, field.name) != field.default
-
-
-def _whole_number(name: str, value: Any, least: int, most: int | None) -> None:
-    above = f" and at most {most:,}" if most else ""
-    span = f"from 0 to {most}" if most and not least else f"of at least {least}{above}"
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most and value > most):
-        raise PlanError(
-            f"{name}={value!r}", why=f"it is a whole number {span}", hint=f"{name}={max(least, 2)}"
-        )
-
-
-def _threshold(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise PlanError(
-            f"threshold_kb={value!r}",
-            why="it is a size in KiB; 0 splits every parameter",
-            hint="threshold_kb=64",
-        )
-    return float(value)
-
-
-def _names(name: str, value: Any) -> tuple[str, ...]:
-    found = (value,) if isinstance(value, str) else value
-    if not isinstance(found, list | tuple | set | frozenset) or not all(isinstance(v, str) for v in found):
-        raise PlanError(f"{name}={value!r}", why="it is a list of names", hint=f'{name}=("…", "…")')
-    return tuple(found)
-
-
-def _short(dtype: Any) -> str:
-    """A hint where somebody gives a dtype as torch calls it."""
-    said = SHORT.get(str(dtype).removeprefix("torch."))
-    return f'reduce_dtype="{said}"' if said else ""
-
-
-def _one_of(name: str, value: Any, known: tuple[str, ...], hint: str = "") -> None:
-    if value not in known:
-        raise PlanError(
-            f"{name}={value!r}",
-            why="it may be "
-            + ", ".join(repr(k) for k in known if k)
-            + (', or "" for none' if "" in known else ""),
-            hint=hint or did_you_mean(str(value), [k for k in known if k]),
-        )
-
-
-def _recompute(value: Any) -> str | float | tuple[tuple[str, str], ...]:
-    if isinstance(value, Mapping | list | tuple):
-        pairs = _pairs("recompute", value, 'recompute={"blocks.0-5": "full", "head": ""}')
-        for _, policy in pairs:
-            _one_of("recompute", policy, ("", *RECOMPUTE))
-        return pairs
-    if isinstance(value, str):
-        _one_of("recompute", value, ("", *RECOMPUTE))
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise PlanError(
-            f"recompute={value!r}",
-            why="it is a policy, a policy for each module pattern, or bytes of kept activations that a rank may have",
-            hint='recompute="full", "selective", {"blocks.*": "full"} or 2e9',
-        )
-    return float(value)
-
-
-def _pairs(name: str, value: Any, hint: str) -> tuple[tuple[str, Any], ...]:
-    """What a mapping of module patterns says, or pairs that say the same."""
-    given = list(value.items()) if isinstance(value, Mapping) else value
-    if not isinstance(given, list | tuple) or not all(
-        isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in given
-    ):
-        raise PlanError(
-            f"{name}={value!r}",
-            why=f"it is {a_type(value)}; wishes are patterns of modules with a value each",
-            hint=hint,
-        )
-    return tuple((pattern, said) for pattern, said in given)
-
-
-def _stages(value: Any) -> tuple[tuple[str, int], ...]:
-    hint = 'stages={"blocks.0-5": 0}'
-    pairs = _pairs("stages", value, hint)
-    for name, stage in pairs:
-        if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
-            raise PlanError(
-                f"stages={{{name!r}: {stage!r}}}", why="a stage is a whole number from 0", hint=hint
-            )
-    return pairs
-
-
-def _fusion(value: Any) -> str | int | tuple[tuple[str, ...], ...] | tuple[tuple[str, int], ...]:
-    if isinstance(value, Mapping):
-        return _fusion_sizes(value.items())
-    if isinstance(value, list | tuple):
-        if value and all(isinstance(g, list | tuple) and len(g) == 2 and _is_number(g[1]) for g in value):
-            return _fusion_sizes(value)
-        return tuple(_names("fusion", group) for group in value)
-    if value == "auto":
-        return "auto"
-    if not _is_size(value):
-        raise PlanError(
-            f"fusion={value!r}",
-            why="it is the size of a bucket in bytes (0: each tensor alone), sizes by kind of collective, or groups of "
-            "module patterns",
-            hint='25_000_000, "auto", {"all_gather": 25_000_000} or (("blocks.*",), ("head",))',
-        )
-    return int(value)
-
-
-def _fusion_sizes(given: Iterable[Any]) -> tuple[tuple[str, int], ...]:
-    found: list[tuple[str, int]] = []
-    for kind, size in given:
-        _one_of("fusion", kind, tuple(COLLECTIVES))
-        if not _is_size(size):
-            raise PlanError(
-                f"fusion={{{kind!r}: {size!r}}}",
-                why="it is the size of a bucket in bytes (0: each tensor alone)",
-                hint=f"fusion={{{kind!r}: 25_000_000}}",
-            )
-        if kind in dict(found):
-            raise PlanError(
-                f"fusion has two sizes for {kind}", why="a kind has one", hint="leave one of them out"
-            )
-        found.append((kind, int(size)))
-    return tuple(found)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_size(value: Any) -> bool:
-    return _is_number(value) and value >= 0 and value % 1 == 0
+__all__ = [
+    "ACTIVATIONS",
+    "NONE",
+    "OFFLOAD",
+    "OPTIMIZER",
+    "PARAMETERS",
+    "RECOMPUTE",
+    "TECHNIQUES",
+    "TURNS",
+    "Options",
+    "Technique",
+    "Techniques",
+    "asked_beside",
+    "matches",
+    "matches_module",
+    "ranges",
+    "techniques_from",
+    "techniques_of_plan",
+    "wire_dtype",
+]

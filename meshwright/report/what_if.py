@@ -21,7 +21,7 @@ from meshwright.core.layout import (
     without_axes,
 )
 from meshwright.core.mesh import Mesh
-from meshwright.core.techniques import techniques_from
+from meshwright.core.techniques import techniques_from, techniques_of_plan
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.ops.factors import Factors
@@ -115,10 +115,7 @@ def _dim(new: Dim, old: Dim, mesh: Mesh, where: str) -> Dim:
 
 # ---------------------------------------------------------------- other techniques
 
-STORAGE = frozenset(
-    ("optimizer_parallel", "shard_size", "threshold_kb", "keep_whole", "reshard_after_forward")
-)
-KEEPING = frozenset(("recompute", "slice_activation", "offload"))
+STORAGE, KEEPING, STAGES = (techniques_of_plan(part) for part in ("storage", "keeping", "stages"))
 
 
 def changed(
@@ -143,9 +140,6 @@ def changed(
     return replace(found, notes=plan.notes), "; ".join(found.notes)
 
 
-PIPELINE = frozenset(("pipeline", "schedule", "stages"))
-
-
 def changed_in_stages(
     plan: Plan,
     graph: Graph,
@@ -160,7 +154,7 @@ def changed_in_stages(
     asked = techniques_from({**plan.techniques.asked(), **changes})
     world = meshes_of(plan)
     check_chunks(asked, world.places)
-    inside = {k: v for k, v in changes.items() if k not in PIPELINE}
+    inside = {k: v for k, v in changes.items() if k not in STAGES}
     found: list[Plan] = []
     remarks: dict[str, None] = {}
     for place, one in enumerate(plan.own or (plan,)):

@@ -298,7 +298,7 @@ def waiting() -> Schedule:
         ({"schedule": "gpipe"}, "without pipeline="),
         ({"pipeline": 3, "schedule": make("1f1b", 3, 2), "micro_batches": 2}, "1f1b is of 3 ranks"),
         ({"pipeline": 2, "stages": {"tokens": 1}}, "leave no operator for stage 0"),
-        ({"pipeline": 2, "stages": "blocks"}, "wishes are patterns of modules"),
+        ({"pipeline": 2, "stages": "blocks"}, "give patterns of modules"),
         ({"schedule": OWN["backwards"]}, "the schedule backwards without pipeline="),
         (
             {"pipeline": 3, "schedule": OWN["unequal"], "micro_batches": 3},

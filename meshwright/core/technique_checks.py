@@ -1,0 +1,197 @@
+"""What each option of a technique may be: a check takes its name and what a user gave, and returns what a plan keeps.
+
+All raise PlanError that says what the option may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from meshwright.core.collectives import COLLECTIVES
+from meshwright.errors import PlanError, a_type, did_you_mean
+
+Check = Callable[[str, Any], Any]
+RECOMPUTE = ("full", "selective")
+OPTIMIZER, ACTIVATIONS, PARAMETERS = OFFLOAD = ("optimizer", "activations", "parameters")
+SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}  # torch's names, and ours
+MOST = 1 << 16  # stages, micro-batches or copies of them
+
+
+def count(least: int, most: int | None = None) -> Check:
+    """A whole number within bounds."""
+
+    def check(name: str, value: Any) -> int:
+        above = f" and at most {most:,}" if most else ""
+        span = f"from 0 to {most}" if most and not least else f"of at least {least}{above}"
+        if isinstance(value, bool) or not isinstance(value, int) or value < least or (most and value > most):
+            raise PlanError(
+                f"{name}={value!r}", why=f"it is a whole number {span}", hint=f"{name}={max(least, 2)}"
+            )
+        return value
+
+    return check
+
+
+def switch(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise PlanError(f"{name}={value!r}", why="it is a switch", hint="True or False")
+    return value
+
+
+def text(name: str, value: Any) -> str:
+    """Anything, as text: a schedule prints as what can be read again."""
+    return str(value)
+
+
+def one_of(*known: str) -> Check:
+    """One of some words."""
+
+    def check(name: str, value: Any) -> str:
+        _one_of(name, value, known)
+        return value
+
+    return check
+
+
+def float_dtype(name: str, value: Any) -> str:
+    """A dtype of floats by its short name, or none."""
+    short = SHORT.get(str(value).removeprefix("torch."))
+    _one_of(name, value, ("", *SHORT.values()), f'{name}="{short}"' if short else "")
+    return value
+
+
+def kibibytes(name: str, value: Any) -> float:
+    """A size in KiB."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise PlanError(
+            f"{name}={value!r}", why="it is a size in KiB; 0 splits every parameter", hint=f"{name}=64"
+        )
+    return float(value)
+
+
+def names(name: str, value: Any) -> tuple[str, ...]:
+    """A name, or several."""
+    found = (value,) if isinstance(value, str) else value
+    if not isinstance(found, list | tuple | set | frozenset) or not all(isinstance(v, str) for v in found):
+        raise PlanError(f"{name}={value!r}", why="it is a list of names", hint=f'{name}=("…", "…")')
+    return tuple(found)
+
+
+def offload(name: str, value: Any) -> tuple[str, ...]:
+    """What lives on the host, with a pattern of modules or a number of layers behind a colon."""
+    found = names(name, value)
+    for word in found:
+        what, colon, which = word.partition(":")
+        if colon and (what not in (ACTIVATIONS, PARAMETERS) or not which):
+            raise PlanError(
+                f"{name}={word!r}",
+                why="a pattern of modules stands behind a colon, of activations and of parameters alone; of "
+                "activations a number of layers too",
+                hint=f'{name}="{ACTIVATIONS}:4", or "{PARAMETERS}:blocks.*"',
+            )
+        _one_of(name, what, OFFLOAD)
+    return found
+
+
+def recompute(name: str, value: Any) -> str | float | tuple[tuple[str, str], ...]:
+    """A policy, a policy for each module pattern, or bytes."""
+    if isinstance(value, Mapping | list | tuple):
+        pairs = _pairs(name, value, f'{name}={{"blocks.0-5": "full", "head": ""}}')
+        for _, policy in pairs:
+            _one_of(name, policy, ("", *RECOMPUTE))
+        return pairs
+    if isinstance(value, str):
+        _one_of(name, value, ("", *RECOMPUTE))
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise PlanError(
+            f"{name}={value!r}",
+            why="it is a policy, a policy for each module pattern, or bytes of kept activations that a rank may have",
+            hint=f'{name}="full", "selective", {{"blocks.*": "full"}} or 2e9',
+        )
+    return float(value)
+
+
+def stages(name: str, value: Any) -> tuple[tuple[str, int], ...]:
+    """A stage for each module pattern."""
+    hint = f'{name}={{"blocks.0-5": 0}}'
+    pairs = _pairs(name, value, hint)
+    for pattern, stage in pairs:
+        if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
+            raise PlanError(
+                f"{name}={{{pattern!r}: {stage!r}}}", why="a stage is a whole number from 0", hint=hint
+            )
+    return pairs
+
+
+def fusion(name: str, value: Any) -> str | int | tuple[tuple[str, ...], ...] | tuple[tuple[str, int], ...]:
+    """The size of a bucket, sizes by kind of collective, groups of module patterns, or ``"auto"``."""
+    if isinstance(value, Mapping):
+        return _fusion_sizes(name, value.items())
+    if isinstance(value, list | tuple):
+        if value and all(isinstance(g, list | tuple) and len(g) == 2 and _is_number(g[1]) for g in value):
+            return _fusion_sizes(name, value)
+        return tuple(names(name, group) for group in value)
+    if value == "auto":
+        return "auto"
+    if not _is_size(value):
+        raise PlanError(
+            f"{name}={value!r}",
+            why="it is the size of a bucket in bytes (0: each tensor alone), sizes by kind of collective, or groups of "
+            "module patterns",
+            hint='25_000_000, "auto", {"all_gather": 25_000_000} or (("blocks.*",), ("head",))',
+        )
+    return int(value)
+
+
+def _fusion_sizes(name: str, given: Iterable[Any]) -> tuple[tuple[str, int], ...]:
+    found: list[tuple[str, int]] = []
+    for kind, size in given:
+        _one_of(name, kind, tuple(COLLECTIVES))
+        if not _is_size(size):
+            raise PlanError(
+                f"{name}={{{kind!r}: {size!r}}}",
+                why="it is the size of a bucket in bytes (0: each tensor alone)",
+                hint=f"{name}={{{kind!r}: 25_000_000}}",
+            )
+        if kind in dict(found):
+            raise PlanError(
+                f"{name} has two sizes for {kind}", why="a kind has one", hint="leave one of them out"
+            )
+        found.append((kind, int(size)))
+    return tuple(found)
+
+
+def _pairs(name: str, value: Any, hint: str) -> tuple[tuple[str, Any], ...]:
+    """What a mapping of module patterns says, or pairs that say the same."""
+    given = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(given, list | tuple) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in given
+    ):
+        raise PlanError(
+            f"{name}={value!r}",
+            why=f"it is {a_type(value)}; give patterns of modules with a value each",
+            hint=hint,
+        )
+    return tuple((pattern, said) for pattern, said in given)
+
+
+def _one_of(name: str, value: Any, known: tuple[str, ...], hint: str = "") -> None:
+    if value not in known:
+        raise PlanError(
+            f"{name}={value!r}",
+            why="it may be "
+            + ", ".join(repr(k) for k in known if k)
+            + (', or "" for none' if "" in known else ""),
+            hint=hint or did_you_mean(str(value), [k for k in known if k]),
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_size(value: Any) -> bool:
+    return _is_number(value) and value >= 0 and value % 1 == 0
