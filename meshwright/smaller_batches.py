@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.capture.pytree import leaves, rebuild
 from meshwright.core.graph import Graph
 from meshwright.errors import DoesNotFit, MeshwrightError
-from meshwright.search.planner import FULL
+from meshwright.search.budget import AUTO
 
 
 def with_batch_that_fits(
@@ -18,7 +18,7 @@ def with_batch_that_fits(
 
     `graph` was captured with `batch`. Very large models are captured once only.
     """
-    if len(graph.nodes) > FULL:
+    if len(graph.nodes) > AUTO.full_nodes:
         return error
     for parts in error.parts:
         fewer, rows = cut(graph, batch, parts)

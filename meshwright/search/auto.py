@@ -16,11 +16,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from meshwright.ops.batch import batch_rows
+from meshwright.search.budget import AUTO, MEMORY
 from meshwright.search.compute_bound import Least
 from meshwright.search.data_parallel import by_batch
 from meshwright.search.infeasible import NothingFits
 from meshwright.search.least_memory import saved
-from meshwright.search.memory_limit import NEAR, Limited, fits, limited, nearer, priced_by_bytes
+from meshwright.search.memory_limit import Limited, fits, limited, nearer, priced_by_bytes
 from meshwright.search.planner import Found, Planner, families_of, resting_families
 from meshwright.search.recursion_within_limit import recursion
 from meshwright.search.solve import solve, solve_limited
@@ -29,23 +30,6 @@ from meshwright.search.space.constraints import exactly, rows_of
 from meshwright.search.space.families import outside
 from meshwright.search.space.memory import memory_of
 from meshwright.search.space.step_bound import entries, step_problem
-
-ALPHAS = (0.5, 0.3)  # weights of computing against what can hide beside it, as long as there is a gap
-SURE = 4  # candidates that are evaluated in full, at most
-CLOSE = 0.003  # of the bound of the step: beside what was evaluated in full and is that near nothing else is
-DOUBT = 0.005  # by how much what is told from a few layers may be wrong: peaks may, and models too long to be played
-FAR = 0.1  # of the best step: where the optimum of fewer ranks is that much later, no others are looked at
-MOST_SOLVES = 12  # for one bound under a limit of memory
-INNER = 3  # how many of the innermost axes a recipe leaves to tensor parallel, at most
-# Weights of computing, each with a price on all bytes: as a share of the step, were the best plan's peak all there is.
-LIGHTER = ((0.5, 0.03), (0.5, 0.06), (0.5, 0.12), (0.3, 0.06), (0.3, 0.12), (None, 0.05))
-
-LIGHTER_WORK = (
-    400  # nodes × axes of the largest spaces where these are looked at: more would take most of the search
-)
-# Of the step: where a recursion without a limit saves no more, larger spaces have none under one.
-LITTLE = 0.05
-RECURSION = "recursion"  # the candidate
 
 
 @dataclass
@@ -117,11 +101,11 @@ def _settled(
     ranked = sorted(fitting, key=lambda named: step_of(named[1]))
     kept: list[tuple[str, Found]] = []
     evaluated: dict[str, float | None] = {}
-    for name, found in ranked[:SURE]:
+    for name, found in ranked[: AUTO.evaluated_in_full]:
         best = min((step_of(f) for _, f in kept), default=np.inf)
-        if kept and step_of(found) >= max(best, (1 + DOUBT) * step_of(ranked[0][1])):
+        if kept and step_of(found) >= max(best, (1 + AUTO.doubt) * step_of(ranked[0][1])):
             break
-        if best <= (1 + CLOSE) * bound:
+        if best <= (1 + AUTO.close) * bound:
             break
         if kept and planner.request.interrupts:
             break
@@ -145,8 +129,8 @@ def _optima(planner: Planner, tried: _Tried, name: str, space: Space) -> None:
     """The optimum of the sum, the bound of the step, then the optima of weighted sums, and better bounds while there is
     a gap."""
     around: tuple[int, ...] | None = None
-    for alpha in (None, *ALPHAS):
-        if alpha == ALPHAS[-1] and _is_near(planner, tried, name):
+    for alpha in (None, *AUTO.alphas):
+        if alpha == AUTO.alphas[-1] and _is_near(planner, tried, name):
             return
         solution = limited(planner, space, alpha, alone=False)
         if alpha is None:
@@ -171,7 +155,7 @@ def _repeated(planner: Planner, tried: _Tried) -> None:
     """The optima of fewer and fewer ranks, the others idle, while these compute less than the best takes and what is
     found is near it: where talking costs more than computing, more ranks must not make a plan slower."""
     best = _best(planner, tried)
-    if planner.seeds or best is None or best <= (1 + CLOSE) * min(tried.steps.values(), default=0.0):
+    if planner.seeds or best is None or best <= (1 + AUTO.close) * min(tried.steps.values(), default=0.0):
         return
     scene, request = planner.scene, planner.request
     least = Least(scene.graph, scene.factors, planner.ties, request.cluster, request.optimizer_states)
@@ -179,13 +163,13 @@ def _repeated(planner: Planner, tried: _Tried) -> None:
         working = scene.mesh.count([a.name for a in scene.mesh.axes[rest:]])
         if float(least.computing(working).sum()) + least.updating(scene.mesh.size) >= best:
             return
-        for alpha in (None, *ALPHAS):
+        for alpha in (None, *AUTO.alphas):
             solution = limited(planner, planner.space(family), alpha, alone=False)
             _go_on(solution)
             if solution.found is None:
                 return
             _take(planner, tried, name if alpha is None else f"{name}, α={alpha}", solution.found)
-            if step_of(solution.found) > (1 + FAR) * best:
+            if step_of(solution.found) > (1 + AUTO.far) * best:
                 return
         if planner.alike() is None:
             _take(planner, tried, f"recursion, {name}", recursion(planner, rest=rest)(None))
@@ -197,7 +181,7 @@ def _lighter(planner: Planner, tried: _Tried) -> None:
     """The optima with a small price on bytes, where the best is not near its bound. Their sums are a little dearer and
     their steps at times quicker, as those are that a limit of memory leads to; without one they are looked at, too."""
     fitting = [found for _, found in tried.found if fits(planner, found)]
-    if planner.evaluator is None or not fitting or planner.size > LIGHTER_WORK:
+    if planner.evaluator is None or not fitting or planner.size > AUTO.lighter_size:
         return
     first = min(fitting, key=step_of)
     seen = {found.states for _, found in tried.found}
@@ -209,9 +193,9 @@ def _lighter(planner: Planner, tried: _Tried) -> None:
     for name, family in families:
         space = planner.space(family)
         memory = planner.memory(space)
-        for alpha, share in LIGHTER:
+        for alpha, share in AUTO.lighter:
             best = _best(planner, tried)
-            if best is None or best <= (1 + CLOSE) * min(tried.steps.values(), default=0.0):
+            if best is None or best <= (1 + AUTO.close) * min(tried.steps.values(), default=0.0):
                 return
             price = share * step_of(first) / planner.peak_bytes(first) / memory.instants
             asked = memory.weighed(planner.problem(space, alpha), np.full(memory.instants, price))
@@ -235,7 +219,7 @@ def _bound(
     else:
         memory = memory_of(space, planner.request.optimizer_states)
         limits = np.full(memory.instants, limit)
-        found = solve_limited(problem, memory, limits, enough=NEAR, most_solves=MOST_SOLVES)
+        found = solve_limited(problem, memory, limits, enough=MEMORY.near, most_solves=AUTO.bound_solves)
     tried.steps[name] = max(found.bound, tried.steps.get(name, 0.0))
     if found.stopped:
         raise KeyboardInterrupt
@@ -245,7 +229,7 @@ def _bound(
 def _is_near(planner: Planner, tried: _Tried, name: str) -> bool:
     """Whether the best so far is so near the bound of a space that neither needs more."""
     best, bound = _best(planner, tried), tried.steps.get(name)
-    return best is not None and bound is not None and best <= (1 + NEAR) * bound
+    return best is not None and bound is not None and best <= (1 + MEMORY.near) * bound
 
 
 def _best(planner: Planner, tried: _Tried) -> float | None:
@@ -262,7 +246,7 @@ def _go_on(solution: Limited) -> None:
 def _near(planner: Planner, tried: _Tried) -> bool:
     """Whether something that fits is near the bound of the sum, so that there is little left to find."""
     prices = [found.claims["price_seconds"] for _, found in tried.found if fits(planner, found)]
-    return min(prices, default=np.inf) <= (1 + NEAR) * min(tried.sums.values(), default=0.0)
+    return min(prices, default=np.inf) <= (1 + MEMORY.near) * min(tried.sums.values(), default=0.0)
 
 
 def _may_gain(planner: Planner, tried: _Tried) -> bool:
@@ -270,10 +254,10 @@ def _may_gain(planner: Planner, tried: _Tried) -> bool:
     long, the one without a limit is more than a little quicker."""
     if _near(planner, tried):
         return False
-    best, free = _best(planner, tried), [step_of(found) for name, found in tried.found if name == RECURSION]
-    if best is None or not free or planner.size <= LIGHTER_WORK:
+    best, free = _best(planner, tried), [step_of(found) for name, found in tried.found if name == "recursion"]
+    if best is None or not free or planner.size <= AUTO.lighter_size:
         return True
-    return min(free) < (1 - LITTLE) * best
+    return min(free) < (1 - AUTO.recursion_worth) * best
 
 
 def _certificate(tried: _Tried, fitting: list[tuple[str, Found]], best: Found) -> dict[str, object]:
@@ -310,7 +294,7 @@ def recipes(planner: Planner) -> Iterator[tuple[str, Found]]:
             _go_on(solution)
     if rows:
         count = len(scene.mesh.axes)
-        for inner in range(1, min(INNER, count - 1) + 1):
+        for inner in range(1, min(AUTO.recipe_axes, count - 1) + 1):
             if scene.mesh.count([a.name for a in scene.mesh.axes[: count - inner]]) > max(1, examples):
                 continue
             solution = limited(planner, planner.space(outside(rows, count - inner)), None, alone=False)
@@ -318,7 +302,7 @@ def recipes(planner: Planner) -> Iterator[tuple[str, Found]]:
                 ranks = scene.mesh.count([a.name for a in scene.mesh.axes[count - inner :]])
                 yield f"data parallel × {ranks} ranks of the best cut", solution.found
             _go_on(solution)
-    yield RECURSION, recursion(planner)(None)
+    yield "recursion", recursion(planner)(None)
 
 
 def step_of(found: Found) -> float:

@@ -13,10 +13,10 @@ from meshwright.core.graph import Graph
 from meshwright.core.placement import readers
 from meshwright.errors import PlanError
 from meshwright.redistribute.steps import show_bytes
+from meshwright.search.budget import MEMORY
 from meshwright.search.layer_groups import Folded
 from meshwright.search.planner import Found, Request
 
-SHARE = 0.1  # of all parameters: tables that are less are not worth a search of their own
 EMBEDDINGS = ("aten.embedding.default", "aten.embedding_bag.default")
 
 
@@ -93,7 +93,7 @@ def with_tables(
 def _large(graph: Graph, tables: Sequence[Table]) -> bool:
     """Whether tables are much of the model."""
     every = sum(entry.type.size_bytes for entry in graph.input_of("parameter"))
-    return sum(table.size_bytes for table in tables) > SHARE * every
+    return sum(table.size_bytes for table in tables) > MEMORY.tables_share * every
 
 
 def _moved(

@@ -13,17 +13,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from meshwright.search.budget import MEMORY
 from meshwright.search.memory_limit import fits_in_both, nearer
 from meshwright.search.planner import Found, Planner, families_of
 from meshwright.search.solve import NoStates, Problem, solve
 from meshwright.search.space.memory import fixed_bytes
-
-# Steps that the bytes of the quickest choice are priced at, the most first. The choice with the least sums is not
-# always that with the least peak: buffers of collectives and what lives for a moment are not in the sums.
-SHARES = (float(1 << 30), 512.0, 64.0, 8.0, 2.0, 0.5)
-
-MOVES = 6  # of an operator to another cut, at most, from the choice with the lowest peak on
-WAYS = 16  # other cuts of an operator that are looked at
 
 States = tuple[int, ...]
 
@@ -76,7 +70,7 @@ class Frugal:
                 min((self.evaluated(states) for states in self), key=self.planner.peak_bytes),
                 set(self),
             )
-            for _ in range(MOVES):
+            for _ in range(MEMORY.moves):
                 most = self.planner.peak_bytes(best)
                 rows = sorted((self.sums(s), s) for s in self._moved(best) if s not in seen)
                 seen |= {states for _, states in rows}
@@ -93,12 +87,12 @@ class Frugal:
         problem = self.planner.problem(self.space)
         quick = solve(problem)
         each = quick.price / (self.sums(quick.states) or 1.0)
-        problem = self.memory.weighed(problem, np.full(self.memory.instants, SHARES[0] * each))
+        problem = self.memory.weighed(problem, np.full(self.memory.instants, MEMORY.byte_prices[0] * each))
         moved = set[States]()
         for variable in self._at_peak(found):
             prices = problem.unary[variable]
             ways = [s for s in np.argsort(prices) if np.isfinite(prices[s]) and s != found.states[variable]]
-            for state in ways[:WAYS]:
+            for state in ways[: MEMORY.ways]:
                 only = np.where(np.arange(len(prices)) == state, prices, np.inf)
                 unary = (*problem.unary[:variable], only, *problem.unary[variable + 1 :])
                 with suppress(NoStates):
@@ -122,14 +116,14 @@ class Frugal:
         quick = solve(problem)
         each = quick.price / (self.sums(quick.states) or 1.0)
         seen = set[States]()
-        for share in SHARES:
+        for share in MEMORY.byte_prices:
             prices = np.full(memory.instants, share * each)
             for _ in range(2):
                 states = tuple(solve(memory.weighed(problem, prices)).states)
                 if states not in seen:
                     seen.add(states)
                     yield states
-                if share < SHARES[0]:
+                if share < MEMORY.byte_prices[0]:
                     break
                 # Once more with the worst instant before all others: the peak is there, and not the sum of all.
                 worst = int(np.argmax(memory.totals(states)))

@@ -11,16 +11,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshwright.search.budget import MEMORY, SOLVE
 from meshwright.search.planner import Found, Planner
 from meshwright.search.solve import Memory, Problem, solve, solve_limited
-from meshwright.search.solve.lagrange import ENOUGH, SOLVES
 from meshwright.search.space.build import Space
 from meshwright.search.space.constraints import rows_chosen, states_with
 from meshwright.search.space.memory import INSTANTS
-
-TIGHTENINGS = 8
-DOUBLINGS, HALVINGS = 12, 4
-NEAR = 0.01  # of the bound: what is that near is not searched further
 
 
 @dataclass(frozen=True)
@@ -41,8 +37,8 @@ def limited(
     *,
     alone: bool = True,
     known: Found | None = None,
-    most_solves: int = SOLVES,
-    enough: float = ENOUGH,
+    most_solves: int = SOLVE.limited_solves,
+    enough: float = SOLVE.enough,
 ) -> Limited:
     """The optimum of a space under the request's memory limit; without one, the optimum.
 
@@ -65,7 +61,7 @@ def limited(
     nearest: Found | None = None
     first: Found | None = None
     stopped = False
-    for _ in range(TIGHTENINGS):
+    for _ in range(MEMORY.tightenings):
         solution = solve_limited(
             problem, memory, limits, progress=tell, enough=enough, most_solves=most_solves
         )
@@ -87,7 +83,11 @@ def limited(
         if (limits <= 0).any():
             break
     bound = np.inf if bound is None else bound
-    if stopped or nearest is None or (first is not None and _objective(first, problem) <= (1 + NEAR) * bound):
+    if (
+        stopped
+        or nearest is None
+        or (first is not None and _objective(first, problem) <= (1 + MEMORY.near) * bound)
+    ):
         return Limited(first, bound, nearest, stopped)
     # The sums do not see what is over, or paid too much for it: a price on all bytes lowers that, too.
     try:
@@ -141,7 +141,7 @@ def priced_by_bytes(
     nearest: Found | None = found
     low, high = 0.0, found.claims["price_seconds"] / planner.request.memory_bytes / 8
     best: Found | None = None
-    for _ in range(DOUBLINGS):
+    for _ in range(MEMORY.doublings):
         found = run(np.full(instants, high))
         if fits(planner, found):
             best = found
@@ -150,7 +150,7 @@ def priced_by_bytes(
         low, high = high, 2 * high
     if best is None:
         return None, nearest
-    for _ in range(HALVINGS):
+    for _ in range(MEMORY.halvings):
         middle = (low + high) / 2
         found = run(np.full(instants, middle))
         if fits(planner, found):

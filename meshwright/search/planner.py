@@ -15,6 +15,7 @@ from meshwright.core.techniques import NONE, Techniques
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.redistribute.price_matrix import Table
+from meshwright.search.budget import AUTO, RECURSION, SPACE
 from meshwright.search.deadline import Deadline
 from meshwright.search.evaluate import Evaluation, Evaluator
 from meshwright.search.layer_groups import Folded
@@ -49,11 +50,6 @@ SPACES = {
     "b": "two runs of the finest mesh",
     "c": "three runs of the finest mesh, or product states of four axes",
 }
-LARGEST = 4  # axes whose product states are searched
-MOST_NODES = 200  # distinct nodes that a recursion refines in one space, made node by node
-MANY_NODES = 2000  # the same where arrays are no quicker: few nodes are alike, or their values have many dims
-ALIKE = 10  # nodes of a kind, on average, from which arrays are quicker; unlike layers have two or three
-FULL = 6000  # nodes of a model whose whole program is simulated for the answer: about two seconds
 Progress = Callable[[str, float | None, float | None], None]
 """Told (stage, best price so far, bound)."""
 
@@ -240,15 +236,15 @@ class Planner:
 
     def _has_many_alike(self) -> bool:
         """Whether arrays over what is alike are quicker than one space."""
-        if not MOST_NODES < len(self.codes) <= MANY_NODES:
-            return len(self.codes) > MANY_NODES
+        if not RECURSION.single_space_nodes < len(self.codes) <= RECURSION.arrays_nodes:
+            return len(self.codes) > RECURSION.arrays_nodes
         places = max((len(value.places) for value in self.values.values()), default=0)
         if places * len(self.scene.mesh.axes) > BITS:  # such values the arrays price one by one
             return False
         kinds = self.kept.once(
             "kinds", lambda: kinds_of(self.codes, self.scene.graph, self.seeds or {}, self.hosts)
         )
-        return len(self.codes) >= ALIKE * len(kinds)
+        return len(self.codes) >= RECURSION.nodes_of_a_kind * len(kinds)
 
     def arrays(self, demanding: bool = False) -> Alike:
         """The graph as arrays; `demanding` ones know what memory takes under the techniques."""
@@ -331,7 +327,7 @@ class Planner:
         """A choice that is to be answered, evaluated in full unless the model is so large that it would take long."""
         if (
             self.evaluator is None
-            or self.nodes > FULL
+            or self.nodes > AUTO.full_nodes
             or (found.evaluation is not None and found.evaluation.in_full)
         ):
             return found
@@ -365,9 +361,9 @@ def families_of(planner: Planner) -> list[tuple[str, Family]]:
     single = [[n] for n in range(len(mesh.axes))]
     match planner.request.space:
         case "a":
-            if len(groups) > LARGEST - 1:
+            if len(groups) > (most := SPACE.product_axes - 1):
                 raise PlanError(
-                    f"space (a) has product states of at most {LARGEST - 1} axes, the mesh names {len(groups)}",
+                    f"space (a) has product states of at most {most} axes, the mesh names {len(groups)}",
                     why=f"mesh: {mesh}",
                     hint='space="b", or fewer named axes',
                 )
@@ -375,12 +371,12 @@ def families_of(planner: Planner) -> list[tuple[str, Family]]:
         case "b":
             return [two]
         case "c":
-            if axes <= LARGEST:
+            if axes <= SPACE.product_axes:
                 return [(f"(c) product states of {axes} axes", named(single))]
             return [("(c) three runs of the finest mesh", runs(len(mesh.axes), 3))]
-    if axes <= LARGEST - 1:
+    if axes <= SPACE.product_axes - 1:
         return [(f"(a) product states of all {axes} prime axes", named(single))]
-    own = 2 <= len(groups) <= LARGEST - 1 and not _is_levels(planner)
+    own = 2 <= len(groups) <= SPACE.product_axes - 1 and not _is_levels(planner)
     return [two, named_axes] if own else [two]
 
 
@@ -393,7 +389,7 @@ def resting_families(planner: Planner) -> Iterator[tuple[int, str, Family]]:
         rest = working[0] if working else len(axes)
         ranks = math.prod(axes[n].size for n in working)
         family = runs(len(axes), 2)
-        if len(working) < LARGEST:  # what is idle has no option of its own, and goes with any
+        if len(working) < SPACE.product_axes:  # what is idle has no option of its own, and goes with any
             others = [[n] for n in working[1:]]
             family = named([[n for n in range(len(axes)) if n not in working[1:]], *others])
         yield rest, f"{ranks} rank{'s' * (ranks > 1)}, repeated", resting(family, rest)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.core.mesh import Mesh
+from meshwright.search.budget import RECURSION
 from meshwright.search.solve import Problem, eliminate, solve
 from meshwright.search.space.build import Made, Space
 from meshwright.search.space.codes import NodeCodes
@@ -30,10 +31,6 @@ from meshwright.search.vectorized.prices import MakePriced
 from meshwright.search.vectorized.spaces import made
 
 MakeSpace = Callable[[Family | Made], Space]
-TOGETHER = 3  # axes of a turn
-MANY = 2000  # nodes that are refined by turns alone
-GAIN = 5e-4  # of the price: a sweep that gains less is the last
-MOST_WORK = 2e8  # sums of a joint sweep, a third of a second: it must be better, not the best
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ def turns(mesh: Mesh) -> list[list[int]]:
     """Which axes are solved together, by number: at most `TOGETHER` neighbours of one link."""
     found: list[list[int]] = []
     for number, axis in enumerate(mesh.axes):
-        if found and len(found[-1]) < TOGETHER and mesh.axes[number - 1].link == axis.link:
+        if found and len(found[-1]) < RECURSION.axes_together and mesh.axes[number - 1].link == axis.link:
             found[-1].append(number)
         else:
             found.append([number])
@@ -69,7 +66,7 @@ def recursive_programming(
     mesh: Mesh,
     *,
     inner: str = "exact",
-    sweeps: int = 4,
+    sweeps: int = RECURSION.sweeps,
     problem: Callable[[Space], Problem] | None = None,
     alike: MakePriced | None = None,
 ) -> Recursed:
@@ -101,10 +98,10 @@ def recursive_programming(
         before = best.price
         space = make(one_change(axes, fixed))
         asked = objective(space)
-        states = solve(asked, limit_work=MOST_WORK, first=states_with(space, asked, rows)).states
+        states = solve(asked, limit_work=RECURSION.sweep_work, first=states_with(space, asked, rows)).states
         if (price := asked.price(states)) < best.price * (1 - 1e-12):
             best = take(space, states, price, sweep)
-        if best.price >= before * (1 - GAIN):
+        if best.price >= before * (1 - RECURSION.least_gain):
             break
     return best
 
@@ -123,8 +120,8 @@ def _as_arrays(priced: MakePriced, make: MakeSpace, mesh: Mesh, sweeps: int) -> 
             states, price = asked.tables.solved()
             if sweep == 1 or price < best * (1 - 1e-12):
                 now, best, last = asked.rows(states), price, turn
-        again = order if now is None or len(now) > MANY else refining(order)
-        if sweep > 1 and best >= before * (1 - GAIN):
+        again = order if now is None or len(now) > RECURSION.turns_only_nodes else refining(order)
+        if sweep > 1 and best >= before * (1 - RECURSION.least_gain):
             break
     asked = priced((), now)
     space = make(made(asked))

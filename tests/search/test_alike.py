@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from meshwright.core.techniques import techniques_from
 from meshwright.cost.cluster import Cluster
 from meshwright.ops.analysis import factors_of
 from meshwright.search import planner as planner_module
+from meshwright.search.budget import RECURSION
 from meshwright.search.layer_groups import Folded, folded, whole
 from meshwright.search.pins import module_seeds
 from meshwright.search.planner import Planner, Request
@@ -265,9 +267,11 @@ def test_rounds_find_what_elimination_finds(start: int) -> None:
 
 
 def test_arrays_are_for_graphs_of_which_much_is_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner_module, "MOST_NODES", 20)
+    few = replace(RECURSION, single_space_nodes=20)
+    monkeypatch.setattr(planner_module, "RECURSION", few)
     unlike = of_model("gpt", "8")
     assert len(unlike.codes) > 20 and unlike.alike() is None
     assert on_nodes(distinct(20), 1).alike() is not None
-    monkeypatch.setattr(planner_module, "MANY_NODES", len(unlike.codes) - 1)
+    fewer = replace(few, arrays_nodes=len(unlike.codes) - 1)
+    monkeypatch.setattr(planner_module, "RECURSION", fewer)
     assert of_model("gpt", "8").alike() is not None

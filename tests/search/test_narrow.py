@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from meshwright.search.budget import SPACE
 from meshwright.search.solve import NoStates, Problem, eliminate
 from meshwright.search.space import build
 from meshwright.search.space import prune as narrow
@@ -18,7 +20,7 @@ from tests.search.test_alike import of_model
 
 @pytest.mark.parametrize("start", range(0, 120, 30))
 def test_no_better_choice_loses_a_state(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(narrow, "STAY", 1)
+    monkeypatch.setattr(narrow, "SPACE", replace(SPACE, prune_keeps=1))
     dropped = 0
     for seed in range(start, start + 30):
         drawn = draw(seed, most=10)
@@ -45,7 +47,7 @@ def test_a_narrow_space_has_the_same_optimum(model: str, monkeypatch: pytest.Mon
     axes = len(here.scene.mesh.axes)
     whole = here.space(runs(axes, 3))
     known = eliminate(here.space(runs(axes, 2)).problem()).price
-    monkeypatch.setattr(build, "LARGE", 0)
+    monkeypatch.setattr(build, "SPACE", replace(SPACE, prune_pairs=0))
     slim = here.space(runs(axes, 3), most=known)
     assert slim.size < whole.size
     one, other = eliminate(slim.problem()), eliminate(whole.problem())
@@ -56,7 +58,7 @@ def test_a_narrow_space_has_the_same_optimum(model: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("share", [None, 0.85])
 def test_space_c_is_never_dearer_than_two_runs(share: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "LARGE", 0)
+    monkeypatch.setattr(build, "SPACE", replace(SPACE, prune_pairs=0))
     limit = {}
     if share is not None:
         limit["memory"] = share * made("wide mlp", "2x2", "dynamic_programming").claims["peak_bytes"]

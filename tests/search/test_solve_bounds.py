@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from meshwright.search.budget import SOLVE
 from meshwright.search.solve import Builder, NoStates, Problem, Solution, completed, eliminate, solve
 from meshwright.search.solve.trws import Sweeps, consistent
 from tests.search.drawn import draw
@@ -21,7 +23,7 @@ bounds = sys.modules[solve.__module__]
 def thorough(monkeypatch):
     """Small problems are easy enough to eliminate at once; here they go all the way round."""
     monkeypatch.setattr(bounds._Search, "_easy", lambda self, part, rounds: 0.0)
-    monkeypatch.setattr(bounds, "MODEST_WORK", 0.0)
+    monkeypatch.setattr(bounds, "SOLVE", replace(SOLVE, modest_work=0.0))
 
 
 def check(problem: Problem, truth: float, **options) -> Solution | None:

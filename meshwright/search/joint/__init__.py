@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from meshwright.core.techniques import Techniques
 from meshwright.errors import DoesNotFit, PlanError
+from meshwright.search.budget import TECHNIQUES
 from meshwright.search.compute_bound import Least
 from meshwright.search.infeasible import NothingFits
 from meshwright.search.joint.dimensions import Dimension, Point, dimensions, micro_batches_of, points, wider
@@ -23,24 +24,12 @@ from meshwright.search.joint.explain import told
 from meshwright.search.joint.fewer_layers import fewer_layers
 from meshwright.search.joint.infeasible import too_large
 from meshwright.search.joint.neighbours import neighbours, quicker
-from meshwright.search.joint.pareto import ALPHA, SLACK, Front, first_front, front, least_bytes, with_choice
+from meshwright.search.joint.pareto import Front, first_front, front, least_bytes, with_choice
 from meshwright.search.least_memory import any_fits, lowest_peak, saved
 from meshwright.search.memory_limit import fits_in_both, limited
 from meshwright.search.planner import Found, Planner, families_of
 from meshwright.search.solve import solve
 from meshwright.search.space.build import Space
-
-TRIES = 20  # simulations of a choice under techniques
-SURE = 0.97  # of the limit: a peak below it, told from a few layers, is not told from all until the end
-NEAR = 0.01  # of a step: what copies that take turns, or techniques of little use, must save
-MUCH = 0.01  # of a step: what a search under other techniques may save to be made
-SOUGHT = 6  # such searches, and
-WORK = 25_000  # the most that all of them may take: simulations × nodes × axes
-SEARCHED = 26  # simulations of such a search
-WORSE = 2  # numbers of micro-batches, one after the other, that take no less than more of them
-AGAIN = 16  # solutions under one limit, for the cuts and storage under the best techniques
-MOVES = 4  # to a quicker neighbour, at most
-EXPOSED = 0.05  # of the step is sent while nothing computes: copies that take turns are looked at
 
 
 def joint(planner: Planner, auto: Callable[[Planner], Found], *, offload: bool = True) -> Found:
@@ -98,7 +87,7 @@ def _open(
             return _bounded(planner, space, base)
         return _turns(planner, base)
     every = least_of(planner)
-    if base is not None and (least := min(map(every.in_one, (1, 2)))) >= _step(base) / (1 + NEAR):
+    if base is not None and (least := min(map(every.in_one, (1, 2)))) >= _step(base) / (1 + TECHNIQUES.worth):
         share = f"computing alone takes {least / _step(base):.1%} of the step, whatever the techniques"
         names = ", ".join(d.name for d in wide if len(d.values) > 1)
         return replace(base, claims={**base.claims, "choices": (f"auto did not look at {names}: {share}",)})
@@ -135,12 +124,17 @@ def _best(
     if best is None:
         raise _hopeless(planner, wide, nearest)
     if best is not base:
-        best = fewer_layers(planner, _again(planner, best) if SEARCHED * planner.size <= WORK else best)
+        best = fewer_layers(
+            planner,
+            _again(planner, best)
+            if TECHNIQUES.search_simulations * planner.size <= TECHNIQUES.search_work
+            else best,
+        )
         _see(planner, seen, best)
     best = _turns(planner, best)
     with_choice(made, best)
     near = neighbours(made, wide, best)
-    for _ in range(MOVES):  # what is simulated last is not ranked by estimates alone
+    for _ in range(TECHNIQUES.moves):  # what is simulated last is not ranked by estimates alone
         other = quicker(made, wide, near, best)
         if other is None:
             break
@@ -209,9 +203,9 @@ def _searched(
     rows.sort(key=lambda row: row[:3])
     queue = [(row[0], place) for place, row in enumerate(rows)]
     best, tries = base, 0
-    share = 1 - NEAR if known else 1.0
+    share = 1 - TECHNIQUES.worth if known else 1.0
     fitting: list[tuple[int, Point]] = []
-    while queue and tries < TRIES:
+    while queue and tries < TECHNIQUES.simulations:
         expected, place = heapq.heappop(queue)
         least, _, number, point = rows[place]
         if best is not None and least >= share * _step(best):
@@ -225,7 +219,7 @@ def _searched(
             continue
         if best is not None and made.likely_seconds(candidate, point.techniques) >= share * _step(best):
             continue
-        if made.peak_bytes(candidate, point.techniques) > SLACK * limit:
+        if made.peak_bytes(candidate, point.techniques) > TECHNIQUES.slack * limit:
             continue
         if known and not made.saves(candidate, point.techniques):
             continue
@@ -239,7 +233,7 @@ def _searched(
         if fits_in_both(planner, found):
             fitting.append((number, point))
             if best is None or _step(found) < share * _step(best):
-                if planner.peak_bytes(found) > SURE * limit:
+                if planner.peak_bytes(found) > TECHNIQUES.sure_share * limit:
                     found = planner.under(found.techniques).settled(found)
                 if fits_in_both(planner, found):
                     best = found
@@ -258,12 +252,15 @@ def _sought(
     rows: list[tuple[float, int, Techniques]] = []
     for point in points(wide, planner.techniques):
         asked = point.techniques
-        most = (1 - MUCH) * _step(best) if best else math.inf
+        most = (1 - TECHNIQUES.search_worth) * _step(best) if best else math.inf
         quick = [c for c in made.candidates if asked.pieces <= c.examples]
         quick = [c for c in quick if made.likely_seconds(c, asked) < most]
         if any(made.sums(c, asked) <= limit and made.saves(c, asked) for c in quick):
             rows.append((min(made.likely_seconds(c, asked) for c in quick), sum(point.places), asked))
-    searches = min(SOUGHT, WORK // (SEARCHED * planner.size))
+    searches = min(
+        TECHNIQUES.searches,
+        TECHNIQUES.search_work // (TECHNIQUES.search_simulations * planner.size),
+    )
     for _, _, asked in sorted(rows, key=lambda row: row[:2])[:searches]:
         under = planner.under(asked)
         try:
@@ -271,7 +268,7 @@ def _sought(
         except PlanError:
             continue
         if found is not None and fits_in_both(planner, found := under.settled(found)):
-            if best is None or _step(found) < (1 - NEAR) * _step(best):
+            if best is None or _step(found) < (1 - TECHNIQUES.worth) * _step(best):
                 best = replace(found, claims={**found.claims, "chosen": "searched under techniques"})
                 planner.tell("techniques", _step(best), None)
             break
@@ -282,8 +279,15 @@ def _again(planner: Planner, best: Found) -> Found:
     """The best with its cuts and storage searched once more under its techniques, by sums and by what can hide in
     part."""
     under = planner.under(best.techniques)
-    for alpha in (ALPHA, None):
-        found = limited(under, best.space, alpha, alone=False, most_solves=AGAIN, enough=NEAR).found
+    for alpha in (TECHNIQUES.alpha, None):
+        found = limited(
+            under,
+            best.space,
+            alpha,
+            alone=False,
+            most_solves=TECHNIQUES.again_solves,
+            enough=TECHNIQUES.worth,
+        ).found
         if found is None or _step(found) >= _step(best):
             continue
         found = under.settled(replace(found, claims={**found.claims, "chosen": best.claims["chosen"]}))
@@ -309,7 +313,7 @@ def _last_resort(planner: Planner, space: Space, over: tuple[Dimension, ...]) ->
         if found is None:
             peak = lowest_peak(under)
             least, worse = min(peak, least), worse + 1 if peak >= least else 0
-            if worse == WORSE:
+            if worse == TECHNIQUES.worse_in_a_row:
                 break
         best, moved = found, False
     return best
@@ -330,7 +334,7 @@ def _turns(planner: Planner, best: Found) -> Found:
     if (
         "interleave" in asked.given
         or evaluation is None
-        or evaluation.exposed_seconds <= EXPOSED * _step(best)
+        or evaluation.exposed_seconds <= TECHNIQUES.exposed * _step(best)
     ):
         return best
     pieces = micro_batches_of(planner, 2)
@@ -341,7 +345,7 @@ def _turns(planner: Planner, best: Found) -> Found:
         found = under.settled(under.found(best.space, best.states, {}))
     except PlanError:
         return best
-    if not fits_in_both(planner, found) or _step(found) >= (1 - NEAR) * _step(best):
+    if not fits_in_both(planner, found) or _step(found) >= (1 - TECHNIQUES.worth) * _step(best):
         return best
     # What one copy waits for another computes beside: of a chain only what is computed is left.
     bound = least_of(planner).in_one(2)

@@ -15,10 +15,9 @@ from meshwright.core.graph import Graph
 from meshwright.core.techniques import ACTIVATIONS, OPTIMIZER, PARAMETERS, Techniques
 from meshwright.ops.batch import batch_rows, example_reducers, full_batch_readers
 from meshwright.ops.factors import Factors
+from meshwright.search.budget import TECHNIQUES
 from meshwright.search.planner import Planner
 from meshwright.search.techniques.recompute import again_of
-
-MOST = 4096  # micro-batches
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ def pieces_of(graph: Graph, factors: Factors, copies: int) -> Dimension:
 def powers() -> Iterator[int]:
     """Numbers of micro-batches that are looked at."""
     number = 1
-    while number <= MOST:
+    while number <= TECHNIQUES.micro_batches:
         yield number
         number *= 2
 

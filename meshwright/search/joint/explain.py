@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.redistribute.steps import show_bytes
+from meshwright.search.budget import TECHNIQUES
 from meshwright.search.joint.dimensions import Dimension
-from meshwright.search.joint.neighbours import ALIKE, value_of
+from meshwright.search.joint.neighbours import value_of
 from meshwright.search.joint.pareto import Front
 from meshwright.search.planner import Found
 
@@ -25,7 +26,7 @@ def _line(made: Front, dimension: Dimension, best: Found, near: Found | None) ->
     said = [_plainer(made, dimension, best)]
     if near is not None:
         more = near.claims["step_seconds"] - best.claims["step_seconds"]
-        alike = abs(more) <= ALIKE * best.claims["step_seconds"]
+        alike = abs(more) <= TECHNIQUES.as_quick * best.claims["step_seconds"]
         cost = "as quick" if alike else f"at {1e3 * more:+.3g} ms"
         said.append(f"next best {shown(value_of(dimension, near))} {cost}")
     elif len(dimension.values) > 1:

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from meshwright.core.techniques import ranges
 from meshwright.errors import PlanError
+from meshwright.search.budget import AUTO, TECHNIQUES
 from meshwright.search.memory_limit import fits_in_both
-from meshwright.search.planner import FULL, Found, Planner
+from meshwright.search.planner import Found, Planner
 from meshwright.search.techniques.layers import layers_of
-
-TRIES = 3
 
 
 def fewer_layers(planner: Planner, best: Found) -> Found:
@@ -20,7 +19,7 @@ def fewer_layers(planner: Planner, best: Found) -> Found:
     limit = planner.request.memory_bytes
     if "recompute" in best.techniques.given or not isinstance(policy, str) or not policy:
         return best
-    if limit is None or best.evaluation is None or planner.nodes > FULL:
+    if limit is None or best.evaluation is None or planner.nodes > AUTO.full_nodes:
         return best
     names = list(dict.fromkeys(layer.name for layer in layers_of(planner.folds.full)))
     if len(names) < 2:
@@ -30,7 +29,7 @@ def fewer_layers(planner: Planner, best: Found) -> Found:
     if none.evaluation is None or (more := planner.peak_bytes(none)) <= (least := planner.peak_bytes(best)):
         return best
     count = max(1, len(names) - int((limit - least) * len(names) / (more - least)))
-    for taken in range(count, min(count + TRIES, len(names))):
+    for taken in range(count, min(count + TECHNIQUES.layer_tries, len(names))):
         asked = replace(best.techniques, recompute=tuple((name, policy) for name in ranges(names[:taken])))
         try:
             under = planner.under(asked)

@@ -13,6 +13,7 @@ from meshwright.core.graph import Graph
 from meshwright.core.techniques import OFFLOAD
 from meshwright.errors import DoesNotFit, LayoutError, PlanError
 from meshwright.redistribute.steps import enough_bytes, show_bytes
+from meshwright.search.budget import MEMORY
 from meshwright.search.joint.dimensions import micro_batches_of
 from meshwright.search.least_memory import any_fits, least_bytes_of
 from meshwright.search.memory_limit import nearer
@@ -20,9 +21,6 @@ from meshwright.search.planner import Found, Planner, families_of
 from meshwright.search.solve import Memory, solve
 from meshwright.search.space.build import Space
 from meshwright.search.space.memory import INSTANTS
-
-PARTS = (2, 4, 8, 16, 32, 64)  # of a batch
-TRIED = 3  # of these, from the largest whose sums fit on
 
 Fits = Callable[[Planner], bool]
 
@@ -127,10 +125,10 @@ def _parts(planner: Planner, space: Space, memory: Memory, limit: float, beyond:
     """Into how many parts of whole rows the batch may be cut so that one fits, by sums and what a simulation saw
     `beyond` them."""
     rows, found = rows_of_batch(space.graph), 0
-    for parts in (n for n in PARTS if rows % n == 0):
+    for parts in (n for n in MEMORY.batch_parts if rows % n == 0):
         smaller = _smaller_batch(space, memory, parts)
         needs = max(_least(space, smaller, t) for t in range(memory.instants))
-        if found < TRIED and needs + max(0.0, beyond) / parts <= limit:
+        if found < MEMORY.batch_parts_named and needs + max(0.0, beyond) / parts <= limit:
             found += 1
             yield parts
 

@@ -10,15 +10,13 @@ from typing import Any
 
 from meshwright.core.techniques import Techniques
 from meshwright.errors import PlanError
+from meshwright.search.budget import TECHNIQUES
 from meshwright.search.joint.dimensions import Dimension
-from meshwright.search.joint.pareto import SLACK, Front
+from meshwright.search.joint.pareto import Front
 from meshwright.search.memory_limit import fits_in_both
 from meshwright.search.planner import Found
 
-TRIES = 3  # simulations for the next best of a technique
 CUTS = "cuts"  # the name of what differs in cuts and storage alone
-SAME = 1e-4  # of a step: what differs less is no quicker
-ALIKE = 1e-3  # of a step: what differs less is as quick, and the plainer is taken
 
 
 def neighbours(made: Front, over: Sequence[Dimension], best: Found) -> dict[str, Found]:
@@ -40,7 +38,13 @@ def quicker(made: Front, over: Sequence[Dimension], near: dict[str, Found], best
     for name, one in sorted(near.items(), key=lambda named: named[1].claims["step_seconds"]):
         plainer = any(d.name == name and _is_plainer(d, one, best) for d in over)
         richer = any(d.name == name and _is_plainer(d, best, one) for d in over)
-        enough = (1 + ALIKE if plainer else 1 - ALIKE if richer else 1 - SAME) * step
+        enough = (
+            1 + TECHNIQUES.as_quick
+            if plainer
+            else 1 - TECHNIQUES.as_quick
+            if richer
+            else 1 - TECHNIQUES.no_quicker
+        ) * step
         if one.claims["step_seconds"] >= enough:
             continue
         found = made.planner.under(one.techniques).settled(one)
@@ -79,12 +83,12 @@ def _next(made: Front, best: Found, asked: Sequence[Techniques]) -> Found | None
                 continue
             sliced = best.techniques.slice_activation and not techniques.slice_activation
             # What slices leave out by sums may be nothing in the program of these cuts, which tells.
-            room = (math.inf if sliced else SLACK * limit) if same else limit
+            room = (math.inf if sliced else TECHNIQUES.slack * limit) if same else limit
             if techniques.pieces <= candidate.examples and made.peak_bytes(candidate, techniques) <= room:
                 row = (made.likely_seconds(candidate, techniques), place, number)
                 (own if same else rows).append(row)
     quickest: Found | None = None
-    for _, place, number in [*sorted(own)[:1], *sorted(rows)[:TRIES]]:
+    for _, place, number in [*sorted(own)[:1], *sorted(rows)[: TECHNIQUES.neighbour_simulations]]:
         likely = made.likely_seconds(made.candidates[number], asked[place])
         if quickest is not None and likely >= quickest.claims["step_seconds"]:
             continue
@@ -97,4 +101,4 @@ def _next(made: Front, best: Found, asked: Sequence[Techniques]) -> Found | None
     return quickest
 
 
-__all__ = ["ALIKE", "CUTS", "neighbours", "quicker", "value_of"]
+__all__ = ["CUTS", "neighbours", "quicker", "value_of"]

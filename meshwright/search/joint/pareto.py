@@ -21,8 +21,8 @@ from meshwright.core.techniques import ACTIVATIONS, PARAMETERS, Techniques
 from meshwright.cost.machine import QUEUED, launch_seconds
 from meshwright.ops.batch import batch_rows, batch_units
 from meshwright.ops.strategy import at_path
+from meshwright.search.budget import AUTO, STAGES, TECHNIQUES
 from meshwright.search.data_parallel import by_batch
-from meshwright.search.joint.dimensions import MOST
 from meshwright.search.planner import Found, Planner
 from meshwright.search.solve import Memory, Problem, solve
 from meshwright.search.space.build import Space
@@ -31,19 +31,6 @@ from meshwright.search.space.families import outside
 from meshwright.search.space.memory import fixed_bytes
 from meshwright.search.techniques.layers import SHARING
 
-# Prices of a byte of states and of activations, in steps that a device's memory full of them costs.
-PRICES = ((0.0, 0.0), (0.2, 0.0), (2.0, 0.0), (2.0, 0.5), (0.0, 2.0), (64.0, 64.0))
-PIECES = ((0.0, 0.0), (2.0, 0.0))  # the same for many micro-batches, whose gradients are added up
-RECIPES = ((0.0, 0.0), (2.0, 0.0))
-HIDDEN = ((0.0, 0.0), (2.0, 0.0))  # the same where half of what is sent hides
-STAGED = ((0.0, 0.0), (0.05, 0.0), (0.5, 0.0), (2.0, 0.5))  # the same for pipelines
-MANY = 16  # micro-batches of which each gathers what is stored in parts: for a choice beside those for a whole batch
-INNER = 3  # how many of the innermost axes a recipe leaves to tensor parallel, at most
-ALPHA = 0.5  # of computing against what can hide beside it
-SLACK = 1.1  # how far over the limit an estimated peak may be and still be simulated
-LESS = 0.99  # of the bytes without a technique: what saves less is not worth a simulation
-ALIKE = 2e-4  # of seconds: candidates of different spaces that differ by no more count as one
-ENOUGH = 3  # candidates under the same techniques, which tell how late others are
 PRODUCTS = ("aten.linear.default", "aten.addmm.default", "aten.mm.default")  # whose weights' halves may wait
 SECOND_FORWARD = 0.2  # of computing: forward is a third, less what lies outside of layers
 
@@ -141,7 +128,7 @@ class Front:
         """What the candidate's step may take: no less than it must, and later by what was seen of it, or of enough
         others under the techniques."""
         seen = self.lates.get(techniques, [])
-        others = min(seen) if len(seen) >= ENOUGH else 0.0
+        others = min(seen) if len(seen) >= TECHNIQUES.late_samples else 0.0
         late = self.late.get((candidate, techniques.recompute), others)
         return self.least_seconds(candidate, techniques) + late
 
@@ -190,7 +177,7 @@ class Front:
         if not techniques.offload or not room:
             return False
         kept, missed = self._kept_on_host(candidate, techniques), self.hosted.get(techniques)
-        return kept > SLACK * room if missed is None else kept + missed > room
+        return kept > TECHNIQUES.slack * room if missed is None else kept + missed > room
 
     def _kept_on_host(self, candidate: Candidate, techniques: Techniques) -> float:
         at_once, found = replace(techniques, micro_batches=1), 0.0
@@ -207,7 +194,9 @@ class Front:
         ]
         plainer += [replace(techniques, slice_activation=False)] if techniques.slice_activation else []
         mine = self._totals(candidate, techniques)
-        return all(bool((mine < LESS * self._totals(candidate, other)).any()) for other in plainer)
+        return all(
+            bool((mine < TECHNIQUES.worth_saving * self._totals(candidate, other)).any()) for other in plainer
+        )
 
     def evaluated(self, candidate: Candidate, techniques: Techniques) -> Found:
         """The candidate simulated under techniques. Raises PlanError for techniques that it cannot take."""
@@ -253,15 +242,15 @@ def least_bytes(planner: Planner, space: Space) -> float:
 def front(planner: Planner, space: Space) -> Front:
     """The fronts of a space and of the recipes."""
     made = Front(planner)
-    _add(made, "front", space, PRICES, MANY)
+    _add(made, "front", space, TECHNIQUES.front_prices, TECHNIQUES.many)
     for name, recipe, examples in _recipes(planner):
-        _add(made, name, recipe, RECIPES, examples)
+        _add(made, name, recipe, TECHNIQUES.recipe_prices, examples)
     # These cut the batch as far as it goes, where that is the quickest: others leave micro-batches their examples.
     for name, recipe, examples in _recipes(planner, 1, many=True):
         if examples > planner.techniques.pieces:
-            asked = replace(planner.techniques, micro_batches=min(MANY, examples))
+            asked = replace(planner.techniques, micro_batches=min(TECHNIQUES.many, examples))
             plain, memory = recipe.problem(micro_batches=asked.micro_batches), made.memory(recipe, asked)
-            _take(made, name, recipe, _weighed(made, recipe, plain, memory, RECIPES))
+            _take(made, name, recipe, _weighed(made, recipe, plain, memory, TECHNIQUES.recipe_prices))
     return made
 
 
@@ -270,17 +259,17 @@ def stage_front(planner: Planner, places: int) -> Front:
     micro-batches, whose gradients they add up."""
     made = Front(planner)
     for name, space, examples in _recipes(planner, many=True):
-        asked = replace(planner.techniques, micro_batches=max(1, min(MANY, examples)))
+        asked = replace(planner.techniques, micro_batches=max(1, min(TECHNIQUES.many, examples)))
         plain, memory = space.problem(micro_batches=asked.micro_batches), made.memory(space, asked)
-        _take(made, name, space, _weighed(made, space, plain, memory, STAGED, places))
+        _take(made, name, space, _weighed(made, space, plain, memory, STAGES.prices, places))
     return made
 
 
 def first_front(planner: Planner) -> Front:
     """One choice: the recipe with most ranks inside, its storage cut."""
     made = Front(planner)
-    for name, recipe, _ in _recipes(planner, INNER):
-        _add(made, name, recipe, RECIPES[1:])
+    for name, recipe, _ in _recipes(planner, AUTO.recipe_axes):
+        _add(made, name, recipe, TECHNIQUES.recipe_prices[1:])
     return made
 
 
@@ -296,15 +285,18 @@ def _recipes(planner: Planner, least: int = 0, *, many: bool = False) -> Iterato
     if rows is None:
         return
     count = len(scene.mesh.axes)
-    examples = min(batch_rows(scene.graph), default=MOST * scene.mesh.size)
-    for inner in range(min(least, count), min(INNER, count) + 1):
+    examples = min(batch_rows(scene.graph), default=TECHNIQUES.micro_batches * scene.mesh.size)
+    for inner in range(min(least, count), min(AUTO.recipe_axes, count) + 1):
         ranks = scene.mesh.count([a.name for a in scene.mesh.axes[count - inner :]])
         each = examples * ranks // scene.mesh.size
         if each < planner.techniques.pieces:
             continue  # ranks without an example are no data parallel
         name = f"data parallel × {ranks} ranks of the best cut" if inner else "data parallel"
         family = outside(rows, count - inner) if inner else exactly(rows)
-        pieces = max(planner.techniques.micro_batches, 1 << max(0, min(each, MOST).bit_length() - 1))
+        pieces = max(
+            planner.techniques.micro_batches,
+            1 << max(0, min(each, TECHNIQUES.micro_batches).bit_length() - 1),
+        )
         under = planner.under(replace(planner.techniques, micro_batches=pieces)) if many else planner
         yield name, under.space(family), each
 
@@ -316,13 +308,13 @@ def _add(
     plain, memory = space.problem(), made.memory(space, made.planner.techniques)
     first, *others = _weighed(made, space, plain, memory, prices)
     several: list[Problem] = []
-    if (pieces := min(MANY, examples)) > 1:
+    if (pieces := min(TECHNIQUES.many, examples)) > 1:
         asked = replace(made.planner.techniques, micro_batches=pieces)
         many = space.problem(micro_batches=pieces)
-        several = _weighed(made, space, many, made.memory(space, asked), PIECES)
+        several = _weighed(made, space, many, made.memory(space, asked), TECHNIQUES.many_prices)
     if first is plain:
-        hidden = space.problem(ALPHA)
-        several = [*_weighed(made, space, hidden, memory, HIDDEN), *several]
+        hidden = space.problem(TECHNIQUES.alpha)
+        several = [*_weighed(made, space, hidden, memory, TECHNIQUES.hidden_prices), *several]
     _take(made, name, space, [first, *several, *others])
 
 
@@ -385,7 +377,9 @@ def _alike(one: Candidate, other: Candidate) -> bool:
     mine, theirs = one.space.price(one.states), other.space.price(other.states)
     return bool(
         np.isclose(
-            [one.floor, mine.total, mine.compute], [other.floor, theirs.total, theirs.compute], rtol=ALIKE
+            [one.floor, mine.total, mine.compute],
+            [other.floor, theirs.total, theirs.compute],
+            rtol=TECHNIQUES.same_candidate,
         ).all()
     )
 
@@ -393,7 +387,7 @@ def _alike(one: Candidate, other: Candidate) -> bool:
 def examples_of(planner: Planner, space: Space, states: tuple[int, ...]) -> int:
     """How many examples a rank has, at most."""
     choice, mesh, factors = space.choice(states), planner.scene.mesh, planner.scene.factors
-    least, seen = MOST, set[tuple[int, int]]()
+    least, seen = TECHNIQUES.micro_batches, set[tuple[int, int]]()
     for node in space.graph.nodes:
         site, strategy = factors.sites[node.name], choice.strategies[node.name]
         if (id(site.trees), id(strategy)) in seen:

@@ -22,10 +22,8 @@ from meshwright.pipeline.split import Split, split
 from meshwright.plan.plan import Plan
 from meshwright.predict.pipeline_step import claims_of, peaks_of
 from meshwright.predict.split_costs import costs_of, stage_room
+from meshwright.search.budget import STAGES
 from meshwright.search.planner import Request
-
-TRIES = 4  # splits that are looked at for the memory they need
-FAR = 0.5  # of the room: stages whose sums are below it fit
 
 
 def staged(
@@ -114,12 +112,12 @@ def _within_memory(
     limit = math.inf if request.memory_bytes is None else request.memory_bytes
     room, in_flight = stage_room(parts, schedule, limit)
     found: list[tuple[float, Split]] = []
-    while room > 0 and len(found) < TRIES:
+    while room > 0 and len(found) < STAGES.splits:
         try:
             cut = split(graph, schedule.stages, costs, pins=pins, limit_bytes=room, in_flight=in_flight)
         except PlanError:
             break  # nothing fits, or nothing is as the user wants it, which the last split tells
-        if max(cut.memory) < FAR * room:
+        if max(cut.memory) < STAGES.far_below * room:
             return cut
         over = max(peaks_of(in_stages(dict(cut.of)), cluster, states)) - limit
         if over <= 0:

@@ -20,13 +20,11 @@ import numpy as np
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.pipeline.critical_path import ACTIONS, Counts, counts, shares_of
+from meshwright.search.budget import STAGES
 from meshwright.search.compute_bound import Least
 from meshwright.search.pipeline.chain_bound import chain_seconds
-from meshwright.search.pipeline.configurations import RACED, Outer, outers
+from meshwright.search.pipeline.configurations import Outer, outers
 from meshwright.search.planner import Planner
-
-SOLVES = 24  # chains of cuts that are solved for one bound
-CLOSE = 0.02  # of the best step: a bound that is nearer needs no more work
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class Bounds:
     def _counts(self, outer: Outer, micro_batches: int) -> tuple[np.ndarray, Counts | None]:
         seconds = self.least.computing(self.cluster.ranks // outer.ranks * micro_batches)
         schedule = outer.schedule
-        most = RACED if schedule.name == "zero_bubble_v" else ACTIONS
+        most = STAGES.raced_actions if schedule.name == "zero_bubble_v" else ACTIONS
         if outer.stages * micro_batches > most or not seconds.any():
             return seconds, None
         try:
@@ -98,7 +96,7 @@ class Bounds:
         except PlanError:  # no such schedule of so many micro-batches
             return seconds, None
 
-    def all(self, floor: float, best: float, solves: int = SOLVES) -> Bound:
+    def all(self, floor: float, best: float, solves: int = STAGES.bound_solves) -> Bound:
         """The least of all configurations, and of `floor`, what no plan in one stage is quicker than. `best`: the
         quickest step that is known; work ends where the bound is close to it."""
         known = len(self.every)
@@ -107,7 +105,7 @@ class Bounds:
         while queue and queue[0][0] < floor:
             value, closely, number = queue[0]
             one = self.every[number]
-            if closely == 3 or value * (1 + CLOSE) >= best or (closely == 2 and not solves):
+            if closely == 3 or value * (1 + STAGES.bound_close) >= best or (closely == 2 and not solves):
                 return Bound(value, known)
             if closely == 0:
                 found = self.ordered(*one)

@@ -17,12 +17,13 @@ from meshwright.ops.analysis import factors_of
 from meshwright.ops.batch import batch_rows, example_reducers
 from meshwright.pipeline.meshes import AXIS
 from meshwright.plan.plan import Plan
+from meshwright.search.budget import STAGES, TECHNIQUES
 from meshwright.search.compute_bound import Least
 from meshwright.search.in_one_stage import plan_in_one_stage
-from meshwright.search.joint.dimensions import MOST, pieces_of
+from meshwright.search.joint.dimensions import pieces_of
 from meshwright.search.layer_groups import folded, whole
 from meshwright.search.modes import plan_found
-from meshwright.search.pipeline.bounds import SOLVES, Bounds
+from meshwright.search.pipeline.bounds import Bounds
 from meshwright.search.pipeline.configurations import SEARCHED
 from meshwright.search.pipeline.explain import told_stages
 from meshwright.search.pipeline.in_stages import plan_in_stages, split_as_found
@@ -33,13 +34,8 @@ from meshwright.search.space.build import Ties
 from meshwright.search.techniques.layers import layers_of
 from meshwright.search.wanted import Wanted
 
-NEAR = 0.1  # of the bound: a plan that is nearer is not looked at again
-PLANNED = 3  # pipelines that are planned and predicted in full, where one of them or one stage fits
-SMALL = 600  # operators of a model whose pipelines are planned in a moment, and
-MORE = 9  # how many are then
 # What a search chooses for stages.
 CHOSEN = ("pipeline", "schedule", "micro_batches", "recompute", "slice_activation", "offload")
-WORTH = 0.02  # of the step: what stages must save
 
 
 def may_have_stages(graph: Graph, request: Request, techniques: Techniques) -> bool:
@@ -84,7 +80,10 @@ def with_stages(wanted: Wanted) -> Plan:
     world = _World(wanted.graph, wanted.folding, replace(request, techniques=techniques))
     if made is not None and request.interrupts:
         return _after_interrupt(world, made, made)
-    if made is not None and min(made.claims.get("gaps", {}).get(k, 1.0) for k in ("joint", "step")) <= NEAR:
+    if (
+        made is not None
+        and min(made.claims.get("gaps", {}).get(k, 1.0) for k in ("joint", "step")) <= STAGES.near
+    ):
         return world.bounded(made, made, solves=0)
 
     def refuse() -> Plan:
@@ -172,7 +171,7 @@ def _best(
     seen: list[Plan],
 ) -> Plan | None:
     """The best plan in stages that is worth it, if any is; `seen` gets each that is the best so far."""
-    enough = (1 - WORTH) * made.claims["step_seconds"] if made is not None else float("inf")
+    enough = (1 - STAGES.worth) * made.claims["step_seconds"] if made is not None else float("inf")
     before = "nothing fits in one stage"
     if made is not None:
         before = f"{made.claims['step_seconds']:.4g} s in one stage"
@@ -185,14 +184,14 @@ def _best(
         world.layers,
         enough=enough,
         least=world.bounds.mean,
-        examples=min(batch_rows(world.folds.graph), default=MOST),
+        examples=min(batch_rows(world.folds.graph), default=TECHNIQUES.micro_batches),
         schedules=(techniques.schedule,) if techniques.schedule else tuple(SEARCHED),
         asked=techniques.pipeline if "pipeline" in techniques.given else 0,
     )
     for found in pipelines:
         several.setdefault((_asked(found, techniques), found.outer.taken), found)
     planned, fitting = 0, list[tuple[Staged, float]]()
-    most = MORE if len(world.folds.full.nodes) <= SMALL else PLANNED
+    most = STAGES.planned_of_small if len(world.folds.full.nodes) <= STAGES.small_nodes else STAGES.planned
     late: dict[str, float] = {}
     for (asked, taken), found in several.items():
         # Those that do not fit after all are no answer: there may be one further on, as a smaller limit would show.
@@ -263,7 +262,7 @@ class _World:
             pieces = pieces_of(graph, self.factors, asked.interleave).values
         return Bounds(request.cluster, self.layers, pieces, least, self.planner)
 
-    def bounded(self, plan: Plan, alone: Plan | None, solves: int = SOLVES) -> Plan:
+    def bounded(self, plan: Plan, alone: Plan | None, solves: int = STAGES.bound_solves) -> Plan:
         """The plan with how far from the least of all configurations it is; `alone`: the plan in one stage; `solves`:
         chains of cuts that are solved for it."""
         bounds, asked = self.bounds, self.request.techniques

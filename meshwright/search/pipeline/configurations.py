@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 
 from meshwright.core.mesh import prime_factors
 from meshwright.cost.cluster import Cluster
+from meshwright.search.budget import STAGES
 from meshwright.search.planner import Evaluation
 
 # Schedules that are looked at, each with so many stages of a rank; `interleaved` also with as many as there are layers.
 SEARCHED = {"1f1b": (1,), "interleaved": (2, 4, 8), "zero_bubble": (1,), "zero_bubble_v": (2,)}
 ZERO_BUBBLE = ("zero_bubble", "zero_bubble_v")
-RACED = 1 << 10  # actions of a schedule whose order comes of a race: with more it takes minutes to find
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Schedule:
         """Whether there is such an order that is worth a look. Halves of one micro-batch win nothing."""
         if self.chunks > 1 and micro_batches < ranks:
             return False
-        if self.name == "zero_bubble_v" and ranks * self.chunks * micro_batches > RACED:
+        if self.name == "zero_bubble_v" and ranks * self.chunks * micro_batches > STAGES.raced_actions:
             return False
         return self.name not in ZERO_BUBBLE or micro_batches > 1
 

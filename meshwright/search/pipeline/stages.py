@@ -21,8 +21,9 @@ from meshwright.core.techniques import Techniques
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.operators import PRODUCTS
 from meshwright.errors import PlanError
-from meshwright.search.joint.dimensions import MOST, dimensions, points, powers, sparing
-from meshwright.search.joint.pareto import INNER, SLACK, Candidate, Front, stage_front
+from meshwright.search.budget import AUTO, STAGES, TECHNIQUES
+from meshwright.search.joint.dimensions import dimensions, points, powers, sparing
+from meshwright.search.joint.pareto import Candidate, Front, stage_front
 from meshwright.search.pipeline.configurations import (
     SEARCHED,
     Outer,
@@ -37,8 +38,6 @@ from meshwright.search.planner import Found, Planner
 from meshwright.search.solve import Memory
 from meshwright.search.space.memory import fixed_bytes, gathered_bytes
 from meshwright.search.techniques.layers import layers_of
-
-TRIES = 20  # configurations that are simulated
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,8 @@ def stages(
     *,
     enough: float = math.inf,
     least: Callable[[Outer, int], float] = lambda outer, micro_batches: 0.0,
-    examples: int = MOST,
-    tries: int = TRIES,
+    examples: int = TECHNIQUES.micro_batches,
+    tries: int = STAGES.simulations,
     schedules: Sequence[str] = tuple(SEARCHED),
     asked: int = 0,
 ) -> list[Staged]:
@@ -153,7 +152,7 @@ def _simulate(
             continue  # more of them saves only what there is
         limit = row.front.planner.request.memory_bytes or math.inf
         made: Staged | None = None
-        if known.peak_bytes(row) <= SLACK * limit:
+        if known.peak_bytes(row) <= TECHNIQUES.slack * limit:
             tries -= not known.has(row)
             found = known.evaluated(row)
             if found is None:
@@ -291,7 +290,7 @@ def _groups(
     groups: list[_Group] = []
     for each in alike.values():
         inside = each[0][1].inside(cluster).mesh
-        inner = math.prod([axis.size for axis in inside.axes[-INNER:]])
+        inner = math.prod([axis.size for axis in inside.axes[-AUTO.recipe_axes :]])
         most = max(1, examples * inner // inside.size)
         seconds = [
             least(outer, pieces) * (1 + outer.schedule.idle_share(outer.ranks, pieces))

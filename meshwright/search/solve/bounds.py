@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from meshwright.search.budget import SOLVE
 from meshwright.search.solve.eliminate import Estimate, eliminate, estimate
 from meshwright.search.solve.problem import NoStates, Problem
 from meshwright.search.solve.trws import Messages, Sweeps, consistent, round_cost
@@ -20,20 +21,6 @@ from meshwright.search.solve.trws import Messages, Sweeps, consistent, round_cos
 Progress = Callable[[str, int, int, float, float], None]
 """Told (stage, done, total, best price so far, lower bound); what it raises ends the search."""
 
-MOST_ROUNDS = 60
-TABLE_BYTES = 400e6
-MODEST_WORK = 3e7  # about 0.05 s: not worth trying a part of it first
-BISECTIONS = 8
-CALLS = 1e5  # sums that take as long as the calls for one variable in a round
-FEW = (
-    64,
-    32,
-    16,
-    8,
-)  # states of a variable among which a first good choice is looked for, as the work allows
-FEW_AFTER = (1, 3)  # rounds after which it is
-SELDOM = 3  # rounds from one try of a part to the next
-SLOW = 0.05  # a round that closes less of the gap than this is the last
 NOT_ALLOWED = 1e30
 TOLERANCE = 1e-10  # of the price: what a bound may lack by rounding
 
@@ -59,7 +46,7 @@ class Solution:
 def solve(
     problem: Problem,
     *,
-    limit_work: float = 4e9,
+    limit_work: float = SOLVE.work,
     progress: Progress | None = None,
     start: Messages | None = None,
     first: Sequence[int] | None = None,
@@ -131,22 +118,24 @@ class _Search:
     def run(self, start: Messages | None) -> None:
         part = self.problem.only(self.kept)
         plan = estimate(part)
-        if plan.work > self._easy(part, 4) or plan.size_bytes > TABLE_BYTES:
+        if plan.work > self._easy(part, 4) or plan.size_bytes > SOLVE.table_bytes:
             part, plan = self._shrink(Sweeps(part, start), plan)
-        if not self.closed and plan.work <= self.limit_work and plan.size_bytes <= TABLE_BYTES:
+        if not self.closed and plan.work <= self.limit_work and plan.size_bytes <= SOLVE.table_bytes:
             self._finish(part, plan, self.kept)
             self.bound = self.price
 
     def _easy(self, part: Problem, rounds: int) -> float:
         """Work that takes no longer than some rounds; each variable costs a few calls whatever its states."""
-        return rounds * round_cost(part) + CALLS * len(self.kept)
+        return rounds * round_cost(part) + SOLVE.call_work * len(self.kept)
 
     def _shrink(self, sweeps: Sweeps, plan: Estimate) -> tuple[Problem, Estimate]:
         """What is left to eliminate after sweeps, and after eliminating parts of what is left."""
         sweeps, plan = self._sweep(sweeps, plan)
         for share in (1 / 16, 1.0):  # a small part of the work often closes the gap
             budget = share * min(plan.work, self.limit_work)
-            if not self.closed and (plan.work > max(budget, MODEST_WORK) or plan.size_bytes > TABLE_BYTES):
+            if not self.closed and (
+                plan.work > max(budget, SOLVE.modest_work) or plan.size_bytes > SOLVE.table_bytes
+            ):
                 self._round(sweeps)
                 sweeps = self._near(sweeps, plan, budget)
                 plan = estimate(sweeps.problem)
@@ -155,18 +144,18 @@ class _Search:
     def _sweep(self, sweeps: Sweeps, plan: Estimate) -> tuple[Sweeps, Estimate]:
         """Rounds until what is left is cheaper to eliminate than to sweep, or the bound stands still."""
         whole = True
-        for done in range(MOST_ROUNDS):
+        for done in range(SOLVE.rounds):
             before = self.bound
             self._round(sweeps)
             self._offer(self.kept, settle(sweeps.problem, sweeps.decode()))
-            if done in FEW_AFTER:
+            if done in SOLVE.few_after:
                 self._of_few(sweeps, plan)
             if whole:
                 self.messages = sweeps.messages()
-            self._tell("bound", done + 1, MOST_ROUNDS)
+            self._tell("bound", done + 1, SOLVE.rounds)
             if self.closed:
                 break
-            near = done % SELDOM == SELDOM - 1
+            near = done % SOLVE.rounds_between_tries == SOLVE.rounds_between_tries - 1
             slim = self._near(sweeps, plan, sweeps.cost) if near else self._pruned(sweeps)
             if self.closed:
                 break
@@ -175,7 +164,7 @@ class _Search:
                 plan = estimate(sweeps.problem)
             if plan.work <= self._easy(sweeps.problem, 2):
                 break
-            if done >= 2 and self.bound - before < SLOW * (self.price - self.bound):
+            if done >= 2 and self.bound - before < SOLVE.least_progress * (self.price - self.bound):
                 break
         return sweeps, plan
 
@@ -220,7 +209,7 @@ class _Search:
     def _of_few(self, sweeps: Sweeps, whole: Estimate) -> None:
         """The best choice among the states of each variable that look best: what it costs says what to leave out."""
         sizes = sweeps.problem.sizes
-        for few in FEW:
+        for few in SOLVE.few:
             plan = whole.resized([min(few, size) for size in sizes])
             if plan.work <= max(sweeps.cost, self._easy(sweeps.problem, 0)):
                 break
@@ -242,9 +231,9 @@ class _Search:
         level = high
         every = np.concatenate(sweeps.least)
         starts = np.cumsum([0, *map(len, sweeps.least[:-1])])
-        for _ in range(BISECTIONS):
+        for _ in range(SOLVE.bisections):
             plan = whole.resized(np.add.reduceat(every <= level, starts, dtype=np.int64).tolist())
-            if plan.work <= budget and plan.size_bytes <= TABLE_BYTES:
+            if plan.work <= budget and plan.size_bytes <= SOLVE.table_bytes:
                 best, low = _Few(level, [], plan), level
                 if level == high:
                     break
@@ -290,7 +279,7 @@ def settle(problem: Problem, states: Sequence[int]) -> tuple[int, ...]:
         around[u].append((v, matrix.T))
         around[v].append((u, matrix))
     now = list(states)
-    for _ in range(MOST_ROUNDS):
+    for _ in range(SOLVE.rounds):
         moved = False
         for v, row in enumerate(problem.unary):
             total = row.copy()

@@ -9,13 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from meshwright.search.budget import SOLVE
 from meshwright.search.solve.problem import Memory, NoStates, Problem
 from meshwright.search.solve.repair import States
 from meshwright.search.solve.trws import Messages, consistent
-
-WORTH_COPYING = (
-    0.7  # of the entries of all pairs: more than that left, and a smaller copy is not worth making
-)
 
 
 @dataclass(eq=False)
@@ -59,7 +56,7 @@ class Part:
         places = [np.flatnonzero(row <= most) for row in least]
         sizes = self.problem.sizes
         left = sum(len(places[u]) * len(places[v]) for u, v in self.problem.pairs)
-        if left > WORTH_COPYING * sum(sizes[u] * sizes[v] for u, v in self.problem.pairs):
+        if left > SOLVE.worth_copying * sum(sizes[u] * sizes[v] for u, v in self.problem.pairs):
             return
         try:
             slim = self.only(places)

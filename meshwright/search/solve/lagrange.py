@@ -22,13 +22,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.search.budget import SOLVE
 from meshwright.search.solve.bounds import TOLERANCE, Progress, solve
 from meshwright.search.solve.branch_and_bound import Part, split_of
 from meshwright.search.solve.problem import Memory, NoStates, Problem
 from meshwright.search.solve.repair import Moves, States, mixes
 from meshwright.search.solve.trws import consistent
 
-PIVOTS = 500
 EPSILON = 1e-11
 
 
@@ -50,7 +50,7 @@ def multipliers(
     right = np.zeros(instants + 1)
     right[-1] = 1.0
     basis = [count + 1 + t for t in range(instants)] + [count]
-    for pivot in range(PIVOTS):
+    for pivot in range(SOLVE.pivots):
         inverse = np.linalg.inv(columns[:, basis])
         dual = cost[basis] @ inverse
         reduced = cost - dual @ columns
@@ -59,7 +59,7 @@ def multipliers(
         if not len(worth):
             break
         # The steepest column first; the first one (Bland) once that may be going in circles.
-        enter = int(worth[0] if pivot > PIVOTS // 2 else worth[np.argmin(reduced[worth])])
+        enter = int(worth[0] if pivot > SOLVE.pivots // 2 else worth[np.argmin(reduced[worth])])
         level = inverse @ right
         step = inverse @ columns[:, enter]
         rows = np.flatnonzero(step > EPSILON)
@@ -78,17 +78,8 @@ def multipliers(
 Accept = Callable[[States], "bool | np.ndarray | Sequence[float]"]
 """Whether states fit; or, better, by how many bytes they miss the limit at each instant (none above 0: they fit)."""
 
-ACCEPTS = 300  # calls of `accept` that one search may make: a simulation takes milliseconds
-TIGHTENINGS = 8
-SOLVES = 40
-ENOUGH = 2e-3  # of the price: a gap to the bound that is not closed further
-PATIENCE = 3  # times the solves, as long as nothing was accepted
-STEPS = 8  # solves of a part before it is cut again
-REPAIRED = 6  # choices that are made to fit, and rounds of mixing
-STEP = 0.7  # of the way to where the cutting planes point
 NO_LIMIT = 1e6  # stands for inf, in units of all bytes of the largest states
 ROUNDING = 1e-12
-TIGHTER = 0.02  # of the limits: the first step where `accept` says no without saying by how much
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,9 +115,9 @@ def solve_limited(
     accept: Accept = lambda states: True,
     progress: Progress | None = None,
     *,
-    enough: float = ENOUGH,
-    most_solves: int = SOLVES,
-    limit_work: float = 4e9,
+    enough: float = SOLVE.enough,
+    most_solves: int = SOLVE.limited_solves,
+    limit_work: float = SOLVE.work,
 ) -> LimitedSolution:
     """The cheapest accepted states whose bytes are within limits float64[T] (finite or inf).
 
@@ -203,8 +194,8 @@ class _Search:
 
     @property
     def spent(self) -> bool:
-        most = self.options.most_solves * (1 if self.best is not None else PATIENCE)
-        return self.solves >= most or len(self.evaluations) >= ACCEPTS
+        most = self.options.most_solves * (1 if self.best is not None else SOLVE.patience)
+        return self.solves >= most or len(self.evaluations) >= SOLVE.accepted_calls
 
     def solve(self, part: Part, prices: np.ndarray) -> float:
         """One unlimited solve with a price per byte; returns a lower bound of price + prices·bytes in the part."""
@@ -252,7 +243,7 @@ class _Search:
         if (totals > self.limits * (1 + ROUNDING)).any():
             return False
         if states not in self.evaluations:
-            if len(self.evaluations) >= ACCEPTS:
+            if len(self.evaluations) >= SOLVE.accepted_calls:
                 return False
             evaluation = self.accept(states)
             if not isinstance(evaluation, bool | np.bool_):
@@ -288,7 +279,7 @@ class _Search:
                     return
                 stretch *= 30  # the mix leans on the made-up choice: dearer, so that real ones are found
                 continue
-            point = aim if whole_way else centre + STEP * (aim - centre)
+            point = aim if whole_way else centre + SOLVE.step * (aim - centre)
             seen = len(self.known)
             value = self.solve(part, point) - float(point @ goal)
             if value > low:
@@ -317,7 +308,7 @@ class _Search:
             self.open = [p for p in self.open if p is not part] + halves
             for half in halves:
                 self.solve(half, half.multipliers)
-                self.climb(half, self.tight, STEPS)
+                self.climb(half, self.tight, SOLVE.part_solves)
             self.repair()
             self.open = [p for p in self.open if p.bound < self.price]
 
@@ -330,12 +321,12 @@ class _Search:
     def repair(self) -> None:
         """Make what nearly fits fit, mix it with what is cheaper, and change single variables while that gains."""
         ranked = sorted(self.known, key=lambda s: (self.worth(s), s))
-        for states in [s for s in ranked[:REPAIRED] if (s, self.tight.tobytes()) not in self.tried]:
+        for states in [s for s in ranked[: SOLVE.repairs] if (s, self.tight.tobytes()) not in self.tried]:
             self.tried.add((states, self.tight.tobytes()))
             moves = Moves(self.problem, self.memory, states)
             if moves.to_fit(self.tight):
                 self.meet(tuple(moves.states))
-        for _ in range(REPAIRED):
+        for _ in range(SOLVE.repairs):
             before = self.price
             if self.best is None or self.over:
                 return
@@ -357,8 +348,8 @@ class _Search:
 
     def tighten(self) -> None:
         """While `accept` refuses what fits by the bytes, hold the bytes to less: by the miss, or by trial."""
-        refused, fits, step = 0.0, 1.0, TIGHTER
-        for _ in range(TIGHTENINGS):
+        refused, fits, step = 0.0, 1.0, SOLVE.first_tightening
+        for _ in range(SOLVE.tightenings):
             if self.over or self.spent or all(self.evaluations.values()):
                 return
             if not self.told:

@@ -26,6 +26,7 @@ from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Strategy
 from meshwright.redistribute.lower_bound import LowerTable
 from meshwright.redistribute.price_matrix import Table
+from meshwright.search.budget import SPACE
 from meshwright.search.solve.problem import Problem
 from meshwright.search.space.cache import Kept
 from meshwright.search.space.codes import NodeCodes, values_of
@@ -42,7 +43,7 @@ from meshwright.search.space.parameters import (
     parameter_states,
     storage_layout,
 )
-from meshwright.search.space.prune import LARGE, alone, worth_keeping
+from meshwright.search.space.prune import alone, worth_keeping
 from meshwright.search.space.wiring import Edge, Ties, Variable, Wiring, is_kept
 
 
@@ -138,7 +139,7 @@ class Space:
         }
         self.unary: list[np.ndarray] = self._unary()  # float64[4, states]: see there
         self.pairs: dict[tuple[int, int], np.ndarray] = {}
-        if math.isfinite(most) and self._entries() > LARGE:
+        if math.isfinite(most) and self._entries() > SPACE.prune_pairs:
             self._narrow(most)
         self._price_edges()
 

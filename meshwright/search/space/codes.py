@@ -24,12 +24,12 @@ from meshwright.ops.factors import Factors, Site
 from meshwright.ops.strategy import WHOLE, Strategy, layouts, split_unit, splittable, unit_leaves, units, ways
 from meshwright.redistribute.price_matrix import PENDING, Value
 from meshwright.redistribute.price_matrix import WHOLE as WHOLE_CODE
+from meshwright.search.budget import SPACE
 from meshwright.search.space.roles import Roles
 
 AXIS = "x"  # the one axis of the tables
 TABLE_MESH = Mesh((Axis(AXIS, 2),), ((AXIS, (AXIS,)),))
 Codes = np.ndarray  # int8[states, axes]
-LIMIT = 12  # options of a node on one axis; more are dropped, smallest factors first
 
 # Pending sums pass through what costs no more on terms than on the sum: additions, views, casts. (Through a product
 # they would only be reduced later, and larger.) Pending gradients pass through the same, and through what scales
@@ -238,8 +238,8 @@ def _ways(node: Node, site: Site, graph: Graph, marks: Roles) -> list[Option]:
             if size < 2 or blocked:
                 continue
             found.append((-size, Option(letter, number)))
-    if len(found) > LIMIT:
-        keep = {id(o) for _, o in sorted(found, key=lambda f: f[0])[:LIMIT]}
+    if len(found) > SPACE.options:
+        keep = {id(o) for _, o in sorted(found, key=lambda f: f[0])[: SPACE.options]}
         found = [f for f in found if id(f[1]) in keep]
     result = [Option(), *(o for _, o in found)]
     if node.op in PASSES and site.rule.terms and len(site.rule.outputs) == 1:

@@ -12,16 +12,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from meshwright.search.budget import SPACE
 from meshwright.search.solve.problem import Problem
 from meshwright.search.solve.trws import Sweeps, consistent
 
 Placed = tuple[int | tuple[int, int], np.ndarray]
 """A variable and what its states cost more [states], or two and what their pairs cost [states, states]."""
-
-LARGE = 10_000_000  # pairs of states: with fewer all prices are there at once
-MOST_ROUNDS = 4
-ENOUGH = 0.25  # of all pairs: when no more are left the sweeps end
-STAY = 16  # states of a variable that stay whatever they cost: the next best is told from these
 
 
 def alone(unary: Sequence[np.ndarray], most: float) -> list[np.ndarray]:
@@ -39,16 +35,20 @@ def worth_keeping(unary: Sequence[np.ndarray], pairs: Iterable[Placed], most: fl
     sweeps = Sweeps(problem.only(allowed))
     every = sweeps.cost / 2
     kept: list[np.ndarray] = []
-    for _ in range(MOST_ROUNDS):
+    for _ in range(SPACE.prune_rounds):
         sweeps.round()
         kept = [_near(least, most) for least in sweeps.least]
-        if sum(len(kept[u]) * len(kept[v]) for u, v in sweeps.problem.pairs) <= ENOUGH * every:
+        if sum(len(kept[u]) * len(kept[v]) for u, v in sweeps.problem.pairs) <= SPACE.prune_share * every:
             break
     return [a[k] for a, k in zip(allowed, kept, strict=True)]
 
 
 def _near(least: np.ndarray, most: float) -> np.ndarray:
-    few = np.partition(least, STAY)[STAY] if len(least) > STAY else np.inf
+    few = (
+        np.partition(least, SPACE.prune_keeps)[SPACE.prune_keeps]
+        if len(least) > SPACE.prune_keeps
+        else np.inf
+    )
     return np.flatnonzero(least <= max(most, few))
 
 

@@ -20,12 +20,10 @@ import numpy as np
 
 from meshwright.redistribute.lower_bound import LowerTable
 from meshwright.redistribute.steps import wire_elements
+from meshwright.search.budget import SPACE
 from meshwright.search.solve.problem import Problem
 from meshwright.search.space.build import Space
 from meshwright.search.space.layouts import Prices
-
-EARLY = 0.15  # of the step: what may be computed before the reader of a parameter that makes a chain
-ENTRIES = 3  # parameters that are tried
 
 
 def step_problem(space: Space, entry: str = "", *, update: bool = True) -> Problem:
@@ -50,7 +48,7 @@ def entries(space: Space, states: Sequence[int]) -> list[str]:
     before, early = 0.0, dict[str, None]()
     parameters = space.parameters
     for node in space.graph.nodes:
-        if before > EARLY * total:
+        if before > SPACE.early_share * total:
             break
         early.update(dict.fromkeys(use for use in node.uses if use in parameters))
         first = space.ties.first(node.name)
@@ -59,7 +57,7 @@ def entries(space: Space, states: Sequence[int]) -> list[str]:
         before += space.ties.times(node.name) * float(at.forward[state] + at.backward[state])
     trained = [name for name in early if name in space.graph.needs_grad and name not in space.hosted]
     sizes = {name: space.graph.types[name].size_bytes for name in trained}
-    return sorted(trained, key=lambda name: (-sizes[name], name))[:ENTRIES]
+    return sorted(trained, key=lambda name: (-sizes[name], name))[: SPACE.chain_entries]
 
 
 class _Chain:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from meshwright.errors import PlanError
 from meshwright.predict.per_operator import Weight
 from meshwright.redistribute.steps import show_bytes
+from meshwright.search.budget import TECHNIQUES
 from meshwright.search.techniques.layers import Layer
 
 POLICIES = (
@@ -23,7 +24,6 @@ POLICIES = (
     "selective",
     "",
 )  # layers early in forward take the first: their memory is held the longest
-TRIES = 12
 
 Chosen = tuple[str, ...]  # a policy for each layer
 
@@ -60,7 +60,7 @@ def solve(budget: float, layers: Sequence[Layer], weigh: Callable[[Chosen], Weig
     inside = {n.name for layer in layers for n in layer.nodes}
     rest = sum(size for name, size in plain.kept_bytes.items() if name not in inside)
     room = budget - rest
-    for _ in range(TRIES):
+    for _ in range(TECHNIQUES.recompute_tries):
         chosen = _cheapest(options, room)
         if chosen is None:
             break
