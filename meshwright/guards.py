@@ -24,13 +24,14 @@ import torch
 
 from meshwright.capture.pytree import literals
 from meshwright.capture.reads import is_library, takes_all
-from meshwright.capture.values import Found, address, differs, find, fixed, shown, version
+from meshwright.capture.values import SMALL_BYTES, Found, address, differs, find, fixed, shown, version
 from meshwright.conjunction import Conjunction
 from meshwright.errors import RunError
 from meshwright.runtime.local_batch import LocalBatch
 
 TENSORS = {torch.Tensor}
 VALUES = dict[Any, Any].values
+FULL = 16  # small tensors whose every value is compared at each call
 FROZEN = "Python values are read once, when the program is captured: the step would go on with the old one"
 AS_DATA = "give it as a tensor in the batch: then it is data, and free to change; or build another step"
 
@@ -136,11 +137,16 @@ class Guards:
         self._addresses = list(map(address, found.tensors))
         self._variables = list(found.variables.values())
         self._contexts = [(variable, variable.get(None)) for variable in found.contexts]
-        self._probes = [
-            (label, t, _sample(t))
+        probed = [
+            (label, t)
             for label, t in zip(found.labels, found.tensors, strict=True)
             if t.device.type == "cpu" and t.numel()  # a GPU would have to be waited for
         ]
+        small = [pair for pair in probed if pair[1].nbytes <= SMALL_BYTES and type(pair[1]) is torch.Tensor][
+            :FULL
+        ]
+        self._full = [(label, t, t.detach().clone()) for label, t in small]
+        self._probes = [(label, t, _sample(t)) for label, t in probed]
         self._turn = 0
 
     def _conditions(self, found: Found) -> Conjunction:
@@ -153,8 +159,13 @@ class Guards:
                     same.identical(f"{mapping}[{same.named(name)}]", owner.mapping[name])
             if owner.sized:
                 same.add(f"len({mapping}) == {len(owner.mapping)}")
+            else:
+                for name in owner.lacking:
+                    same.add(f"{same.named(name)} not in {mapping}")
         for cell in found.cells:
             same.identical(f"{same.named(cell)}.cell_contents", cell.cell_contents)
+        for kind in found.forwards:
+            same.identical(f"{same.named(kind)}.forward", kind.forward)
         for function in found.functions:
             same.identical(f"{same.named(function)}.__defaults__", function.__defaults__)
         for held in (*found.hooks, *found.lists, *found.dicts, *found.sets):
@@ -187,9 +198,11 @@ class Guards:
         return same and list(map(address, tensors)) == self._addresses and self._probed()
 
     def _probed(self) -> bool:
-        """Whether a few values of one tensor, another at each call, are as they were: ``x.data`` changes a tensor
-        without being counted."""
-        if not self._probes:
+        """Whether small tensors are as they were, and a few values of one tensor, another at each call: ``x.data``
+        changes a tensor without being counted."""
+        if not all(torch.equal(t, was) for _, t, was in self._full):
+            return False
+        if len(self._probes) == len(self._full):
             return True
         self._turn = (self._turn + 1) % len(self._probes)
         _, tensor, was = self._probes[self._turn]
@@ -209,6 +222,9 @@ class Guards:
         for name, parameter in self._named().items() if self._modes else ():
             if parameter.requires_grad != self._flags.get(name, parameter.requires_grad):
                 return f"model.{name}.requires_grad: {self._flags[name]} → {parameter.requires_grad}"
+        for label, tensor, full in self._full:
+            if not torch.equal(tensor, full):
+                return f"{label}: values were changed in place"
         for label, tensor, was in self._probes:
             if _sample(tensor) != was:
                 return f"{label}: values were changed in place"

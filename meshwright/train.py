@@ -179,6 +179,16 @@ class TrainStep:
         """The optimizer over this rank's parts."""
         return self.local.optimizer
 
+    @optimizer.setter
+    def optimizer(self, _: Any) -> NoReturn:
+        """Raises RunError: an optimizer belongs to a step."""
+        raise RunError(
+            "step.optimizer cannot be replaced",
+            why="its states are sharded, saved and moved with the step's weights",
+            hint="change its options in step.optimizer.param_groups; for another optimizer build another step of this "
+            "model, mw.train_step(model, other, batch, loss=…), which goes on from the same weights",
+        )
+
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Name → this rank's part of a trained parameter."""

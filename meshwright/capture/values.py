@@ -49,11 +49,12 @@ class Item:
 
 @dataclass
 class Owner:
-    """A dict that holds values under names. `size`: how many it has, None where more may come."""
+    """A dict that holds values under names. `sized`: and no others; `lacking`: names that it does not have."""
 
     mapping: Mapping[str, Any]
     names: dict[str, None] = field(default_factory=dict)
     sized: bool = False
+    lacking: tuple[str, ...] = ()
 
 
 @dataclass
@@ -73,6 +74,7 @@ class Found:
     hooks: list[Mapping[int, Any]] = field(default_factory=list)
     functions: list[types.FunctionType] = field(default_factory=list)
     generators: list[Any] = field(default_factory=list)  # of random numbers
+    forwards: list[type[torch.nn.Module]] = field(default_factory=list)  # classes whose forward runs
     iterators: dict[str, Iterator[Any]] = field(default_factory=dict)  # by label
     contexts: list[contextvars.ContextVar[Any]] = field(default_factory=list)
     variables: dict[str, str | None] = field(default_factory=dict)  # of the environment
@@ -351,6 +353,7 @@ class _Finder:
             if read or module is root:
                 self.visit(_of(place, "training"), module.training, False)
                 self._owner(held, ["training"])
+            self._forward(place, module)
             self._owner(held["_modules"], list(held["_modules"]), sized=True)
             hooks = [held[n] for n in HOOKS if n in held]
             self.found.hooks += hooks
@@ -377,6 +380,19 @@ class _Finder:
                     if mapping[name] is None:
                         self.visit(_of(place, name), None, True)
                 self._owner(mapping, free)
+
+    def _forward(self, place: str, module: torch.nn.Module) -> None:
+        """Note which function is the forward of a module: its own, or that of its class."""
+        held = vars(module)
+        if "forward" in held:
+            self.visit(_of(place, "forward"), held["forward"], False)
+            self._owner(held, ["forward"])
+            return
+        self.found.owners.setdefault(id(held), Owner(held)).lacking = ("forward",)
+        kind = type(module)
+        if not kind.__module__.startswith("torch.nn.") and kind not in self.found.forwards:
+            self.found.forwards.append(kind)
+            self.visit(f"{kind.__qualname__}.forward", kind.forward, False)
 
     def kind(self, kind: type) -> None:
         """Note what methods of a class read, as far as code names them, and the attributes of the class itself."""
@@ -430,6 +446,11 @@ class _Finder:
             if is_filled(cell):
                 self.found.cells.append(cell)
                 self.visit(f"{name} (in the closure of {code.co_name})", cell.cell_contents, False)
+        held = vars(function)
+        own = [n for n in held if not n.startswith("__") and self._named(n)]
+        for name in own:
+            self.visit(_of(code.co_name, name), held[name], False)
+        self._owner(held, own)
         for inside in codes(code):
             for read in reads(inside):
                 if read.key is not None and is_environment(origin(function, read), read.chain):

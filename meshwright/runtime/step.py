@@ -437,7 +437,7 @@ class LocalStep:
 
     def _update(self) -> None:
         self._settle()
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        gradients = [p.grad for _, p in self._updated() if p.grad is not None]
         if not self.before.allows(gradients, self.over_ranks, self.clip, self.rank.device):
             return
         if self.optimizer is not None:
@@ -451,16 +451,24 @@ class LocalStep:
                         self.optimizer.step()
             self.sharded.gather()
 
+    def _updated(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """The parameters of this program that the optimizer updates, by name; all where there is none. A generator's
+        gradient also arrives at the discriminator, which another step trains."""
+        if self.optimizer is None:
+            return list(self.parameters.items())
+        known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return [(name, p) for name, p in self.parameters.items() if id(p) in known]
+
     def clip(self, limit: float) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most this; the norm before."""
-        pipe, counted = self.pipe, []
-        for name, parameter in self.parameters.items():
+        pipe, counted, updated = self.pipe, [], self._updated()
+        for name, parameter in updated:
             if parameter.grad is not None and (pipe is None or pipe.owns(self.named("parameter", name))):
                 axes = {a for d in self.layout_of(name).dims for a in dim_axes(d) if self.mesh.sizes[a] > 1}
                 counted.append((parameter.grad, self.mesh.sort(axes)))
         return clip_by_global_norm(
             counted,
-            [p.grad for p in self.parameters.values() if p.grad is not None],
+            [p.grad for _, p in updated if p.grad is not None],
             limit,
             self.rank.comm,
             self.rank.device,
