@@ -82,7 +82,8 @@ def export(step: ForwardStep, folder: str | Path) -> Path:
 
     def write_rank() -> None:
         read = {entry.name for entry in local.parts.resharded.graph.inputs}
-        held = {n: x.detach().cpu().contiguous() for n, x in local.leaves.items() if n in read}
+        with step.access.inside():
+            held = {n: x.detach().cpu().contiguous() for n, x in local.leaves.items() if n in read}
         made = write(path / f"rank-{rank}.safetensors", [_tensor(n, x) for n, x in held.items()])
         checks = {name: place.crc for name, place in made.places.items()}
         _put(path / f"rank-{rank}.json", {"word": word, "head": made.head_crc, "tensors": checks})

@@ -58,6 +58,7 @@ from meshwright.runtime.local_batch import LocalBatch
 from meshwright.runtime.parameter_offload import Parked
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.rendezvous import Meeting, check_world
+from meshwright.runtime.shard_access import ShardAccess
 from meshwright.same_values import same_values
 from meshwright.search.reuse import carried
 from meshwright.search.wanted import MeshLike, Pins, mesh_from
@@ -86,10 +87,13 @@ class ForwardStep:
         graph: Graph,
         guards: Guards | dict[str, Any],
         again: Callable[[Any], ForwardStep | None] = lambda _: None,
+        access: ShardAccess | None = None,
     ) -> None:
         """`shape`: the nest of the results. `guards`: what has to be as it was; of a program from a file, what of a
-        batch is no tensor. `again`: makes the same for a batch of another shape."""
+        batch is no tensor. `again`: makes the same for a batch of another shape. `access`: to the shards of a step
+        whose weights this reads."""
         self.local, self.parts, self.plan = local, parts, parts.asked
+        self.access = access or ShardAccess(lambda: None)
         self.shape, self.graph, self._guards, self._again = shape, graph, guards, again
         self._shapes = {e.target: e.type.shape for e in local.batches.entries}
         self._others: dict[Any, ForwardStep] = {}  # by shapes, the one used last at the end
@@ -121,7 +125,9 @@ class ForwardStep:
         Collective. `model` is the one that this was built from, or the same on the meta device."""
         local = self.local
         tag = 0 if local.executor is None else local.executor.first_free_tag + 1
-        build = shared_forward(self.plan, local.world, local.rank, local.leaves, local.parked, tag)
+        build = shared_forward(
+            self.plan, local.world, local.rank, local.leaves, local.parked, tag, self.access
+        )
         return build(model, batch, outputs)
 
     def __call__(self, batch: Any, *, gather: bool = True, share: bool = True) -> Any:
@@ -141,7 +147,8 @@ class ForwardStep:
             other = self._other(batch, given)
             if other is not None:
                 return other(batch, gather=gather, share=share)
-        found = self.local(given, gather=gather, share=share)
+        with self.access.inside():
+            found = self.local(given, gather=gather, share=share)
         return filled(self.shape, found.values())
 
     @property
@@ -308,9 +315,10 @@ def shared_forward(
     leaves: Mapping[str, torch.Tensor],
     parked: Parked,
     first_tag: int,
+    access: ShardAccess,
 ) -> Callable[[torch.nn.Module, Any, Outputs], ForwardStep]:
     """`forward_step` on what the step of a plan holds on a rank: its communicator, and its tensors by the names of the
-    program's inputs. Messages between stages have tags from `first_tag` on."""
+    program's inputs, with the `access` to them. Messages between stages have tags from `first_tag` on."""
 
     @heartbeat.during("building a forward step", patient=True)
     def build(model: torch.nn.Module, batch: Any, outputs: Outputs) -> ForwardStep:
@@ -338,7 +346,7 @@ def shared_forward(
         def again(example: Any) -> ForwardStep | None:
             return build(model, example, outputs)
 
-        return ForwardStep(local, parts, agreed.more["shape"], captured.graph, guards, again)
+        return ForwardStep(local, parts, agreed.more["shape"], captured.graph, guards, again, access)
 
     return build
 

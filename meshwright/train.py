@@ -7,7 +7,7 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
@@ -109,6 +109,21 @@ from meshwright.search.wanted import MeshLike, Pins, mesh_from
 log = logging.getLogger("meshwright")
 
 
+def _inside(method: Callable[..., Any]) -> Any:
+    """Have a method of a step see plain parameters where a user may have its shards."""
+
+    @functools.wraps(method)
+    def called(self: TrainStep, *args: Any, **kwargs: Any) -> Any:
+        access = self.local.state.access
+        before = access.enter()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            access.leave(before)
+
+    return called
+
+
 class TrainStep:
     """What `mw.train_step` returns. Call it with a batch; it returns the global loss, a tensor that is equal
     on all ranks.
@@ -130,6 +145,7 @@ class TrainStep:
         shapes are found; without it there is one. `model`: the user's module, and what of it the step holds."""
         self._model, self._hollow = model, hollow
         self.local, self.plan = local, parts.asked
+        self._last = local  # the program that ran last
         self.parts, self._programs = parts, programs
         self._temporary = frozenset(temporary)
         self._updates = True
@@ -177,6 +193,7 @@ class TrainStep:
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer over this rank's parts."""
+        self.local.state.access.lend()
         return self.local.optimizer
 
     @optimizer.setter
@@ -192,8 +209,10 @@ class TrainStep:
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Name → this rank's part of a trained parameter."""
+        self.local.state.access.lend()
         return self.local.offered
 
+    @_inside
     def __call__(self, batch: Any, *, update: bool = True, gather: bool = True) -> Any:
         """One step on the whole batch (every rank gives the same one and takes its part), or on this rank's part as
         `mw.shard_loader` reads it. Without `update` its gradients are kept, and added to those of the next call, as
@@ -271,13 +290,22 @@ class TrainStep:
         if local not in self._hooks:
             self._hooks[local] = ShardHooks(local.parameters, local.weights)
         self._hooks[local].check()
+        self._last = local
         return local, given
 
+    @_inside
     def gradients(self, batch: Any) -> torch.Tensor:
         """Loss and gradients without an update."""
         local, given = self._program_for(batch)
         return local.gradients(given)
 
+    @_inside
+    def gradient_norms(self) -> dict[str, torch.Tensor]:
+        """Name → the 2-norm of the full gradient of the last call, after clipping, equal on all ranks that have the
+        parameter: all, or those of its stages in a pipeline. Empty before the first call. Collective."""
+        return self._last.gradient_norms()
+
+    @_inside
     def local_norms(self, batch: Any) -> dict[str, torch.Tensor]:
         """Name → the 2-norm of this rank's gradient before it is added up with those of other ranks, without an update.
 
@@ -287,6 +315,7 @@ class TrainStep:
         local, given = self._program_for(batch)
         return local.local_norms(given)
 
+    @_inside
     def find_anomaly(self, batch: Any) -> Anomaly | None:
         """The operator that first makes a value that is not finite, in forward or else in backward, with its line and
         the ranks; None where loss and gradients are finite. Nothing is updated. Collective. Raises BatchError."""
@@ -312,6 +341,7 @@ class TrainStep:
         places = [meshes_of(plan).place(rank) for rank in range(count)] if plan.stages else [0] * count
         return StepTrace(loss, Measured.of(every, places), played, prologue, timeline)
 
+    @_inside
     def forward_step(
         self, model: torch.nn.Module, batch: Any, outputs: Outputs = default_outputs
     ) -> ForwardStep:
@@ -327,9 +357,9 @@ class TrainStep:
         tag = 0 if local.pipe is None else local.state.next_tag + 1
         check_model(model)
         check_function("outputs", outputs, 'lambda model, batch: model(batch["ids"])')
-        return shared_forward(self.plan, local.world, local.rank, local.leaves, local.parked, tag)(
-            model, batch, outputs
-        )
+        return shared_forward(
+            self.plan, local.world, local.rank, local.leaves, local.parked, tag, local.state.access
+        )(model, batch, outputs)
 
     def generator(self, model: torch.nn.Module, batch: Any) -> Generator:
         """What generates tokens with the very parameters that this step trains: `mw.generator` without a second copy
@@ -337,6 +367,7 @@ class TrainStep:
         check_model(model)
         return Generator(model, prompts(model, batch), functools.partial(self.forward_step, model), True)
 
+    @_inside
     @heartbeat.during("putting the state together")
     def full_state(self) -> dict[str, torch.Tensor]:
         """A copy of every parameter and buffer, whole, as `load_state_dict` of the model takes them: those that a model
@@ -348,9 +379,8 @@ class TrainStep:
             if name not in self._temporary
         }
 
-    def full(
-        self, rank: int | None = None, memory: float | None = None
-    ) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def full(self, rank: int | None = None, memory: float | None = None) -> Iterator[Any]:
         """``with step.full() as model:`` the module that the step was built from, with the trained values. Collective.
 
         Elsewhere the module has none, under every plan, and says so. Each rank has copies of all parameters and buffers
@@ -358,7 +388,11 @@ class TrainStep:
         ranks change alike within the block is kept: the step goes on from it. RunError on all ranks for changes that
         differ or are made with `rank`, and where the copies need more than `memory` bytes.
         """
-        return full_model(self.local, self._own_model(), self._model, rank, memory)
+        with (
+            self.local.state.access.inside(),
+            full_model(self.local, self._own_model(), self._model, rank, memory) as model,
+        ):
+            yield model
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
         """Write the folder of a Hugging Face model, which ``from_pretrained(folder)`` loads: configuration, weights,
@@ -375,6 +409,7 @@ class TrainStep:
             if model is not None:
                 model.save_pretrained(str(folder), **options)
 
+    @_inside
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take parameters and buffers from full tensors, as the model's own ``load_state_dict`` does; the optimizer's
         states stay. Collective: all ranks give equal tensors, and each takes its shards. Raises RunError on all ranks
@@ -386,6 +421,7 @@ class TrainStep:
             raise RunError("this step has no module", why="it was made without one", hint="mw.train_step")
         return self._hollow
 
+    @_inside
     def save(self, path: str | Path, *, data: Any = None, async_: bool = False, keep: int | None = 2) -> Path:
         """Write a checkpoint that loads under any plan on any number of ranks: ``path/step-00000100``. Collective.
 
@@ -409,6 +445,7 @@ class TrainStep:
         """Wait for a save that is under way. Raises CheckpointError where it went wrong."""
         self._saves.wait()
 
+    @_inside
     def load(
         self,
         path: str | Path,
@@ -443,6 +480,7 @@ class TrainStep:
             told=_on_stderr,
         )
 
+    @_inside
     def resume(self, path: str | Path, *, data: Any = None) -> Loaded | None:
         """`load` of the newest checkpoint in `path` that is not damaged, or nothing where there is none: what a script
         that may have been started again begins with. Collective. Rank 0 prints which ones are damaged on stderr.
@@ -451,6 +489,7 @@ class TrainStep:
         self._saves.wait()
         return resume(self.local, path, told=_on_stderr, data=data, temporary=self._temporary)
 
+    @_inside
     def copy_to(self, model: torch.nn.Module) -> torch.nn.Module:
         """Write the trained values into a model. Collective: all ranks call it. The module that the step was built from
         has them until the next step, in copies. Raises CaptureError for what is no module, and RunError for one that

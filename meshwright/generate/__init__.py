@@ -99,7 +99,7 @@ class Generator:
         if ahead is None:
             ahead = (how.get("max_length", config.max_length) or 0) - input_ids.shape[1]
         how = moved({**how, "past_key_values": Held(max(int(ahead), 1))}, self._device)
-        with draws_of_first(self.first.local.world, self._device):
+        with self.first.access.inside(), draws_of_first(self.first.local.world, self._device):
             found = self._shell.generate(input_ids.to(self._device), **how)
         return found.to(input_ids.device) if isinstance(found, torch.Tensor) else found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -52,4 +52,21 @@ def clip_by_global_norm(
     return norm
 
 
-__all__ = ["clip_by_global_norm"]
+def global_norms(
+    gradients: Mapping[str, tuple[torch.Tensor, tuple[str, ...]]], comm: Communicator, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Name → the 2-norm of a full gradient. `gradients`: this rank's shard of each, with the axes that shard it.
+    Collective."""
+    by_axes: dict[tuple[str, ...], list[str]] = {}
+    for name, (_, axes) in gradients.items():
+        by_axes.setdefault(axes, []).append(name)
+    found: dict[str, torch.Tensor] = {}
+    for axes, names in by_axes.items():
+        squares = torch.stack([torch.linalg.vector_norm(gradients[n][0]).to(device) ** 2 for n in names])
+        heartbeat.of("the norms of gradients")
+        squares = comm.all_reduce(squares, axes) if axes else squares
+        found |= dict(zip(names, squares.sqrt().unbind(), strict=True))
+    return {name: found[name] for name in gradients}
+
+
+__all__ = ["clip_by_global_norm", "global_norms"]

@@ -11,6 +11,7 @@ import torch
 
 from meshwright.errors import RunError, a_type
 from meshwright.runtime.agreement import options_of
+from meshwright.runtime.shard_access import ShardAccess
 
 NAMED = (
     "parameters.named() gives pairs of a name in the model and what this rank updates of it: "
@@ -112,11 +113,21 @@ class Updating:
         finally:
             self._now = False
 
-    def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have an optimizer raise RunError outside of a step."""
-        optimizer.register_step_pre_hook(self._check)
+    def guard(self, optimizer: torch.optim.Optimizer, access: ShardAccess) -> None:
+        """Have an optimizer raise RunError outside of a step, or see plain parameters there."""
+        begun: list[int] = []
 
-    def _check(self, *_: Any) -> None:
+        def before(*_: Any) -> None:
+            self._check()
+            begun.append(access.enter())
+
+        def after(*_: Any) -> None:
+            access.leave(begun.pop())
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+    def _check(self) -> None:
         if not self._now and not self.apart and not self.by_hand:
             raise RunError(
                 "step.optimizer.step() is called after a step",

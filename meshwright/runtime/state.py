@@ -6,6 +6,7 @@ tensors. Everything is known by its name in the model: names of a program's inpu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,7 @@ from meshwright.core.graph import Input
 from meshwright.core.layout import TensorLayout
 from meshwright.errors import PlanError
 from meshwright.runtime.buckets import GradientBuckets
+from meshwright.runtime.shard_access import ShardAccess
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class State:
     publishers: dict[frozenset[str], Callable[[], None]] = field(default_factory=dict)
     accumulating: bool = False
     buckets: list[GradientBuckets] = field(default_factory=list)
+
+    @functools.cached_property
+    def access(self) -> ShardAccess:
+        """What a user may do with the shards that optimizers update."""
+        return ShardAccess(self.publish)
 
     def keep(self, new: Kept) -> None:
         """Take over how a program has a parameter or a buffer. Raises PlanError where another has it otherwise."""

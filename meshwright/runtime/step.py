@@ -25,7 +25,7 @@ from meshwright.runtime.agreement import Alike
 from meshwright.runtime.ambient import Ambient, check_gradients
 from meshwright.runtime.before_update import BeforeUpdate
 from meshwright.runtime.buckets import GradientBuckets, norm_of
-from meshwright.runtime.clipping import clip_by_global_norm
+from meshwright.runtime.clipping import clip_by_global_norm, global_norms
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.executor import Action, Executor, plain_actions
 from meshwright.runtime.host_update import HostUpdate
@@ -134,6 +134,7 @@ class LocalStep:
             self.hosted = HostUpdate(self.parameters, targets, self.state.updated)
             self.parameters = dict(self.hosted.masters)
         self.state.updated |= self.parameters
+        self._add_shards()
         self.state.publishers[frozenset(self.parameters)] = functools.partial(
             _publish, self.hosted, self.sharded
         )
@@ -149,7 +150,7 @@ class LocalStep:
             self.updating, self.ambient = Updating(), Ambient()
             self.updating.apart = bool(self.sharded.shards or self.hosted is not None or self.parked.homes)
             if self.optimizer is not None:
-                self.updating.guard(self.optimizer)
+                self.updating.guard(self.optimizer, self.state.access)
         else:
             self.alike, self.samples = first.alike, 0  # samples are counted by the first
             self.optimizer, self.updating, self.ambient = first.optimizer, first.updating, first.ambient
@@ -231,6 +232,15 @@ class LocalStep:
         if trained:
             assert isinstance(leaf, torch.nn.Parameter)
             self.parameters[entry.target] = self.weights[entry.name] = leaf
+
+    def _add_shards(self) -> None:
+        """Note which of the parameters are shards, or copies that programs do not read, before a user has them."""
+        for target, parameter in self.parameters.items():
+            name = self._named["parameter", target]
+            axes = [dim_axes(d) for d in self.layout_of(target).dims]
+            dims = frozenset(i for i, found in enumerate(axes) if any(self.mesh.sizes[a] > 1 for a in found))
+            apart = name in self.sharded.shards or self.hosted is not None or name in self.parked.homes
+            self.state.access.add(target, parameter, dims, apart)
 
     def _kept(self, entry: Input) -> Kept:
         """How the ranks have a parameter or a buffer under the program's plan."""
@@ -464,8 +474,7 @@ class LocalStep:
         pipe, counted, updated = self.pipe, [], self._updated()
         for name, parameter in updated:
             if parameter.grad is not None and (pipe is None or pipe.owns(self.named("parameter", name))):
-                axes = {a for d in self.layout_of(name).dims for a in dim_axes(d) if self.mesh.sizes[a] > 1}
-                counted.append((parameter.grad, self.mesh.sort(axes)))
+                counted.append((parameter.grad, self._axes_of(name)))
         return clip_by_global_norm(
             counted,
             [p.grad for _, p in updated if p.grad is not None],
@@ -474,6 +483,17 @@ class LocalStep:
             self.rank.device,
             None if pipe is None else (pipe, self.last_tag),
         )
+
+    def _axes_of(self, parameter: str) -> tuple[str, ...]:
+        """The axes that shard what this rank updates of a parameter."""
+        axes = {a for d in self.layout_of(parameter).dims for a in dim_axes(d) if self.mesh.sizes[a] > 1}
+        return self.mesh.sort(axes)
+
+    def gradient_norms(self) -> dict[str, torch.Tensor]:
+        """Name → the norm of the full gradient that the last call has left; of a pipeline those of this rank's stages.
+        Collective."""
+        there = {n: (p.grad, self._axes_of(n)) for n, p in self.parameters.items() if p.grad is not None}
+        return global_norms(there, self.rank.comm, self.rank.device)
 
     def over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of a number of each rank over all ranks."""
