@@ -20,7 +20,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.errors import CaptureError, ClusterError, DoesNotFit
 from meshwright.guards import Guards
 from meshwright.hollow import as_shapes
-from meshwright.input_checks import check_function, check_model, folder_from
+from meshwright.input_checks import check_capturable, check_function, folder_from
 from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
 from meshwright.plan.plan import Plan
@@ -203,7 +203,7 @@ _captured: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Captured, Guard
 
 def captured_of(model: torch.nn.Module, batch: Any, loss: Loss, cache: str | Path | None = None) -> Captured:
     """The captured program; the last one of each model is remembered, so that plan, verify and train_step share it."""
-    check_model(model)
+    check_capturable(model)
     check_function("loss", loss, "lambda model, batch: model(batch).mean()")
     folder = folder_from(cache)
     key = (

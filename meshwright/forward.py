@@ -44,7 +44,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.errors import BatchError, MeshwrightError, PlanError, RunError
 from meshwright.guards import Guards
 from meshwright.hollow import as_shapes, check_has_values
-from meshwright.input_checks import check_function, check_model, check_switches, plan_from
+from meshwright.input_checks import check_capturable, check_function, check_switches, plan_from
 from meshwright.partition import Partition
 from meshwright.pipeline.meshes import meshes
 from meshwright.plan.plan import Plan
@@ -227,7 +227,7 @@ def forward_step(
     """
     asked = asked_beside(plan, techniques)
     request = request_for(cluster, None)
-    check_model(model)
+    check_capturable(model)
     check_has_values(model)
     check_function("outputs", outputs, 'lambda model, batch: model(batch["ids"])')
     plan = plan_from(plan)

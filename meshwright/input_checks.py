@@ -36,6 +36,39 @@ def check_model(model: Any) -> None:
         )
 
 
+ITSELF = "give the module itself"
+# Wrappers of torch, by the names of their classes → why a model with one cannot be captured, and what to write.
+WRAPPERS = {
+    "OptimizedModule": ("torch.compile has wrapped it", "leave out torch.compile(model)"),
+    "DistributedDataParallel": ("it sends gradients itself", f"{ITSELF}: mesh={{'dp': n}} is data parallel"),
+    "DataParallel": ("it splits batches itself", f"{ITSELF}: mesh={{'dp': n}} is data parallel"),
+    "FullyShardedDataParallel": ("it shards weights itself", f"{ITSELF}: optimizer_parallel=3 is FSDP"),
+    **dict.fromkeys(
+        ("RecursiveScriptModule", "TopLevelTracedModule"),
+        ("it is TorchScript, without Python code to trace", ITSELF),
+    ),
+}
+
+
+def check_capturable(model: Any) -> None:
+    """Raise CaptureError for what is no module, and for one that torch has wrapped, compiled or sharded."""
+    check_model(model)
+    for name, module in model.named_modules():
+        kind, of = type(module).__name__, f"{name or 'the model'} is"
+        if kind in WRAPPERS and type(module).__module__.startswith("torch."):
+            why, hint = WRAPPERS[kind]
+            raise CaptureError(f"{of} a {kind}", why=why, hint=hint)
+        if vars(module).get("_compiled_call_impl") is not None:
+            raise CaptureError(f"{of} compiled", why="its compile() was called", hint="leave out compile()")
+    for name, parameter in model.named_parameters():
+        if type(parameter.data).__name__ == "DTensor":
+            raise CaptureError(
+                f"{name} is a DTensor",
+                why="fully_shard or parallelize_module has sharded the model already",
+                hint="give the model before that: mode=, mesh= and optimizer_parallel= shard it",
+            )
+
+
 def check_function(name: str, given: Any, like: str) -> None:
     """Raise CaptureError for a loss, or outputs, that cannot be called."""
     if not callable(given):

@@ -155,7 +155,7 @@ def shapes_of(given: Given) -> tuple[Any, ...]:
     """What of a batch a program is made for."""
     if isinstance(given, LocalBatch):
         return (given.key,)
-    return tuple((path, x.shape, x.dtype) for path, x in given.items())
+    return tuple((path, x.shape, x.dtype, x.requires_grad) for path, x in given.items())
 
 
 @dataclass(frozen=True, eq=False)  # examples are tensors, which do not compare

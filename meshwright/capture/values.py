@@ -104,9 +104,8 @@ def shown(value: Any) -> str:
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
         return value.__qualname__
-    text = (
-        repr(value) if isinstance(value, (*SCALARS, *FIXED, list, tuple, dict, set)) else type(value).__name__
-    )
+    plain = isinstance(value, (*SCALARS, *FIXED, list, tuple, dict, set)) and is_plain(value)
+    text = repr(value) if plain else type(value).__name__  # a tensor among others may have no memory to show
     return text if len(text) <= 60 else text[:57] + "…"
 
 
@@ -383,11 +382,12 @@ class _Finder:
 
     def _forward(self, place: str, module: torch.nn.Module) -> None:
         """Note which function is the forward of a module: its own, or that of its class."""
-        held = vars(module)
+        held, label = vars(module), _of(place, "forward")
         if "forward" in held:
-            self.visit(_of(place, "forward"), held["forward"], False)
+            self.visit(label, held["forward"], False)
             self._owner(held, ["forward"])
             return
+        self.found.items.setdefault(label, Item("of its class", "that of its class"))
         self.found.owners.setdefault(id(held), Owner(held)).lacking = ("forward",)
         kind = type(module)
         if not kind.__module__.startswith("torch.nn.") and kind not in self.found.forwards:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,16 @@ def train(**change: Any) -> mw.TrainStep:
     return mw.train_step(given.pop("model"), given.pop("optimizer"), given.pop("batch"), **given)
 
 
+def compiled(model: torch.nn.Module) -> torch.nn.Module:
+    model.compile()  # of this module; torch.compile(model) wraps it
+    return model
+
+
+def script() -> torch.nn.Module:
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        return torch.jit.script(torch.nn.Linear(16, 16))
+
+
 def forward(**change: Any) -> mw.ForwardStep:
     model, batch, _ = built()
     given = {"outputs": lambda model, batch: model(batch["x"]), "mesh": 1} | change
@@ -42,6 +53,12 @@ def forward(**change: Any) -> mw.ForwardStep:
 
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no model": (lambda: train(model=None), CaptureError, "the model is a NoneType"),
+    "a compiled model": (lambda: train(model=torch.compile(fresh()[0])), CaptureError, "OptimizedModule"),
+    "a model compiled in place": (lambda: train(model=compiled(fresh()[0])), CaptureError, "is compiled"),
+    "a model in DataParallel": (
+        lambda: forward(model=torch.nn.DataParallel(fresh()[0])), CaptureError, "the model is a DataParallel",
+    ),
+    "TorchScript": (lambda: train(model=torch.nn.Sequential(script())), CaptureError, "0 is a RecursiveScript"),
     "no model to run": (lambda: forward(model=None), CaptureError, "the model is a NoneType"),
     "no model for a manual step": (lambda: mw.manual_step(None, adam), CaptureError, "the model is a NoneType"),  # type: ignore[arg-type]
     "no model to copy to": (lambda: train().copy_to(None), CaptureError, "the model is a NoneType"),  # type: ignore[arg-type]

@@ -73,6 +73,12 @@ CHANGES: dict[str, tuple[Callable[[Scaled], Any], str]] = {
     "tensor": (lambda m: setattr(m, "mask", torch.zeros(8)), "model.mask: another tensor"),
     "tensor in place": (lambda m: m.mask.mul_(2), "model.mask: values were changed in place"),
     "tensor's data": (lambda m: m.mask.data.mul_(2), "model.mask: values were changed in place"),
+    "one element of it": (lambda m: m.mask.data[3:4].zero_(), "model.mask: values were changed in place"),
+    "forward": (lambda m: setattr(m, "forward", lambda x: x), "model.forward: that of its class → "),
+    "forward of torch's": (
+        lambda m: setattr(m.up, "forward", lambda x: x),
+        "model.up.forward: that of its class → ",
+    ),
     "training": (lambda m: m.eval(), "model.training: True → False"),
     "requires_grad": (lambda m: m.up.requires_grad_(False), "model.up.weight.requires_grad: True → False"),
     "library's attribute": (lambda m: setattr(m.norm, "eps", 1e-3), "model.norm.eps: 1e-05 → 0.001"),
@@ -92,7 +98,29 @@ def test_a_change_of_the_model_is_named(name: str) -> None:
     assert said in found.changed(BATCH)
     with pytest.raises(mw.RunError, match="has changed"):
         found.check(BATCH)
-    assert name == "tensor's data" or guards(model).key() != found.key()
+    assert "data" in name or "element of it" in name or guards(model).key() != found.key()
+
+
+def test_the_forward_of_a_class_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Inner(Net):
+        """Has the forward of its base."""
+
+    model = Inner()
+    found = guards(model, loss)
+    assert found.changed(BATCH) == ""
+    monkeypatch.setattr(Inner, "forward", lambda self, x: self.down(self.up(x)), raising=False)
+    assert "Inner.forward" in found.changed(BATCH)
+
+
+def test_attributes_of_the_loss_function() -> None:
+    def weighted(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        return loss(model, batch) * weighted.alpha  # type: ignore[attr-defined]
+
+    weighted.alpha = 1.0  # type: ignore[attr-defined]
+    found = guards(Net(), weighted)
+    assert found.changed(BATCH) == ""
+    weighted.alpha = 2.0  # type: ignore[attr-defined]
+    assert "alpha: 1.0 → 2.0" in found.changed(BATCH)
 
 
 def test_equal_values_are_no_change() -> None:

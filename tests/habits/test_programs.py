@@ -29,6 +29,31 @@ assert all(close(state[n], p.detach()) for n, p in twin.named_parameters())
 mw.shutdown()
 """
 
+RECURRENT = """
+class Recurrent(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cells = torch.nn.LSTM(16, 16, batch_first=True)  # keeps a list of its weights beside them
+        self.up = torch.nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.up(self.cells(x)[0][:, -1])
+
+torch.manual_seed(0)
+model = Recurrent()
+twin = copy.deepcopy(model)
+optimizer = adamw(twin.parameters())
+examples = [{"x": torch.randn(8, length, 16), "y": torch.arange(8)} for length in (3, 5, 3, 4)]
+step = mw.train_step(model, adamw, examples[0], loss=loss, **PLAN)
+for batch in examples:
+    optimizer.zero_grad()
+    expected = loss(twin, batch)
+    expected.backward()
+    optimizer.step()
+    assert close(step(batch), expected.detach())
+mw.shutdown()
+"""
+
 GAN = """
 class Gan(torch.nn.Module):
     def __init__(self):
@@ -56,15 +81,19 @@ torch.manual_seed(0)
 model = Gan()
 twin = copy.deepcopy(model)
 optimizers = [adamw(twin.d.parameters()), adamw(twin.g.parameters())]
-steps = [mw.train_step(model, of("d."), batches()[0], loss=d_loss, **PLAN)]
-steps.append(mw.train_step(model, of("g."), batches()[0], loss=g_loss, **PLAN))
+steps = [
+    mw.train_step(model, of(prefix), batches()[0], loss=objective, clip_norm=0.05, **PLAN)
+    for prefix, objective in (("d.", d_loss), ("g.", g_loss))
+]
 for batch in batches():
     for step, optimizer, objective in zip(steps, optimizers, (d_loss, g_loss)):
         expected = objective(twin, batch)
         optimizer.zero_grad()
         expected.backward()
+        norm = torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.05)
         optimizer.step()
         assert close(step(batch), expected.detach()), objective
+        assert close(step.grad_norm, norm), objective  # of what this optimizer updates alone
 state = steps[0].full_state()
 assert set(state) == set(twin.state_dict())
 assert all(close(state[n], p.detach()) for n, p in twin.named_parameters())
