@@ -61,7 +61,7 @@ def check_capturable(model: Any) -> None:
         if vars(module).get("_compiled_call_impl") is not None:
             raise CaptureError(f"{of} compiled", why="its compile() was called", hint="leave out compile()")
     for name, parameter in model.named_parameters():
-        if type(parameter.data).__name__ == "DTensor":
+        if type(parameter).__name__ == "DTensor":
             raise CaptureError(
                 f"{name} is a DTensor",
                 why="fully_shard or parallelize_module has sharded the model already",
