@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
 from meshwright.capture.effects import Effects
+from meshwright.capture.functional import is_functional
 from meshwright.capture.hooks import check_backward_hooks
 from meshwright.capture.meta_init_record import user_line
 from meshwright.capture.nest import Shape, count, shape_of
@@ -267,7 +268,8 @@ def trace(model: torch.nn.Module, batch: Any, loss: Callable[..., Any], wrap: ty
             with preserve_node_meta():  # for what `_Watch` notes
                 program = torch.export.export(wrapper, tuple(tensors), strict=False)
                 origins = _origins(program.graph_module)
-                program = program.run_decompositions({})
+                if not is_functional(program):
+                    program = program.run_decompositions({})
         except MeshwrightError:
             raise
         except Exception as error:

@@ -1,0 +1,42 @@
+"""Which exported programs need no decomposition: nothing writes in place, and each operator stays what it is.
+
+`run_decompositions({})` makes a program functional and inlines its blocks. It takes two thirds of a capture: it patches
+every composite operator of torch, then traces the program again. Operators that have a rule or a form of ours come out
+of it as they went in, but for those below.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+
+from meshwright.capture.normalize import TABLE
+from meshwright.ops.table import LINES, SPECIAL
+
+# Decomposition says these in other words, or nothing shows that it does not.
+DECOMPOSED = frozenset(
+    f"aten.{name}"
+    for name in (
+        "batch_norm.default hardshrink.default softshrink.default conj.default real.default imag.default "
+        "bincount.default tensor_split.sections tensor_split.indices unsafe_split.Tensor unsafe_chunk.default "
+        "slice_scatter.default select_scatter.default embedding_bag.default embedding_bag.padding_idx split.sizes "
+        "lift.default lift_fresh.default copy.default fill.Tensor fill.Scalar native_dropout.default "
+        "normal.float_Tensor normal.Tensor_float normal.Tensor_Tensor "
+        "_assert_async.msg _assert_scalar.default sym_constrain_range_for_size.default item.default "
+        "_local_scalar_dense.default"
+    ).split()
+)
+UNCHANGED = frozenset((*LINES, *SPECIAL, *TABLE)) - DECOMPOSED
+
+
+def is_functional(program: torch.export.ExportedProgram) -> bool:
+    """Whether decomposing the program would change nothing."""
+    return all(
+        fx.op in ("placeholder", "output")
+        or (fx.op == "call_function" and (fx.target is operator.getitem or str(fx.target) in UNCHANGED))
+        for fx in program.graph.nodes
+    )
+
+
+__all__ = ["DECOMPOSED", "UNCHANGED", "is_functional"]

@@ -1,0 +1,133 @@
+"""Programs that are not decomposed: each operator taken as it is exported is the same after decomposition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.capture import capture
+from meshwright.capture.forward import capture_forward
+from meshwright.capture.functional import UNCHANGED
+from meshwright.core.graph import Device, Dtype, Graph, Node, Ref
+from meshwright.examples import gpt, llama, recommender
+from tests.breadth import first
+from tests.ops.prove import CPU, DTYPES, Sample, sample
+from tests.ops.samples import SAMPLES, f
+
+F32 = torch.float32
+# Operators that have a normal form and no rule.
+FORMS: dict[str, tuple[Any, ...]] = {
+    "view.default": (f(4, 6), [24]), "_unsafe_view.default": (f(4, 6), [24]), "reshape.default": (f(4, 6), [6, 4]),
+    "unsqueeze.default": (f(4, 6), 1), "squeeze.default": (f(4, 1, 6),), "squeeze.dim": (f(4, 1, 6), 1),
+    "squeeze.dims": (f(4, 1, 6, 1), [1, 3]), "flatten.using_ints": (f(4, 5, 6), 1),
+    "unflatten.int": (f(4, 6), 1, [2, 3]), "view_as.default": (f(4, 6), f(24)), "reshape_as.default": (f(4, 6), f(24)),
+    "transpose.int": (f(4, 6), 0, 1), "t.default": (f(4, 6),), "numpy_T.default": (f(4, 6),),
+    "select.int": (f(4, 6), 0, 1), "split.Tensor": (f(4, 6), 3), "chunk.default": (f(4, 6), 3),
+    "expand_as.default": (f(1, 6), f(4, 6)), "broadcast_to.default": (f(1, 6), [4, 6]),
+    "broadcast_tensors.default": ([f(1, 6), f(4, 1)],), "concat.default": ([f(4, 6), f(4, 5)], 1),
+    "contiguous.default": (f(4, 6),), "alias.default": (f(4, 6),), "lift_fresh_copy.default": (f(4, 6),),
+    "to.dtype": (f(4, 6), F32), "to.device": (f(4, 6), CPU, F32), "type_as.default": (f(4, 6), f(1).float()),
+    "scalar_tensor.default": (2.0,), "full_like.default": (f(4, 6), 2.0), "new_full.default": (f(4), [4, 6], 2.0),
+    "ones.default": ([4, 6],), "ones_like.default": (f(4, 6),), "new_ones.default": (f(4), [4, 6]),
+    "zeros.default": ([4, 6],), "zeros_like.default": (f(4, 6),), "new_zeros.default": (f(4), [4, 6]),
+    "empty.memory_format": ([4, 6],), "empty_like.default": (f(4, 6),), "new_empty.default": (f(4), [4, 6]),
+    "empty_strided.default": ([4, 6], [6, 1]), "new_empty_strided.default": (f(4), [4, 6], [6, 1]),
+    "empty_permuted.default": ([4, 6], [1, 0]), "dropout.default": (f(4, 6), 0.5, True),
+    "normal.float_float": (0.0, 1.0, [4, 6]),
+}  # fmt: skip
+PARTS = 8
+CHECK = "aten._assert_tensor_metadata.default"  # has no result; export writes it before a cast
+
+
+class Calls(nn.Module):
+    """Many operators, each of tensors of its own: ``number of the call.number of the tensor`` → tensor."""
+
+    def __init__(self, nodes: list[Node]) -> None:
+        super().__init__()
+        self.nodes = nodes
+
+    def forward(self, tensors: dict[str, torch.Tensor]) -> list[list[torch.Tensor]]:
+        return [
+            [x for x in self.call(number, node, tensors) if not any(x is t for t in tensors.values())]
+            for number, node in enumerate(self.nodes)
+        ]
+
+    def call(self, number: int, node: Node, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        known = {name: tensors[f"{number}.{place}"] for place, name in enumerate(node.uses)}
+
+        def argument(value: Any) -> Any:
+            match value:
+                case Ref(name):
+                    return known[name]
+                case Dtype(name):
+                    return DTYPES[name]
+                case Device():
+                    return CPU
+                case tuple():
+                    return [argument(v) for v in value]
+            return value
+
+        space, name, overload = node.op.split(".")
+        op = getattr(getattr(getattr(torch.ops, space), name), overload)
+        out = op(*map(argument, node.args), **{k: argument(v) for k, v in node.kwargs if k != "seed"})
+        return list(out) if isinstance(out, tuple | list) else [] if out is None else [out]
+
+
+def samples(part: int) -> list[Sample]:
+    """A sample of every eighth operator that is taken as it is."""
+    torch.manual_seed(0)
+    ops = sorted(op for op in UNCHANGED if op.startswith("aten.") and op != CHECK)
+    return [
+        SAMPLES[op][0]() if op in SAMPLES else sample(op, *FORMS[op.removeprefix("aten.")])
+        for op in ops[part::PARTS]
+    ]
+
+
+def captured(cases: list[Sample]) -> Graph:
+    tensors = {
+        f"{number}.{place}": x.detach() for number, s in enumerate(cases) for place, x in enumerate(s.tensors)
+    }
+    model = Calls([s.node for s in cases])
+    return capture_forward(model, tensors, lambda model, batch: model(batch)).captured.graph
+
+
+def twice(monkeypatch: pytest.MonkeyPatch, capture: Callable[[], Graph]) -> tuple[Graph, Graph]:
+    """What is captured without decomposition, and with it."""
+
+    def refuse(*_: Any) -> NoReturn:
+        raise AssertionError("the program was decomposed")
+
+    with monkeypatch.context() as alone:
+        alone.setattr(torch.export.ExportedProgram, "run_decompositions", refuse)
+        found = capture()
+    monkeypatch.setattr("meshwright.capture.trace.is_functional", lambda program: False)
+    return found, capture()
+
+
+@pytest.mark.parametrize("part", first(1, range(PARTS)))
+def test_an_operator_stays_what_it_is(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = samples(part)
+    found, decomposed = twice(monkeypatch, lambda: captured(cases))
+    assert len(found.nodes) > len(cases) // 2
+    assert found == decomposed
+
+
+@pytest.mark.parametrize("build", first(1, (llama.build, gpt.build, recommender.build)))
+def test_a_model_stays_what_it_is(build: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    found, decomposed = twice(monkeypatch, lambda: capture(*build()).graph)
+    assert found == decomposed
+
+
+def test_the_check_before_a_cast_is_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 6)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch.to(F32)).mean()
+
+    batch = torch.zeros(2, 4, dtype=torch.float64)
+    found, decomposed = twice(monkeypatch, lambda: capture(model, batch, loss).graph)
+    assert found == decomposed
