@@ -121,7 +121,7 @@ def resized(plan: Plan, wide: Graph, small: Graph) -> Plan:
 
     def layout(name: str, given: TensorLayout) -> TensorLayout:
         dims = tuple(map(_resized, given.dims, after.dims[name]))
-        return TensorLayout(dims, given.pending, given.grad)
+        return TensorLayout(dims, given.partial, given.grad)
 
     def strategy(name: str, given: Strategy) -> Strategy:
         return replace(given, splits=tuple((x, _resized(dim, trees[name][1][x])) for x, dim in given.splits))

@@ -91,11 +91,11 @@ class Clock:
         self.took: dict[str, Took] = {}
 
     def __call__(self, name: str, work: Callable[[], Any]) -> Any:
-        from meshwright.core.cycles import seldom_collected  # after the parent's fork, as all of it
+        from meshwright.core.cycles import rare_collection  # after the parent's fork, as all of it
 
         gc.collect()
         wall, cpu = time.perf_counter(), time.process_time()
-        with seldom_collected():  # as `mw.plan` does
+        with rare_collection():  # as `mw.plan` does
             result = work()
         self.took[name] = Took(time.perf_counter() - wall, time.process_time() - cpu)
         return result

@@ -56,8 +56,8 @@ def axis_sets(parts: Partition, local: Graph) -> list[frozenset[str]]:
     for gradient in pending_gradients(parts):
         found |= {frozenset(gradient.cut), frozenset(a for a in gradient.axes if a not in gradient.cut)}
     for layout in (*parts.resharded.layouts.values(), *parts.plan.states.values()):
-        found |= {frozenset(layout.split_axes), frozenset(layout.pending), frozenset(layout.grad)}
-        whole = TensorLayout.whole(layout.shape)
+        found |= {frozenset(layout.split_axes), frozenset(layout.partial), frozenset(layout.grad)}
+        whole = TensorLayout.replicated(layout.shape)
         found |= (
             {frozenset(s.axes) for s in redistribute(layout.forward, whole, mesh, 4)}
             if layout.split_axes

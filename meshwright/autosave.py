@@ -138,7 +138,7 @@ class Autosave:
         return self._last
 
     def _may_save(self) -> bool:
-        """Whether the parameters are finite on all ranks: else a checkpoint would replace one that can be used."""
+        """Return whether the parameters are finite on all ranks: else the checkpoint would replace a usable one."""
         local = self.step.local
         broken = torch.zeros((), device=local.rank.device)
         for name, x in (local.state.tensors | local.state.updated).items():

@@ -14,7 +14,7 @@ import torch
 from meshwright.capture import Captured
 from meshwright.capture import capture as capture_graph
 from meshwright.capture.pytree import leaves
-from meshwright.core.cycles import seldom_collected
+from meshwright.core.cycles import rare_collection
 from meshwright.core.techniques import NONE, Options, Techniques, techniques_from
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import CaptureError, ClusterError, DoesNotFit
@@ -179,7 +179,7 @@ def rule(op: str, line: str) -> None:
     register(op, line)
 
 
-@seldom_collected()
+@rare_collection()
 def lower(captured: Captured, plan: Plan) -> Partition:
     """What the ranks run under a plan."""
     return partition(captured.graph, plan)

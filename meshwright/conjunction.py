@@ -38,7 +38,7 @@ class Conjunction:
         self._terms.append(condition)
 
     def compiled(self) -> Callable[[], bool]:
-        """Whether all of them hold, in the order in which they were added."""
+        """Return whether all of them hold, in the order in which they were added."""
         return eval(f"lambda: {' and '.join(self._terms) or True}", self._objects)
 
 

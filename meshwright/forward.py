@@ -167,7 +167,7 @@ class ForwardStep:
             )
 
     def _is_resized(self, given: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a batch differs from the example in sizes alone."""
+        """Return whether a batch differs from the example in sizes alone."""
         dims = {path: x.dim() for path, x in given.items()}
         known = {path: len(shape) for path, shape in self._shapes.items()}
         return dims == known and any(tuple(x.shape) != self._shapes[path] for path, x in given.items())

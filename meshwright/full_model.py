@@ -35,7 +35,7 @@ def gathered(local: LocalStep) -> Iterator[tuple[Input, torch.Tensor]]:
         entry, layout, value = kept.entry, kept.stored.forward, local.state.tensors.get(name)
         if value is not None and layout.split_axes:
             value = value.to(local.rank.device)
-            full = TensorLayout.whole(layout.shape)
+            full = TensorLayout.replicated(layout.shape)
             for step in redistribute(layout, full, mesh, value.element_size()):
                 value = Mover(exchange(step, mesh, rank))(value.detach(), local.handle)
         if pipe is not None:

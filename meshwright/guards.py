@@ -177,7 +177,7 @@ class Guards:
         return same
 
     def _quick(self) -> bool:
-        """Whether every object is the one that it was."""
+        """Return whether every object is the one that it was."""
         try:
             if not self._same():
                 return False
@@ -267,7 +267,7 @@ class _Members:
         self.held, self.was = held, list(held)
 
     def same(self) -> bool:
-        """Whether the collection has them in this order, and no others."""
+        """Return whether the collection has them in this order, and no others."""
         return len(self.held) == len(self.was) and all(map(is_, self.held, self.was))
 
 

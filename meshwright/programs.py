@@ -175,7 +175,7 @@ class Program:
         return Program(example, shapes_of(dict(leaves(batch))), guards, local)
 
     def takes(self, shapes: tuple[Any, ...]) -> bool:
-        """Whether it runs on a batch of some shapes, or on a part that was read for it."""
+        """Return whether it runs on a batch of some shapes, or on a part that was read for it."""
         return shapes in (self.shapes, (self.local.batches.key,))
 
 

@@ -278,7 +278,7 @@ class TrainStep:
 
     @property
     def takes_other_shapes(self) -> bool:
-        """Whether a batch of another shape than the example's is another program."""
+        """True if a batch of another shape than the example's is another program."""
         return self._programs is not None
 
     def _program_for(self, batch: Any) -> tuple[LocalStep, Given]:
@@ -438,7 +438,7 @@ class TrainStep:
 
     @property
     def saving(self) -> bool:
-        """Whether a save goes on beside the steps."""
+        """True if a save goes on beside the steps."""
         return self._saves.under_way
 
     def wait(self) -> None:

@@ -153,7 +153,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "again as text": (lambda d: d.update(again="all"), "does not parse"),
     "claims as a list": (lambda d: d.update(claims=[1, 2]), "does not parse"),
     "storage of another shape": (lambda d: d["inputs"].update({stored(d): "[64, 128]"}), "input"),
-    "storage that is a sum": (lambda d: d["inputs"].update({stored(d): "[128, 128] pending tp"}), ""),
+    "storage that is a sum": (lambda d: d["inputs"].update({stored(d): "[128, 128] partial tp"}), ""),
     "prices without rows": (lambda d: d.update(prices={"growth": "ring"}), "does not parse"),
     "older version": (lambda d: d.update({"meshwright plan": 1}), "version 1"),
     "newer version": (lambda d: d.update({"meshwright plan": 99}), "version 99"),

@@ -4,14 +4,14 @@ import gc
 
 import pytest
 
-from meshwright.core.cycles import YOUNG, seldom_collected
+from meshwright.core.cycles import YOUNG, rare_collection
 
 
 def test_seldom_inside_and_as_before_afterwards():
     before = gc.get_threshold()
-    with seldom_collected():
+    with rare_collection():
         assert gc.get_threshold()[0] == YOUNG
-        with seldom_collected():
+        with rare_collection():
             pass
         assert gc.get_threshold()[0] == YOUNG  # the outermost one puts it back
     assert gc.get_threshold() == before
@@ -20,7 +20,7 @@ def test_seldom_inside_and_as_before_afterwards():
 def test_an_error_puts_it_back_too():
     before = gc.get_threshold()
 
-    @seldom_collected()
+    @rare_collection()
     def fails():
         raise ValueError
 
@@ -34,7 +34,7 @@ def test_who_turned_it_off_keeps_it_off():
     before = gc.get_threshold()
     gc.set_threshold(0)
     try:
-        with seldom_collected():
+        with rare_collection():
             assert gc.get_threshold()[0] == 0
         assert gc.get_threshold()[0] == 0
     finally:

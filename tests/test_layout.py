@@ -61,14 +61,14 @@ def test_what_a_layout_prints_parses_back(layout):
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "[32/a]", "[(4/a 16), {32/b | 8/b | 8/b}] pending c", "[(3 32/a.b), 1] grad c.d"]
+    "text", ["[]", "[32/a]", "[(4/a 16), {32/b | 8/b | 8/b}] partial c", "[(3 32/a.b), 1] grad c.d"]
 )
 def test_layouts_as_a_reader_writes_them(text):
     assert str(parse_layout(text)) == text
 
 
 @pytest.mark.parametrize(
-    "text", ["", "32/a", "[32/a", "[(4 8]", "[x]", "[4] pending", "[4] [5]", "[4/]", "[{4 | ]"]
+    "text", ["", "32/a", "[32/a", "[(4 8]", "[x]", "[4] pending", "[4] partial", "[4] [5]", "[4/]", "[{4 | ]"]
 )
 def test_text_that_is_no_layout(text):
     with pytest.raises(LayoutError, match="is not a layout"):
@@ -169,10 +169,10 @@ def test_known_normal_forms(text, short):
         ("[{8/a | 8/a} ]", None),
         ("[(8/a {8/a | 8})]", "an axis twice in dim 0"),
         ("[8/z]", "names the axis 'z'"),
-        ("[8/a] pending a", "both split and pending on axis 'a'"),
-        ("[8] pending a grad a", "forward and backward"),
-        ("[2/c]", "cuts 2 elements of dim 0 into 3 blocks"),
-        ("[8] pending z", "is pending on 'z'"),
+        ("[8/a] partial a", "both split and partial on axis 'a'"),
+        ("[8] partial a grad a", "forward and backward"),
+        ("[2/c]", "splits 2 elements of dim 0 into 3 blocks"),
+        ("[8] partial z", "is partial on 'z'"),
     ],
 )
 def test_laws(text, says):
@@ -185,12 +185,12 @@ def test_laws(text, says):
 
 
 def test_views_of_a_layout():
-    layout = parse_layout("[(4/a 16/b), {32/c | 8/c}] pending d")
+    layout = parse_layout("[(4/a 16/b), {32/c | 8/c}] partial d")
     assert layout.shape == (64, 40)
     assert layout.split_axes == ("a", "b", "c")
-    assert str(only_axes(layout, "ad")) == "[(4/a 16), {32 | 8}] pending d"
+    assert str(only_axes(layout, "ad")) == "[(4/a 16), {32 | 8}] partial d"
     assert without_axes(layout.dims[0], "a") == (SubDim(4), SubDim(16, ("b",)))
-    assert str(parse_layout("[8] grad a").backward) == "[8] pending a"
+    assert str(parse_layout("[8] grad a").backward) == "[8] partial a"
     assert layout.local_shape(MESH, ORIGIN) == (16, 14)
 
 

@@ -219,9 +219,9 @@ WRONG = {
         changed('"up_0_weight": "[96/tp, 24] grad', '"up_0_weight": "[96/tp; 24] grad'),
         "'up_0_weight' does not parse", "unexpected '; 24]", "[96/tp; 24]",
     ),
-    "a hub pending both ways": (
-        changed('"up_0_weight": "[96/tp, 24] grad dp', '"up_0_weight": "[96/tp, 24] pending dp grad dp'),
-        "'up_0_weight' does not parse", "pending on ['dp'] forward and backward", "pending dp grad dp",
+    "a hub partial both ways": (
+        changed('"up_0_weight": "[96/tp, 24] grad dp', '"up_0_weight": "[96/tp, 24] partial dp grad dp'),
+        "'up_0_weight' does not parse", "partial on ['dp'] forward and backward", "partial dp grad dp",
     ),
     "a hub over no axis": (
         changed('"leave_weight": "[12, 24] grad dp', '"leave_weight": "[12, 24] grad pp'),
@@ -346,7 +346,7 @@ def test_a_layer_that_differs_is_said_in_full() -> None:
         replace(full, again=frozenset({"up_3_weight"})),
         replace(full, again=frozenset({"up_1_weight"})),
         replace(full, hubs={k: v for k, v in full.hubs.items() if k != "up_4_weight"}, again=frozenset()),
-        replace(full, inputs={**full.inputs, "up_4_weight": TensorLayout.whole((96, 24))}),
+        replace(full, inputs={**full.inputs, "up_4_weight": TensorLayout.replicated((96, 24))}),
         full.pin("up.3", n="tp"),
     ):
         read = Plan.from_json(odd.folded(captured.graph, folds).to_json()).check(captured.graph)

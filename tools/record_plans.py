@@ -159,7 +159,9 @@ def _plan(plan: mw.Plan) -> dict[str, Any]:
     for node in told.get("nodes", {}).values():
         node.pop("next", None)
         node.pop("why", None)
-    digests = {k: hashlib.sha256(json.dumps(v).encode()).hexdigest()[:16] for k, v in told.items()}
+    # Records of before say "pending" for a partial sum.
+    texts = {k: json.dumps(v).replace("] partial ", "] pending ") for k, v in told.items()}
+    digests = {k: hashlib.sha256(v.encode()).hexdigest()[:16] for k, v in texts.items()}
     return {**digests, "claims": claims}
 
 

@@ -59,7 +59,7 @@ class Bench:
 
     @property
     def crowded(self) -> bool:
-        """Whether ranks take turns on the cores: then no short time says what a long one takes."""
+        """True if ranks take turns on the cores: then no short time says what a long one takes."""
         return self.device.type == "cpu" and self.ranks > self.cores
 
     def sample(self, call: Call, calls: int) -> float:

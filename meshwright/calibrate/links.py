@@ -146,7 +146,7 @@ def _matrix(count: int, ranks: int) -> tuple[int, int]:
 def _layout(shape: tuple[int, int], axes: Sequence[str], how: Matrix) -> TensorLayout:
     dim = {"rows": 0, "columns": 1}.get(how)
     layout = TensorLayout(tuple((SubDim(n, tuple(axes) if d == dim else ()),) for d, n in enumerate(shape)))
-    return replace(layout, pending=tuple(axes)) if how == "partial" else layout
+    return replace(layout, partial=tuple(axes)) if how == "partial" else layout
 
 
 def ring(bench: Bench, axes: Sequence[str], full: torch.Tensor) -> Call:

@@ -110,7 +110,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _of_tensors(value: Any) -> bool:
-    """Whether a value is a tensor, or a list, tuple or dict of nothing else."""
+    """Return whether a value is a tensor, or a list, tuple or dict of nothing else."""
     if isinstance(value, list | tuple | dict):
         inner: Iterable[Any] = value.values() if isinstance(value, dict) else value
         return all(_of_tensors(x) for x in inner)

@@ -82,12 +82,12 @@ class Call:
 
     @property
     def plain(self) -> bool:
-        """Whether it draws nothing."""
+        """True if it draws nothing."""
         return self.function.__name__ in PLAIN
 
     @property
     def drawn(self) -> bool:
-        """Whether it draws random numbers, as many whatever the tensors hold."""
+        """True if it draws random numbers, as many whatever the tensors hold."""
         return self.function.__name__ in DRAWN
 
 
@@ -224,8 +224,10 @@ class Construction(TorchFunctionMode):
         return func(*args)
 
     def _noted_whole(self) -> bool:
-        """Whether it is a function of `torch.nn.init` that asks if its tensor is one of the meta device: it would do
-        nothing then, and is noted as one call, for some of them look at what they draw."""
+        """Return whether the caller is a function of `torch.nn.init` that does nothing for a meta tensor.
+
+        Such a function is recorded as one call, since some of them look at the numbers they draw.
+        """
         inside = [f for f in frames() if f.f_code.co_filename == torch.nn.init.__file__]
         if not inside:
             return False

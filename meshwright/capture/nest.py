@@ -53,7 +53,7 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _holds(value: Any) -> bool:
-    """Whether there is something to give: a tensor, a word or a number."""
+    """Return whether there is something to give: a tensor, a word or a number."""
     if isinstance(value, torch.Tensor | str | int | float):
         return True
     if isinstance(value, tuple | list):

@@ -373,7 +373,7 @@ def _other(b: Rewriter, n: Node) -> Values:
 
 
 def _draws_inside(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator draws from torch's generator in its own code: dropout between recurrent layers, `rrelu`."""
+    """Return whether an operator draws from torch's generator in its own code: as recurrent dropout, `rrelu`."""
     stem, _, form = name.partition(".")
     if stem in RECURRENT:
         dropout, train = args[6:8] if form == "data" else args[5:7]

@@ -159,7 +159,7 @@ def _rows(b: Rewriter, n: Node, known: Sorted) -> None:
 
 
 def _row_by_row(b: Rewriter, n: Node, is_sorted: list[bool]) -> bool:
-    """Whether row i of all results follows from row i of what is sorted, and from that alone, alike for each i.
+    """Return whether row i of all results follows from row i of what is sorted, and from that alone, alike for each i.
 
     A letter that may be cut says so, where what runs on a part is the same operator.
     """

@@ -54,14 +54,14 @@ def _roots() -> tuple[str, ...]:
 
 @functools.lru_cache(4096)
 def is_library(file: str) -> bool:
-    """Whether a file of code is none of the user's: installed, of Python or of this package."""
+    """Return whether a file of code is none of the user's: installed, of Python or of this package."""
     if file.startswith(PACKAGE):
         return not file.startswith(EXAMPLES)
     return os.path.realpath(file).startswith(_roots()) or file.startswith("<frozen")
 
 
 def of_library(value: Any) -> bool:
-    """Whether a module, class or function is none of the user's."""
+    """Return whether a module, class or function is none of the user's."""
     if isinstance(value, types.FunctionType):
         return is_library(value.__code__.co_filename)
     if isinstance(value, types.ModuleType):
@@ -170,7 +170,7 @@ def origin(function: types.FunctionType, read: Read) -> Any:
 
 
 def is_environment(value: Any, attributes: tuple[str, ...]) -> bool:
-    """Whether such attributes of a value read the environment."""
+    """Return whether such attributes of a value read the environment."""
     for name in attributes:
         if not isinstance(value, types.ModuleType):
             break
@@ -228,8 +228,8 @@ def _changes(method: str) -> bool:
 
 @functools.lru_cache(4096)
 def takes_all(code: types.CodeType, itself: bool) -> bool:
-    """Whether a code may read every entry of a batch: ``batch.items()``, and for the loss `itself` ``f(**batch)`` and
-    loops."""
+    """Return whether code may read every entry of a batch: ``batch.items()``; in the loss `itself` also ``f(**batch)``
+    and loops."""
     if names(code) & {"items", "values", "keys"}:
         return True
     steps = (step.opname for c in codes(code) for step in dis.get_instructions(c))

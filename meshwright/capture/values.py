@@ -117,7 +117,7 @@ def fixed(value: Any) -> Hashable:
 
 
 def is_plain(value: Any, depth: int = 4) -> bool:
-    """Whether a value holds numbers, texts and types alone, at most so deep."""
+    """Return whether a value holds numbers, texts and types alone, at most so deep."""
     if isinstance(value, (*SCALARS, *FIXED)):
         return True
     if depth == 0:
@@ -218,7 +218,7 @@ class _Finder:
         return ("object", id(value))
 
     def _is_record(self, value: Any) -> bool:
-        """Whether two objects of equal attributes are the same: those of configurations, and of the user."""
+        """Return whether two objects of equal attributes are the same: those of configurations, and of the user."""
         if callable(value) or isinstance(value, torch.nn.Module) or not hasattr(value, "__dict__"):
             return False
         return not of_library(type(value)) or is_plain(value)
@@ -488,7 +488,7 @@ def read_by(kind: type) -> frozenset[str]:
 
 
 def of_library_hook(hook: Any) -> bool:
-    """Whether a library has put a hook into a module, as Hugging Face does to note hidden states."""
+    """Return whether a library has put a hook into a module, as Hugging Face does to note hidden states."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     function = getattr(hook, "__func__", hook)
@@ -512,7 +512,7 @@ def _of(label: str, name: str) -> str:
 
 
 def is_filled(cell: types.CellType) -> bool:
-    """Whether a closure's cell has a value."""
+    """Return whether a closure's cell has a value."""
     try:
         _ = cell.cell_contents
     except ValueError:

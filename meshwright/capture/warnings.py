@@ -11,7 +11,7 @@ SPARSE = {"aten.embedding.default": 4, "aten.embedding_bag.padding_idx": 5, "ate
 
 
 def is_sparse(node: Node) -> bool:
-    """Whether the table that a node reads would have a sparse gradient."""
+    """Return whether the table that a node reads would have a sparse gradient."""
     place = SPARSE.get(node.op, 0)
     return 0 < place < len(node.args) and bool(node.args[place])
 

@@ -186,7 +186,7 @@ class Index:
 
 
 def leads_away(path: Path) -> bool:
-    """Whether a name in a folder is a link to somewhere else."""
+    """Return whether a name in a folder is a link to somewhere else."""
     return path.is_symlink() and path.resolve().parent != path.parent.resolve()
 
 

@@ -189,7 +189,10 @@ def _state_parts(index: Index, step: LocalStep) -> Iterator[tuple[str, TensorLay
         for key in of.get(named, {}).get("tensors", ()):
             name = f"{STATE}{named}.{key}"
             shape = index.tensors[name].shape
-            yield name, layout_of(step, entry) if shape == entry.type.shape else TensorLayout.whole(shape)
+            yield (
+                name,
+                layout_of(step, entry) if shape == entry.type.shape else TensorLayout.replicated(shape),
+            )
 
 
 def _check_parts(index: Index, step: LocalStep, optimizer: bool) -> None:
@@ -230,7 +233,7 @@ def _load_optimizer(index: Index, step: LocalStep, cast: bool) -> None:
                     dtype = leaf.dtype
                 made, layout = torch.empty_like(leaf, dtype=dtype), layout_of(step, entry)
             else:
-                layout = TensorLayout.whole(there.shape)
+                layout = TensorLayout.replicated(there.shape)
                 made = torch.empty(there.shape, dtype=DTYPES[there.dtype], device=leaf.device)
             made = made.to(place_of_state(key, there.shape, groups[id(leaf)], leaf.device))
             fill(index, name, made, layout, step.mesh, step.rank.comm.rank)

@@ -36,7 +36,7 @@ class Lock:
         weakref.finalize(self, _let_go, self._file, handle, os.getpid())
 
     def stands(self) -> bool:
-        """Whether its file is still there, which somebody may have removed with the folder."""
+        """Return whether its file is still there, which somebody may have removed with the folder."""
         return _is(self._file, self._handle)
 
 
@@ -81,7 +81,7 @@ def _taken(path: Path) -> int:
 
 
 def _is(path: Path, handle: int) -> bool:
-    """Whether a path is that of an open file."""
+    """Return whether a path is that of an open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(handle))
     except OSError:

@@ -95,7 +95,7 @@ def _shown(dtype: str, shape: Iterable[int]) -> str:
 
 
 def _equal(index: Index, names: Sequence[str]) -> bool:
-    """Whether tensors from elsewhere have the same bytes, so that one that is tied here may have been written twice."""
+    """Return whether tensors of a foreign file have equal bytes: one that is tied here may be written twice there."""
     first, *others = (index.model[n] for n in names)
     return not index.world and all(same_tensors(index.folder, first, other) for other in others)
 

@@ -190,7 +190,7 @@ def crc_of(path: Path, length: int, offset: int = 0) -> int:
 
 
 def same_bytes(one: tuple[Path, int], other: tuple[Path, int], length: int) -> bool:
-    """Whether so many bytes are the same from two places in files. Raises CheckpointError where they cannot be read."""
+    """Return whether bytes at two places in files are equal. Raises CheckpointError if they cannot be read."""
     try:
         with one[0].open("rb") as first, other[0].open("rb") as second:
             first.seek(one[1])

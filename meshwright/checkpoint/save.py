@@ -94,7 +94,7 @@ class Saves:
 
     @property
     def under_way(self) -> bool:
-        """Whether a save goes on beside the steps."""
+        """True if a save goes on beside the steps."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:

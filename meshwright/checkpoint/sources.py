@@ -92,7 +92,7 @@ def _from_files(folder: Path, names: Iterable[str]) -> Index:
 
 
 def same_tensors(folder: Path, one: Entry, other: Entry) -> bool:
-    """Whether two tensors of files are equal, byte for byte."""
+    """Return whether two tensors of files are equal, byte for byte."""
     if one is other:
         return True
     if (one.dtype, one.shape, [p.box for p in one.parts]) != (

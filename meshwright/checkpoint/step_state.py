@@ -93,7 +93,7 @@ def state_items(step: LocalStep) -> Iterator[Item]:
             if value.shape == leaf.shape:
                 yield Item(name, value.detach(), layout, places)
             elif value.numel() == 1 or not layout.split_axes:
-                yield Item(name, value.detach(), TensorLayout.whole(value.shape), places)
+                yield Item(name, value.detach(), TensorLayout.replicated(value.shape), places)
             else:
                 raise CheckpointError(
                     f"{type(step.optimizer).__name__} keeps {key!r} of {entry.target} as {tuple(value.shape)}",

@@ -176,7 +176,7 @@ def _note(path: Path) -> dict[str, Any]:
 
 
 def _eventually(true: Callable[[], bool], seconds: float) -> bool:
-    """Whether something comes true in time."""
+    """Return whether something comes true in time."""
     end, pause = time.monotonic() + seconds, LOOKS[0]
     while not true():
         if time.monotonic() > end:

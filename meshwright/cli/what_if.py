@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from meshwright.core.cycles import seldom_collected
+from meshwright.core.cycles import rare_collection
 from meshwright.errors import ClusterError, PlanError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Base:
     sequence: int | None
 
 
-@seldom_collected()
+@rare_collection()
 def answer(base: Base, changes: Mapping[str, str], asked: Mapping[str, Any]) -> tuple[Estimate, str, float]:
     """The estimate under changes of the shape and the ranks and under the techniques that are `asked` for, a remark,
     and the seconds that went into capturing. Raises PlanError."""

@@ -1,1 +1,1 @@
-"""What everything above speaks of: meshes, layouts, graphs, techniques, and folded layers. No torch."""
+"""The vocabulary of all other packages: meshes, layouts, graphs, techniques and folded layers. No torch."""

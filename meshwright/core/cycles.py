@@ -1,8 +1,8 @@
-"""Python's search for cyclic garbage, put off while a plan is made.
+"""Run Python's cyclic garbage collector rarely while a plan is made.
 
-A planner makes hundreds of thousands of small values that stay and refer to no cycle. Python looks through its youngest
-ones after every 700 new ones and through all now and again: for 10,000 distinct operators that took longer than the
-planning. While a plan is made it looks a hundred times less often; it still looks, so cycles do not pile up.
+A planner creates hundreds of thousands of small objects that stay alive and form no cycles. Python scans the youngest
+objects after every 700 new ones and all objects from time to time. For 10,000 distinct operators that took longer than
+planning. During planning the collector runs a hundred times less often; it still runs, so cycles do not pile up.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-YOUNG = 100_000  # new values until Python looks through them
+YOUNG = 100_000  # new objects until the collector runs
 
 _lock = threading.Lock()
 _inside = 0
@@ -20,9 +20,11 @@ _before = (0, 0, 0)
 
 
 @contextmanager
-def seldom_collected() -> Iterator[None]:
-    """Collect cycles seldom inside; for a ``with`` or as a decorator. It nests, over threads too, and a collector that
-    the user turned off (by a threshold of 0 too) stays as it is."""
+def rare_collection() -> Iterator[None]:
+    """Collect cycles rarely inside a ``with`` block or a decorated function.
+
+    Uses may nest, also across threads. A collector that the user turned off (or gave a threshold of 0) stays off.
+    """
     global _inside, _before
     with _lock:
         _inside += 1

@@ -1,11 +1,7 @@
 """The repeated blocks of a graph (the layers of a transformer), as `capture.fold` finds them and searches use them.
 
-Equal layers of a graph: which names of a later copy correspond to those of the second one.
-
-Copies correspond position by position: nodes and their results by order, inputs of a copy's own (its parameters) by
+Repeats of a block correspond position by position: nodes and their results by order, their own inputs (parameters) by
 the ports that read them.
-
-Layers of a model, by the names of its modules.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Folding:
-    """The repeated blocks in order, and how many nodes are left when each block is counted once."""
+    """The repeated blocks in order, and the number of nodes when each block counts once."""
 
     blocks: tuple[Block, ...]
     unique_nodes: int
@@ -46,10 +42,10 @@ UNFOLDED = Folding((), 0)
 Fold = tuple[int, int, int]  # number of the first node, nodes in a copy, copies
 
 
-def stand_ins(graph: Graph, folds: Iterable[Fold]) -> dict[str, str]:
-    """Node, result or own input of a third or later copy → that of the second copy.
+def matching_names(graph: Graph, folds: Iterable[Fold]) -> dict[str, str]:
+    """Map nodes, results and own inputs of the third and later copies to those of the second copy.
 
-    Raises PlanError for a stretch that the graph does not have, or whose copies differ in their operators.
+    Raises PlanError for a fold beyond the graph, or one whose copies differ in their operators.
     """
     inputs = {i.name for i in graph.inputs}
     found: dict[str, str] = {}
@@ -83,10 +79,10 @@ def _differs(why: str) -> PlanError:
 
 
 def layer_of(module: str) -> str:
-    """The repeated layer that a module is in, by the first number in its name; empty outside of layers."""
+    """Return the layer of a module, up to the first number in its name; empty outside of layers."""
     parts = module.split(".")
     number = next((n for n, part in enumerate(parts) if part.isdigit()), None)
     return "" if number is None else ".".join(parts[: number + 1])
 
 
-__all__ = ["layer_of"]
+__all__ = ["UNFOLDED", "Block", "Fold", "Folding", "layer_of", "matching_names"]

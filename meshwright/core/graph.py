@@ -1,8 +1,8 @@
-"""The captured program as frozen plain data: it prints, and the print parses back to an equal graph.
+"""The captured program as frozen plain data. It prints, and the print parses back to an equal graph.
 
-A graph holds what the capture saw and what every later stage needs: operator overload names, arguments (nested and
-literal), tensor types, which values need a gradient, the module path and source line of each node, the role of each
-input, ties between parameters, and the buffers that the step replaces. Tensors themselves never live here.
+A graph holds what the later passes need: operator overload names, arguments (nested and literal), tensor types, the
+values that need a gradient, the module path and source line of each node, the role of each input, ties between
+parameters, and the buffers that the step replaces. It holds no tensors.
 
     graph "MLP" {
       %w: f32[8, 4] = parameter("up.weight", grad=True)
@@ -26,19 +26,19 @@ from typing import Any
 
 from meshwright.errors import GraphError
 
-DTYPES: dict[str, int] = {  # our short name → bytes of one element
+DTYPES: dict[str, int] = {  # short name → bytes of one element
     "f64": 8, "f32": 4, "bf16": 2, "f16": 2, "f8e4m3": 1, "f8e5m2": 1,
     "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "b8": 1, "c64": 8, "c128": 16,
 }  # fmt: skip
 ROLES = ("parameter", "buffer", "constant", "batch")
 LOSS = "loss"  # the label of a training step's first output
-PIN = "meshwright.pin.default"  # the mark an annotation leaves: an identity
+PIN = "meshwright.pin.default"  # an annotation: an identity
 RESHARD = "meshwright.reshard"  # a change of layout: an identity in global shapes
-START = "meshwright.start"  # one or several reshards under way, in a rank's program; its result is a token
-WAIT = "meshwright.wait"  # the end of one of them: the value in its new layout
+START = "meshwright.start"  # starts reshards in a rank's program; its result is a token
+WAIT = "meshwright.wait"  # ends one of them: the value in its new layout
 TO_HOST, TO_DEVICE = "meshwright.to_host", "meshwright.to_device"  # copies over the link to the host
 TRANSFERS = (TO_HOST, TO_DEVICE)
-MOVES = (RESHARD, *TRANSFERS)  # what the partition puts between operators
+MOVES = (RESHARD, *TRANSFERS)  # inserted between operators by the partitioner
 AGAIN_MARK = (
     "recompute:"  # a word for operators in a call of `mw.recompute`; a policy follows, or "end" for results
 )
@@ -49,19 +49,19 @@ STAGE_MARK = "stage:"  # a word for operators in a call of `mw.stage`; the numbe
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """Dtype (short name) and global shape of a value."""
+    """The dtype (short name) and shape of a value."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """The size of the tensor in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype]
 
     @property
     def is_float(self) -> bool:
-        """Floating point or complex: may carry a gradient."""
+        """True for floating point and complex dtypes, which may carry a gradient."""
         return self.dtype[0] in "fbc" and self.dtype != "b8"
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class TensorType:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A use of a value: the name of an input or node, ``name.i`` for the i-th result of a node with several."""
+    """A reference to a value: the name of an input or node, ``name.i`` for the i-th result of a node with several."""
 
     name: str
 
@@ -90,7 +90,7 @@ class Dtype:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The slot for the device a rank runs on (devices are never literals in a graph)."""
+    """A placeholder for the device of a rank (devices are never literals in a graph)."""
 
     def __str__(self) -> str:
         return "device"
@@ -128,8 +128,10 @@ class Input:
 
 @dataclass(frozen=True)
 class Node:
-    """One operator. `op` is an overload name such as ``aten.linear.default``; `outputs` has a type per result. `marks`:
-    what the user asked of it beside cuts, ``host`` for one inside `mw.on_host`, ``recompute:full`` and the like."""
+    """One operator. `op` is an overload name such as ``aten.linear.default``; `outputs` has a type per result.
+
+    `marks` are the user's requests other than shardings: ``host`` inside `mw.on_host`, ``recompute:full`` and others.
+    """
 
     name: str
     op: str
@@ -143,29 +145,29 @@ class Node:
 
     @functools.cached_property
     def values(self) -> tuple[str, ...]:
-        """Names of the results."""
+        """The names of the results."""
         if len(self.outputs) == 1:
             return (self.name,)
         return tuple(f"{self.name}.{i}" for i in range(len(self.outputs)))
 
     @functools.cached_property
     def uses(self) -> tuple[str, ...]:
-        """Names of the tensors it reads, in argument order, with repeats. Their positions are the node's *ports*."""
+        """The names of the tensors read, in argument order, with repeats. Their positions are the node's *ports*."""
         found: list[str] = []
         _names_in(self.args, found)
         _names_in(tuple([v for _, v in self.kwargs]), found)
         return tuple(found)
 
     def kwarg(self, name: str, default: Any = None) -> Any:
-        """A keyword argument."""
+        """Return a keyword argument."""
         return dict(self.kwargs).get(name, default)
 
     def arg(self, index: int, name: str = "", default: Any = None) -> Any:
-        """An argument given by position or by name."""
+        """Return an argument passed by position or by name."""
         return self.args[index] if index < len(self.args) else self.kwarg(name, default)
 
     def with_uses(self, names: Iterable[str]) -> Node:
-        """The same node reading other tensors, port by port."""
+        """Return the node with other tensors at its ports."""
         fresh = iter(names)
         args = map_refs(self.args, lambda _: Ref(next(fresh)))
         kwargs = tuple((k, map_refs(v, lambda _: Ref(next(fresh)))) for k, v in self.kwargs)
@@ -173,14 +175,14 @@ class Node:
 
     @property
     def where(self) -> str:
-        """Source line and module, for messages."""
+        """The source line and module, for messages."""
         return "  ".join(t for t in (self.source, f"in {self.module}" if self.module else "") if t)
 
     def __str__(self) -> str:
         return self.text(self.module, self.source)
 
     def text(self, module: str = "", source: str = "") -> str:
-        """The line of this node, with a module and a source line or without."""
+        """Return the line of this node, with or without a module and a source line."""
         args = ["%" + a.name if type(a) is Ref else _show(a) for a in self.args]
         args += [f"{k}={_show(v)}" for k, v in self.kwargs]
         tail = _notes(self.needs_grad, self.marks, module, source)
@@ -202,12 +204,12 @@ class Graph:
 
     @functools.cached_property
     def known(self) -> dict[Hashable, object]:
-        """What functions have found out about it (`remembered.py`)."""
+        """Cached results of functions of this graph (`remembered.py`)."""
         return {}
 
     @functools.cached_property
     def types(self) -> dict[str, TensorType]:
-        """Value name → type."""
+        """The type of each value, by name."""
         known = {i.name: i.type for i in self.inputs}
         for node in self.nodes:
             known.update(zip(node.values, node.outputs, strict=True))
@@ -215,7 +217,7 @@ class Graph:
 
     @functools.cached_property
     def needs_grad(self) -> frozenset[str]:
-        """Names of values through which a gradient flows."""
+        """The names of the values that need a gradient."""
         wanted = {i.name for i in self.inputs if i.needs_grad}
         for node in self.nodes:
             wanted.update(v for v, needed in zip(node.values, node.needs_grad, strict=False) if needed)
@@ -223,12 +225,12 @@ class Graph:
 
     @functools.cached_property
     def producers(self) -> dict[str, Node]:
-        """Value name → the node that makes it (inputs are not in it)."""
+        """The node that produces each value, by the value's name; without inputs."""
         return {v: n for n in self.nodes for v in n.values}
 
     @functools.cached_property
     def consumers(self) -> dict[str, tuple[tuple[Node, int], ...]]:
-        """Value name → its uses as (node, port)."""
+        """The uses of each value as (node, port), by the value's name."""
         found: dict[str, list[tuple[Node, int]]] = {name: [] for name in self.types}
         for node in self.nodes:
             for port, name in enumerate(node.uses):
@@ -244,11 +246,11 @@ class Graph:
 
     @property
     def loss(self) -> str:
-        """Name of the first output."""
+        """The name of the first output."""
         return self.outputs[0][1]
 
     def input_of(self, role: str) -> tuple[Input, ...]:
-        """The inputs of one role."""
+        """Return the inputs of one role."""
         return tuple(i for i in self.inputs if i.role == role)
 
     def __str__(self) -> str:
@@ -261,7 +263,7 @@ class Graph:
 
 
 def refs_in(value: Any) -> Iterator[Ref]:
-    """Every reference in a nested argument, depth first."""
+    """Yield every reference in a nested argument, depth first."""
     if isinstance(value, Ref):
         yield value
     elif isinstance(value, tuple):
@@ -270,7 +272,7 @@ def refs_in(value: Any) -> Iterator[Ref]:
 
 
 def _names_in(value: tuple[Any, ...], found: list[str]) -> None:
-    """The names in a nested argument; a list, since this is the innermost loop of much."""
+    """Append the names in a nested argument to `found`. A list is fast, and this is an inner loop."""
     for item in value:
         if type(item) is Ref:
             found.append(item.name)
@@ -279,7 +281,7 @@ def _names_in(value: tuple[Any, ...], found: list[str]) -> None:
 
 
 def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:
-    """A nested argument with each reference replaced."""
+    """Return a nested argument with each reference replaced."""
     if isinstance(value, Ref):
         return change(value)
     if isinstance(value, tuple):
@@ -319,7 +321,7 @@ def verify(graph: Graph) -> Graph:
 
 
 def prune(graph: Graph) -> Graph:
-    """Without nodes that nothing reads. Inputs stay: they are the contract with the caller."""
+    """Remove nodes that nothing reads. Inputs stay: they are the contract with the caller."""
     live = {value for _, value in (*graph.outputs, *graph.mutations)}
     kept: list[Node] = []
     for node in reversed(graph.nodes):
@@ -340,7 +342,7 @@ def _typed(outputs: tuple[TensorType, ...]) -> str:
 
 @functools.lru_cache(maxsize=1 << 12)
 def _notes(needs_grad: tuple[bool, ...], marks: tuple[str, ...], module: str, source: str) -> str:
-    """What stands after the arguments of a node: layers have the same, but for module and line."""
+    """Return the text after the arguments of a node; it is cached, since many layers share it."""
     notes: dict[str, Any] = {}
     if any(needs_grad):
         notes["grad"] = list(needs_grad)
@@ -350,7 +352,7 @@ def _notes(needs_grad: tuple[bool, ...], marks: tuple[str, ...], module: str, so
         notes["module"] = module
     if source:
         notes["source"] = source
-    # A single opening brace marks where the notes begin, whatever the source line contains.
+    # The text begins at a single opening brace, whatever the source line contains.
     inner = json.dumps(notes, ensure_ascii=False)[1:-1].replace("{", "\\u007b")
     return f"  {{{inner}}}" if notes else ""
 
@@ -401,7 +403,7 @@ _LINE = re.compile(r"%([\w.]+): (\([^)]*\)|\w+\[[\d, ]*\]) = ([\w.:<> -]+?)\((.*
 
 
 def parse_type(text: str) -> TensorType:
-    """``f32[4, 16]`` → TensorType."""
+    """Parse ``f32[4, 16]``. Raises GraphError."""
     match = _TYPE.fullmatch(text.strip())
     if match is None or match.group(1) not in DTYPES:
         raise GraphError(f"{text!r} is not a tensor type", hint="write it like f32[4, 16]")
@@ -409,7 +411,7 @@ def parse_type(text: str) -> TensorType:
 
 
 def parse(text: str) -> Graph:
-    """The graph that a text describes: ``parse(str(graph)) == graph``. Raises GraphError with the line that fails."""
+    """Parse the text of a graph: ``parse(str(graph)) == graph``. Raises GraphError with the line that fails."""
     name, inputs, nodes = "", [], []
     outputs: list[tuple[str, str]] = []
     mutations: list[tuple[str, str]] = []

@@ -1,7 +1,7 @@
-"""Values that are asked for their hash all the time, and find it once.
+"""Compute the hash of a frozen value once.
 
-A mesh of 16,384 ranks, a layout of nested sub-dims and a table of prices are keys of most caches here: without this a
-look-up costs more than what it saves.
+A mesh of 16,384 ranks, a layout of nested sub-dims and a price table are keys of most caches here. Without this, a
+look-up costs more than it saves.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ T = TypeVar("T")
 
 
 def hashed_once(cls: type[T]) -> type[T]:
-    """Let a frozen dataclass remember its hash. It stays behind when the value is pickled: that of a string is another
-    in the next process."""
+    """Cache the hash of a frozen dataclass. Pickling drops it, since string hashes differ between processes."""
     find: Callable[[object], int] = cls.__hash__  # type: ignore[assignment]
 
     def __hash__(self: object) -> int:

@@ -1,10 +1,13 @@
-"""What a rank holds of a tensor: its dims, where it is pending, and where its gradient is pending.
+"""Layouts: how a tensor is distributed over the ranks of a mesh.
+
+On each axis of the mesh a tensor is *sharded* (the axis splits one of its dims), *partial* (each rank holds one term of
+a sum) or *replicated*; its gradient is partial on axes of its own.
 
 A *dim* is a product of items, major first. An item is a `SubDim` (a size and the axes that split it, major first) or a
 `Cat` (a concatenation of dims). So GPT-2's fused qkv is ``(3 32/tp)``, flattened tokens are ``(4/dp 16)``, and a
-grouped-query qkv is ``{32/tp | 8/tp | 8/tp}``. A sub-dim of n elements cut over axes a, b is cut by a into blocks of
-``ceil(n / size(a))`` (the last one shorter), and each block by b in the same way; so leaving out the minor axis always
-gives the layout on the remaining ones (`docs/explanation/decisions/0002-nested-blocks.md`).
+grouped-query qkv is ``{32/tp | 8/tp | 8/tp}``. A sub-dim of n elements split over axes a, b is split by a into blocks
+of ``ceil(n / size(a))`` (the last one shorter), and each block by b in the same way. So leaving out the minor axis
+always gives the layout on the remaining ones (`docs/decisions/0002-nested-blocks.md`).
 """
 
 from __future__ import annotations
@@ -26,8 +29,10 @@ Coordinate = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class SubDim:
-    """`size` elements, split over `axes` (major first); whole when there are none. `groups`: the elements go in groups
-    of these sizes, and are only cut between them; so blocks may be as uneven as they are."""
+    """`size` elements, split over `axes` (major first); unsharded without axes.
+
+    `groups` divides the elements into groups of these sizes. Blocks end only between groups, so they may be uneven.
+    """
 
     size: int
     axes: tuple[str, ...] = ()
@@ -39,15 +44,15 @@ class SubDim:
 
     @property
     def pieces(self) -> int:
-        """How many blocks there may be at most."""
+        """The largest possible number of blocks."""
         return len(self.groups) or self.size
 
     def on(self, axes: Iterable[str]) -> SubDim:
-        """The same elements over other axes."""
+        """Return the same elements split over other axes."""
         return SubDim(self.size, tuple(axes), self.groups)
 
     def block(self, mesh: Mesh, at: Coordinate) -> tuple[int, int]:
-        """Start and length of what the rank at a coordinate holds."""
+        """Return start and length of the block at a coordinate."""
         start, length = block(self.pieces, self.axes, mesh, at)
         if not self.groups:
             return start, length
@@ -71,23 +76,24 @@ Dim = tuple[Item, ...]  # the product of its items; () is a dim of size 1
 @hashed_once
 @dataclass(frozen=True)
 class TensorLayout:
-    """The layout of one value. `pending`: axes on which each rank holds one term of a sum. `grad`: so for its gradient.
+    """The layout of one value and its gradient.
 
-    The value is whole (equal on all ranks) on every axis that is neither in `dims` nor in `pending`. Pending axes are
-    kept sorted, so equal layouts compare equal.
+    `partial` has the axes on which the value is partial: each rank holds one term of a sum (as in DTensor's `Partial`).
+    `grad` has the axes on which its gradient is partial. The value is replicated on every axis that is neither in
+    `dims` nor in `partial`. Partial axes are sorted, so equal layouts compare equal.
     """
 
     dims: tuple[Dim, ...]
-    pending: tuple[str, ...] = ()
+    partial: tuple[str, ...] = ()
     grad: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pending", tuple(sorted(set(self.pending))))
+        object.__setattr__(self, "partial", tuple(sorted(set(self.partial))))
         object.__setattr__(self, "grad", tuple(sorted(set(self.grad))))
 
     @staticmethod
-    def whole(shape: Iterable[int]) -> TensorLayout:
-        """Equal on all ranks."""
+    def replicated(shape: Iterable[int]) -> TensorLayout:
+        """Return the replicated layout of a shape."""
         return TensorLayout(tuple((SubDim(n),) for n in shape))
 
     @functools.cached_property
@@ -97,30 +103,30 @@ class TensorLayout:
 
     @functools.cached_property
     def split_axes(self) -> tuple[str, ...]:
-        """Axes that split some dim, in order of first use."""
+        """The axes that split some dim, in order of first use."""
         return tuple(dict.fromkeys(a for d in self.dims for a in dim_axes(d)))
 
     @property
     def forward(self) -> TensorLayout:
-        """Without the gradient half."""
+        """The layout without its gradient."""
         return replace(self, grad=())
 
     @property
     def backward(self) -> TensorLayout:
-        """The layout of the gradient, as a value of its own."""
+        """The layout of the gradient, as that of a value."""
         return TensorLayout(self.dims, self.grad)
 
     def local_shape(self, mesh: Mesh, at: Coordinate) -> tuple[int, ...]:
-        """The shape that the rank at a coordinate holds."""
+        """Return the shape of the shard at a coordinate."""
         return tuple(local_size(d, mesh, at) for d in self.dims)
 
     def indices(self, mesh: Mesh, at: Coordinate) -> tuple[np.ndarray, ...]:
-        """Per dim, the global indices that the rank at a coordinate holds, in the order it holds them."""
+        """Return, per dim, the global indices of the shard at a coordinate, in its order."""
         return tuple(local_indices(d, mesh, at) for d in self.dims)
 
     def __str__(self) -> str:
         text = "[" + ", ".join(show_dim(d) for d in self.dims) + "]"
-        text += f" pending {'.'.join(self.pending)}" if self.pending else ""
+        text += f" partial {'.'.join(self.partial)}" if self.partial else ""
         return text + (f" grad {'.'.join(self.grad)}" if self.grad else "")
 
 
@@ -128,23 +134,23 @@ class TensorLayout:
 
 
 def show_dim(dim: Dim) -> str:
-    """``32/tp``, ``(3 32/tp)``, ``{32/tp | 8/tp}``."""
+    """Return the text of a dim: ``32/tp``, ``(3 32/tp)``, ``{32/tp | 8/tp}``."""
     inner = " ".join(map(str, dim)) or "1"
     return f"({inner})" if len(dim) > 1 else inner
 
 
 def dim_size(dim: Dim) -> int:
-    """Global number of elements along a dim."""
+    """Return the global number of elements along a dim."""
     return math.prod(i.size if isinstance(i, SubDim) else sum(dim_size(p) for p in i.parts) for i in dim)
 
 
 def dim_axes(dim: Dim) -> tuple[str, ...]:
-    """Axes that split a dim, each once, in order of first use."""
+    """Return the axes that split a dim, each once, in order of first use."""
     return tuple(dict.fromkeys(a for leaf in leaves(dim) for a in leaf.axes))
 
 
 def leaves(dim: Dim) -> Iterator[SubDim]:
-    """The sub-dims of a dim, left to right."""
+    """Yield the sub-dims of a dim, left to right."""
     for item in dim:
         if isinstance(item, SubDim):
             yield item
@@ -154,7 +160,7 @@ def leaves(dim: Dim) -> Iterator[SubDim]:
 
 
 def map_leaves(dim: Dim, change: Callable[[SubDim], SubDim]) -> Dim:
-    """A dim with each sub-dim replaced."""
+    """Return a dim with each sub-dim replaced."""
     return tuple(
         change(i) if isinstance(i, SubDim) else Cat(tuple(map_leaves(p, change) for p in i.parts))
         for i in dim
@@ -162,13 +168,13 @@ def map_leaves(dim: Dim, change: Callable[[SubDim], SubDim]) -> Dim:
 
 
 def without_axes(dim: Dim, axes: Iterable[str]) -> Dim:
-    """A dim whole on the given axes."""
+    """Return a dim without the given axes."""
     gone = set(axes)
     return map_leaves(dim, lambda s: s.on(a for a in s.axes if a not in gone))
 
 
 def axes_onto(tree: Dim, dim: Dim) -> Dim | None:
-    """A dim of other sizes, sharded over the axes of `dim`; None where it is not made of as many sub-dims."""
+    """Return `tree` sharded over the axes of `dim`; None unless both have the same structure of sub-dims."""
     if len(tree) != len(dim):
         return None
     found: list[Item] = []
@@ -188,16 +194,16 @@ def axes_onto(tree: Dim, dim: Dim) -> Dim | None:
 
 
 def only_axes(layout: TensorLayout, axes: Iterable[str]) -> TensorLayout:
-    """The layout seen on some axes alone, whole on the others."""
+    """Return the layout restricted to some axes; it is replicated on the others."""
     kept = set(axes)
     dims = tuple(map_leaves(d, lambda s: s.on(a for a in s.axes if a in kept)) for d in layout.dims)
     return TensorLayout(
-        dims, tuple(a for a in layout.pending if a in kept), tuple(a for a in layout.grad if a in kept)
+        dims, tuple(a for a in layout.partial if a in kept), tuple(a for a in layout.grad if a in kept)
     )
 
 
 def block(size: int, axes: Iterable[str], mesh: Mesh, at: Coordinate) -> tuple[int, int]:
-    """Start and length of the block of a sub-dim held at a coordinate."""
+    """Return start and length of the block of a sub-dim at a coordinate."""
     start, length = 0, size
     for axis in axes:
         step = -(-length // mesh.sizes[axis])
@@ -207,7 +213,7 @@ def block(size: int, axes: Iterable[str], mesh: Mesh, at: Coordinate) -> tuple[i
 
 
 def local_size(dim: Dim, mesh: Mesh, at: Coordinate) -> int:
-    """The number of elements along a dim that the rank at a coordinate holds."""
+    """Return the number of elements along a dim in the shard at a coordinate."""
     return math.prod(
         i.block(mesh, at)[1] if isinstance(i, SubDim) else sum(local_size(p, mesh, at) for p in i.parts)
         for i in dim
@@ -215,7 +221,7 @@ def local_size(dim: Dim, mesh: Mesh, at: Coordinate) -> int:
 
 
 def local_indices(dim: Dim, mesh: Mesh, at: Coordinate) -> np.ndarray:
-    """Global indices along a dim that the rank at a coordinate holds, in the order it holds them."""
+    """Return the global indices along a dim in the shard at a coordinate, in its order."""
     result = np.zeros(1, dtype=np.int64)
     for item in dim:
         if isinstance(item, SubDim):
@@ -232,7 +238,7 @@ def local_indices(dim: Dim, mesh: Mesh, at: Coordinate) -> np.ndarray:
 
 
 def normalize_dim(dim: Dim, mesh: Mesh) -> Dim:
-    """The shortest way to write the same blocks: drops sub-dims of size 1, joins what is cut as one.
+    """Return the shortest way to write the same blocks: drop sub-dims of size 1, join those split as one.
 
     ``(4/tp 8)`` becomes ``32/tp`` where tp divides 4, ``(2/a 8/b)`` becomes ``16/a.b`` where a is 2;
     ``{8 | 8}`` becomes ``16``; ``{8/tp | 8/tp}`` becomes ``(2 8/tp)``.
@@ -251,7 +257,7 @@ def normalize_dim(dim: Dim, mesh: Mesh) -> Dim:
 
 
 def _joins(major: SubDim, minor: SubDim, mesh: Mesh) -> bool:
-    """The two are one sub-dim: evenly cut and then whole, or cut to single elements and then cut further."""
+    """Return whether two sub-dims are one: evenly split and then unsharded, or split to the last element."""
     blocks = mesh.count(major.axes)
     if major.groups or minor.groups:
         return False
@@ -275,18 +281,18 @@ def _normalize_cat(cat: Cat, mesh: Mesh) -> Dim:
 
 
 def normalize(layout: TensorLayout, mesh: Mesh) -> TensorLayout:
-    """A shorter way to write a layout. Layouts with equal normal forms put the same elements on each rank.
+    """Return a shorter way to write a layout. Layouts with equal normal forms put the same elements on each rank.
 
-    The converse holds for products of evenly cut sub-dims on meshes without axes of size 1.
+    The converse holds for products of evenly split sub-dims on meshes without axes of size 1.
     """
-    return TensorLayout(tuple(normalize_dim(d, mesh) for d in layout.dims), layout.pending, layout.grad)
+    return TensorLayout(tuple(normalize_dim(d, mesh) for d in layout.dims), layout.partial, layout.grad)
 
 
 def verify(layout: TensorLayout, mesh: Mesh, what: str = "the layout") -> TensorLayout:
     """Check the laws and return the layout. Raises LayoutError naming the axis and the numbers.
 
-    Laws: known axes; no axis twice in a value (along any path through concatenations); split and pending are exclusive;
-    no more blocks than elements.
+    Laws: axes of the mesh; no axis twice in a value (along any path through concatenations); not both split and partial
+    on an axis; no more blocks than elements.
     """
     seen: dict[str, int] = {}
     for number, dim in enumerate(layout.dims):
@@ -315,27 +321,27 @@ def verify(layout: TensorLayout, mesh: Mesh, what: str = "the layout") -> Tensor
             kind = "groups" if sub.groups else "elements"
             if sub.axes and sub.pieces < mesh.count(sub.axes):
                 raise LayoutError(
-                    f"{what} cuts {sub.pieces} {kind} of dim {number} into {mesh.count(sub.axes)} blocks",
+                    f"{what} splits {sub.pieces} {kind} of dim {number} into {mesh.count(sub.axes)} blocks",
                     why=f"{show_dim(dim)} over {mesh.show(sub.axes)}",
-                    hint=f"at most {sub.pieces} blocks, or keep it whole",
+                    hint=f"at most {sub.pieces} blocks, or leave it unsharded",
                 )
-    for axis in (*layout.pending, *layout.grad):
+    for axis in (*layout.partial, *layout.grad):
         if axis not in mesh.sizes:
             raise LayoutError(
-                f"{what} is pending on {axis!r}, which the mesh does not have", why=f"mesh: {mesh}"
+                f"{what} is partial on {axis!r}, which the mesh does not have", why=f"mesh: {mesh}"
             )
         if axis in seen:
-            raise LayoutError(f"{what} is both split and pending on axis {axis!r}", why=f"{layout}")
-    if both := set(layout.pending) & set(layout.grad):
+            raise LayoutError(f"{what} is both split and partial on axis {axis!r}", why=f"{layout}")
+    if both := set(layout.partial) & set(layout.grad):
         raise LayoutError(
-            f"{what} is pending on {sorted(both)} forward and backward",
-            why="a pending value has a whole gradient",
+            f"{what} is partial on {sorted(both)} forward and backward",
+            why="a partial value has a replicated gradient",
         )
     return layout
 
 
 def _paths(dim: Dim) -> Iterator[tuple[SubDim, ...]]:
-    """Every way through the concatenations of a dim, as the sub-dims met."""
+    """Yield every path through the concatenations of a dim, as its sub-dims."""
     if not dim:
         yield ()
         return
@@ -348,11 +354,11 @@ def _paths(dim: Dim) -> Iterator[tuple[SubDim, ...]]:
 
 # ---------------------------------------------------------------- parse
 
-_TOKEN = re.compile(r"\s*(?:(\d+(?::[\d+]+)?(?:/[\w.]+)?)|([\[\](){}|,])|(pending|grad)\s+([\w.]+))")
+_TOKEN = re.compile(r"\s*(?:(\d+(?::[\d+]+)?(?:/[\w.]+)?)|([\[\](){}|,])|(partial|pending|grad)\s+([\w.]+))")
 
 
 def parse_layout(text: str) -> TensorLayout:
-    """``[(4/dp 16), {32/tp | 8/tp}] pending cp grad tp`` → TensorLayout. Raises LayoutError."""
+    """Parse a layout such as ``[(4/dp 16), {32/tp | 8/tp}] partial cp grad tp``. Raises LayoutError."""
     tokens, place = [], 0
     text = text.strip()
     while place < len(text):
@@ -361,17 +367,18 @@ def parse_layout(text: str) -> TensorLayout:
             raise LayoutError(f"{text!r} is not a layout", why=f"unexpected {text[place:][:20]!r}")
         tokens.append(match.groups())
         place = match.end()
+    # Files of earlier versions say "pending".
     halves = {kind: tuple(axes.split(".")) for _, _, kind, axes in tokens if kind}
     flat = [a or b for a, b, kind, _ in tokens if not kind]
     try:
         dims, rest = _parse_dims(flat)
     except (IndexError, RecursionError, ValueError):
         raise LayoutError(
-            f"{text!r:.80} is not a layout", hint="write it like [(4/dp 16), 32/tp] pending cp"
+            f"{text!r:.80} is not a layout", hint="write it like [(4/dp 16), 32/tp] partial cp"
         ) from None
     if rest:
         raise LayoutError(f"{text!r} is not a layout", why=f"unexpected {rest[0]!r}")
-    return TensorLayout(dims, halves.get("pending", ()), halves.get("grad", ()))
+    return TensorLayout(dims, halves.get("partial", halves.get("pending", ())), halves.get("grad", ()))
 
 
 def _parse_dims(tokens: list[str]) -> tuple[tuple[Dim, ...], list[str]]:

@@ -1,8 +1,7 @@
 """The ranks as a mesh: named axes of prime size, ordered from the slowest link to the fastest.
 
-A user's axis such as ``dp=4`` is a *name for a run* of prime axes (``dp0=2, dp1=2``), so that every operator may use a
-mesh shape of its own while all of them speak of the same axes. Coordinates are row-major: the last axis
-changes fastest.
+A user's axis such as ``dp=4`` names consecutive prime axes (``dp0=2, dp1=2``). So every operator may use its own mesh
+shape, while all of them refer to the same axes. Coordinates are row-major: the last axis changes fastest.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from dataclasses import dataclass, field
 from meshwright.core.hashed import hashed_once
 from meshwright.errors import MeshError, a_type, did_you_mean
 
-IN_TIME = "in time"  # the link of an axis along which the same ranks do one thing after the other
-MOST_RANKS = 1 << 20  # that are planned for
-TIME = "time"  # the name of that axis
+IN_TIME = "in time"  # the link of the axis along which the same ranks work one after the other
+MOST_RANKS = 1 << 20  # the largest mesh
+TIME = "time"  # the name of the axis in time
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class Axis:
 
 
 def prime_factors(n: int) -> tuple[int, ...]:
-    """The prime factors of `n`, largest first; empty for 1."""
+    """Return the prime factors of `n`, largest first; empty for 1."""
     found, divisor = [], 2
     while n > 1:
         while n % divisor == 0:
@@ -47,8 +46,8 @@ def prime_factors(n: int) -> tuple[int, ...]:
 class Mesh:
     """A grid of ranks. Build one with `Mesh.of(dp=2, tp=4)`; `axes` are then the prime axes ``dp, tp0, tp1``.
 
-    `names` maps each user's axis to its run of prime axes. `order` lists the ranks in row-major order of the
-    coordinates (the identity unless the user gives a device order).
+    `names` maps each user's axis to its consecutive prime axes. `order` lists the ranks in row-major order of the
+    coordinates (the identity unless the user passes a device order).
     """
 
     axes: tuple[Axis, ...]
@@ -68,7 +67,7 @@ class Mesh:
 
     @staticmethod
     def of(sizes: Mapping[str, int] | None = None, *, order: Iterable[int] = (), **named: int) -> Mesh:
-        """A mesh from axis sizes, slowest first: ``Mesh.of(dp=2, tp=4)``.
+        """Build a mesh from axis sizes, slowest first: ``Mesh.of(dp=2, tp=4)``.
 
         Raises MeshError for sizes that are not positive integers and for names used twice.
         """
@@ -111,14 +110,16 @@ class Mesh:
         return Mesh(tuple(axes), tuple(names), _ranks(order))
 
     def linked(self, links: Mapping[str, str]) -> Mesh:
-        """The mesh with links: name of an axis (or of a run of axes) → name of the level it runs over."""
+        """Return the mesh with links, which map the name of an axis to the name of the level it runs over."""
         of = {axis: link for name, link in links.items() for axis in self.resolve(name)}
         axes = tuple(Axis(a.name, a.size, of.get(a.name, a.link)) for a in self.axes)
         return Mesh(axes, self.names, self.order)
 
     def in_time(self, micro_batches: int) -> Mesh:
-        """The mesh with one more axis, the slowest, that counts micro-batches: what rank r of this mesh does in
-        micro-batch m is done by "rank" ``m · size + r``. Raises MeshError where an axis has its name already."""
+        """Return the mesh with one more axis, the slowest, that counts micro-batches.
+
+        "Rank" ``m · size + r`` stands for rank r in micro-batch m. Raises MeshError if an axis has that name already.
+        """
         if micro_batches == 1:
             return self
         timed = Mesh.of({TIME: micro_batches})
@@ -135,7 +136,7 @@ class Mesh:
 
     @functools.cached_property
     def time(self) -> tuple[str, ...]:
-        """The axes in time; a plan's own mesh has none."""
+        """The axes in time. The mesh of a plan has none."""
         return tuple(a.name for a in self.axes if a.link == IN_TIME)
 
     @functools.cached_property
@@ -145,7 +146,7 @@ class Mesh:
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        """Prime axis → size."""
+        """The size of each prime axis."""
         return {a.name: a.size for a in self.axes}
 
     @functools.cached_property
@@ -153,7 +154,7 @@ class Mesh:
         return {a.name: (a.name,) for a in self.axes} | dict(self.names)
 
     def resolve(self, name: str) -> tuple[str, ...]:
-        """The prime axes that a name stands for. Raises MeshError for an unknown one."""
+        """Return the prime axes of a name. Raises MeshError for an unknown one."""
         if name not in self._runs:
             raise MeshError(
                 f"the mesh has no axis {name!r}", hint=did_you_mean(name, self._runs), why=f"mesh: {self}"
@@ -161,20 +162,20 @@ class Mesh:
         return self._runs[name]
 
     def index(self, axis: str) -> int:
-        """Position of a prime axis in mesh order."""
+        """Return the position of a prime axis in mesh order."""
         return list(self.sizes).index(axis)
 
     def sort(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Prime axes in mesh order, each once."""
+        """Return prime axes in mesh order, each once."""
         wanted = set(axes)
         return tuple(a.name for a in self.axes if a.name in wanted)
 
     def count(self, axes: Iterable[str]) -> int:
-        """The number of blocks that a cut over these axes makes."""
+        """Return the number of blocks of a dim split over these axes."""
         return math.prod(self.sizes[a] for a in axes)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Prime axis → coordinate of a rank."""
+        """Return the coordinate of a rank by prime axis."""
         place, result = self._places[rank], {}
         for axis in reversed(self.axes):
             place, result[axis.name] = divmod(place, axis.size)
@@ -185,14 +186,14 @@ class Mesh:
         return {rank: place for place, rank in enumerate(self.order)}
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
-        """The rank at a coordinate."""
+        """Return the rank at a coordinate."""
         place = 0
         for axis in self.axes:
             place = place * axis.size + coordinate[axis.name]
         return self.order[place]
 
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along `axes`; the first axis *given* is the slowest."""
+        """Return the ranks that differ from `rank` only along `axes`. The first of `axes` is the slowest."""
         run, at, strides = list(axes), self._places[rank], self._strides
         found = [at - sum(at // strides[a] % self.sizes[a] * strides[a] for a in run)]
         for axis in run:
@@ -201,7 +202,7 @@ class Mesh:
 
     @functools.cached_property
     def _strides(self) -> dict[str, int]:
-        """Prime axis → how far apart, in row-major order, neighbours along it are."""
+        """The distance in row-major order between neighbours along each prime axis."""
         found, stride = dict[str, int](), 1
         for axis in reversed(self.axes):
             found[axis.name] = stride
@@ -209,13 +210,15 @@ class Mesh:
         return found
 
     def equally_near(self, axes: Iterable[str]) -> bool:
-        """Whether the ranks along these axes reach one another over one kind of link. Then everybody may send to
-        everybody: what goes round in a ring costs no link less."""
+        """Return whether the ranks along these axes share one kind of link.
+
+        If so, every rank may send to every other one: a ring would save no link.
+        """
         wanted = set(axes)
         return len({a.link for a in self.axes if a.name in wanted}) <= 1
 
     def show(self, axes: Iterable[str]) -> str:
-        """Prime axes for a reader: a full run goes by the user's name (``tp0, tp1`` → ``tp``)."""
+        """Return prime axes as text, by the user's name where all of its axes are there (``tp0, tp1`` → ``tp``)."""
         left, shown = list(axes), []
         while left:
             for name, run in self.names:
@@ -233,7 +236,7 @@ class Mesh:
 
 
 def _ranks(order: Iterable[int]) -> tuple[int, ...]:
-    """The order of ranks as given. Raises MeshError for what is no list of whole numbers."""
+    """Check an order of ranks. Raises MeshError unless it is a list of whole numbers."""
     ranks = tuple(itertools.islice(order, MOST_RANKS + 1)) if isinstance(order, Iterable) else None
     if ranks is None or any(isinstance(r, bool) or not isinstance(r, int) for r in ranks):
         raise MeshError(
@@ -245,11 +248,11 @@ def _ranks(order: Iterable[int]) -> tuple[int, ...]:
 
 
 def _check_count(sizes: Iterable[int]) -> None:
-    """Raise MeshError for more ranks than can be, before any is counted."""
+    """Raise MeshError for too many ranks, before any is listed."""
     found = [size for size in sizes if isinstance(size, int)]
     if math.prod(found) > MOST_RANKS:
         raise MeshError(
             f"a mesh of {' × '.join(f'{size:,}' for size in found)} ranks",
-            why=f"at most {MOST_RANKS:,} are planned for",
+            why=f"the limit is {MOST_RANKS:,}",
             hint="the sizes of the axes; their product is the number of ranks",
         )

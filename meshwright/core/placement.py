@@ -1,8 +1,8 @@
-"""Where values live: on a rank's device, or in its host's memory beside the operators that run there.
+"""Placement of values: in the memory of a rank's device or of its host.
 
-A plan names the operators of a model that the host runs (`Plan.hosts`). Their results live in its memory, and so does
-an input that only they read: a table and, with it, its gradient and its optimizer's state. Everything else lives on
-the device. On a machine whose processor is the device both are one memory, and a transfer is no copy.
+A plan names the operators that run on the host (`Plan.hosts`). Their results are in host memory, and so is an input
+that only they read: for example a table with its gradient and optimizer state. Everything else is on the device. On a
+machine whose processor is the device both are one memory, and a transfer copies nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshwright.core.techniques import Techniques
 
 
 def hosted_values(graph: Graph, hosts: Collection[str]) -> frozenset[str]:
-    """The values of a graph that live in the host's memory when these of its nodes run there."""
+    """Return the values of a graph that are in host memory when the nodes `hosts` run there."""
     if not hosts:
         return frozenset()
     found = {i.name for i in graph.inputs if _read_by(graph, i.name, hosts)}
@@ -24,9 +24,12 @@ def hosted_values(graph: Graph, hosts: Collection[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def parked_parameters(graph: Graph, hosts: Collection[str], asked: Techniques) -> frozenset[str]:
-    """The parameters that live in the host's memory between their uses on the device: those that are `asked` for, that
-    no operator on the host reads, and that are not below the threshold as a whole."""
+def offloaded_parameters(graph: Graph, hosts: Collection[str], asked: Techniques) -> frozenset[str]:
+    """Return the parameters that are offloaded to host memory between their uses on the device.
+
+    These are the parameters that the techniques name, that no operator on the host reads, and whose full size is not
+    below the threshold.
+    """
     if not asked.parks:
         return frozenset()
     least_bytes = 1024 * asked.threshold_kb
@@ -42,8 +45,7 @@ def parked_parameters(graph: Graph, hosts: Collection[str], asked: Techniques) -
 
 
 def leaving_values(graph: Graph, hosts: Collection[str], hosted: Collection[str]) -> frozenset[str]:
-    """Of the values in the host's memory those that something on the device reads: an operator, the caller, a buffer
-    that lives there."""
+    """Return the values in host memory that the device reads: for an operator, the caller, or a buffer there."""
     if not hosted:
         return frozenset()
     buffers = {i.target: i.name for i in graph.input_of("buffer")}
@@ -57,7 +59,7 @@ def leaving_values(graph: Graph, hosts: Collection[str], hosted: Collection[str]
 
 
 def readers(graph: Graph, value: str) -> Iterator[tuple[Node, int]]:
-    """The operators that read a value, with the port, marks looked through."""
+    """Yield the operators that read a value, with the port; annotations are skipped."""
     for node, port in graph.consumers[value]:
         if node.op == PIN:
             yield from readers(graph, node.name)
@@ -66,10 +68,10 @@ def readers(graph: Graph, value: str) -> Iterator[tuple[Node, int]]:
 
 
 def _read_by(graph: Graph, value: str, hosts: Collection[str]) -> bool:
-    """Whether a value is read, and by these nodes alone."""
+    """Return whether a value is read, and only by these nodes."""
     results = {v for _, v in (*graph.outputs, *graph.mutations)}
     found = [node.name in hosts for node, _ in readers(graph, value)]
     return bool(found) and all(found) and value not in results
 
 
-__all__ = ["hosted_values", "leaving_values", "parked_parameters", "readers"]
+__all__ = ["hosted_values", "leaving_values", "offloaded_parameters", "readers"]

@@ -1,4 +1,4 @@
-"""What is read off a graph, a space or a partition over and over, and found once."""
+"""Cache functions of a graph, a search space or a partition on that object."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class _Knowing(Protocol):
-    """What keeps what is found out about it."""
+class _HasCache(Protocol):
+    """An object with a cache of its own."""
 
     @property
     def known(self) -> dict[Hashable, object]: ...
 
 
-def remembered(find: Callable[P, T]) -> Callable[P, T]:
-    """A function of a graph, a space or a partition, its first argument, and of what can be hashed: its results live as
-    long as that does (in its `known`). Nobody may change them."""
+def cached_on_first(find: Callable[P, T]) -> Callable[P, T]:
+    """Cache a function on its first argument: a graph, a space or a partition.
+
+    The other arguments must be hashable. Results live as long as the first, in its `known`. Do not mutate them.
+    """
     name = f"{find.__module__}.{find.__qualname__}"
 
     @functools.wraps(find)
     def found(*args: P.args, **kwargs: P.kwargs) -> T:
         where, *rest = args
-        known = cast("dict[Hashable, T]", cast("_Knowing", where).known)
+        known = cast("dict[Hashable, T]", cast("_HasCache", where).known)
         key = (name, tuple(rest), tuple(sorted(kwargs.items())))
         if key not in known:
             known[key] = find(*args, **kwargs)
@@ -34,4 +36,4 @@ def remembered(find: Callable[P, T]) -> Callable[P, T]:
     return found
 
 
-__all__ = ["remembered"]
+__all__ = ["cached_on_first"]

@@ -1,4 +1,4 @@
-"""The data of a file as typed records: what has another type is refused with the path at which it stands."""
+"""Convert the data of a file to typed records. A value of another type is refused with its path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 T = TypeVar("T")
 Path = tuple[str | int, ...]
-Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]  # what numpy and files can count
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]  # fits numpy and files
 AT = re.compile(r"(?P<why>.*?)(?: - at (?:`key` in )?`\$(?P<path>.*)`)?", re.DOTALL)
 STEP = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<index>\d+|\.\.\.)\]")
 FIELD = re.compile(r"Object (?P<lacks>missing required|contains unknown) field `(?P<name>.*)`")
@@ -19,8 +19,10 @@ WORDS = {"array": "list", "object": "mapping", "null": "nothing", "`": ""}
 
 
 class Wrong(ValueError):
-    """What does not have its type: the path to it, why, and the type; `lacks` and `extra` where a name is missing
-    there, or may not be."""
+    """A value of the wrong type: its path, the reason, and the type expected.
+
+    `lacks` is set when a name is missing there, `extra` when a name is not allowed.
+    """
 
     def __init__(
         self, path: Path, why: str, kind: Any = None, lacks: bool = False, extra: bool = False
@@ -30,7 +32,7 @@ class Wrong(ValueError):
 
 
 def typed(data: Any, kind: type[T]) -> T:
-    """Plain data, of JSON or YAML, as a record. Raises Wrong."""
+    """Convert plain data, of JSON or YAML, to a record. Raises Wrong."""
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
@@ -41,12 +43,12 @@ def typed(data: Any, kind: type[T]) -> T:
 
 
 def show(path: Path) -> str:
-    """``$.mesh.axes[1]``, from the file's own ``$``."""
+    """Return a path as text: ``$.mesh.axes[1]``, where ``$`` is the file."""
     return "$" + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
 
 
 def _parts(error: msgspec.ValidationError) -> tuple[str, Path]:
-    """What is wrong, and where: ``...`` stands for a key of a mapping."""
+    """Return the reason and the path of an error; ``...`` stands for a key of a mapping."""
     found = AT.fullmatch(str(error))
     assert found is not None
     steps = STEP.finditer(found["path"] or "")
@@ -68,7 +70,7 @@ def _wrong(data: Any, kind: Any, path: Path, why: str) -> Wrong:
 
 
 def kind_at(kind: Any, path: Path) -> Any:
-    """The type of what stands at a path."""
+    """Return the expected type at a path."""
     for step in path:
         kind, *inner = plain_kind(kind)
         if get_origin(kind) is None and issubclass(kind, msgspec.Struct):
@@ -83,14 +85,14 @@ def kind_at(kind: Any, path: Path) -> Any:
 
 
 def plain_kind(kind: Any) -> tuple[Any, ...]:
-    """A type without its limits and without ``None``: what it is, and of what."""
+    """Return a type without its limits and without ``None``, as its origin and arguments."""
     while (origin := get_origin(kind)) in (Annotated, Union, UnionType):
         kind = next(one for one in get_args(kind) if one is not NoneType)
     return (kind,) if origin is None else (origin, *get_args(kind))
 
 
 def names_at(kind: Any) -> tuple[str, ...]:
-    """The names that may stand in a mapping of a type; none for any."""
+    """Return the names allowed in a mapping of a type; empty when any is."""
     kind, *inner = plain_kind(kind)
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return tuple(f.encode_name for f in msgspec.structs.fields(kind))
@@ -98,7 +100,7 @@ def names_at(kind: Any) -> tuple[str, ...]:
 
 
 def _with_names(data: Any, kind: type[Any], path: Path) -> Path:
-    """The path with the keys of mappings, which a validation does not name: that whose value alone is refused so."""
+    """Fill in the keys of mappings, which validation does not name: the key whose value alone is refused."""
     for place, step in enumerate(path):
         if step != "...":
             continue
@@ -121,14 +123,14 @@ def _refuses(data: Any, kind: type[Any], path: Path) -> bool:
 
 
 def at(data: Any, path: Sequence[Any]) -> Any:
-    """What stands at a path."""
+    """Return the value at a path."""
     for step in path:
         data = data[step]
     return data
 
 
 def _put(data: Any, path: Path, value: Any) -> Any:
-    """The data with another value at a path; what is beside it stays the same."""
+    """Return the data with another value at a path; everything else is shared."""
     if not path:
         return value
     fresh = data.copy()

@@ -29,7 +29,7 @@ def contiguous(shape: Sequence[int]) -> Strides:
 
 
 def is_contiguous(shape: Sequence[int], strides: Strides) -> bool:
-    """Whether the elements lie in order, without gaps."""
+    """Return whether the elements lie in order, without gaps."""
     expected = contiguous(shape)
     return all(n == 1 or s == e for n, s, e in zip(shape, strides, expected, strict=True))
 
@@ -126,7 +126,7 @@ def _attention(node: Node) -> Strides:
 
 
 def _is_pointwise(op: str) -> bool:
-    """Whether an operator's rule has no dims of its own."""
+    """Return whether an operator's rule has no dims of its own."""
     text = LINES.get(op)
     return op in POINTWISE or (text is not None and not any(c.isalnum() for c in text.replace("@_", "")))
 

@@ -114,7 +114,7 @@ def _labels(value: str, label: int, made: Mapping[str, Node]) -> tuple[set[str],
 
 
 def _looks_across(node: Node, factors: Factors) -> bool:
-    """Whether a result depends on several samples: a factor that counts them is summed up, or must be whole."""
+    """Return whether a result depends on several samples: a factor that counts them is summed up, or must be whole."""
     rule = factors.sites[node.name].rule
     if "batch_norm" in node.op and not is_training(node):
         return False

@@ -89,8 +89,8 @@ class Held:
 
 
 def _alike(one: TensorLayout, other: TensorLayout) -> bool:
-    """Whether two tensors lie alike on the ranks, however many slots they have."""
-    if one.pending or any(dim_axes(layout.dims[SLOTS]) for layout in (one, other)):
+    """Return whether two tensors lie alike on the ranks, however many slots they have."""
+    if one.partial or any(dim_axes(layout.dims[SLOTS]) for layout in (one, other)):
         return False
     return all(a == b for n, (a, b) in enumerate(zip(one.dims, other.dims, strict=True)) if n != SLOTS)
 

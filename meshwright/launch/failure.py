@@ -71,13 +71,13 @@ def first(ends: Sequence[RankEnd]) -> RankEnd:
 
 
 def raised(end: RankEnd) -> bool:
-    """Whether a rank's log ends with an error, that it lost a peer included."""
+    """Return whether a rank's log ends with an error, that it lost a peer included."""
     text = tail(end.log)
     return bool(final_error(text)) or lost_a_peer(text)
 
 
 def lost_a_peer(text: str) -> bool:
-    """Whether the last error of a log only says that another rank went away."""
+    """Return whether the last error of a log only says that another rank went away."""
     found = final_error(text)
     return (PEER_LOST if found else TOLD_LOST).search(found or PREFIX.sub("", text)) is not None
 

@@ -122,12 +122,12 @@ class Watch:
         }
 
     def ended(self, rank: int) -> bool:
-        """Whether a rank has come to the end of its script, as far as its record says."""
+        """Return whether a rank has come to the end of its script, as far as its record says."""
         seen = read(self.records / f"rank{rank}") if self.seconds else None
         return seen is not None and seen.doing == ENDED
 
     def left_out(self) -> str:
-        """Whether a rank left a collective out, which may be what an attempt has failed of; empty if none did."""
+        """Return a note if a rank skipped a collective, which may have made the attempt fail; empty otherwise."""
         found = differ(self._states()) if self.seconds else None
         return "" if found is None else found[1]
 

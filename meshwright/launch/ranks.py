@@ -43,11 +43,11 @@ class Ranks:
         return [rank for rank, process in enumerate(self._processes) if process.poll() is None]
 
     def raised(self, rank: int) -> bool:
-        """Whether a rank has said that its script raised."""
+        """Return whether a rank has said that its script raised."""
         return (self.records / f"rank{rank}{RAISED}").exists()
 
     def failed(self) -> bool:
-        """Whether a rank has ended with an error, or is about to."""
+        """Return whether a rank has ended with an error, or is about to."""
         return any(p.poll() or self.raised(rank) for rank, p in enumerate(self._processes))
 
     def stop(self, number: int, seconds: float, now: Callable[[], bool] = lambda: False) -> None:

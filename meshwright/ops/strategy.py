@@ -33,9 +33,9 @@ class Strategy:
 
     def __str__(self) -> str:
         parts = [f"{letter}={show_dim(dim)}" for letter, dim in self.splits]
-        parts += [f"pending {axis} through {'+'.join(map(str, ports))}" for axis, ports in self.through]
+        parts += [f"partial {axis} through {'+'.join(map(str, ports))}" for axis, ports in self.through]
         parts += [f"grad {'.'.join(self.grad)}"] if self.grad else []
-        return " ".join(parts) or "whole"
+        return " ".join(parts) or "replicated"
 
 
 WHOLE = Strategy()

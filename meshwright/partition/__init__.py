@@ -144,7 +144,7 @@ class Partition:
         return localize_graph(self.resharded, self.factors, self.plan, rank)
 
     def on_host(self, node: Node) -> bool:
-        """Whether the host runs a node of a local program. A transfer runs on neither side."""
+        """Return whether the host runs a node of a local program. A transfer runs on neither side."""
         if node.op in (TO_HOST, TO_DEVICE):
             return False
         if node.values[0] in self.resharded.hosted:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from meshwright.core.collectives import COLLECTIVES
 from meshwright.core.graph import RESHARD
-from meshwright.core.remembered import remembered
+from meshwright.core.remembered import cached_on_first
 from meshwright.partition import Partition
 
 
@@ -19,12 +19,12 @@ def programs_in_time(parts: Partition) -> int:
 
 
 def scattered_each_time(parts: Partition) -> bool:
-    """Whether buckets that scatter do so in every backward."""
+    """Return whether buckets that scatter do so in every backward."""
     asked = parts.plan.techniques
     return programs_in_time(parts) > 1 and asked.gradient_accumulation_shard and asked.optimizer_parallel >= 2
 
 
-@remembered
+@cached_on_first
 def summed_first(parts: Partition) -> frozenset[str]:
     """The reshards of trained parameters whose gradients are added up as the parameter is used, and sent in the last
     backward alone. Adding up and every step of a redistribution are linear, so their order is free.

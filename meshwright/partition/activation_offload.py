@@ -90,7 +90,7 @@ def _own(node: Node, graph: Graph) -> set[str]:
 
 
 def _alike(value: str, resharded: Resharded, mesh: Mesh) -> bool:
-    """Whether all ranks keep a value, or none of them does."""
+    """Return whether all ranks keep a value, or none of them does."""
     return readers_alike(resharded.graph, value, resharded.layouts, resharded.ports, resharded.pairs, mesh)[1]
 
 
@@ -110,7 +110,7 @@ def _cut(value: str, resharded: Resharded, plan: Plan) -> tuple[tuple[Step, ...]
 def sliced(layout: TensorLayout, mesh: Mesh) -> TensorLayout | None:
     """A value's layout cut over the axes (none in time) on which it is whole; None where that changes nothing."""
     axes = [a for a in repeated_axes(layout, mesh) if a not in mesh.time]
-    if layout.pending or not axes:
+    if layout.partial or not axes:
         return None
     part = stored(layout.forward, axes, mesh)
     return part.forward if part.dims != layout.dims else None

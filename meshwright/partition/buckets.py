@@ -82,7 +82,7 @@ class Group:
 
     @property
     def parted(self) -> bool:
-        """Whether each rank gets its part of the sums alone."""
+        """True if each rank gets its part of the sums alone."""
         return self.members[0].parted
 
     @property

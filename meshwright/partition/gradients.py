@@ -6,7 +6,7 @@ import math
 
 from meshwright.core.graph import DTYPES, RESHARD
 from meshwright.core.layout import dim_axes, only_axes
-from meshwright.core.remembered import remembered
+from meshwright.core.remembered import cached_on_first
 from meshwright.core.techniques import wire_dtype
 from meshwright.partition import Partition
 from meshwright.partition.buckets import Gradient
@@ -35,7 +35,7 @@ def loss_scale(parts: Partition) -> float:
     return float(mesh.count(a for a in axes if a in mesh.sizes and a not in mesh.time))
 
 
-@remembered
+@cached_on_first
 def pending_gradients(parts: Partition) -> tuple[Gradient, ...]:
     """The parameters (by the names of the program's inputs) whose gradients are pending, in the order of their first
     use: backward completes them the other way round.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from meshwright.core.graph import DTYPES, LOSS, PIN, RESHARD, TO_DEVICE, TO_HOST, Graph, Node, Ref, TensorType
 from meshwright.core.layout import TensorLayout, normalize, parse_layout
 from meshwright.core.mesh import Mesh
-from meshwright.core.placement import hosted_values, leaving_values, parked_parameters
+from meshwright.core.placement import hosted_values, leaving_values, offloaded_parameters
 from meshwright.core.techniques import wire_dtype
 from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Ports, layouts
@@ -117,7 +117,7 @@ class _Insertion:
         self.pairs: dict[str, Reshard] = {}
         self._parameters = {i.name for i in graph.input_of("parameter")}
         self.hosted: set[str] = set(hosted_values(graph, plan.hosts))
-        self.parked = parked_parameters(graph, plan.hosts, plan.techniques)
+        self.parked = offloaded_parameters(graph, plan.hosts, plan.techniques)
         self.leaving = leaving_values(graph, plan.hosts, self.hosted)
         self._shared: dict[tuple[str, TensorLayout], str] = {}  # by the name it starts from
         self._hubs: dict[str, str] = {}
@@ -167,7 +167,7 @@ class _Insertion:
             if hub is not None:
                 start = self._laid_out(value, value, hub)
             have, time = self.have[start], set(self.plan.mesh.time)
-            pending, grad = (tuple(a for a in axes if a in time) for axes in (have.pending, have.grad))
+            pending, grad = (tuple(a for a in axes if a in time) for axes in (have.partial, have.grad))
             name = self._reshard(
                 value, start, have, TensorLayout(have.dims, pending, grad), f"at{reader}", always=True
             )
@@ -178,7 +178,7 @@ class _Insertion:
         """The name of a result of the step. One that is pending in time stays so: its terms are added up when the last
         micro-batch is done."""
         have = self.plan.hubs.get(value, self.have[value])
-        late = not set(self.plan.mesh.time).isdisjoint(have.pending)
+        late = not set(self.plan.mesh.time).isdisjoint(have.partial)
         return self.bring(value, have if late else want, host)
 
     def summed(self, value: str) -> TensorLayout:

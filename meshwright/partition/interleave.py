@@ -287,7 +287,7 @@ def _work(node: Node, graph: Graph) -> float:
 
 
 def _sends(reshard: Node) -> bool:
-    """Whether a reshard has a collective that it can start; what backward makes again it makes where it is read."""
+    """Return whether a reshard has a collective that can be started. Regathers in backward run where they are read."""
     kinds = {kind for half in reshard.args[1:3] for kind, *_ in half}
     return not kinds.isdisjoint(COLLECTIVES) and not reshard.kwarg("again")
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from meshwright.core.collectives import COLLECTIVES
 from meshwright.core.graph import DTYPES, RESHARD, START, Graph, Input, Node, Ref, prune, verify
 from meshwright.core.layout import TensorLayout
-from meshwright.core.remembered import remembered
+from meshwright.core.remembered import cached_on_first
 from meshwright.ops.batch import example_reducers
 from meshwright.partition import Partition
 from meshwright.partition.insert_reshards import local_type, step_texts
@@ -69,7 +69,7 @@ def micro_batches_of(parts: Partition, rank: int) -> MicroBatches:
     return MicroBatches(rounds, tuple(m.graph for m in merged), late, carried, merged[0].copy_of)
 
 
-@remembered
+@cached_on_first
 def first_program(parts: Partition, rank: int) -> Interleaved:
     """The program of the first copies that take turns: what a timeline looks at. `rank` is one of the plan's mesh in
     the first micro-batch."""
@@ -107,7 +107,7 @@ def _merged(parts: Partition, copies: Sequence[Graph], late: Graph, leading: Seq
     return found
 
 
-@remembered
+@cached_on_first
 def first_micro_batch(parts: Partition, rank: int) -> MicroBatches:
     """The same with the programs of the first micro-batch alone, the largest: what prices and tables look at."""
     cut = _Cut(parts, rank, parts.local(rank))
@@ -180,12 +180,12 @@ class _Cut:
     def late(self) -> Graph:
         """From the added terms of results to what they are on one device."""
         layouts, entries = self.parts.resharded.layouts, {i.target: i.name for i in self.graph.inputs}
-        wants = {value: TensorLayout.whole(layouts[value].shape) for _, value in self.graph.outputs}
+        wants = {value: TensorLayout.replicated(layouts[value].shape) for _, value in self.graph.outputs}
         wants |= {value: self.parts.plan.inputs[entries[target]] for target, value in self.graph.mutations}
         nodes: list[Node] = []
         outputs: list[tuple[str, str]] = []
         for value, want in wants.items():
-            if self.time.isdisjoint(layouts[value].pending):
+            if self.time.isdisjoint(layouts[value].partial):
                 continue
             name = f"{value.replace('.', '_')}_all"
             made = self._moved(value, self._over_time(layouts[value]), want, name)
@@ -226,7 +226,7 @@ class _Cut:
         )
 
     def _over_time(self, layout: TensorLayout) -> TensorLayout:
-        pending = tuple(a for a in layout.pending if a not in self.time)
+        pending = tuple(a for a in layout.partial if a not in self.time)
         return TensorLayout(layout.dims, pending)
 
     def _moved(self, value: str, have: TensorLayout, want: TensorLayout, name: str) -> Node | None:
@@ -260,5 +260,5 @@ def _carried(parts: Partition) -> tuple[tuple[str, str], ...]:
     return tuple(
         (entries[target], value)
         for target, value in graph.mutations
-        if value in own and time.isdisjoint(layouts[value].pending)
+        if value in own and time.isdisjoint(layouts[value].partial)
     )

@@ -183,7 +183,7 @@ class _Schedule:
         return next(near, made)
 
     def _hides(self, after: int, read: int) -> bool:
-        """Whether something is computed, forward and backward, between two places."""
+        """Return whether something is computed, forward and backward, between two places."""
         between = range(after + 1, read)
         return any(self.computes[n] and any(self.graph.nodes[n].needs_grad) for n in between)
 
@@ -237,7 +237,7 @@ class _Open:
     size_bytes: int
 
     def takes(self, after: int, size_bytes: int, limit: int) -> bool:
-        """Whether a value that may start after a place can before the flight's first wait, and is small enough."""
+        """Return whether a value may start before the first wait of the flight, and is small enough."""
         return after < self.first and self.size_bytes + size_bytes <= limit
 
 

@@ -12,7 +12,7 @@ from meshwright.core.graph import MOVES, START, TO_DEVICE, WAIT, Graph, Node
 
 
 def is_fetch(node: Node) -> bool:
-    """Whether a node brings a parked parameter."""
+    """Return whether a node brings a parked parameter."""
     return node.op == TO_DEVICE and bool(node.kwarg("again"))
 
 

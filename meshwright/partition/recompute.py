@@ -36,7 +36,7 @@ def can_be_made_again(
     pairs: Mapping[str, Reshard],
     mesh: Mesh,
 ) -> bool:
-    """Whether backward would need the result of the reshard `hub`, and all ranks at the same place.
+    """Return whether backward would need the result of the reshard `hub`, and all ranks at the same place.
 
     `graph` is the one with reshards; `layouts`, `ports` and `pairs` are of its values, nodes and reshards.
     """
@@ -52,8 +52,7 @@ def readers_alike(
     pairs: Mapping[str, Reshard],
     mesh: Mesh,
 ) -> tuple[bool, bool]:
-    """Whether autograd keeps a value for one who reads it (or what lies in its memory), and whether all ranks do so
-    alike."""
+    """Return whether autograd saves a value, or a view of it, for one of its readers, and whether all ranks agree."""
     if not alike(layouts[value], mesh):
         return False, False
     wanted, todo, seen = False, [value], set[str]()
@@ -77,7 +76,7 @@ def readers_alike(
 
 
 def _in_place(pair: Reshard) -> bool | None:
-    """Whether the result of a reshard lies in its argument's memory; None where it does on some ranks only."""
+    """Return whether the result of a reshard lies in its argument's memory; None where it does on some ranks only."""
     kinds = {step.kind for step in pair.forward}
     if not kinds <= {"slice", "mask"}:
         return False

@@ -92,7 +92,7 @@ def keeps_of(local: Graph, keeps: Mapping[str, str]) -> dict[str, str]:
 
 
 def made_alike(resharded: Resharded, again: Collection[str], plan: Plan) -> bool:
-    """Whether all ranks save, and so make again, the same things at the same places."""
+    """Return whether all ranks save, and so make again, the same things at the same places."""
     graph = resharded.graph
     near: set[str] = set()
     todo = [v for n in graph.nodes if n.name in again for v in n.values]

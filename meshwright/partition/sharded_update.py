@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from meshwright.core.graph import DTYPES, Input
 from meshwright.core.layout import TensorLayout, only_axes
 from meshwright.core.mesh import Mesh
-from meshwright.core.remembered import remembered
+from meshwright.core.remembered import cached_on_first
 from meshwright.partition import Partition
 from meshwright.partition.bucket_sizes import sizes
 from meshwright.partition.buckets import BucketBytes, Gradient, Group, alone_bytes, fill
@@ -40,7 +40,7 @@ class Update:
     scattered: bool
 
 
-@remembered
+@cached_on_first
 def updates(parts: Partition) -> Mapping[str, Update]:
     """The parameters that are updated in parts, in the order of the program's inputs."""
     mesh, states = parts.plan.mesh, parts.plan.states
@@ -76,7 +76,7 @@ def update_layout(parts: Partition, entry: Input) -> TensorLayout:
 
 
 def is_stretch(selection: Selection) -> bool:
-    """Whether what is selected is one stretch of the memory of a contiguous tensor."""
+    """Return whether what is selected is one stretch of the memory of a contiguous tensor."""
     full = True
     for runs, size in zip(reversed(selection.runs), reversed(selection.of), strict=True):
         length = sum(n for _, n in runs)
@@ -88,8 +88,10 @@ def is_stretch(selection: Selection) -> bool:
 
 @functools.lru_cache(maxsize=1 << 12)
 def comes_in_place(gather: Step, mesh: Mesh) -> bool:
-    """Whether what each rank sends is, on all ranks, one stretch of the weight's memory, of one length, in the order of
-    the group: then a gather needs no memory beside the weight."""
+    """Return whether every rank sends one contiguous block of the weight, of equal length, in the order of the group.
+
+    Then a gather needs no memory beside the weight.
+    """
     for layout in (gather.before, gather.after):
         if largest_size(layout, mesh) * mesh.count(layout.split_axes) != math.prod(layout.shape):
             return False  # not all ranks hold as much
@@ -106,7 +108,7 @@ def _start(selection: Selection) -> int:
     return start
 
 
-@remembered
+@cached_on_first
 def gathered(parts: Partition) -> tuple[Gradient, ...]:
     """The weights that are gathered after the update, in the order of the program's inputs."""
     mesh, updated = parts.plan.mesh, updates(parts)
@@ -130,7 +132,7 @@ def gathered_bytes(plan: Plan, bucket_bytes: BucketBytes | None = None) -> Bucke
     return (lambda weight: large("all_gather", weight.axes)) if bucket_bytes is None else bucket_bytes
 
 
-@remembered
+@cached_on_first
 def gathered_last(parts: Partition, device: str) -> tuple[Gradient, ...]:
     """The weights that are gathered after the update, the last to be read first; `fresh` where a large one comes in
     place."""

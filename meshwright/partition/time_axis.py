@@ -92,7 +92,7 @@ class _InTime:
         return replace(strategy, grad=(*strategy.grad, *self.time))
 
     def _is_pending(self, value: str) -> bool:
-        return value in self.made and not set(self.time).isdisjoint(self.made[value].pending)
+        return value in self.made and not set(self.time).isdisjoint(self.made[value].partial)
 
     def _check_rows(self, site: Site, tree: Dim, unit: Unit) -> None:
         for path in unit:
@@ -136,8 +136,8 @@ class _InTime:
             return self._as_in(layout, own)
         made = self.made[value]
         hub = self._as_in(layout, made)
-        if not set(self.time).isdisjoint(made.pending):
-            return replace(hub, pending=(*hub.pending, *self.time))
+        if not set(self.time).isdisjoint(made.partial):
+            return replace(hub, partial=(*hub.partial, *self.time))
         split = set(self.time).intersection(hub.split_axes)
         return hub if split or not made.grad else replace(hub, grad=(*hub.grad, *self.time))
 
@@ -243,9 +243,9 @@ def not_in_time(node: Node, plan: Plan) -> PlanError:
 
 
 def _adds_up(made: Mapping[str, TensorLayout], node: Node, time: set[str]) -> bool:
-    """Whether a reshard does nothing in time but add up terms."""
+    """Return whether a reshard does nothing in time but add up terms."""
     have, want = made[node.uses[0]], made[node.name]
-    return time <= set(have.pending) and time.isdisjoint((*want.pending, *want.split_axes))
+    return time <= set(have.partial) and time.isdisjoint((*want.partial, *want.split_axes))
 
 
 def _refusal(graph: Graph, reshard: Node, plan: Plan) -> PlanError:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.core.folding import Fold, stand_ins
+from meshwright.core.folding import Fold, matching_names
 from meshwright.core.graph import Graph
 from meshwright.core.layout import TensorLayout, dim_axes, dim_size, show_dim, without_axes
 from meshwright.core.mesh import Mesh
@@ -251,13 +251,13 @@ class Plan:
     def folded(self, graph: Graph, folds: Iterable[Fold]) -> Plan:
         """The plan of a graph whose file says equal layers twice. Layers that differ in the plan are said in full."""
         folds = tuple((start, length, repeats) for start, length, repeats in folds if repeats > 2)
-        return replace(self, folds=folds, stand_ins=stand_ins(graph, folds))
+        return replace(self, folds=folds, stand_ins=matching_names(graph, folds))
 
     def unfolded(self, graph: Graph) -> Plan:
         """The plan with every layer of its graph, where the file had said two for all. Raises PlanError."""
         if not self.folds or self.stand_ins:
             return self
-        stand = stand_ins(graph, self.folds)
+        stand = matching_names(graph, self.folds)
         nodes = {n.name: stand.get(n.name, n.name) for n in graph.nodes}
         inputs = {i.name: stand.get(i.name, i.name) for i in graph.inputs}
         values = {**inputs, **{v: stand.get(v, v) for n in graph.nodes for v in n.values}}
@@ -351,11 +351,11 @@ class Plan:
             )
         for name, layout in self.inputs.items():
             shape = tuple(map(dim_size, factors.dims[name]))
-            if layout.shape != shape or layout.pending:
+            if layout.shape != shape or layout.partial:
                 raise PlanError(
                     f"the plan has the input %{name} as {layout}",
                     why="an input is given as it is, not as terms of a sum"
-                    if layout.pending
+                    if layout.partial
                     else f"its shape is {list(shape)}",
                     hint=AGAIN,
                 )
@@ -428,7 +428,7 @@ class Plan:
     def _check_states(self) -> None:
         for name, layout in self.states.items():
             entry = self.inputs.get(name)
-            if entry is None or layout.shape != entry.shape or layout.pending or not _within(layout, entry):
+            if entry is None or layout.shape != entry.shape or layout.partial or not _within(layout, entry):
                 raise PlanError(
                     f"the plan updates %{name} as {layout}",
                     why="the model has no input of this name"

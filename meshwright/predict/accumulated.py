@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.core.graph import DTYPES, Graph, Node
-from meshwright.core.remembered import remembered
+from meshwright.core.remembered import cached_on_first
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.reduction import adding_seconds
 from meshwright.partition import Partition
@@ -28,7 +28,7 @@ class Added:
     host: bool
 
 
-@remembered
+@cached_on_first
 def added(parts: Partition) -> Mapping[str, tuple[Added, ...]]:
     """Operator → the gradients of parameters that its backward makes and that are added up over micro-batches. Of a
     parameter that several read, those of all are added up first: it counts with the first of them."""

@@ -117,7 +117,7 @@ def _named(
 
 
 def _backwards(few: Issued, first: Mapping[str, str]) -> bool:
-    """Whether gradients that are alike come in the reverse order of their parameters."""
+    """Return whether gradients that are alike come in the reverse order of their parameters."""
     place = {g.name: number for number, g in enumerate(few.gradients)}
     last: dict[str, int] = {}
     for item in few.items:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshwright.core.remembered import remembered
+from meshwright.core.remembered import cached_on_first
 from meshwright.cost.cluster import Cluster, Level
 from meshwright.partition import Partition
 from meshwright.partition.interleave import Interleaved
@@ -151,7 +151,7 @@ def peaks_of(
     return _bytes(parts, cluster.device_type, optimizer_states, staged)[0]
 
 
-@remembered
+@cached_on_first
 def _bytes(
     parts: Partition, device: str, optimizer_states: int, staged: bool | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -162,7 +162,7 @@ def _bytes(
     return bytes_of(parts, device, optimizer_states, cuts, staged)
 
 
-@remembered
+@cached_on_first
 def stages_in_copies(parts: Partition, rank: int) -> tuple[tuple[Stage, ...], list[Interleaved | None]]:
     """The stages of the first micro-batch as they run; and where its copies take turns, the program of each."""
     if parts.copies == 1:

@@ -276,7 +276,7 @@ def once_prices(programs: MicroBatches, mesh: Mesh, cluster: Cluster) -> dict[st
 
 
 def made_again(node: Node) -> bool:
-    """Whether backward makes the result of a reshard again instead of keeping it."""
+    """Return whether backward makes the result of a reshard again instead of keeping it."""
     return bool(node.kwarg("again", False))
 
 

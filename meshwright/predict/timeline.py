@@ -36,7 +36,7 @@ class Task:
 
     @property
     def computes(self) -> bool:
-        """Whether it is compute."""
+        """True if it is compute."""
         return self.streams == (COMPUTE,)
 
 

@@ -72,15 +72,15 @@ def grid(selection: Selection) -> tuple[np.ndarray, ...]:
 
 def scatter(array: np.ndarray, layout: TensorLayout, mesh: Mesh, rng: np.random.Generator) -> Values:
     """Rank values that mean `array`: its blocks, and random integer terms (sums are exact) where it is pending."""
-    terms = dict.fromkeys(product(*(range(mesh.sizes[a]) for a in layout.pending)), array)
-    if layout.pending:
+    terms = dict.fromkeys(product(*(range(mesh.sizes[a]) for a in layout.partial)), array)
+    if layout.partial:
         *others, last = terms
         terms = {key: rng.integers(-99, 99, array.shape).astype(array.dtype) for key in others}
         terms[last] = array - sum(terms.values())
     values = {}
     for rank in range(mesh.size):
         at = mesh.coordinate(rank)
-        term = terms[tuple(at[a] for a in layout.pending)]
+        term = terms[tuple(at[a] for a in layout.partial)]
         values[rank] = term[np.ix_(*layout.indices(mesh, at))].copy()
     return values
 
@@ -92,7 +92,7 @@ def assemble(values: Mapping[int, np.ndarray], layout: TensorLayout, mesh: Mesh)
     held: dict[tuple[int, ...], np.ndarray] = {}
     for rank in range(mesh.size):
         at = mesh.coordinate(rank)
-        key = tuple(at[a] for a in layout.pending)
+        key = tuple(at[a] for a in layout.partial)
         term = terms.setdefault(key, np.zeros(layout.shape, dtype))
         seen = held.setdefault(key, np.zeros(layout.shape, bool))
         where = np.ix_(*layout.indices(mesh, at))
@@ -111,6 +111,6 @@ def pairing(
     x: Mapping[int, np.ndarray], g: Mapping[int, np.ndarray], layout: TensorLayout, mesh: Mesh
 ) -> float:
     """<x, g> of a value and its gradient: over all ranks, counting once those along axes on which both are whole."""
-    once = set(mesh.sizes) - set(layout.split_axes) - set(layout.pending) - set(layout.grad)
+    once = set(mesh.sizes) - set(layout.split_axes) - set(layout.partial) - set(layout.grad)
     counted = [r for r in range(mesh.size) if all(mesh.coordinate(r)[a] == 0 for a in once)]
     return math.fsum(float(np.sum(x[r] * g[r])) for r in counted)

@@ -50,7 +50,7 @@ def reshard(
     prices: Prices = TWO_CORE_GLOO,
     needs_grad: bool = True,
 ) -> Reshard:
-    """The cheapest pair: (src.dims, src.pending) → (dst.dims, dst.pending), and its gradient from dst's layout to
+    """The cheapest pair: (src.dims, src.partial) → (dst.dims, dst.partial), and its gradient from dst's layout to
     src's.
 
     Raises LayoutError when the shapes differ or a layout breaks a law.

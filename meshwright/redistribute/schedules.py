@@ -92,7 +92,7 @@ class Pair:
             start += [s.axes for s in leaves(ends[0])]
             goal += [s.axes for s in leaves(ends[1])]
         sizes = tuple(s.size for tree in trees for s in leaves(tree))
-        pending = [frozenset(a for a in layout.pending if mesh.sizes[a] > 1) for layout in (src, dst)]
+        pending = [frozenset(a for a in layout.partial if mesh.sizes[a] > 1) for layout in (src, dst)]
         return Pair(mesh, tuple(trees), sizes, tuple(start), tuple(goal), *pending)
 
     @property

@@ -96,7 +96,7 @@ class _Problem:
                         start.append(leaf.axes if side == "src" else ())
                         goal.append(leaf.axes if side == "dst" else ())
                 self.trees.append((a, b))
-        pending = [tuple(a for a in layout.pending if mesh.sizes[a] > 1) for layout in (src, dst)]
+        pending = [tuple(a for a in layout.partial if mesh.sizes[a] > 1) for layout in (src, dst)]
         runs = _merge(mesh, start, goal, *pending)
         self.start = _state(start, pending[0], runs)
         self.goal = _state(goal, pending[1], runs)
@@ -169,7 +169,7 @@ class _Problem:
         axes = self.mesh.sort(axis for _, dim in pairs for axis in dim_axes(dim))
         if self.start[1] == self.goal[1]:
             return (Step("slice", axes, self.src, self.dst),)
-        cut = TensorLayout(self.dst.dims, self.src.pending)  # no axis that is to be pending splits these dims
+        cut = TensorLayout(self.dst.dims, self.src.partial)  # no axis that is to be pending splits these dims
         masked = self.mesh.sort(_flat(self.goal[1] - self.start[1]))
         return (Step("slice", axes, self.src, cut), Step("mask", masked, cut, self.dst))
 

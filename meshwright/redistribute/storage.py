@@ -23,7 +23,7 @@ class _Place:
 
 def repeated_axes(layout: TensorLayout, mesh: Mesh) -> tuple[str, ...]:
     """The axes on which every rank holds the same, in mesh order."""
-    gone = {*layout.split_axes, *layout.pending}
+    gone = {*layout.split_axes, *layout.partial}
     return tuple(a.name for a in mesh.axes if a.size > 1 and a.name not in gone)
 
 
@@ -91,7 +91,7 @@ def _with_axes(layout: TensorLayout, place: _Place, axes: tuple[str, ...]) -> Te
     cut = (*dim[: place.item], _cut_item(dim[place.item], axes), *dim[place.item + 1 :])
     grad = tuple(a for a in layout.grad if a not in axes)
     dims = (*layout.dims[: place.dim], cut, *layout.dims[place.dim + 1 :])
-    return TensorLayout(dims, layout.pending, grad)
+    return TensorLayout(dims, layout.partial, grad)
 
 
 def _cut_item(item: Item, axes: tuple[str, ...]) -> Item:

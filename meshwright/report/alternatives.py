@@ -108,7 +108,7 @@ def _price(
         alone = entry.role == "parameter" and [n.name for n, _ in around.consumers[entry.name]] == [name]
         follows = alone and entry.name not in plan.hubs
         layout = asked[entry.name] if follows else parts.resharded.layouts[entry.name]
-        inputs[entry.name] = replace(layout, pending=()) if entry.role == "parameter" else layout
+        inputs[entry.name] = replace(layout, partial=()) if entry.role == "parameter" else layout
     hubs = {k: v for k, v in plan.hubs.items() if k in around.types}
     changed = replace(
         plan, mesh=mesh, strategies=strategies, inputs=inputs, hubs=hubs, again=plan.again & hubs.keys()

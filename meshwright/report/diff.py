@@ -248,7 +248,7 @@ def cut_words(strategy: Strategy | None, mesh: Mesh) -> str:
         axes = [x for x in dim_axes(dim) if mesh.sizes.get(x, 1) > 1 and x not in mesh.time]
         words += [f"{letter}={mesh.show(axes)}"] if axes else []
     waiting = [x for x, _ in strategy.through if mesh.sizes.get(x, 1) > 1 and x not in mesh.time]
-    words += [f"pending {mesh.show(waiting)}"] if waiting else []
+    words += [f"partial {mesh.show(waiting)}"] if waiting else []
     return " ".join(words) or "whole"
 
 
@@ -262,10 +262,10 @@ def layout_words(layout: TensorLayout | None, mesh: Mesh) -> str:
     """``[192/tp, 48]`` by the user's names of the axes; ``whole`` where nothing is cut or pending."""
     if layout is None:
         return ABSENT
-    if not layout.split_axes and not layout.pending:
+    if not layout.split_axes and not layout.partial:
         return "whole"
     named = re.sub(r"/([\w.]+)", lambda m: f"/{mesh.show(m[1].split('.'))}", str(TensorLayout(layout.dims)))
-    return named + (f" pending {mesh.show(mesh.sort(layout.pending))}" if layout.pending else "")
+    return named + (f" partial {mesh.show(mesh.sort(layout.partial))}" if layout.partial else "")
 
 
 def _layouts(

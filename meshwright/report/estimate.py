@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.core.cycles import seldom_collected
+from meshwright.core.cycles import rare_collection
 from meshwright.cost.cluster import Cluster
 from meshwright.partition import Partition
 from meshwright.predict.pipeline_step import predict
@@ -46,7 +46,7 @@ class Estimate:
         return sum(self.parts.values())
 
 
-@seldom_collected()
+@rare_collection()
 def estimate(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Estimate:
     """Time and memory of a step: the price apart, the end of its timeline, the simulated peak. `optimizer_states`:
     moments per parameter, in the parameter's own dtype as torch keeps them."""

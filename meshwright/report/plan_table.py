@@ -197,7 +197,7 @@ def cut_text(parts: Partition, node: Node) -> str:
             marks = parts.factors.batch.get((node.name, letter), ())
             words.append(f"{'batch' if any(marks) else letter}={mesh.show(axes)}")
     waiting = [a for a, _ in strategy.through if mesh.sizes[a] > 1 and a not in mesh.time]
-    words += [f"pending {mesh.show(waiting)}"] if waiting else []
+    words += [f"partial {mesh.show(waiting)}"] if waiting else []
     words = words or ["whole"]
     return " ".join([*words, "on the host"] if node.name in parts.plan.hosts else words)
 

@@ -53,7 +53,7 @@ def on_other_ranks(plan: Plan, graph: Graph, mesh: Mesh, world: Mesh | None = No
     @functools.cache
     def moved(layout: TensorLayout) -> TensorLayout:
         dims = tuple(_dim(dim, runs, mesh) for dim in layout.dims)
-        return TensorLayout(dims, _each(layout.pending, runs), _each(layout.grad, runs))
+        return TensorLayout(dims, _each(layout.partial, runs), _each(layout.grad, runs))
 
     @functools.cache
     def cut(strategy: Strategy) -> Strategy:

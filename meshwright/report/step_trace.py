@@ -122,7 +122,7 @@ def _rows(measured: Measured, several: bool) -> list[tuple[str, list[Bar], str]]
 
 
 def _shared(measured: Measured) -> bool:
-    """Whether several ranks of the world share a place in the pipeline, so that its number is not theirs."""
+    """Return whether several ranks of the world share a place in the pipeline, so that its number is not theirs."""
     return 1 < len(set(measured.places)) < len(measured.places)
 
 

@@ -180,7 +180,7 @@ def stored_as_used(plan: Plan, graph: Graph, factors: Factors) -> Plan:
     used = input_layouts(Scene(graph, factors, plan.mesh), plan.strategies)
     for entry in graph.input_of("parameter"):
         hub = hubs.get(entry.name)
-        if entry.needs_grad and (hub is None or not hub.pending):
+        if entry.needs_grad and (hub is None or not hub.partial):
             inputs[entry.name] = hubs.pop(entry.name, used[entry.name])
             again.discard(entry.name)
     return replace(plan, inputs=inputs, hubs=hubs, again=frozenset(again), states={})

@@ -57,7 +57,9 @@ def slicer(layout: TensorLayout, mesh: Mesh, rank: int) -> Callable[[torch.Tenso
     axes = layout.split_axes
     if not axes:
         return lambda x: x
-    mover = Mover(exchange(Move("slice", axes, TensorLayout.whole(layout.shape), layout.forward), mesh, rank))
+    mover = Mover(
+        exchange(Move("slice", axes, TensorLayout.replicated(layout.shape), layout.forward), mesh, rank)
+    )
     return mover.taken.take
 
 

@@ -37,7 +37,7 @@ class Results:
 
     def is_sum(self, label: str) -> bool:
         """Whether a result is a sum over micro-batches."""
-        return not set(self.parts.plan.mesh.time).isdisjoint(self.layouts[label].pending)
+        return not set(self.parts.plan.mesh.time).isdisjoint(self.layouts[label].partial)
 
     def pieces(
         self, made: Mapping[str, torch.Tensor], in_time: Mapping[tuple[str, int], torch.Tensor] | None
@@ -95,7 +95,7 @@ class Results:
         mesh, parts = self.parts.plan.mesh, _in_time(layout, self.parts.plan.mesh)
         if len(pieces) == 1 or not parts.split_axes:
             return pieces[-1]
-        step = Step("all_gather", mesh.sort(parts.split_axes), parts, TensorLayout.whole(layout.shape))
+        step = Step("all_gather", mesh.sort(parts.split_axes), parts, TensorLayout.replicated(layout.shape))
         places = exchange(step, mesh, self.parts.of_rank(self.rank.comm.rank)[0]).place
         found = pieces[0].new_empty(layout.shape)
         for place, piece in zip(places, pieces, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.core.cycles import seldom_collected
+from meshwright.core.cycles import rare_collection
 from meshwright.plan.plan import Plan
 from meshwright.search.annotations import mesh_of_pins
 from meshwright.search.in_one_stage import plan_in_one_stage
@@ -17,7 +17,7 @@ from meshwright.search.pipeline.in_stages import plan_in_stages, plan_on_own_mes
 from meshwright.search.wanted import Wanted, mesh_from
 
 
-@seldom_collected()
+@rare_collection()
 def choose(wanted: Wanted) -> Plan:
     """The plan of a model. Raises a subclass of MeshwrightError for what cannot be."""
     request, techniques = wanted.request, wanted.techniques

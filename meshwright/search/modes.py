@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from meshwright.core.cycles import seldom_collected
+from meshwright.core.cycles import rare_collection
 from meshwright.core.folding import UNFOLDED, Folding
 from meshwright.core.graph import Graph
 from meshwright.core.layout import TensorLayout, verify
@@ -45,7 +45,7 @@ ANNOTATED = ("semi_auto", "sharding_propagation", *SEARCHES)  # modes that look 
 Pins = Mapping[str, Mapping[str, Any]]
 
 
-@seldom_collected()
+@rare_collection()
 def make_plan(
     graph: Graph,
     mesh: Mesh,

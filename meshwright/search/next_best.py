@@ -44,7 +44,7 @@ def _text(codes: NodeCodes, row: np.ndarray, space: Space) -> str:
     words: dict[str, list[str]] = {}
     for axis, number in zip(space.mesh.axes, row, strict=True):
         option = codes.options[number]
-        what = option.letter or ("pending" if option.through else "pending gradient" if option.grad else "")
+        what = option.letter or ("partial" if option.through else "partial gradient" if option.grad else "")
         if what:
             words.setdefault(what, []).append(axis.name)
     return " ".join(f"{what}={space.mesh.show(axes)}" for what, axes in words.items()) or "whole"

@@ -60,7 +60,7 @@ def _layout(scene: Scene, plan: Plan, value: str) -> TensorLayout:
 
 
 def _is_cut(layout: TensorLayout) -> bool:
-    return bool(layout.split_axes or layout.pending)
+    return bool(layout.split_axes or layout.partial)
 
 
 def repeated(graph: Graph, mesh: Mesh, assignment: Mapping[str, Strategy]) -> list[str]:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.core.folding import UNFOLDED, Folding, stand_ins
+from meshwright.core.folding import UNFOLDED, Folding, matching_names
 from meshwright.core.graph import Graph
 from meshwright.core.layout import Dim, TensorLayout, axes_onto, dim_axes, leaves, without_axes
 from meshwright.core.mesh import Mesh
@@ -109,14 +109,14 @@ def _stored_as_held(plan: Plan, held: Mapping[str, Held]) -> Plan:
         if name not in inputs:
             continue
         hub = hubs.get(name)
-        use = inputs[name] if hub is None or hub.pending else hub
+        use = inputs[name] if hub is None or hub.partial else hub
         if one.trained or use.dims != one.stored.dims:
             states.pop(name, None)
         if one.updated is not None:
             states[name] = one.updated
         if use.dims == one.stored.dims:
-            inputs[name] = replace(use, pending=())
-            if hub is not None and not hub.pending:
+            inputs[name] = replace(use, partial=())
+            if hub is not None and not hub.partial:
                 del hubs[name]
                 again.discard(name)
         else:
@@ -130,7 +130,7 @@ def _stored_as_held(plan: Plan, held: Mapping[str, Held]) -> Plan:
 def _matched(plan: Plan, graph: Graph, folding: Folding) -> tuple[Scene, dict[str, str], dict[str, str]]:
     """The scene of a graph, its later copies of equal layers → the second, and its nodes → those of the plan."""
     scene = Scene(graph, factors_of(graph), plan.mesh)
-    stand = stand_ins(graph, [(b.start, b.length, b.repeats) for b in folding.blocks if b.repeats > 2])
+    stand = matching_names(graph, [(b.start, b.length, b.repeats) for b in folding.blocks if b.repeats > 2])
     return scene, stand, _same_operators(plan, graph, stand)
 
 

@@ -32,7 +32,7 @@ def pass_gradients_back(scene: Scene, assignment: Assignment) -> None:
         if not common or len(_grad_ports(graph, node)) != 1:
             continue
         mine = scene.ports(node, assignment[node.name]).outputs[0]
-        free = [a for a in scene.mesh.sort(common) if a not in mine.split_axes and a not in mine.pending]
+        free = [a for a in scene.mesh.sort(common) if a not in mine.split_axes and a not in mine.partial]
         # Only where every consumer takes the value as it is: otherwise a reshard stands between them anyway.
         if free and all(scene.normal(a) == scene.normal(mine) for a in asked):
             before = assignment[node.name]
@@ -76,7 +76,7 @@ def _parameter_layout(entry: Input, asked: list[TensorLayout]) -> TensorLayout:
     grad = set(first.grad)
     for other in asked:
         # Uses of one layout may differ in where their gradient is pending; the leaf keeps what all share.
-        if other.dims == first.dims and not other.pending and not first.pending:
+        if other.dims == first.dims and not other.partial and not first.partial:
             grad &= set(other.grad)
     return TensorLayout(first.dims, (), tuple(grad) if entry.needs_grad else ())
 

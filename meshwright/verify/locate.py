@@ -169,6 +169,6 @@ def _assembled_error(
     total: dict[int, torch.Tensor] = {}
     for rank, value in enumerate(values):
         assert value is not None
-        key = min(mesh.group(rank, layout.pending)) if layout.pending else rank
+        key = min(mesh.group(rank, layout.partial)) if layout.partial else rank
         total[key] = total[key] + value.double() if key in total else value.double()
     return max(relative_error(v, take(expected, layout, mesh, r), expected) for r, v in total.items())

@@ -73,7 +73,7 @@ EDITS = {
     "a letter the operator does not have": (replaced('"n": "96/tp"', '"q": "96/tp"'), "q=96/tp", "n=96"),
     "an input of another shape": (replaced('"[96/tp, 24]', '"[96/tp]'), "%up_0_weight as [96/tp]", "[96, 24]"),
     "an input that is a term of a sum": (
-        replaced('"[96/tp, 24] grad dp', '"[96, 24] pending tp'), "%up_0_weight", "terms of a sum",
+        replaced('"[96/tp, 24] grad dp', '"[96, 24] partial tp'), "%up_0_weight", "terms of a sum",
     ),
     "a node left out": (
         lambda t: "\n".join(x for x in t.split("\n") if '"relu"' not in x), "another model", "%relu",

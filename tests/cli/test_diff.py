@@ -93,7 +93,7 @@ def test_differences_as_json(files, meshwright):
 
 def test_hubs_gathering_and_another_mesh_count_as_differences(plans):
     a, _ = plans
-    kept = replace(a, hubs={"up_0_weight": TensorLayout.whole((4,))}, again=frozenset({"enter_weight"}))
+    kept = replace(a, hubs={"up_0_weight": TensorLayout.replicated((4,))}, again=frozenset({"enter_weight"}))
     assert [(c.what, c.after) for c in difference(a, kept).hubs] == [
         ("up_0_weight", "whole"),
         ("enter_weight", "gathered again"),

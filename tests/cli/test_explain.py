@@ -78,7 +78,7 @@ def test_neighbours_say_what_stands_between(made):
         ("", ""),
     )
     gives = next(e for e in down.neighbours if not e.incoming)
-    assert gives.has.endswith("pending tp") and gives.asks == "[12/dp, 24]"
+    assert gives.has.endswith("partial tp") and gives.asks == "[12/dp, 24]"
     assert gives.moves[0].startswith("all_reduce(tp)")
 
 
@@ -103,7 +103,7 @@ def test_an_alternative_costs_what_the_whole_program_says(made, name):
     parameters = {i.name for i in captured.graph.input_of("parameter")}
     for other in found:
         asked = layouts(parts.factors.sites[name], other.strategy).inputs
-        follow = {u: replace(a, pending=()) for u, a in zip(node.uses, asked, strict=True) if u in parameters}
+        follow = {u: replace(a, partial=()) for u, a in zip(node.uses, asked, strict=True) if u in parameters}
         changed = replace(
             plan, strategies={**plan.strategies, name: other.strategy}, inputs={**plan.inputs, **follow}
         )

@@ -162,7 +162,7 @@ def run(nodes: Sequence[Node], values: dict[str, torch.Tensor], rank: Rank | Non
 def scatter(value: torch.Tensor, layout: TensorLayout, mesh: Mesh, seed: int) -> list[torch.Tensor]:
     """What each rank holds of a value; pending axes get random terms that add up to it."""
     layout = verify(layout, mesh)
-    count = mesh.count(layout.pending)
+    count = mesh.count(layout.partial)
     generator = torch.Generator().manual_seed(seed)
     terms = [
         torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.dtype)
@@ -173,7 +173,7 @@ def scatter(value: torch.Tensor, layout: TensorLayout, mesh: Mesh, seed: int) ->
     for rank in range(mesh.size):
         at = mesh.coordinate(rank)
         number = 0
-        for axis in layout.pending:
+        for axis in layout.partial:
             number = number * mesh.sizes[axis] + at[axis]
         pieces.append(
             terms[number][np.ix_(*layout.indices(mesh, at))].clone() if value.dim() else terms[number].clone()
@@ -188,7 +188,7 @@ def assemble(pieces: Sequence[torch.Tensor], layout: TensorLayout, mesh: Mesh) -
     seen: dict[tuple[int, ...], torch.Tensor] = {}
     for rank, piece in enumerate(pieces):
         at = mesh.coordinate(rank)
-        key = tuple(at[a] for a in (*layout.split_axes, *layout.pending))
+        key = tuple(at[a] for a in (*layout.split_axes, *layout.partial))
         assert tuple(piece.shape) == layout.local_shape(mesh, at)
         if key in seen:
             torch.testing.assert_close(

@@ -62,10 +62,10 @@ def test_a_fused_weight_is_a_box_for_each_of_its_parts() -> None:
 def test_replicas_share_the_work() -> None:
     """Eight ranks that hold the same two megabytes write a megabyte each, two of them; and many small tensors are
     spread evenly."""
-    mesh, layout = Mesh.of(dp=8), TensorLayout.whole((1024, 512))
+    mesh, layout = Mesh.of(dp=8), TensorLayout.replicated((1024, 512))
     sizes = [sum(p.box.numel for p in share.own_pieces("w", layout, 4, mesh, r)) * 4 for r in range(8)]
     assert sorted(sizes) == [0] * 6 + [1 << 20] * 2
-    small = TensorLayout.whole((16,))
+    small = TensorLayout.replicated((16,))
     counts = [sum(len([*share.own_pieces(f"w{n}", small, 4, mesh, r)]) for n in range(800)) for r in range(8)]
     assert sum(counts) == 800
     assert min(counts) > 60

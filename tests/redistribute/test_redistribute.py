@@ -140,7 +140,7 @@ def test_any_layout_to_any_other_keeps_the_values(problem, prices, seed):
 
     reduced = [a for s in steps if s.kind in ("all_reduce", "reduce_scatter") for a in s.axes]
     assert len(reduced) == len(set(reduced))
-    assert set(reduced) <= set(src.pending)
+    assert set(reduced) <= set(src.partial)
 
 
 @given(problems())
@@ -149,7 +149,7 @@ def test_no_step_if_and_only_if_every_rank_has_its_bytes(problem):
     mesh, src, dst = problem
     steps = redistribute(src, dst, mesh, 4, RING)
     live = {a for a, n in mesh.sizes.items() if n > 1}
-    same = set(src.pending) & live == set(dst.pending) & live and all(
+    same = set(src.partial) & live == set(dst.partial) & live and all(
         all(np.array_equal(i, j) for i, j in zip(src.indices(mesh, at), dst.indices(mesh, at), strict=True))
         for at in map(mesh.coordinate, range(mesh.size))
     )
@@ -158,7 +158,7 @@ def test_no_step_if_and_only_if_every_rank_has_its_bytes(problem):
         assert not steps
 
 
-@example((Mesh.of(a=4, b=1), parse_layout("[1, 1, {3/a0 | 1}]"), parse_layout("[1/b, 1, 4/a0] pending a1")))
+@example((Mesh.of(a=4, b=1), parse_layout("[1, 1, {3/a0 | 1}]"), parse_layout("[1/b, 1, 4/a0] partial a1")))
 @given(problems())
 @settings(max_examples=200, deadline=None)
 def test_a_price_of_zero_means_that_nothing_is_sent(problem):
@@ -167,7 +167,7 @@ def test_a_price_of_zero_means_that_nothing_is_sent(problem):
     if total_seconds(steps, mesh, 4, RING) == 0:
         assert all(s.kind in ("slice", "mask", "pad") for s in steps)
     else:  # then some rank lacks something: no pending sum is to be kept, or an index is missing
-        missing = not set(dst.pending) >= {a for a in src.pending if mesh.sizes[a] > 1} or any(
+        missing = not set(dst.partial) >= {a for a in src.partial if mesh.sizes[a] > 1} or any(
             len(np.setdiff1d(j, i))
             for at in map(mesh.coordinate, range(mesh.size))
             for i, j in zip(src.indices(mesh, at), dst.indices(mesh, at), strict=True)
@@ -196,7 +196,7 @@ def test_backward_is_the_transpose_of_forward(problem, seed):
 @settings(max_examples=200, deadline=None)
 def test_no_other_route_through_the_whole_is_cheaper(problem, prices):
     mesh, src, dst = problem
-    whole = TensorLayout.whole(src.shape)
+    whole = TensorLayout.replicated(src.shape)
     detour = redistribute(src, whole, mesh, 4, prices) + redistribute(whole, dst, mesh, 4, prices)
     direct = redistribute(src, dst, mesh, 4, prices)
     assert total_seconds(direct, mesh, 4, prices) <= total_seconds(detour, mesh, 4, prices) * (1 + 1e-9)
@@ -305,7 +305,7 @@ def covered(grids: tuple[Grid, ...], buffer: np.ndarray) -> int:
 def test_of_thousands_of_members_there_are_few_views(layout, views):
     mesh = Mesh.of(a=2048)
     cut = parse_layout(layout.replace("/a", "/" + ".".join(axis.name for axis in mesh.axes)))
-    (step,) = redistribute(cut, TensorLayout.whole(cut.shape), mesh, 4, RING)
+    (step,) = redistribute(cut, TensorLayout.replicated(cut.shape), mesh, 4, RING)
     assert step.kind == "all_gather"
     assert len(exchange(step, mesh, 5).places) == views
 
@@ -337,14 +337,14 @@ def kinds(src: str, dst: str, mesh: Mesh = MESH, prices: Prices = RING) -> list[
         ("[12/a, 8]", "[12, 8/a]", ["all_to_all(a)"]),
         ("[1200/a.b, 800]", "[1200/b.a, 800]", ["all_to_all(a,b)"]),
         ("[12, 8]", "[12/a, 8/b]", ["slice(a,b)"]),
-        ("[12, 8] pending a", "[12, 8]", ["all_reduce(a)"]),
-        ("[12, 8] pending a", "[12/a, 8]", ["reduce_scatter(a)"]),
-        ("[12, 8] pending a.b", "[12/a.b, 8]", ["reduce_scatter(a,b)"]),
-        ("[12, 8] pending a.b", "[12/a, 8]", ["reduce_scatter(a)", "all_reduce(b)"]),
-        ("[12, 8]", "[12, 8] pending a", ["mask(a)"]),
-        ("[12/a, 8]", "[12, 8] pending a", ["pad(a)"]),
+        ("[12, 8] partial a", "[12, 8]", ["all_reduce(a)"]),
+        ("[12, 8] partial a", "[12/a, 8]", ["reduce_scatter(a)"]),
+        ("[12, 8] partial a.b", "[12/a.b, 8]", ["reduce_scatter(a,b)"]),
+        ("[12, 8] partial a.b", "[12/a, 8]", ["reduce_scatter(a)", "all_reduce(b)"]),
+        ("[12, 8]", "[12, 8] partial a", ["mask(a)"]),
+        ("[12/a, 8]", "[12, 8] partial a", ["pad(a)"]),
         ("[{32/a | 8/a | 8/a}]", "[48]", ["all_gather(a)"]),
-        ("[{32/a | 8/a | 8/a}] pending b", "[{32/a.b | 8/a.b | 8/a.b}]", ["reduce_scatter(b)"]),
+        ("[{32/a | 8/a | 8/a}] partial b", "[{32/a.b | 8/a.b | 8/a.b}]", ["reduce_scatter(b)"]),
         ("[{32/a | 8}]", "[40]", ["all_gather(a)"]),
         ("[{32/a | 8}]", "[{32/a | 8/a}]", ["slice(a)"]),
         ("[{1 | 2/a}]", "[3/a]", ["slice(a)"]),  # uneven blocks 0-1 and 2: both ranks have them
@@ -355,11 +355,11 @@ def test_known_redistributions(src, dst, steps):
 
 
 def test_where_reduce_scatter_is_dear_a_sum_is_reduced_and_cut():
-    assert kinds("[12, 8] pending a", "[12/a, 8]", prices=GLOO_LIKE) == ["all_reduce(a)", "slice(a)"]
+    assert kinds("[12, 8] partial a", "[12/a, 8]", prices=GLOO_LIKE) == ["all_reduce(a)", "slice(a)"]
 
 
 def test_measured_gloo_scatters_what_is_large():
-    assert kinds(f"[{1 << 20}] pending a", f"[{1 << 20}/a]", prices=TWO_CORE_GLOO) == ["reduce_scatter(a)"]
+    assert kinds(f"[{1 << 20}] partial a", f"[{1 << 20}/a]", prices=TWO_CORE_GLOO) == ["reduce_scatter(a)"]
 
 
 def test_without_all_to_all_a_split_moves_through_the_whole():
@@ -387,8 +387,8 @@ def test_gpt2_qkv_cut_along_heads_moves_when_asked_for_as_rows():
 @pytest.mark.parametrize(
     ("src", "dst", "sent", "payload"),
     [
-        ("[12, 8] pending c", "[12, 8]", 2 * 2 / 3 * 96 * 4, 96 * 4),
-        ("[12, 8] pending c", "[12/c, 8]", 2 / 3 * 96 * 4, 96 * 4),
+        ("[12, 8] partial c", "[12, 8]", 2 * 2 / 3 * 96 * 4, 96 * 4),
+        ("[12, 8] partial c", "[12/c, 8]", 2 / 3 * 96 * 4, 96 * 4),
         ("[12/c, 8]", "[12, 8]", 2 / 3 * 96 * 4, 96 * 4),
         ("[12/c, 9]", "[12, 9/c]", 2 / 3 * 36 * 4, 36 * 4),
         ("[10/c]", "[10]", 2 * 4 * 4, 10 * 4),  # uneven: blocks of 4, 4, 2, padded
@@ -414,20 +414,20 @@ def test_shapes_must_agree():
 
 
 def test_a_layout_that_breaks_a_law_is_refused_at_the_door():
-    with pytest.raises(LayoutError, match="both split and pending"):
-        kinds("[12/a] pending a", "[12]")
+    with pytest.raises(LayoutError, match="both split and partial"):
+        kinds("[12/a] partial a", "[12]")
 
 
 PAIRS = [
     # forward, backward: the schemes of the design's table
-    ("[8, 8] pending a", "[8, 8]", ["all_reduce"], []),  # Megatron's g
+    ("[8, 8] partial a", "[8, 8]", ["all_reduce"], []),  # Megatron's g
     ("[8, 8] grad a", "[8, 8]", [], ["mask"]),  # a whole gradient where others bring pending ones
     ("[8, 8]", "[8, 8] grad a", [], ["all_reduce"]),  # Megatron's f, and data parallel's parameter
     ("[8/a, 8]", "[8, 8] grad a", ["all_gather"], ["reduce_scatter"]),  # ZeRO-3
-    ("[8, 8] pending a", "[8/a, 8]", ["reduce_scatter"], ["all_gather"]),  # sequence parallel
+    ("[8, 8] partial a", "[8/a, 8]", ["reduce_scatter"], ["all_gather"]),  # sequence parallel
     ("[8, 8]", "[8/a, 8]", ["slice"], ["all_gather"]),
     ("[8, 8] grad a", "[8/a, 8]", ["slice"], ["pad"]),
-    ("[8, 8]", "[8, 8] pending a", ["mask"], []),  # a bias that enters a pending sum
+    ("[8, 8]", "[8, 8] partial a", ["mask"], []),  # a bias that enters a pending sum
 ]
 
 
@@ -442,8 +442,8 @@ def test_the_pair_of_each_scheme(src, dst, forward, backward):
 def test_six_prime_axes_at_once():
     """A mesh of 64 × 9 ranks, everything moves at once."""
     mesh = Mesh.of(x=64, y=9)
-    src = parse_layout("[1024/x0, 64/x3, 64/x4, 64] pending x1.x2.x5")
-    dst = parse_layout("[1024/x5, 64/x1.x2, 64, 64/x0] pending x4")
+    src = parse_layout("[1024/x0, 64/x3, 64/x4, 64] partial x1.x2.x5")
+    dst = parse_layout("[1024/x5, 64/x1.x2, 64, 64/x0] partial x4")
     steps = redistribute(src, dst, mesh, 4, RING)
     assert steps[-1].after == dst
 

@@ -111,7 +111,7 @@ def test_backward_of_a_regular_pair_is_the_transpose_of_its_forward(problem, pri
     mesh, src, dst = problem
     rng = np.random.default_rng(seed)
     src = TensorLayout(
-        src.dims, src.pending, tuple(a for a in dst.pending if a not in src.split_axes + src.pending)
+        src.dims, src.partial, tuple(a for a in dst.partial if a not in src.split_axes + src.partial)
     )
     pair = reshard(src, dst, mesh, 4, prices)
     x, g = (rng.integers(-99, 99, src.shape).astype(np.float64) for _ in range(2))
@@ -183,18 +183,18 @@ def kinds(src: str, dst: str, prices: Prices = RING) -> list[str]:
     [
         # a parameter's storage, cut further as minor: used by a gather of the top axes, its gradient scattered back
         ("[1200/b.a, 800]", "[1200/b, 800]", ["all_gather(a)"]),
-        ("[1200/b, 800] pending a", "[1200/b.a, 800]", ["reduce_scatter(a)"]),
+        ("[1200/b, 800] partial a", "[1200/b.a, 800]", ["reduce_scatter(a)"]),
         ("[1200/b.a.c, 800]", "[1200/b, 800]", ["all_gather(a,c)"]),
         ("[1200/c.b, 800/a]", "[1200/c, 800]", ["all_gather(b,a)"]),
-        ("[1200/b, 800] pending a.c", "[1200/b.a, 800/c]", ["reduce_scatter(a,c)"]),
+        ("[1200/b, 800] partial a.c", "[1200/b.a, 800/c]", ["reduce_scatter(a,c)"]),
         # what is gathered lies below what stays: an exchange brings it to the top
         ("[1200/a.c, 800]", "[1200/c, 800]", ["all_to_all(a,c)", "all_gather(a)"]),
         # cut below what goes, in the wrong order: fewer bytes than to gather first
         ("[1200/c, 800]", "[1200/a.b, 800]", ["slice(a,b)", "all_to_all(a,b,c)", "all_gather(c)"]),
         ("[1200/a, 800]", "[1200, 800/a]", ["all_to_all(a)"]),
         ("[1200/a, 800/b]", "[1200, 800/a]", ["all_to_all(a,b)", "all_gather(b)"]),
-        ("[1200/a, 800] pending b.c", "[1200, 800/b] pending c", ["reduce_scatter(b)", "all_gather(a)"]),
-        ("[1200/a, 800/b]", "[1200, 800] pending a.c", ["all_gather(b)", "pad(a)", "mask(c)"]),
+        ("[1200/a, 800] partial b.c", "[1200, 800/b] partial c", ["reduce_scatter(b)", "all_gather(a)"]),
+        ("[1200/a, 800/b]", "[1200, 800] partial a.c", ["all_gather(b)", "pad(a)", "mask(c)"]),
     ],
 )  # fmt: skip
 def test_known_schedules(src, dst, steps):
@@ -202,7 +202,7 @@ def test_known_schedules(src, dst, steps):
 
 
 def test_dear_reduce_scatters_and_missing_exchanges_are_gone_round():
-    assert kinds("[1200/b, 800] pending a", "[1200/b.a, 800]", GLOO_LIKE) == ["all_reduce(a)", "slice(a)"]
+    assert kinds("[1200/b, 800] partial a", "[1200/b.a, 800]", GLOO_LIKE) == ["all_reduce(a)", "slice(a)"]
     gathered = kinds("[1200/a, 800]", "[1200, 800/a]", RING.without("all_to_all"))
     assert gathered == ["all_gather(a)", "slice(a)"]
 

@@ -94,7 +94,7 @@ def sequence_parallel(again: bool) -> Plan:
     for name in ("rms_norm", "rms_norm_1"):
         (letter,) = dim_letters(factors.sites[name].rule.inputs[0][1])
         strategies[name] = Strategy(((letter, (SubDim(8, ("tp",)),)),))
-        hubs[name] = replace(TensorLayout.whole(graph.types[name].shape), grad=("tp",))
+        hubs[name] = replace(TensorLayout.replicated(graph.types[name].shape), grad=("tp",))
     return replace(plan, strategies=strategies, hubs=hubs, again=frozenset(hubs if again else ()))
 
 

@@ -95,7 +95,7 @@ def test_every_kind_of_step_moves_the_same_bytes_as_the_simulation(tmp_path: Pat
     world = mw.world({"a": 2, "b": 2})
     handle = Handle(world.comm)
     texts = ["[6, 10]", "[6/a, 10/b]", "[6/b, 10/a]", "[6/a.b, 10]", "[6/b.a, 10]", "[6, 10/a.b]", "[(2 3/a), 10/b]",
-             "[6, 10] pending a.b", "[6/a, 10] pending b", "[6, {4/a | 6/a}]", "[6, (5/b 2)]"]
+             "[6, 10] partial a.b", "[6/a, 10] partial b", "[6, {4/a | 6/a}]", "[6, (5/b 2)]"]
     layouts = [parse_layout(t) for t in texts]
     whole = np.random.default_rng(0).standard_normal((6, 10))
     kinds = set()

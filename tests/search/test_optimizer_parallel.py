@@ -54,7 +54,7 @@ def test_runs_of_axes_are_innermost_first() -> None:
     assert run_of(axes, 4, mesh) == ("dp2", "tp")
     assert run_of(axes, 6, mesh) == ("dp0", "dp1")  # the only run of six
     assert run_of(axes, 5, mesh) == ("dp2", "tp")
-    assert repeated_axes(TensorLayout.whole((4,)), mesh) == axes
+    assert repeated_axes(TensorLayout.replicated((4,)), mesh) == axes
 
 
 def test_level_three_stores_split_and_gathers_again() -> None:

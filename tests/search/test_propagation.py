@@ -145,8 +145,8 @@ def test_pinned_norms_make_sequence_parallel() -> None:
             have, want = (parts.resharded.layouts[v] for v in (node.uses[0], node.name))
             split, other = (have, want) if enter else (want, have)
             # On the side of the norm the sequence is split; on the other it is whole, with a pending half.
-            assert str(split.forward) == "[4, 8/tp, 24]" and not split.pending and not split.grad
-            assert not other.split_axes and (other.grad if enter else other.pending) == ("tp",)
+            assert str(split.forward) == "[4, 8/tp, 24]" and not split.partial and not split.grad
+            assert not other.split_axes and (other.grad if enter else other.partial) == ("tp",)
             assert [s.kind for s in (pairs[node.name].forward if enter else pairs[node.name].backward)] == [
                 "all_gather"
             ]

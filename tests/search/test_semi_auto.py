@@ -121,9 +121,9 @@ def test_an_output_strategy_is_honoured(out: Any, layout: str) -> None:
     assert str(found.forward) == (layout if out else str(found.forward))
     before = parts.resharded.graph.producers[end.uses[0]]
     source = before.uses[0] if before.op == RESHARD else before.name
-    assert parts.resharded.layouts[source].pending == ("ranks1", "ranks2")
+    assert parts.resharded.layouts[source].partial == ("ranks1", "ranks2")
     if out:
-        assert not found.pending
+        assert not found.partial
 
 
 def test_operators_without_a_strategy_are_data_parallel() -> None:

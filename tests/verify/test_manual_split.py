@@ -184,8 +184,8 @@ def test_a_label_beyond_split_classes_is_the_error_of_torch() -> None:
 
 MESH = Mesh.of(a=2, b=3)
 TEXTS = ["[12, 6]", "[12:1+7+4/b, 6]", "[12:5+7/a, 6]", "[12:5+7/a, 6/b]", "[12/a, 6]", "[12/b, 6/a]",
-         "[12, 6] pending a", "[12:5+7/a, 6] pending b", "[12:1+0+4+2+2+3/a.b, 6]",
-         "[12:1+7+4/b, 6] pending a"]  # fmt: skip
+         "[12, 6] partial a", "[12:5+7/a, 6] partial b", "[12:1+0+4+2+2+3/a.b, 6]",
+         "[12:1+7+4/b, 6] partial a"]  # fmt: skip
 
 
 @pytest.mark.parametrize("src", TEXTS)
@@ -196,7 +196,7 @@ def test_between_any_two_layouts_the_values_stay(src: str) -> None:
     values = scatter(whole, have, MESH, np.random.default_rng(1))
     for text in TEXTS:
         want = parse_layout(text)
-        if want.pending and not have.pending:
+        if want.partial and not have.partial:
             continue
         steps = redistribute(have, want, MESH, 8)
         found = execute(steps, values, MESH)
@@ -208,7 +208,7 @@ def test_between_any_two_layouts_the_values_stay(src: str) -> None:
 def test_groups_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(LayoutError, match="groups 12 elements"):
         verify(parse_layout("[12:5+6/a]"), MESH)
-    with pytest.raises(LayoutError, match="cuts 2 groups of dim 0 into 3 blocks"):
+    with pytest.raises(LayoutError, match="splits 2 groups of dim 0 into 3 blocks"):
         verify(parse_layout("[12:5+7/b]"), MESH)
     assert isinstance(parse_layout("[12:5+7/a]"), TensorLayout)
 
@@ -216,7 +216,7 @@ def test_groups_that_do_not_add_up_are_refused() -> None:
 def test_a_checkpoint_has_the_boxes_of_the_groups() -> None:
     for text in TEXTS:
         layout = parse_layout(text)
-        if layout.pending:
+        if layout.partial:
             continue
         for rank in range(MESH.size):
             boxes = held_boxes(layout, MESH, rank)

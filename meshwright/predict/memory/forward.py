@@ -192,7 +192,7 @@ class ForwardWalk:
         return self.heap.new(self.types[node.name].size_bytes) if self.apart else self.heap.hold(source)
 
     def _shares(self, node: Node) -> bool:
-        """Whether the results lie in the memory of the first input."""
+        """Return whether the results lie in the memory of the first input."""
         view = node.op in VIEWS or node.op in REPEATS or node.op in PIECES
         return view and bool(node.uses) and node.name not in self.copying
 

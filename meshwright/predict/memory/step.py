@@ -133,7 +133,7 @@ class StepWalk(ForwardWalk):
                 self.heap.new(sum(g.on_wire(self.types[g.name].size_bytes) for g in group.members), "buckets")
 
     def _updated_on_host(self, name: str) -> bool:
-        """Whether a parameter's states, and what its update needs, are in another memory than the device's."""
+        """Return whether a parameter's states, and what its update needs, are in another memory than the device's."""
         return name in self.hosted or (self.offloaded and self.apart)
 
     def updated_bytes(self, name: str) -> int:
@@ -145,7 +145,7 @@ class StepWalk(ForwardWalk):
         """Bytes that one program of this rank makes of the results beside the loss, which a step keeps to its end;
         without those that are added up over micro-batches."""
         found, time = self.parts.resharded, set(self.parts.plan.mesh.time)
-        kept = {v for n, v in found.graph.outputs if n != LOSS and time.isdisjoint(found.layouts[v].pending)}
+        kept = {v for n, v in found.graph.outputs if n != LOSS and time.isdisjoint(found.layouts[v].partial)}
         mine = [self.values[v] for _, v in self.graph.outputs if self.of_one(v) in kept]
         return sum({id(storage): storage.size_bytes for storage in mine}.values())
 

@@ -110,8 +110,10 @@ class UpdateMemory:
         return sum(self.part_bytes(n) or 0 for n in apart)
 
     def takes(self, name: str) -> bool:
-        """Whether a gradient goes into rows that are scattered: one that comes from another stage too stays until
-        then."""
+        """Return whether a gradient goes into rows that are scattered.
+
+        A gradient that also comes from another stage waits for that one.
+        """
         return name in self.of and name not in self.beside.after
 
     def place(self, heap: Heap, name: str, gradient: Storage) -> None:

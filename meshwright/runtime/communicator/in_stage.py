@@ -109,7 +109,7 @@ class InStage:
         return Later(put)
 
     def _route(self, x: torch.Tensor, source: int, to: int) -> Route:
-        layout = TensorLayout.whole(tuple(x.shape))
+        layout = TensorLayout.replicated(tuple(x.shape))
         return Route(Laid(layout, self.meshes.mesh_at(source)), Laid(layout, self.meshes.mesh_at(to)))
 
     def from_first(

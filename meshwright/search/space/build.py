@@ -450,4 +450,4 @@ class Space:
         for node, port in self.graph.consumers[name]:
             at = state["node", self.ties.first(node.name)]
             found.add(self._layout(name, self.want(node.name, port), at).forward)
-        return found.pop() if len(found) == 1 and not next(iter(found)).pending else whole
+        return found.pop() if len(found) == 1 and not next(iter(found)).partial else whole

@@ -277,10 +277,10 @@ class _Places:
 
     def code(self, layout: TensorLayout) -> int | None:
         """The code; None for a cut at no place of the value."""
-        if AXIS in layout.pending:
+        if AXIS in layout.partial:
             return PENDING
         if not any(dim_axes(d) for d in layout.dims):
             return WHOLE_CODE
         if layout.dims in self._codes:
             return self._codes[layout.dims]
-        return self._normal.get(normalize(replace(layout, pending=(), grad=()), TABLE_MESH).dims)
+        return self._normal.get(normalize(replace(layout, partial=(), grad=()), TABLE_MESH).dims)

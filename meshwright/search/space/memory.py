@@ -17,7 +17,7 @@ import numpy as np
 
 from meshwright.core.graph import DTYPES, Graph
 from meshwright.core.placement import hosted_values
-from meshwright.core.remembered import remembered
+from meshwright.core.remembered import cached_on_first
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.operators import PIECES, PRODUCTS, REPEATS, VIEWS
 from meshwright.ops.saved import saved
@@ -160,7 +160,7 @@ def memory_of(
     return Memory(tuple(amounts), _gathered(space))
 
 
-@remembered
+@cached_on_first
 def _kept(
     space: Space, again: frozenset[str], sliced: bool, stay: tuple[tuple[str, int], ...]
 ) -> dict[int, np.ndarray]:
@@ -181,7 +181,7 @@ def _kept(
     return found
 
 
-@remembered
+@cached_on_first
 def _held(
     space: Space, optimizer_states: int, parked: frozenset[str], updated_there: bool
 ) -> dict[int, np.ndarray]:
@@ -293,7 +293,7 @@ def _gathers(
             yield edge, (each, 0.0, 0.0 if node.name in late else each)
 
 
-@remembered
+@cached_on_first
 def _gathered(space: Space) -> dict[tuple[int, int], np.ndarray]:
     """What readers gather for themselves: float64[3, states, states] for each pair."""
     _, _, late = _end(space.graph)
@@ -340,7 +340,7 @@ def fixed_bytes(space: Space) -> float:
     return float(sum(i.type.size_bytes for i in given))
 
 
-@remembered
+@cached_on_first
 def _end(graph: Graph) -> tuple[str, str, frozenset[str]]:
     """The node that reads most of what makes the loss, the last product, and the nodes after that."""
     graded = [n for n in graph.nodes if any(n.needs_grad)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.core.graph import AGAIN_MARK, PIN, Graph, Node
-from meshwright.core.remembered import remembered
+from meshwright.core.remembered import cached_on_first
 from meshwright.core.techniques import matches
 from meshwright.cost.operators import PIECES, REPEATS, VIEWS
 from meshwright.ops.saved import saved
@@ -29,7 +29,7 @@ class Layer:
         return tuple(v for n in self.nodes for v in n.values if v not in self.ends)
 
 
-@remembered
+@cached_on_first
 def layers_of(graph: Graph) -> tuple[Layer, ...]:
     """The layers as the model's own lists of modules tell them, at the level of nesting at which what every layer is
     given and the most that one of them keeps are least together. A model without lists has its modules as layers."""

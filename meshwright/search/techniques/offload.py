@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from meshwright.core.graph import Graph, Node
-from meshwright.core.placement import parked_parameters
+from meshwright.core.placement import offloaded_parameters
 from meshwright.core.techniques import ACTIVATIONS, PARAMETERS, Techniques, matches
 from meshwright.cost.strides import copying_views
 from meshwright.errors import PlanError, did_you_mean
@@ -67,7 +67,7 @@ def _parked_notes(graph: Graph, plan: Plan) -> list[str]:
                 why=f"{len(entries)} parameters are read; a pattern names them, or modules",
                 hint=did_you_mean(pattern, known),
             )
-    away = parked_parameters(graph, plan.hosts, asked)
+    away = offloaded_parameters(graph, plan.hosts, asked)
     small = [e for e in entries if e.name not in away and asked.parks_parameter(e.target, *e.ties)]
     if not small:
         return []
@@ -109,7 +109,7 @@ def _is_repeated(node: Node, value: str, graph: Graph, plan: Plan) -> bool:
     """Whether ranks repeat a value that they might keep in slices."""
     found = layouts(factors_of(graph).sites[node.name], plan.strategies[node.name])
     layout = found.outputs[node.values.index(value)]
-    whole = graph.types[value].is_float and not layout.pending
+    whole = graph.types[value].is_float and not layout.partial
     return whole and bool(repeated_axes(layout, plan.mesh))
 
 
@@ -166,7 +166,7 @@ def elsewhere(
         stay |= {n.name: 1 for n in (last.nodes if last else ()) if times(n.name) > 1}
     elif words:  # of layers that are named: all of it may go
         stay = dict.fromkeys((n.name for n in graph.nodes), 0)
-    parked = parked_parameters(graph, hosts, asked)
+    parked = offloaded_parameters(graph, hosts, asked)
     return Elsewhere(asked.slice_activation, stay, parked, "optimizer" in asked.offload)
 
 

@@ -87,7 +87,7 @@ def optimizer_parallel(graph: Graph, plan: Plan) -> Plan:
 def _use(plan: Plan, name: str) -> TensorLayout:
     """The layout in which a parameter is used: that of its hub, unless it enters there as one term of a sum."""
     hub = plan.hubs.get(name)
-    return plan.inputs[name] if hub is None or hub.pending else hub
+    return plan.inputs[name] if hub is None or hub.partial else hub
 
 
 def _stored(plan: Plan, found: Mapping[str, TensorLayout]) -> Plan:
@@ -108,7 +108,7 @@ def _updated(plan: Plan, found: Mapping[str, TensorLayout]) -> Plan:
 
 
 def _sums(plan: Plan, name: str) -> bool:
-    return name in plan.hubs and bool(plan.hubs[name].pending)
+    return name in plan.hubs and bool(plan.hubs[name].partial)
 
 
 def _stays_whole(entry: Input, plan: Plan) -> str:

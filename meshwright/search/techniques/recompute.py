@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from meshwright.core.graph import Graph, Node
-from meshwright.core.remembered import remembered
+from meshwright.core.remembered import cached_on_first
 from meshwright.core.techniques import RECOMPUTE
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.operators import CONVOLUTIONS, PRODUCTS
@@ -88,7 +88,7 @@ def _with(plan: Plan, again: set[str]) -> Plan:
     return replace(plan, keeps={**plan.keeps, **dict.fromkeys(sorted(again), "again")}) if again else plan
 
 
-@remembered
+@cached_on_first
 def again_of(graph: Graph, policy: str | float | tuple[tuple[str, str], ...]) -> frozenset[str]:
     """The values that a policy for all layers computes again; for a budget and for patterns those that they may."""
     if not policy:
