@@ -1,1 +1,1 @@
-"""What a plan costs on a cluster: seconds of operators and collectives, bytes of memory, and the timeline of a step."""
+"""The cost model of a cluster: descriptions of machines, and seconds of operators, collectives and transfers."""

@@ -1,7 +1,7 @@
-"""A cluster: what one device does in a second, and the links between devices from the outermost level to the innermost.
+"""A cluster: the speed of one device, and the links between devices from the outermost level to the innermost.
 
-Numbers are of two kinds: a data sheet's (peaks, `presets`) and a machine's own (`measured`, by `meshwright calibrate`).
-Where something is measured, prices use it; where not, a share of the peak.
+Numbers come from data sheets (peaks, `presets`) or from the machine itself (`measured`, by `meshwright calibrate`).
+Prices use measurements where there are any, and a share of the peak elsewhere.
 """
 
 from __future__ import annotations
@@ -30,12 +30,18 @@ class Cluster(Description):
 
     @staticmethod
     def preset(name: str, nodes: int = 1, ranks_per_node: int = 8) -> Cluster:
-        """A well-known machine by the numbers of its data sheets. Raises ClusterError, with the names there are."""
+        """Return a well-known machine by the numbers of its data sheets.
+
+        Raises ClusterError for an unknown name, with the known ones.
+        """
         return _cluster(presets.preset(name, nodes, ranks_per_node))
 
     @staticmethod
     def local(nproc: int = 1) -> Cluster:
-        """This machine's processors shared by `nproc` ranks, not calibrated: see `meshwright.cost.local_machine`."""
+        """Return this machine's processors, shared by `nproc` ranks and not calibrated.
+
+        See `meshwright.cost.local_machine`.
+        """
         return _cluster(local.describe(nproc))
 
     @staticmethod
@@ -49,7 +55,7 @@ class Cluster(Description):
         return _cluster(cluster_file.parse(text, source))
 
     def to_yaml(self, note: str = "") -> str:
-        """The text of a cluster file, commented; `note` becomes comment lines at its head."""
+        """Return the text of a cluster file, with comments; `note` becomes comment lines at its head."""
         return cluster_text.write(self, note)
 
     def save(self, path: str | Path, note: str = "") -> None:
@@ -62,12 +68,12 @@ class Cluster(Description):
                 text, encoding="utf-8"
             )
         except OSError as error:
-            hint = "a file in a folder that you may write to"
+            hint = "choose a file in a folder that you may write to"
             raise ClusterError(what, why=error.strerror or str(error), hint=hint) from None
 
     @property
     def device_type(self) -> str:
-        """torch's name for what the ranks compute on: a device without a link to a host is the host's processor."""
+        """torch's name for the type of device: one without a link to a host is the host's processor."""
         return "cuda" if self.host_bytes_per_s else "cpu"
 
     @functools.cached_property
@@ -84,16 +90,22 @@ class Cluster(Description):
 
     @functools.cached_property
     def prices(self) -> Prices:
-        """Seconds of collectives that the program waits for, as all reshards are: as measured between what ranks
-        compute, else as measured at all, else the same ring formulas for every kind on each level's link."""
+        """The prices, in seconds, of collectives that the program waits for, as for all reshards.
+
+        They are those measured between computations; else those measured alone; else ring formulas over each level's
+        link.
+        """
         known = self.measured.corrections
         factors = known.get("meeting", 1.0), known.get("waited", 1.0)
         return self._prices(self.measured.waited, dict.fromkeys(COLLECTIVES, factors))
 
     @functools.cached_property
     def hidden_prices(self) -> Prices:
-        """Seconds of collectives that are started and run beside what is computed, as sums of gradients do. What they
-        slow down, and what slows them, is `Measured.slowdown`. Sums are one class of work and rows another."""
+        """The prices, in seconds, of collectives that overlap with computation, as reductions of gradients do.
+
+        `Measured.slowdown` says how both slow each other down. Reductions are one class of work, gathers and scatters
+        of rows another.
+        """
         sums = self.measured.corrections.get("hidden", 1.0)
         rows = self.measured.corrections.get("hidden_rows", sums)
         return self._prices({}, dict.fromkeys(COLLECTIVES, (rows, rows)) | {"all_reduce": (sums, sums)})
@@ -103,7 +115,7 @@ class Cluster(Description):
         first: Mapping[str, Mapping[str, tuple[float, float]]],
         factors: Mapping[str, tuple[float, float]],
     ) -> Prices:
-        """`factors`: kind → what multiplies its latency and its seconds per byte."""
+        """Return prices. `factors` maps kinds to factors on their latency and their seconds per byte."""
         rows: dict[str, dict[str, tuple[float, float]]] = {kind: {} for kind in COLLECTIVES}
         for level in self.levels:
             known = {**self.measured.collectives.get(level.name, {}), **first.get(level.name, {})}
@@ -114,14 +126,16 @@ class Cluster(Description):
         return Prices.of(rows, self.growth)
 
     def message_seconds(self, level: Level, size_bytes: float) -> float:
-        """What a message between two ranks takes over a level, from when it is sent: as measured, else by its link."""
+        """Return the seconds of a message between two ranks over a level: as measured, else by its link."""
         known = self.measured.collectives.get(level.name, {})
         latency, rate = known.get("send", (level.latency_seconds, level.bytes_per_s))
         return latency + size_bytes / rate
 
     def place(self, mesh: Mesh) -> Mesh:
-        """The mesh with the link of every axis: axes are laid over the levels from the innermost outwards, and one
-        that spans two levels runs over the slower."""
+        """Return the mesh with the link of every axis.
+
+        Axes cover the levels from the innermost outwards. An axis that spans two levels runs over the slower one.
+        """
         borders: list[tuple[int, str]] = []  # (ranks within, level)
         inside = 1
         for level in reversed(self.levels):

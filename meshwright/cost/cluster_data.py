@@ -1,4 +1,4 @@
-"""What a cluster file says: a device, the levels of links, the host, and what was measured. Plain frozen data."""
+"""The data of a cluster file: a device, the levels of links, the host, and measurements. Plain frozen data."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Curve = tuple[tuple[float, float], ...]  # (amount of work, work per second reac
 
 @dataclass(frozen=True)
 class Device:
-    """One rank's device. `flops`: dtype (``f32``, ``bf16``) → peak FLOP/s, dense. `memory_bytes_per_s` is of its own
-    memory.
+    """The device of one rank.
 
-    `launch_seconds` is what starting one operator costs the host, the time a tiny operator takes.
+    `flops` maps dtypes (``f32``, ``bf16``) to dense peak FLOP/s. `memory_bytes_per_s` is the bandwidth of its memory.
+    `launch_seconds` is the host's time to start one operator, which is the time of a tiny operator.
     """
 
     name: str
@@ -25,8 +25,10 @@ class Device:
 
 @dataclass(frozen=True)
 class Level:
-    """One level of the cluster: `size` units of the next inner level, joined by links on which a rank sends
-    `bytes_per_s` while all ranks send, a message taking `latency_seconds` on its way."""
+    """One level of the cluster: `size` units of the next inner level and the links between them.
+
+    A rank sends `bytes_per_s` while all ranks send. A message takes `latency_seconds` to arrive.
+    """
 
     name: str
     size: int
@@ -36,17 +38,19 @@ class Level:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured on a machine; everything may be missing.
+    """Measurements of a machine. Everything may be missing.
 
-    `rates`: class of operators and dtype (``matmul f32``, ``attention f32``, ``memory``, ``update``) → curve of
-    work per second (FLOP/s, or bytes/s) over the work of one call. `collectives`: level → kind → (latency seconds a
-    round, bytes per second), one after the other with nothing else to do. `waited`: the same for one that a program
-    waits for between what it computes: caches are cold, ranks come at different times. `slowdown`: ``compute`` and
-    ``collective`` → factor while the other runs. `corrections`: class of operators, ``launch`` (what starting them
-    costs), ``meeting`` and ``waited`` (latency and bytes of collectives that the program waits for), ``hidden``
-    (sums that run beside compute) or ``hidden_rows`` (gathers and scatters that do; as ``hidden`` where it is missing)
-    → factor from whole training steps. `void`: rows that were measured while the
-    machine was not quiet. `post_seconds`: what starting to send or to receive a message takes of the time of a rank.
+    - `rates`: class of operators and dtype (``matmul f32``, ``attention f32``, ``memory``, ``update``) → curve of work
+      per second (FLOP/s, or bytes/s) over the work of one call.
+    - `collectives`: level → kind → (latency in seconds per round, bytes per second), measured alone.
+    - `waited`: the same for a collective that a program waits for between computations: caches are cold, and ranks
+      arrive at different times.
+    - `slowdown`: ``compute`` and ``collective`` → factor while the other runs.
+    - `corrections`: factors from full training steps, by class of operators, ``launch`` (starting them), ``meeting``
+      and ``waited`` (latency and bytes of collectives that the program waits for), ``hidden`` (reductions that overlap
+      with computation) and ``hidden_rows`` (gathers and scatters that do; ``hidden`` where it is missing).
+    - `void`: names of rows that were measured while the machine was busy.
+    - `post_seconds`: a rank's time to start sending or receiving a message.
     """
 
     rates: Mapping[str, Curve] = field(default_factory=dict)
@@ -60,10 +64,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Description:
-    """A cluster as its file has it. `levels` from the outermost (slowest) to the innermost.
+    """A cluster as described by its file. `levels` go from the outermost (slowest) to the innermost.
 
-    `host_memory_bytes` is one rank's share of its host's memory, `host_bytes_per_s` its link to the host, one way;
-    0 where there is none. `growth`: how the rounds of a collective grow with its ranks, see `Prices`.
+    `host_memory_bytes` is one rank's share of its host's memory. `host_bytes_per_s` is the bandwidth of its link to the
+    host, one way; 0 without a link. `growth` says how the rounds of a collective grow with its ranks (see `Prices`).
     """
 
     name: str

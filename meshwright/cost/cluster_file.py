@@ -1,7 +1,7 @@
-"""A cluster as a YAML file that people write and read: checked key by key, with the line of what is wrong.
+"""Read a cluster from a YAML file. Every key is checked, and an error names its line.
 
-Numbers may be written ``80e9``, ``3.35e12`` or ``1_000_000``, always in the unit that the key names: bytes, seconds,
-FLOP/s. Only safe YAML is read: no tags, nothing is built but numbers, texts, lists and mappings.
+Numbers may be written ``80e9``, ``3.35e12`` or ``1_000_000``, always in the unit of the key: bytes, seconds, FLOP/s.
+The reader accepts safe YAML only: no tags, and only numbers, texts, lists and mappings.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshwright.errors import ClusterError, did_you_mean, path_from, shown_path
 
 VERSION = 1
 MARK = "meshwright cluster"
-MOST_BYTES = 4 << 20  # of a cluster file: a calibrated one has some 10 kB
+MOST_BYTES = 4 << 20  # of a cluster file; a calibrated one has about 10 kB
 
 DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8e4m3", "f8e5m2", "i8")
 CLASSES = ("matmul", "attention", "causal", "conv", "memory", "elements", "update")
@@ -41,7 +41,7 @@ BESIDE_CLASSES = (
 HINT = "meshwright calibrate -o cluster.yaml writes such a file, Cluster.preset(name).to_yaml() another"
 
 
-# What a number may be: anything outside is a mistake of units or a slip, not a machine.
+# Plausible ranges: a number outside of them is in the wrong unit, or mistyped.
 Flops = Annotated[float, Meta(ge=1e6, le=1e18, description="FLOP/s")]
 Memory = Annotated[int, Meta(ge=1 << 20, le=10**15, description="bytes")]
 Rate = Annotated[float, Meta(ge=1e3, le=1e16, description="bytes/s")]
@@ -110,7 +110,7 @@ class Reader:
     lines: Mapping[tuple[Any, ...], int]
 
     def error(self, path: Sequence[Any], what: str, *, why: str = "", hint: str = "") -> ClusterError:
-        """An error about the entry at `path`, with the line of the nearest entry that the file has."""
+        """Return an error about the entry at `path`, with the line of the nearest entry in the file."""
         line = next(
             (self.lines[tuple(path[:n])] for n in range(len(path), -1, -1) if tuple(path[:n]) in self.lines),
             0,
@@ -118,7 +118,7 @@ class Reader:
         return ClusterError(what, why=why, where=f"{self.source}:{line}" if line else self.source, hint=hint)
 
     def typed(self, data: Any) -> _Data:
-        """The data as a record. Raises ClusterError that says what stands there, and what may."""
+        """Convert the data to a record. Raises ClusterError with the value found and the values allowed."""
         try:
             return typed(with_numbers(data, {}), _Data)
         except Wrong as wrong:
@@ -185,7 +185,7 @@ class Reader:
         )
 
     def _number(self, value: Any, path: Sequence[Any], limits: Meta, unit: str) -> ClusterError:
-        """The error of what is no number within its limits."""
+        """Return the error for a value that is not a number within its limits."""
         found, least, most = as_number(value), float(limits.ge or 0), float(limits.le or 0)
         if found is None or not math.isfinite(found):
             return self.error(
@@ -200,11 +200,11 @@ class Reader:
             return self.error(
                 path,
                 f"{show(path)} is {found:g}",
-                why=f"it counts {unit}: a whole number",
+                why=f"it counts {unit}, so it is a whole number",
                 hint=f"{path[-1]}: {math.floor(found)} or {math.ceil(found)}",
             )
         if found > 0 and unit != "units":
-            hint = "is it in another unit? the key says which is meant"
+            hint = "is it in another unit? The key names the unit"
         else:
             hint = (
                 f"{path[-1]}: {plain(most)} or less" if found > 0 else f"{path[-1]}: {plain(least)} or more"
@@ -228,11 +228,11 @@ def load(path: str | Path) -> Description:
     try:
         if file.stat().st_size > MOST_BYTES:
             raise ClusterError(
-                f"{file} is no cluster file", why=f"it has {file.stat().st_size} bytes", hint=HINT
+                f"{file} is not a cluster file", why=f"it has {file.stat().st_size} bytes", hint=HINT
             )
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = (error.strerror or str(error)) if isinstance(error, OSError) else "it is not a text in UTF-8"
+        why = (error.strerror or str(error)) if isinstance(error, OSError) else "it is not UTF-8 text"
         near = [str(p) for p in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
         hint = did_you_mean(str(file), near) if near and not file.exists() else HINT
         raise ClusterError(what, why=why, hint=hint) from None
@@ -240,7 +240,7 @@ def load(path: str | Path) -> Description:
 
 
 def parse(text: str, source: str = "the cluster") -> Description:
-    """A cluster from the text of a file. Raises ClusterError."""
+    """Parse the text of a cluster file. Raises ClusterError."""
     plain_data, reader = _read_yaml(text, source)
     if (version := plain_data[MARK]) != VERSION:
         why = f"this Meshwright reads version {VERSION}"
@@ -251,8 +251,8 @@ def parse(text: str, source: str = "the cluster") -> Description:
         raise reader.error(
             ["levels"],
             f"{source} has {ranks:,} ranks",
-            why=f"{' × '.join(str(level.size) for level in data.levels)}; at most {MOST_RANKS:,} are planned for",
-            hint="size counts units of the next inner level, not ranks in all",
+            why=f"{' × '.join(str(level.size) for level in data.levels)}; the limit is {MOST_RANKS:,}",
+            hint="size counts units of the next inner level, not all ranks",
         )
     device, host = data.device, data.host or _Host()
     levels = _levels(reader, data.levels)
@@ -275,11 +275,11 @@ def _levels(reader: Reader, data: Sequence[_Level]) -> tuple[Level, ...]:
             raise reader.error(
                 where,
                 f"{name!r} cannot name a level",
-                why="the axes of the mesh are called after it: node0, node1",
-                hint="letters, digits and _, and no digit first: gpu, or level_1",
+                why="the axes of the mesh are named after it: node0, node1",
+                hint="use letters, digits and _, without a leading digit: gpu, or level_1",
             )
         if name in names[:place]:
-            raise reader.error(where, f"the level {name!r} occurs twice", why="links are told apart by it")
+            raise reader.error(where, f"the level {name!r} occurs twice", why="links are identified by it")
     return tuple(Level(**structs.asdict(level)) for level in data)
 
 
@@ -301,7 +301,7 @@ def _measured(reader: Reader, data: _Measured, levels: Sequence[str]) -> Measure
         if sorted(set(works)) != works:
             where = ["measured", "rates", name]
             raise reader.error(
-                where, f"{show(where)} does not ascend", why="the amounts of work grow from pair to pair"
+                where, f"{show(where)} does not ascend", why="the amount of work must grow from pair to pair"
             )
     return Measured(
         rates={name: tuple(curve) for name, curve in (data.rates or {}).items()},
@@ -315,7 +315,7 @@ def _measured(reader: Reader, data: _Measured, levels: Sequence[str]) -> Measure
 
 
 def with_numbers(value: Any, known: dict[int, Any], key: Any = "") -> Any:
-    """The data with numbers for the texts that say one, but for names. What has no number stays as it is."""
+    """Return the data with texts that are numbers converted, except for names."""
     if isinstance(value, dict | list):
         if id(value) not in known:  # an alias is followed once
             known[id(value)] = value
@@ -347,18 +347,21 @@ def _read_yaml(text: str, source: str) -> tuple[Any, Reader]:
         place = f"{source}:{mark.line + 1}" if mark is not None else source
         why = error.problem or "it does not parse"
         raise ClusterError(
-            f"{source} is not YAML, or it was cut short", why=why, where=place, hint=HINT
+            f"{source} is not YAML, or it is truncated", why=why, where=place, hint=HINT
         ) from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         if isinstance(error, ClusterError):
             raise
         why = str(error).splitlines()[0] if str(error) else "it is nested too deeply"
         raise ClusterError(
-            f"{source} is not YAML, or it was cut short", why=why, where=source, hint=HINT
+            f"{source} is not YAML, or it is truncated", why=why, where=source, hint=HINT
         ) from None
     if not isinstance(data, dict) or MARK not in data:
         raise ClusterError(
-            f"{source} is no cluster file", why=f"it has no line {MARK!r}: {VERSION}", where=source, hint=HINT
+            f"{source} is not a cluster file",
+            why=f"it has no line {MARK!r}: {VERSION}",
+            where=source,
+            hint=HINT,
         )
     return data, reader
 
@@ -403,7 +406,7 @@ def as_number(value: Any) -> float | None:
 
 
 def show(path: Sequence[Any]) -> str:
-    """``device.flops.f32``, ``levels[1].size``; the whole file is ``the cluster``."""
+    """Return a path as text: ``device.flops.f32``, ``levels[1].size``; the file itself is ``the cluster``."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"
@@ -411,12 +414,12 @@ def show(path: Sequence[Any]) -> str:
 
 
 def plain(number: float) -> str:
-    """As one would read it aloud: ``1,048,576``, ``1e+15``."""
+    """Return a number for a reader: ``1,048,576``, ``1e+15``."""
     return f"{number:,.0f}" if number == int(number) and abs(number) < 1e7 else f"{number:g}"
 
 
 def describe(value: Any) -> str:
-    """What stands there, in few words."""
+    """Describe a value in few words."""
     if value is None:
         return "empty"
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A cluster as the text of a YAML file: commented, its numbers as engineers write them, no digit lost."""
+"""Write a cluster as the text of a YAML file, with comments and numbers in engineering notation, without rounding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.cost.cluster_file import MARK, VERSION
 
 
 def write(cluster: Description, note: str = "") -> str:
-    """The text; `note` becomes comment lines at its head."""
+    """Return the text of a cluster file; `note` becomes comment lines at its head."""
     return "\n".join([*(f"# {row}".rstrip() for row in note.splitlines()), *_lines(cluster)]) + "\n"
 
 
@@ -64,7 +64,7 @@ def _measured(measured: Measured) -> Iterator[str]:
         yield f"  post_seconds: {number(measured.post_seconds)} # {said}"
     yield from _factors("slowdown", "while the other of the two runs", measured.slowdown)
     yield from _factors(
-        "corrections", "of the time of a class of operators, from whole steps", measured.corrections
+        "corrections", "on the time of a class of operators, from full training steps", measured.corrections
     )
     if measured.void:
         yield "  void: # measured while the machine was not quiet: calibrate again"
@@ -92,7 +92,7 @@ def _curve(curve: Curve) -> str:
 
 
 def number(value: float) -> str:
-    """Exponents in threes, all digits kept: 3350000000000 → ``3.35e12``, 0.000361 → ``361e-6``, 40 → ``40``."""
+    """Return a number in engineering notation with all digits: ``3.35e12``, ``361e-6`` for 0.000361, ``40``."""
     if value == int(value) and abs(value) < 10_000:
         return str(int(value))
     exact = Decimal(repr(value)).normalize()
@@ -104,6 +104,6 @@ def number(value: float) -> str:
 
 
 def text(value: str) -> str:
-    """A name, quoted where YAML would read something else."""
+    """Return a name, quoted where YAML would read it as something else."""
     shown = yaml.safe_dump(value, allow_unicode=True, width=10_000, default_flow_style=True).strip()
     return shown.removesuffix("...").strip()

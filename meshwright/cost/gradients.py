@@ -1,4 +1,4 @@
-"""What it costs to add up the gradients of parameters, as a price that is the sum over parameters."""
+"""The price of reducing gradients over ranks, as a sum over parameters."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def reduction_seconds(
     bucket_bytes: int,
     kind: str = "all_reduce",
 ) -> Amount:
-    """Seconds to all-reduce gradients of `size_bytes` (one number, or an array) over some axes; or, by `kind`, to
-    reduce-scatter that many or to all-gather weights that are as many together.
+    """Return the seconds to all-reduce gradients of `size_bytes` (a number or an array) over some axes.
 
-    A gradient pays its share of a full bucket, latency included: ``bytes / rate + latency · bytes / bucket``, since
-    small gradients wait for each other and start together; without buckets (0) each has a latency of its own. Axes of
-    size 1 cost nothing.
+    `kind` may also be a reduce-scatter of as many bytes, or an all-gather of weights that have as many bytes together.
+    A gradient pays its share of a full bucket, with latency: ``bytes / rate + latency · bytes / bucket``, since small
+    gradients wait for each other and start together. Without buckets (0) each pays the full latency. Axes of size 1
+    cost nothing.
     """
     axes = tuple(a for a in axes if mesh.sizes[a] > 1)
     if not axes:

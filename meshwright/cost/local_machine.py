@@ -1,9 +1,8 @@
-"""This machine's processors as a cluster, without calibrating: quick to get, and rough.
+"""A quick and rough description of this machine's processors as a cluster, without calibration.
 
-Cores and memory are asked of the system (of the control group where there is one), FLOP/s and bytes/s come from two
-short probes of numpy, and are divided among the ranks. Links are what gloo over loopback reached on a machine of two
-cores (see `TWO_CORE_GLOO` in `meshwright.redistribute.prices`). ``meshwright calibrate`` measures all of it, with all
-ranks at once, on GPUs too.
+The system (or its control group) reports cores and memory. Two short probes of numpy give FLOP/s and bytes/s, which are
+divided among the ranks. Links are those of gloo over loopback on a machine of two cores (`TWO_CORE_GLOO` in
+`meshwright.redistribute.prices`). ``meshwright calibrate`` measures everything with all ranks at once, also on GPUs.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ MOST_THREADS = 16  # few machines need more to fill their memory's lanes
 LAUNCH_SECONDS = 3e-6  # a tiny operator of eager PyTorch on a processor takes 1 to 5 µs
 LINK_BYTES_PER_S, LINK_LATENCY_SECONDS = 1.0e9, 400e-6  # gloo over loopback, the middle of its collectives
 MOST_PROCESSES = 4096
-FALLBACK_MEMORY = 8 << 30  # where the system does not tell
+FALLBACK_MEMORY = 8 << 30  # if the system does not report it
 
 
 def describe(nproc: int) -> Description:
-    """This machine shared by `nproc` ranks. Raises ClusterError for a number that is not 1 … 4096."""
+    """Describe this machine, shared by `nproc` ranks. Raises ClusterError unless `nproc` is from 1 to 4096."""
     if isinstance(nproc, bool) or not isinstance(nproc, int) or not 1 <= nproc <= MOST_PROCESSES:
         raise ClusterError(
             f"a machine of {nproc!r} ranks",
@@ -48,12 +47,12 @@ def describe(nproc: int) -> Description:
 
 
 def cores() -> int:
-    """The cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_bytes() -> int:
-    """The memory that processes here may use in all: the machine's, or the limit of the control group."""
+    """Return the memory in bytes that processes here may use in all: the machine's, or the control group's limit."""
     try:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
@@ -67,14 +66,14 @@ def memory_bytes() -> int:
 
 
 def flops_per_s(dtype: str) -> float:
-    """FLOP/s of numpy's matrix product with all the threads it takes: the best of a few calls."""
+    """Return the FLOP/s of numpy's matrix product with all of its threads: the best of a few calls."""
     a = np.ones((MATMUL, MATMUL), dtype)
     out = np.empty_like(a)
     return 2 * MATMUL**3 / best_seconds(lambda: np.matmul(a, a, out=out), PROBE_SECONDS / 2)
 
 
 def copy_bytes_per_s() -> float:
-    """Bytes/s that all cores together read and write in copies."""
+    """Return the bytes/s that all cores together read and write in copies."""
     threads = min(cores(), MOST_THREADS)
     pairs = [(np.zeros(COPY_BYTES, np.uint8), np.ones(COPY_BYTES, np.uint8)) for _ in range(threads)]
     with ThreadPoolExecutor(threads) as pool:  # a copy leaves the interpreter's lock
@@ -83,7 +82,7 @@ def copy_bytes_per_s() -> float:
 
 
 def best_seconds(call: Callable[[], object], budget_seconds: float) -> float:
-    """The shortest of as many calls as fit the budget, two at least."""
+    """Return the shortest time of as many calls as fit the budget, but of at least two."""
     best, end, calls = float("inf"), time.perf_counter() + budget_seconds, 0
     while calls < 2 or time.perf_counter() < end:
         began = time.perf_counter()

@@ -1,8 +1,8 @@
-"""Seconds of an operator's work on a device: a roofline with the machine's own rates where it was calibrated.
+"""The seconds of an operator on a device: a roofline, with measured rates where the machine was calibrated.
 
 An operator takes the longer of its arithmetic and its memory traffic, each at the rate reached for work of its size
-(Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", CACM 52(4), 2009), and a fixed time
-for each kernel it starts. Rates, measured ones too, are those of the work alone: `launch_seconds` comes on top.
+(Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", CACM 52(4), 2009), plus a fixed time
+for each kernel it starts. All rates exclude that fixed time, `launch_seconds`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from meshwright.cost.operators import Amount, Work
 
 @dataclass(frozen=True)
 class Share:
-    """The share of a peak that is reached: `large` for large work, half of that at `half` units of it (a saturating
-    curve ``large · w / (w + half)``, Hockney's n½; `half` is in seconds at the peak, so that it fits any device)."""
+    """The share of a peak that work reaches: `large` for large work, and half of that at a size `half`.
+
+    The curve is ``large · w / (w + half)`` (Hockney's n½). `half_seconds` is in seconds at the peak, so that it fits
+    any device.
+    """
 
     large: float
     half_seconds: float
 
 
 # Where nothing is measured. Large matrix products reach 60-75 % of the data sheet in published reports (Megatron-LM,
-# Narayanan et al. 2021, Table 1: 44-52 % of a whole A100 step; PaLM, Chowdhery et al. 2022: 57.8 % of a TPU step with
-# everything else in it); FlashAttention-2 (Dao 2023) 50-73 % of an A100; STREAM copies 80-90 % of memory's data sheet.
-# What a kernel needs until its pipeline is full is of the order of its launch: a few microseconds.
+# Narayanan et al. 2021, Table 1: 44-52 % of a full A100 step; PaLM, Chowdhery et al. 2022: 57.8 % of a full TPU step);
+# FlashAttention-2 (Dao 2023) 50-73 % of an A100; STREAM copies 80-90 % of memory's data sheet.
+# A kernel fills its pipeline in about the time of a launch: a few microseconds.
 SHARES: dict[str, Share] = {
     "matmul": Share(0.70, 5e-6),
     "attention": Share(0.50, 10e-6),
@@ -38,15 +41,16 @@ SHARES: dict[str, Share] = {
     "memory": Share(0.80, 1e-6),
 }
 ARITHMETIC = ("matmul", "attention", "causal", "conv")
-ALIKE = {"causal": "attention"}  # has its corrections, and its rates where there are none of its own
-# What a linear costs more whose weights' half of backward waits, in operators that are started (profiled): forward and
-# backward an autograd function of our own, later a place in the queue and a second walk to the parameters.
+# Kinds that use the corrections of another kind, and its rates if they have none.
+ALIKE = {"causal": "attention"}
+# The extra cost, in operator launches (profiled), of a linear whose weight gradients are delayed: an autograd function
+# of our own in forward and backward, then a place in the queue and a second pass to the parameters.
 QUEUED = (2.0, 0.5, 1.5)
 NARROW = {"f16": "bf16", "bf16": "f16", "f8e4m3": "bf16", "f8e5m2": "bf16"}  # where a peak is not given
 
 
 def seconds(work: Work, device: Device, measured: Measured | None = None) -> tuple[Amount, Amount]:
-    """Seconds forward and backward of one call. Vectorised over the amounts of `work`."""
+    """Return the seconds of one call, forward and backward. Vectorised over the amounts of `work`."""
     known = measured or Measured()
     if work.kind == "free":
         return (0.0, 0.0)
@@ -70,8 +74,10 @@ def seconds(work: Work, device: Device, measured: Measured | None = None) -> tup
 def update_seconds(
     elements: Amount, states: int, device: Device, measured: Measured | None = None, itemsize: int = 4
 ) -> Amount:
-    """Seconds of an optimizer's update of `elements` parameters with `states` moments each: parameter, gradient and
-    states are read, parameter and states are written."""
+    """Return the seconds of an optimizer's update of `elements` parameters with `states` moments each.
+
+    It reads parameter, gradient and states, and writes parameter and states.
+    """
     known = measured or Measured()
     moved = elements * itemsize * float(2 + states + 1 + states)
     curve = known.rates.get("update")
@@ -80,12 +86,12 @@ def update_seconds(
 
 
 def launch_seconds(device: Device, measured: Measured) -> float:
-    """What starting one operator costs in a training step."""
+    """Return the seconds to start one operator in a training step."""
     return device.launch_seconds * measured.corrections.get("launch", 1.0)
 
 
 def memory_rate(moved: Amount, device: Device, measured: Measured) -> Amount:
-    """Bytes per second that an operator reaches which moves so many bytes."""
+    """Return the bytes per second of an operator that moves so many bytes."""
     curve = measured.rates.get("memory")
     if curve:
         return at(curve, moved)
@@ -93,7 +99,7 @@ def memory_rate(moved: Amount, device: Device, measured: Measured) -> Amount:
 
 
 def arithmetic_rate(kind: str, dtype: str, flops: Amount, device: Device, measured: Measured) -> Amount:
-    """FLOP/s that an operator of a kind reaches with so many FLOPs."""
+    """Return the FLOP/s of an operator of a kind with so many FLOPs."""
     for name in (kind, ALIKE.get(kind, kind)):
         if curve := measured.rates.get(f"{name} {dtype}"):
             return at(curve, flops)
@@ -104,8 +110,10 @@ def arithmetic_rate(kind: str, dtype: str, flops: Amount, device: Device, measur
 
 
 def element_rate(device: Device, measured: Measured) -> float:
-    """FLOP/s of pointwise arithmetic: the ``elements`` curve's end, else a quarter of the peak (no fused multiply-add,
-    and one half of the rest goes into loads and stores)."""
+    """Return the FLOP/s of pointwise arithmetic: the end of the ``elements`` curve, else a quarter of the peak.
+
+    Pointwise operators do without fused multiply-add, and half of the rest goes into loads and stores.
+    """
     curve = measured.rates.get("elements")
     if curve:
         return curve[-1][1]
@@ -114,7 +122,7 @@ def element_rate(device: Device, measured: Measured) -> float:
 
 
 def peak_flops(device: Device, dtype: str) -> float:
-    """Peak FLOP/s of a dtype; of the nearest one that the device names, else half of f32's for each doubling."""
+    """Return the peak FLOP/s of a dtype, or of the nearest known one, or half of f32's for each doubling of size."""
     if dtype in device.flops:
         return device.flops[dtype]
     near = NARROW.get(dtype, "")
@@ -125,7 +133,7 @@ def peak_flops(device: Device, dtype: str) -> float:
 
 
 def at(curve: Curve, amount: Amount) -> Amount:
-    """A measured rate at an amount of work: straight lines over the logarithm of the work, flat beyond the ends."""
+    """Interpolate a measured rate linearly over the logarithm of the work; it is constant beyond the ends."""
     works: Sequence[float] = [w for w, _ in curve]
     rates: Sequence[float] = [r for _, r in curve]
     return np.interp(np.log(np.maximum(amount, 1e-9)), np.log(np.maximum(works, 1e-9)), rates)
@@ -138,7 +146,7 @@ def _share(kind: str, amount: Amount, peak: float) -> Amount:
 
 
 def _plain(amount: Amount) -> Amount:
-    """A float where it is one number."""
+    """Return a float if the amount is a single number."""
     return float(amount) if np.ndim(amount) == 0 else amount
 
 

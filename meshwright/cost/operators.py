@@ -1,11 +1,11 @@
 """The work of an operator on one rank: FLOPs, bytes moved through memory and kernels started, forward and backward.
 
-All of it follows from the operator's rule: a tensor's size is the product of its letters' sizes, a product of two
-tensors costs 2 FLOPs for every combination of their letters. Sizes may be numpy arrays, one place for each strategy,
-so a search prices all strategies of an operator in one call; nothing here branches on a size.
+All of it follows from the operator's rule: the size of a tensor is the product of its letters' sizes, and a product of
+two tensors costs 2 FLOPs for every combination of their letters. Sizes may be numpy arrays with an entry for each
+strategy, so a search prices all strategies of an operator in one call. Nothing here branches on a size.
 
-What backward reads is what autograd keeps (`ops/saved.py`): the gradients of the results, the saved tensors, and it
-writes the gradient of every input that wants one. The tables below hold the operators for which that is not so.
+Backward reads the gradients of the results and the tensors that autograd saved (`ops/saved.py`), and writes the
+gradient of every input that needs one. The tables below list the exceptions.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from meshwright.core.graph import DTYPES, MOVES, PIN, START, WAIT, Node, TensorT
 from meshwright.ops.rule import Port, Rule
 from meshwright.ops.saved import EXTRA, fused_attention, saved
 
-Amount = Any  # float, or a float64 array with a place for each strategy
+Amount = Any  # float, or a float64 array with an entry for each strategy
 Pair = tuple[Amount, Amount]  # forward, backward
 
 
 @dataclass(frozen=True)
 class Work:
-    """One call of an operator on one rank. `kind`: ``matmul``, ``attention``, ``causal`` (attention with that mask, in
-    one kernel), ``conv``, ``memory`` or ``free`` (a view, nothing runs). Amounts are floats, or float64 arrays over
-    strategies. Bytes count what crosses the device's memory once for each read and write. The FLOPs of ``memory`` are
-    those of `ELEMENT_FLOPS`."""
+    """One call of an operator on one rank.
+
+    `kind` is ``matmul``, ``attention``, ``causal`` (attention with a causal mask, in one kernel), ``conv``, ``memory``
+    or ``free`` (a view: nothing runs). Amounts are floats, or float64 arrays over strategies. Bytes count every read
+    and write of device memory. The FLOPs of ``memory`` are those of `ELEMENT_FLOPS`.
+    """
 
     kind: str
     dtype: str
@@ -56,29 +58,29 @@ CONVOLUTIONS = _named("conv1d conv2d conv3d conv1d.padding conv2d.padding convol
                       "conv_transpose2d.input")  # fmt: skip
 ATTENTION = frozenset({"aten.scaled_dot_product_attention.default", "meshwright.attention_dropout"})
 
-# Nothing runs forward. Backward of the first group is a view too; of the second a sum, of the third a write of the
-# whole input's gradient, since the pieces are put where they came from.
+# Nothing runs forward. Backward of the first group is a view too; of the second a sum; of the third a write of the full
+# gradient of the input, into which the pieces are put.
 VIEWS = _named("view reshape permute transpose.int t alias detach conj contiguous lift_fresh_copy") | {
     PIN, *MOVES, START, WAIT, "aten.view_as_real.default", "aten.view_as_complex.default"}  # fmt: skip
 REPEATS = _named("expand")
 PIECES = _named("slice.Tensor split_with_sizes unbind.int real imag")
 
-# Gradients that pass through as they are: no kernel backward for a port of the same dims as the result.
+# Operators that pass gradients through unchanged: no kernel in backward for a port with the dims of the result.
 THROUGH = _named("add.Tensor add.Scalar sub.Tensor sub.Scalar clone sum sum.dim_IntList")
 NOT_THROUGH = {"aten.sub.Tensor": 1}  # its second gradient is negated
 
-# Operators that broadcast: the gradient of a smaller port is made in full and then summed.
+# Operators that broadcast: the gradient of a smaller port is computed in full and then summed.
 BROADCASTS = _named("add.Tensor sub.Tensor rsub.Tensor mul.Tensor multiply.Tensor div.Tensor true_divide.Tensor "
                     "div.Tensor_mode pow.Tensor_Tensor maximum minimum max.other min.other where.self atan2 hypot "
                     "logaddexp addcmul addcdiv lerp.Tensor masked_fill.Tensor")  # fmt: skip
 
-# Reads as many elements of its first input as it has results, not the whole table; its gradient is whole.
+# Read as many elements of the first input as there are results, not the full table; the gradient has the full size.
 LOOKUPS = _named("embedding gather index_select index.Tensor") | {"meshwright.embedding_rows"}
 LIKES = _named("rand_like randn_like randint_like randint_like.low_dtype")  # read only a shape
 
-# Passes over the first input beyond the usual ones: (forward, backward). Cross entropy's backward fills the gradient of
-# the log-probabilities with zeros and reads it again; softmax and norms go over their rows twice, the second time in
-# cache; batch norm goes over all of its input twice, a sort does so for each of about log2(n) / 4 levels.
+# Extra passes over the first input: (forward, backward). Backward of cross entropy fills the gradient of the
+# log-probabilities with zeros and reads it again. Softmax and norms read their rows twice, the second time from cache.
+# Batch norm reads all of its input twice, and a sort does so for each of about log2(n) / 4 levels.
 PASSES: dict[str, tuple[float, float]] = {
     "aten.cross_entropy_loss.default": (1, 2),
     "meshwright.cross_entropy_split": (4, 4),
@@ -90,7 +92,7 @@ PASSES: dict[str, tuple[float, float]] = {
     "meshwright.dropout": (2, 0),
 }  # fmt: skip
 
-# Kernels started where it is not one: (forward, backward), as torch 2.13 runs these compositions.
+# Numbers of kernels other than one: (forward, backward), as torch 2.13 runs these compositions.
 LAUNCHES: dict[str, tuple[int, int]] = {
     "aten.cross_entropy_loss.default": (2, 2),
     "meshwright.cross_entropy_split": (14, 9),
@@ -107,9 +109,9 @@ LAUNCHES: dict[str, tuple[int, int]] = {
     EXPERT_LINEAR: (6, 10),
 }
 
-# FLOPs of one element, (forward, backward), where arithmetic outweighs memory traffic. They are in units of a device's
-# simple vector arithmetic (a quarter of its peak), found on one AVX2 core from times on 65,536 cached f32 elements
-# (torch 2.13); on a GPU memory traffic outweighs all but the longest of them. `calibrate` corrects their class.
+# FLOPs per element, (forward, backward), where arithmetic outweighs memory traffic. The unit is a device's simple
+# vector arithmetic (a quarter of its peak), measured on one AVX2 core with 65,536 cached f32 elements (torch 2.13).
+# On a GPU, memory traffic outweighs all but the longest of them. `calibrate` corrects their class.
 ELEMENT_FLOPS: dict[str, tuple[float, float]] = {
     "aten.gelu.default": (10, 20),
     "aten.silu.default": (10, 10),
@@ -150,11 +152,11 @@ def work(
     *,
     copies: bool = False,
 ) -> Work:
-    """The work of a node on a rank.
+    """Return the work of a node on a rank.
 
-    `local`: letter of the rule (a part as ``s.0``) → how many elements of it the rank holds, a number or an array.
-    `types`: value → dtype and global shape. `needs_grad`: per port, whether its gradient is wanted. `copies`: the node
-    is a view that copies, as the strides of its input demand (`cost/strides.py` finds them).
+    `local` maps letters of the rule (a part as ``s.0``) to the number of elements on the rank, a number or an array.
+    `types` maps values to dtype and global shape. `needs_grad` says for each port whether its gradient is needed.
+    `copies`: the node is a view that must copy because of the strides of its input (`cost/strides.py`).
     """
     sizes = _Sizes(node, rule, local, types, tuple(needs_grad))
     op = node.op
@@ -170,7 +172,7 @@ def work(
 
 
 class _Sizes:
-    """Sizes of one node's tensors on a rank, and the work that follows from them."""
+    """The sizes of one node's tensors on a rank, and its work."""
 
     def __init__(
         self,
@@ -186,7 +188,7 @@ class _Sizes:
         self.ports = [types[u] for u in node.uses]
         self.inputs = [self._bytes(p, t) for p, t in zip(rule.inputs, self.ports, strict=True)]
         self.outputs = [self._bytes(p, t) for p, t in zip(rule.outputs, node.outputs, strict=True)]
-        # The gradients that come in: of the results that carry one.
+        # The incoming gradients: those of results that need one.
         self.gradients = _sum(
             b for b, t in zip(self.outputs, node.outputs, strict=True) if flows and t.is_float
         )
@@ -207,14 +209,16 @@ class _Sizes:
     # -------------------------------------------------- products
 
     def product(self) -> Work:
-        """2 FLOPs for each combination of the factors' letters; backward one such product for each factor that wants
-        a gradient, and a sum for a bias that does."""
+        """Count 2 FLOPs for each combination of the factors' letters.
+
+        Backward has one such product for each factor that needs a gradient, and a sum for a bias that does.
+        """
         rule, node = self.rule, self.node
         factors = max(rule.terms, key=len, default=()) or tuple(range(min(2, len(self.inputs))))
         letters = self._letters(*(rule.inputs[p] for p in factors), *rule.outputs)
         if (
             node.op.startswith("transformers.grouped_mm") or node.op == EXPERT_LINEAR
-        ):  # a row meets the weight of one expert alone
+        ):  # a row meets the weight of one expert only
             letters = self._letters(rule.inputs[0], *rule.outputs)
         flops = 2.0 * self._elements(letters)
         (out,) = self.outputs
@@ -230,7 +234,7 @@ class _Sizes:
         return self._made("matmul", (flops, back_flops), (_sum(self.inputs) + out, back_bytes), (1, launches))
 
     def convolution(self) -> Work:
-        """2 FLOPs for each element of the weight and place of the result (of the input, where transposed)."""
+        """Count 2 FLOPs for each element of the weight and position of the result (of the input, if transposed)."""
         rule, node = self.rule, self.node
         transposed = "transpose" in node.op or (node.op == "aten.convolution.default" and bool(node.args[6]))
         flops = 2.0 * self._elements(
@@ -248,8 +252,10 @@ class _Sizes:
         )
 
     def attention(self) -> Work:
-        """Two products forward; backward five (the scores again), or four where the probabilities were kept. A causal
-        mask spares the blocks above the diagonal while a rank holds all queries."""
+        """Count two products forward; backward five (the scores again), or four if the probabilities were saved.
+
+        A causal mask skips the blocks above the diagonal if a rank holds all queries.
+        """
         rule, node = self.rule, self.node
         q, k, v = rule.inputs[:3]
         pairs = self._elements(self._letters(q, k[:-1]))  # (query, key, width) of all heads
@@ -285,7 +291,7 @@ class _Sizes:
     # -------------------------------------------------- memory
 
     def view(self, copies: bool) -> Work:
-        """Nothing, or a copy; the gradient of pieces is written in full, that of repetitions is summed."""
+        """Count nothing, or a copy. The gradient of pieces is written in full, that of repetitions is summed."""
         op, wanted = self.node.op, any(self.wanted)
         out = _sum(self.outputs)
         forward = 2 * out if copies else 0.0
@@ -299,7 +305,7 @@ class _Sizes:
         return self._made(kind, (0.0, 0.0), (forward, backward), (int(copies), launches))
 
     def memory(self) -> Work:
-        """Reads its inputs, writes its results and what it keeps beside; backward as the module says."""
+        """Count reads of inputs, and writes of results and of extra saved tensors; backward as the module says."""
         node, op = self.node, self.node.op
         kept = saved(node, self.types, self.wanted)
         extra = self._extra(kept.extra_bytes)
@@ -321,14 +327,14 @@ class _Sizes:
         return self._made("memory", flops, (forward, backward), (launches[0], launches[1] if count else 0))
 
     def _largest(self) -> Amount:
-        """Elements of the first input or the first result, whichever are more; a table that is looked up has no say."""
+        """Return the elements of the first input or result, whichever is larger; without a table of a look-up."""
         found = [self.outputs[0] / DTYPES[self.node.outputs[0].dtype]]
         if self.inputs and self.node.op not in LOOKUPS:
             found.append(self.inputs[0] / DTYPES[self.ports[0].dtype])
         return functools.reduce(np.maximum, found) if len(found) > 1 else found[0]
 
     def _backward(self, inputs: Sequence[int], outputs: Sequence[int], extra: Amount) -> tuple[Amount, int]:
-        """Bytes and kernels of the gradients of a memory-bound operator."""
+        """Return bytes and kernels of the gradients of a memory-bound operator."""
         op, result = self.node.op, self.rule.outputs[0]
         reads = _sum(self.inputs[p] for p in inputs) + _sum(self.outputs[o] for o in outputs) + extra
         if op in LOOKUPS:
@@ -353,12 +359,12 @@ class _Sizes:
                 total, count = total + self.inputs[port], count + 1
         if count:
             total = total + reads + self.gradients
-        if op not in BROADCASTS:  # one kernel makes the gradients of all inputs
+        if op not in BROADCASTS:  # one kernel computes the gradients of all inputs
             count = min(count, 1)
         return total, count
 
     def _extra(self, whole_bytes: int) -> Amount:
-        """What is kept beside inputs and results, scaled to the rank by the first input."""
+        """Return the bytes saved beside inputs and results, scaled to the rank by the first input."""
         if not whole_bytes or self.node.op not in EXTRA or not self.inputs:
             return 0.0
         return self.inputs[0] * (whole_bytes / max(self.ports[0].size_bytes, 1))

@@ -1,7 +1,7 @@
-"""Well-known machines by the their data sheets: a cluster file each in ``machines/``, a source at every number.
+"""Well-known machines by their data sheets: a cluster file each in ``machines/``, with a source for every number.
 
-A preset's file describes one node with as many ranks as it can have (its inner levels) below a level ``node`` of
-size 1. `preset` sets the sizes: ranks fill a node from the innermost level outwards.
+The file of a preset describes one full node (its inner levels) below a level ``node`` of size 1. `preset` sets the
+sizes: ranks fill a node from the innermost level outwards.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ ALIASES = {
 
 
 def names() -> tuple[str, ...]:
-    """The presets there are."""
+    """Return the names of the presets."""
     folder = resources.files("meshwright.cost") / "machines"
     return tuple(sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")))
 
 
 def preset(name: str, nodes: int = 1, ranks_per_node: int = 8) -> Description:
-    """A machine of `nodes` nodes. Raises ClusterError for a name or a size that cannot be."""
+    """Return a machine of `nodes` nodes. Raises ClusterError for an unknown name or an impossible size."""
     key = re.sub(r"[ _]", "-", str(name).strip().lower())
     key = ALIASES.get(key, key)
     if key not in names():
@@ -41,12 +41,12 @@ def preset(name: str, nodes: int = 1, ranks_per_node: int = 8) -> Description:
     for value, what in ((nodes, "nodes"), (ranks_per_node, "ranks_per_node")):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ClusterError(
-                f"{what} is {value!r}", why="it counts machines: a whole number, at least 1", hint=f"{what}=2"
+                f"{what} is {value!r}", why="it is a whole number, at least 1", hint=f"{what}=2"
             )
     if nodes * ranks_per_node > MOST_RANKS:
         raise ClusterError(
             f"{nodes} nodes of {ranks_per_node} are {nodes * ranks_per_node:,} ranks",
-            why=f"at most {MOST_RANKS:,} are planned for",
+            why=f"the limit is {MOST_RANKS:,}",
         )
     text = (resources.files("meshwright.cost") / "machines" / f"{key}.yaml").read_text("utf-8")
     found = parse(text, f"the preset {key}")
@@ -58,7 +58,7 @@ def preset(name: str, nodes: int = 1, ranks_per_node: int = 8) -> Description:
 
 
 def _filled(inner: list[Level], ranks: int, name: str, nodes: int) -> list[Level]:
-    """The levels of a node with so many ranks; one that has a single unit is left out."""
+    """Return the levels of a node with so many ranks, without levels of a single unit."""
     left, levels, room = ranks, [], 1
     for level in reversed(inner):
         room *= level.size

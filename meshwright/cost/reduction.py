@@ -1,5 +1,8 @@
-"""What adding the gradient of a micro-batch to those before it costs: two are read, one is written, where autograd
-ends. All gradients are added up once for each micro-batch, so that no cache holds them until the next."""
+"""The cost of accumulating the gradient of a micro-batch.
+
+Autograd reads two gradients and writes one. It accumulates all gradients once for each micro-batch, so no cache holds
+them until the next one.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from meshwright.cost.machine import launch_seconds, memory_rate
 from meshwright.cost.operators import Amount
 
 PASSES = 3  # over the bytes of a gradient
-STARTS = 0.5  # of an operator: autograd adds by itself
-FAR = 1e9  # bytes: as many as no cache holds
+STARTS = 0.5  # launches of an operator: autograd accumulates without one
+FAR = 1e9  # bytes: more than any cache holds
 
 
 def adding_seconds(size_bytes: Amount, cluster: Cluster, host: bool = False) -> Amount:
-    """Seconds in which the gradient of a parameter is added to another. `host`: in the host's memory."""
+    """Return the seconds to add the gradient of a parameter to another. `host`: in host memory."""
     device, measured = place(cluster, host)
     rate = float(memory_rate(FAR, device, measured)) / measured.corrections.get("memory", 1.0)
     return PASSES * size_bytes / rate + STARTS * launch_seconds(device, measured)

@@ -1,9 +1,9 @@
-"""Which views copy: the strides of every value, as PyTorch would lay it out.
+"""The strides of every value, as PyTorch would lay it out, and the views that copy.
 
-A view of a transposed tensor has no strides of its own and becomes a copy. That costs time and memory, so both models
-ask here. The rules are torch's: a view keeps its memory where every new dim lies within old dims that follow each other
-(`computeStride` of ATen), a pointwise result keeps the order of dims of its inputs, a fused attention's result lies as
-batch, query, head, width; everything else is contiguous.
+A view of a transposed tensor may have no strides and become a copy. That costs time and memory, so both models use this
+module. The rules are torch's: a view shares memory where every new dim lies within consecutive old dims
+(`computeStride` of ATen). A pointwise result keeps the order of dims of its inputs. The result of a fused attention is
+laid out as batch, query, head, width. Everything else is contiguous.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Strides = tuple[int, ...]
 
 
 def contiguous(shape: Sequence[int]) -> Strides:
-    """Strides of a tensor whose last dim varies fastest, in elements."""
+    """Return the strides, in elements, of a contiguous tensor."""
     found: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -35,12 +35,12 @@ def is_contiguous(shape: Sequence[int], strides: Strides) -> bool:
 
 
 def view_strides(shape: Sequence[int], strides: Strides, target: Sequence[int]) -> Strides | None:
-    """Strides of a view of another shape on the same memory; None where there are none and it must copy."""
+    """Return the strides of a view of another shape on the same memory; None if it must copy."""
     if math.prod(shape) == 0 or not shape:
         return contiguous(target)
     found = [0] * len(target)
     place = len(target) - 1
-    inner = strides[-1]  # of the run of old dims that is being matched
+    inner = strides[-1]  # of the old dims that are being matched
     old = new = 1
     for dim in range(len(shape) - 1, -1, -1):
         old *= shape[dim]
@@ -59,7 +59,7 @@ def view_strides(shape: Sequence[int], strides: Strides, target: Sequence[int]) 
 
 
 def strides_of(graph: Graph) -> tuple[dict[str, Strides], frozenset[str]]:
-    """The strides of every value, and the names of the nodes that are written as views and copy."""
+    """Return the strides of every value, and the names of the views that copy."""
     known = {i.name: contiguous(i.type.shape) for i in graph.inputs}
     copying: set[str] = set()
     for node in graph.nodes:
@@ -72,12 +72,12 @@ def strides_of(graph: Graph) -> tuple[dict[str, Strides], frozenset[str]]:
 
 
 def copying_views(graph: Graph) -> frozenset[str]:
-    """The nodes that are written as views and copy."""
+    """Return the names of the views that copy."""
     return strides_of(graph)[1]
 
 
 def _results(node: Node, graph: Graph, known: Mapping[str, Strides]) -> list[Strides] | None:
-    """Strides of a node's results; None for a view that copies."""
+    """Return the strides of a node's results; None for a view that copies."""
     if not node.uses:
         return [contiguous(t.shape) for t in node.outputs]
     name = node.uses[0]
@@ -132,7 +132,7 @@ def _is_pointwise(op: str) -> bool:
 
 
 def _as_inputs(node: Node, graph: Graph, known: Mapping[str, Strides]) -> Strides:
-    """Dense strides in the order of dims of the first input of full shape that is not contiguous."""
+    """Return dense strides in the order of dims of the first non-contiguous input of full shape."""
     shape = node.outputs[0].shape
     for name in node.uses:
         if graph.types[name].shape == shape and not is_contiguous(shape, known[name]):

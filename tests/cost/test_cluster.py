@@ -168,12 +168,12 @@ REFUSALS = [
     ("void: [memory]", "void: memory", "measured.void is 'memory', not a list of names", ":22"),
     ("name: two by four", "growth: star", "'star'", ":2"),
     ("meshwright cluster: 1", "meshwright cluster: 2", "has version 2", ":1"),
-    ("meshwright cluster: 1", "cluster: 1", "is no cluster file", "c.yaml"),
+    ("meshwright cluster: 1", "cluster: 1", "is not a cluster file", "c.yaml"),
     ("name: a device\n", "name: a device\n  name: another\n", "device.name is there twice", ":5"),
-    ("flops: {f32", "flops: {{f32", "is not YAML, or it was cut short", ":"),
-    ("name: a device", "name: 'a device", "is not YAML, or it was cut short", ":"),
+    ("flops: {f32", "flops: {{f32", "is not YAML, or it is truncated", ":"),
+    ("name: a device", "name: 'a device", "is not YAML, or it is truncated", ":"),
     ("name: a device", "name: !!python/object/apply:os.system [ls]", "is not YAML", ":4"),
-    ("    gpu:\n", "  \tgpu:\n", "is not YAML, or it was cut short", ":18"),
+    ("    gpu:\n", "  \tgpu:\n", "is not YAML, or it is truncated", ":18"),
 ]  # fmt: skip
 
 
@@ -190,7 +190,7 @@ def test_a_wrong_entry_is_named_with_its_line(old: str, new: str, says: str, whe
 @pytest.mark.parametrize(
     ("new", "hint"),
     [
-        ("name: '1', size: 4", "no digit first"),
+        ("name: '1', size: 4", "without a leading digit"),
         *((f"name: gpu, size: {size}", "size: 1 or more") for size in ("0", "-4")),
         ("name: gpu, size: 2.5", "size: 2 or 3"),
         *((f"name: gpu, size: {size}", "from 1 to 1,048,576") for size in ("true", ".inf", ".nan")),
@@ -243,10 +243,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="cannot be read"):
         Cluster.load(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ClusterError, match="not a text in UTF-8"):
+    with pytest.raises(ClusterError, match="not UTF-8 text"):
         Cluster.load(tmp_path / "binary.yaml")
     (tmp_path / "huge.yaml").write_bytes(b"#" * (5 << 20))
-    with pytest.raises(ClusterError, match="is no cluster file"):
+    with pytest.raises(ClusterError, match="is not a cluster file"):
         Cluster.load(tmp_path / "huge.yaml")
 
 
