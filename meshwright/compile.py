@@ -13,8 +13,8 @@ import torch
 
 from meshwright.capture import Captured
 from meshwright.capture import capture as capture_graph
-from meshwright.capture.pytree import leaves
 from meshwright.core.cycles import rare_collection
+from meshwright.capture.pytree import facts_of, leaves
 from meshwright.core.techniques import NONE, Options, Techniques, techniques_from
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import CaptureError, ClusterError, DoesNotFit
@@ -207,7 +207,7 @@ def captured_of(model: torch.nn.Module, batch: Any, loss: Loss, cache: str | Pat
     check_function("loss", loss, "lambda model, batch: model(batch).mean()")
     folder = folder_from(cache)
     key = (
-        tuple((path, tuple(x.shape), x.dtype, x.layout) for path, x in leaves(batch)),
+        tuple((path, *facts_of(x)) for path, x in leaves(batch)),
         loss,
         tuple(m.training for m in model.modules()),
         tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in model.named_parameters()),

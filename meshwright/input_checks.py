@@ -58,8 +58,6 @@ def check_capturable(model: Any) -> None:
         if kind in WRAPPERS and type(module).__module__.startswith("torch."):
             why, hint = WRAPPERS[kind]
             raise CaptureError(f"{of} a {kind}", why=why, hint=hint)
-        if vars(module).get("_compiled_call_impl") is not None:
-            raise CaptureError(f"{of} compiled", why="its compile() was called", hint="leave out compile()")
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
             raise CaptureError(

@@ -20,7 +20,7 @@ import torch
 from meshwright.agreement import pack, prepare, same_model, same_optimizer, unpack
 from meshwright.capture import Captured
 from meshwright.capture.fold import fold
-from meshwright.capture.pytree import leaves, map_leaves
+from meshwright.capture.pytree import facts_of, leaves, map_leaves
 from meshwright.compile import Loss, captured_of, lower, values_of, with_model
 from meshwright.core.graph import Graph
 from meshwright.core.techniques import Techniques
@@ -152,10 +152,10 @@ def keep_state(model: torch.nn.Module, state: ModelState) -> None:
 
 
 def shapes_of(given: Given) -> tuple[Any, ...]:
-    """What of a batch a program is made for."""
+    """What of a batch a program is made for: all that Python code may ask a tensor about, but its values."""
     if isinstance(given, LocalBatch):
         return (given.key,)
-    return tuple((path, x.shape, x.dtype, x.requires_grad) for path, x in given.items())
+    return tuple((path, *facts_of(x)) for path, x in given.items())
 
 
 @dataclass(frozen=True, eq=False)  # examples are tensors, which do not compare

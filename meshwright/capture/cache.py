@@ -31,7 +31,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from meshwright.capture.convert import hash_of, type_of
-from meshwright.capture.pytree import leaves, map_leaves
+from meshwright.capture.pytree import facts_of, leaves, map_leaves
+from meshwright.capture.values import find
 from meshwright.core.folding import Block, Folding
 from meshwright.core.graph import Graph, parse
 from meshwright.core.typed import Count, typed
@@ -100,9 +101,19 @@ def key_of(model: torch.nn.Module, batch: Any, loss: Callable[..., Any]) -> str:
     for name, module in model.named_modules(remove_duplicate=False):
         add("module", name, _name(type(module)), write.code(module.forward), write(vars(module)))
     for path, leaf in leaves(batch):
-        add("batch", path, type_of(leaf), leaf.layout)
+        add("batch", path, type_of(leaf), *facts_of(leaf))
     add("tree", write(map_leaves(batch, lambda _: None)))
     add("loss", write(loss))
+    own = {id(t) for t in (*model.parameters(), *model.buffers())}
+    found = find(
+        model, loss, own
+    )  # globals, attributes, variables of the environment: what a script sets by options
+    for label, item in sorted(found.items.items()):
+        add("read", label, len(item.value) if label.startswith("hooks of") else _portable(item.value))
+    for label, tensor in zip(found.labels, found.tensors, strict=True):
+        add("outside", label, write(tensor))
+    for function in sorted({write.code(f) for f in found.functions}):
+        add("function", function)
     add("autocast", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
     if torch.cuda.is_available():
         add("autocast", torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
@@ -229,6 +240,15 @@ class _Plain:
         constants = [self(c) for c in code.co_consts]
         digest = hashlib.sha256(code.co_code).hexdigest()
         return f"{code.co_qualname} {digest} {code.co_names} {constants} {rest}"
+
+
+def _portable(value: Any) -> Any:
+    """A value that was found, without addresses: they are others in each process."""
+    if isinstance(value, frozenset):
+        return sorted(repr(_portable(v)) for v in value if not isinstance(v, int))
+    if isinstance(value, tuple) and value[:1] in (("object",), ("tensor",)):
+        return value[0], value[1] if isinstance(value[1], str) else ""
+    return tuple(map(_portable, value)) if isinstance(value, tuple) else value
 
 
 def _filled(cell: Any) -> bool:

@@ -100,6 +100,12 @@ def rebuild(tree: Any, tensors: Iterable[torch.Tensor]) -> Any:
     return map_leaves(tree, lambda _: next(fresh))
 
 
+def facts_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """All that Python code may ask a tensor about, but its values and its memory: a capture freezes the answers."""
+    contiguous = tensor.layout is not torch.strided or tensor.is_contiguous()
+    return tensor.shape, tensor.dtype, tensor.requires_grad, contiguous, tensor.layout
+
+
 def without_aliases(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors, cloned where two of them share memory.
 

@@ -46,7 +46,18 @@ def test_a_broken_entry_is_made_again(tmp_path: Path) -> None:
     assert "linear" in next(tmp_path.glob("*/graph.txt")).read_text()
 
 
-def test_what_changes_the_key() -> None:
+SCALE = 1.0
+
+
+class Config:
+    beta = 1.0
+
+
+def scaled() -> float:
+    return SCALE * Config.beta * float(os.environ.get("MESHWRIGHT_TEST_SCALE", "1"))
+
+
+def test_what_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch, loss = mlp.build(dropout=0.1)
     seen = [key_of(model, batch, loss)]
 
@@ -77,6 +88,24 @@ def test_what_changes_the_key() -> None:
     differs()
     with torch.autocast("cpu", torch.bfloat16):
         differs()
+    batch["x"].requires_grad_()
+    differs()
+    batch["x"] = batch["x"].detach().t().contiguous().t()
+    differs()
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(batch["x"]).mean() * loss.alpha * scaled()  # type: ignore[attr-defined]
+
+    loss.alpha = 1.0  # type: ignore[attr-defined]
+    differs()
+    loss.alpha = 2.0  # type: ignore[attr-defined]
+    differs()
+    monkeypatch.setitem(globals(), "SCALE", 2.0)  # as a script sets a global by an option
+    differs()
+    monkeypatch.setattr(Config, "beta", 2.0)
+    differs()
+    monkeypatch.setenv("MESHWRIGHT_TEST_SCALE", "2")
+    differs()
     model.down[1] = model.down[0]
     differs()
 
@@ -94,7 +123,8 @@ from helper import twice
 class Net(torch.nn.Linear):
     def __init__(self): super().__init__(8, 8)
     def forward(self, x): return twice(super().forward(x))
-def loss(model, batch): return model(batch["x"]).mean()
+KINDS = {"sum", "mean", "max"}  # in another order in each process
+def loss(model, batch): return model(batch["x"]).mean() * len(KINDS)
 """
 
 

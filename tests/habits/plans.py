@@ -64,6 +64,7 @@ def options(name: str) -> dict[str, Any]:
         "zero1": {"mesh": {"dp": 2}, "optimizer_parallel": 1, "threshold_kb": 0},
         "zero2": {"mesh": {"dp": 2}, "optimizer_parallel": 2, "threshold_kb": 0},
         "zero3": {"mesh": {"dp": 2}, "optimizer_parallel": 3, "threshold_kb": 0},
+        "host": {"mesh": {"dp": 2}, "offload": "optimizer"},
         "micro": {"mesh": {"dp": 2}, "micro_batches": 2},
         "halves": {
             "mesh": {"tp": 2},

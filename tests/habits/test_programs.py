@@ -10,6 +10,29 @@ from tests.habits.plans import NAMES, run
 
 pytestmark = pytest.mark.procs
 
+ASKS = """
+def asking(model, batch):
+    found = loss(model, batch)
+    return found * 2 if batch["x"].is_contiguous() else found * 3 if batch["x"].requires_grad else found
+
+torch.manual_seed(0)
+model = Net()
+twin = copy.deepcopy(model)
+optimizer = adamw(twin.parameters())
+step = mw.train_step(model, adamw, batches()[0], loss=asking, **PLAN)
+for batch in batches(6)[1:]:
+    x = batch["x"].t().contiguous().t()
+    for x in (batch["x"], x, x.detach().requires_grad_()):
+        changed = {**batch, "x": x}
+        expected = asking(twin, changed)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        assert close(step(changed), expected.detach())
+assert len(step._programs.recent) == 3
+mw.shutdown()
+"""
+
 SHAPES = """
 torch.manual_seed(0)
 model = Net()
@@ -160,6 +183,15 @@ mw.shutdown()
 @pytest.mark.parametrize("plan", [*NAMES, "zero1", "zero2", "pipeline"])
 def test_batches_of_other_shapes_train_the_same_weights(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, SHAPES)
+
+
+def test_what_code_asks_of_a_batch_tensor(tmp_path: Path) -> None:
+    run(tmp_path, "dp", ASKS)
+
+
+@pytest.mark.parametrize("plan", ["dp", "zero3"])
+def test_sequences_of_other_lengths_in_a_recurrent_model(tmp_path: Path, plan: str) -> None:
+    run(tmp_path, plan, RECURRENT)
 
 
 @pytest.mark.parametrize("plan", [*NAMES, "zero2"])

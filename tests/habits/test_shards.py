@@ -99,7 +99,7 @@ mw.shutdown()
 """
 
 
-@pytest.mark.parametrize("plan", [*NAMES, "zero1", "zero2"])
+@pytest.mark.parametrize("plan", [*NAMES, "zero1", "zero2", "host"])
 def test_changes_of_shards_between_steps_count(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, CHANGES)
 
