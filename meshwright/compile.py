@@ -13,8 +13,8 @@ import torch
 
 from meshwright.capture import Captured
 from meshwright.capture import capture as capture_graph
-from meshwright.core.cycles import rare_collection
 from meshwright.capture.pytree import facts_of, leaves
+from meshwright.core.cycles import rare_collection
 from meshwright.core.techniques import NONE, Options, Techniques, techniques_from
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import CaptureError, ClusterError, DoesNotFit
