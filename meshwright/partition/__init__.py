@@ -1,6 +1,8 @@
-"""From a graph and a plan to the program each rank runs, in three passes: insert reshards, localize, let what is sent
-overlap with what is computed. Where the plan has micro-batches, it first gets an axis in time (`time.py`), and each
-micro-batch has a program (`micro_batches.py`)."""
+"""Partition a graph by a plan into the program of each rank.
+
+There are three passes: insert reshards, localize, and overlap communication with computation. A plan with micro-batches
+first gets an axis in time (`time_axis.py`), and each micro-batch has a program (`micro_batches.py`).
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,15 @@ NO_COPIES: Mapping[str, int] = {}
 
 @dataclass(frozen=True)
 class Partition:
-    """What all ranks share (`resharded`), from which `local(rank)` makes the program of one.
+    """A partitioned graph: `resharded` is common to all ranks, and `local(rank)` returns the program of one.
 
-    `asked` is the plan as it was given. `plan` is the same, but that with micro-batches its mesh has an axis in time,
-    on which strategies and layouts are cut too; a "rank" of that mesh is a rank in a micro-batch. `stashes`: value →
-    how it is kept for backward, where that is elsewhere than where it lies. `again`: operator, reshard or transfer that
-    backward makes again → the nodes whose backward is the first to ask for it (`asked.py`). `own`: where stages have
-    meshes of their own, what the ranks at each place of the pipeline share; this one is the first of them.
+    - `asked` is the plan as passed in. `plan` equals it, but with micro-batches its mesh has an axis in time, on which
+      strategies and layouts are split too; a "rank" of that mesh is a rank in a micro-batch.
+    - `stashes` maps values to how they are saved for backward, if sharded or in host memory.
+    - `again` maps each operator, reshard or transfer that backward recomputes to the nodes whose backward needs it
+    first
+      (`backward_demand.py`).
+    - `own`: if stages have separate meshes, the partitions of all places of the pipeline; this is the first of them.
     """
 
     plan: Plan
@@ -53,41 +57,41 @@ class Partition:
     own: tuple[Partition, ...] = ()
 
     def of_place(self, place: int) -> Partition:
-        """What the ranks at a place of a pipeline share."""
+        """Return the partition of the ranks at a place of a pipeline."""
         return self.own[place] if self.own else self
 
     def for_places(self, places: int, make: Callable[[Partition], T]) -> list[T]:
-        """What `make` says of each place of a pipeline, made once where all places share a mesh."""
+        """Return the result of `make` for each place of a pipeline, computed once if all places share a mesh."""
         return [make(one) for one in self.own] if self.own else [make(self)] * places
 
     @property
     def ranks(self) -> Mesh:
-        """The mesh of the ranks that run it, in a pipeline of those that share a stage."""
+        """The mesh of the ranks that run it; in a pipeline, of those that share a stage."""
         return self.asked.mesh
 
     @property
     def micro_batches(self) -> int:
-        """How many there are; 1 for a whole batch."""
+        """The number of micro-batches; 1 for a full batch."""
         return self.plan.mesh.size // self.ranks.size
 
     @property
     def copies(self) -> int:
-        """How many of these run as one program that takes turns."""
+        """The number of half-batches that are interleaved in one program."""
         return self.asked.techniques.interleave
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
-        """The "ranks" of the plan's mesh that a rank is in the micro-batches."""
+        """Return the "ranks" of the plan's mesh that stand for a rank in each micro-batch."""
         return tuple(micro_batch * self.ranks.size + rank for micro_batch in range(self.micro_batches))
 
     @functools.cached_property
     def fetched(self) -> dict[str, Askers]:
-        """The same for the transfers that bring parked parameters."""
+        """The nodes that need each transfer of an offloaded parameter first, as in `again`."""
         brought = (n.name for n in self.resharded.graph.nodes if is_fetch(n))
         return {name: self.again[name] for name in brought if name in self.again}
 
     @functools.cached_property
     def flights(self) -> tuple[Flight, ...]:
-        """Reshards that start early, and together: the same on all ranks."""
+        """Reshards that start early and together. They are the same on all ranks."""
         found = flights(self.resharded, self.plan)
         if not self.plan.stages:
             return found
@@ -102,8 +106,10 @@ class Partition:
         return places(self.resharded.graph, {**self.plan.stages, **self.resharded.borders})
 
     def stages(self, program: Graph, copy_of: Mapping[str, int] = NO_COPIES) -> tuple[Stage, ...]:
-        """The stages of a pipeline into which a local program (or one of a micro-batch) is cut. `copy_of`: which copy
-        its nodes are of, where it has several."""
+        """Split a local program, or one of a micro-batch, into the stages of a pipeline.
+
+        `copy_of` maps nodes to their half-batch, if the program interleaves several.
+        """
         starts = {flight.name: flight.members[0] for flight in self.flights}
         made_by = self.resharded.graph.producers
 
@@ -113,7 +119,7 @@ class Partition:
                 name = original(name, copy_of[node.name])
             name = name.removesuffix(STARTED) if node.op == START and node.name in copy_of else name
             if name in made_by:
-                name = made_by[name].name  # what puts copies together is called like the value
+                name = made_by[name].name  # the node that joins copies has the name of the value
             for end in ("_k", SUMMED):
                 name = name if name in self._places else name.rpartition(end)[0] or name
             return self._places[name]
@@ -122,7 +128,7 @@ class Partition:
 
     @functools.cached_property
     def known(self) -> dict[Hashable, object]:
-        """What functions have found out about it (`remembered.py`)."""
+        """Cached results of functions of this partition (`remembered.py`)."""
         return {}
 
     @functools.cached_property
@@ -130,8 +136,10 @@ class Partition:
         return {}
 
     def local(self, rank: int) -> Graph:
-        """The local graph of a rank (in a micro-batch, before it is cut into what runs when). The latest one is
-        remembered: who explains a plan asks for it several times."""
+        """Return the local graph of a rank (in a micro-batch, before it is split into programs in time).
+
+        The latest one is cached, since explaining a plan needs it several times.
+        """
         found = self._latest.get(rank)
         if found is None:
             found = overlapped(self.plain(rank), self.flights)
@@ -140,7 +148,7 @@ class Partition:
         return found
 
     def plain(self, rank: int) -> Graph:
-        """The same before anything starts early: reshards block."""
+        """Return the local graph of a rank in which all reshards block."""
         return localize_graph(self.resharded, self.factors, self.plan, rank)
 
     def on_host(self, node: Node) -> bool:
@@ -152,14 +160,14 @@ class Partition:
         return self.stands_for(node.name) in self.plan.hosts
 
     def stands_for(self, name: str) -> str:
-        """The operator of the model that a node of a local program came from: itself, or whose helper it is."""
+        """Return the operator of the model for a node of a local program: itself, or the one it helps."""
         return name if name in self.factors.sites else name.rpartition("_k")[0]
 
 
 def partition(graph: Graph, plan: Plan, prices: Prices | None = None) -> Partition:
-    """Cut a graph as a plan says, moving values as is cheapest by `prices` (by default those the plan was made with).
+    """Partition a graph by a plan, with the cheapest reshards by `prices` (by default those stored in the plan).
 
-    Raises PlanError when the plan belongs to another graph, or asks for micro-batches that cannot be.
+    Raises PlanError when the plan belongs to another graph, or has micro-batches that are impossible.
     """
     plan = plan.check(graph)
     factors = factors_of(graph)
@@ -171,7 +179,7 @@ def partition(graph: Graph, plan: Plan, prices: Prices | None = None) -> Partiti
 
 
 def _one(graph: Graph, factors: Factors, plan: Plan, prices: Prices | None) -> Partition:
-    """On one mesh."""
+    """Partition on one mesh."""
     timed = in_time(graph, factors, plan)
     try:
         resharded = insert_reshards(graph, factors, timed, prices or plan.prices or TWO_CORE_GLOO)

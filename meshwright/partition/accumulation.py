@@ -1,8 +1,9 @@
-"""When gradients are sent in a step whose backward runs several times, once for each program in time: after the last of
-them, or (`gradient_accumulation_shard`) after each, so that no rank holds a whole sum.
+"""When gradients are reduced in a step with several backward passes, one for each program in time.
 
-    False   every rank adds up whole gradients, and sends the sum in the last backward: least communication
-    True    at levels 2 and 3 each backward reduces and scatters, and a rank adds up its parts: least memory
+That is after the last of them or, with `gradient_accumulation_shard`, after each, so that no rank holds a full sum:
+
+    False   every rank accumulates full gradients and reduces the sum in the last backward: least communication
+    True    at levels 2 and 3 each backward reduces and scatters, and a rank accumulates its shards: least memory
 """
 
 from __future__ import annotations
@@ -14,22 +15,23 @@ from meshwright.partition import Partition
 
 
 def programs_in_time(parts: Partition) -> int:
-    """How often backward runs in a step: copies that take turns are one program."""
+    """Return how often backward runs in a step. Interleaved half-batches are one program."""
     return parts.micro_batches // parts.copies
 
 
 def scattered_each_time(parts: Partition) -> bool:
-    """Return whether buckets that scatter do so in every backward."""
+    """Return whether reduce-scatters of buckets run in every backward."""
     asked = parts.plan.techniques
     return programs_in_time(parts) > 1 and asked.gradient_accumulation_shard and asked.optimizer_parallel >= 2
 
 
 @cached_on_first
 def summed_first(parts: Partition) -> frozenset[str]:
-    """The reshards of trained parameters whose gradients are added up as the parameter is used, and sent in the last
-    backward alone. Adding up and every step of a redistribution are linear, so their order is free.
+    """Return the reshards of parameters whose gradients accumulate in the layout of use and are sent in the last
+    backward.
 
-    A weight that the host keeps, and a reshard that does something else in each micro-batch, is not among them.
+    Accumulation and every step of a redistribution are linear, so their order is free. Weights in host memory, and
+    reshards that differ between micro-batches, are not among them.
     """
     if programs_in_time(parts) == 1 or parts.plan.techniques.gradient_accumulation_shard:
         return frozenset()
@@ -42,7 +44,7 @@ def summed_first(parts: Partition) -> frozenset[str]:
         sends = any(s.kind in COLLECTIVES for s in pair.backward)
         if sends and all(time.isdisjoint(s.axes) for s in (*pair.forward, *pair.backward)):
             found.add(node.name)
-    for flight in parts.flights:  # what is one collective is sent at one time
+    for flight in parts.flights:  # one collective is sent at one time
         if not found.issuperset(flight.members):
             found.difference_update(flight.members)
     return frozenset(found)

@@ -1,9 +1,9 @@
-"""Values that are kept for backward elsewhere than where they lie: cut over the axes on which ranks repeat them
-(gathered again in backward), in the host's memory (brought back a layer ahead), or both.
+"""Saved activations that are sharded, offloaded to host memory, or both.
 
-A plan speaks of values of the model (``slice``, ``host``, ``slice host`` in `Plan.keeps`). What goes is each of them
-that backward asks for, and what collectives make of it that backward asks for. Copies go in *runs*: neighbours of one
-layer.
+A sharded one is split over the axes on which it is replicated, and gathered again in backward. An offloaded one is
+brought back a layer ahead of use. A plan names values of the model (``slice``, ``host``, ``slice host`` in
+`Plan.keeps`). Stored are those that backward needs, and their resharded copies that backward needs. Transfers go in
+*runs*: neighbours of one layer.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ STASHED = (SLICE, HOST, f"{SLICE} {HOST}")
 
 @dataclass(frozen=True)
 class Stash:
-    """How a value is kept. `slices` make this rank's part of it and `gather` the value again; none where it is kept as
-    it is. `host`: in the host's memory. `asked`: the nodes whose backward is the first to ask for it, in a pipeline one
-    of each stage that does (`asked.py`); in a local program there is one."""
+    """How one activation is saved.
+
+    `slices` compute this rank's shard, and `gather` the value from it; both are empty if it is not sharded. `host`: in
+    host memory. `asked`: the nodes whose backward needs it first (`backward_demand.py`): one in a local program, one of
+    each stage in a pipeline.
+    """
 
     value: str
     layer: str
@@ -45,8 +48,11 @@ class Stash:
 
 
 def stashes_of(resharded: Resharded, plan: Plan, asked: Mapping[str, Askers], even: bool) -> dict[str, Stash]:
-    """Value → how it is kept. `asked`: who asks for values first (`asked.py`); `even`: whether all ranks compute the
-    same again, or else nothing is cut."""
+    """Return how values are saved, by name.
+
+    `asked` maps values to the nodes that need them first. Nothing is sharded unless `even`: all ranks recompute the
+    same.
+    """
     wanted = {v: [str(w) for w in how.split()] for v, how in plan.keeps.items() if how in STASHED}
     if not wanted:
         return {}
@@ -67,9 +73,9 @@ def stashes_of(resharded: Resharded, plan: Plan, asked: Mapping[str, Askers], ev
 def _ways(
     node: Node, graph: Graph, resharded: Resharded, wanted: Mapping[str, list[str]]
 ) -> Iterator[tuple[str, list[str]]]:
-    """What a node makes of which the plan says how it is kept."""
+    """Yield how the plan saves results of a node, with their names."""
     if node.op == RESHARD:
-        # What lies in its argument's memory is kept with that; what is made again is not kept.
+        # A view is saved with its base; a recomputed value is not saved.
         talks = any(s.kind in COLLECTIVES for s in resharded.pairs[node.name].forward)
         root = node.uses[0]
         while root in graph.producers and graph.producers[root].op in MOVES:
@@ -81,8 +87,10 @@ def _ways(
 
 
 def _own(node: Node, graph: Graph) -> set[str]:
-    """Results that an operator keeps itself (a softmax, attention): they are in its hands, whole, before any part of
-    them could be made, and a part kept beside them would only cost more."""
+    """Return the results that an operator saves itself (a softmax, attention).
+
+    Autograd holds them in full before they could be sharded, so a shard beside them would only cost more.
+    """
     if node.op in MOVES:
         return set()
     kept = saved(node, graph.types, [use in graph.needs_grad for use in node.uses])
@@ -90,12 +98,12 @@ def _own(node: Node, graph: Graph) -> set[str]:
 
 
 def _alike(value: str, resharded: Resharded, mesh: Mesh) -> bool:
-    """Return whether all ranks keep a value, or none of them does."""
+    """Return whether all ranks save a value, or none of them does."""
     return readers_alike(resharded.graph, value, resharded.layouts, resharded.ports, resharded.pairs, mesh)[1]
 
 
 def _cut(value: str, resharded: Resharded, plan: Plan) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """The steps to a rank's part and back; none where no rank repeats another, or where sums are pending."""
+    """Return the steps to a rank's shard and back; none if nothing is replicated, or if the value is partial."""
     have, kind = resharded.layouts[value].forward, resharded.graph.types[value]
     part = sliced(have, plan.mesh)
     if part is None or not kind.is_float:
@@ -108,7 +116,7 @@ def _cut(value: str, resharded: Resharded, plan: Plan) -> tuple[tuple[Step, ...]
 
 
 def sliced(layout: TensorLayout, mesh: Mesh) -> TensorLayout | None:
-    """A value's layout cut over the axes (none in time) on which it is whole; None where that changes nothing."""
+    """Return a layout split over the axes (not in time) on which it is replicated; None if that changes nothing."""
     axes = [a for a in repeated_axes(layout, mesh) if a not in mesh.time]
     if layout.partial or not axes:
         return None
@@ -116,11 +124,11 @@ def sliced(layout: TensorLayout, mesh: Mesh) -> TensorLayout | None:
     return part.forward if part.dims != layout.dims else None
 
 
-# ---------------------------------------------------------------- what a rank's program does with them
+# ---------------------------------------------------------------- in a rank's program
 
 
 def stashed_in(stashes: Mapping[str, Stash], graph: Graph, copies: int = 1) -> dict[str, Stash]:
-    """Those of a local program, or of a stage of one, by the names that they have in the program of so many copies."""
+    """Return those of a local program or stage, by their names in a program of so many half-batches."""
     if copies > 1:
         stashes = {
             named(v, c): replace(s, asked=tuple(named(node, c) for node in s.asked))
@@ -132,7 +140,7 @@ def stashed_in(stashes: Mapping[str, Stash], graph: Graph, copies: int = 1) -> d
 
 
 def runs_of(graph: Graph, stashes: Mapping[str, Stash]) -> list[list[str]]:
-    """The values of a rank's program that go to the host, those of one layer together, in order."""
+    """Return the values of a rank's program that are offloaded, in order, those of one layer together."""
     found: list[list[str]] = []
     layer = None
     for node in graph.nodes:
@@ -148,13 +156,13 @@ def runs_of(graph: Graph, stashes: Mapping[str, Stash]) -> list[list[str]]:
 
 
 def room_bytes(graph: Graph, stashes: Mapping[str, Stash], mesh: Mesh, rank: int) -> int:
-    """Bytes of the largest run: so much may be on its way to the host at a time, and is still on the device."""
+    """Return the bytes of the largest run: they may be on their way to the host and still be on the device."""
     sizes = ([part_bytes(stashes[v], graph, v, mesh, rank) for v in run] for run in runs_of(graph, stashes))
     return max(map(sum, sizes), default=0)
 
 
 def part_bytes(stash: Stash, graph: Graph, value: str, mesh: Mesh, rank: int) -> int:
-    """Bytes that a rank keeps of a value (under its name in this program)."""
+    """Return the bytes that a rank saves of a value (by its name in this program)."""
     kind = graph.types[value]
     if not stash.slices:
         return kind.size_bytes
@@ -165,8 +173,10 @@ def part_bytes(stash: Stash, graph: Graph, value: str, mesh: Mesh, rank: int) ->
 
 
 def settled_before(graph: Graph, stashes: Mapping[str, Stash]) -> str:
-    """The node before which all must have left the device: where the layer after the last one that sends something has
-    ended. Empty where there is none."""
+    """Return the node before which all offloaded values have left the device.
+
+    It is the end of the layer after the last one that sends something; empty if there is none.
+    """
     runs = runs_of(graph, stashes)
     if not runs:
         return ""

@@ -1,8 +1,8 @@
-"""What backward asks for of what forward made, and what it makes again to have it.
+"""The values that backward needs, and what it recomputes to get them.
 
-Backward is lazy (`runtime/recompute.py`): it makes a value again when an operator's own backward reads it, or when
-something else that it makes again does. What nobody asks for is not made: the last product of a layer, and the sum of
-it over the ranks, where what comes after is kept. In a pipeline each stage asks for itself.
+Backward is lazy (`runtime/recompute.py`): it recomputes a value when the backward of an operator, or another
+recomputation, reads it. A value that nothing needs is not recomputed: for example the last product of a layer and its
+all-reduce, if the result is saved. In a pipeline each stage has its own needs.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from meshwright.partition.insert_reshards import Resharded
 from meshwright.partition.recompute import VIEWS
 
 DROPOUT = "meshwright.dropout"
-# The nodes whose backward is the first to ask: one of each stage that does, the last one first.
+# The nodes whose backward needs something first: one of each stage that does, the last one first.
 Askers = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Who asks first: for a value, and for an operator or reshard that is made again. What is not in it is not asked
-    for."""
+    """The nodes that first need each value, and each recomputed operator or reshard."""
 
     values: Mapping[str, Askers] = field(default_factory=dict)
     again: Mapping[str, Askers] = field(default_factory=dict)
@@ -34,8 +33,7 @@ def asked_of(
     again: Collection[str],
     where: Mapping[str, frozenset[int]] | None = None,
 ) -> Asked:
-    """Who asks for what. `again`: operators that are computed again from what they read; `where`: node → the stages
-    of a pipeline that run it."""
+    """Return which nodes need what. `again`: recomputed operators; `where`: the pipeline stages of each node."""
     nodes = resharded.graph.nodes
     stages: dict[int, list[int]] = {} if where is not None else {0: list(range(len(nodes)))}
     for place, node in enumerate(nodes if where is not None else ()):
@@ -54,7 +52,7 @@ def _joined(nodes: Sequence[Node], found: Sequence[Mapping[str, int]]) -> dict[s
 
 
 class _Walk:
-    """The nodes of one stage (or of all) from the last to the first: the places of those that ask first."""
+    """A walk over the nodes of a stage from last to first, which records those that need a value first."""
 
     def __init__(self, resharded: Resharded, again: Collection[str], places: Sequence[int]) -> None:
         self.resharded, self.remade = resharded, again
@@ -74,7 +72,7 @@ class _Walk:
         return max((self.values[v] for v in node.values if v in self.values), default=None)
 
     def _moved(self, node: Node) -> int | None:
-        """Where a reshard's or transfer's argument is asked for through its result."""
+        """Return where the argument of a reshard or transfer is needed because of its result."""
         at = self._first(node)
         if node.kwarg("again"):
             self.again |= {} if at is None else {node.name: at}
@@ -84,8 +82,7 @@ class _Walk:
         return at if inside else None
 
     def _computed(self, node: Node, place: int) -> int | None:
-        """Where an operator's arguments are asked for through its results. What it saves of its own is asked for by
-        its own backward."""
+        """Return where the arguments of an operator are needed because of its results or of its own backward."""
         graph, graded = self.resharded.graph, any(node.needs_grad)
         kept = saved(node, graph.types, [u in graph.needs_grad for u in node.uses])
         if graded:
@@ -102,8 +99,10 @@ class _Walk:
 
 
 def asked_within(asked: Mapping[str, Askers], graph: Graph) -> dict[str, str]:
-    """Name → the node whose backward asks for it first, in a local program that may be one stage of a pipeline. What
-    the program does not have, or nobody in it asks for, is not in it."""
+    """Return, by name, the node whose backward needs a value first, in a local program or stage.
+
+    Values that the program does not have, or does not need, are left out.
+    """
     here = {node.name for node in graph.nodes} if asked else set[str]()
     found: dict[str, str] = {}
     for name, nodes in asked.items():

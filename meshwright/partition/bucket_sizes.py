@@ -1,4 +1,4 @@
-"""How large what is sent together is: by the link, or by the user's number."""
+"""Sizes of buckets: by the link, or as set by the user."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from meshwright.plan.plan import Plan
 
 
 def sizes(plan: Plan) -> Callable[[str, Sequence[str]], int]:
-    """A function from (kind of collective, axes) to the bytes from which what is sent together is large enough; 0 where
-    nothing is sent together."""
+    """Return a function from (kind of collective, axes) to the bytes of a full bucket; 0 means no buckets."""
     fusion, prices, mesh = plan.techniques.fusion, plan.prices, plan.mesh
     if isinstance(fusion, int):
         return lambda kind, axes: fusion
@@ -24,7 +23,7 @@ def sizes(plan: Plan) -> Callable[[str, Sequence[str]], int]:
 
 
 def gradient_bytes(plan: Plan) -> BucketBytes:
-    """The bytes of a bucket of gradients under a plan."""
+    """Return the bytes of a bucket of gradients under a plan."""
     found = sizes(plan)
 
     def size(gradient: Gradient) -> int:

@@ -1,4 +1,4 @@
-"""Which gradients are reduced together, and in which order: pure, so that runtime and simulator use one rule."""
+"""Buckets of gradients, and their order. The module is pure, so runtime and simulator share one rule."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from meshwright.redistribute.steps import wire_elements
 
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early
-# Kind of device → the size from which a gradient is a group of its own where it can be; others: that of a bucket.
-# On a CPU a copy of 2 MB takes longer than one more collective; on a GPU copies are all but free.
+# Type of device → the size from which a gradient is reduced alone, if it can be; for others the size of a bucket.
+# On a CPU a copy of 2 MB takes longer than one more collective; on a GPU copies are nearly free.
 ALONE_BYTES = {"cpu": 2 << 20}
-LATENCY_SHARE = 0.05  # of the time of a bucket that is large enough
+LATENCY_SHARE = 0.05  # of the time of a full bucket
 LEAST_BYTES, MOST_BYTES = 1 << 20, 100 << 20  # a larger bucket would leave too much for after backward
 
 
 def fused_bytes(kind: str, mesh: Mesh, axes: Sequence[str], prices: Prices) -> int:
-    """The bytes (of the whole tensor) from which a collective's latency is less than a twentieth of its time; between
-    1 and 100 MiB, and 25 MiB where the link is not known."""
+    """Return the bytes (of the full tensor) above which latency is less than a twentieth of a collective's time.
+
+    The result is between 1 and 100 MiB, and 25 MiB for an unknown link.
+    """
     latency, per_byte = prices.law(kind, mesh, axes)
     if not (math.isfinite(latency) and math.isfinite(per_byte) and per_byte > 0):
         return BUCKET_BYTES
@@ -37,10 +39,14 @@ def fused_bytes(kind: str, mesh: Mesh, axes: Sequence[str], prices: Prices) -> i
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """A gradient to be added up over `axes`. `fresh`: nobody else holds the tensor, so it may be reduced in place.
-    `group`: the number of the bucket that the user put it into, -1 where there is none. `parted`: every rank gets its
-    own part of the sum alone, over the axes of `cut` by a reduce-scatter. `wire`: the dtype it is added up in, where
-    that is not its own. `host`: it lives in the host's memory."""
+    """A gradient to be reduced over `axes`.
+
+    - `fresh`: nothing else refers to the tensor, so it may be reduced in place.
+    - `group`: the number of the bucket that the user put it into; -1 for none.
+    - `parted`: each rank gets only its shard of the sum, by a reduce-scatter over the axes `cut`.
+    - `wire`: the dtype of the reduction, if it is not its own.
+    - `host`: it is in host memory.
+    """
 
     name: str
     axes: tuple[str, ...]
@@ -55,26 +61,26 @@ class Gradient:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of what is added up."""
+        """The bytes that are reduced."""
         return self.on_wire(self.size_bytes)
 
     def on_wire(self, size_bytes: int) -> int:
-        """As many elements in the dtype in which they are added up."""
+        """Return the bytes of as many elements in the dtype of the reduction."""
         return size_bytes * DTYPES[self.wire] // DTYPES[self.dtype] if self.wire else size_bytes
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What gradients of one group have in common."""
+        """The key that gradients of one bucket share."""
         return (self.axes, self.dtype, self.group, self.parted, self.cut, self.host)
 
 
-# The bytes of a bucket: one number, or by what is to go into it.
+# The bytes of a bucket: one number, or a function of the gradient.
 BucketBytes = int | Callable[[Gradient], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Gradients that are reduced together; `alone` for one that is reduced where it lies."""
+    """Gradients that are reduced together; `alone` for one that is reduced in place."""
 
     axes: tuple[str, ...]
     members: tuple[Gradient, ...]
@@ -82,46 +88,46 @@ class Group:
 
     @property
     def parted(self) -> bool:
-        """True if each rank gets its part of the sums alone."""
+        """True if each rank gets only its shard of the sums."""
         return self.members[0].parted
 
     @property
     def cut(self) -> tuple[str, ...]:
-        """The axes over which parts of the sums are scattered."""
+        """The axes over which the sums are scattered."""
         return self.members[0].cut
 
     @property
     def summed(self) -> tuple[str, ...]:
-        """The axes over which a rank's part still has to be added up, after it was scattered."""
+        """The axes over which a rank's shard is still to be reduced after the scatter."""
         return tuple(a for a in self.axes if a not in self.cut)
 
     @property
     def wire(self) -> str:
-        """The dtype in which its gradients are added up, where that is not their own."""
+        """The dtype of the reduction, if it is not that of the gradients."""
         return self.members[0].wire
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of what is added up on the rank at the origin."""
+        """The bytes that are reduced on the rank at the origin."""
         return sum(g.wire_bytes for g in self.members)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its gradients on the rank at the origin."""
+        """The bytes of its gradients on the rank at the origin."""
         return sum(g.size_bytes for g in self.members)
 
 
 def alone_bytes(device: str) -> int:
-    """The size from which a fresh gradient is a group of its own on a type of device."""
+    """Return the size from which a fresh gradient is reduced alone on a type of device."""
     return ALONE_BYTES.get(device, BUCKET_BYTES)
 
 
 def fill(
     pending: Sequence[Gradient], device: str, bucket_bytes: BucketBytes = BUCKET_BYTES
 ) -> tuple[Group, ...]:
-    """Groups in the order in which backward is expected to fill them: the reverse of the parameters'.
+    """Return buckets in the order in which backward should fill them: the reverse of the parameters' order.
 
-    A fresh gradient that is large for its type of device is a group of its own, unless the user has put it into one.
+    A fresh gradient that is large for its type of device is reduced alone, unless the user assigned it to a bucket.
     """
     return tuple(_fill(pending, device, bucket_bytes))
 
@@ -141,7 +147,7 @@ def _fill(pending: Sequence[Gradient], device: str, bucket_bytes: BucketBytes) -
         group = groups.setdefault(key, [])
         group.append(gradient)
         held[key] = held.get(key, 0) + gradient.size_bytes
-        if gradient.group >= 0:  # complete when the first of the program has come
+        if gradient.group >= 0:  # complete when the gradient of its first parameter arrives
             full = len(group) == wanted[key]
         else:
             limit = bucket_bytes if isinstance(bucket_bytes, int) else bucket_bytes(gradient)

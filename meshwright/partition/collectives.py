@@ -1,5 +1,7 @@
-"""Every collective of one rank's program, forward and backward, before it runs: what prices read and what a
-test counts."""
+"""The collectives of one rank's program, forward and backward, computed without running it.
+
+Prices read them, and tests count them.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,11 @@ NO_STASHES: Mapping[str, Stash] = {}
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective of a rank. `payload_bytes` is the tensor that enters an all-reduce, reduce-scatter or
-    all-to-all, and the one that leaves an all-gather (padding included); `phase` is forward or backward;
-    `node` where it belongs."""
+    """One collective of a rank.
+
+    `payload_bytes` is the size, with padding, of the input of an all-reduce, reduce-scatter or all-to-all, and of the
+    output of an all-gather. `phase` is forward or backward, `node` the node it belongs to.
+    """
 
     phase: str
     kind: str
@@ -44,10 +48,12 @@ def program_collectives(
     stashes: Mapping[str, Stash] = NO_STASHES,
     again: Callable[[str], bool] | None = None,
 ) -> list[Collective]:
-    """The collectives of a rank's program, in no particular order. Gradient buckets are the runtime's and
-    not among them. The gradients of the reshards in `held` are not sent. `stashes`: what is kept for backward in
-    slices, and gathered there. `again`: whether backward makes the results of a node again; without it those of the
-    reshards that say so."""
+    """Return the collectives of a rank's program, in no particular order.
+
+    Buckets of gradients belong to the runtime and are not among them. Gradients of the reshards in `held` are not sent.
+    `stashes`: activations that are saved sharded and gathered in backward. `again` says whether backward recomputes the
+    results of a node; the default reads it from the reshards.
+    """
     found: list[Collective] = []
     for node in local.nodes:
         for value in node.values:
@@ -78,8 +84,10 @@ def program_collectives(
 
 
 def step_collectives(parts: Partition, rank: int) -> list[Collective]:
-    """Those of a whole step of a rank (number on the plan's mesh, in the first micro-batch): of all micro-batches, and
-    the sums over them."""
+    """Return the collectives of a full step of a rank: those of all micro-batches, and the sums over them.
+
+    `rank` is its number on the plan's mesh, in the first micro-batch.
+    """
     if parts.micro_batches == 1:
         return in_micro_batches(parts, rank, None, parts.local(rank))
     programs = first_micro_batch(parts, rank)
@@ -90,7 +98,7 @@ def step_collectives(parts: Partition, rank: int) -> list[Collective]:
 def sums_of_batch(
     parts: Partition, rank: int, programs: MicroBatches
 ) -> tuple[list[Collective], list[Collective]]:
-    """What is sent once for all micro-batches: before the first of them, and after the last."""
+    """Return the collectives that run once for all micro-batches: before the first, and after the last."""
     mesh = parts.plan.mesh
     early = [c for r in programs.rounds for c in program_collectives(r.sums, mesh, rank)]
     return early, program_collectives(programs.late, mesh, rank)
@@ -99,7 +107,7 @@ def sums_of_batch(
 def in_micro_batches(
     parts: Partition, rank: int, programs: MicroBatches | None, local: Graph
 ) -> list[Collective]:
-    """What a rank sends in all micro-batches together. `local`: its program of the first, or a stage of it."""
+    """Return a rank's collectives in all micro-batches. `local`: its program of the first, or a stage of it."""
     mesh, stashes = parts.plan.mesh, stashed_in(parts.stashes, local)
     remade = asked_within(parts.again, local)
 
@@ -115,7 +123,7 @@ def in_micro_batches(
 
 
 def _flight(local: Graph, start: Node, mesh: Mesh, rank: int, held: Collection[str]) -> list[Collective]:
-    """The collectives of a flight: the first ones of its members are one."""
+    """Return the collectives of a flight: the first ones of its members are fused."""
     members = members_of(local, start)
     itemsize, back = DTYPES[members[0].outputs[0].dtype], backward_itemsize(members[0])
     again = tuple(members[index] for index in start.kwarg("again", ()))
@@ -139,11 +147,11 @@ def _flight(local: Graph, start: Node, mesh: Mesh, rank: int, held: Collection[s
 
 
 def sent_bytes(collective: Collective, mesh: Mesh) -> float:
-    """Bytes that a rank sends, by ring algorithms (Patarasu & Yuan 2009)."""
+    """Return the bytes that a rank sends, by ring algorithms (Patarasu & Yuan 2009)."""
     members = mesh.count(collective.axes)
     return COLLECTIVES[collective.kind].rounds * collective.payload_bytes * (members - 1) / members
 
 
 def payload_elements(step: Step, mesh: Mesh, rank: int) -> int:
-    """Elements of a step's message on a rank, as the runtime pads it."""
+    """Return the elements of a step's message on a rank, with the runtime's padding."""
     return exchange(step, mesh, rank).payload

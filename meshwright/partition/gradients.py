@@ -1,4 +1,4 @@
-"""The parameters whose gradients are pending after backward, as the buckets take them."""
+"""The parameters whose gradients are partial after backward, as the buckets reduce them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.partition import Partition
 from meshwright.partition.buckets import Gradient
 from meshwright.redistribute.steps import origin
 
-# Operators that make the gradient of a parameter anew, so that no other branch of backward can see it.
+# Operators that create the gradient of a parameter, so that no other branch of backward can see it.
 MAKES_GRADIENT = frozenset(
     f"aten.{name}.default"
     for name in ("linear", "addmm", "mm", "embedding", "convolution", "conv2d", "conv1d")
@@ -20,8 +20,7 @@ MAKES_GRADIENT = frozenset(
 
 
 def loss_scale(parts: Partition) -> float:
-    """What the loss is multiplied by before its gradients are taken: 1, or, where gradients are asked for as a sum, the
-    number of ranks that share the batch."""
+    """Return the factor of the loss before backward: 1, or the number of ranks that share the batch for ``"sum"``."""
     if parts.plan.techniques.gradients == "mean":
         return 1.0
     graph, mesh = parts.resharded.graph, parts.plan.mesh
@@ -37,11 +36,10 @@ def loss_scale(parts: Partition) -> float:
 
 @cached_on_first
 def pending_gradients(parts: Partition) -> tuple[Gradient, ...]:
-    """The parameters (by the names of the program's inputs) whose gradients are pending, in the order of their first
-    use: backward completes them the other way round.
+    """Return the parameters (by input names) whose gradients are partial, in the order of their first use.
 
-    Sizes are those of the rank at the origin, not of the rank that asks: where cuts are uneven all ranks still fill
-    their buckets alike, and so start their collectives in one order.
+    Backward completes them in reverse. Sizes are those of the rank at the origin for every rank: even if shards are
+    uneven, all ranks then fill their buckets equally and start their collectives in one order.
     """
     parted = parts.plan.states if parts.plan.techniques.optimizer_parallel >= 2 else {}
     graph, mesh, at = parts.resharded.graph, parts.plan.mesh, origin(parts.plan.mesh)
@@ -53,13 +51,13 @@ def pending_gradients(parts: Partition) -> tuple[Gradient, ...]:
         if entry.role == "parameter" and entry.needs_grad and axes and users:
             more = parted[entry.name].split_axes if entry.name in parted else ()
             cut = tuple(a for a in axes if a in more)
-            added = layout  # what is added up: of a parameter that is updated in parts, the part not cut by the sum
+            added = layout  # what is reduced: of a sharded update, the part that the reduction does not split
             if entry.name in parted:
                 added = only_axes(parted[entry.name], [a for a in more if a not in cut])
             size = math.prod(added.local_shape(mesh, at)) * DTYPES[entry.type.dtype]
             wire = wire_dtype(parts.plan.techniques, entry.type.dtype)
             makers = [node for node, _ in users]
-            if entry.name in parts.resharded.parked:  # its gradient is that of what is brought
+            if entry.name in parts.resharded.parked:  # its gradient is that of its copy on the device
                 makers = [node for brought in makers for node, _ in graph.consumers[brought.name]]
             fresh = not wire and all(node.op in MAKES_GRADIENT for node in makers)
             group = parts.plan.techniques.fusion_group(entry.target, *entry.ties)

@@ -1,10 +1,12 @@
-"""First pass: say where layouts differ. A reshard is a pair (value forward, gradient backward) and belongs
-to a tensor and the *set* of its consumers that want the same pair: q, k and v of one norm share one. Where the plan
-gives a value a *hub*, the value is brought to that layout once, and each consumer takes it from there.
+"""First pass: insert a reshard wherever layouts differ.
 
-Where the plan runs operators on the host, transfers are put in with them. Values are brought into another layout where
-they live; what leaves the host is copied before that, once for all its readers, and what the host reads is
-copied after that, for each reader.
+A reshard is a pair (value forward, gradient backward). It belongs to a tensor and the *set* of its consumers that need
+the same pair: q, k and v behind one norm share one. If the plan gives a value a *hub*, the value is resharded to that
+layout once, and each consumer reads it from there.
+
+If the plan runs operators on the host, this pass inserts the transfers too. A value is resharded where it is stored. A
+value that leaves the host is copied before that, once for all readers; a value that the host reads is copied after
+that, for each reader.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ StepText = tuple[str, str, str, str]  # kind, axes joined by ".", layout before,
 
 @dataclass(frozen=True)
 class Resharded:
-    """The graph with reshard nodes (still in global shapes), the layout of every value, the pair of every reshard, and
-    the values that live in the host's memory. `keeps`: value → how it is kept for backward, where autograd's own way
-    is not taken. `parked`: the parameters that live in the host's memory between their uses. `borders`: reshard between
-    stages with meshes of their own → the stage that runs it, and sends what it gives to one later stage."""
+    """A graph with reshard nodes, still in global shapes.
+
+    It has the layout of every value, the ports of every node, and the pair of every reshard. `hosted`: the values in
+    host memory. `keeps`: how values are saved for backward, if not as autograd does. `parked`: parameters that are
+    offloaded to host memory between their uses. `borders` maps a reshard between stages with separate meshes to the
+    stage that runs it and sends the result to one later stage.
+    """
 
     graph: Graph
     layouts: Mapping[str, TensorLayout]
@@ -44,10 +49,10 @@ class Resharded:
 
 
 def insert_reshards(graph: Graph, factors: Factors, plan: Plan, prices: Prices) -> Resharded:
-    """Give every consumer the layout its strategy asks for. `keeps` says what autograd keeps of a node.
+    """Give every consumer the layout that its strategy requires.
 
-    A value with a hub is brought once to the hub's layout, where it is first used, and from there to each consumer
-    by a reshard of its own. Consumers of other values that want the same share a reshard.
+    A value with a hub is resharded once to the hub's layout, where it is first used, and from there for each consumer.
+    Consumers of other values share a reshard if they need the same layout.
     """
     work = _Insertion(graph, factors, plan, prices)
     nodes: list[Node] = []
@@ -81,7 +86,7 @@ def insert_reshards(graph: Graph, factors: Factors, plan: Plan, prices: Prices) 
 
 
 def stages_of(graph: Graph, given: Mapping[str, int]) -> dict[str, int]:
-    """Node → its stage, also of those that follow from operators with one and have none of their own."""
+    """Return the stage of each node. Nodes without one take that of the operators they depend on."""
     found, made = dict(given), dict[str, int]()
     for node in graph.nodes:
         before = max((made[use] for use in node.uses if use in made), default=None)
@@ -92,7 +97,7 @@ def stages_of(graph: Graph, given: Mapping[str, int]) -> dict[str, int]:
 
 
 def _ports(graph: Graph, factors: Factors, plan: Plan) -> dict[str, Ports]:
-    """The layouts of every node's ports; copies of a layer share theirs."""
+    """Return the layouts of every node's ports; copies of a layer share theirs."""
     known: dict[Hashable, Ports] = {}
     found: dict[str, Ports] = {}
     for node in graph.nodes:
@@ -105,7 +110,7 @@ def _ports(graph: Graph, factors: Factors, plan: Plan) -> dict[str, Ports]:
 
 
 class _Insertion:
-    """The values made so far with their layouts, and the reshards that still have to be put into the program."""
+    """The values so far with their layouts, and the reshards that are not yet in the program."""
 
     def __init__(self, graph: Graph, factors: Factors, plan: Plan, prices: Prices) -> None:
         self.graph, self.plan, self.prices = graph, plan, prices
@@ -121,7 +126,7 @@ class _Insertion:
         self.leaving = leaving_values(graph, plan.hosts, self.hosted)
         self._shared: dict[tuple[str, TensorLayout], str] = {}  # by the name it starts from
         self._hubs: dict[str, str] = {}
-        # Where stages have meshes of their own: node → its stage, value → that of what makes it.
+        # If stages have separate meshes: node → its stage, value → the stage of its producer.
         self.stages = stages_of(graph, plan.stages) if plan.meshes else {}
         self._made = {v: self.stages[n.name] for n in graph.nodes if n.name in self.stages for v in n.values}
         self.borders: dict[str, int] = {}
@@ -131,13 +136,15 @@ class _Insertion:
         self._fresh: list[Node] = []
 
     def bring(self, value: str, want: TensorLayout, host: bool = False, stage: int | None = None) -> str:
-        """The name under which a value has the wanted layout, and is on the host or the device, with what it takes.
-        `stage`: of the node that reads it."""
+        """Return the name of a value in the wanted layout on the host or device, and create the nodes for it.
+
+        `stage` is that of the reader.
+        """
         maker = self._made.get(value)
         if stage is not None and maker is not None and maker != stage:
             return self._laid_out(value, self._border(value, maker, stage), want)
         start, lives = value, value in self.hosted or value in self.parked
-        # The hub of what leaves the host is on the device, for all.
+        # The hub of a value that leaves the host is on the device, for all readers.
         if lives and (not host or (value in self.leaving and value in self.plan.hubs)):
             if value not in self._copies:
                 self._copies[value] = self._transfer(value, value, TO_DEVICE)
@@ -146,7 +153,7 @@ class _Insertion:
         return self._transfer(value, name, TO_HOST) if host and not lives else name
 
     def _laid_out(self, value: str, start: str, want: TensorLayout) -> str:
-        """A value in the wanted layout, from `start`: itself, or its copy on the device."""
+        """Return the name of a value in the wanted layout, from `start`: the value, or its copy on the device."""
         want = self._laid(value, want)
         if value in self.plan.hubs:
             hub = self._laid(value, self.plan.hubs[value])
@@ -159,9 +166,11 @@ class _Insertion:
         return self._shared[key]
 
     def _border(self, value: str, maker: int, reader: int) -> str:
-        """A value as it leaves its stage for another whose mesh is its own: as it is cut at its hub, or where it is
-        made, with no sums pending among the ranks, neither of it nor of its gradient. What makes it and what reads it
-        each have their own idea of that, and messages lead from one to the other."""
+        """Return a value as it leaves its stage for one with another mesh.
+
+        It has the split of its hub, or of its producer, and neither it nor its gradient is partial. Each of the two
+        stages has its own layout for it, and messages lead from one to the other.
+        """
         if (value, reader) not in self._border_of:
             hub, start = self.plan.hubs.get(value), value
             if hub is not None:
@@ -175,23 +184,25 @@ class _Insertion:
         return self._border_of[value, reader]
 
     def final(self, value: str, want: TensorLayout, host: bool = False) -> str:
-        """The name of a result of the step. One that is pending in time stays so: its terms are added up when the last
-        micro-batch is done."""
+        """Return the name of a result of the step.
+
+        A result that is partial in time stays so: its terms are added after the last micro-batch.
+        """
         have = self.plan.hubs.get(value, self.have[value])
         late = not set(self.plan.mesh.time).isdisjoint(have.partial)
         return self.bring(value, have if late else want, host)
 
     def summed(self, value: str) -> TensorLayout:
-        """A value as it is cut, with no sums pending: what a program gives that is no loss stays split."""
+        """Return the layout of a value, reduced but still split: results other than the loss stay split."""
         return TensorLayout(self.plan.hubs.get(value, self.have[value]).dims)
 
     def fresh_nodes(self) -> list[Node]:
-        """The reshards made since the last call, in order."""
+        """Return the reshards created since the last call, in order."""
         made, self._fresh = self._fresh, []
         return made
 
     def marked_again(self, graph: Graph) -> Graph:
-        """The graph in which the reshards say ``again=True`` whose results backward makes again."""
+        """Return the graph with ``again=True`` on the reshards whose results backward recomputes."""
         mesh = self.plan.mesh
         again = {
             hub
@@ -214,8 +225,10 @@ class _Insertion:
         *,
         always: bool = False,
     ) -> str:
-        """A node from `start`, the name under which `value` is there as `have`; `start` itself if none is needed, but
-        for a border, which is `always` one."""
+        """Create a reshard of `start`, the name of `value` in the layout `have`, and return its name.
+
+        Returns `start` if none is needed, except for a border, which is `always` a node.
+        """
         mesh, graph = self.plan.mesh, self.graph
         if not always and (have == want or normalize(have, mesh) == normalize(want, mesh)):
             return start
@@ -239,13 +252,13 @@ class _Insertion:
         return name
 
     def _transfer(self, value: str, start: str, op: str) -> str:
-        """A copy of `start`, under which `value` is there, on the other side of the link."""
+        """Create a copy of `start`, the name of `value`, at the other end of the link, and return its name."""
         kind, needs_grad = self.graph.types[value], value in self.graph.needs_grad
         side = "host" if op == TO_HOST else "device"
         name = self._name(f"{value.replace('.', '_')}_{side}")
         source = self.graph.producers.get(value)
         module, line = (source.module, source.source) if source else ("", "")
-        # A parked parameter is brought once more for backward, and its gradient stays on the device.
+        # An offloaded parameter is fetched again for backward, and its gradient stays on the device.
         kwargs = (("again", True),) if start in self.parked else ()
         self._fresh.append(Node(name, op, (Ref(start),), kwargs, (kind,), (needs_grad,), module, line))
         self.have[name] = self.have[start]
@@ -266,17 +279,17 @@ class _Insertion:
 
 
 def backward_itemsize(node: Node) -> int:
-    """Bytes of an element of the gradient as a reshard moves it."""
+    """Return the bytes of an element of the gradient as a reshard moves it."""
     return DTYPES[str(node.kwarg("wire") or node.outputs[0].dtype)]
 
 
 def step_texts(steps: tuple[Step, ...]) -> tuple[StepText, ...]:
-    """Steps as literals of a graph."""
+    """Return steps as literals of a graph."""
     return tuple((s.kind, ".".join(s.axes), str(s.before), str(s.after)) for s in steps)
 
 
 def parse_steps(texts: Iterable[StepText]) -> tuple[Step, ...]:
-    """Steps from the literals of a graph."""
+    """Parse steps from the literals of a graph."""
     return tuple(
         Step(kind, tuple(axes.split(".")), parse_layout(before), parse_layout(after))
         for kind, axes, before, after in texts
@@ -284,5 +297,5 @@ def parse_steps(texts: Iterable[StepText]) -> tuple[Step, ...]:
 
 
 def local_type(kind: TensorType, layout: TensorLayout, mesh: Mesh, rank: int) -> TensorType:
-    """The type of what a rank holds of a value."""
+    """Return the type of a rank's shard of a value."""
     return TensorType(kind.dtype, layout.local_shape(mesh, mesh.coordinate(rank)))

@@ -1,21 +1,22 @@
-"""Copies of a (micro-)batch in one program, whose computation and communication overlap (`interleave=n`).
+"""Interleave half-batches in one program, so that computation overlaps with communication (`interleave=n`).
 
-Each copy is a local program of its own, of its part of the batch. `interleaved` makes one program of them, in which
-they take turns: a copy computes until it has started a reshard, then another does. So each waits while the others
-compute; autograd goes the same way back, since a start and its wait are each other's backward and all copies hang on
-one root. Parameters, and what is gathered of them, are read by all copies.
+Each half-batch ("copy") is a local program for its share of a (micro-)batch. `interleaved` joins them into one program:
+a copy computes until it has started a reshard, then the next copy runs. So each waits while the others compute.
+Autograd runs the same order in reverse, since a start and its wait are each other's backward and all copies share one
+root. Parameters, and gathered parameters, are read by all copies. (Compare DualPipe, and MindSpore's
+MicroBatchInterleaved.)
 
-One order serves forward and backward, which talk at different places: a sum forward after a row-parallel product,
-backward before a column-parallel one. Which order hides most depends on what a sum takes beside what is computed
-(`turns.py` tries them):
+One order serves forward and backward, whose collectives are at different places: an all-reduce forward follows a
+row-parallel product, one backward precedes a column-parallel product. Which order hides most depends on the ratio of
+communication to computation, so the planner tries them:
 
-    halves    a turn ends at both places, and where a copy computes long between them, in the middle too; the copies are
-              a turn apart. Each sum has half of what another copy computes beside it, both ways. A slow link is idle in
-              between, though: the next sum starts only when what waits for the last has been computed.
-    level     a turn ends at both places, and copies are side by side: of two sums that follow each other on the link
-              one has much beside it.
-    backward  a turn ends where backward talks alone: there the link has always the next sum waiting, and all that
-              backward computes is beside it; what forward computes, half as much, is beside nothing.
+    halves    A turn ends at both places and, if a copy computes long in between, in the middle too. Copies are one turn
+              apart. Half of another copy's computation overlaps with each collective, in both directions. A slow link
+              is idle in between: the next collective starts only after the computation that waits for the last one.
+    level     A turn ends at both places, and copies run side by side: of two consecutive collectives, one has much
+              computation to overlap with.
+    backward  A turn ends where backward communicates only: the next collective is always ready, and all of backward's
+              computation overlaps with it; forward, half as much, overlaps with nothing.
 """
 
 from __future__ import annotations
@@ -31,22 +32,25 @@ from meshwright.core.techniques import TURNS
 from meshwright.partition.overlap import TOKEN
 from meshwright.partition.recompute import VIEWS
 
-# Operators that multiply matrices → what each element of the result is a sum over.
+# Matrix products → the number of terms of each element of the result.
 PRODUCTS = {
     **dict.fromkeys(("linear", "mm", "bmm", "matmul"), "row"),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), "window"),
     "scaled_dot_product_attention": "keys",
 }
 
-STARTED, SUMMED = "_start", "_sum"  # what ends the names of starts and of sums of copies
+STARTED, SUMMED = "_start", "_sum"  # suffixes of the names of starts and of sums of copies
 
 Said = TypeVar("Said")
 
 
 @dataclass(frozen=True)
 class _Turns:
-    """`everywhere`: turns end where forward talks too. `halved`: long turns are two. `apart`: by how many turns a copy
-    is behind the one before it."""
+    """An interleaving order.
+
+    `everywhere`: turns also end at collectives of forward. `halved`: long turns are split in two. `apart`: the number
+    of turns between a copy and the one before it.
+    """
 
     everywhere: bool
     halved: bool
@@ -63,7 +67,7 @@ assert tuple(ORDERS) == TURNS
 
 @dataclass(frozen=True)
 class Interleaved:
-    """The program, and of each of its nodes (but those that all copies share) and batch inputs the copy it is of."""
+    """The interleaved program, and the copy of each node and batch input (except shared ones)."""
 
     graph: Graph
     copy_of: Mapping[str, int]
@@ -78,38 +82,43 @@ def interleaved(
     turns: str = TURNS[0],
     apart: Collection[str] = (),
 ) -> Interleaved:
-    """One program of the copies. `added`: results that are sums over the copies. `carried`: input → the value that
-    replaces it, which a copy hands on to the next. `time`: the axes on which copies differ. `leading`: the copies of
-    one rank, the same for all ranks, by whose sizes turns are measured: blocks may be of unequal length, and ranks that
-    took turns elsewhere would talk past each other. `turns`: their order. `apart`: results of which that of each copy
-    is a result of the program, under the name that `named` gives."""
+    """Join copies into one program.
+
+    - `added`: results that are sums over the copies.
+    - `carried`: input → the value that replaces it, which a copy passes on to the next.
+    - `time`: the axes on which copies differ.
+    - `leading`: the copies of one rank, the same for all ranks, whose sizes determine the turns. Shards may be uneven,
+      and ranks with different turns would start their collectives in different orders.
+    - `turns`: the interleaving order.
+    - `apart`: results that the program returns for each copy, under the names of `named`.
+    """
     work = _Merge(copies, added, carried, time, leading, ORDERS[turns], apart)
     return Interleaved(work.graph(), work.copy_of)
 
 
 def named(name: str, copy: int) -> str:
-    """The name of a value of a copy."""
+    """Return the name of a value of a copy."""
     return f"copy{copy}_{name}"
 
 
 def original(name: str, copy: int) -> str:
-    """The name of a value of a copy in the program of one."""
+    """Return the name that a value of a copy has in the program of one copy."""
     return name.removeprefix(f"copy{copy}_")
 
 
 def of_one(node: Node, copy_of: Mapping[str, int]) -> Node:
-    """The node of a copy as it is called in the program of one."""
+    """Return the node of a copy under its name in the program of one copy."""
     copy = copy_of.get(node.name)
     return node if copy is None else replace(node, name=original(node.name, copy))
 
 
 def in_copies(said: Mapping[str, Said], copies: int) -> Mapping[str, Said]:
-    """What is said of values, said of those of all copies."""
+    """Return a mapping by values, repeated for the values of all copies."""
     return said if copies == 1 else {named(k, c): v for k, v in said.items() for c in range(copies)}
 
 
 def shared(copy: Graph, carried: Collection[str], time: Collection[str]) -> set[str]:
-    """The values of a copy that all copies read: parameters, and what is gathered of them, which is done once."""
+    """Return the values that all copies read: parameters, and gathered parameters, which are gathered once."""
     found = {i.name for i in copy.inputs if i.role != "batch"}
     for node in copy.nodes:
         moves = node.op in (RESHARD, START, WAIT, TO_DEVICE) and found.issuperset(node.uses)
@@ -157,7 +166,7 @@ class _Merge:
         return replace(entry, name=named(entry.name, copy))
 
     def _name(self, value: str, copy: int) -> str:
-        """The name under which a copy reads a value."""
+        """Return the name under which a copy reads a value."""
         if value in self.carried and copy:
             return named(self.carried[value], copy - 1)
         return value if value in self.shared else named(value, copy)
@@ -165,7 +174,7 @@ class _Merge:
     # ------------------------------------------------------------ turns
 
     def _in_turns(self) -> Iterator[Node]:
-        """The nodes of all copies in the order in which they run: one turn of each."""
+        """Yield the nodes of all copies in their order of execution: one turn of each."""
         turns = [_turns(list(self._program(copy)), self.order.halved) for copy in range(len(self.copies))]
         needs = [[_needs(turn) for turn in mine] for mine in turns]
         there, done = {*self.copy_of, *self.shared}, [0] * len(turns)
@@ -173,12 +182,12 @@ class _Merge:
         while any(done[copy] < len(turns[copy]) for copy in range(len(turns))):
             moved = False
             for copy, mine in enumerate(turns):
-                # Behind the copy before it, what is short in one stands beside what is long in the other.
+                # A copy follows the one before it, so that short turns of one overlap with long turns of the other.
                 waits = copy and done[copy] + self.order.apart >= done[copy - 1] < len(turns[copy - 1])
                 if waits or done[copy] == len(mine):
                     continue
                 if not there.issuperset(needs[copy][done[copy]]):
-                    continue  # a buffer that the copy before hands on is not made yet
+                    continue  # a buffer of the copy before is not computed yet
                 for node in mine[done[copy]]:
                     there.update(node.values)
                     yield node
@@ -186,7 +195,7 @@ class _Merge:
             assert moved, "copies wait for each other"
 
     def _program(self, copy: int) -> Iterator[tuple[Node, float, bool]]:
-        """A copy's nodes with what each computes, and whether a turn ends there: what it has started goes on."""
+        """Yield a copy's nodes, with the work of each and whether a turn ends there."""
         graph, leading = self.copies[copy], self.leading[copy]
         for node, same in zip(graph.nodes, leading.nodes, strict=True):
             assert node.name == same.name, f"%{node.name} stands where another rank has %{same.name}"
@@ -212,7 +221,7 @@ class _Merge:
         return self.order.everywhere or (backward and not forward)
 
     def _renamed(self, node: Node, copy: int) -> Node | None:
-        """A node as a copy has it; None for what another copy has done for it."""
+        """Return a node with a copy's names; None for a shared node that another copy has run."""
         if self.shared.issuperset(node.values):
             return node if copy == 0 else None
         mine = replace(node, name=named(node.name, copy))
@@ -222,7 +231,7 @@ class _Merge:
     # ------------------------------------------------------------ results
 
     def _together(self, value: str) -> Iterator[Node]:
-        """A result of all copies under its name: their sum, or what the last one says."""
+        """Yield the nodes that join a result of all copies under its name: their sum, or the last one's value."""
         kind = self.copies[0].types[value]
         flag = value in self.copies[0].needs_grad
         last = len(self.copies) - 1
@@ -238,8 +247,11 @@ class _Merge:
 
 
 def _turns(program: Sequence[tuple[Node, float, bool]], halved: bool) -> list[list[Node]]:
-    """A copy's program in turns: each ends where the copy waits for something that it has started; where they are
-    `halved`, what computes more than it does on average between two such places is two turns."""
+    """Split a copy's program into turns.
+
+    Each ends where the copy waits for a reshard that it has started. If `halved`, turns of more than average work are
+    split in two.
+    """
     stretches: list[list[tuple[Node, float]]] = [[]]
     for node, work, starts in program:
         stretches[-1].append((node, work))
@@ -260,7 +272,7 @@ def _turns(program: Sequence[tuple[Node, float, bool]], halved: bool) -> list[li
 
 
 def _needs(turn: Sequence[Node]) -> set[str]:
-    """What a turn reads and does not make."""
+    """Return the values that a turn reads and does not compute."""
     found, made = set[str](), set[str]()
     for node in turn:
         found.update(use for use in node.uses if use not in made)
@@ -269,7 +281,7 @@ def _needs(turn: Sequence[Node]) -> set[str]:
 
 
 def _work(node: Node, graph: Graph) -> float:
-    """Roughly what an operator computes: multiplications of a product, elements of anything else."""
+    """Estimate the work of an operator: multiplications of a product, elements of anything else."""
     if node.op in VIEWS or node.op in (PIN, RESHARD, START, WAIT):
         return 0.0
     made = sum(math.prod(t.shape) for t in node.outputs)
@@ -293,7 +305,7 @@ def _sends(reshard: Node) -> bool:
 
 
 def _axes(node: Node) -> set[str]:
-    """The axes over which a reshard or a flight talks or cuts; a wait does what its start says."""
+    """Return the axes over which a reshard or a flight communicates or slices; a wait has those of its start."""
     if node.op in (WAIT, TO_DEVICE):
         return set()
     halves = list(node.args[1:3])

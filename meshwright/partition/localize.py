@@ -15,7 +15,7 @@ SUM_OF_COUNTS = "meshwright.all_reduce"
 
 
 def localize_graph(resharded: Resharded, factors: Factors, plan: Plan, rank: int) -> Graph:
-    """The local graph of a rank: ordinary operators on what the rank holds, with reshards between them."""
+    """Return the local graph of a rank: operators on its shards, with reshards between them."""
     mesh = plan.mesh
     at = mesh.coordinate(rank)
     graph = resharded.graph
@@ -35,9 +35,9 @@ def localize_graph(resharded: Resharded, factors: Factors, plan: Plan, rank: int
 
 
 def counts_first(inputs: Iterable[Input], nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Sums over ranks that follow from the batch alone (how many targets count), moved to the front with their inputs.
+    """Move all-reduces that depend on the batch only (the count of targets) to the front, with their inputs.
 
-    There the ranks have just started together; between forward and backward they would wait for the slowest.
+    There all ranks have just started together. Between forward and backward they would wait for the slowest rank.
     """
     known = {i.name for i in inputs if i.role in ("batch", "constant")}
     early: list[Node] = []
@@ -56,6 +56,6 @@ def counts_first(inputs: Iterable[Input], nodes: Sequence[Node]) -> tuple[Node, 
 
 
 def late_values(graph: Graph) -> frozenset[str]:
-    """Results that no operator reads, such as the loss: their sums need not hold up backward."""
+    """Return the results that no operator reads, such as the loss: backward need not wait for their reduction."""
     replaced = {v for _, v in graph.mutations}
     return frozenset(v for _, v in graph.outputs if not graph.consumers[v] and v not in replaced)

@@ -1,12 +1,12 @@
-"""What a rank runs of a batch in micro-batches, and when: its local programs in time, cut by what must wait for what.
+"""The local programs of a rank for a batch in micro-batches, split by their dependences in time.
 
-- A `Round` before the first forward: terms that follow from the batch alone (how many labels count), run for every
-  micro-batch, added up, and then added up over the ranks, once. Sums of sums take a further round.
-- `programs`: forward of each micro-batch, which reads those sums. Each backward so has the true denominators, and
-  gradients are those of the whole batch (a mean of means is not).
-- `late`: results that are sums over micro-batches (the loss), made from the added terms after the last one.
+- A `Round` runs before the first forward: terms that depend on the batch only (the count of labels) are computed for
+  every micro-batch, summed, and reduced over the ranks once. Sums of sums take another round.
+- `programs` are the forward passes of the micro-batches, which read those sums. So every backward has the true
+  denominators, and gradients are those of the full batch (those of a mean of means are not).
+- `late` computes results that are sums over micro-batches (the loss) from the accumulated terms, after the last one.
 
-`carried` are the buffers that a micro-batch hands on to the next (running statistics).
+`carried` are the buffers that a micro-batch passes on to the next (running statistics).
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from meshwright.partition.time_axis import early_values
 from meshwright.redistribute import TWO_CORE_GLOO, redistribute
 from meshwright.redistribute.steps import origin
 
-SUM = "boundary"  # the role of an input that another of these programs has made
+SUM = "boundary"  # the role of an input that another of these programs computes
 
 
 @dataclass(frozen=True)
 class Round:
-    """Sums over the whole batch: `terms` is a program of each micro-batch, whose results are added up; `sums` makes
-    of them what later programs read."""
+    """Sums over the full batch: a program for each micro-batch, and `sums`, which reduces their accumulated results."""
 
     terms: tuple[Graph, ...]
     sums: Graph
@@ -53,7 +52,7 @@ class MicroBatches:
 
 
 def micro_batches_of(parts: Partition, rank: int) -> MicroBatches:
-    """The programs of a rank under a plan with micro-batches."""
+    """Return the programs of a rank under a plan with micro-batches."""
     cut = [_Cut(parts, number, parts.local(number)) for number in parts.of_rank(rank)]
     first = cut[0]
     rounds = tuple(
@@ -71,8 +70,10 @@ def micro_batches_of(parts: Partition, rank: int) -> MicroBatches:
 
 @cached_on_first
 def first_program(parts: Partition, rank: int) -> Interleaved:
-    """The program of the first copies that take turns: what a timeline looks at. `rank` is one of the plan's mesh in
-    the first micro-batch."""
+    """Return the program of the first interleaved copies, for a timeline.
+
+    `rank` is a rank of the plan's mesh in the first micro-batch.
+    """
     mine, first = parts.of_rank(rank)[: parts.copies], parts.of_rank(0)[: parts.copies]
     programs = list(_programs(parts, mine))
     leading = programs if mine == first else list(_programs(parts, first))
@@ -85,15 +86,15 @@ def _programs(parts: Partition, numbers: Iterable[int]) -> Iterator[Graph]:
 
 
 def nothing_to_hide(parts: Partition) -> tuple[str, ...]:
-    """A note where copies take turns and none of them sends anything that the others' computing could hide."""
+    """Return a remark if half-batches are interleaved but send nothing that could be hidden."""
     if parts.copies == 1:
         return ()
     program = first_program(parts, parts.plan.mesh.rank(origin(parts.plan.mesh)))
     if any(node.op == START and node.name in program.copy_of for node in program.graph.nodes):
         return ()
     return (
-        f"interleave={parts.copies} has nothing to hide: no operator sends activations under this plan, so the copies "
-        "only make operators smaller",
+        f"interleave={parts.copies} has nothing to hide: no operator sends activations under this plan, so it only "
+        "makes operators smaller",
     )
 
 
@@ -109,21 +110,21 @@ def _merged(parts: Partition, copies: Sequence[Graph], late: Graph, leading: Seq
 
 @cached_on_first
 def first_micro_batch(parts: Partition, rank: int) -> MicroBatches:
-    """The same with the programs of the first micro-batch alone, the largest: what prices and tables look at."""
+    """Return the programs of the first micro-batch only, which is the largest, for prices and tables."""
     cut = _Cut(parts, rank, parts.local(rank))
     rounds = tuple(Round((cut.terms(number),), cut.sums(number)) for number in range(cut.rounds))
     return MicroBatches(rounds, (cut.program(),), cut.late(), _carried(parts))
 
 
 def how_often(parts: Partition, programs: MicroBatches) -> Callable[[str], int]:
-    """Node of the first micro-batch's program → how often a step runs it: what copies share, once for all of them."""
+    """Return how often a step runs a node of the first micro-batch's program; shared nodes run once for all."""
     time = parts.plan.mesh.time
     once = shared(programs.programs[0], dict(programs.carried), time) if parts.copies > 1 else ()
     return lambda name: parts.micro_batches // (parts.copies if name in once else 1)
 
 
 class _Cut:
-    """One micro-batch's local program while it is taken apart."""
+    """The local program of one micro-batch, to be split into programs in time."""
 
     def __init__(self, parts: Partition, number: int, graph: Graph) -> None:
         self.parts, self.number, self.graph = parts, number, graph
@@ -142,7 +143,7 @@ class _Cut:
         return any(s.kind in COLLECTIVES and self.time.intersection(s.axes) for s in steps)
 
     def _levels(self) -> dict[str, int]:
-        """Value → how many rounds must be over before it can be made."""
+        """Return the number of rounds that must precede each value."""
         level = {i.name: 0 for i in self.graph.inputs}
         for node in self.early:
             found = max((level.get(u, 0) for u in node.uses), default=0) + (node.name in self._sums)
@@ -153,14 +154,14 @@ class _Cut:
         return [n for n in self.added if self.level[n.name] == number + 1]
 
     def terms(self, number: int) -> Graph:
-        """The program of one micro-batch in a round."""
+        """Return the program of one micro-batch in a round."""
         wanted = dict.fromkeys(n.uses[0] for n in self._of_round(number))
         nodes = tuple(n for n in self.early if n.name not in self._sums and self.level[n.name] <= number)
         before = [n.name for n in self.added if self.level[n.name] <= number]
         return self._program(nodes, before, tuple((v, v) for v in wanted))
 
     def sums(self, number: int) -> Graph:
-        """From the terms of all micro-batches to the sums over all ranks."""
+        """Return the program from the terms of all micro-batches to the sums over all ranks."""
         nodes, outputs = [], []
         for node in self._of_round(number):
             made = self._over_ranks(node)
@@ -173,12 +174,12 @@ class _Cut:
         )
 
     def program(self) -> Graph:
-        """Forward of this micro-batch."""
+        """Return the forward program of this micro-batch."""
         nodes = tuple(n for n in self.graph.nodes if n.name not in self._sums)
         return self._program(nodes, [n.name for n in self.added], self.graph.outputs, self.graph.mutations)
 
     def late(self) -> Graph:
-        """From the added terms of results to what they are on one device."""
+        """Return the program from the accumulated terms of results to their values on one device."""
         layouts, entries = self.parts.resharded.layouts, {i.target: i.name for i in self.graph.inputs}
         wants = {value: TensorLayout.replicated(layouts[value].shape) for _, value in self.graph.outputs}
         wants |= {value: self.parts.plan.inputs[entries[target]] for target, value in self.graph.mutations}
@@ -205,7 +206,7 @@ class _Cut:
         outputs: tuple[tuple[str, str], ...],
         mutations: tuple[tuple[str, str], ...] = (),
     ) -> Graph:
-        """A program of some nodes: inputs that it does not read are left out, and so are nodes that nothing reads."""
+        """Return a program of some nodes, without unread inputs and nodes."""
         before = tuple(self._boundary(name) for name in made_before)
         graph = prune(replace(self.graph, nodes=nodes, outputs=outputs, mutations=mutations))
         read = {u for n in graph.nodes for u in n.uses} | {v for _, v in (*outputs, *mutations)}
@@ -216,7 +217,7 @@ class _Cut:
         return Input(name, SUM, name, self.graph.types[name])
 
     def _over_ranks(self, node: Node) -> Node | None:
-        """A sum over time and ranks, without the time; None where no rank is left to ask."""
+        """Return a sum over time and ranks without the time; None if no rank is left."""
         if node.op == SUM_OF_COUNTS:
             axes = tuple(a for a in node.args[1] if a not in self.time)
             return replace(node, args=(node.args[0], axes)) if axes else None
@@ -230,7 +231,7 @@ class _Cut:
         return TensorLayout(layout.dims, pending)
 
     def _moved(self, value: str, have: TensorLayout, want: TensorLayout, name: str) -> Node | None:
-        """A reshard without gradient; None where it does nothing."""
+        """Return a reshard without gradient; None if it does nothing."""
         parts, kind = self.parts, self.graph.types[value]
         prices = parts.plan.prices or TWO_CORE_GLOO
         steps = redistribute(have, want, parts.plan.mesh, DTYPES[kind.dtype], prices)
@@ -241,13 +242,13 @@ class _Cut:
 
 
 def _checked(graph: Graph) -> Graph:
-    """The graph, whose inputs may be results of another one. Raises GraphError where it breaks a law."""
+    """Check a graph whose inputs may be results of another one, and return it. Raises GraphError."""
     verify(replace(graph, inputs=tuple(replace(i, role="batch") for i in graph.inputs)))
     return graph
 
 
 def _carried(parts: Partition) -> tuple[tuple[str, str], ...]:
-    """The buffers whose new values follow from what one micro-batch alone has seen, and are no sums over them."""
+    """Return the buffers whose new values depend on one micro-batch, and are not sums over them."""
     graph, layouts = parts.resharded.graph, parts.resharded.layouts
     if not graph.mutations:
         return ()

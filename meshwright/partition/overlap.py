@@ -1,15 +1,15 @@
-"""Start early, wait late: reshards whose communication goes on beside computation, and which of them go together.
+"""Overlap reshards with computation: start early, wait late, and fuse neighbours.
 
-What all ranks agree on is a list of *flights*: reshards that start as one, and the place where they start. It follows
-from the program before it is cut into ranks (`flights`); `overlapped` writes it into the program of one rank, where a
-reshard becomes the wait for its flight. A start and its waits are two nodes of autograd, so in backward the gradient's
-communication starts where forward waited, and is waited for where forward started.
+All ranks share a list of *flights*: reshards that start together, and the place where they start. `flights` computes it
+from the global program. `overlapped` writes it into the program of one rank, where a reshard becomes the wait for its
+flight. A start and its waits are nodes of autograd, so in backward the gradient's communication starts where forward
+waited and ends where forward started.
 
-- Parameters that are gathered for their use are taken in stretches: one layer, or less where a layer is larger than a
-  bucket. A stretch starts when the program enters the one before it, so at most one is there before it is needed. Its
-  equal reshards go as one collective. What they send of parked parameters has come from the host by then.
-- Other values start right after they are made (at most a layer early), where something is computed before they are
-  read. Neighbours that can start together, and are small, go together.
+- Parameters that are gathered for their use go in groups: one layer, or less if a layer is larger than a bucket. A
+  group starts when the program enters the one before it (prefetch), so at most one is there before it is needed.
+  Equal reshards of a group are one collective. Offloaded parameters have come from the host by then.
+- Other values start right after they are computed (at most a layer early), if something is computed before they are
+  read. Small neighbours that can start together are fused.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from meshwright.plan.plan import Plan
 from meshwright.redistribute import Step
 from meshwright.redistribute.steps import origin
 
-TOKEN = TensorType("f32", (0,))  # what a start gives: only its waits can read it
+TOKEN = TensorType("f32", (0,))  # the result of a start: only its waits can read it
 
 
 @dataclass(frozen=True)
 class Flight:
     """Reshards that start together, right after the node `after` (by default at the beginning of the program).
-    `members` are in the order of their first uses."""
+
+    `members` are in the order of their first uses.
+    """
 
     members: tuple[str, ...]
     after: str = ""
@@ -47,14 +49,16 @@ class Flight:
 
 
 def flights(resharded: Resharded, plan: Plan) -> tuple[Flight, ...]:
-    """The flights of a program. The same on every rank."""
+    """Return the flights of a program. They are the same on every rank."""
     work = _Schedule(resharded, plan)
     return (*work.of_parameters(), *work.of_values())
 
 
 def overlapped(local: Graph, schedule: Sequence[Flight]) -> Graph:
-    """The program of a rank with its flights: each reshard of one becomes a wait, under the name it had. What brings a
-    parked parameter for one stands right before its start."""
+    """Return the program of a rank with its flights.
+
+    Each reshard of a flight becomes a wait of the same name. Transfers of offloaded parameters precede its start.
+    """
     if not schedule:
         return local
     nodes = {n.name: n for n in local.nodes}
@@ -72,7 +76,7 @@ def overlapped(local: Graph, schedule: Sequence[Flight]) -> Graph:
         brought = [
             n
             for n in fetched
-            # What others read of a tied parameter, as it comes, may be before the start.
+            # Other readers of a tied parameter, in its stored layout, may precede the start.
             if place[n.name] > begun or all(c.name in members for c, _ in local.consumers[n.name])
         ]
         moved.update(n.name for n in brought)
@@ -90,7 +94,7 @@ def _start(flight: Flight, members: Sequence[Node]) -> Node:
     halves = (tuple(n.args[1] for n in members), tuple(n.args[2] for n in members))
     again = tuple(index for index, n in enumerate(members) if n.kwarg("again"))
     graded, first = any(flag for n in members for flag in n.needs_grad), members[0]
-    wire = first.kwarg("wire")  # the dtype in which their gradients are added up: one, or they were apart
+    wire = first.kwarg("wire")  # the dtype in which gradients are reduced; members of a flight share it
     kwargs = ((("again", again),) if again else ()) + ((("wire", wire),) if wire else ())
     return Node(
         flight.name, START, (sources, *halves), kwargs, (TOKEN,), (graded,), first.module, first.source
@@ -98,7 +102,7 @@ def _start(flight: Flight, members: Sequence[Node]) -> Node:
 
 
 class _Schedule:
-    """The flights of a program while they are found."""
+    """The computation of the flights of a program."""
 
     def __init__(self, resharded: Resharded, plan: Plan) -> None:
         self.resharded, self.graph, self.plan = resharded, resharded.graph, plan
@@ -110,7 +114,10 @@ class _Schedule:
     # ------------------------------------------------------------ parameters
 
     def of_parameters(self) -> Iterator[Flight]:
-        """A stretch starts after the first wait of the one before it, which has taken that one out of its buffers."""
+        """Yield the flights of parameters.
+
+        A group starts after the first wait of the one before, which frees its buffers.
+        """
         entered = ""
         for stretch in sorted(self._stretches(), key=lambda s: self.place[s[0].name]):
             for members in self._together(stretch):
@@ -118,7 +125,7 @@ class _Schedule:
             entered = stretch[0].name
 
     def _stretches(self) -> list[list[Node]]:
-        """Reshards of parameters by layer, a layer larger than a bucket in parts; the user's groups as they are."""
+        """Return the reshards of parameters by layer, by parts of a layer above a bucket, or by the user's groups."""
         found: list[list[Node]] = []
         groups: dict[int, list[Node]] = {}
         stretch: list[Node] = []
@@ -141,7 +148,7 @@ class _Schedule:
         return [*found, *([stretch] if stretch else []), *groups.values()]
 
     def _together(self, nodes: Sequence[Node]) -> list[list[Node]]:
-        """The nodes apart by what can be one collective."""
+        """Group nodes by what can be one collective."""
         found: dict[Hashable, list[Node]] = {}
         for node in nodes:
             found.setdefault(self._key(node), []).append(node)
@@ -150,7 +157,7 @@ class _Schedule:
     # ------------------------------------------------------------ other values
 
     def of_values(self) -> list[Flight]:
-        """Those between whose making and reading something is computed, and those that go with a neighbour."""
+        """Return the flights of other values: those with computation before their first use, fused with neighbours."""
         found: list[_Open] = []
         latest: dict[Hashable, _Open] = {}
         changes = self._changes()
@@ -158,7 +165,7 @@ class _Schedule:
             producer = self.graph.producers.get(stored_in(self.graph, node)) if node.op == RESHARD else None
             if producer is None or not any(node.needs_grad) or not self.graph.consumers[node.name]:
                 continue
-            # What backward makes again it makes from what is kept, blocking.
+            # Backward recomputes values from saved ones, with blocking reshards.
             if node.kwarg("again") or not any(_sent(half) for half in self._pair(node)):
                 continue
             here, key, size = self.place[node.name], self._key(node), self._bytes(node)
@@ -176,8 +183,8 @@ class _Schedule:
         return [Flight(tuple(f.members), after=self.graph.nodes[f.after].name) for f in kept]
 
     def _anchor(self, made: int, read: int, changes: Sequence[int]) -> int:
-        """The node after which a value may start: what makes it, or a later one where that is over a layer away."""
-        # What needs no gradient may have been moved to the front of a rank's program.
+        """Return the node after which a value may start: its producer, or a later one if that is over a layer away."""
+        # A value that needs no gradient may have been moved to the front of a rank's program.
         nodes, least = self.graph.nodes, changes[read] - 1
         near = (n for n in range(made, read) if changes[n] >= least and any(nodes[n].needs_grad))
         return next(near, made)
@@ -188,7 +195,7 @@ class _Schedule:
         return any(self.computes[n] and any(self.graph.nodes[n].needs_grad) for n in between)
 
     def _changes(self) -> list[int]:
-        """Per node how often the layer has changed before it."""
+        """Return for each node how often the layer has changed before it."""
         found, count, layer = [], 0, None
         for node in self.graph.nodes:
             here = layer_of(node.module)
@@ -204,7 +211,7 @@ class _Schedule:
         return pair.forward, pair.backward if any(node.needs_grad) else ()
 
     def _key(self, node: Node) -> Hashable:
-        """Reshards of equal keys can be one collective: they send in one way, forward and backward."""
+        """Return a key. Reshards of equal keys can be one collective, forward and backward."""
         halves = tuple(_sent(half) for half in self._pair(node))
         flat = all(len(half) <= 1 and all(COLLECTIVES[s.kind].fuses for s in half) for half in halves)
         if not flat or not halves[0] or not self._enough(node):
@@ -221,7 +228,7 @@ class _Schedule:
         return self._enough(node) or BUCKET_BYTES
 
     def _bytes(self, node: Node) -> int:
-        """Bytes of the result on the rank that holds most, so that all ranks count alike."""
+        """Return the bytes of the largest shard of the result, so that all ranks count equally."""
         mesh = self.plan.mesh
         layout = self.resharded.layouts[node.name]
         return local_type(node.outputs[0], layout, mesh, mesh.rank(origin(mesh))).size_bytes
@@ -229,7 +236,7 @@ class _Schedule:
 
 @dataclass
 class _Open:
-    """A flight that may still take members: `after` and `first` are places of nodes."""
+    """A flight that may still take members: `after` and `first` are positions of nodes."""
 
     members: list[str]
     after: int
@@ -242,7 +249,7 @@ class _Open:
 
 
 def stored_in(graph: Graph, reshard: Node) -> str:
-    """What a reshard brings in another layout: of a parked parameter itself, not its copy on the device."""
+    """Return the value that a reshard reads; of an offloaded parameter the parameter, not its copy on the device."""
     source = graph.producers.get(reshard.uses[0])
     return reshard.uses[0] if source is None or not is_fetch(source) else source.uses[0]
 
@@ -252,7 +259,7 @@ def _sent(steps: Sequence[Step]) -> tuple[Step, ...]:
 
 
 def members_of(local: Graph, start: Node) -> tuple[Node, ...]:
-    """The waits of a start, in the order of its members."""
+    """Return the waits of a start, in the order of its members."""
     waits: Mapping[int, Node] = {int(n.args[1]): n for n, _ in local.consumers[start.name]}
     return tuple(waits[index] for index in range(len(start.args[0])))
 

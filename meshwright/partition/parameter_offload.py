@@ -1,8 +1,8 @@
-"""Parameters that live in the host's memory between their uses: brought to the device a layer ahead, forward and
-backward, and freed after.
+"""Parameters that are offloaded to host memory between their uses.
 
-A program has a transfer for each (``again=True``: brought once more for backward). Those of one layer that follow each
-other are one *run*; when the first of a run is taken, the next one starts.
+They are prefetched a layer ahead, in forward and backward, and freed after use. A program has a transfer for each
+(``again=True``: it is fetched again for backward). Consecutive transfers of one layer are one *run*; when the first
+of a run is used, the next run starts.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from meshwright.core.graph import MOVES, START, TO_DEVICE, WAIT, Graph, Node
 
 
 def is_fetch(node: Node) -> bool:
-    """Return whether a node brings a parked parameter."""
+    """Return whether a node fetches an offloaded parameter."""
     return node.op == TO_DEVICE and bool(node.kwarg("again"))
 
 
 def fetch_runs(graph: Graph) -> tuple[tuple[str, ...], ...]:
-    """The transfers of a program that bring parked parameters, run by run."""
+    """Return the transfers of a program that fetch offloaded parameters, run by run."""
     found: list[list[str]] = []
     layer = None
     for node in graph.nodes:
@@ -31,7 +31,7 @@ def fetch_runs(graph: Graph) -> tuple[tuple[str, ...], ...]:
 
 
 def _reader(node: Node, graph: Graph) -> Node:
-    """The first operator that reads what a node brings."""
+    """Return the first operator that reads the result of a transfer."""
     while node.op in (*MOVES, START, WAIT) and graph.consumers[node.name]:
         node = graph.consumers[node.name][0][0]
     return node

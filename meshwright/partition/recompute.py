@@ -1,8 +1,8 @@
-"""Which hubs are made again in backward: those that autograd would keep, and keep alike on every rank.
+"""The hubs that backward gathers again: those that autograd would save, in the same way on every rank.
 
 The gather that backward repeats is a collective, started by the first consumer that had saved its result. All ranks
-must start it at the same place. They do when they run the same operators; a rank that holds no heads, or one row where
-others hold several (a view there, a copy here), may save something else. Such hubs are kept.
+must start it at the same place. They do if they run the same operators. A rank without heads, or with one row where
+others have several (a view there, a copy here), may save something else. Such hubs are saved instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def can_be_made_again(
     pairs: Mapping[str, Reshard],
     mesh: Mesh,
 ) -> bool:
-    """Return whether backward would need the result of the reshard `hub`, and all ranks at the same place.
+    """Return whether backward needs the result of the reshard `hub`, at the same place on all ranks.
 
     `graph` is the one with reshards; `layouts`, `ports` and `pairs` are of its values, nodes and reshards.
     """
@@ -76,7 +76,7 @@ def readers_alike(
 
 
 def _in_place(pair: Reshard) -> bool | None:
-    """Return whether the result of a reshard lies in its argument's memory; None where it does on some ranks only."""
+    """Return whether the result of a reshard shares memory with its argument; None if it does on some ranks only."""
     kinds = {step.kind for step in pair.forward}
     if not kinds <= {"slice", "mask"}:
         return False
@@ -85,7 +85,7 @@ def _in_place(pair: Reshard) -> bool | None:
 
 @functools.lru_cache(maxsize=1 << 14)
 def alike(layout: TensorLayout, mesh: Mesh) -> bool:
-    """Every rank holds the same number of elements along each cut, or at least two."""
+    """Return whether every rank holds the same number of elements along each split dim, or at least two."""
     for dim in layout.dims:
         for sub in leaves(dim):
             lengths = _block_lengths(sub.size, sub.axes, mesh)
@@ -100,9 +100,7 @@ def _block_lengths(size: int, axes: tuple[str, ...], mesh: Mesh) -> set[int]:
         count, after = mesh.sizes[axis], set[int]()
         for length in lengths:
             step = max(1, -(-length // count))
-            full, rest = divmod(
-                length, step
-            )  # so many blocks of the step, one of what is left, none for others
+            full, rest = divmod(length, step)  # full blocks, one of the rest, none for others
             after |= {step} if full else set[int]()
             after |= {rest} if full < count else set[int]()
             after |= {0} if full + 1 < count else set[int]()

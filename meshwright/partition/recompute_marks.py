@@ -1,9 +1,9 @@
-"""How the values of a program are kept for backward, where the plan says something else than autograd: the plan speaks
-of values of the model, this pass of the program's operators, helpers and reshards.
+"""Apply a plan's choice of saved activations to a program.
 
-A reshard goes with the value that it brings, and with those who read it: where all are computed again, so is it.
-What collectives produced is kept where the plan says so (``recompute_communication=False``), and where ranks hold
-uneven parts: there they might save different things, and so start collectives in different orders.
+The plan names values of the model; this pass marks operators, helpers and reshards of the program. A reshard is
+recomputed if the value it reads and all of its readers are. Results of collectives are saved if the plan says so
+(``recompute_communication=False``), and if shards are uneven: ranks might then save different things and start
+collectives in different orders.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AGAIN = "again"
 
 
 def with_keeps(resharded: Resharded, factors: Factors, plan: Plan) -> Resharded:
-    """The program with what the plan says of its values."""
+    """Return the program with the plan's choice of saved activations."""
     if not plan.keeps:
         return resharded
     graph = resharded.graph
@@ -49,8 +49,11 @@ def with_keeps(resharded: Resharded, factors: Factors, plan: Plan) -> Resharded:
 
 
 def settled(resharded: Resharded, plan: Plan) -> tuple[Resharded, dict[str, Stash], Mapping[str, Askers]]:
-    """The program without marks on reshards that backward, though it might make them again, never asks for; what is
-    kept elsewhere than where it lies; and of what is made again, who asks first."""
+    """Return three things that follow from what backward needs.
+
+    They are the program, without recompute marks on reshards that backward never needs; the activations that are saved
+    sharded or on the host; and the first nodes that need each recomputed value.
+    """
     graph = resharded.graph
     if not (plan.keeps or resharded.parked or plan.again):
         return resharded, {}, {}
@@ -64,7 +67,7 @@ def settled(resharded: Resharded, plan: Plan) -> tuple[Resharded, dict[str, Stas
 
 
 def without_keeps(resharded: Resharded, plan: Plan) -> Resharded:
-    """The program that keeps all as autograd does, but for what the plan gathers twice."""
+    """Return the program that saves what autograd saves, except for what the plan gathers again."""
     graph = resharded.graph
 
     def kept(node: Node) -> Node:
@@ -75,13 +78,13 @@ def without_keeps(resharded: Resharded, plan: Plan) -> Resharded:
 
 
 def _unasked(node: Node) -> Node:
-    """A reshard whose result is not made again."""
+    """Return a reshard without its recompute mark."""
     kwargs = tuple(k for k in node.kwargs if k[0] != "again")
     return node if kwargs == node.kwargs else replace(node, kwargs=kwargs)
 
 
 def keeps_of(local: Graph, keeps: Mapping[str, str]) -> dict[str, str]:
-    """The same for the values of a rank's program: helpers of an operator that is computed again are so, too."""
+    """Return how values of a rank's program are saved; helpers of a recomputed operator are recomputed too."""
     again = {v.partition(".")[0] for v, how in keeps.items() if how == AGAIN}
     found = dict(keeps)
     for node in local.nodes:
@@ -92,11 +95,11 @@ def keeps_of(local: Graph, keeps: Mapping[str, str]) -> dict[str, str]:
 
 
 def made_alike(resharded: Resharded, again: Collection[str], plan: Plan) -> bool:
-    """Return whether all ranks save, and so make again, the same things at the same places."""
+    """Return whether all ranks save, and so recompute, the same values at the same places."""
     graph = resharded.graph
     near: set[str] = set()
     todo = [v for n in graph.nodes if n.name in again for v in n.values]
-    while todo:  # who reads what is made again, and what a reshard brings of it
+    while todo:  # readers of recomputed values and of their reshards
         for reader, _ in graph.consumers[todo.pop()]:
             if reader.name not in near:
                 near.add(reader.name)
@@ -113,13 +116,13 @@ def made_alike(resharded: Resharded, again: Collection[str], plan: Plan) -> bool
 
 
 def _marked(node: Node, resharded: Resharded, again: set[str], even: bool, plan: Plan) -> Node:
-    """A reshard that says whether its result is made again."""
+    """Return a reshard, marked if its result is recomputed."""
     if node.op != RESHARD:
         return node
     graph, talks = resharded.graph, _talks(node, resharded)
     readers = _readers(node, graph)
     if node.kwarg("again"):
-        # A gathered parameter. Made again within an operator that is itself computed again, it must be so everywhere.
+        # A gathered parameter. If an operator that is recomputed needs it again, it is gathered again everywhere.
         return node if even or not talks or again.isdisjoint(readers) else replace(node, kwargs=())
     if talks and not (even and plan.techniques.recompute_communication):
         return node
@@ -135,7 +138,7 @@ def _talks(node: Node, resharded: Resharded) -> bool:
 
 
 def _root(node: Node, graph: Graph) -> str:
-    """The value of the model that a reshard brings."""
+    """Return the value of the model that a reshard reads."""
     value = node.uses[0]
     while value in graph.producers and graph.producers[value].op in MOVES:
         value = graph.producers[value].uses[0]
@@ -143,7 +146,7 @@ def _root(node: Node, graph: Graph) -> str:
 
 
 def _readers(node: Node, graph: Graph) -> set[str]:
-    """The operators that read what a reshard brings."""
+    """Return the operators that read the result of a reshard."""
     found: set[str] = set()
     for reader, _ in graph.consumers[node.name]:
         found |= _readers(reader, graph) if reader.op in MOVES else {reader.name}

@@ -1,4 +1,4 @@
-"""Cutting a local program into segments: what recompute, optimizer parallel, offload and pipeline run one by one."""
+"""Split a local program into segments, which the runtime runs one by one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from meshwright.core.graph import Graph, Input
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a program as a graph of its own.
+    """A segment of a program as a graph.
 
-    Its graph's inputs are those of the whole program that it reads and the values that cross its border (role
-    "boundary"); its outputs are the values that later segments or the caller read, labelled with their names.
+    The inputs of its graph are the inputs of the full program that it reads and the values that cross its border (role
+    "boundary"). Its outputs are the values that later segments or the caller read, labelled with their names.
     """
 
     graph: Graph
@@ -23,7 +23,7 @@ class Segment:
 
 
 def split_segments(graph: Graph, cuts: Sequence[int] = ()) -> tuple[Segment, ...]:
-    """The segments of a program cut before the nodes at the given places; one segment when there are none."""
+    """Split a program before the nodes at the positions `cuts`; without any there is one segment."""
     edges = [0, *sorted(cuts), len(graph.nodes)]
     wanted_at_end = {v for _, v in (*graph.outputs, *graph.mutations)}
     own_inputs = {i.name: i for i in graph.inputs}

@@ -1,8 +1,7 @@
-"""How a parameter whose update is split gets there and back: from its gradient to a rank's part, and from the updated
-parts to the weight as it is used (optimizer parallel, levels 1 and 2).
+"""Sharded updates of parameters: from the gradient to a rank's shard, and from updated shards to the weight (ZeRO-1/2).
 
-    level 1   gradient summed whole  →  my part of it (a slice)         →  update of my part  →  all-gather
-    level 2   my part of the sum (slice, reduce-scatter, sum)           →  update of my part  →  all-gather
+level 1   all-reduce the gradient, take my shard of it (a slice)   →  update my shard  →  all-gather
+level 2   my shard of the sum (slice, reduce-scatter, sum)         →  update my shard  →  all-gather
 """
 
 from __future__ import annotations
@@ -28,9 +27,12 @@ from meshwright.redistribute.steps import largest_size, origin
 
 @dataclass(frozen=True)
 class Update:
-    """The steps of one parameter (by the name of the program's input). `slices` takes from a whole gradient my part on
-    the axes where nothing is to be added up, `scatter` adds up and takes my part of the rest; `part` is both at once.
-    `gather` makes the weight again. `scattered`: gradients are not to be summed whole first (level 2)."""
+    """The steps of one parameter (by the name of the program's input).
+
+    `slices` takes my shard of a full gradient on the axes without a reduction; `scatter` reduces and takes my shard
+    on the others; `part` does both at once. `gather` restores the weight. `scattered`: gradients are
+    reduce-scattered, not all-reduced (level 2).
+    """
 
     name: str
     part: Step
@@ -42,7 +44,7 @@ class Update:
 
 @cached_on_first
 def updates(parts: Partition) -> Mapping[str, Update]:
-    """The parameters that are updated in parts, in the order of the program's inputs."""
+    """Return the parameters with sharded updates, in the order of the program's inputs."""
     mesh, states = parts.plan.mesh, parts.plan.states
     scattered = parts.plan.techniques.optimizer_parallel >= 2
     return {
@@ -71,12 +73,12 @@ def _update(name: str, use: TensorLayout, state: TensorLayout, mesh: Mesh, scatt
 
 
 def update_layout(parts: Partition, entry: Input) -> TensorLayout:
-    """The layout in which a parameter is updated, and its gradient is when it is."""
+    """Return the layout of a parameter, and of its gradient, at the update."""
     return parts.plan.states.get(entry.name) or parts.resharded.layouts[entry.name]
 
 
 def is_stretch(selection: Selection) -> bool:
-    """Return whether what is selected is one stretch of the memory of a contiguous tensor."""
+    """Return whether a selection is one contiguous block of a contiguous tensor."""
     full = True
     for runs, size in zip(reversed(selection.runs), reversed(selection.of), strict=True):
         length = sum(n for _, n in runs)
@@ -94,14 +96,14 @@ def comes_in_place(gather: Step, mesh: Mesh) -> bool:
     """
     for layout in (gather.before, gather.after):
         if largest_size(layout, mesh) * mesh.count(layout.split_axes) != math.prod(layout.shape):
-            return False  # not all ranks hold as much
+            return False  # shards are uneven
     place = exchange(gather, mesh, mesh.rank(origin(mesh))).place
     starts = [_start(p) for p in place]
     return all(is_stretch(p) for p in place) and starts == [n * place[0].numel for n in range(len(place))]
 
 
 def _start(selection: Selection) -> int:
-    """Where the first element that is selected lies in the memory of a contiguous tensor."""
+    """Return the offset of the first selected element in a contiguous tensor."""
     start = 0
     for runs, size in zip(selection.runs, selection.of, strict=True):
         start = start * size + (runs[0][0] if runs else 0)
@@ -110,15 +112,13 @@ def _start(selection: Selection) -> int:
 
 @cached_on_first
 def gathered(parts: Partition) -> tuple[Gradient, ...]:
-    """The weights that are gathered after the update, in the order of the program's inputs."""
+    """Return the weights that are gathered after the update, in the order of the program's inputs."""
     mesh, updated = parts.plan.mesh, updates(parts)
     found: list[Gradient] = []
     for entry in parts.resharded.graph.inputs:
         if entry.name in updated:
             gather = updated[entry.name].gather
-            sent = largest_size(gather.before, mesh) * mesh.count(
-                gather.axes
-            )  # parts as large as the largest
+            sent = largest_size(gather.before, mesh) * mesh.count(gather.axes)  # shards padded to the largest
             whole = sent * DTYPES[entry.type.dtype]
             group = parts.plan.techniques.fusion_group(entry.target, *entry.ties)
             host = entry.name in parts.resharded.hosted
@@ -127,15 +127,17 @@ def gathered(parts: Partition) -> tuple[Gradient, ...]:
 
 
 def gathered_bytes(plan: Plan, bucket_bytes: BucketBytes | None = None) -> BucketBytes:
-    """The bytes from which weights that are gathered together are enough; `bucket_bytes` where they are given."""
+    """Return the bytes of a full bucket of gathered weights: `bucket_bytes`, if given."""
     large = sizes(plan)
     return (lambda weight: large("all_gather", weight.axes)) if bucket_bytes is None else bucket_bytes
 
 
 @cached_on_first
 def gathered_last(parts: Partition, device: str) -> tuple[Gradient, ...]:
-    """The weights that are gathered after the update, the last to be read first; `fresh` where a large one comes in
-    place."""
+    """Return the weights that are gathered after the update, in reverse order of their reads.
+
+    `fresh` marks large ones that are gathered in place.
+    """
     mesh, updated = parts.plan.mesh, updates(parts)
 
     def in_place(weight: Gradient) -> bool:
@@ -148,6 +150,8 @@ def gathered_last(parts: Partition, device: str) -> tuple[Gradient, ...]:
 def gathers(
     parts: Partition, bucket_bytes: BucketBytes | None = None, device: str = "cpu"
 ) -> tuple[Group, ...]:
-    """Which weights are gathered together after the update, the first to be read first; large ones that come in place
-    alone."""
+    """Return the buckets of weights to gather after the update, in order of their reads.
+
+    Large weights that are gathered in place are alone.
+    """
     return fill(gathered_last(parts, device), device, gathered_bytes(parts.plan, bucket_bytes))

@@ -1,4 +1,4 @@
-"""Which linears of a program may leave what their weights need of backward for later, when gradients have gone on."""
+"""The linears of a program whose weight gradients may be computed later, as zero-bubble schedules do."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ LINEAR, ADDMM, MM = "aten.linear.default", "aten.addmm.default", "aten.mm.defaul
 
 
 def splittable(graph: Graph, without: Collection[str] = ()) -> frozenset[str]:
-    """The linears of a stage whose weights' half of backward may wait: what came in and the weight have a gradient,
-    weight and bias follow from parameters alone, and nothing but such linears reads what lies between, so that backward
-    goes no way to a parameter twice."""
+    """Return the linears of a stage whose weight gradients may be delayed.
+
+    Their input and weight need gradients, weight and bias depend on parameters only, and only such linears read the
+    values in between, so that backward takes no path to a parameter twice.
+    """
     trained = graph.needs_grad
     batch = {i.name for i in graph.inputs if i.role in ("batch", "boundary")}
     for node in graph.nodes:
@@ -31,7 +33,7 @@ def _plain(node: Node, trained: Collection[str]) -> bool:
     sizes = {LINEAR: (2, 3), ADDMM: (3, 3), MM: (2, 2)}.get(node.op)
     if sizes is None or node.kwargs or not sizes[0] <= len(node.uses) == len(node.args) <= sizes[1]:
         return False
-    # Without a gradient of what came in, or of the weight, all of backward is done at once.
+    # Without a gradient of the input, or of the weight, there is nothing to separate.
     came_in, weight = node.uses[1:] if node.op == ADDMM else node.uses[:2]
     return came_in in trained and weight in trained
 

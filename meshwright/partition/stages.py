@@ -1,10 +1,11 @@
-"""A rank's program cut into the stages of a pipeline: each a graph of its own, with what it takes from earlier ones.
+"""Split a rank's program into the stages of a pipeline, each a graph that reads values of earlier ones.
 
-Where an operator goes is the plan's choice (`Plan.stages`). What stands between operators follows:
+The plan assigns operators to stages (`Plan.stages`). The nodes in between follow:
 
-- a reshard goes to the first stage that reads it, so that what crosses is the value as it was made;
-- what needs parameters alone, or the batch alone (casts and gathers of weights, masks, rotary tables), is made in every
-  stage that reads it: neither is ever sent. The gradient of a parameter that several stages read is added up over them.
+- A reshard goes to the first stage that reads it, so a value crosses a stage border in its original layout.
+- A node that depends only on parameters, or only on the batch (casts and gathers of weights, masks, rotary tables), is
+  computed in every stage that reads it: neither is ever sent. The gradient of a parameter that several stages read is
+  summed over them.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from meshwright.partition.overlap import Flight
 from meshwright.partition.segments import Segment
 from meshwright.plan.plan import Plan
 
-Places = Mapping[str, frozenset[int]]  # node → the stages that run it: one, or all that read what it makes
+Places = Mapping[str, frozenset[int]]  # node → the stages that run it: one, or all that read its result
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a program. `takes`: value → the earlier stage that makes it. `gives`: value → the later stages that
-    read it. `ends`: results and new buffers of the step that are made here."""
+    """One stage of a program.
+
+    `takes` maps values to the earlier stage that produces them, `gives` values to the later stages that read them.
+    `ends` are results and new buffers of the step that it produces.
+    """
 
     segment: Segment
     takes: Mapping[str, int]
@@ -33,25 +37,27 @@ class Stage:
 
     @property
     def reads(self) -> frozenset[str]:
-        """Names of the program's inputs that it reads."""
+        """The names of the program's inputs that it reads."""
         return frozenset(i.name for i in self.segment.graph.inputs if i.name not in self.takes)
 
 
 def check_one_stage(plan: Plan, what: str) -> None:
-    """Raise PlanError where a plan has stages and `what` looks at a whole program on every rank."""
+    """Raise PlanError if a plan has stages, since `what` needs the full program on every rank."""
     if plan.stages:
         raise PlanError(
             f"{what} of a plan with {plan.techniques.pipeline} pipeline stages",
-            why="its ranks run different parts of the program; this looks at all of it on one",
-            hint="plan.claims and plan.explain() have the time, the bubble and the peak of its stages",
+            why="its ranks run different parts of the program; this needs all of it on one rank",
+            hint="plan.claims and plan.explain() give the time, the bubble and the peak of its stages",
         )
 
 
 def places(graph: Graph, of: Mapping[str, int]) -> Places:
-    """Where every node of a program goes. `of`: operator → its stage; those that it lacks are made where they are
-    read, unless they follow from one that it has."""
+    """Return the stages of every node of a program.
+
+    `of` maps operators to stages. Other nodes run where they are read, unless they depend on one of `of`.
+    """
     found = {n.name: frozenset({of[n.name]}) for n in graph.nodes if n.name in of}
-    follows: set[str] = set()  # nodes that read, through others, what a placed one makes
+    follows: set[str] = set()  # nodes that depend on a placed one
     for node in graph.nodes:
         makers = (graph.producers[u].name for u in node.uses if u in graph.producers)
         if node.name not in found and any(m in of or m in follows for m in makers):
@@ -72,15 +78,17 @@ def places(graph: Graph, of: Mapping[str, int]) -> Places:
 
 
 def _made(graph: Graph, of: Mapping[str, int], node: Node) -> int:
-    """The stage of the operator whose result a node brings."""
+    """Return the stage of the operator whose result a node moves."""
     while node.name not in of:
         node = next(graph.producers[u] for u in node.uses if u in graph.producers)
     return of[node.name]
 
 
 def flights_within(flights: Sequence[Flight], place: Places, inputs: frozenset[str]) -> tuple[Flight, ...]:
-    """The flights of a program whose members one stage reads, each started there; a reshard of any other blocks.
-    `inputs`: reshards of the program's inputs, which may start as soon as their stage does."""
+    """Return the flights whose members one stage reads, each started there. Other reshards block.
+
+    `inputs`: reshards of the program's inputs, which may start as soon as their stage does.
+    """
     found: list[Flight] = []
     for flight in flights:
         stages = frozenset().union(*(place[name] for name in flight.members))
@@ -94,7 +102,7 @@ def flights_within(flights: Sequence[Flight], place: Places, inputs: frozenset[s
 
 
 def cut_stages(program: Graph, count: int, place: Callable[[Node], frozenset[int]]) -> tuple[Stage, ...]:
-    """The stages of a program. `place`: node of the program → the stages that run it."""
+    """Split a program into stages. `place` returns the stages that run a node."""
     where = {n.name: place(n) for n in program.nodes}
     at = {v: w for n in program.nodes for v in n.values for w in [where[n.name]]}
     ends = dict.fromkeys(v for _, v in (*program.outputs, *program.mutations))

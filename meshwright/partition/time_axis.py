@@ -1,11 +1,11 @@
 """Micro-batches as an axis in time: the plan of a graph on a mesh whose slowest axis counts them.
 
-The axis splits the factor that counts examples, as data parallel does over ranks; local sizes, pending sums and
-gradients follow from the same algebra. The parts of the batch are cut in time first and over ranks then, so that all
-ranks work on the same examples at one time, however an operator is cut. Parameters are whole in time and their
-gradients pending there: that is accumulation. What would have to be known of all micro-batches at once is refused
-(`check_in_time`), but for counts that follow from the batch alone (`partition/micro_batches.py`) and the statistics of
-batch norm, which are those of a micro-batch.
+The axis splits the factor that counts examples, as data parallel does over ranks. Local sizes, partial sums and
+gradients follow from the same algebra. The batch is split in time first and then over ranks, so all ranks work on the
+same examples at one time, however an operator is sharded. Parameters are replicated in time and their gradients
+partial there: that is gradient accumulation. An operator that needs all micro-batches at once is refused
+(`check_in_time`), except for counts that depend on the batch only (`partition/micro_batches.py`) and the statistics
+of batch norm, which are those of a micro-batch.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from meshwright.plan.plan import Plan
 
 
 def in_time(graph: Graph, factors: Factors, plan: Plan) -> Plan:
-    """The plan on its mesh with an axis in time, for the micro-batches that its techniques ask for; the plan itself
-    where there is one. Raises PlanError for more micro-batches than there are examples."""
+    """Return the plan on its mesh with an axis in time, for its micro-batches; the plan itself if there is only one.
+
+    Raises PlanError for more micro-batches than there are examples.
+    """
     count = plan.techniques.pieces
     if count == 1:
         return plan
@@ -47,22 +49,20 @@ class _InTime:
         self.time = mesh.time
         self.early = early_values(graph, graph.nodes)
         self.entries = {entry.name: entry for entry in graph.inputs}
-        self.made: dict[str, TensorLayout] = {}  # value that an operator makes → its layout
+        self.made: dict[str, TensorLayout] = {}  # result of an operator → its layout
         self.known: dict[Hashable, tuple[Strategy, Ports]] = {}
-        self.asked: dict[str, list[TensorLayout]] = {}  # value → how its consumers ask for it
+        self.asked: dict[str, list[TensorLayout]] = {}  # value → the layouts that its consumers need
 
     # -------------------------------------------------- operators
 
     def strategy(self, node: Node) -> Strategy:
-        """The strategy of a node: its batch factor is split in time, or sums pending in time pass through it."""
+        """Return the strategy of a node: its batch factor is split in time, or sums partial in time pass through it."""
         site, strategy = self.factors.sites[node.name], self.plan.strategies[node.name]
         waiting = tuple(p for p, use in enumerate(node.uses) if self._is_pending(use))
         sums = tuple(p for p in waiting if node.uses[p] not in self.early)
         marks = (self.factors.batch.get((node.name, letter)) for letter in site.trees)
         key = (site.signature, id(strategy), waiting, sums, *marks)
-        if (
-            key not in self.known
-        ):  # one object for all alike: what is derived from strategies is remembered by it
+        if key not in self.known:  # one object for equal strategies, since caches use its identity
             chosen = self._by_batch(site, strategy) or self._through(site, strategy, {*waiting}, {*sums})
             self.known[key] = (chosen, layouts(site, chosen))
         chosen, ports = self.known[key]
@@ -81,8 +81,10 @@ class _InTime:
         return None
 
     def _through(self, site: Site, strategy: Strategy, waiting: set[int], sums: set[int]) -> Strategy:
-        """Sums that are pending in time (at the ports `waiting`; `sums`: those that cannot be had before) go on through
-        linear operators; elsewhere gradients are pending in time."""
+        """Let sums that are partial in time pass through linear operators; elsewhere gradients are partial in time.
+
+        `waiting` are the ports that are partial in time, and `sums` those that cannot be reduced before.
+        """
         if waiting:
             fitting = (set(ports) for ports in through_ports(site))
             ports = next((p for p in fitting if sums <= p and p & waiting), None)
@@ -103,7 +105,7 @@ class _InTime:
                 most = sub.size // ranks
                 over = f" over {ranks} ranks ({self.plan.mesh.show(sub.axes)})" if ranks > 1 else ""
                 raise PlanError(
-                    f"{sub.size} examples{over} cannot be cut into {self.plan.techniques.pieces_told}",
+                    f"{sub.size} examples{over} cannot be split into {self.plan.techniques.pieces_told}",
                     why=f"each rank needs an example of each in %{site.node.name} ({site.node.op})",
                     where=site.node.where,
                     hint=_fewer(self.plan.techniques, most),
@@ -112,7 +114,7 @@ class _InTime:
     # -------------------------------------------------- inputs and hubs
 
     def input_layout(self, name: str) -> TensorLayout:
-        """Only the batch comes in parts. Constants that are read in parts are whole: slicing them is free."""
+        """Return the layout of an input. Only the batch is split in time: slicing constants is free."""
         layout, entry = self.plan.inputs[name], self.entries[name]
         if entry.role == "parameter":
             return replace(layout, grad=(*layout.grad, *self.time)) if entry.needs_grad else layout
@@ -128,7 +130,7 @@ class _InTime:
         return any(target == entry.target for target, _ in self.graph.mutations)
 
     def hub(self, value: str, layout: TensorLayout) -> TensorLayout:
-        """A hub is in time what its value is."""
+        """Return the layout of a hub, split in time as its value is."""
         if value not in self.made:  # an input
             own = self.input_layout(value)
             if own.grad:
@@ -142,7 +144,7 @@ class _InTime:
         return hub if split or not made.grad else replace(hub, grad=(*hub.grad, *self.time))
 
     def _as_in(self, layout: TensorLayout, other: TensorLayout) -> TensorLayout:
-        """A layout that is also split in time where another is."""
+        """Return a layout that is also split in time where another is."""
         dims = tuple(
             _joined(dim, theirs, self.time) for dim, theirs in zip(layout.dims, other.dims, strict=True)
         )
@@ -150,20 +152,20 @@ class _InTime:
 
 
 def _fewer(asked: Techniques, most: int) -> str:
-    """What can be asked for where a batch has at most so many pieces."""
-    wholes = _wholes(asked)
+    """Return a hint for a batch that can have at most so many pieces."""
+    single = _unsplit(asked)
     if most <= 1:
-        return f"a larger batch, or {', '.join(wholes)}"
-    return f"{' times '.join(w.removesuffix('=1') for w in wholes)} of at most {most}"
+        return f"a larger batch, or {', '.join(single)}"
+    return f"{' times '.join(w.removesuffix('=1') for w in single)} of at most {most}"
 
 
-def _wholes(asked: Techniques) -> list[str]:
-    """The options that leave a batch in one piece, in the place of those that were asked for."""
+def _unsplit(asked: Techniques) -> list[str]:
+    """Return the options that would leave the batch in one piece."""
     return [f"{name}=1" for name in ("micro_batches", "interleave") if getattr(asked, name) > 1]
 
 
 def _joined(dim: Dim, other: Dim, time: Sequence[str]) -> Dim:
-    """A dim with the axes in time of another before its own, sub-dim by sub-dim."""
+    """Return a dim with the axes in time of another before its own, sub-dim by sub-dim."""
     if not set(time).intersection(dim_axes(other)):
         return dim
     if not dim_axes(dim):
@@ -178,7 +180,7 @@ def _joined(dim: Dim, other: Dim, time: Sequence[str]) -> Dim:
 
 
 def cut_first(tree: Dim, unit: Unit, axes: Sequence[str]) -> Dim:
-    """The tree with further axes on the sub-dims of a unit, before those that are there."""
+    """Return the tree with further axes on the sub-dims of a unit, before the present ones."""
     bare = {path: at_path(tree, path).axes for path in unit}
     for path, before in bare.items():
         for axis in before:
@@ -201,7 +203,7 @@ def _without(tree: Dim, path: tuple[int, ...], axis: str) -> Dim:
 
 
 def early_values(graph: Graph, nodes: Sequence[Node]) -> frozenset[str]:
-    """The values that follow from the batch and from what a step leaves as it is, and have no gradient."""
+    """Return the values that depend only on the batch and on what a step does not change, and need no gradient."""
     replaced = {target for target, _ in graph.mutations}
     known = {
         i.name
@@ -214,12 +216,14 @@ def early_values(graph: Graph, nodes: Sequence[Node]) -> frozenset[str]:
     return frozenset(known)
 
 
-# ---------------------------------------------------------------- what cannot be cut in time
+# ---------------------------------------------------------------- what cannot be split in time
 
 
 def check_in_time(graph: Graph, resharded: Resharded, plan: Plan) -> None:
-    """Raise PlanError where micro-batches would have to talk to each other: the program has a collective in time that
-    is not a sum of what follows from the batch alone."""
+    """Raise PlanError if micro-batches depend on each other.
+
+    That is so if the program has a collective in time other than a sum of values that depend on the batch only.
+    """
     time, early = set(plan.mesh.time), early_values(graph, resharded.graph.nodes)
     for node in resharded.graph.nodes:
         if node.op != RESHARD:
@@ -233,45 +237,45 @@ def check_in_time(graph: Graph, resharded: Resharded, plan: Plan) -> None:
 
 
 def not_in_time(node: Node, plan: Plan) -> PlanError:
-    """What to say of an operator that asks for a value of all micro-batches."""
+    """Return the error for an operator that needs a value of all micro-batches."""
     return PlanError(
-        f"%{node.name} ({node.op}) needs the whole batch at once, which {plan.techniques.pieces_told} do not have",
-        why="no rule cuts it over examples, and no collective leads from one micro-batch to all",
+        f"%{node.name} ({node.op}) needs the full batch at once, which {plan.techniques.pieces_told} do not have",
+        why="no rule shards it over examples, and no collective leads from one micro-batch to all",
         where=node.where,
-        hint=", ".join(_wholes(plan.techniques)),
+        hint=", ".join(_unsplit(plan.techniques)),
     )
 
 
 def _adds_up(made: Mapping[str, TensorLayout], node: Node, time: set[str]) -> bool:
-    """Return whether a reshard does nothing in time but add up terms."""
+    """Return whether a reshard only sums terms in time."""
     have, want = made[node.uses[0]], made[node.name]
     return time <= set(have.partial) and time.isdisjoint((*want.partial, *want.split_axes))
 
 
 def _refusal(graph: Graph, reshard: Node, plan: Plan) -> PlanError:
     consumers = [node for node, _ in graph.consumers[reshard.name] if node.op != RESHARD]
-    told, whole = plan.techniques.pieces_told, ", ".join(_wholes(plan.techniques))
+    pieces, unsplit = plan.techniques.pieces_told, ", ".join(_unsplit(plan.techniques))
     source = graph.producers.get(reshard.uses[0])
     if not consumers:
         return PlanError(
-            f"a result of the step cannot be put together from {told}",
+            f"a result of the step cannot be computed from {pieces}",
             why="it is neither the same in each of them nor a sum over them",
             where=source.where if source else "",
-            hint=whole,
+            hint=unsplit,
         )
     node = consumers[0]
     if not has_rule(node.op):
         return PlanError(
-            f"%{node.name} ({node.op}) has no rule, so it is computed on the whole batch, which {told} do not have",
-            why="without a rule nobody knows that it treats examples one by one",
+            f"%{node.name} ({node.op}) has no rule, so it needs the full batch, which {pieces} do not have",
+            why="without a rule it may not treat examples independently",
             where=node.where,
-            hint=f'{whole}, mw.rule({node.op.removesuffix(".default")!r}, "…"), or other operators in its place',
+            hint=f'{unsplit}, mw.rule({node.op.removesuffix(".default")!r}, "…"), or other operators in its place',
         )
     return PlanError(
-        f"%{node.name} ({node.op}) needs the whole batch at once, which {told} do not have",
-        why="the operator is not linear in a sum over the batch, or looks at examples of other pieces",
+        f"%{node.name} ({node.op}) needs the full batch at once, which {pieces} do not have",
+        why="the operator is not linear in a sum over the batch, or reads examples of other pieces",
         where=node.where,
-        hint=f"{whole}, or write the loss as a sum (or mean) over the examples",
+        hint=f"{unsplit}, or write the loss as a sum (or mean) over the examples",
     )
 
 

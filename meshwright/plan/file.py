@@ -1,7 +1,7 @@
-"""The text of a plan file: JSON, an entry a line, so that two plans can be compared line by line.
+"""Read and write plan files: JSON with an entry per line, so that two plans can be compared line by line.
 
-A file names a layer that occurs often twice: `folds` says which stretches of nodes are equal, and what stands for the
-second copy stands for all after it (`plan_folds`).
+A file lists only two copies of a repeated layer: `folds` has the ranges of equal layers, and the entries of the second
+copy hold for all later ones.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ AGAIN = "make it again with mw.plan(model, batch, …).save(path)"
 
 
 def write(plan: Mapping[str, Any], left_out: Collection[str] = ()) -> str:
-    """The text of a plan given by its fields (those of further places as texts), without the names that are left out
-    (and folds, if there are none)."""
+    """Return the text of a plan from its fields (further places as texts), without the names in `left_out`."""
     mesh: Mesh = plan["mesh"]
     head: dict[str, Any] = {
         MARK: VERSION,
@@ -97,7 +96,7 @@ def write(plan: Mapping[str, Any], left_out: Collection[str] = ()) -> str:
             stages.setdefault(stage, []).append(name)
         parts.append(_block("stages", (f'"{k}": {json.dumps(v)}' for k, v in sorted(stages.items()))))
     parts.append(_block("nodes", (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in nodes.items())))
-    if plan["own"]:  # of the places after the first, whose plan this is; stages are the same in all
+    if plan["own"]:  # places after the first, whose plan this is; stages are the same in all
         texts = [text.rstrip().replace("\n", "\n    ") for text in plan["own"]]
         parts.append(_block("own", texts, "[]"))
     return "{\n" + ",\n".join(parts) + "\n}\n"
@@ -162,7 +161,7 @@ class _Prices(Struct, forbid_unknown_fields=True):
 
 
 class _Data(Struct):
-    """A plan file, as JSON has it. What stands in its texts is parsed after."""
+    """The data of a plan file. Its texts are parsed later."""
 
     version: int = field(name=MARK)
     mode: str
@@ -192,8 +191,10 @@ KEYS = tuple(one.encode_name for one in msgspec.structs.fields(_Data))
 
 
 def read(text: str, source: str) -> dict[str, Any]:
-    """The fields of a plan, `own` with those of each further place. Raises PlanError that says which entry is wrong,
-    and on which line."""
+    """Parse the fields of a plan; `own` has those of each further place.
+
+    Raises PlanError with the wrong entry and its line.
+    """
     return _fields(_File(text, source))
 
 
@@ -247,7 +248,7 @@ def _fields(file: _File) -> dict[str, Any]:
 
 
 def _claims(data: dict[str, Any]) -> dict[str, Any]:
-    """Seconds, bytes, gaps and what was tried are numbers that such things can be."""
+    """Check claims: seconds, bytes, gaps and candidates are numbers in a plausible range."""
     number = Annotated[float, Meta(ge=0)]
     for name, value in data.items():
         if name.endswith(("_seconds", "_bytes")):
@@ -260,10 +261,10 @@ def _claims(data: dict[str, Any]) -> dict[str, Any]:
 
 
 class _File:
-    """A file and its data, and where in its text each entry stands."""
+    """A file, its data, and the position of each entry in its text."""
 
     def __init__(self, text: str, source: str, data: _Data | None = None, first: int = 0) -> None:
-        """`data`: of a plan inside of the text, which begins after the line `first`."""
+        """`data` is that of a plan inside the text, which begins after the line `first`."""
         self.text, self.lines, self.source, self.first = text, text.splitlines(), source, first
         self.data = self._parsed() if data is None else data
 
@@ -273,7 +274,7 @@ class _File:
         except (RecursionError, ValueError) as error:
             line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
             why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            what = f"{self.source} is not JSON, or it was cut short"
+            what = f"{self.source} is not JSON, or it is truncated"
             raise PlanError(what, why=why, where=f"{self.source}{line}", hint=AGAIN) from None
         if not isinstance(found, dict) or MARK not in found:
             what = f"{self.source} is not a plan file"
@@ -299,7 +300,7 @@ class _File:
         return data
 
     def entry(self, name: str, convert: Callable[[Any], Any], entry: Any, section: str = "") -> Any:
-        """What `convert` makes of an entry. Raises PlanError that names the entry and its line."""
+        """Convert an entry. Raises PlanError that names the entry and its line."""
         try:
             return convert(entry)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
@@ -318,7 +319,7 @@ class _File:
         )
 
     def entries(self, section: str, convert: Callable[[Any], Any]) -> dict[str, Any]:
-        """A section of named entries, each converted."""
+        """Return a section of named entries, each converted."""
         found = getattr(self.data, section)
         return {name: self.entry(name, convert, entry, section) for name, entry in found.items()}
 
@@ -333,13 +334,12 @@ class _File:
         return found
 
     def place(self, *names: str) -> str:
-        """``plan.json:12``, where an entry begins; the file alone where it is nowhere."""
+        """Return where an entry begins, as ``plan.json:12``; only the file if it is not found."""
         line = self._line(*names)
         return f"{self.source}:{line}" if line else self.source
 
     def _line(self, *names: str, after: int = 0) -> int:
-        """The number of the line at which an entry begins, or the last of those around it that has a line of its own;
-        0 if none has."""
+        """Return the line at which an entry, or the innermost one around it with its own line, begins; 0 if none."""
         line = max(after, self.first)
         for name in names:
             start, lines = f"{json.dumps(name)}:", enumerate(self.lines, 1)
@@ -370,7 +370,7 @@ def _strategy(data: _Node, mesh: Mesh) -> Strategy:
         tuple(data.grad),
     )
     for letter, dim in found.splits:
-        verify(TensorLayout((dim,)), mesh, f"the cut of {letter}")
+        verify(TensorLayout((dim,)), mesh, f"the split of {letter}")
     verify(TensorLayout((), tuple(a for a, _ in found.through), found.grad), mesh)
     return found
 
@@ -402,7 +402,7 @@ def _folds(data: list[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]
 
 
 def plain_pins(pins: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Pins as they come back from a file: one axis as its name, several as a tuple."""
+    """Return pins as read from a file: one axis as its name, several as a tuple."""
     return {
         pattern: {str(what): axes if isinstance(axes, str) else tuple(axes) for what, axes in cuts.items()}
         for pattern, cuts in pins.items()

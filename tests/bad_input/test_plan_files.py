@@ -26,7 +26,7 @@ def replaced(old: str, new: str) -> Callable[[str], str]:
 
 
 FILES = {
-    "cut short": (lambda t: t[: len(t) // 2], "was cut short", "Unterminated|Expecting", ":2[0-9]"),
+    "truncated": (lambda t: t[: len(t) // 2], "it is truncated", "Unterminated|Expecting", ":2[0-9]"),
     "no JSON": (lambda t: "hello", "is not JSON", "Expecting value", ":1"),
     "another JSON": (lambda t: '{"a": 1}', "is not a plan file", "meshwright plan", ""),
     "a list": (lambda t: "[1]", "is not a plan file", "meshwright plan", ""),

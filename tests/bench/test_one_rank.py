@@ -150,7 +150,7 @@ def test_rows_that_are_sorted_together_are_not_cut_into_micro_batches() -> None:
     x = torch.randn(16, 8)
     captured = captured_of(Ranked(), {"x": x}, lambda model, batch: model(batch["x"]).square().mean())
     known = pieces_of(captured.graph, factors_of(captured.graph), 1)
-    assert known.values == (1,) and "needs the whole batch" in known.why
+    assert known.values == (1,) and "needs the full batch" in known.why
     routed = captured_of(*built_from(narrow(MIXTRAL, 16), 16, 16))
     assert pieces_of(routed.graph, factors_of(routed.graph), 1).values == (1, 2, 4, 8, 16)
     request = request_for(Cluster.preset("h100", nodes=1))

@@ -136,6 +136,6 @@ def test_a_file_that_is_no_plan_is_a_message_and_code_2(files, tmp_path, meshwri
     damaged = tmp_path / "c.json"
     damaged.write_text(files[0].read_text()[:200])
     done = meshwright("diff", files[0], damaged)
-    assert done.code == 2 and "is not JSON, or it was cut short" in done.err
+    assert done.code == 2 and "is not JSON, or it is truncated" in done.err
     done = meshwright("diff", files[0], tmp_path / "none.json")
     assert done.code == 2 and "cannot be read" in done.err

@@ -161,7 +161,7 @@ def test_an_output_that_needs_the_full_batch_is_refused_in_micro_batches() -> No
         each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
         return each.mean(), {"worst": each.max()}
 
-    with pytest.raises(mw.PlanError, match=r"max.*needs the whole batch at once"):
+    with pytest.raises(mw.PlanError, match=r"max.*needs the full batch at once"):
         mw.plan(Net(), batches()[0], loss=worst, mesh=1, micro_batches=2)
 
 

@@ -183,7 +183,7 @@ def test_sums_over_the_batch_are_exact(kind: str, mesh: int, count: int) -> None
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_needs_the_whole_batch_is_refused(kind: str) -> None:
     model, batch, loss = head(kind)
-    with pytest.raises(PlanError, match="needs the whole batch at once") as caught:
+    with pytest.raises(PlanError, match="needs the full batch at once") as caught:
         mw.plan(model, batch, loss=loss, mesh=2, micro_batches=2)
     assert "micro_batches=1" in caught.value.hint
     assert "test_micro_batches.py" in caught.value.where
@@ -203,7 +203,7 @@ def test_an_operator_without_a_rule_is_not_said_to_need_the_whole_batch() -> Non
 
 def test_more_micro_batches_than_examples_are_refused() -> None:
     model, batch, loss = head("a mean by hand")
-    with pytest.raises(PlanError, match=r"12 examples over 2 ranks .* cannot be cut into 7") as caught:
+    with pytest.raises(PlanError, match=r"12 examples over 2 ranks .* cannot be split into 7") as caught:
         mw.plan(model, batch, loss=loss, mesh={"dp": 2}, micro_batches=7)
     assert "at most 6" in caught.value.hint
 

@@ -174,7 +174,7 @@ def test_a_plan_is_made_again_on_its_meshes() -> None:
     stages = {again.about[name][1]: stage for name, stage in again.stages.items()}
     assert stages["enter"] == 0 and stages["up.0"] == stages["leave"] == 1
     leave = next(n for n, (_, module) in again.about.items() if module == "leave")
-    assert dict(again.own[1].strategies[leave].cuts) and not dict(plan.own[1].strategies[leave].cuts)
+    assert dict(again.own[1].strategies[leave].splits) and not dict(plan.own[1].strategies[leave].splits)
 
 
 def test_a_cluster_says_what_stages_take_on_their_parts_of_it() -> None:

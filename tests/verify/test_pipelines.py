@@ -293,7 +293,7 @@ def waiting() -> Schedule:
         ({"pipeline": 3, "schedule": "interleaved"}, "interleaved with 3 stages"),
         ({"pipeline": 3, "schedule": "zero_bubble_v"}, "try: +pipeline=4"),  # two would be of one rank
         ({"pipeline": 8, "schedule": "interleaved", "mesh": 6}, "try: +pipeline=4, or a multiple of 4 ranks"),
-        ({"pipeline": 2, "micro_batches": 16}, "cannot be cut into 16 micro-batches"),
+        ({"pipeline": 2, "micro_batches": 16}, "cannot be split into 16 micro-batches"),
         ({"pipeline": 2, "schedule": str(make("1f1b", 2, 3))}, "with 3 micro-batches"),
         ({"schedule": "gpipe"}, "without pipeline="),
         ({"pipeline": 3, "schedule": make("1f1b", 3, 2), "micro_batches": 2}, "1f1b is of 3 ranks"),
