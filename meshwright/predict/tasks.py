@@ -348,7 +348,7 @@ class StepTasks:
         return [s for s in (pair.backward if way == "back" else pair.forward) if s.kind in COLLECTIVES]
 
     def _bring_again(self, hub: Node, kept: Collection[str]) -> None:
-        """A hub is made again, with the rest of its flight; the flight before it starts after that."""
+        """A hub is made again, with the rest of its flight; those before it start after that."""
         wait = self.local.producers[hub.name]
         if wait.op != WAIT:
             self._steps(hub, self._steps_of(hub).forward, "backward")
@@ -356,9 +356,10 @@ class StepTasks:
         start = self.local.producers[wait.uses[0]]
         self._repeat(start, kept)
         self._land(wait, "again", "backward")
-        before = self._repeats.index(start) - 1
-        if start.name not in self._brought and before >= 0:
-            self._repeat(self._repeats[before], kept)
+        if start.name not in self._brought:
+            before = self._repeats[: self._repeats.index(start)]
+            for earlier in before[::-1][: start.kwarg("ahead", 1)]:
+                self._repeat(earlier, kept)
         self._brought.add(start.name)
 
     def _repeat(self, start: Node, kept: Collection[str]) -> None:

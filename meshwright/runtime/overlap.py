@@ -5,15 +5,16 @@ out of the flight. In backward each wait puts in its gradient, and when all are 
 start waits for it. Only tokens without elements pass between the two nodes of autograd: what is sent back has another
 shape than what was sent.
 
-Where a flight's results are not kept (``again``), backward launches it once more at the first reader, and with it the
-flight before it in the program, which backward will need next.
+Where a flight's results are not kept (``again``), backward launches it once more at the first reader, and after its
+first result the flights before it in the program that backward needs next: one, or as many as the start says.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -163,17 +164,22 @@ class Once:
             self.sources = ()
             self._crossing.launch()
 
+    def _earlier(self) -> Iterator[Once]:
+        """The flights before it in the program, the nearest first."""
+        before = self._before() if self._before is not None else None
+        while before is not None:
+            yield before
+            before = before._before() if before._before is not None else None
+
     def take(self, index: int, _: torch.Tensor) -> torch.Tensor:
         """One of its results."""
         first = not self._opened
         self.launch()
         assert self._crossing is not None
         result = self._crossing.take(self.start.repeats.index(index))
-        before = self._before() if self._before is not None else None
-        if (
-            first and before is not None
-        ):  # after its own is out of the buffer, so that two are never there in full
-            before.launch()
+        if first:  # after its own is out of the buffer, so that two are never there in full
+            for before in itertools.islice(self._earlier(), self.start.ahead):
+                before.launch()
         self._opened = True
         return result
 
@@ -212,6 +218,9 @@ class Start(torch.nn.Module):
         wire = node.kwarg("wire")
         self.wire = TORCH_DTYPES[str(wire)] if wire else None  # in which gradients are added up
         self.repeats: tuple[int, ...] = node.kwarg("again", ())  # members that backward brings again
+        self.ahead = int(
+            node.kwarg("ahead", 1)
+        )  # flights before it that backward launches after its first result
         self.flight: Flight | None = None
         self.once: Once | None = None
         self.sources: Sequence[torch.Tensor] = ()

@@ -17,10 +17,11 @@ from meshwright.redistribute import Reshard
 
 @dataclass(eq=False)
 class _Once:
-    """What of a flight backward brings again: its waits with their sources, and the flight before it. `sources`: what
+    """What of a flight backward gathers again: its waits with their sources, and the flight before it. `sources`: what
     went into it, there until its last wait; `notes`: those of them that have to be brought for it themselves."""
 
     before: _Once | None
+    ahead: int  # flights before it that start with its first result
     sources: list[Storage]
     notes: list[Held]
     waits: list[tuple[Node, Storage, Held]] = field(default_factory=list)
@@ -69,7 +70,7 @@ class FlightMemory:
             for note in notes:
                 self.notes.hold(note)
             mine = [self.heap.hold(source) for source in sources]
-            self._latest = self._once[node.name] = _Once(self._latest, mine, notes)
+            self._latest = self._once[node.name] = _Once(self._latest, node.kwarg("ahead", 1), mine, notes)
 
     def wait(self, node: Node, source: Storage) -> Storage:
         """What a wait takes out of its flight; `source` went into it."""
@@ -87,13 +88,15 @@ class FlightMemory:
         return made
 
     def _taken(self, once: _Once, place: int) -> Storage:
-        """What a wait takes out of a flight that is brought again; the flight before it, needed next, starts."""
+        """What a wait takes out of a flight that is brought again; flights before it, needed next, start."""
         self._bring(once)
         assert once.crossing is not None
         made = once.crossing.take(place)
-        before = once.before
-        if not once.opened and before is not None and any(any(c.uses) for _, _, (c, _) in before.waits):
-            self._bring(before)
+        before, ahead = once.before, 0 if once.opened else once.ahead
+        while before is not None and ahead:
+            if any(any(c.uses) for _, _, (c, _) in before.waits):
+                self._bring(before)
+            before, ahead = before.before, ahead - 1
         once.opened = True
         return made
 
