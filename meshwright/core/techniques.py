@@ -43,6 +43,7 @@ class Options(TypedDict, total=False):
     offload: tuple[str, ...]
     reduce_dtype: str
     gradients: str
+    prefetch: int
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,9 @@ class Techniques:
 
     `reduce_dtype`: the dtype in which gradients are reduced over ranks (``""``: their own). `gradients`: those of the
     loss as written (``"mean"``), or that times the number of ranks that share the batch (``"sum"``).
+
+    `prefetch`: layers whose weights are gathered while others before them compute, where weights are stored sharded: 0
+    gathers a layer when it begins, 2 hides slower links for the memory of one more layer.
 
     `given` names those that were asked for, also as their default: ``mode="auto"`` leaves them as they are.
     """
@@ -185,6 +189,9 @@ class Techniques:
     gradients: str = _technique(
         "mean", checks.one_of("mean", "sum"), "of the loss, or that times the ranks", estimated=False
     )
+    prefetch: int = _technique(
+        1, checks.count(0, MOST), "layers whose sharded weights are gathered ahead of their use", forward=True
+    )
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     def as_given(self) -> Techniques:
@@ -209,7 +216,7 @@ class Techniques:
     def names_layers(self) -> bool:
         """Whether something is asked of single layers, or of all together, so that one does not tell of the others."""
         some = bool(self.fusion_groups) or any(":" in word for word in self.offload)
-        return bool(self.keep_whole) or some or not isinstance(self.recompute, str)
+        return bool(self.keep_whole) or some or not isinstance(self.recompute, str) or self.prefetch > 1
 
     @property
     def pieces_told(self) -> str:

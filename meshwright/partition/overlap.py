@@ -36,11 +36,12 @@ TOKEN = TensorType("f32", (0,))  # the result of a start: only its waits can rea
 class Flight:
     """Reshards that start together, right after the node `after` (by default at the beginning of the program).
 
-    `members` are in the order of their first uses.
+    `members` are in the order of their first uses. `ahead`: how many flights before it backward launches after it.
     """
 
     members: tuple[str, ...]
     after: str = ""
+    ahead: int = 1
 
     @property
     def name(self) -> str:
@@ -96,6 +97,7 @@ def _start(flight: Flight, members: Sequence[Node]) -> Node:
     graded, first = any(flag for n in members for flag in n.needs_grad), members[0]
     wire = first.kwarg("wire")  # the dtype in which gradients are reduced; members of a flight share it
     kwargs = ((("again", again),) if again else ()) + ((("wire", wire),) if wire else ())
+    kwargs += (("ahead", flight.ahead),) if again and flight.ahead != 1 else ()
     return Node(
         flight.name, START, (sources, *halves), kwargs, (TOKEN,), (graded,), first.module, first.source
     )
@@ -106,7 +108,7 @@ class _Schedule:
 
     def __init__(self, resharded: Resharded, plan: Plan) -> None:
         self.resharded, self.graph, self.plan = resharded, resharded.graph, plan
-        self.enough = sizes(plan)
+        self.enough, self.ahead = sizes(plan), plan.techniques.prefetch
         self.place = {n.name: number for number, n in enumerate(self.graph.nodes)}
         self.stored = {i.name: i for i in self.graph.inputs if i.role in ("parameter", "buffer")}
         self.computes = [n.op not in VIEWS and n.op not in (*MOVES, PIN) for n in self.graph.nodes]
@@ -116,13 +118,18 @@ class _Schedule:
     def of_parameters(self) -> Iterator[Flight]:
         """Yield the flights of parameters.
 
-        A group starts after the first wait of the one before, which frees its buffers.
+        A group starts after the first wait of the group `prefetch` before it, which frees that one's buffers; without
+        prefetch right before its own wait.
         """
-        entered = ""
-        for stretch in sorted(self._stretches(), key=lambda s: self.place[s[0].name]):
+        stretches = sorted(self._stretches(), key=lambda s: self.place[s[0].name])
+        for number, stretch in enumerate(stretches):
+            if self.ahead:
+                after = stretches[number - self.ahead][0].name if number >= self.ahead else ""
+            else:
+                place = self.place[stretch[0].name]
+                after = self.graph.nodes[place - 1].name if place else ""
             for members in self._together(stretch):
-                yield Flight(tuple(n.name for n in members), entered)
-            entered = stretch[0].name
+                yield Flight(tuple(n.name for n in members), after, self.ahead)
 
     def _stretches(self) -> list[list[Node]]:
         """Return the reshards of parameters by layer, by parts of a layer above a bucket, or by the user's groups."""

@@ -97,7 +97,7 @@ def flights_within(flights: Sequence[Flight], place: Places, inputs: frozenset[s
         if not flight.after or stages <= place[flight.after]:
             found.append(flight)
         elif inputs.issuperset(flight.members):
-            found.append(Flight(flight.members))
+            found.append(replace(flight, after=""))
     return tuple(found)
 
 

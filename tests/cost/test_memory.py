@@ -256,6 +256,10 @@ LEVELS["gpt, level 2, reduced in bf16"] = Run(small_gpt(), {"dp": 4}, level=2, w
 LEVELS["gpt, 3 uneven copies"] = Run(
     small_gpt(batch=16), {"tp": 2}, {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}}, copies=3
 )
+for _layers in (0, 2):
+    LEVELS[f"gpt, level 3, {_layers} layers ahead"] = Run(
+        small_gpt(), {"dp": 4}, level=3, more={"prefetch": _layers}
+    )
 LEVELS["gpt, states on the host"] = Run(small_gpt(), {"dp": 2}, offload=("optimizer",))
 
 

@@ -66,6 +66,8 @@ def micro_batches(graph: Graph, plan: Plan) -> Plan:
             plan = plan.with_notes(f"gradient_accumulation_shard changes nothing without {needed}")
     if not asked.recompute_communication and "again" not in plan.keeps.values():
         plan = plan.with_notes("recompute_communication=False changes nothing: nothing is computed again")
+    if asked.prefetch != 1 and not any(e.name in plan.hubs for e in graph.input_of("parameter")):
+        plan = plan.with_notes(f"prefetch={asked.prefetch} changes nothing: no weight is stored sharded")
     found = example_reducers(graph, factors_of(graph)) if count > 1 else []
     if not found:
         return plan
