@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from meshwright.runtime.executor import Action
+from meshwright.pipeline.actions import Action
 from meshwright.runtime.step import LocalStep
 
 PROCESS = re.compile(r'("name": "process_name",.*?"args": \{\s*"name": )"[^"]*"', re.DOTALL)
@@ -20,7 +20,7 @@ def in_trace(done: Kind, part: str) -> Kind:
     """What runs an action, under its name in a trace. `part`: what a program has several of, stages or segments."""
 
     def run(action: Action) -> None:
-        about = f" of {part} {action.segment}, micro-batch {action.micro_batch}"
+        about = f" of {part} {action.stage}, micro-batch {action.micro_batch}"
         numbered = action.kind.startswith(("forward", "backward", "send", "receive"))
         with torch.profiler.record_function(f"{action.kind}{about if numbered else ''}"):
             done(action)

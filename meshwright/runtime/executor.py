@@ -1,38 +1,22 @@
 """One executor: segments and a list of actions per rank.
 
-A step is a list of actions; a plain plan has one segment and runs `forward 0, backward 0, reduce, update`. Recompute,
-optimizer parallel, pipeline and offload cut the program into more segments and write longer lists; the executor stays.
+A step is a list of actions (`pipeline/actions.py`), whose stages are the segments here. A plain plan has one segment
+and runs `forward, backward, reduce, update`; where a program is split into several, the list is longer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from meshwright import heartbeat
 from meshwright.partition.segments import Segment
+from meshwright.pipeline.actions import Action
 from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.source_lines import in_backward
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One thing a rank does. `kind` is a key of `Executor.kinds`; `segment` and `micro_batch` say on what."""
-
-    kind: str
-    segment: int = 0
-    micro_batch: int = 0
-
-    def __str__(self) -> str:
-        return (
-            f"{self.kind}({self.segment}, {self.micro_batch})"
-            if self.kind in ("forward", "backward")
-            else self.kind
-        )
 
 
 def plain_actions(segments: int) -> tuple[Action, ...]:
@@ -85,7 +69,7 @@ class Executor:
         self.values = dict(batch)
         try:
             for action in actions:
-                heartbeat.doing(action.kind, action.segment, action.micro_batch)
+                heartbeat.doing(action.kind, action.stage, action.micro_batch)
                 self.kinds[action.kind](action)
             return {name: self.value(name).detach() for name in results}
         finally:
@@ -101,30 +85,30 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         segments, modules = self.programs[action.micro_batch]
-        segment = segments[action.segment]
+        segment = segments[action.stage]
         arguments = []
         for entry in segment.graph.inputs:
             value = self.value(entry.name)
             if entry.role == "boundary" and entry.needs_grad and torch.is_grad_enabled():
                 value = value.detach().requires_grad_()
-                self._borders[action.segment, entry.name] = value
+                self._borders[action.stage, entry.name] = value
             arguments.append(value)
         with self.saving():
-            results = modules[action.segment](*arguments)
+            results = modules[action.stage](*arguments)
         self.values.update(zip(segment.results, results, strict=True))
 
     def _backward(self, action: Action) -> None:
         segments, _ = self.programs[action.micro_batch]
-        segment = segments[action.segment]
+        segment = segments[action.stage]
         roots, gradients = [], []
         for name in segment.results:
             value = self.value(name)
             if not value.requires_grad:
                 continue
-            if action.segment == len(segments) - 1:
+            if action.stage == len(segments) - 1:
                 gradient = torch.full_like(value, self.scale) if value.dim() == 0 else None
             else:
-                gradient = self._border_gradient(action.segment, name)
+                gradient = self._border_gradient(action.stage, name)
             if gradient is not None:
                 roots.append(value)
                 gradients.append(gradient)

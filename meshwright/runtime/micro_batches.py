@@ -16,7 +16,8 @@ from meshwright.core.mesh import Mesh
 from meshwright.partition.interleave import named
 from meshwright.partition.micro_batches import MicroBatches
 from meshwright.partition.segments import Segment
-from meshwright.runtime.executor import Action, Executor
+from meshwright.pipeline.actions import Action
+from meshwright.runtime.executor import Executor
 from meshwright.runtime.local_batch import Given
 from meshwright.runtime.overlap import Start
 
@@ -140,7 +141,7 @@ class InTime:
                     self.pieces[value, number] = found.detach()
 
     def _terms(self, action: Action) -> None:
-        number, m = action.segment, action.micro_batch
+        number, m = action.stage, action.micro_batch
         self.put(m)
         graph = self.parts.rounds[number].terms[m]
         values = {**self.shared, **self.inputs[m](self.batch)}
@@ -150,9 +151,9 @@ class InTime:
             self.add(name, term)
 
     def _sums(self, action: Action) -> None:
-        graph = self.parts.rounds[action.segment].sums
+        graph = self.parts.rounds[action.stage].sums
         with torch.no_grad():
-            found = self.sums[action.segment](*self._arguments(graph, self._added))
+            found = self.sums[action.stage](*self._arguments(graph, self._added))
         self.shared |= {name: value for (name, _), value in zip(graph.outputs, found, strict=True)}
 
     def _enter(self, action: Action) -> None:

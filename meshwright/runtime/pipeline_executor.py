@@ -17,15 +17,13 @@ import torch
 from meshwright import heartbeat
 from meshwright.core.graph import TensorType
 from meshwright.partition.stages import Stage
-from meshwright.pipeline.actions import BACKWARD, FORWARD
-from meshwright.pipeline.actions import Action as Planned
+from meshwright.pipeline.actions import BACKWARD, FORWARD, Action
 from meshwright.pipeline.messages import Message
 from meshwright.runtime.accumulation import Accumulation
 from meshwright.runtime.activation_offload import Store
 from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.communicator import Work
 from meshwright.runtime.dtypes import TORCH_DTYPES
-from meshwright.runtime.executor import Action
 from meshwright.runtime.kernels.split_linear import Queue
 from meshwright.runtime.micro_batches import InTime, Program
 from meshwright.runtime.pipeline_rank import Pipeline
@@ -134,7 +132,7 @@ class Pipelined:
         self._done, self._ended = {}, 0
         try:
             for action in actions:
-                heartbeat.doing(action.kind, action.segment, action.micro_batch)
+                heartbeat.doing(action.kind, action.stage, action.micro_batch)
                 self.kinds[action.kind](action)
             return {n: self.values[n].detach() for n in results if n in self.values}
         finally:
@@ -160,8 +158,8 @@ class Pipelined:
 
     def _receive(self, action: Action, kind: str) -> None:
         """Post what an action of a kind needs."""
-        (segment,), _ = self.programs[action.segment][action.micro_batch]  # of fewer examples, if a later one
-        for message in self.pipe.messages.needed(Planned(kind, action.segment, action.micro_batch)):
+        (segment,), _ = self.programs[action.stage][action.micro_batch]  # of fewer examples, if a later one
+        for message in self.pipe.messages.needed(Action(kind, action.stage, action.micro_batch)):
             empty = self._empty(segment.graph.types[message.value])
             heartbeat.of(_told(message))
             source = message.reader if message.back else message.maker
@@ -177,7 +175,7 @@ class Pipelined:
 
     def _let_go(self, action: Action) -> None:
         """What an action waited for tells that some messages of this rank have been read."""
-        for message in self._read.get(Planned(action.kind, action.segment, action.micro_batch), ()):
+        for message in self._read.get(action, ()):
             self._sending.pop(message).wait()
 
     @staticmethod
@@ -194,7 +192,7 @@ class Pipelined:
     # ------------------------------------------------------------ forward
 
     def _forward(self, action: Action) -> None:
-        s, m = action.segment, action.micro_batch
+        s, m = action.stage, action.micro_batch
         stage, time = self.pipe.cut[s], self.time
         assert time is not None
         (segment,), (module,) = self.programs[s][m]
@@ -245,12 +243,12 @@ class Pipelined:
     # ------------------------------------------------------------ backward
 
     def _backward(self, action: Action) -> None:
-        with self._reducing(action.segment):
+        with self._reducing(action.stage):
             self._input_half(action)
             if self.queue is not None:
                 self._weight_half(action)
             else:
-                self._passes.pop((action.segment, action.micro_batch))
+                self._passes.pop((action.stage, action.micro_batch))
 
     def _backward_input(self, action: Action) -> None:
         self._input_half(action)
@@ -277,7 +275,7 @@ class Pipelined:
         return _Seed.apply(gradients, *roots) if roots else None
 
     def _backward_weight(self, action: Action) -> None:
-        with self._reducing(action.segment):
+        with self._reducing(action.stage):
             self._weight_half(action)
 
     @contextmanager
@@ -295,7 +293,7 @@ class Pipelined:
             self.buckets.finish()
 
     def _input_half(self, action: Action) -> None:
-        s, m = action.segment, action.micro_batch
+        s, m = action.stage, action.micro_batch
         stage, one = self.pipe.cut[s], self._passes[s, m]
         self._enter(m)
         self._count("input", s)
@@ -318,7 +316,7 @@ class Pipelined:
                 self._back[value, s, m] = border.grad
 
     def _weight_half(self, action: Action) -> None:
-        s, m = action.segment, action.micro_batch
+        s, m = action.stage, action.micro_batch
         one = self._passes.pop((s, m))
         self._enter(m)
         self._count("weight", s)

@@ -11,13 +11,13 @@ from meshwright.partition import Partition
 from meshwright.partition.micro_batches import MicroBatches
 from meshwright.partition.segments import Segment
 from meshwright.partition.stages import Stage
+from meshwright.pipeline.actions import Action
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.messages import Messages
 from meshwright.pipeline.messages_across_meshes import Routes
 from meshwright.pipeline.of_plan import forward_only, holders, schedule_of
 from meshwright.redistribute.across_meshes import Laid
 from meshwright.runtime.communicator import Communicator, InStage
-from meshwright.runtime.executor import Action
 
 
 class Pipeline:
@@ -90,7 +90,7 @@ class Pipeline:
         for number in range(rounds):
             found += [Action("terms", number, m) for m in range(self.parts.micro_batches)]
             found.append(Action("sums", number))
-        found += [Action(a.kind, a.stage, a.micro_batch) for a in self.messages.listed(self.comm.place)]
+        found += self.messages.listed(self.comm.place)
         ends = ("late", "share", "reduce_wait", "update", "end")
         ends = ends if self.schedule.has_backward else ("late", "end")
         return (*found, *(Action(kind) for kind in ends))

@@ -20,6 +20,7 @@ from meshwright.partition.bucket_sizes import gradient_bytes
 from meshwright.partition.gradients import loss_scale, pending_gradients
 from meshwright.partition.segments import Segment
 from meshwright.partition.sharded_update import gathers, update_layout, updates
+from meshwright.pipeline.actions import Action
 from meshwright.runtime import lost_peer as peers
 from meshwright.runtime.agreement import Alike
 from meshwright.runtime.ambient import Ambient, check_gradients
@@ -27,7 +28,7 @@ from meshwright.runtime.before_update import BeforeUpdate
 from meshwright.runtime.buckets import GradientBuckets, norm_of
 from meshwright.runtime.clipping import clip_by_global_norm, global_norms
 from meshwright.runtime.collectives import Handle
-from meshwright.runtime.executor import Action, Executor, plain_actions
+from meshwright.runtime.executor import Executor, plain_actions
 from meshwright.runtime.host_update import HostUpdate
 from meshwright.runtime.local_batch import BatchParts, Given, LocalBatch, place_of, slicer
 from meshwright.runtime.micro_batches import InTime, actions_in_time

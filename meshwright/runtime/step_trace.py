@@ -11,17 +11,16 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from meshwright.core.collectives import REGISTERED
-from meshwright.pipeline.actions import Action as Planned
+from meshwright.pipeline.actions import Action
 from meshwright.pipeline.measured import Span
 from meshwright.runtime.communicator import Communicator, Work
-from meshwright.runtime.executor import Action
 from meshwright.runtime.step import LocalStep
 
 TRIPS = 8  # round trips, of which the quickest says how far two clocks are apart
@@ -89,7 +88,7 @@ class Recorder:
         at = self.clock.seconds
         return tuple(
             Span(
-                Planned(_NAMES.get(s.action.kind, s.action.kind), s.action.segment, s.action.micro_batch),
+                replace(s.action, kind=_NAMES.get(s.action.kind, s.action.kind)),
                 at(s.begin),
                 at(s.end),
                 tuple((at(begin), at(end)) for begin, end in s.waits),

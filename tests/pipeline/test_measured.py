@@ -124,7 +124,7 @@ def test_what_ranks_record_is_their_list_and_leaves_no_trace_behind(
         with recorder.watching(step):
             step.gradients(whole)
         assert (dict(step.executor.kinds), [one.comm for one in talkers]) == before
-        return ahead, recorder.spans(), [(a.kind, a.segment, a.micro_batch) for a in step.actions]
+        return ahead, recorder.spans(), [(a.kind, a.stage, a.micro_batch) for a in step.actions]
 
     found = SimulatedWorld(meshes_of(parts.asked).world).run(body)
     for rank, (ahead, spans, actions) in enumerate(found):
