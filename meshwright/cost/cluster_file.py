@@ -24,6 +24,7 @@ from meshwright.errors import ClusterError, did_you_mean, path_from, shown_path
 
 VERSION = 1
 MARK = "meshwright cluster"
+DEEPEST = 20  # lists and mappings in one another; a cluster file has 6
 MOST_BYTES = 4 << 20  # of a cluster file; a calibrated one has about 10 kB
 
 DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8e4m3", "f8e5m2", "i8")
@@ -334,14 +335,30 @@ def with_numbers(value: Any, known: dict[int, Any], key: Any = "") -> Any:
 # ---------------------------------------------------------------- YAML with lines
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses what no cluster file is: nests without end take time that grows with the square of their depth."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """The next node and all in it."""
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise yaml.MarkedYAMLError(problem="it is nested too deeply", problem_mark=self.get_mark())
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
 def _read_yaml(text: str, source: str) -> tuple[Any, Reader]:
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
         lines: dict[tuple[Any, ...], int] = {}
         reader = Reader(source, lines)
         if node is not None:
             _note_lines(node, (), lines, reader, set())
-        data = yaml.safe_load(text)
+        data = loader.construct_document(node) if node is not None else None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{source}:{mark.line + 1}" if mark is not None else source

@@ -41,7 +41,7 @@ CONFIGS = {"llama": LLAMA, "mixtral": MIXTRAL}
         ),
         pytest.param("llama", 2, {"pipeline": 2, "micro_batches": 2}, 0, marks=pytest.mark.slow),
         ("llama", 2, {"pipeline": 2, "micro_batches": 2}, 13),
-        ("mixtral", 16, {"pipeline": 1}, 0),
+        pytest.param("mixtral", 16, {"pipeline": 1}, 0, marks=pytest.mark.full),
         ("mixtral", 2, {"pipeline": 2, "micro_batches": 4, "optimizer_parallel": 3, "recompute": "full"}, 13),
     ],
     ids=("in one", "micro-batches", "first stage", "last stage", "experts", "experts in stages"),
