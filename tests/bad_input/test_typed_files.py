@@ -222,7 +222,7 @@ CASES = {
     ),
     "an axis of the time": Case(("mesh", "axes", 1, 2), "in time", "link 'in time'"),
     "an axis without a name": Case(("mesh", "names", 0, 1), [], "do not stand for its axes"),
-    "too many ranks": Case(("mesh", "axes", 1, 1), 10**9, "at most 1,048,576"),
+    "too many ranks": Case(("mesh", "axes", 1, 1), 10**9, "the limit is 1,048,576"),
     "inputs as a list": Case(("inputs",), [1], "$.inputs: expected mapping, got list"),
     "an input that is a number": Case(("inputs", "x"), 4, "$.inputs.x: expected str, got int"),
     "an operator that is a list": Case(
