@@ -110,7 +110,7 @@ class Layout:
                 "the whole step takes turns, and not one operator",
                 where=_caller(),
                 hint=f"Layout({tuple(n for n, _ in rest)}, {tuple(a for _, a in rest)}), and interleave={copies} in "
-                "mw.plan or mw.train_step (docs/reference/techniques.md, Multi-copy)",
+                "mw.plan or mw.train_step (docs/reference/techniques.md)",
             )
         total = 1
         for n in matrix:

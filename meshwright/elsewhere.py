@@ -5,7 +5,7 @@ from __future__ import annotations
 CALLED_HERE = {
     "auto_parallel": (
         'mode="auto" with cluster=, or one of the searches by its name',
-        "explanation/planner.md",
+        "how-to/plan-for-a-cluster.md",
     ),
     "semi_auto_parallel": ('mode="semi_auto"', "how-to/come-from-mindspore.md"),
     "hybrid_parallel": (
@@ -36,7 +36,7 @@ CALLED_HERE = {
     "pipeline_parallel": ("pipeline=2, micro_batches=4", "how-to/train-in-a-pipeline.md"),
     "tensor_parallel": (
         'mesh={"dp": 2, "tp": 2}, mode="sharding_propagation" and pins={"blocks.*.up": {"n": "tp"}}, or mode="auto"',
-        "explanation/planner.md",
+        "how-to/plan-for-a-cluster.md",
     ),
     "full_batch": (
         "leave it out: every rank gives the whole batch, or mw.shard_loader reads a rank's part",

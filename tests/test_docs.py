@@ -1,10 +1,10 @@
 """The pages that show code: every block of Python runs, and what it prints is what stands below it.
 
-A page is read from top to bottom. Its ``python`` blocks share one namespace, and the ``text`` block after
-one is what it printed, an error of ours included. A block that begins with the name of a file (``#
-train.py``) is that file, and a ``console`` block after it says how it is started; one that shows what a quick verb
-(``$ meshwright explain``) answers runs with the page, and on pages of `LAUNCHING` one that starts ranks does.
-Rounding noise is not compared: it differs between machines.
+A page is read from top to bottom, in a folder of its own. Its ``python`` blocks share one namespace, and the ``text``
+block after one is what it printed, an error of ours included. A block that begins with the name of a file (``#
+train.py``) is that file. A ``console`` block that starts ranks (``$ meshwright run``) or asks a quick verb (``$
+meshwright explain``) holds what they print. Blocks of another language (``py``, none) do not run. Rounding noise is
+not compared: it differs between machines.
 
     python tests/test_docs.py docs/tutorial/tour.md      writes the page with what its blocks print now
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
-import itertools
 import linecache
 import os
 import re
@@ -24,32 +23,16 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CHECKED = (
-    "README.md",
-    "docs/tutorial/first-steps.md",
-    "docs/tutorial/tour.md",
-    "docs/explanation/planner.md",
-    "docs/reference/techniques.md",
-    "docs/how-to/train-in-a-pipeline.md",
-    "docs/how-to/feed-data.md",
-    "docs/how-to/infer.md",
-    "docs/how-to/come-from-ddp-fsdp.md",
-)
 PROSE = tuple(
     str(p.relative_to(ROOT)) for p in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")))
 )
 
-LAUNCHING = ("docs/how-to/save-and-restore.md",)
-WITH_SCRIPTS = (
-    "README.md",
-    "docs/tutorial/first-steps.md",
-    "docs/how-to/infer.md",
-    "docs/how-to/come-from-ddp-fsdp.md",
-)
+FIRST = ("README.md", "docs/tutorial/first-steps.md")
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VERB = re.compile(r"\$ meshwright ((?:plan|explain|estimate|diff|convert) .*)\n(?!\$)(?=.)")
@@ -96,10 +79,10 @@ def with_outputs(page: str, name: str) -> str:
             printed = _run(before + block.text, source, namespace)
         elif block.file:
             Path(block.file).write_text(block.text, "utf-8")
-        elif verb := VERB.match(block.text):
+        elif block.language == "console" and (verb := VERB.match(block.text)):
             said = f"$ meshwright {verb[1]}\n{_answer(shlex.split(verb[1]))}"
             found.append(replace(block, text=said))
-        elif name in LAUNCHING and (run := RUN.match(block.text)):
+        elif block.language == "console" and (run := RUN.match(block.text)):
             found.append(replace(block, text=f"$ meshwright {run[1]}\n{_launched(shlex.split(run[1]))}"))
         elif block.language == "text":
             same = NOISE.sub("…", printed) == NOISE.sub("…", block.text)
@@ -137,7 +120,8 @@ def _answer(arguments: list[str]) -> str:
 def _launched(arguments: list[str]) -> str:
     """What ranks print."""
     command = [sys.executable, "-X", "utf8", "-m", "meshwright.cli", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    quiet = os.environ | {"TQDM_DISABLE": "1"}  # bars of other libraries tell times
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=quiet)
     return "".join(f"{row.rstrip()}\n" for row in done.stdout.splitlines())
 
 
@@ -154,14 +138,20 @@ def main(name: str) -> None:
 COPY = "import sys; sys.path.insert(0, {folder!r}); import test_docs as t; t.ROOT = t.Path({root!r}); t.main({name!r})"
 
 
-PAGES = (
-    *CHECKED[:2],
-    *(pytest.param(name, marks=pytest.mark.full) for name in CHECKED[2:]),
-    *(pytest.param(name, marks=[pytest.mark.procs, pytest.mark.full]) for name in LAUNCHING),
-)
+def pages() -> list[Any]:
+    """Each page that shows code. Those that start ranks are slower, and all but the first two are for `test-all`."""
+    found = []
+    for name in PROSE:
+        text = (ROOT / name).read_text("utf-8")
+        marks = [] if name in FIRST else [pytest.mark.full]
+        if "```console\n$ meshwright run" in text:
+            marks.append(pytest.mark.procs)
+        if "```python\n" in text:
+            found.append(pytest.param(name, marks=marks))
+    return found
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", pages())
 def test_every_block_prints_what_the_page_says(name: str, tmp_path: Path) -> None:
     """In a process of its own, as a reader would run it: pages may give operators rules."""
     page = (ROOT / name).read_text("utf-8")
@@ -180,33 +170,6 @@ def test_every_block_prints_what_the_page_says(name: str, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     said, now = (NOISE.sub("…", text).splitlines() for text in (page, copy.read_text("utf-8")))
     assert said == now, "\n".join(difflib.unified_diff(said, now, name, "what it prints", lineterm=""))
-
-
-def launched() -> list[tuple[Block, Block]]:
-    """Each file of these pages and the console block that starts it."""
-    found = [blocks((ROOT / page).read_text("utf-8")) for page in WITH_SCRIPTS]
-    pairs = itertools.chain(*map(itertools.pairwise, found))
-    return [(block, after) for block, after in pairs if block.file]
-
-
-@pytest.mark.procs
-@pytest.mark.parametrize(("script", "console"), launched(), ids=lambda b: b.file or b.language)
-def test_a_launched_script_prints_what_the_page_says(script: Block, console: Block, tmp_path: Path) -> None:
-    (tmp_path / script.file).write_text(script.text, "utf-8")
-    command, _, expected = console.text.partition("\n")
-    assert console.language == "console" and command.startswith("$ meshwright ")
-    program = [sys.executable, "-X", "utf8", "-m", "meshwright.cli", *command.split()[2:]]
-    done = subprocess.run(
-        program,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=240,
-        check=False,
-        env=os.environ | {"PYTHONUTF8": "1"},
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == expected
 
 
 @pytest.mark.parametrize("name", PROSE)

@@ -34,6 +34,12 @@ WORDS = {
 ALLOWED = re.compile(r"stage cuts?|cuts? of stages|whole numbers?", re.IGNORECASE)
 HELD = (
     "README.md",
+    "docs/index.md",
+    "docs/tutorial",
+    "docs/how-to",
+    "docs/reference",
+    *(f"docs/explanation/{n}.md" for n in ("benchmarks", "checkpoints", "layouts", "pipelines")),
+    *(f"docs/explanation/{n}.md" for n in ("planner", "prices", "proof")),
     "meshwright/cost",
     "meshwright/ops",
     "meshwright/partition",
@@ -47,9 +53,11 @@ def banned() -> re.Pattern[str]:
 
 
 def prose(path: Path) -> list[tuple[int, str]]:
-    """The lines of a page, or the comments and texts of a module, with their numbers."""
+    """The lines of a page but for what programs print there, or the comments and texts of a module, with numbers."""
     if path.suffix != ".py":
-        return list(enumerate(path.read_text().splitlines(), 1))
+        printed = re.compile(r"^```(?:text|console|)\n.*?^```$", re.MULTILINE | re.DOTALL)
+        shown = printed.sub(lambda m: "\n" * m[0].count("\n"), path.read_text())
+        return list(enumerate(shown.splitlines(), 1))
     kinds = {tokenize.STRING, tokenize.COMMENT} | {getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
     found = []
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
