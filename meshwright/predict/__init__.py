@@ -1,1 +1,1 @@
-"""What a step of a program takes on a cluster, predicted without running it: tasks, timeline, seconds, bytes."""
+"""Predict a step of a program on a cluster without running it: tasks, timeline, seconds and bytes."""

@@ -1,7 +1,7 @@
-"""The gradients of a micro-batch that are added to those before it, parameter by parameter.
+"""Gradient accumulation over micro-batches, parameter by parameter.
 
-The whole of a gradient is added up as it comes: of a weight that is gathered for its readers and whose sum is sent last
-that is all that was gathered; where every backward scatters, it is the rank's part.
+The accumulated gradient of a gathered weight that is reduced last has the full gathered size. If every backward
+reduce-scatters, it is the rank's shard.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.redistribute.steps import origin
 
 @dataclass(frozen=True)
 class Added:
-    """Bytes of a gradient that is added up; `host`: in the host's memory."""
+    """The bytes of an accumulated gradient; `host`: in host memory."""
 
     size_bytes: int
     host: bool
@@ -30,8 +30,10 @@ class Added:
 
 @cached_on_first
 def added(parts: Partition) -> Mapping[str, tuple[Added, ...]]:
-    """Operator → the gradients of parameters that its backward makes and that are added up over micro-batches. Of a
-    parameter that several read, those of all are added up first: it counts with the first of them."""
+    """Return the gradients of parameters that the backward of each operator accumulates over micro-batches.
+
+    If several operators read a parameter, their gradients are summed first and count with the first of them.
+    """
     graph, layouts = parts.resharded.graph, parts.resharded.layouts
     mesh, at = parts.plan.mesh, origin(parts.plan.mesh)
     gathered, each_time = summed_first(parts), scattered_each_time(parts)
@@ -52,7 +54,8 @@ def added(parts: Partition) -> Mapping[str, tuple[Added, ...]]:
 
 
 def added_seconds(parts: Partition, name: str, cluster: Cluster) -> float:
-    """Seconds of it at an operator, for each micro-batch on average: the first finds none."""
+    """Return the seconds of accumulation at an operator, averaged over micro-batches; the first adds nothing.
+    """
     if parts.micro_batches == 1:
         return 0.0
     each = (float(adding_seconds(a.size_bytes, cluster, a.host)) for a in added(parts).get(name, ()))
@@ -60,12 +63,12 @@ def added_seconds(parts: Partition, name: str, cluster: Cluster) -> float:
 
 
 def added_share(parts: Partition) -> float:
-    """The share of micro-batches that find gradients of others."""
+    """Return the share of micro-batches that find gradients of earlier ones."""
     return 1 - 1 / parts.micro_batches
 
 
 def _operator(parts: Partition, graph: Graph, reader: Node) -> str:
-    """The operator that reads a parameter, or the first that reads what brings it."""
+    """Return the operator that reads a parameter, or the first that reads its reshard or transfer."""
     while reader.name not in parts.factors.sites:
         reader = graph.consumers[reader.values[0]][0][0]
     return reader.name

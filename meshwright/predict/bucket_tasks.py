@@ -1,9 +1,7 @@
-"""Where buckets of gradients are sent in a step, as tasks of a timeline, and what comes after the last of them.
+"""Buckets of gradients as tasks of a timeline, and the tasks after the last of them.
 
-A step is listed without its buckets first (`tasks.py`): it says where gradients are complete. Which of them make a
-bucket follows from their order and sizes alone, so one list can be filled for any number of layers.
-
-What backward comes to when: gradients that are complete, buckets that start then.
+A step is first listed without its buckets (`tasks.py`), with the places where gradients are complete. The buckets
+follow from the order and sizes of gradients alone, so one list can be filled for any number of layers.
 """
 
 from __future__ import annotations
@@ -22,8 +20,10 @@ from meshwright.redistribute.steps import wire_elements
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Where the gradients of some parameters are complete; `ends`: where a backward is over. `after`: the place of what
-    the host waited for last, -1 for nothing."""
+    """The place where the gradients of some parameters are complete.
+
+    `ends`: a backward ends here. `after`: the position of the last task the host waited for; -1 for none.
+    """
 
     names: tuple[str, ...]
     after: int
@@ -35,7 +35,7 @@ Item = Task | Arrival  # what a task waits for are places in the list of these
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What one backward sends; `waits`: the host waits for all of it before it goes on."""
+    """The buckets of one backward; `waits`: the host waits for all of them before it goes on."""
 
     groups: Sequence[Group]
     waits: bool = False
@@ -52,8 +52,10 @@ def sent(
     prices: Prices,
     after: int | None = None,
 ) -> Task:
-    """One collective, which the compute stream waits for; with `after`, one that is only started, after that task (-1
-    for none)."""
+    """Return one collective, for which the compute stream waits.
+
+    With `after` it is only started, after that task (-1 for none).
+    """
     seconds = prices.seconds(kind, mesh, axes, sent_bytes)
     shown = mesh.show(mesh.sort(axes))
     about = {"module": module, "collective": kind, "axes": shown, "sent_bytes": sent_bytes}
@@ -63,7 +65,7 @@ def sent(
 
 
 class BucketTasks:
-    """The tasks of a step, buckets among them."""
+    """The tasks of a step, with its buckets."""
 
     def __init__(self, mesh: Mesh, cluster: Cluster) -> None:
         self.mesh, self.cluster = mesh, cluster
@@ -73,7 +75,7 @@ class BucketTasks:
         self._scattered: int | None = None  # the bucket under way of which every rank gets its part
 
     def fill(self, items: Sequence[Item], passes: Iterable[Pass]) -> None:
-        """Add items, and what each backward among them sends."""
+        """Add items, and the buckets of each backward among them."""
         places: list[int] = []  # of each item among the tasks
         waits: dict[
             int, int
@@ -109,7 +111,7 @@ class BucketTasks:
             self._start(name, "all_reduce", group.axes, size, self._last)
 
     def _scatter(self, name: str, group: Group) -> None:
-        """A bucket of which every rank gets its part. The host waits for the one before it, to free it."""
+        """Add a bucket that is reduce-scattered. The host waits for the one before it, to free it."""
         if self._scattered is not None:
             self._last = len(self.tasks)
             self.tasks.append(Task(f"{name}, room", (COMPUTE,), 0.0, (self._scattered,), "reduce"))
@@ -128,18 +130,18 @@ class BucketTasks:
         return place
 
     def _wait(self) -> None:
-        """The wait for what a backward that is not the last has reduced and scattered."""
+        """Add the wait for the reduce-scatters of a backward that is not the last."""
         self._last = len(self.tasks)
         self.tasks.append(Task("parts of gradients", (COMPUTE,), 0.0, tuple(self._reductions), "wait"))
         self._reductions, self._scattered = [], None
 
     def update(self, seconds: float) -> None:
-        """The wait for the buckets, and the optimizer."""
+        """Add the wait for the buckets, and the optimizer."""
         if seconds > 0.0 or self._reductions:
             self.tasks.append(Task("update", (COMPUTE,), seconds, tuple(self._reductions), "update"))
 
     def gather(self, groups: Sequence[Group]) -> None:
-        """Weights that were updated in parts are put together again."""
+        """Add the all-gathers of weights with sharded updates."""
         for number, group in enumerate(groups):
             part = group.size_bytes / self.mesh.count(group.axes)
             size = wire_elements("all_gather", self.mesh.count(group.axes), part, 0)
@@ -148,7 +150,7 @@ class BucketTasks:
 
 
 class Started:
-    """Which buckets start when: in order, each when its last gradient is there."""
+    """The order in which buckets start: each when its last gradient is complete and those before it have started."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
@@ -157,13 +159,13 @@ class Started:
         self.next = 0
 
     def arrived(self, names: Collection[str]) -> list[tuple[int, Group]]:
-        """The buckets that start when these gradients are there."""
+        """Return the buckets that start when these gradients are complete."""
         for name in names:
             self.missing[self.place[name]].discard(name)
         return self._ready()
 
     def rest(self) -> list[tuple[int, Group]]:
-        """Those that are left at the end of backward: no gradient has reached some of their parameters."""
+        """Return the buckets left at the end of backward: no gradient has reached some of their parameters."""
         self.missing = [set() for _ in self.groups]
         return self._ready()
 
@@ -175,7 +177,7 @@ class Started:
 
 
 def arrivals(local: Graph, names: Iterable[str]) -> dict[str, list[str]]:
-    """Node → the parameters whose gradient is complete after its backward: those it is the first to use."""
+    """Return, by node, the parameters whose gradients are complete after its backward: those it is the first to use."""
     found: dict[str, list[str]] = {}
     for name in names:
         user = next((node for node, _ in local.consumers[name] if any(node.needs_grad)), None)

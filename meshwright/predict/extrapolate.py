@@ -1,9 +1,9 @@
-"""How long a step with many equal layers takes, from the programs of a few: all its layers are played, none is lowered.
+"""Predict a step with many equal layers from the programs of a few: all layers are simulated, none is lowered.
 
-Seconds do not grow by the same with each layer: buckets of gradients close where they are full, what the last one
-exposes does not grow with the depth, and of two streams one is full from some layer on. So the tasks of all layers are
-listed (`more_layers.py`) and played. Of many micro-batches, which are alike but for the last, this is done for one,
-and the others are told by the difference of a few layers.
+Seconds do not grow equally with each layer: buckets of gradients close where they are full, the exposed part of the
+last one does not grow with the depth, and one of two streams is saturated from some layer on. So the tasks of all
+layers are listed (`extrapolate_tasks.py`) and simulated. Of many micro-batches, which are equal except for the last,
+one is simulated so, and the others follow from the difference of a few layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright.predict.extrapolate_tasks import with_layers
 from meshwright.predict.step_time import StepTimes, of_many, played, step_times
 from meshwright.predict.tasks import Issued, filled, issued
 
-LONGEST = 4_000  # items of a step that is played; of a longer one so much, and half as much, tell the rest
+LONGEST = 4_000  # items of a simulated step; a longer one is extrapolated from this length and from half of it
 
 Times = tuple[int, ...]  # how many layers of each kind are added
 
@@ -32,8 +32,11 @@ def layered_times(
     optimizer_states: int,
     first: Mapping[str, str],
 ) -> StepTimes:
-    """The step of the program of a `few` layers with `times` more of each kind. `more`: the programs with one more of a
-    kind, None where none is to be added; `first`: parameter → that of the first layer which is like it."""
+    """Return the times of a step with `times` more layers of each kind than the program `few`.
+
+    `more` are the programs with one more layer of a kind, None for a kind without more. `first` maps each parameter to
+    the corresponding one of the first layer.
+    """
     count = programs_in_time(few)
     known: dict[int, _Listed] = {}
 
@@ -57,7 +60,7 @@ def layered_times(
 
 @dataclass(frozen=True)
 class _Listed:
-    """A step of a few layers and those with one more of a kind, listed."""
+    """The listed steps of a few layers, and of one more layer of each kind."""
 
     parts: Partition
     steps: Sequence[Issued | None]
@@ -66,8 +69,10 @@ class _Listed:
     first: Mapping[str, str]
 
     def times(self) -> StepTimes:
-        """The step with all layers; where they are too many to be played, told by the most that are not and by half of
-        these."""
+        """Return the times with all layers.
+
+        If they are too many to simulate, extrapolate from the most that are not, and from half of these.
+        """
         most = self._affordable()
         whole = self._seen(most)
         if whole is None:
@@ -80,11 +85,11 @@ class _Listed:
         return whole.plus(whole.plus(less, -1.0), further)
 
     def by_difference(self) -> StepTimes:
-        """The step with all layers, each further one as long as the first of them."""
+        """Return the times with all layers, if each further layer takes as long as the first one added."""
         return _by_difference([step and self._played(step) for step in self.steps], self.more)
 
     def _affordable(self) -> Times:
-        """As many layers as can be played quickly, of each kind the same share."""
+        """Return as many layers as can be simulated quickly, with the same share of each kind."""
         few, *longer = (len(step.items) if step else 0 for step in self.steps)
         items = sum(n * (long - few) for n, long in zip(self.more, longer, strict=True) if long)
         share = min(1.0, LONGEST / max(1, items))
@@ -100,7 +105,7 @@ class _Listed:
 
 
 def _by_difference(seen: Sequence[StepTimes | None], times: Times) -> StepTimes:
-    """Each further layer as long as the first of them."""
+    """Extrapolate linearly: each further layer takes as long as the first one added."""
     few, *more = seen
     assert few is not None
     found = few

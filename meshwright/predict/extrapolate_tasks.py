@@ -1,10 +1,10 @@
-"""The tasks of a step with many equal layers, from steps with a few: what one more layer puts in, put in as often.
+"""The tasks of a step with many equal layers, from steps with a few: repeat the insertion of one more layer.
 
 A step is listed for a few layers, and for one more of a kind (`tasks.issued`). In each section the longer list is the
-shorter one with a stretch put in (one for each copy, where copies of the batch run one after the other), and a step of
-many layers has that stretch many times. That holds for what is computed and sent in order; it does not for buckets of
-gradients, which close where they are full, and so these are filled afterwards, from the gradients of all layers. Where
-two lists differ in another way nothing is told.
+shorter one with a range inserted (one for each half-batch, if they run one after the other), and a step of many layers
+has that range many times. That holds for tasks in program order. It does not hold for buckets of gradients, which close
+where they are full; these are filled afterwards, from the gradients of all layers. If two lists differ in another way,
+there is no extrapolation.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from meshwright.predict.timeline import COMPUTE, Task
 def with_layers(
     few: Issued, more: Sequence[Issued | None], times: Sequence[int], first: Mapping[str, str]
 ) -> Issued | None:
-    """The step with `times` more layers of each kind; None where that cannot be told.
+    """Return the step with `times` more layers of each kind; None if it cannot be extrapolated.
 
-    `more`: the step with one more layer of a kind, None where none is to be added. `first`: parameter → that of the
-    first layer of its kind which is like it; itself where it has no like.
+    `more` are the steps with one more layer of a kind, None for a kind without more. `first` maps each parameter to the
+    corresponding one of the first layer of its kind; to itself if there is none.
     """
     kinds = [(n, long) for n, long in enumerate(more) if long is not None and times[n]]
     try:
@@ -50,7 +50,7 @@ def with_layers(
 
 
 def _added(few: Issued, long: Issued, times: int) -> Issued:
-    """The parameters that further layers of a kind bring, layer by layer."""
+    """Return the parameters of further layers of a kind, layer by layer."""
 
     def copies(found: Iterable[Gradient], old: Iterable[Gradient]) -> tuple[Gradient, ...]:
         known = {g.name for g in old}
@@ -78,7 +78,7 @@ def _original(name: str) -> str:
 def _with_more(
     few: Sequence[Gradient], added: Iterable[Sequence[Gradient]], first: Mapping[str, str]
 ) -> list[Gradient]:
-    """Those of further layers come after the last that are like them."""
+    """Insert the parameters of further layers after the last corresponding ones."""
     found = list(few)
     for layers in added:
         alike = {first.get(n := _original(g.name), n) for g in layers}
@@ -91,7 +91,8 @@ def _with_more(
 def _named(
     items: Sequence[Item], few: Issued, order: Sequence[str], first: Mapping[str, str]
 ) -> list[Item] | None:
-    """The items with each gradient called as the parameter of its layer: backward comes to the last layer first."""
+    """Return the items with each gradient named as the parameter of its layer: backward reaches the last layer first.
+    """
     alike: defaultdict[str, list[str]] = defaultdict(list)
     for name in order:
         alike[first.get(n := _original(name), n)].append(name)
@@ -117,7 +118,7 @@ def _named(
 
 
 def _backwards(few: Issued, first: Mapping[str, str]) -> bool:
-    """Return whether gradients that are alike come in the reverse order of their parameters."""
+    """Return whether corresponding gradients arrive in the reverse order of their parameters."""
     place = {g.name: number for number, g in enumerate(few.gradients)}
     last: dict[str, int] = {}
     for item in few.items:
@@ -136,13 +137,15 @@ def _backwards(few: Issued, first: Mapping[str, str]) -> bool:
 
 
 class _Differs(Exception):
-    """Two lists differ by something else than stretches of further layers."""
+    """Two lists differ by something else than ranges of further layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Insert:
-    """A stretch of `length` items, before item `place` of the list of a few layers, that each of `times` more layers of
-    a kind has; it is at `source` in the list of one more layer."""
+    """A range of `length` items that each of `times` more layers of a kind has.
+
+    It goes before item `place` of the short list, and is at `source` in the list with one more layer.
+    """
 
     kind: int
     place: int
@@ -153,15 +156,18 @@ class _Insert:
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """What an item waits for: of what was started, is like `sign` and nobody has waited for yet, the one at `index`
-    (from the oldest, or, negative, from the newest); without a sign what the host waited for last."""
+    """The dependence of an item, independent of its position.
+
+    It is the item at `index` (from the oldest or, if negative, the newest) among the started items with key `sign` that
+    nothing has waited for yet. Without a sign it is the last item that the host waited for.
+    """
 
     sign: Hashable = None
     index: int = 0
 
 
 class _Line:
-    """Items in order, each after what it waits for by its nature, not by its place."""
+    """Items in order, each after its dependence, whatever its position."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []
@@ -169,7 +175,7 @@ class _Line:
         self.started: defaultdict[Hashable, list[int]] = defaultdict(list)
 
     def add(self, item: Item, sign: Hashable, wait: _Wait | None) -> None:
-        """An item, what it is like, and what it waits for."""
+        """Add an item, with its key and its dependence."""
         here = len(self.items)
         after: tuple[int, ...] = ()
         if wait is not None:
@@ -197,7 +203,7 @@ NUMBER = re.compile(r"_?\d+")
 
 @dataclass(frozen=True)
 class _Read:
-    """The items of a step, what each is like, and what each waits for."""
+    """The items of a step with their keys and dependences."""
 
     step: Issued
     signs: list[Hashable]
@@ -205,7 +211,7 @@ class _Read:
 
 
 def _read(step: Issued) -> _Read:
-    """Raises `_Differs` where an item waits for something that another has waited for."""
+    """Read a step. Raises `_Differs` if an item waits for something that another has waited for."""
     found, line = _Read(step, _signs(step), []), _Line()
     for item, sign in zip(step.items, found.signs, strict=True):
         wait, after = None, _after(item)
@@ -226,7 +232,7 @@ def _read(step: Issued) -> _Read:
 
 
 def _expanded(few: Issued, more: Sequence[tuple[Issued, int]]) -> list[Item]:
-    """The items of a step with further layers of some kinds."""
+    """Return the items of a step with further layers of some kinds."""
     short, longer = _read(few), [(_read(long), times) for long, times in more]
     inserts = [i for kind, (long, times) in enumerate(longer) for i in _inserts(kind, short, long, times)]
     line, at = _Line(), 0
@@ -254,8 +260,10 @@ def _inserts(kind: int, few: _Read, long: _Read, times: int) -> Iterator[_Insert
 
 
 def _stretches(few: Sequence[Hashable], long: Sequence[Hashable]) -> list[tuple[int, int, int]]:
-    """(place in the few, place in the long, length) of what the longer list has more: one stretch; or, where copies run
-    one after the other, one in each."""
+    """Return (place in the short list, place in the long list, length) of each range that the long list has more.
+
+    There is one or, if half-batches run one after the other, one in each.
+    """
     more = len(long) - len(few)
     if more <= 0:
         if more == 0 and few == long:
@@ -272,7 +280,7 @@ def _stretches(few: Sequence[Hashable], long: Sequence[Hashable]) -> list[tuple[
 
 
 def _alike(few: Sequence[Hashable], long: Sequence[Hashable], place: int, shift: int) -> int:
-    """Where, from a place on, the two differ first."""
+    """Return the first position, from a place on, at which the two lists differ."""
     while place < len(few) and few[place] == long[place + shift]:
         place += 1
     return place
@@ -285,7 +293,7 @@ def _after(item: Item) -> tuple[int, ...]:
 
 
 def _signs(step: Issued) -> list[Hashable]:
-    """What makes items alike, whatever layer they are of: their names but for numbers, their seconds and streams."""
+    """Return a key for each item that is equal across layers: names without numbers, seconds and streams."""
     sizes = {g.name: (g.key, g.size_bytes, g.fresh, g.wire) for g in step.gradients}
 
     def sign(item: Item) -> Hashable:

@@ -1,6 +1,5 @@
-"""Seconds of what is kept for backward elsewhere than where it lies: copies to the host and back, and the gathers.
-
-Seconds of bringing a parked parameter to the device.
+"""Seconds of sharded and offloaded activations (gathers, and copies to the host and back) and of fetching offloaded
+parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from meshwright.redistribute.steps import origin
 def stash_prices(
     parts: Partition, local: Graph, mesh: Mesh, cluster: Cluster
 ) -> dict[str, tuple[float, float]]:
-    """Value → seconds, forward and backward, on the rank at the origin."""
+    """Return the seconds, forward and backward, of each stored activation on the rank at the origin."""
     found: dict[str, tuple[float, float]] = {}
     for value in moved_values(parts, local):
         stash = parts.stashes[value]
@@ -34,7 +33,7 @@ def stash_prices(
 
 
 def moved_values(parts: Partition, local: Graph) -> list[str]:
-    """The values that are kept elsewhere on a rank: a view there is kept with what it lies in."""
+    """Return the activations of a rank that are sharded or offloaded; a view is saved with its base."""
     copying = copying_views(local) if parts.stashes else frozenset[str]()
     made_by = parts.resharded.graph.producers
     return [
@@ -45,7 +44,7 @@ def moved_values(parts: Partition, local: Graph) -> list[str]:
 
 
 def host_seconds(parts: Partition, stash: Stash, mesh: Mesh, cluster: Cluster) -> float:
-    """Seconds of a copy to the host, or of one back; none where the value stays on the device."""
+    """Return the seconds of a copy to the host, or back; 0 if the value stays on the device."""
     if not stash.host:
         return 0.0
     layout = stash.slices[-1].after if stash.slices else parts.resharded.layouts[stash.value]
@@ -54,7 +53,7 @@ def host_seconds(parts: Partition, stash: Stash, mesh: Mesh, cluster: Cluster) -
 
 
 def fetch_seconds(parts: Partition, name: str, mesh: Mesh, cluster: Cluster) -> float:
-    """Seconds of one copy of a parked parameter, by its transfer's name."""
+    """Return the seconds of one copy of an offloaded parameter, by its transfer's name."""
     elements = math.prod(parts.resharded.layouts[name].local_shape(mesh, origin(mesh)))
     return copy_seconds(elements * DTYPES[parts.resharded.graph.types[name].dtype], cluster)
 

@@ -1,7 +1,7 @@
-"""What is kept for backward elsewhere than where it lies, as tasks of a timeline: copies on the host's link beside what
-is computed, gathers where backward asks for the value first. The order is that of `runtime/activation_offload.py`.
+"""Offloaded activations and parameters as tasks of a timeline.
 
-What is brought of parked parameters, as tasks of a timeline: copies on the host's link, a layer ahead of use.
+Copies run on the host's link beside computation, and gathers where backward needs the value first, in the order of
+`runtime/activation_offload.py`. Parameters are copied a layer ahead of use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Talk = Callable[
 
 @dataclass(eq=False)
 class _Run:
-    """Values of one layer that go to the host one after the other: those that are still there, and their way back."""
+    """Values of one layer that go to the host one after the other: those still there, and their tasks back."""
 
     layer: str
     before: _Run | None
@@ -42,8 +42,11 @@ class _Run:
 
 
 class StashTasks:
-    """Adds tasks to a list; `talk` adds collectives to the same. `moved`: the values of one copy that go (others are
-    views, kept with what they lie in); `program`: of all copies that take turns."""
+    """Adds tasks of stored activations to a list; `talk` adds collectives to the same list.
+
+    `moved`: the values of one half-batch that are stored (others are views, saved with their base). `program`: that of
+    all half-batches.
+    """
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class StashTasks:
         self._runs: dict[str, _Run] = {}
 
     def forward(self, node: Node, last: int) -> None:
-        """After a node, the task `last`: what it makes goes."""
+        """Offload or shard the results of a node, after the task `last`."""
         for value in node.values:
             stash = self.moved.get(value)
             if stash is None or not stash.host:
@@ -86,12 +89,12 @@ class StashTasks:
                 self._settle_one()
 
     def settle(self) -> None:
-        """All has left the device."""
+        """Wait until all values have left the device."""
         while self._leaving:
             self._settle_one()
 
     def backward(self, node: Node, last: int) -> None:
-        """Before the backward of a node: what it is the first to ask for is brought."""
+        """Bring back the values that the backward of a node needs first."""
         for value in self.asked.get(node.name, ()):
             stash, run = self.moved[value], self._runs.get(value)
             if run is not None:
@@ -110,14 +113,14 @@ class StashTasks:
         run.there = []
 
     def _last_task(self) -> int:
-        """The place of the last task; where gradients arrive stands among them, and is none."""
+        """Return the position of the last task, without arrivals of gradients."""
         return next((n for n in reversed(range(len(self.items))) if isinstance(self.items[n], Task)), -1)
 
     def _maker(self, stash: Stash) -> Node:
         return self.parts.resharded.graph.producers[stash.value]
 
     def _copy(self, value: str, phase: str, last: int) -> int:
-        """A copy beside computing; its place in the list. Where the device is the host's processor, it computes."""
+        """Add a copy beside computation and return its position. Without a link it runs on the compute stream."""
         here, stash = len(self.items), self.moved[value]
         about = {
             "module": self._maker(stash).module,
@@ -139,7 +142,7 @@ class StashTasks:
 
 
 class FetchTasks:
-    """Adds tasks to a list. `program`: of all copies that take turns, which share what is brought."""
+    """Adds tasks of offloaded parameters to a list. `program`: that of all half-batches, which share the copies."""
 
     def __init__(
         self, parts: Partition, program: Graph, mesh: Mesh, cluster: Cluster, items: list[Item]
@@ -162,12 +165,12 @@ class FetchTasks:
         self._opened: set[int] = set()
 
     def begin(self) -> None:
-        """A forward pass begins."""
+        """Begin a forward pass."""
         self._ahead, self._left, self._opened = {}, set(self._run_of), set()
         self._still = set(self._wanted)
 
     def forward(self, node: Node, last: int) -> int:
-        """A transfer of forward, after the task `last`; the place of the wait for it."""
+        """Add a transfer of forward, after the task `last`; return the position of the wait for it."""
         run = self._run_of[node.name]
         first = self._left.issuperset(self.runs[run])
         self._start(run, last)
@@ -178,12 +181,14 @@ class FetchTasks:
         return here
 
     def backward(self, node: Node, last: int) -> int:
-        """Before the backward of a node, after the task `last`: what it is the first to ask for."""
+        """Fetch what the backward of a node needs first, after the task `last`."""
         return self.again(self._asked.get(node.name, ()), last)
 
     def again(self, names: Iterable[str], last: int) -> int:
-        """Those of some values that are parked parameters are brought for backward, after the task `last`; the place of
-        the wait for them."""
+        """Fetch the offloaded parameters among some values for backward, after the task `last`.
+
+        Returns the position of the wait for them.
+        """
         for name in names:
             if name not in self._wanted:
                 continue

@@ -1,5 +1,4 @@
-"""What a plan keeps for backward on a rank and what it costs, operator by operator of the model: read off the program,
-so that a budget speaks of what will run."""
+"""The saved bytes and the cost of a plan on a rank, by operator of the model, from the program that will run."""
 
 from __future__ import annotations
 
@@ -19,8 +18,10 @@ from meshwright.redistribute.steps import origin
 
 @dataclass(frozen=True)
 class Weight:
-    """What a rank's program keeps for backward and what it costs, by operator of the model; ``""`` for what none has
-    made. `cost` is in seconds, or in FLOPs where no cluster is known (`unit`)."""
+    """The bytes saved for backward and the cost of a rank's program, by operator of the model; ``""`` for the rest.
+
+    `cost` is in seconds, or in FLOPs without a cluster (`unit`).
+    """
 
     kept_bytes: Mapping[str, int]
     cost: Mapping[str, float]
@@ -28,18 +29,20 @@ class Weight:
 
     @property
     def total_bytes(self) -> int:
-        """All that is kept."""
+        """All saved bytes."""
         return sum(self.kept_bytes.values())
 
     @property
     def total_cost(self) -> float:
-        """All that is computed, and sent with it."""
+        """The cost of all computation and its communication."""
         return sum(self.cost.values())
 
 
 def weighed(graph: Graph, plan: Plan, cluster: Cluster | None) -> Weight:
-    """Of the rank that holds most. What it computes is in seconds of a cluster; without one what it computes again is
-    in FLOPs."""
+    """Return the saved bytes and cost on the rank that holds most.
+
+    The cost is in seconds of a cluster; without one it is FLOPs of recomputation.
+    """
     parts = partition(graph, plan)
     seconds = (
         (_flops(parts, parts.plan.mesh), "FLOPs") if cluster is None else (_seconds(parts, cluster), "s")
@@ -48,7 +51,7 @@ def weighed(graph: Graph, plan: Plan, cluster: Cluster | None) -> Weight:
 
 
 def kept_by_operator(parts: Partition) -> dict[str, int]:
-    """Operator of the model → bytes of it that the rank which holds most keeps for backward, of one micro-batch."""
+    """Return, by operator of the model, the bytes saved for one micro-batch on the rank that holds most."""
     mesh, kept = parts.plan.mesh, dict[str, int]()
     for name, size in kept_bytes(parts, mesh.rank(origin(mesh))).items():
         owner = _owner(parts, name)
@@ -57,7 +60,7 @@ def kept_by_operator(parts: Partition) -> dict[str, int]:
 
 
 def _owner(parts: Partition, name: str) -> str:
-    """The operator of the model that a node of a local program stands for, or whose result a reshard brings."""
+    """Return the operator of the model for a node of a local program, or for the value that a reshard reads."""
     made_by = parts.resharded.graph.producers
     name = made_by[name].name if name in made_by else name
     while name in made_by and made_by[name].op in MOVES:

@@ -1,4 +1,4 @@
-"""The schedule of a plan in time: played with the seconds of its stages, as predicted or as the plan claims them."""
+"""The schedule of a plan in time, simulated with predicted or claimed seconds of its stages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ def play_stages(
     messages: Sequence[float],
     updates: Sequence[float],
 ) -> Played:
-    """Play a schedule with the seconds of each stage. `messages`: what a stage takes from earlier ones arrives so many
-    seconds after it was made, and its gradient there. `updates`: seconds of each rank's update, at its end."""
+    """Simulate a schedule with the seconds of each stage.
+
+    `messages`: the seconds from the end of a stage to the arrival of its inputs, and of its gradient. `updates`: the
+    seconds of each rank's update, at its end.
+    """
 
     def seconds(action: Action) -> float:
         time = stages[action.stage]
@@ -42,7 +45,7 @@ def play_stages(
 
 
 def claimed(plan: Plan) -> Played:
-    """The schedule of a plan with stages: by the seconds that it claims, or as if all stages took equally long."""
+    """Return the schedule of a plan with stages, by its claimed seconds, or as if all stages took equally long."""
     schedule, told = schedule_of(plan), plan.claims.get("stages")
     if not told:
         return play(schedule)
@@ -52,14 +55,14 @@ def claimed(plan: Plan) -> Played:
 
 
 def claimed_stages(plan: Plan) -> Sequence[Mapping[str, Any]]:
-    """What a plan claims of each stage: seconds by name; nothing for a plan that was made without a cluster."""
+    """Return the claims of a plan about each stage: seconds by name; empty for a plan made without a cluster."""
     return plan.claims.get("stages", ())
 
 
 def _ended(
     played: Played, times: Sequence[StageSeconds], updates: Sequence[float], ranks: Sequence[int]
 ) -> Played:
-    """The same with reductions and updates at the end of each rank's list."""
+    """Return the schedule with reductions and updates at the end of each rank's list."""
     lists = []
     for rank, actions in enumerate(played.times):
         tail = _tail(actions, {s: times[s] for s, at in enumerate(ranks) if at == rank})
@@ -74,8 +77,10 @@ def _ended(
 
 
 def _tail(actions: Sequence[tuple[Action, float, float]], stages: Mapping[int, StageSeconds]) -> float:
-    """How much later than all that a rank computes the gradients of its stages are reduced. Those of a stage are sent
-    when the last micro-batch has come back through it, after those before them and beside what is computed then."""
+    """Return the seconds from the end of a rank's computation to the end of the reduction of its gradients.
+
+    Those of a stage are sent after its last backward, after those before them and beside later computation.
+    """
     ends = {a.stage: end for a, _, end in actions if a.kind in ("backward", "backward_weight")}
     computed = max(ends.values(), default=0.0)
     free = late = 0.0

@@ -1,5 +1,8 @@
-"""The most bytes on each rank of a pipeline, along its list: what its stages have all the time, what micro-batches
-under way keep, gradients so far, and messages that came early or are not read yet."""
+"""The peak bytes on each rank of a pipeline, along its list of actions.
+
+They are the permanent bytes of its stages, activations of micro-batches under way, gradients so far, and messages that
+came early or are not read yet.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,10 @@ def bytes_of(
     cuts: Sequence[Sequence[Stage]],
     staged: bool | None = None,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of each place the most bytes on the device, and on the host. `cuts`: the stages of its program, of which it runs
-    its own."""
+    """Return the peak bytes of each place, on the device and on the host.
+
+    `cuts`: the stages of its program, of which it runs its own.
+    """
     optimizer, schedule = optimizer_on(device, optimizer_states), schedule_of(parts.asked)
     memory: list[StageMemory] = []
     for s, place in enumerate(schedule.ranks):
@@ -43,7 +48,7 @@ def bytes_of(
 
 
 def _beside(parts: Partition, schedule: Schedule, cut: Sequence[Stage], stage: int) -> Beside:
-    """What the rank of a stage has of its other stages."""
+    """Return the other stages of the rank of a stage."""
     place = schedule.ranks[stage]
     first: dict[int, int] = {}
     last: dict[
@@ -69,7 +74,7 @@ def _beside(parts: Partition, schedule: Schedule, cut: Sequence[Stage], stage: i
 
 
 def _named(stage: Stage, trained: bool = False) -> frozenset[str]:
-    """The parameters, buffers and constants that a stage reads, or those that it trains."""
+    """Return the parameters, buffers and constants that a stage reads, or those that it trains."""
     inputs = stage.segment.graph.inputs
     if trained:
         return frozenset(i.name for i in inputs if i.role == "parameter" and i.needs_grad)
@@ -77,8 +82,10 @@ def _named(stage: Stage, trained: bool = False) -> frozenset[str]:
 
 
 def peak_of(messages: Messages, place: int, memory: Sequence[StageMemory]) -> int:
-    """The most bytes on a rank, along its list. What it received a little early, and what it sent and nobody has told
-    it of yet, is there too."""
+    """Return the peak bytes on a rank, along its list.
+
+    They include messages that arrived early, and sent ones without an acknowledgement.
+    """
     mine = [memory[s] for s in messages.schedule.held_by(place)]
     types = [stage.segment.graph.types for stage in messages.cut]
     known = messages.acknowledged(place)
@@ -123,7 +130,7 @@ def peak_of(messages: Messages, place: int, memory: Sequence[StageMemory]) -> in
 
 
 def hosted_of(schedule: Schedule, place: int, memory: Sequence[StageMemory]) -> int:
-    """The most bytes of a rank in its host's memory."""
+    """Return the peak bytes of a rank in host memory."""
     live = most = sum(memory[s].host_fixed for s in schedule.held_by(place))
     for action in schedule.actions[place]:
         if action.kind == FORWARD:
@@ -135,8 +142,10 @@ def hosted_of(schedule: Schedule, place: int, memory: Sequence[StageMemory]) -> 
 
 
 class _Turns:
-    """Which backward of its stage an action is part of: the first, one between, or the last. `gradients`: bytes that
-    stay of each stage so far; where the halves come apart, all from the first half on."""
+    """Which backward of its stage an action belongs to: the first, a middle one, or the last.
+
+    `gradients` are the bytes that stay, by stage; with delayed weight gradients, all from the first half on.
+    """
 
     def __init__(self, messages: Messages, place: int, memory: Sequence[StageMemory]) -> None:
         self.memory = memory
@@ -146,12 +155,12 @@ class _Turns:
         self.done: Counter[tuple[str, int]] = Counter()
 
     def begin(self, action: Action) -> None:
-        """Before an action."""
+        """Begin an action."""
         if action.kind == BACKWARD_INPUT and self.count[action.stage] > 1:
             self.gradients.setdefault(action.stage, self.memory[action.stage].middle.gradients)
 
     def take(self, action: Action) -> Backward:
-        """What an action's backward takes beside the gradients before it; those after it are there from now on."""
+        """Return the memory of an action's backward beside earlier gradients; its own gradients count from now on."""
         stage, one = action.stage, self.memory[action.stage]
         for half in (BACKWARD_INPUT, BACKWARD_WEIGHT) if action.kind == BACKWARD else (action.kind,):
             self.done[half, stage] += 1

@@ -1,5 +1,5 @@
-"""What a step of a pipeline takes, before it runs: the schedule played with the seconds of its stages, and the most
-bytes on each rank."""
+"""Predict a step of a pipeline: the schedule simulated with the seconds of its stages, and the peak bytes of each rank.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +28,15 @@ from meshwright.redistribute.steps import origin
 
 @dataclass(frozen=True)
 class Predicted:
-    """A step of a pipeline on the ranks that hold the largest blocks. `stages`: seconds of each. `received`: bytes that
-    each stage takes from earlier ones for a micro-batch, in so many seconds of `messages`. `updates`: seconds of each
-    place's update. `prologue`: those of the sums before the first forward. `peaks`: the most bytes on a rank of each
-    place in the pipeline; `hosted`: those in its host's memory, 0 where that is the device's."""
+    """A step of a pipeline on the ranks with the largest shards.
+
+    /- `stages`: the seconds of each stage.
+
+    - `received`: the bytes that each stage reads from earlier ones per micro-batch, and `messages` their seconds.
+    - `updates`: the seconds of each place's update.
+    - `prologue`: the seconds of the reductions before the first forward.
+    - `peaks`: the peak bytes on a rank of each place; `hosted`: those in host memory, 0 if it is the device's.
+    """
 
     played: Played
     stages: tuple[StageSeconds, ...]
@@ -49,12 +54,12 @@ class Predicted:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they wait for one another."""
+        """The share of all ranks' time in which they wait for each other."""
         return self.played.bubble
 
 
 def predict(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Predicted:
-    """Play the schedule of a plan with stages. `optimizer_states`: moments per parameter."""
+    """Simulate the schedule of a plan with stages. `optimizer_states`: moments per parameter."""
     schedule, meshes = schedule_of(parts.asked), meshes_of(parts.asked)
     cuts = parts.for_places(meshes.places, _cut_at)
     told = Messages(cuts[0].together, schedule)
@@ -96,17 +101,22 @@ def predict(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Pr
 def _arrival_seconds(
     messages: Messages, routes: Routes, cluster: Cluster, link: Level, stage: int, received: int
 ) -> float:
-    """From when a stage's values of a micro-batch are sent until they are there. `received`: their bytes on a rank.
-    Where places have meshes of their own, several ranks may want the same of one, or pass on what they have received to
-    one another."""
+    """Return the seconds from sending a stage's values of a micro-batch to their arrival.
+
+    `received`: their bytes on a rank. If places have separate meshes, several ranks may read the same values of one
+    rank, or pass received ones on to each other.
+    """
     needed = messages.needed(Action(FORWARD, stage, 0))
     crossing = sum(map(routes.crossing_bytes, needed)) if routes.every.own else received
     return cluster.message_seconds(link, crossing) + sum(map(routes.passing_seconds, needed))
 
 
 def posting_seconds(messages: Messages, cluster: Cluster, routes: Routes) -> list[tuple[float, float]]:
-    """What the first rank of a place needs to start the messages of a micro-batch of each stage, forward and backward.
-    A GPU's stream does not wait for its host to do so."""
+    """Return the seconds of the first rank of a place to start a micro-batch's messages, by stage, forward and
+    backward.
+
+    The stream of a GPU does not wait for its host to do so.
+    """
     each = 0.0 if cluster.device_type == "cuda" else cluster.measured.post_seconds
     found: list[tuple[float, float]] = []
     for stage in range(messages.schedule.stages):
@@ -123,7 +133,7 @@ def posting_seconds(messages: Messages, cluster: Cluster, routes: Routes) -> lis
 
 @dataclass(frozen=True)
 class _Cut:
-    """The program of a place's first micro-batch, cut into stages: of `one` copy, and of all `together`."""
+    """The program of a place's first micro-batch, split into stages: of `one` half-batch, and of all `together`."""
 
     programs: MicroBatches
     one: tuple[Stage, ...]
@@ -132,7 +142,7 @@ class _Cut:
 
     @property
     def copy_of(self) -> Mapping[str, int]:
-        """Which copy a value of them all is of."""
+        """The half-batch of each value."""
         return self.turns[0].copy_of if self.turns[0] is not None else {}
 
 
@@ -146,8 +156,10 @@ def _cut_at(parts: Partition) -> _Cut:
 def peaks_of(
     parts: Partition, cluster: Cluster, optimizer_states: int = 2, *, staged: bool | None = None
 ) -> tuple[int, ...]:
-    """The most bytes on a rank of each place in the pipeline, as `Predicted` has them. `staged`: whether all that is
-    scattered comes before it is added up (by default on a CPU)."""
+    """Return the peak bytes on a rank of each place in the pipeline, as in `Predicted`.
+
+    `staged`: whether a reduce-scatter receives everything before it reduces (by default on a CPU).
+    """
     return _bytes(parts, cluster.device_type, optimizer_states, staged)[0]
 
 
@@ -164,7 +176,7 @@ def _bytes(
 
 @cached_on_first
 def stages_in_copies(parts: Partition, rank: int) -> tuple[tuple[Stage, ...], list[Interleaved | None]]:
-    """The stages of the first micro-batch as they run; and where its copies take turns, the program of each."""
+    """Return the stages of the first micro-batch as they run, with their interleaved programs, if any."""
     if parts.copies == 1:
         cut = parts.stages(first_micro_batch(parts, rank).programs[0])
         return cut, [None] * len(cut)
@@ -174,7 +186,7 @@ def stages_in_copies(parts: Partition, rank: int) -> tuple[tuple[Stage, ...], li
 
 
 def claims_of(parts: Partition, cluster: Cluster, optimizer_states: int) -> dict[str, Any]:
-    """What a plan with stages says of itself."""
+    """Return the claims of a plan with stages."""
     found = predict(parts, cluster, optimizer_states)
     place = max(range(len(found.peaks)), key=found.peaks.__getitem__)
     return {

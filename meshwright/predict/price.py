@@ -1,21 +1,19 @@
-"""The price of a plan, added up from the program that the ranks will run: its operators, collectives and kernels.
+"""The price of a plan: the sum over the operators, collectives and kernels of the program that the ranks will run.
 
-It knows nothing of the search that chose the plan, so it can be held against the search's own price. Everything is of
-the rank at the origin, which holds the largest blocks, in these conventions:
+It does not depend on the search that chose the plan, so it checks the search's own price. Everything is for the rank at
+the origin, which has the largest shards, with these conventions:
 
-- an operator of the model is priced once, as what it is on one device, with the sizes of its letters on the rank. The
-  nodes it became there (a kernel in its place, helpers ``_k0`` for counts, masks and divisions) have no price of
-  their own, but what they send has;
-- an operator that backward computes again costs its forward there once more;
-- a reshard costs its steps, forward and backward; one whose value is made again in backward costs forward twice;
-- what is kept for backward in slices costs their gather there, on the host the copies there and back;
-- a transfer to or from the host costs what it copies there and, of the gradient, back;
-- of micro-batches, and of copies that take turns, each costs what the first does, which is the largest; sums over
-  them are sent once, what copies share is brought once for all of them, and gradients that are added up first
-  (`partition/accumulation.py`) are sent once;
-- gradients of parameters cost their share of full buckets (`cost/gradients.py`);
-- gradients of a micro-batch are added to those before it (`predict/accumulated.py`), where an operator's backward ends;
-- the update is priced parameter by parameter. Marks are free, inputs are there.
+- An operator of the model is priced once, as on one device, with the local sizes of its letters. The nodes it became (a
+  kernel, helpers ``_k0`` for counts, masks and divisions) have no price of their own, but their collectives do.
+- A recomputed operator costs its forward once more.
+- A reshard costs its steps, forward and backward. A reshard that backward repeats costs forward twice.
+- A sharded saved activation costs its gather in backward, an offloaded one the copies to the host and back.
+- A transfer to or from the host costs its copy and, for the gradient, the one back.
+- Each micro-batch and each interleaved half-batch costs as much as the first, which is the largest. Reductions over
+  them, shared gathers, and accumulated gradients (`partition/accumulation.py`) are sent once.
+- Gradients of parameters cost their share of full buckets (`cost/gradients.py`).
+- Gradient accumulation (`predict/accumulated.py`) is counted where an operator's backward ends.
+- The update is priced by parameter. Annotations and inputs are free.
 """
 
 from __future__ import annotations
@@ -54,8 +52,7 @@ from meshwright.redistribute.steps import largest_size, origin, wire_elements
 
 @dataclass(frozen=True, slots=True)
 class NodePrice:
-    """Seconds of one operator of the model: what it computes, what its kernels send, and what adding the gradients of
-    its parameters to those of micro-batches before takes."""
+    """Seconds of one operator of the model: computation, collectives inside kernels, and gradient accumulation."""
 
     forward_seconds: float
     backward_seconds: float
@@ -64,12 +61,12 @@ class NodePrice:
     adding_seconds: float = 0.0
 
     def times(self, count: int) -> NodePrice:
-        """That of so many micro-batches."""
+        """Return the price of so many micro-batches."""
         return NodePrice(*(count * getattr(self, name) for name in self.__slots__))
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all seconds."""
         return (
             self.forward_seconds
             + self.backward_seconds
@@ -81,11 +78,11 @@ class NodePrice:
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds of a training step if nothing overlaps, apart by what they are spent on; `total` is their sum.
+    """Seconds of a training step without overlap, by use; `total` is their sum.
 
-    `by_node`: operator → its price. `by_reshard`: reshard, transfer, or value that is kept in slices or on the host →
-    seconds (forward, backward). `by_parameter`:
-    parameter → seconds (reduction of its gradient and gathering of what was updated in parts, update).
+    `by_node`: the price of each operator. `by_reshard`: seconds (forward, backward) of each reshard, transfer, and
+    sharded or offloaded activation. `by_parameter`: seconds (reduction of its gradient and gathering after a sharded
+    update, update) of each parameter.
     """
 
     compute: float
@@ -110,7 +107,10 @@ class Price:
 
 
 def program_price(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Price:
-    """The price of what the rank at the origin runs. `optimizer_states`: moments per parameter (2 for Adam)."""
+    """Return the price of the program of the rank at the origin.
+
+    `optimizer_states`: moments per parameter (2 for Adam).
+    """
     check_one_stage(parts.plan, "the price")
     mesh = on_cluster(parts.plan.mesh, cluster)
     rank, times = mesh.rank(origin(mesh)), parts.micro_batches
@@ -150,7 +150,7 @@ def program_price(parts: Partition, cluster: Cluster, optimizer_states: int = 2)
 
 
 def on_cluster(mesh: Mesh, cluster: Cluster) -> Mesh:
-    """The mesh with links of the cluster; one that has them already stays as it is."""
+    """Return the mesh with links of the cluster; a mesh that has links is unchanged."""
     levels = {level.name for level in cluster.levels} | {IN_TIME}
     if all(a.link in levels for a in mesh.axes):
         return mesh
@@ -168,7 +168,7 @@ def on_cluster(mesh: Mesh, cluster: Cluster) -> Mesh:
 def node_prices(
     parts: Partition, local: Graph, mesh: Mesh, cluster: Cluster, of: Collection[str] | None = None
 ) -> dict[str, NodePrice]:
-    """The price of every operator of the model, or of those `of` it, in the order of the model."""
+    """Return the price of every operator of the model, or of those in `of`, in the model's order."""
     graph, sites, at = parts.resharded.graph, parts.factors.sites, origin(mesh)
     sent: dict[str, list[KernelCollective]] = {}
     for node in local.nodes:
@@ -203,19 +203,19 @@ def node_prices(
 
 
 def _kind_of(node: Node, graph: Graph) -> Hashable:
-    """All of a node, beside its rule and layouts, that its work depends on."""
+    """Return all of a node, beside its rule and layouts, that its work depends on."""
     literals = map_refs((node.args, node.kwargs), lambda _: None)
     return (node.op, literals, node.outputs, node.needs_grad, tuple([graph.types[u] for u in node.uses]))
 
 
 def letter_sizes(site: Site, ports: Ports, mesh: Mesh, at: Mapping[str, int]) -> dict[str, int]:
-    """How many elements of each letter of an operator (and of each part of a concatenation) a rank holds."""
+    """Return the local sizes of the letters of an operator, and of the parts of concatenations."""
     cut = ShardedNode(site, ports, mesh, at)
     return {**site.rule.sizes, **{letter: cut.size(letter) for letter in cut.letters}}
 
 
 def talk_seconds(talk: Iterable[KernelCollective], mesh: Mesh, prices: Prices) -> float:
-    """Seconds of what kernels send, one after the other."""
+    """Return the seconds of kernels' collectives, one after the other."""
     return sum(
         prices.seconds(t.kind, mesh, t.axes, wire_elements(t.kind, mesh.count(t.axes), t.payload_bytes, 0))
         for t in talk
@@ -228,7 +228,7 @@ def talk_seconds(talk: Iterable[KernelCollective], mesh: Mesh, prices: Prices) -
 def reshard_prices(
     parts: Partition, mesh: Mesh, cluster: Cluster, held: Collection[str] = ()
 ) -> dict[str, tuple[float, float]]:
-    """Seconds of every reshard and of every transfer, forward and backward. The gradients of `held` are not sent."""
+    """Return the seconds of every reshard and transfer, forward and backward. Gradients of `held` are not sent."""
     found: dict[str, tuple[float, float]] = {}
     prices = cluster.prices
     for node in parts.resharded.graph.nodes:
@@ -255,14 +255,14 @@ def reshard_prices(
 
 
 def transfer_price(parts: Partition, node: Node, mesh: Mesh, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of a transfer over the link to the host, forward and backward."""
+    """Return the seconds of a transfer over the link to the host, forward and backward."""
     elements = math.prod(parts.resharded.layouts[node.name].local_shape(mesh, origin(mesh)))
     once = float(transfer_seconds(elements * DTYPES[node.outputs[0].dtype], cluster))
     return once, once if any(node.needs_grad) else 0.0
 
 
 def once_prices(programs: MicroBatches, mesh: Mesh, cluster: Cluster) -> dict[str, tuple[float, float]]:
-    """Seconds of the sums over all micro-batches, which are sent once in a step."""
+    """Return the seconds of the reductions over all micro-batches, which run once in a step."""
     found: dict[str, tuple[float, float]] = {}
     for graph in (*(r.sums for r in programs.rounds), programs.late):
         for node in graph.nodes:
@@ -276,19 +276,21 @@ def once_prices(programs: MicroBatches, mesh: Mesh, cluster: Cluster) -> dict[st
 
 
 def made_again(node: Node) -> bool:
-    """Return whether backward makes the result of a reshard again instead of keeping it."""
+    """Return whether backward recomputes the result of a reshard instead of saving it."""
     return bool(node.kwarg("again", False))
 
 
 def parameter_prices(
     parts: Partition, mesh: Mesh, cluster: Cluster, optimizer_states: int
 ) -> dict[str, tuple[float, float]]:
-    """Seconds to reduce the gradient of each trained parameter in a bucket (and to gather it again in one, where it is
-    updated in parts), and to update what the rank updates of it."""
+    """Return the seconds to reduce each trained parameter's gradient in a bucket, and to update the rank's share.
+
+    With a sharded update the former include the all-gather.
+    """
     at, bucket = origin(mesh), sizes(parts.plan)
 
     def sent_in(kind: str, size: float, axes: tuple[str, ...]) -> float:
-        # What is gathered after the update is waited for, the rest goes on beside backward.
+        # Gathers after the update block; the rest overlaps with backward.
         prices = cluster.prices if kind == "all_gather" else cluster.hidden_prices
         return reduction_seconds(size, axes, mesh, prices, bucket(kind, axes), kind) if axes else 0.0
 
@@ -316,8 +318,8 @@ def parameter_prices(
             update = update_seconds(float(elements), optimizer_states, *there, DTYPES[entry.type.dtype])
             parked = entry.name in parts.resharded.parked
             if (offloaded or parked) and cluster.host_bytes_per_s:
-                # The gradient goes to the host and the weight comes back; a parked one is there, or comes and goes.
-                # Each is a copy of its own, which is started too.
+                # The gradient goes to the host and the weight comes back; an offloaded one is there, or is copied too.
+                # Each is a separate copy, with its own launch.
                 ways = 1 if offloaded and parked else 2
                 size = float(elements * DTYPES[entry.type.dtype])
                 update += ways * transfer_seconds(size, cluster)

@@ -1,5 +1,4 @@
-"""What the operators of a program cost that is to be cut into stages, in seconds and in bytes, and the room that a
-stage has on a rank."""
+"""The cost of operators in seconds and bytes, to split a program into stages, and the memory for a stage on a rank."""
 
 from __future__ import annotations
 
@@ -17,15 +16,18 @@ from meshwright.predict.per_operator import kept_by_operator
 from meshwright.predict.price import letter_sizes, program_price
 from meshwright.redistribute.steps import origin
 
-FLOPS_PER_S, BYTES_PER_S = 1e12, 1e11  # of no machine: what balances stages where no cluster is known
+FLOPS_PER_S, BYTES_PER_S = 1e12, 1e11  # nominal rates, to balance stages without a cluster
 
 
 def costs_of(
     parts: Partition, cluster: Cluster | None, optimizer_states: int = 2, link: Level | None = None
 ) -> Costs:
-    """What operators cost on the rank that holds most, in the units of a cluster, or of no machine, which has no limit
-    of memory either. `link`: what messages between stages cross, by default the slowest there is."""
-    pieces = parts.plan.mesh.size  # into which ranks and micro-batches cut what crosses
+    """Return the cost of operators on the rank that holds most.
+
+    Units are those of a cluster or, without one, nominal, and then memory is unlimited. `link`: the link of messages
+    between stages, by default the slowest.
+    """
+    pieces = parts.plan.mesh.size  # pieces of a message, over ranks and micro-batches
     if cluster is None:
         return Costs(_nominal(parts), {}, {}, lambda size: size / BYTES_PER_S / pieces)
     price = program_price(parts, cluster)
@@ -47,8 +49,11 @@ def costs_of(
 
 
 def stage_room(parts: Partition, schedule: Schedule, limit_bytes: float) -> tuple[float, tuple[int, ...]]:
-    """Bytes that one stage may have on a rank, and of how many micro-batches each stage holds activations at once. The
-    batch is on every rank; stages of one rank share the rest evenly."""
+    """Return the bytes for one stage on a rank, and the number of micro-batches whose activations each stage holds at
+    once.
+
+    The batch is on every rank; stages of one rank share the rest evenly.
+    """
     peaks = tuple(_most(schedule, stage) for stage in range(schedule.stages))
     batch = sum(entry.type.size_bytes for entry in parts.resharded.graph.input_of("batch"))
     shared = max(schedule.ranks.count(rank) for rank in schedule.ranks)
@@ -56,7 +61,7 @@ def stage_room(parts: Partition, schedule: Schedule, limit_bytes: float) -> tupl
 
 
 def _most(schedule: Schedule, stage: int) -> int:
-    """The most micro-batches whose activations a stage holds at once."""
+    """Return the most micro-batches whose activations a stage holds at once."""
     change: Mapping[str, int] = {FORWARD: 1, BACKWARD: -1, BACKWARD_WEIGHT: -1}
     held = most = 0
     for action in schedule.actions[schedule.ranks[stage]]:
@@ -67,7 +72,7 @@ def _most(schedule: Schedule, stage: int) -> int:
 
 
 def _reader(parts: Partition, reshard: str) -> str:
-    """The operator before which a reshard runs: the first that reads it, where there is one."""
+    """Return the operator before which a reshard runs: the first that reads it, if any."""
     graph = parts.resharded.graph
     while True:
         readers = graph.consumers.get(reshard, ())

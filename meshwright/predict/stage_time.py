@@ -1,4 +1,4 @@
-"""How long one stage of a pipeline takes for a micro-batch, and at the end of a step, on the rank at the origin."""
+"""The seconds of one pipeline stage for a micro-batch, and at the end of a step, on the rank at the origin."""
 
 from __future__ import annotations
 
@@ -27,10 +27,16 @@ from meshwright.predict.timeline import COMPUTE, Timeline, play
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """`forward` and `backward` of one micro-batch, of which `weights` may wait, with the adding up of their gradients;
-    `reduce`: how much longer the backward of the last one takes, until its gradients are reduced; in the seconds
-    `waited` of these nothing else can be computed. `sums`: seconds in which a link is busy with gradients beside
-    computing, and `slowed` what that computing then takes longer."""
+    """Seconds of one stage.
+
+    /- `forward` and `backward` of one micro-batch, with gradient accumulation; `weights` is the share of backward that
+    may be delayed.
+
+    - `reduce`: how much longer the last backward takes, until its gradients are reduced; during `waited` of it nothing
+      else can be computed.
+    - `sums`: seconds in which a link is busy with gradients beside computation, and `slowed` how much longer that
+      computation takes.
+    """
 
     forward: float
     backward: float
@@ -41,7 +47,7 @@ class StageSeconds:
     slowed: float = 0.0
 
     def with_posts(self, forward: float, backward: float) -> StageSeconds:
-        """The same with what starting messages takes."""
+        """Return the seconds with those of starting messages."""
         return replace(self, forward=self.forward + forward, backward=self.backward + backward)
 
 
@@ -52,8 +58,11 @@ def stage_seconds(
     turns: Interleaved | None = None,
     halves: bool = False,
 ) -> StageSeconds:
-    """The seconds of a stage, whose program this is. `turns`: that of all copies, where several take turns. `halves`:
-    whether the two halves of backward are apart."""
+    """Return the seconds of a stage with the program `graph`.
+
+    `turns`: the interleaved program of all half-batches, if there are several. `halves`: whether weight gradients are
+    delayed.
+    """
     mesh = on_cluster(parts.plan.mesh, cluster)
     mine = frozenset(i.name for i in graph.inputs)
     groups = fill(pending_gradients(parts), cluster.device_type, gradient_bytes(parts.plan))
@@ -63,7 +72,7 @@ def stage_seconds(
     prices = node_prices(parts, graph, mesh, cluster, {parts.stands_for(n.name) for n in graph.nodes})
 
     def played(number: int) -> Timeline:
-        """Forward; and backward; and what the last one reduces."""
+        """Simulate forward, backward, and the reductions of the last backward."""
         step, done = StepTasks(parts, graph, mesh, cluster, turns, prices), BucketTasks(mesh, cluster)
         now = _of((groups, scattered)[number == 1], mine)
         step.begin()
@@ -103,7 +112,7 @@ def stage_seconds(
 def update_seconds_of(
     parts: Partition, cluster: Cluster, optimizer_states: int, held: Collection[str]
 ) -> float:
-    """The optimizer on the parameters that a rank holds, and the gathering of those that it updates in parts."""
+    """Return the seconds of the optimizer on a rank's parameters, and of gathering those with sharded updates."""
     mesh = on_cluster(parts.plan.mesh, cluster)
     prices = parameter_prices(parts, mesh, cluster, optimizer_states)
     step = BucketTasks(mesh, cluster)
@@ -113,7 +122,7 @@ def update_seconds_of(
 
 
 def prologue_seconds(parts: Partition, cluster: Cluster, rounds: Iterable[Round]) -> float:
-    """The sums before the first forward."""
+    """Return the seconds of the reductions before the first forward."""
     mesh = on_cluster(parts.plan.mesh, cluster)
     step = StepTasks(parts, _empty(parts), mesh, cluster)
     for found in rounds:

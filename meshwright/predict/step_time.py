@@ -1,10 +1,9 @@
-"""How long a step takes, without its timeline: of many micro-batches a few are played.
+"""The times of a step without its timeline: of many micro-batches a few are simulated.
 
-From the second one on each finds what the one before it left, and so a step with one more takes longer by as much as
-one more before that did, up to the first and the last, which differ. Two such differences in a row are held against
-each other; where they are not equal all of the step is played.
-
-In which order copies take turns: each is put on the timeline of the cluster, and the quickest is the plan's.
+From the second one on, each micro-batch finds what the one before it left, so each further one takes as long as the one
+before, except for the first and the last. Two consecutive differences are compared; if they are not equal, the full
+step is simulated. The order of interleaved half-batches is chosen here too: each order is simulated, and the quickest
+is the plan's.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from meshwright.plan.plan import Plan
 from meshwright.predict.tasks import step_tasks
 from meshwright.predict.timeline import Task, play
 
-PLAYED = (3, 4, 5)  # micro-batches of the steps that tell those of longer ones
-ALL = sum(PLAYED) + 1  # of so few all are played, which costs no more
+PLAYED = (3, 4, 5)  # micro-batches of the steps from which longer ones are extrapolated
+ALL = sum(PLAYED) + 1  # so few are all simulated, which costs no more
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of a step, those in which something is sent and nothing computes, and those in which both happen."""
+    """Seconds of a step, of exposed communication, and of communication hidden behind computation."""
 
     step_seconds: float
     exposed_seconds: float
     hidden_seconds: float
 
     def plus(self, other: StepTimes, times: float) -> StepTimes:
-        """With so many times another's."""
+        """Return the sum with `times` times another's."""
         return StepTimes(
             self.step_seconds + times * other.step_seconds,
             self.exposed_seconds + times * other.exposed_seconds,
@@ -44,7 +43,7 @@ class StepTimes:
 
 
 def step_times(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> StepTimes:
-    """What `simulate` says of a step, but for the timeline. `optimizer_states`: moments per parameter (2 for Adam)."""
+    """Return the times of `simulate`, without the timeline. `optimizer_states`: moments per parameter (2 for Adam)."""
 
     def of(programs: int) -> StepTimes:
         return played(step_tasks(parts, cluster, optimizer_states, programs=programs), cluster)
@@ -53,7 +52,7 @@ def step_times(parts: Partition, cluster: Cluster, optimizer_states: int = 2) ->
 
 
 def of_many(count: int, of: Callable[[int], StepTimes]) -> StepTimes:
-    """The step with so many micro-batches, by what is seen of it with some number of them."""
+    """Return the times of a step with so many micro-batches, from those with a few."""
     if count <= ALL:
         return of(count)
     first, second, third = map(of, PLAYED)
@@ -65,13 +64,13 @@ def of_many(count: int, of: Callable[[int], StepTimes]) -> StepTimes:
 
 
 def played(tasks: Sequence[Task], cluster: Cluster) -> StepTimes:
-    """What a timeline of some tasks says."""
+    """Return the times of a timeline of some tasks."""
     line = play(tasks, cluster.measured.slowdown)
     return StepTimes(line.step_seconds, line.exposed_seconds, line.hidden_seconds)
 
 
 def with_turns(graph: Graph, plan: Plan, cluster: Cluster, optimizer_states: int = 2) -> Plan:
-    """The plan with the order of turns that ends a step first on a cluster; itself where nothing takes turns."""
+    """Return the plan with the interleaving order of the shortest step; the plan itself if nothing is interleaved."""
     if plan.techniques.interleave == 1:
         return plan
 

@@ -1,9 +1,9 @@
-"""What the rank at the origin does in one training step, as tasks of a timeline: forward, backward, buckets, update.
+"""The tasks of the rank at the origin in one training step: forward, backward, buckets, update.
 
-The order is the runtime's: the local program from top to bottom with its reshards blocking, backward from bottom to top
-as autograd goes, a bucket of gradients started when the last of its gradients is there (and those before it have
-started), at the end a wait for the buckets, then the update. The sum of a loss that nothing reads is only started.
-Flights (`partition/overlap.py`) start where the program says so and are waited for at their first use.
+The order is the runtime's: the local program from top to bottom with blocking reshards, then backward from bottom to
+top as in autograd. A bucket of gradients starts when its last gradient is complete and those before it have started. At
+the end come a wait for the buckets and the update. The reduction of a loss that nothing reads is only started. Flights
+(`partition/overlap.py`) start where the program says so and are waited for at their first use.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from meshwright.redistribute import Reshard, Step
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import origin, wire_bytes, wire_elements
 
-ADDING = "adding up gradients"  # in place of an operator
+ADDING = "adding up gradients"  # instead of an operator
 HOST = "host"  # a stream: what the host runs; the device waits
 
 
 def simulate(
     parts: Partition, cluster: Cluster, optimizer_states: int = 2, *, bucket_bytes: BucketBytes | None = None
 ) -> Timeline:
-    """The timeline of one training step under a plan. `optimizer_states`: moments per parameter (2 for Adam)."""
+    """Return the timeline of one training step under a plan. `optimizer_states`: moments per parameter (2 for Adam)."""
     tasks = step_tasks(parts, cluster, optimizer_states, bucket_bytes=bucket_bytes)
     return play(tasks, cluster.measured.slowdown)
 
@@ -60,8 +60,11 @@ def step_tasks(
     bucket_bytes: BucketBytes | None = None,
     programs: int | None = None,
 ) -> tuple[Task, ...]:
-    """The tasks of one training step in the order in which the host issues them; with `programs`, those of a step that
-    has so many micro-batches (or times that copies take turns) of the same size."""
+    """Return the tasks of one training step in the order in which the host issues them.
+
+    `programs`: instead, those of a step with so many micro-batches of equal size (or groups of interleaved
+    half-batches).
+    """
     return filled(
         issued(parts, cluster, optimizer_states, bucket_bytes=bucket_bytes, programs=programs),
         parts,
@@ -72,9 +75,12 @@ def step_tasks(
 
 @dataclass(frozen=True)
 class Issued:
-    """A step before its buckets are filled: what the host issues, in order, in `sections` that end at these places (a
-    backward ends with one); the gradients that are reduced in buckets and the weights that are gathered after the
-    update, in the order of the parameters; the seconds of the update of each parameter."""
+    """A step before its buckets are filled.
+
+    `items` are issued by the host in order; `sections` end at these positions (each backward ends one). `gradients` are
+    reduced in buckets, and `weights` gathered after the update, both in the order of the parameters. `updates`: seconds
+    of each parameter's update.
+    """
 
     items: tuple[Item, ...]
     sections: tuple[int, ...]
@@ -91,7 +97,7 @@ def issued(
     bucket_bytes: BucketBytes | None = None,
     programs: int | None = None,
 ) -> Issued:
-    """The step of `step_tasks`, before its buckets are filled."""
+    """Return the step of `step_tasks` before its buckets are filled."""
     check_one_stage(parts.plan, "the timeline")
     mesh = on_cluster(parts.plan.mesh, cluster)
     rank = mesh.rank(origin(mesh))
@@ -121,7 +127,7 @@ def issued(
 def filled(
     step: Issued, parts: Partition, cluster: Cluster, *, bucket_bytes: BucketBytes | None = None
 ) -> tuple[Task, ...]:
-    """The tasks of a step whose buckets are those of a program."""
+    """Return the tasks of a step with the buckets of a program."""
     size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
     groups = fill(step.gradients, cluster.device_type, size)
     scattered = [g for g in groups if g.parted and scattered_each_time(parts)]
@@ -134,7 +140,7 @@ def filled(
 
 
 class StepTasks:
-    """The tasks of a step while they are listed."""
+    """The list of tasks of a step, built phase by phase."""
 
     def __init__(
         self,
@@ -145,8 +151,10 @@ class StepTasks:
         turns: Interleaved | None = None,
         prices: dict[str, NodePrice] | None = None,
     ) -> None:
-        """`turns`: the program of all copies. What an operator takes is what it takes in the first of them. `prices`:
-        those of `node_prices`, where they are known already."""
+        """`turns`: the interleaved program.
+
+        Operators take as long as in its first half-batch. `prices`: known `node_prices`.
+        """
         self.parts, self.local, self.mesh, self.cluster = parts, local, mesh, cluster
         self.waited: Prices = cluster.prices
         self.hidden: Prices = cluster.hidden_prices
@@ -168,7 +176,7 @@ class StepTasks:
         self.stashes = StashTasks(parts, moved, self.local, mesh, cluster, self.items, self._steps)
 
     def _of_one(self, node: Node) -> str:
-        """The name of a node of a copy in the program of one."""
+        """Return the name of a half-batch's node in the program of one."""
         return self.stands.get(node.name, node.name)
 
     def _steps_of(self, node: Node) -> Reshard:
@@ -184,7 +192,7 @@ class StepTasks:
             self.items.append(Task(node.name, streams, seconds, (), kind, about))
 
     def _copy(self, node: Node, phase: str) -> None:
-        """A transfer over the link to the host; the host waits for it."""
+        """Add a transfer over the link to the host, for which the host waits."""
         one = self.parts.resharded.graph.producers[self._of_one(node)]
         there, back = transfer_price(self.parts, one, self.mesh, self.cluster)
         seconds = back if phase == "backward" else there
@@ -204,7 +212,7 @@ class StepTasks:
         *,
         wait: bool = True,
     ) -> int:
-        """One collective, which the compute stream waits for or not; its place in the list."""
+        """Add one collective, for which the compute stream may `wait`, and return its position."""
         here, prices = len(self.items), self.waited if wait else self.hidden
         after = None if wait else self._last
         self.items.append(sent(name, kind, axes, sent_bytes, phase, module, self.mesh, prices, after))
@@ -221,7 +229,7 @@ class StepTasks:
                 self._send(node.name, step.kind, step.axes, sent, phase, node.module, wait=wait)
 
     def _talk(self, node: Node, phase: str) -> None:
-        """What a kernel sends; where backward computes the operator again, there once more."""
+        """Add the collectives of a kernel; once more in backward for a recomputed operator."""
         one = self.parts.stands_for(self._of_one(node))
         phases = (phase, "forward") if phase == "backward" and one in self.again else (phase,)
         for talk in kernel_collectives(node, self.local.types):
@@ -232,11 +240,11 @@ class StepTasks:
     # -------------------------------------------------- the phases
 
     def begin(self) -> None:
-        """Before a micro-batch: nothing of it is under way."""
+        """Begin a micro-batch: nothing of it is under way."""
         self._under_way, self._repeated, self._brought = {}, set(), set()
 
     def once(self, graph: Graph) -> None:
-        """Sums over all micro-batches."""
+        """Add the reductions over all micro-batches."""
         for node in graph.nodes:
             if node.op == RESHARD:
                 self._steps(node, parse_steps(node.args[1]), "forward")
@@ -246,7 +254,7 @@ class StepTasks:
                     self._send(node.name, talk.kind, talk.axes, sent, talk.phase, node.module)
 
     def forward(self) -> None:
-        """The local program from top to bottom."""
+        """Add the local program from top to bottom."""
         self.fetches.begin()
         for node in self.local.nodes:
             if node.name == self.stashes.settled:
@@ -255,7 +263,7 @@ class StepTasks:
             self.stashes.forward(node, self._last)
 
     def _onward(self, node: Node) -> None:
-        """One node, forward."""
+        """Add one node, forward."""
         if node.op == RESHARD:
             steps = self._steps_of(node).forward
             late = node.name in self.late and [s.kind for s in steps] == ["all_reduce"]
@@ -279,8 +287,10 @@ class StepTasks:
             self._compute(node, price.forward_seconds, "forward")
 
     def backward(self, pending: Iterable[str], held: Collection[str] = ()) -> None:
-        """The local program from bottom to top, and where the gradients of parameters are complete that are `pending`
-        then. Those of the reshards in `held` are added up and not sent."""
+        """Add the local program from bottom to top, and the places where the `pending` gradients are complete.
+
+        Gradients of the reshards in `held` are accumulated and not sent.
+        """
         arrives = arrivals(self.local, pending)
         again = self._made_again()
         kept = {hub.name for hubs in again.values() for hub in hubs}
@@ -307,7 +317,7 @@ class StepTasks:
                     if member.name not in held:
                         self._land(member, "back", "backward")
             elif node.op in TRANSFERS:
-                if not is_fetch(node):  # of a parked parameter nothing goes back
+                if not is_fetch(node):  # an offloaded parameter has no gradient transfer
                     self._copy(node, "backward")
             else:
                 self._talk(node, "backward")
@@ -325,7 +335,7 @@ class StepTasks:
     # -------------------------------------------------- flights
 
     def _launch(self, start: Node, members: Sequence[Node], way: str, phase: str) -> None:
-        """The first collective of a flight, which goes on beside what is computed."""
+        """Start the first collective of a flight, which overlaps with computation."""
         first = [(m, s[0]) for m in members if (s := self._sent(m, way))]
         if first:
             node, step = first[0]
@@ -335,7 +345,7 @@ class StepTasks:
             self._under_way[start.name, way] = place
 
     def _land(self, member: Node, way: str, phase: str) -> None:
-        """The wait for a flight, and what a member does after its first collective."""
+        """Add the wait for a flight, and a member's steps after its first collective."""
         place = self._under_way.pop((member.uses[0], way), None)
         if place is not None:
             self._last = len(self.items)
@@ -348,7 +358,7 @@ class StepTasks:
         return [s for s in (pair.backward if way == "back" else pair.forward) if s.kind in COLLECTIVES]
 
     def _bring_again(self, hub: Node, kept: Collection[str]) -> None:
-        """A hub is made again, with the rest of its flight; those before it start after that."""
+        """Repeat a hub with the rest of its flight; those before it start after that."""
         wait = self.local.producers[hub.name]
         if wait.op != WAIT:
             self._steps(hub, self._steps_of(hub).forward, "backward")
@@ -372,8 +382,9 @@ class StepTasks:
             self._launch(start, again, "again", "backward")
 
     def _made_again(self) -> dict[str, list[Node]]:
-        """Node → the reshards that backward makes again when it comes to it, in order. In a stage those that its own
-        nodes ask for."""
+        """Return, by node, the reshards that backward repeats there, in order; in a stage those that its own nodes
+        need.
+        """
         copies, found = self.parts.copies, dict[str, list[Node]]()
         for node in self.parts.resharded.graph.nodes:
             last = self.again.get(node.name, "") if node.op == RESHARD else ""

@@ -1,12 +1,12 @@
-"""When everything in a step happens: tasks in issue order on a few streams, played as events.
+"""A timeline of a step: tasks in issue order on a few streams, simulated as events.
 
-A *stream* runs its tasks one after another, in the order in which they are listed, as a device's streams and a
-library's queues do. A blocking collective occupies the compute stream and the stream of its axes at once; one that is
-only started occupies the latter alone, and then compute beside it (and it beside compute) goes slower by the factors
-measured for that. A task starts when it is the first of all its streams and what it waits for is done. Since both kinds
-of waiting point back in the list, the play never locks.
+A *stream* runs its tasks one after another in the order of the list, as a device's streams and a library's queues do. A
+blocking collective occupies the compute stream and the stream of its axes at once. A collective that is only started
+occupies the latter alone; then compute beside it, and it beside compute, slow down by the measured factors. A task
+starts when it is the first of all its streams and its dependences are done. Since both kinds of waiting point back in
+the list, the simulation cannot deadlock.
 
-Without slowdown a task that takes longer never ends the step earlier: all times are sums and maxima of seconds.
+Without slowdown, a longer task never ends the step earlier: all times are sums and maxima of seconds.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ ALONE: Mapping[str, float] = {}
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing that takes time. `streams` are what it occupies, `after` the places in the list of what it waits for
-    (earlier ones), `kind` a word for readers (``forward``, ``backward``, ``reduce``, ``update``).
+    """One task of a step.
 
-    A task is compute when it occupies the compute stream alone; any other is communication. `seconds` are those it
-    takes with nothing beside it. `about` is carried along for reports.
+    `streams` are the streams it occupies, `after` the positions of its dependences (earlier ones), `kind` a word for
+    readers (``forward``, ``backward``, ``reduce``, ``update``). A task is compute when it occupies the compute stream
+    alone; any other is communication. `seconds` is its time with nothing beside it. `about` is carried along for
+    reports.
     """
 
     name: str
@@ -42,10 +43,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each task of a list starts and ends, in seconds from the beginning of the step.
+    """The start and end of each task of a list, in seconds from the beginning of the step.
 
-    `compute_seconds` is the time in which something computes, `exposed_seconds` that in which something is sent and
-    nothing computes; `hidden_seconds` that in which both happen.
+    `compute_seconds` is the time of computation, `exposed_seconds` that of communication without computation,
+    `hidden_seconds` that of both together.
     """
 
     tasks: tuple[Task, ...]
@@ -62,7 +63,7 @@ class Timeline:
 
     @property
     def idle_seconds(self) -> float:
-        """The time in which nothing happens at all."""
+        """The time in which nothing runs."""
         return max(0.0, self.step_seconds - self.compute_seconds - self.exposed_seconds)
 
     @property
@@ -72,7 +73,7 @@ class Timeline:
         return (COMPUTE, *(s for s in used if s != COMPUTE))
 
     def busy_seconds(self, stream: str) -> float:
-        """The time in which a stream is occupied."""
+        """Return the time in which a stream is occupied."""
         return sum(
             end - start
             for task, start, end in zip(self.tasks, self.starts, self.ends, strict=True)
@@ -81,13 +82,14 @@ class Timeline:
 
     @property
     def busy_share(self) -> dict[str, float]:
-        """Stream → the share of the step in which it is occupied."""
+        """Return, by stream, the share of the step in which it is occupied."""
         whole = self.step_seconds
         return {s: self.busy_seconds(s) / whole if whole else 0.0 for s in self.streams}
 
 
 def play(tasks: Sequence[Task], slowdown: Mapping[str, float] = ALONE) -> Timeline:
-    """Play a list of tasks. `slowdown`: ``compute`` and ``collective`` → factor (at least 1) while the other runs.
+    """Simulate a list of tasks. `slowdown`: factors (at least 1) of ``compute`` and ``collective`` while the other
+    runs.
 
     Raises ValueError for a task that waits for itself or a later one, and for negative seconds.
     """
@@ -98,7 +100,7 @@ def play(tasks: Sequence[Task], slowdown: Mapping[str, float] = ALONE) -> Timeli
 
 
 def check(tasks: Sequence[Task]) -> None:
-    """Raise ValueError for a list that cannot be played."""
+    """Raise ValueError for a list that cannot be simulated."""
     for number, task in enumerate(tasks):
         if any(a >= number or a < 0 for a in task.after):
             raise ValueError(
@@ -111,7 +113,7 @@ def check(tasks: Sequence[Task]) -> None:
 
 
 class _Play:
-    """The state of a play: what runs, with the seconds of work it has left."""
+    """The state of a simulation: the running tasks, with the seconds of work they have left."""
 
     def __init__(self, tasks: Sequence[Task], compute: float, collective: float) -> None:
         self.tasks, self.compute_factor, self.collective_factor = tuple(tasks), compute, collective

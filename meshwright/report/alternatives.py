@@ -1,7 +1,7 @@
-"""What a step would cost if one operator alone were cut otherwise: its neighbours stay as they are.
+"""The price of a step if a single operator were sharded differently and its neighbours stayed the same.
 
-The price is that of the operator, its consumers, and all that is sent between them (`partition.price`). It is a fair
-price of a single change; a search changes neighbours along, so its own next best may be cheaper.
+The price is that of the operator, its consumers, and the communication between them (`predict.price`). It is the exact
+price of a single change. A search changes neighbours too, so its own next best may be cheaper.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.predict.price import on_cluster, program_price
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another strategy of one operator, and by how many seconds it makes the step longer (or shorter)."""
+    """Another strategy of one operator, and the seconds it adds to the step (negative: saves)."""
 
     strategy: Strategy
     more_seconds: float
@@ -32,7 +32,7 @@ class Alternative:
 def alternatives(
     graph: Graph, parts: Partition, name: str, cluster: Cluster, optimizer_states: int = 2
 ) -> tuple[Alternative, ...]:
-    """Each other way to cut one operator on one axis of the user's, all else unchanged; the cheapest first.
+    """Return every other sharding of one operator on one of the user's axes, with all else unchanged, cheapest first.
 
     `graph` is the captured one, without reshards.
     """
@@ -51,7 +51,7 @@ def alternatives(
 
 
 def _others(site: Site, mine: Strategy, mesh: Mesh) -> Iterator[Strategy]:
-    """The strategy with one named axis taken from where it is and given to another factor, or to none."""
+    """Yield the strategy with one named axis moved to another factor, or removed."""
     for _, run in mesh.names:
         gone = [a for a in run if mesh.sizes[a] > 1 and a not in mesh.time]  # micro-batches are no choice
         if not gone:
@@ -81,8 +81,7 @@ def _sorted(strategy: Strategy) -> Strategy:
 
 
 def _around(graph: Graph, name: str) -> Graph:
-    """An operator, its consumers, and those that read the same as it (they may share what is sent), as a graph of
-    their own; what else they read enters it."""
+    """Return a graph of an operator, its consumers, and other readers of its inputs (they may share reshards)."""
     node = next(n for n in graph.nodes if n.name == name)
     wanted = {name, *(c.name for v in (*node.values, *node.uses) for c, _ in graph.consumers[v])}
     nodes: tuple[Node, ...] = tuple(n for n in graph.nodes if n.name in wanted)

@@ -1,10 +1,9 @@
-"""Steps as traces to look at: https://ui.perfetto.dev or chrome://tracing, in their JSON format.
+"""Steps as traces for https://ui.perfetto.dev or chrome://tracing, in their JSON format.
 
-A predicted step of one rank: a stream is a thread. On the compute stream every phase is a slice that encloses its
-tasks, and a blocking collective stands there too, since it holds the stream. Clicking a slice shows module, operator or
-collective, axes, bytes sent and the seconds that the task takes with nothing beside it. A pipeline has a process for
-each of its ranks, and a measured step one for each rank of the world (`schedule_trace.py`). Format: "Trace Event
-Format", Google, 2016.
+In a predicted step of one rank a stream is a thread. On the compute stream every phase is a slice that encloses its
+tasks. A blocking collective is there too, since it occupies the stream. Clicking a slice shows the module, operator or
+collective, axes, bytes sent, and the seconds that the task takes alone. A pipeline has a process for each of its ranks,
+and a measured step one for each rank of the world (`schedule_trace.py`). Format: "Trace Event Format", Google, 2016.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ NOTHING: Mapping[str, Any] = {}
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Something that takes time, from `begin` to `end` in seconds. `about` is what clicking it shows."""
+    """An interval from `begin` to `end` in seconds. `about` is shown on click."""
 
     name: str
     kind: str
@@ -35,7 +34,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Process:
-    """A group of threads under one name. Slices of a thread lie apart or one within the other."""
+    """A named group of threads. Slices of a thread are disjoint or nested."""
 
     name: str
     threads: Mapping[str, Sequence[Slice]]
@@ -47,7 +46,7 @@ def save_trace(timeline: Timeline, path: str | Path, title: str = "predicted ste
 
 
 def trace(timeline: Timeline, title: str = "predicted step") -> dict[str, Any]:
-    """The trace of a timeline as JSON data."""
+    """Return the trace of a timeline as JSON data."""
     summary = {
         "step_seconds": timeline.step_seconds,
         "compute_seconds": timeline.compute_seconds,
@@ -58,7 +57,7 @@ def trace(timeline: Timeline, title: str = "predicted step") -> dict[str, Any]:
 
 
 def timeline_process(timeline: Timeline, title: str) -> Process:
-    """A predicted step of one rank, a thread for each stream."""
+    """Return a predicted step of one rank, with a thread for each stream."""
     threads: dict[str, list[Slice]] = {stream: [] for stream in timeline.streams}
     threads[COMPUTE] += _phases(timeline)
     for task, start, end in zip(timeline.tasks, timeline.starts, timeline.ends, strict=True):
@@ -69,7 +68,7 @@ def timeline_process(timeline: Timeline, title: str) -> Process:
 
 
 def written(processes: Iterable[Process], summary: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
-    """The trace of some processes as JSON data, in their order. Times are in microseconds, to the nanosecond."""
+    """Return the trace of some processes as JSON data, in their order. Times are in microseconds, to the nanosecond."""
     events: list[Event] = []
     for pid, process in enumerate(processes, 1):
         events.append(_meta("process_name", pid, 0, {"name": process.name}))
@@ -87,7 +86,7 @@ def save(data: Mapping[str, Any], path: str | Path) -> None:
 
 
 def _phases(timeline: Timeline) -> Iterator[Slice]:
-    """A slice around each run of tasks of one kind on the compute stream."""
+    """Yield a slice around each run of tasks of one kind on the compute stream."""
     mine = [
         (task.kind, start, end)
         for task, start, end in zip(timeline.tasks, timeline.starts, timeline.ends, strict=True)

@@ -1,4 +1,4 @@
-"""What a plan claims of itself, for a reader: time, memory, and how far from the best it can be."""
+"""The claims of a plan as text: time, memory, and the distance to the lower bound."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BEYOND = "the step has whole buckets and waits for them, too"
 
 
 def claim_lines(claims: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(what, text) of each claim, in the order in which they are read; what is not claimed is left out."""
+    """Return (name, text) of each claim, in reading order. Missing claims are left out."""
     lines: list[tuple[str, str]] = []
 
     def add(what: str, text: str, note: str = "") -> None:
@@ -54,7 +54,7 @@ def claim_lines(claims: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def technique_lines(techniques: Techniques) -> list[tuple[str, str]]:
-    """What is asked for beside the mode, as the command line takes it: ``micro_batches=4, recompute=full``."""
+    """Return the requested techniques, as on the command line: ``micro_batches=4, recompute=full``."""
     given = techniques.asked()
     if "schedule" in given:  # of one of the user's own its first line, which says how large it is
         given["schedule"] = given["schedule"].partition("\n")[0]
@@ -63,7 +63,7 @@ def technique_lines(techniques: Techniques) -> list[tuple[str, str]]:
 
 
 def technique_text(value: Any) -> str:
-    """The value of a technique: ``optimizer+activations``, ``blocks.*:full``."""
+    """Return the value of a technique as text: ``optimizer+activations``, ``blocks.*:full``."""
     if isinstance(value, Mapping):
         return "+".join(f"{name}:{what}" for name, what in value.items())
     if isinstance(value, tuple):
@@ -72,14 +72,15 @@ def technique_text(value: Any) -> str:
 
 
 def candidates_text(candidates: Mapping[str, float | None]) -> str:
-    """``recursion 484 ms, data parallel 1.2 s, … does not fit``: what else was tried, the best first."""
+    """Return the other candidates as text, the best first: ``recursion 484 ms, data parallel 1.2 s, … does not fit``.
+    """
     fitting = sorted((v, k) for k, v in candidates.items() if v is not None)
     texts = [f"{name} {show_seconds(step)}" for step, name in fitting]
     return ", ".join([*texts, *(f"{k} does not fit" for k, v in candidates.items() if v is None)])
 
 
 def gaps(claims: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(objective, text) of each gap."""
+    """Return (objective, text) of each gap."""
     found = claims.get("gaps") or claims.get("gap") or {}
     if isinstance(found, Mapping):
         return [(str(k), v if isinstance(v, str) else _percent(v)) for k, v in found.items()]
@@ -92,7 +93,7 @@ def _percent(share: float) -> str:
 
 
 def claims_table(lines: list[tuple[str, str]]) -> Table:
-    """The claims as two quiet columns."""
+    """Return the claims as two plain columns."""
     table = Table.grid(padding=(0, 3))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

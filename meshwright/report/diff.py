@@ -1,6 +1,6 @@
-"""What differs between two plans: what they are for, their techniques and claims, and how operators and inputs are cut.
+"""The difference between two plans: purpose, techniques, claims, and the shardings of operators and inputs.
 
-Both are read as they are written, without their model; layers that differ in the same way are one line.
+Both are read from their files, without their model. Layers that differ in the same way are one line.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OF_THE_RUN = "search_seconds"  # says nothing of the plan: two searches for one 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One line: `what` (``blocks.*.up``, ``mesh``), how many of them, its operator if it is one, before and after."""
+    """One line: `what` (``blocks.*.up``, ``mesh``), its count, its operator if it is one, before and after."""
 
     what: str
     before: str
@@ -59,8 +59,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Difference:
-    """All that differs. `facts`: mesh, mode, model, pins, techniques; `claims`: time and memory; then cuts and layouts,
-    what is kept for backward in another way, operators in other stages of a pipeline, and reasons and notes."""
+    """The difference between two plans.
+
+    `facts`: mesh, mode, model, pins, techniques; `claims`: time and memory; then shardings and layouts, saved
+    activations, stages of operators, reasons and notes.
+    """
 
     facts: tuple[Change, ...]
     claims: tuple[Change, ...]
@@ -74,13 +77,15 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Nothing differs."""
+        """True if nothing differs."""
         return not any(getattr(self, f.name) for f in fields(self))
 
 
 def difference(a: Plan, b: Plan) -> Difference:
-    """What differs from plan `a` to plan `b`; cuts by the user's names of the axes, each on its own mesh. Where stages
-    have meshes of their own, an operator is compared as it runs, and inputs place by place."""
+    """Return the difference from plan `a` to plan `b`; shardings by the user's names of the axes, each on its own mesh.
+
+    If stages have separate meshes, an operator is compared as it runs, and inputs place by place.
+    """
     return Difference(
         facts=tuple(_facts(a, b)),
         claims=tuple(_claims(a.claims, b.claims)),
@@ -95,8 +100,10 @@ def difference(a: Plan, b: Plan) -> Difference:
 
 
 def _by_place(a: Plan, b: Plan, changes: Callable[[Plan, Plan], Iterable[Change]]) -> tuple[Change, ...]:
-    """Changes of each place that both have, where places have plans of their own; what differs alike at all is said
-    once. Which inputs a place reads a plan does not know: it says of all how they would be there."""
+    """Return the changes of each place that both plans have, with equal changes joined.
+
+    A plan does not know which inputs a place reads, so it lists all.
+    """
     places = range(min((len(p.own) for p in (a, b) if p.own), default=1))
     found: dict[Change, list[int]] = {}
     for place in places:
@@ -111,7 +118,7 @@ def _by_place(a: Plan, b: Plan, changes: Callable[[Plan, Plan], Iterable[Change]
 
 
 def _there(plan: Plan, place: int, both: tuple[Plan, Plan]) -> Plan:
-    """The plan of a place, without what operators make that run at another one."""
+    """Return the plan of a place, without results of operators that run elsewhere."""
     own = [p for p in both if p.own]
     if not own:
         return plan
@@ -142,7 +149,7 @@ def _links(plan: Plan) -> str:
 
 
 def _prices(a: Plan, b: Plan) -> list[tuple[str, str, str]]:
-    """What collectives were taken to cost: sequences of redistributions follow from it."""
+    """Return differing prices of collectives, which determine the sequences of redistributions."""
     one, two = ("none" if p.prices is None else str(p.prices) for p in (a, b))
     if one == two:
         return []
@@ -154,7 +161,7 @@ def _prices(a: Plan, b: Plan) -> list[tuple[str, str, str]]:
 
 
 def _folds(plan: Plan) -> str:
-    """Stretches of equal layers that a file says twice each."""
+    """Return the ranges of equal layers, of which a file lists two each."""
     each = (f"{copies} × {length} operators from {first}" for first, length, copies in plan.folds)
     return ", ".join(each) or ABSENT
 
@@ -191,14 +198,14 @@ def _claims(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterable[Change]:
 
 
 def _claim(value: Any) -> str:
-    """A claim that has no words of its own."""
+    """Return the text of a claim that has no other words."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_claim(v)}" for name, v in value.items()) or ABSENT
     return f"{value:.4g}" if isinstance(value, float) else ABSENT if value is None else str(value)
 
 
 def _remarks(a: Plan, b: Plan) -> Iterable[Change]:
-    """Other operators of the same names, how many layers one stands for, why it was cut so, the next best, notes."""
+    """Yield other operators of the same names, numbers of layers, reasons, next bests, and notes."""
     both = a.strategies.keys() & b.strategies.keys()
     one, two = ({n: " in ".join(filter(None, p.about[n])) for n in both if n in p.about} for p in (a, b))
     yield from _by_operator(a, b, one, two, ABSENT)
@@ -235,12 +242,12 @@ def _nodes(a: Plan, b: Plan) -> Iterable[Change]:
 
 
 def _times(a: Plan, b: Plan, name: str) -> int:
-    """How many layers a name stands for, where the files say each kind of layer twice."""
+    """Return the number of layers that a name stands for, if the files list each kind of layer twice."""
     return max(a.times.get(name, 1), b.times.get(name, 1))
 
 
 def cut_words(strategy: Strategy | None, mesh: Mesh) -> str:
-    """``d0=dp n=tp``: the letters that are split, by the user's names of the axes; those in time are no ranks."""
+    """Return the split letters by the user's names of the axes: ``d0=dp n=tp``. Axes in time are left out."""
     if strategy is None:
         return ABSENT
     words = []
@@ -253,13 +260,13 @@ def cut_words(strategy: Strategy | None, mesh: Mesh) -> str:
 
 
 def short(op: str) -> str:
-    """``aten.linear.default`` → ``linear``."""
+    """Return the short name of an operator: ``linear`` for ``aten.linear.default``."""
     name = op.split(".")[1] if "." in op else op
     return SHORT.get(name, name)
 
 
 def layout_words(layout: TensorLayout | None, mesh: Mesh) -> str:
-    """``[192/tp, 48]`` by the user's names of the axes; ``whole`` where nothing is cut or pending."""
+    """Return a layout by the user's names of the axes, ``[192/tp, 48]``; ``whole`` if it is replicated."""
     if layout is None:
         return ABSENT
     if not layout.split_axes and not layout.partial:
@@ -353,7 +360,8 @@ def _by_operator(
 
 
 def diff_view(found: Difference, names: tuple[str, str], *, every: bool = False) -> Group:
-    """The difference as tables, to print with rich; with `every`, also the operators that follow the named ones."""
+    """Return the difference as tables, to print with rich; with `every`, also the operators that follow the named ones.
+    """
     leading = [c for c in found.nodes if c.leading]
     shown = list(found.nodes) if every or not leading else leading
     only = not any(getattr(found, f.name) for f in fields(found) if f.name != "remarks")

@@ -1,4 +1,4 @@
-"""What one step of a plan costs on a cluster: seconds apart by what they are spent on, and the peak of memory."""
+"""The cost of one step of a plan on a cluster: seconds by use, and the peak of memory."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from meshwright.search.evaluate import peak_on
 
 @dataclass(frozen=True)
 class Estimate:
-    """One step of the rank that has most to do. Seconds of `parts` add up to the price; the step is shorter by what
-    overlaps. `memory`: what is alive at the peak, by kind.
+    """One step of the busiest rank.
 
-    Of a pipeline, `schedule` says which, and the parts are those of the rank that computes most, with what it waits."""
+    Seconds of `parts` add up to the price; the step is shorter because of overlap. `memory`: live bytes at the peak, by
+    kind. For a pipeline, `schedule` names it, and the parts are those of the rank that computes most, with its waits.
+    """
 
     mesh: str
     ranks: int
@@ -42,14 +43,16 @@ class Estimate:
 
     @property
     def price_seconds(self) -> float:
-        """Seconds if nothing overlapped."""
+        """Seconds without overlap."""
         return sum(self.parts.values())
 
 
 @rare_collection()
 def estimate(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Estimate:
-    """Time and memory of a step: the price apart, the end of its timeline, the simulated peak. `optimizer_states`:
-    moments per parameter, in the parameter's own dtype as torch keeps them."""
+    """Return time and memory of a step: the parts of its price, the end of its timeline, the simulated peak.
+
+    `optimizer_states`: moments per parameter, in the parameter's own dtype as in torch.
+    """
     if parts.plan.stages:
         return _of_pipeline(parts, cluster, optimizer_states)
     price = program_price(parts, cluster, optimizer_states)
@@ -110,7 +113,7 @@ def _of_pipeline(parts: Partition, cluster: Cluster, optimizer_states: int) -> E
 
 
 def instant_words(parts: Partition, instant: str) -> str:
-    """``linear_8, backward`` → ``head, backward``: the module where the plan knows it."""
+    """Return an instant with the module, if the plan knows it: ``head, backward`` for ``linear_8, backward``."""
     node, comma, phase = instant.rpartition(", ")
     name = node if node in parts.plan.about else node.rpartition("_k")[0]
     op, module = parts.plan.about.get(name, ("", ""))
@@ -123,8 +126,10 @@ def instant_words(parts: Partition, instant: str) -> str:
 
 @dataclass(frozen=True)
 class EstimateTable:
-    """Estimates side by side; beside each but the first, how it differs from the first. Where the screen is too narrow
-    for all, the others follow below, beside the first again."""
+    """Estimates side by side, each with its difference from the first.
+
+    On a narrow screen the others follow below, beside the first again.
+    """
 
     columns: Sequence[tuple[str, Estimate]]
 

@@ -1,7 +1,7 @@
-"""Why operators are cut as they are: strategy, price, what neighbours ask, and what else there was.
+"""Why operators are sharded as they are: strategy, price, layouts that neighbours need, and alternatives.
 
-From a plan's file alone it says what the file says (cuts, reasons, the next best where a search noted it); with the
-model it knows the neighbours, and with a cluster the seconds.
+A plan file alone gives the shardings, the reasons, and the next best if a search recorded it. The model adds the
+neighbours, and a cluster the seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshwright.report.plan_table import cut_text
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """What an operator takes in a step: computing, sending inside of it, and bringing its inputs."""
+    """The seconds of an operator in a step: computation, collectives inside it, and reshards of its inputs."""
 
     forward: float
     backward: float
@@ -36,14 +36,17 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all seconds."""
         return self.forward + self.backward + self.communication
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """One edge of an operator. `name` and `operator` are those of the other end; `has` is how the value stands,
-    `asks` how it is wanted, `moves` what is sent for it in forward and backward, in `seconds` (None: unknown)."""
+    """One edge of an operator.
+
+    `name` and `operator` are those of the other end; `has` is the layout of the value, `asks` the layout needed,
+    `moves` what is sent for it in forward and backward, in `seconds` (None: unknown).
+    """
 
     incoming: bool
     name: str
@@ -73,8 +76,10 @@ class Choice:
 
 
 def matching(plan: Plan, pattern: str) -> tuple[str, ...]:
-    """The nodes that a pattern means: ``%linear_3`` (or without %) one node, ``blocks.*.up`` those of modules, and of
-    the modules inside. Raises PlanError when there is none."""
+    """Return the nodes that a pattern matches: ``%linear_3`` (or without %) one node, ``blocks.*.up`` those of modules.
+
+    Modules inside match, too. Raises PlanError when there is none.
+    """
     name = pattern.removeprefix("%")
     if name in plan.strategies:
         return (name,)
@@ -97,8 +102,10 @@ def matching(plan: Plan, pattern: str) -> tuple[str, ...]:
 def choices(
     plan: Plan, names: Iterable[str], parts: Partition | None, prices: Sequence[Price] = ()
 ) -> list[Choice]:
-    """What is known about each of the nodes. `prices`: that of the program, or, where places of a pipeline have meshes
-    of their own, of each of theirs."""
+    """Return what is known about each of the nodes.
+
+    `prices`: that of the program or, if places of a pipeline have separate meshes, of each of theirs.
+    """
     known: dict[int, dict[str, Node]] = {}
     whole, every, found = plan, parts, list[Choice]()
     for name in names:
@@ -135,7 +142,9 @@ def choices(
 
 
 def folded(found: Sequence[Choice]) -> list[tuple[str, int, Choice]]:
-    """(module with the layer's number open, how many, the first of them): choices that differ in nothing else."""
+    """Return (module with the layer's number replaced, count, the first of them) of choices that differ in nothing
+    else.
+    """
     grouped: dict[tuple[object, ...], list[Choice]] = {}
     for c in found:
         seconds = None if c.seconds is None else tuple(f"{s:.2e}" for s in (c.seconds.total,))
@@ -152,7 +161,7 @@ def folded(found: Sequence[Choice]) -> list[tuple[str, int, Choice]]:
 
 
 def _factors(parts: Partition, name: str) -> tuple[tuple[str, str], ...]:
-    """Each factor of an operator and its size: (letter, ``1024``); `batch` where it counts examples."""
+    """Return each factor of an operator and its size: (letter, ``1024``); `batch` if it counts examples."""
     site = parts.factors.sites[name]
     batch = _batch(parts, name)
     shown: list[tuple[str, str]] = []
@@ -164,7 +173,7 @@ def _factors(parts: Partition, name: str) -> tuple[tuple[str, str], ...]:
 
 
 def _with_batch(text: str, batch: Iterable[str]) -> str:
-    """``d0=dp n=tp`` with the letters that count examples named ``batch``, as beside it."""
+    """Return ``d0=dp n=tp`` with the letters that count examples named ``batch``."""
     for letter in batch:
         text = re.sub(rf"(?<![\w.]){re.escape(letter)}=", "batch=", text)
     return text
@@ -185,7 +194,7 @@ def _seconds(price: Price, name: str, edges: Iterable[Neighbour]) -> Seconds | N
 
 
 def neighbours(parts: Partition, node: Node, price: Price | None) -> tuple[Neighbour, ...]:
-    """What an operator takes and from whom, then who takes its results."""
+    """Return the producers of an operator's inputs, then the consumers of its results."""
     graph = parts.resharded.graph
     found: list[Neighbour] = []
     for port, use in enumerate(node.uses):
@@ -212,7 +221,7 @@ def _input(parts: Partition, name: str) -> tuple[str, str]:
 
 
 def _source(parts: Partition, use: str) -> tuple[str, list[Node]]:
-    """The value behind reshards, and these."""
+    """Return the value behind reshards, and these."""
     way: list[Node] = []
     node = parts.resharded.graph.producers.get(use)
     while node is not None and node.op in MOVES:
@@ -225,7 +234,7 @@ def _source(parts: Partition, use: str) -> tuple[str, list[Node]]:
 def _consumers(
     parts: Partition, value: str, way: Sequence[Node] = ()
 ) -> Iterable[tuple[Node, int, list[Node]]]:
-    """The operators that read a value, through reshards."""
+    """Yield the operators that read a value, through reshards."""
     for node, port in parts.resharded.graph.consumers[value]:
         if node.op in MOVES:
             yield from _consumers(parts, node.name, (*way, node))
@@ -258,6 +267,7 @@ def _edge(
 
 
 def shown(layout: TensorLayout, mesh: Mesh) -> str:
-    """A layout in its simplest form, by the user's names of the axes; of the whole batch where it is cut in time."""
+    """Return a layout in its simplest form, by the user's names of the axes; of the full batch if it is split in time.
+    """
     ranks = [a.name for a in mesh.axes if a.name not in mesh.time]
     return layout_words(normalize(only_axes(layout.forward, ranks), mesh), mesh)

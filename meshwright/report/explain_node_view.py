@@ -1,4 +1,4 @@
-"""Choices for a reader: a table of several, a page of one."""
+"""Choices for a reader: a table of several, or a page of one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _plain(*headings: str) -> Table:
 
 
 def choices_table(found: Sequence[Choice], *, every: bool = True) -> Group:
-    """One line for each kind of operator; columns of which nothing is known are left out."""
+    """Return a table with one line for each kind of operator, without empty columns."""
     rows = folded(found)
     shown = rows if every else [r for r in rows if r[2].operator in LEADING] or rows
     priced = any(c.seconds is not None for _, _, c in shown)
@@ -64,7 +64,7 @@ def choice_page(
     others: Sequence[Alternative] = (),
     step_seconds: float = 0.0,
 ) -> Group:
-    """All that is known of one operator (`count` like it)."""
+    """Return all that is known of one operator (`count` are like it)."""
     head = Text(module, style="bold").append(f" ×{count}" if count > 1 else "", style="dim")
     head.append(f"   {c.operator}", style="bold").append(f"   %{c.node}", style="dim")
     parts: list[Any] = [head]
@@ -112,7 +112,7 @@ def _edges(title: str, edges: Sequence[Neighbour]) -> FittedTable:
 
 
 def _renamed(cut: str, batch: Sequence[str]) -> str:
-    """The cut with the letters that count examples called so."""
+    """Return a sharding with the letters that count examples named ``batch``."""
     for letter in batch:
         cut = re.sub(rf"(?<!\S){letter}=", "batch=", cut)
     return cut
@@ -133,7 +133,7 @@ def _others(others: Sequence[Alternative], mesh: Mesh, step_seconds: float, batc
 
 
 def choice_data(module: str, count: int, c: Choice, others: Mapping[str, float]) -> dict[str, Any]:
-    """The same as plain data."""
+    """Return a choice as plain data."""
     from dataclasses import asdict
 
     data = {"module": module, "count": count, **asdict(c)}

@@ -1,4 +1,4 @@
-"""A table that fits its screen: columns give way, the widest first, and words break where a reader expects it.
+"""A table that fits its screen: the widest columns shrink first, and words break where a reader expects it.
 
 rich shrinks the columns that may wrap in proportion, and then breaks words in the middle. Here a column is never
 narrower than its longest piece, and a cell breaks after a space, a point, a comma or an underscore.
@@ -26,14 +26,14 @@ PIECE = re.compile(rf"(?:{INSIDE})*(?:[.,(=_]+\s*|\s+(?!×)|$)")
 
 @dataclass
 class FittedTable:
-    """Rows of texts under `headings`; those in `right` stand at the right edge of their columns."""
+    """Rows of texts under `headings`; columns in `right` are aligned right."""
 
     headings: Sequence[str]
     right: frozenset[int] = frozenset()
     rows: list[list[Text]] = field(default_factory=list)
 
     def add_row(self, *cells: Text | str) -> None:
-        """One more row, a cell for each heading."""
+        """Add a row, with a cell for each heading."""
         self.rows.append([Text(cell) if isinstance(cell, str) else cell for cell in cells])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
@@ -52,7 +52,7 @@ class FittedTable:
 
 @dataclass(frozen=True)
 class Prose:
-    """A text that takes the room there is, and breaks where the cells of a `FittedTable` do."""
+    """A text that takes the available width, and breaks where the cells of a `FittedTable` do."""
 
     text: Text | str
 
@@ -70,12 +70,12 @@ class Prose:
 
 
 def pieces(text: str) -> list[str]:
-    """What a text may be broken into: ``blocks.``, ``*.``, ``attention.``, ``out ×2``."""
+    """Return the unbreakable pieces of a text: ``blocks.``, ``*.``, ``attention.``, ``out ×2``."""
     return [m[0] for m in PIECE.finditer(text) if m[0]] or [""]
 
 
 def widths(natural: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """The width of each column: the widest give way first, none below its least, until all fit or nothing can."""
+    """Return the width of each column. The widest shrink first, none below its least, until all fit or nothing can."""
     found = [max(1, n) for n in natural]
     for _ in range(sum(found) - room):
         able = [n for n, width in enumerate(found) if width > max(1, least[n])]
@@ -86,7 +86,7 @@ def widths(natural: Sequence[int], least: Sequence[int], room: int) -> list[int]
 
 
 def broken(text: Text, width: int) -> Text:
-    """A text of lines no longer than `width` where its pieces allow that; styles stay."""
+    """Return a text with lines no longer than `width`, if its pieces allow that; styles stay."""
     return Text("\n").join(part for line in text.split() for part in _lines(line, width))
 
 

@@ -1,6 +1,6 @@
-"""What is kept for backward elsewhere than where it lies, as sentences for a plan's summary.
+"""Sentences about saved activations for a plan's summary: sharded, offloaded, and recomputed ones.
 
-What is computed again in backward, as sentences: per kind of layer, how many operators, and the bytes it saves.
+Recompute is described per kind of layer: how many operators, and the bytes it saves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.redistribute.steps import origin, show_bytes
 
 
 def stashed(parts: Partition) -> list[str]:
-    """A sentence for slices and one for the host's memory; none where all is kept as it lies."""
+    """Return a sentence for sharded and one for offloaded activations; none without any."""
     mesh = parts.plan.mesh
     rank = mesh.rank(origin(mesh))
     local = parts.local(rank)
@@ -53,7 +53,7 @@ LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")  # a module's path up to the numbe
 
 @dataclass
 class _Layer:
-    """Operators of a layer, those of them that backward computes again, and bytes kept with and without that."""
+    """The operators of a layer, how many are recomputed, and the saved bytes with and without that."""
 
     operators: int = 0
     again: int = 0
@@ -62,7 +62,7 @@ class _Layer:
 
 
 def recomputed(parts: Partition) -> list[str]:
-    """A sentence for each kind of layer in which something is computed again; none where nothing is."""
+    """Return a sentence for each kind of layer with recomputation."""
     if not parts.resharded.keeps:
         return []
     mesh = parts.plan.mesh

@@ -1,10 +1,9 @@
-"""A plan as a table: one line for each operator that holds parameters or talks to other ranks, equal layers folded.
+"""A plan as a table: one line for each operator that has parameters or communicates, with equal layers folded.
 
     blocks.*.up ×6     linear   batch=dp n=tp   [1024/tp, 256]
     blocks.*.down ×6   linear   batch=dp k=tp   [256, 1024/tp]   → all_reduce(tp) 262 kB
 
-What is said of bytes is what one rank sends, by ring algorithms. Operators that only
-follow their neighbours are counted.
+Bytes are those that one rank sends, by ring algorithms. Operators that only follow their neighbours are counted.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")  # the number of a layer 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line. `forward` and `backward` are what becomes of the operator's result and of its gradient afterwards."""
+    """One line. `forward` and `backward` say what is sent for the operator's result and its gradient."""
 
     module: str
     count: int
@@ -58,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one rank sends in a step over some axes. `kind`: one of `TRAFFIC`."""
+    """The bytes one rank sends in a step over some axes. `kind`: one of `TRAFFIC`."""
 
     kind: str
     axes: str
@@ -70,8 +69,11 @@ class Traffic:
 
 
 def rows(parts: Partition, *, every: bool = False, only: Collection[str] | None = None) -> list[Row]:
-    """The lines of the table; with `every`, one for each operator, also those that only follow. `only`: of these nodes
-    and inputs."""
+    """Return the lines of the table.
+
+    With `every`, there is one for each operator, also for those that only follow. `only` restricts it to these nodes
+    and inputs.
+    """
     graph, mesh = parts.resharded.graph, parts.plan.mesh
     entries = {i.name: i for i in graph.inputs}
     moved: dict[str, list[Node]] = {}
@@ -113,8 +115,10 @@ def rows(parts: Partition, *, every: bool = False, only: Collection[str] | None 
 
 
 def traffic(parts: Partition, only: Collection[str] | None = None) -> list[Traffic]:
-    """What one rank sends in a step: forward, backward, and to reduce the gradients of parameters. `only`: for these
-    nodes and inputs."""
+    """Return what one rank sends in a step: forward, backward, and to reduce the gradients of parameters.
+
+    `only` restricts it to these nodes and inputs.
+    """
     graph, mesh = parts.resharded.graph, parts.plan.mesh
     totals: dict[tuple[str, str], list[float]] = {}
 
@@ -148,13 +152,13 @@ def traffic(parts: Partition, only: Collection[str] | None = None) -> list[Traff
 
 
 def _collectives(parts: Partition) -> list[Collective]:
-    """Those of the rank at the origin, which holds the largest blocks."""
+    """Return the collectives of the rank at the origin, which has the largest shards."""
     rank = parts.plan.mesh.rank(origin(parts.plan.mesh))
     return step_collectives(parts, rank)
 
 
 def _inside(parts: Partition) -> dict[str, str]:
-    """Node → what its kernels send by themselves (counts of a loss, statistics of a batch norm)."""
+    """Return the collectives inside kernels by node (counts of a loss, statistics of a batch norm)."""
     mesh = parts.plan.mesh
     sent: dict[str, dict[str, float]] = {}
     for c in _collectives(parts):
@@ -169,26 +173,26 @@ def _inside(parts: Partition) -> dict[str, str]:
 
 
 def held(layout: TensorLayout, mesh: Mesh) -> int:
-    """Elements of a value on the rank that holds most."""
+    """Return the elements of a value on the rank that holds most."""
     return math.prod(layout.local_shape(mesh, origin(mesh)))
 
 
 def parameter_bytes(parts: Partition) -> tuple[int, int]:
-    """Bytes of all parameters: (of the whole model, on the rank that holds most)."""
+    """Return the bytes of all parameters: (of the full model, on the rank that holds most)."""
     entries = parts.resharded.graph.input_of("parameter")
     mine = sum(held(parts.resharded.layouts[i.name], parts.plan.mesh) * DTYPES[i.type.dtype] for i in entries)
     return sum(i.type.size_bytes for i in entries), most_parameters(parts) if parts.plan.stages else mine
 
 
 def hosted_bytes(parts: Partition) -> int:
-    """Bytes of parameters in the host's memory, for the rank that holds most."""
+    """Return the bytes of parameters in host memory, for the rank that holds most."""
     away = parts.resharded.hosted | parts.resharded.parked
     there = (i for i in parts.resharded.graph.input_of("parameter") if i.name in away)
     return sum(held(parts.resharded.layouts[i.name], parts.plan.mesh) * DTYPES[i.type.dtype] for i in there)
 
 
 def cut_text(parts: Partition, node: Node) -> str:
-    """``batch=dp n=tp``: the letters of an operator that are split, by the user's names of the axes."""
+    """Return the split letters of an operator by the user's names of the axes: ``batch=dp n=tp``."""
     mesh, strategy = parts.plan.mesh, parts.plan.strategies[node.name]
     words = []
     for letter, dim in strategy.splits:
@@ -203,7 +207,7 @@ def cut_text(parts: Partition, node: Node) -> str:
 
 
 def _sources(parts: Partition, node: Node) -> Iterable[str]:
-    """What a node reads, reshards and marks left out."""
+    """Yield the values that a node reads, without reshards and annotations."""
     for use in node.uses:
         source = parts.resharded.graph.producers.get(use)
         while source is not None and (source.op in MOVES or source.op == PIN):
@@ -218,7 +222,7 @@ Sent = tuple[
 
 
 def _sent(parts: Partition, node: Node) -> Sent:
-    """What a reshard or transfer sends, by the rank that sends most."""
+    """Return what a reshard or transfer sends, on the rank that sends most."""
     mesh, itemsize = parts.plan.mesh, DTYPES[node.outputs[0].dtype]
     backward = any(node.needs_grad)
     if node.op in TRANSFERS:
@@ -235,7 +239,7 @@ def _sent(parts: Partition, node: Node) -> Sent:
 
 
 def _moves(parts: Partition, reshards: Sequence[Node]) -> tuple[str, str]:
-    """What the reshards and transfers of one value do, forward and backward, as text."""
+    """Return what the reshards and transfers of one value do, forward and backward, as text."""
     sent = [_sent(parts, node) for node in reshards]
     return _text(m for forward, _ in sent for m in forward), _text(
         m for _, backward in sent for m in backward
@@ -243,7 +247,7 @@ def _moves(parts: Partition, reshards: Sequence[Node]) -> tuple[str, str]:
 
 
 def _gathered(parts: Partition, reshards: Sequence[Node]) -> Row:
-    """The line of parameters that are brought to their use in one way: their operators' lines say how they are cut."""
+    """Return the line of parameters that are gathered in one way; their operators' lines say how they are sharded."""
     sent = [_sent(parts, node) for node in reshards]
     forward, backward = (
         _text((moves[0][0], math.fsum(size for _, size in moves)) for moves in zip(*halves, strict=True))
@@ -257,7 +261,7 @@ def _text(moves: Iterable[tuple[str, float]]) -> str:
 
 
 def _layout_text(layout: TensorLayout, mesh: Mesh) -> str:
-    """The dims of a layout with the user's names: ``[(3 256/tp), 256]``."""
+    """Return the dims of a layout with the user's names: ``[(3 256/tp), 256]``."""
     shown = normalize(TensorLayout(tuple(without_axes(d, mesh.time) for d in layout.dims)), mesh)
     named = re.compile(r"/([\w.]+)")
     return named.sub(lambda m: f"/{mesh.show(m[1].split('.'))}", str(shown)) if shown.split_axes else "whole"
@@ -268,7 +272,7 @@ def _short(op: str) -> str:
 
 
 def _folded(found: Sequence[Row]) -> list[Row]:
-    """Lines that differ only in the number of the layer, as one, where the first of them stood."""
+    """Join lines that differ only in the number of the layer, at the place of the first."""
     grouped: dict[tuple[str, ...], list[Row]] = {}
     for row in found:
         key = (LAYER.sub("*", row.module), row.operator, row.cut, row.parameter, row.forward, row.backward)
@@ -285,7 +289,7 @@ COLOURS = ("cyan", "magenta", "yellow", "green", "blue")
 
 
 def plan_table(parts: Partition, *, every: bool = False, only: Collection[str] | None = None) -> FittedTable:
-    """The plan as a rich table (`only` some nodes and inputs of it); every axis of the mesh has a colour."""
+    """Return the plan as a rich table (`only` some nodes and inputs); every axis of the mesh has a colour."""
     axes = [name for name, _ in parts.ranks.names]
     colours = {name: COLOURS[n % len(COLOURS)] for n, name in enumerate(axes)}
 
@@ -309,7 +313,7 @@ def plan_table(parts: Partition, *, every: bool = False, only: Collection[str] |
 
 
 def long_prefix(modules: Iterable[str]) -> str:
-    """``model.layers.*.``: what most of the layers' modules begin with, where names are too long for a table."""
+    """Return the common beginning of the layers' modules, ``model.layers.*.``, if names are too long for a table."""
     names = list(modules)
     starts = Counter(n[: n.rindex("*.") + 2] for n in names if "*." in n)
     if not starts or max(map(len, names)) <= LONG:
@@ -319,7 +323,7 @@ def long_prefix(modules: Iterable[str]) -> str:
 
 
 def summary(parts: Partition, *, every: bool = False) -> list[str]:
-    """What the table leaves out, as sentences: operators that follow, parameters of a rank, bytes it sends."""
+    """Return what the table leaves out, as sentences: operators that follow, parameters of a rank, bytes it sends."""
     shown = sum(r.count for r in rows(parts, every=every) if r.operator not in ROLES)
     others = sum(n.op not in MOVES for n in parts.resharded.graph.nodes) - shown if not parts.own else 0
     whole, mine = parameter_bytes(parts)
@@ -349,7 +353,7 @@ def _sent_text(found: Iterable[Traffic]) -> str:
 
 
 def _updated(parts: Partition) -> str:
-    """What a rank updates of the trained parameters, where that is less than it holds."""
+    """Return what a rank updates of the trained parameters, if that is less than it holds."""
     if not parts.plan.states or parts.own:
         return ""
     trained = [i for i in parts.resharded.graph.input_of("parameter") if i.needs_grad]
@@ -358,7 +362,7 @@ def _updated(parts: Partition) -> str:
 
 
 def plan_view(parts: Partition, *, every: bool = False) -> Group:
-    """Table and sentences, to print with rich; where stages have meshes of their own a table for each of these."""
+    """Return table and sentences, to print with rich; if stages have separate meshes, a table for each."""
     sentences = [Text(line, style="dim") for line in (*summary(parts, every=every), *parts.asked.notes)]
     tables: list[FittedTable | Text] = []
     for place, one in enumerate(parts.own):
@@ -375,7 +379,7 @@ def plan_view(parts: Partition, *, every: bool = False) -> Group:
 
 
 def plan_text(parts: Partition, *, every: bool = False, width: int = 240) -> str:
-    """The same as plain text."""
+    """Return `plan_view` as plain text."""
     out = StringIO()
     Console(file=out, width=width, no_color=True, highlight=False).print(plan_view(parts, every=every))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

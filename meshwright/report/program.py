@@ -1,4 +1,4 @@
-"""A rank's program as text: every operator, every collective of forward and backward with its axis and bytes."""
+"""A rank's program as text: every operator, and every collective of forward and backward with its axes and bytes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from meshwright.redistribute.steps import show_bytes
 
 @dataclass(frozen=True)
 class ProgramText:
-    """Prints the local program of a rank. `buckets`: what gradients are reduced together, `gathers` what weights that
-    were updated in parts are gathered together."""
+    """The text of a rank's local program.
+
+    `buckets`: gradients that are reduced together. `gathers`: weights with sharded updates that are gathered together.
+    """
 
     graph: Graph
     parts: Partition
@@ -55,7 +57,7 @@ class ProgramText:
         return "\n".join([*lines, "}"])
 
     def _of_one(self, name: str) -> str:
-        """What a value is called in the program of one copy."""
+        """Return the name of a value in the program of one half-batch."""
         for copy in range(self.parts.copies if self.parts.copies > 1 else 0):
             found = original(name, copy)
             if found != name and found in self.parts.resharded.layouts:
@@ -66,7 +68,7 @@ class ProgramText:
         return self.parts.resharded.layouts.get(self._of_one(name))
 
     def _stage(self, number: int, stage: Stage) -> list[str]:
-        """One stage, with what it receives and sends; gradients come and go the other way."""
+        """Return the lines of one stage, with what it receives and sends; gradients go the other way."""
         graph = stage.segment.graph
         received = [f"    receive %{v}: {graph.types[v]} from stage {s}" for v, s in stage.takes.items()]
         sent = [
@@ -105,7 +107,7 @@ class ProgramText:
         return lines
 
     def _kept(self, value: str, graph: Graph) -> str:
-        """How a value is kept for backward, where that is elsewhere than where it lies."""
+        """Return how a value is saved for backward, if sharded or offloaded."""
         stash, mesh = self.parts.stashes[self._of_one(value)], self.parts.plan.mesh
         itemsize = DTYPES[graph.types[value].dtype]
         size = show_bytes(part_bytes(stash, graph, value, mesh, self.rank))
@@ -114,7 +116,7 @@ class ProgramText:
         return f"%{value} kept as {size}{where}" + (f" | backward {gather}" if gather else "")
 
     def _around(self) -> list[str]:
-        """What runs before and after the micro-batches."""
+        """Return what runs before and after the micro-batches."""
         programs = first_micro_batch(self.parts, self.rank)
         parts, lines = self.parts, list[str]()
         if parts.copies > 1:
@@ -158,7 +160,7 @@ def _members(group: Group) -> str:
 
 
 def _transfer(node: Node) -> str:
-    """A copy to the host or back, and of the gradient the other way."""
+    """Return the line of a copy to the host or back, with the gradient's the other way."""
     size = show_bytes(node.outputs[0].size_bytes)
     there, back = ("to_host", "to_device") if node.op == TO_HOST else ("to_device", "to_host")
     backward = f" | backward {back} {size}" if any(node.needs_grad) else ""

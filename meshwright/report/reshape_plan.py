@@ -1,8 +1,8 @@
-"""A plan's own cuts on more or fewer ranks: what an axis of another size leaves of every layout.
+"""A plan's shardings on more or fewer ranks: every layout for an axis of another size.
 
-Each named axis keeps the prime axes that it has in common with the old one, from the fastest on; what is left of the
-old run becomes what is left of the new one, wherever it cuts something. So twice as many nodes cut what nodes cut into
-twice as many blocks, and half as many into half.
+Each named axis keeps the prime axes that it has in common with the old one, from the fastest on. The rest of the new
+axis replaces the rest of the old one, wherever that splits something. So twice as many nodes split into twice as many
+blocks, and half as many into half.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from meshwright.plan.plan import Plan
 
 @dataclass(frozen=True)
 class _Run:
-    """`old` prime axes of a named axis, slowest first, and the `new` ones that take their place; those that both have
-    in common change their names at most and are runs of one."""
+    """`old` prime axes of a named axis, slowest first, and the `new` ones that replace them.
+
+    An axis that both have in common changes its name at most, and is a run of one.
+    """
 
     old: tuple[str, ...]
     new: tuple[str, ...]
 
 
 def on_other_ranks(plan: Plan, graph: Graph, mesh: Mesh, world: Mesh | None = None) -> Plan:
-    """The plan with the same cuts on `mesh`, whose named axes are those of the plan's mesh with other sizes; `world`:
-    the mesh of all ranks, where the plan has stages. Its claims and prices are left out: they were of other ranks.
+    """Return the plan with the same shardings on `mesh`, whose named axes are the plan's with other sizes.
 
-    Raises PlanError where a dim has fewer elements than blocks, or where what goes was not cut as one.
+    `world` is the mesh of all ranks, if the plan has stages. Claims and prices are dropped, since they belong to other
+    ranks. Raises PlanError if a dim has fewer elements than blocks, or if replaced axes are not used together.
     """
     if plan.techniques.shard_size:
         raise PlanError(
@@ -87,7 +89,7 @@ def on_other_ranks(plan: Plan, graph: Graph, mesh: Mesh, world: Mesh | None = No
 
 
 def _runs(old: Mesh, new: Mesh) -> list[_Run]:
-    """What becomes of each prime axis of the old mesh."""
+    """Return the replacement of each prime axis of the old mesh."""
     found: list[_Run] = []
     names = dict(new.names)
     for name, run in old.names:
@@ -130,7 +132,7 @@ def _leaf(leaf: SubDim, runs: Iterable[_Run], mesh: Mesh) -> SubDim:
 
 
 def _in_order(axes: tuple[str, ...], runs: Iterable[_Run]) -> tuple[str, ...]:
-    """The axes of a cut, the slowest first, with each run replaced."""
+    """Return split axes, the slowest first, with each run replaced."""
     found, left = list[str](), list(axes)
     of = {axis: run for run in runs for axis in run.old}
     while left:
@@ -146,7 +148,7 @@ def _in_order(axes: tuple[str, ...], runs: Iterable[_Run]) -> tuple[str, ...]:
 
 
 def _each(axes: tuple[str, ...], runs: Iterable[_Run]) -> tuple[str, ...]:
-    """The axes of a sum, whose order says nothing."""
+    """Return the axes of a partial sum with each run replaced; their order has no meaning."""
     found = list[str]()
     for run in runs:
         here = [axis for axis in axes if axis in run.old]

@@ -1,5 +1,5 @@
-"""Schedules as processes of a trace: a predicted one for each rank of the pipeline, a measured one for each rank of the
-world, side by side."""
+"""Schedules as processes of a trace: one for each predicted rank of the pipeline and each measured rank of the world.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from meshwright.report.chrome_trace import Process, Slice
 
 
 def played_processes(played: Played, prologue: float = 0.0) -> list[Process]:
-    """A predicted schedule, a process for each rank of the pipeline. `prologue`: seconds before its first action."""
+    """Return a predicted schedule, with a process for each rank of the pipeline.
+
+    `prologue`: seconds before its first action.
+    """
     found: list[Process] = []
     for place, times in enumerate(played.times):
         slices = [Slice("sums", "sums", 0.0, prologue)] if prologue else []
@@ -20,7 +23,7 @@ def played_processes(played: Played, prologue: float = 0.0) -> list[Process]:
 
 
 def measured_processes(measured: Measured, *, pipeline: bool) -> list[Process]:
-    """A step that ran, a process for each rank of the world: its actions, and within them what it waited for."""
+    """Return a measured step, with a process for each rank of the world: its actions, and its waits within them."""
     found: list[Process] = []
     for rank, spans in enumerate(measured.spans):
         place = f" ({measured.places[rank]} of the pipeline)" if pipeline else ""
@@ -30,7 +33,7 @@ def measured_processes(measured: Measured, *, pipeline: bool) -> list[Process]:
 
 
 def side_by_side(played: Played, prologue: float, measured: Measured) -> list[Process]:
-    """Each rank of the pipeline as predicted, and below it the ranks of the world that were there."""
+    """Return each rank of the pipeline as predicted, followed by the measured ranks of the world at its place."""
     found: list[Process] = []
     ran = measured_processes(measured, pipeline=True)
     for place, predicted in enumerate(played_processes(played, prologue)):

@@ -1,4 +1,4 @@
-"""The stages of a plan for a reader: what each holds and sends, what it takes, and the schedule drawn."""
+"""The stages of a plan for a reader: their operators, communication and seconds, and the schedule as a drawing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH = 96  # columns of a drawing
 
 
 def stage_lines(parts: Partition) -> list[str]:
-    """A line for each stage, one for weights that several ranks have, and the drawing; none without stages."""
+    """Return a line for each stage, one for weights on several ranks, and the drawing; nothing without stages."""
     if not parts.plan.stages:
         return []
     schedule, told = schedule_of(parts.asked), claimed_stages(parts.asked)
@@ -45,7 +45,7 @@ def stage_lines(parts: Partition) -> list[str]:
 
 
 def plan_stage_lines(plan: Plan) -> list[str]:
-    """The same from a plan alone, without its model: what the stages hold and how long they take, and the drawing."""
+    """Return the lines from a plan without its model: operators and seconds of the stages, and the drawing."""
     if not plan.stages:
         return []
     schedule, told, lines = schedule_of(plan), claimed_stages(plan), list[str]()
@@ -72,12 +72,13 @@ def _seconds(told: Sequence[Mapping[str, Any]], number: int) -> str:
 
 
 def drawing(plan: Plan, width: int = WIDTH) -> str:
-    """The schedule as bars: by predicted seconds where the plan has them, else as if all stages took equally long."""
+    """Return the schedule as bars, by predicted seconds if the plan has them, else as if all stages took equally long.
+    """
     return draw(claimed(plan), width)
 
 
 def run_at(parts: Partition, place: int) -> frozenset[str]:
-    """The nodes that the ranks at a place of the pipeline run, and the inputs that they read."""
+    """Return the nodes that the ranks at a place of the pipeline run, and the inputs they read."""
     ranks, found = schedule_of(parts.asked).ranks, set[str]()
     for at, stage in zip(ranks, parts.stages(parts.resharded.graph), strict=True):
         if at == place:
@@ -86,7 +87,7 @@ def run_at(parts: Partition, place: int) -> frozenset[str]:
 
 
 def most_parameters(parts: Partition) -> int:
-    """Bytes of parameters on the rank of the pipeline that holds most."""
+    """Return the bytes of parameters on the rank of the pipeline that holds most."""
     schedule = schedule_of(parts.asked)
     held = holders(parts, schedule)
     entries = parts.resharded.graph.input_of("parameter")
@@ -97,7 +98,7 @@ def most_parameters(parts: Partition) -> int:
 
 
 def _bytes(parts: Partition, value: str) -> int:
-    """Bytes of a value on the rank that holds most of it."""
+    """Return the bytes of a value on the rank that holds most of it."""
     size = largest_size(parts.resharded.layouts[value], parts.plan.mesh)
     return size * DTYPES[parts.resharded.graph.types[value].dtype]
 

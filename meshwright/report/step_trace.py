@@ -1,4 +1,4 @@
-"""A step that ran, beside what was predicted of it: as bars of text, in sentences, and as a trace file."""
+"""A measured step beside its prediction: as bars of text, in sentences, and as a trace file."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from meshwright.report.units import show_seconds
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What `TrainStep.trace` returns, on all ranks alike but for the `loss`, which is this rank's tensor.
+    """The result of `TrainStep.trace`. It is the same on all ranks except for the `loss`, which is this rank's tensor.
 
-    `measured`: each rank's actions with their times. `predicted`: the schedule of a plan with stages as it was
-    predicted, after so many seconds of a `prologue`; `timeline`: that of a rank of other plans. Print it, or `save` it
-    for https://ui.perfetto.dev.
+    `measured`: each rank's actions with their times. `predicted`: the predicted schedule of a plan with stages, after
+    so many seconds of a `prologue`; `timeline`: that of a rank of other plans. Print it, or `save` it for
+    https://ui.perfetto.dev.
     """
 
     loss: Any
@@ -36,12 +36,12 @@ class StepTrace:
 
     @property
     def step_seconds(self) -> float:
-        """How long the step took, from the first rank's beginning to the last one's end."""
+        """The seconds from the first rank's beginning to the last one's end."""
         return self.measured.end
 
     @property
     def predicted_seconds(self) -> float | None:
-        """What was predicted of it, where something was."""
+        """The predicted seconds, if there are any."""
         if self.predicted is not None:
             return self.prologue + self.predicted.end
         return None if self.timeline is None else self.timeline.step_seconds
@@ -83,7 +83,7 @@ class StepTrace:
 
 
 def stage_times(measured: Measured, predicted: Played | None) -> list[str]:
-    """A line for each stage: its seconds of a micro-batch, beside what was predicted; and which is the slowest."""
+    """Return a line for each stage with its measured and predicted seconds per micro-batch, and the slowest one."""
     found = measured.stages()
     told = _predicted_stages(predicted) if predicted is not None else {}
     totals = {stage: sum(halves.values()) for stage, halves in found.items()}
@@ -101,7 +101,7 @@ def stage_times(measured: Measured, predicted: Played | None) -> list[str]:
 
 
 def _predicted_stages(played: Played) -> dict[int, Mapping[str, float]]:
-    """What a stage was predicted to take, as a step that ran says it."""
+    """Return the predicted seconds of each stage, as a measured step has them."""
     spans = tuple(tuple(Span(a, begin, end) for a, begin, end in times) for times in played.times)
     return Measured(spans, tuple(range(len(spans)))).stages()
 
@@ -122,7 +122,7 @@ def _rows(measured: Measured, several: bool) -> list[tuple[str, list[Bar], str]]
 
 
 def _shared(measured: Measured) -> bool:
-    """Return whether several ranks of the world share a place in the pipeline, so that its number is not theirs."""
+    """Return whether several ranks of the world share a place in the pipeline."""
     return 1 < len(set(measured.places)) < len(measured.places)
 
 

@@ -8,7 +8,7 @@ from meshwright.redistribute.steps import show_bytes
 
 
 def show_seconds(seconds: float) -> str:
-    """Three digits at most: ``840 ns``, ``38.2 ms``, ``2.4 s``, ``3 min 20 s``."""
+    """Return seconds with at most three digits: ``840 ns``, ``38.2 ms``, ``2.4 s``, ``3 min 20 s``."""
     if not math.isfinite(seconds):
         return "no end"
     if seconds >= 99.5:
@@ -22,7 +22,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_change(before: float, after: float) -> str:
-    """The change as a reader says it: ``+12 %``, ``−3.4 %``, ``2.5 ×``, ``same``."""
+    """Return a change as text: ``+12 %``, ``−3.4 %``, ``2.5 ×``, ``same``."""
     if before == after:
         return "same"
     if before <= 0 or after <= 0 or not (math.isfinite(before) and math.isfinite(after)):

@@ -1,6 +1,6 @@
-"""One thing changed in a plan: another shape, other techniques.
+"""One change to a plan: another shape, or other techniques.
 
-Each returns a plan that is priced as any other; what cannot be changed raises PlanError that says why.
+Each function returns a plan that is priced as any other. An impossible change raises PlanError with the reason.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from meshwright.search.to_plan import input_layouts
 
 
 def transferred(plan: Plan, graph: Graph, factors: Factors, what: str) -> Plan:
-    """The plan for the same model captured in another shape: the same cuts of dims of other sizes.
+    """Return the plan for the same model captured in another shape, with the same shardings.
 
-    `what` names the change for messages. Raises PlanError when the operators are others, or a dim has too few elements.
+    `what` names the change for messages. Raises PlanError when the operators differ, or a dim has too few elements.
     """
     if plan.own:
         own = tuple(transferred(one, graph, factors, what) for one in plan.own)
@@ -86,7 +86,7 @@ def _resized(strategy: Strategy, trees: Mapping[str, Dim], mesh: Mesh, where: st
 
 
 def _dim(new: Dim, old: Dim, mesh: Mesh, where: str) -> Dim:
-    """The axes of a dim on another of the same structure."""
+    """Return a dim with the axes of another of the same structure."""
     axes = [leaf.axes for leaf in leaves(old)]
     if without_axes(old, dim_axes(old)) == new:
         return old
@@ -121,10 +121,10 @@ STORAGE, KEEPING, STAGES = (techniques_of_plan(part) for part in ("storage", "ke
 def changed(
     plan: Plan, graph: Graph, factors: Factors, changes: Mapping[str, Any], cluster: Cluster | None = None
 ) -> tuple[Plan, str]:
-    """The plan with options of its techniques changed, as `mw.plan` takes them, and what their passes remark.
+    """Return the plan with some techniques changed (as `mw.plan` takes them), and the remarks of their passes.
 
-    What a changed technique had put into the plan is taken out first: a storage that a search has cut too. Raises
-    PlanError for what cannot be.
+    Effects of a changed technique are removed first, such as a storage layout that a search has sharded too. Raises
+    PlanError for an impossible change.
     """
     given = {**plan.techniques.asked(), **changes}
     if not given.get("optimizer_parallel"):  # what only says how goes with it, unless it is asked for anew
@@ -147,9 +147,11 @@ def changed_in_stages(
     changes: Mapping[str, Any],
     request: Request | None = None,
 ) -> tuple[Plan, str]:
-    """The same for a plan with stages: operators keep their shardings, and stages are split again for what they take
-    now. `request` says for which cluster and optimizer. Raises PlanError for what cannot be, and for more stages than
-    the ranks of the pipeline can share evenly.
+    """Return a plan with stages with some techniques changed, and the remarks.
+
+    Operators keep their shardings, and stages are split again for the new costs. `request` has the cluster and
+    optimizer. Raises PlanError for an impossible change, and for more stages than the ranks of the pipeline can share
+    evenly.
     """
     asked = techniques_from({**plan.techniques.asked(), **changes})
     world = meshes_of(plan)
@@ -174,7 +176,7 @@ def changed_in_stages(
 
 
 def stored_as_used(plan: Plan, graph: Graph, factors: Factors) -> Plan:
-    """The plan with every trained parameter stored and updated in the layout in which it is used."""
+    """Return the plan with every trained parameter stored and updated in its layout of use."""
     inputs, hubs = dict(plan.inputs), dict(plan.hubs)
     again = set(plan.again)
     used = input_layouts(Scene(graph, factors, plan.mesh), plan.strategies)

@@ -1,1 +1,1 @@
-"""The bytes that live at once on a rank, phase by phase of a step. Begin at `step.py`."""
+"""Predict the bytes that live at once on a rank in each phase of a step. Start reading at `step.py`."""

@@ -1,7 +1,4 @@
-"""An allocator that only counts: what is alive, of which category, and when most of it was.
-
-What is told of a step's memory: its peak; and what an optimizer needs beside parameters and gradients.
-"""
+"""An allocator that only counts: live bytes by category, and their peak."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ CATEGORIES = ("parameters", "optimizer", "gradients", "buckets", "batch", "buffe
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """A stretch of memory that tensors share. It lives while `uses` or `saves` (by autograd) hold it."""
+    """Memory shared by tensors. It lives while it has `uses`, or `saves` by autograd."""
 
     size_bytes: int
     category: str = "temporary"
@@ -23,15 +20,15 @@ class Storage:
 
     @property
     def counted_as(self) -> str:
-        """The category that it counts for now."""
+        """The category that it counts in now."""
         return "saved" if self.saves and self.category == "temporary" else self.category
 
 
 @dataclass
 class Heap:
-    """Live bytes by category; `at` names the instant, `timeline` has the most bytes that were alive within each.
+    """Live bytes by category. `at` names the instant; `timeline` has the most live bytes within each.
 
-    While `on_host`, new memory is the host's, which counts apart: `host_total` and its `host_peak`.
+    While `on_host`, new memory is host memory, which is counted separately: `host_total` and its `host_peak`.
     """
 
     live: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
@@ -45,30 +42,30 @@ class Heap:
     host_peak: int = 0
 
     def at(self, instant: str) -> None:
-        """From here on bytes belong to another instant."""
+        """Begin another instant."""
         self.timeline.append((instant, self.total))
         self._note()
 
     def new(self, size_bytes: float, category: str = "temporary") -> Storage:
-        """Memory, held once."""
+        """Allocate memory with one use."""
         made = Storage(round(size_bytes), category, host=self.on_host)
         self._count(made, made.counted_as, made.size_bytes)
         return made
 
     def hold(self, storage: Storage) -> Storage:
-        """One more tensor lies there."""
+        """Add a use."""
         assert storage.uses or storage.saves, "a tensor was read after it was freed"
         storage.uses += 1
         return storage
 
     def drop(self, storage: Storage) -> None:
-        """One tensor less lies there."""
+        """Remove a use."""
         storage.uses -= 1
         assert storage.uses >= 0, "a tensor was freed twice"
         self._freed(storage, storage.counted_as)
 
     def save(self, storage: Storage) -> Storage:
-        """Autograd keeps it."""
+        """Add a save by autograd."""
         assert storage.uses or storage.saves, "a tensor was kept after it was freed"
         before = storage.counted_as
         storage.saves += 1
@@ -76,7 +73,7 @@ class Heap:
         return storage
 
     def release(self, storage: Storage) -> None:
-        """Autograd lets it go."""
+        """Remove a save by autograd."""
         before = storage.counted_as
         storage.saves -= 1
         assert storage.saves >= 0, "a saved tensor was freed twice"
@@ -86,13 +83,13 @@ class Heap:
             self._freed(storage, before)
 
     def rename(self, storage: Storage, category: str) -> None:
-        """It counts for another category from now on."""
+        """Change the category."""
         before = storage.counted_as
         storage.category = category
         self._move(storage, before)
 
     def passing(self, size_bytes: float) -> None:
-        """Memory that is there only for a moment."""
+        """Allocate memory and free it at once."""
         self.drop(self.new(size_bytes))
 
     def _freed(self, storage: Storage, counted_as: str) -> None:
@@ -123,9 +120,12 @@ class Heap:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What an update keeps and needs. `states`: moments per parameter, in the parameter's dtype as torch keeps them
-    (AdamW: two). `temporaries`: copies that an update holds for a moment: of the largest parameter (`at_once` false:
-    one tensor at a time, torch's default on a CPU) or of all of them (`foreach`, its default on a GPU)."""
+    """The memory of an optimizer beside parameters and gradients.
+
+    `states`: moments per parameter, in the parameter's dtype as in torch (AdamW: two). `temporaries`: copies that an
+    update holds for a moment, of the largest parameter (`at_once` false: one tensor at a time, torch's default on a
+    CPU) or of all of them (`foreach`, its default on a GPU).
+    """
 
     states: int = 2
     temporaries: int = 2
@@ -138,16 +138,18 @@ ADAMW_FUSED = Optimizer(temporaries=0)
 
 
 def optimizer_on(device: str, states: int) -> Optimizer:
-    """An optimizer with so many moments, as torch updates by default on a type of device."""
+    """Return an optimizer with so many moments, as torch updates by default on a type of device."""
     at_once = device != "cpu"
     return Optimizer(states, min(states, 1 if at_once else 2), at_once)
 
 
 @dataclass(frozen=True)
 class Peak:
-    """`bytes` at `instant` (a node and its phase), made up of `categories`; `timeline` has the most bytes that lived
-    within each instant of the step. All of that is the device's memory; `host_bytes` are the most that lived in the
-    host's, 0 where they are one."""
+    """The peak `bytes` at `instant` (a node and its phase), by `categories`.
+
+    `timeline` has the most live bytes within each instant of the step. All of these are device memory. `host_bytes` is
+    the peak of host memory, 0 if it is the same.
+    """
 
     bytes: int
     instant: str

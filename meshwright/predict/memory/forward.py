@@ -1,7 +1,7 @@
-"""The memory of a forward pass, by walking a rank's program as the runtime runs it.
+"""The memory of a forward pass, from a walk over a rank's program in the runtime's order.
 
-Forward frees a value after its last use unless autograd keeps it (`ops/saved.py`); views share the memory of their
-base. Nothing is run: sizes are those of the local graph.
+Forward frees a value after its last use unless autograd saves it (`ops/saved.py`). Views share the memory of their
+base. Nothing runs: sizes are those of the local graph.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from meshwright.redistribute import Reshard
 
 @dataclass
 class _Kept:
-    """What autograd keeps of one node."""
+    """The tensors that autograd saves for one node."""
 
     storages: list[Storage]
     notes: list[Held]
 
 
 class ForwardWalk:
-    """`values`: the memory of what is there; `kept`: what autograd keeps of each node."""
+    """A walk over forward. `values` is the memory of live values, `kept` what autograd saves for each node."""
 
     def __init__(
         self,
@@ -49,7 +49,8 @@ class ForwardWalk:
         stage: Graph | None = None,
         beside: Beside = ALONE,
     ) -> None:
-        """`stage`: the program of one stage of a pipeline, in place of the whole; `beside`: the rank's other stages."""
+        """`stage`: the program of one pipeline stage, instead of the full program; `beside`: the rank's other stages.
+        """
         self.beside = beside
         self.staged = staged
         self.parts, self.rank = parts, rank
@@ -87,7 +88,7 @@ class ForwardWalk:
         }
 
     def start(self) -> None:
-        """The inputs of the program, which live all the time."""
+        """Allocate the inputs of the program, which live throughout."""
         self.heap.at("start")
         batch = {}
         for whole in self.parts.resharded.graph.input_of("batch"):
@@ -98,25 +99,25 @@ class ForwardWalk:
             match entry.role:
                 case "parameter":
                     self.values[entry.name] = self.heap.new(self.counted_bytes(entry.name), "parameters")
-                case "batch":  # every rank is given the whole batch and looks at its part
+                case "batch":  # every rank receives the full batch and reads its share
                     self.values[entry.name] = batch[self.of_one(entry.name)]
                 case _:
                     self.values[entry.name] = self.heap.new(self.counted_bytes(entry.name), "buffers")
         self.heap.on_host = False
 
     def counted_bytes(self, name: str) -> int:
-        """Bytes of an input, unless another stage of the rank counts it."""
+        """Return the bytes of an input; 0 if another stage of the rank counts it."""
         return 0 if name in self.beside.counted else self.types[name].size_bytes
 
     def of_one(self, name: str) -> str:
-        """What a value of a copy is called in the program of one."""
+        """Return the name of a half-batch's value in the program of one."""
         return original(name, self.copy_of[name]) if name in self.copy_of else name
 
     def _pair(self, reshard: Node) -> Reshard:
         return self.parts.resharded.pairs[self.of_one(reshard.name)]
 
     def _number(self, node: Node) -> int:
-        """This rank's number on the plan's mesh in the copy that a node is of: copies may be of several sizes."""
+        """Return this rank's number on the plan's mesh for the half-batch of a node: they may have different sizes."""
         return self.parts.of_rank(self.rank)[self.copy_of.get(node.name, 0)] if self.copy_of else self.rank
 
     # ------------------------------------------------------------ forward
@@ -143,7 +144,7 @@ class ForwardWalk:
                     self.notes.dropped(self.values[value])
 
     def _stash(self, node: Node) -> None:
-        """What a node makes, and is kept elsewhere than where it lies; a view is kept with what it lies in."""
+        """Offload or shard the results of a node that are saved so; a view is saved with its base."""
         shares = node.op not in (RESHARD, WAIT) and self._shares(node)
         for value in node.values:
             if value in self.stashes.stashes and not shares:
@@ -187,12 +188,12 @@ class ForwardWalk:
             self.notes.dropped(storage)
 
     def _crossed(self, node: Node, source: Storage, host: bool) -> Storage:
-        """A copy on the other side of the link; the memory itself where there is none."""
+        """Return a copy at the other end of the link; the memory itself if there is no link."""
         self.heap.on_host = host and self.apart
         return self.heap.new(self.types[node.name].size_bytes) if self.apart else self.heap.hold(source)
 
     def _shares(self, node: Node) -> bool:
-        """Return whether the results lie in the memory of the first input."""
+        """Return whether the results share memory with the first input."""
         view = node.op in VIEWS or node.op in REPEATS or node.op in PIECES
         return view and bool(node.uses) and node.name not in self.copying
 

@@ -1,4 +1,4 @@
-"""The memory of gradients: where they are added up, and where those of parameters stay until the update."""
+"""The memory of gradients: where they are accumulated, and where those of parameters stay until the update."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from meshwright.predict.memory.updates import UpdateMemory
 class GradientMemory:
     """The gradients of one rank's step.
 
-    `trained`: the parameters; `hosted`: those that lie in the host's memory; `summed_first`: reshards whose gradients
-    are added up over micro-batches before they are sent; `scattered_each_time`: buckets are reduced after each
-    micro-batch; `pieces`: memory in which gradients of one flight lie behind one another."""
+    `trained`: the parameters. `hosted`: those in host memory. `summed_first`: reshards whose gradients are accumulated
+    over micro-batches before they are sent. `scattered_each_time`: buckets are reduced after each micro-batch.
+    `pieces`: memory that holds the gradients of one flight one after the other.
+    """
 
     def __init__(
         self,
@@ -41,23 +42,23 @@ class GradientMemory:
         self._missing: dict[str, int] = {}
 
     def begin(self, is_last: bool) -> None:
-        """A micro-batch begins."""
+        """Begin a micro-batch."""
         self.is_last = is_last
         self.update_parts.begin()
         self._missing = {n: len(self.graph.consumers[n]) for n in self.trained}
 
     def take(self, node: Node) -> list[Storage]:
-        """The gradients that have arrived at a node's results."""
+        """Return the gradients that have arrived at a node's results."""
         return [self._arrived.pop(v) for v in node.values if v in self._arrived]
 
     def drop(self, names: Collection[str]) -> None:
-        """What has arrived at some inputs is sent on, and goes."""
+        """Free the gradients that have arrived at some inputs, after they are sent."""
         for name in names:
             if name in self._arrived:
                 self.heap.drop(self._arrived.pop(name))
 
     def finish(self) -> None:
-        """Backward is over: what has come to a parameter is all that comes."""
+        """End backward: no more gradients arrive."""
         self.first_half = False
         for name in [n for n in self._arrived if n in self.trained]:
             self._place(name)
@@ -69,8 +70,10 @@ class GradientMemory:
             self.update_parts.finish(self.heap, added=again)
 
     def summed(self, node: Node, gradient: Storage) -> Storage | None:
-        """What a reshard sends back, held once more: its gradient, or the sum with those of the micro-batches before;
-        None where that is kept for the last one."""
+        """Return the gradient that a reshard sends back, with one more use.
+
+        It includes the accumulated gradients of earlier micro-batches. It is None if it is kept for the last one.
+        """
         if node.name not in self.summed_first:
             return self.heap.hold(gradient)
         total = self._held.pop(node.name, None) or self._new(node.name, "gradients")
@@ -83,7 +86,7 @@ class GradientMemory:
         return self.heap.new(self.graph.types[name].size_bytes, category)
 
     def add(self, name: str, gradient: Storage) -> None:
-        """A gradient arrives at a value: added in place where nobody else holds what is there."""
+        """Add an arriving gradient to a value's, in place if nothing else uses it."""
         self.heap.on_host = name in self.hosted
         held = self._arrived.get(name)
         if held is None:
@@ -100,7 +103,7 @@ class GradientMemory:
                 self._place(name)
 
     def _place(self, name: str) -> None:
-        """A parameter's gradient is complete: it stays, or is copied into its bucket."""
+        """Finish a parameter's gradient: it stays, or is copied into its bucket."""
         gradient = self._arrived.pop(name)
         self.heap.on_host = name in self.hosted
         if name in self._held:  # added in place
@@ -118,7 +121,7 @@ class GradientMemory:
             self._of_its_own(name, gradient)
 
     def _of_its_own(self, name: str, gradient: Storage) -> Storage:
-        """A gradient that stays, in memory that nobody else holds."""
+        """Return a gradient that stays, in memory that nothing else uses."""
         if gradient.uses == 1 or gradient in self.pieces:
             self.heap.rename(gradient, "gradients")
             return gradient

@@ -1,4 +1,4 @@
-"""The memory of a step's flights: which are under way, what backward brings again of them, what gradients they take."""
+"""The memory of flights: those under way, those that backward repeats, and their gradients."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from meshwright.redistribute import Reshard
 
 @dataclass(eq=False)
 class _Once:
-    """What of a flight backward gathers again: its waits with their sources, and the flight before it. `sources`: what
-    went into it, there until its last wait; `notes`: those of them that have to be brought for it themselves."""
+    """The part of a flight that backward repeats: its waits with their sources, and the flight before it.
+
+    `sources` are its inputs, which live until its last wait. `notes` are those that have to be recomputed first.
+    """
 
     before: _Once | None
     ahead: int  # flights before it that start with its first result
@@ -30,8 +32,11 @@ class _Once:
 
 
 class FlightMemory:
-    """The flights of one rank's program. `pair` gives the steps of a reshard, `number` the rank's number on the mesh in
-    the copy that a node is of; `staged`: see `wires.py`."""
+    """The flights of one rank's program.
+
+    `pair` returns the steps of a reshard, and `number` the rank's number on the mesh for the half-batch of a node.
+    `staged`: see `messages.moved`.
+    """
 
     def __init__(
         self,
@@ -60,7 +65,7 @@ class FlightMemory:
     # ------------------------------------------------------------ forward
 
     def start(self, node: Node, sources: Sequence[Storage]) -> None:
-        """A flight starts. What backward is to bring again of it is noted."""
+        """Start a flight, and record what backward will repeat of it."""
         crossing = self._under_way[node.name] = self._crossing(members_of(self.graph, node))
         for index, source in enumerate(sources):
             crossing.give(index, source)
@@ -73,7 +78,7 @@ class FlightMemory:
             self._latest = self._once[node.name] = _Once(self._latest, node.kwarg("ahead", 1), mine, notes)
 
     def wait(self, node: Node, source: Storage) -> Storage:
-        """What a wait takes out of its flight; `source` went into it."""
+        """Return the memory that a wait takes from its flight, to which `source` went."""
         (start,), index = node.uses, node.args[1]
         made = self._under_way[start].take(index)
         once = self._once.get(start)
@@ -88,7 +93,7 @@ class FlightMemory:
         return made
 
     def _taken(self, once: _Once, place: int) -> Storage:
-        """What a wait takes out of a flight that is brought again; flights before it, needed next, start."""
+        """Return the memory that a wait takes from a repeated flight, and start the flights before it."""
         self._bring(once)
         assert once.crossing is not None
         made = once.crossing.take(place)
@@ -101,7 +106,7 @@ class FlightMemory:
         return made
 
     def _bring(self, once: _Once) -> None:
-        """A flight starts again, when what it sends has been brought."""
+        """Repeat a flight, after its inputs are recomputed."""
         if once.crossing is None:
             once.crossing = self._crossing([node for node, _, _ in once.waits])
             for index, (_, source, _) in enumerate(once.waits):
@@ -113,8 +118,10 @@ class FlightMemory:
     # ------------------------------------------------------------ backward
 
     def give_back(self, wait: Node, gradient: Storage | None) -> Storage:
-        """A gradient goes into its flight, which starts when all are there (None: it is not sent now); the gradient of
-        the token."""
+        """Send a gradient into its flight, which starts when all are there (None: not sent now).
+
+        Returns the gradient of the token.
+        """
         (start,), index = wait.uses, wait.args[1]
         if gradient is None:
             self._held_back.add(start)
@@ -129,7 +136,7 @@ class FlightMemory:
         return self.heap.new(0)
 
     def land(self, start: Node) -> list[tuple[str, Storage]]:
-        """The gradients that come out of a flight, by the value they belong to; none where they were not sent."""
+        """Return the gradients that arrive from a flight, by value; empty if they were not sent."""
         back = self._under_way.pop(start.name)
         if start.name in self._held_back:
             self._held_back.discard(start.name)

@@ -1,9 +1,7 @@
-"""The memory of a reshard's steps on a rank: messages, rows, and what they are put together into.
+"""The memory of a reshard's steps on a rank: messages, their rows, and the results assembled from them.
 
-What lives beside a message while a collective is under way, by who carries it: as the communicators have it
-(`runtime/communicator`).
-
-The memory of a flight in one direction, as `runtime/overlap.py` has it: messages, what is under way, what came.
+It covers buffers beside a message while a collective is under way, as the communicators allocate them
+(`runtime/communicator`), and the memory of a flight in one direction, as in `runtime/overlap.py`.
 """
 
 from __future__ import annotations
@@ -29,9 +27,12 @@ def moved(
     staged: bool,
     received: bool = False,
 ) -> Storage:
-    """The memory in which a value lies after some steps, held once; `source` itself (held once more) where none of
-    them makes a new tensor. `staged`: all that is scattered comes before it is added up, as on a CPU (`wires.py`).
-    `received`: the source came from others, and a part of it is copied, so that the rest can go."""
+    """Return the memory of a value after some steps, with one use.
+
+    It is `source` itself (with one more use) if none of them allocates a tensor. `staged`: a reduce-scatter receives
+    everything before it reduces, as on a CPU. `received`: the source came from other ranks, and a view of it is copied,
+    so that the rest can be freed.
+    """
     here = heap.hold(source)
     for number, step in enumerate(steps):
         plan = exchange(step, mesh, rank)
@@ -51,7 +52,9 @@ def moved(
 
 
 def own_part(heap: Heap, x: Storage, steps: Sequence[Step], size_bytes: int) -> Storage:
-    """The gradient of a leaf, which the leaf keeps: a part of what came alone is copied, so that the rest can go."""
+    """Return the gradient of a leaf, which the leaf keeps: a view of received memory is copied, so that the rest can be
+    freed.
+    """
     if [step.kind for step in steps] != ["slice"]:
         return x
     part = heap.new(size_bytes)
@@ -60,7 +63,7 @@ def own_part(heap: Heap, x: Storage, steps: Sequence[Step], size_bytes: int) -> 
 
 
 def _moved(heap: Heap, x: Storage, plan: Exchange, itemsize: int, mesh: Mesh, staged: bool) -> Storage:
-    """What one step makes, held once."""
+    """Return the memory of the result of one step, with one use."""
     before, after = (math.prod(s) * itemsize for s in (plan.shape_before, plan.shape_after))
     match plan.kind:
         case "slice":
@@ -93,14 +96,14 @@ def _moved(heap: Heap, x: Storage, plan: Exchange, itemsize: int, mesh: Mesh, st
 
 @dataclass
 class Scatter:
-    """A reduce-scatter under way: what comes, until it is waited for."""
+    """A reduce-scatter under way, with its receive buffer until the wait."""
 
     heap: Heap
     received: Storage
     sum_bytes: int  # of a sum that is no part of what comes; 0 where it is
 
     def wait(self) -> Storage:
-        """The sum, held once."""
+        """Return the sum, with one use."""
         if not self.sum_bytes:
             return self.received
         total = self.heap.new(self.sum_bytes)
@@ -109,8 +112,11 @@ class Scatter:
 
 
 def scatter(heap: Heap, message_bytes: int, members: int, staged: bool) -> Scatter:
-    """A reduce-scatter starts. `staged`: all rows come before they are added up, as between processes on a CPU; of two
-    the one that comes becomes the sum."""
+    """Start a reduce-scatter.
+
+    `staged`: all rows arrive before they are reduced, as between processes on a CPU. With two members the received row
+    becomes the sum.
+    """
     row = message_bytes // members
     if staged and members > 2:
         return Scatter(heap, heap.new(message_bytes), row)
@@ -118,15 +124,20 @@ def scatter(heap: Heap, message_bytes: int, members: int, staged: bool) -> Scatt
 
 
 def gather(heap: Heap, message_bytes: int, mesh: Mesh, axes: Sequence[str], staged: bool) -> Storage:
-    """An all-gather starts; the memory of what comes, held once. `staged`: where some members are nearer than others
-    gloo gathers into a copy first."""
+    """Start an all-gather and return the memory of its result, with one use.
+
+    `staged`: if some members are nearer than others, gloo gathers into a copy first.
+    """
     received = heap.new(message_bytes)
     heap.passing(message_bytes if staged and not mesh.equally_near(axes) else 0)
     return received
 
 
 class Crossing:
-    """`ways`: the steps of each tensor; one item size for all. `give` every tensor, `launch`, `take` them out."""
+    """A flight in one direction. `ways` are the steps of each tensor; all share an item size.
+
+    `give` every tensor, `launch`, then `take` them.
+    """
 
     def __init__(
         self, heap: Heap, ways: Sequence[Sequence[Step]], mesh: Mesh, rank: int, itemsize: int, staged: bool
@@ -149,7 +160,7 @@ class Crossing:
         return len(plan.group) if plan.collective.splits else 1
 
     def give(self, index: int, source: Storage) -> None:
-        """A tensor goes in."""
+        """Put a tensor into the flight."""
         heap, plan = self.heap, self.sent[index]
         x = self._moved(source, self.early[index])
         if plan is None:
@@ -177,7 +188,7 @@ class Crossing:
         return heap.hold(x)
 
     def launch(self) -> None:
-        """The collective starts: what comes has its memory from here on."""
+        """Start the collective and allocate its result."""
         plan, heap = self.sent[0], self.heap
         if plan is None:
             return
@@ -200,7 +211,7 @@ class Crossing:
                 self._received = heap.new(math.prod(plan.shape_after) * self.itemsize)
 
     def take(self, index: int) -> Storage:
-        """A tensor comes out, held once. With the first all leave the buffer."""
+        """Return a tensor from the flight, with one use. The first call takes all of them out of the buffer."""
         heap = self.heap
         if self._scattered is not None:
             self._received, self._scattered = self._scattered.wait(), None

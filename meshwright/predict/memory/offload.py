@@ -1,6 +1,5 @@
-"""The memory of values that are kept elsewhere than where they lie, as `runtime/activation_offload.py` has it.
-
-The memory of parameters that are brought from the host for their uses, as `runtime/parameter_offload.py` has it.
+"""The memory of sharded and offloaded activations, as in `runtime/activation_offload.py`, and of offloaded parameters,
+as in `runtime/parameter_offload.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class _Away:
 
 
 class StashMemory:
-    """What a rank keeps elsewhere. `apart`: the host's memory is not the device's."""
+    """The sharded and offloaded activations of a rank. `apart`: host memory is not the device's."""
 
     def __init__(
         self,
@@ -59,11 +58,11 @@ class StashMemory:
         self._run: _Run | None = None
 
     def begin(self) -> None:
-        """A forward pass begins."""
+        """Begin a forward pass."""
         self._run = None
 
     def keep(self, value: str, storage: Storage) -> None:
-        """A value with memory of its own is kept as its stash says."""
+        """Shard or offload a value with its own memory."""
         stash, heap = self.stashes[value], self.heap
         if self.notes.of(storage) is not None:
             return
@@ -88,7 +87,7 @@ class StashMemory:
             self._settle_one()
 
     def settle(self) -> None:
-        """All have left the device."""
+        """Free all offloaded values on the device."""
         while self._leaving:
             self._settle_one()
 
@@ -123,7 +122,7 @@ class StashMemory:
         return found
 
     def _whole(self, value: str, part: Storage) -> Storage:
-        """A value put together from its parts, held once; the part goes."""
+        """Return a value gathered from its shards, with one use, and free the shard."""
         size = DTYPES[self.graph.types[value].dtype]
         steps = self.stashes[value].gather
         made = moved(self.heap, part, steps, self.mesh, self.rank, size, self.staged)
@@ -132,7 +131,7 @@ class StashMemory:
 
 
 class FetchMemory:
-    """What a rank brings of parked parameters."""
+    """The device copies of a rank's offloaded parameters."""
 
     def __init__(self, heap: Heap, notes: Notes, graph: Graph) -> None:
         self.heap, self.notes, self.graph = heap, notes, graph
@@ -144,11 +143,11 @@ class FetchMemory:
         self._opened: set[int] = set()
 
     def begin(self) -> None:
-        """A forward pass begins."""
+        """Begin a forward pass."""
         self._left, self._opened = set(self._run_of), set()
 
     def take(self, node: Node) -> Storage:
-        """What a transfer brings in forward, held once."""
+        """Return the result of a transfer in forward, with one use."""
         run = self._run_of[node.name]
         first = self._left.issuperset(self.runs[run])
         self._start(run)

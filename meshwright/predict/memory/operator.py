@@ -1,9 +1,7 @@
-"""The memory of one operator while it runs: its results, what autograd keeps of it, and what it needs for a moment.
+"""The memory of one operator while it runs: results, tensors saved by autograd, workspaces, and new gradients.
 
-What an operator needs for a moment beside its results, and which gradients it makes in new memory.
-
-Each table row was found by tracking the allocations of torch 2.13 (`tests/cost/test_memory.py` keeps them honest).
-Sizes are bytes on the rank; counts are in units of the first input.
+Each table row was found by tracking the allocations of torch 2.13 (`tests/cost/test_memory.py` checks them). Sizes are
+bytes on the rank; counts are in units of the first input.
 """
 
 from __future__ import annotations
@@ -27,12 +25,11 @@ from meshwright.predict.memory.allocator import Heap, Storage
 from meshwright.predict.memory.recompute import Notes
 
 DROPOUT = "meshwright.dropout"
-TINY_BYTES = 256  # what an operator saves of its own and is no larger is kept (`runtime.again`)
+TINY_BYTES = 256  # an operator's own saved tensors up to this size are not recomputed (`runtime.recompute`)
 
 
 class OperatorMemory:
-    """The operators of a program. `values` has the memory of what is there, `again` names what backward computes
-    again."""
+    """The operators of a program. `values` is the memory of live values; `again` names the recomputed operators."""
 
     def __init__(
         self, heap: Heap, notes: Notes, graph: Graph, values: Mapping[str, Storage], again: Collection[str]
@@ -41,7 +38,7 @@ class OperatorMemory:
         self.values, self.again = values, again
 
     def computed(self, node: Node, extra_bytes: int) -> tuple[list[Storage], list[Storage]]:
-        """The memory of an operator's results, and of what autograd keeps beside them, each held once."""
+        """Allocate an operator's results and the extra tensors that autograd saves, each with one use."""
         heap = self.heap
         before, beside = workspace(node, self.types, [u in self.graph.needs_grad for u in node.uses])
         scratch = heap.new(before)
@@ -52,8 +49,7 @@ class OperatorMemory:
         return made, extra
 
     def watch(self, node: Node, made: list[Storage], extra: list[Storage], own: tuple[int, ...]) -> None:
-        """The results of an operator that backward computes again, and what autograd keeps of it: its `own` results and
-        something `extra`."""
+        """Record the results of a recomputed operator, and what autograd saves of it: its `own` results and `extra`."""
         read = [self.values[u] for u in node.uses]
         if node.op == DROPOUT and extra:  # its mask is drawn apart
             (mask,) = extra
@@ -77,7 +73,7 @@ class OperatorMemory:
         self.notes.watch([*(made[k] for k in mine), *large], read, run)
 
     def _drawn(self, node: Node, size_bytes: int) -> Storage:
-        """A mask, by uniform numbers in f32."""
+        """Allocate a mask, drawn from uniform numbers in f32."""
         numbers = self.heap.new(DTYPES["f32"] * size_bytes)
         mask = self.heap.new(size_bytes)
         self.heap.drop(numbers)
@@ -86,7 +82,7 @@ class OperatorMemory:
     def gradients(
         self, node: Node, arrived: Sequence[Storage], wanted: Sequence[bool]
     ) -> list[tuple[str, Storage]]:
-        """The gradients of those inputs that are `wanted`, by value."""
+        """Return the gradients of the `wanted` inputs, by value."""
         found: list[tuple[str, Storage]] = []
         plan = gradients_of(node, self.types, wanted)
         scratch = self.heap.new(plan.before)
@@ -152,8 +148,11 @@ BLOCK, COLOURS = 16, 3
 
 @dataclass(frozen=True)
 class Gradients:
-    """`made`: port → bytes of new memory, or None where the gradient shares what came in. `before` and `beside`:
-    bytes needed for a moment, from the start or at the end."""
+    """The gradients of a node. `made` maps ports to bytes of new memory, or None if the gradient shares incoming
+    memory.
+
+    `before` and `beside` are bytes of workspace, from the start or at the end.
+    """
 
     made: tuple[tuple[int, int | None], ...]
     before: float = 0
@@ -161,7 +160,7 @@ class Gradients:
 
 
 def workspace(node: Node, types: Types, wanted: Sequence[bool]) -> tuple[float, float]:
-    """Bytes an operator needs forward beside its results: from the start, and at the end."""
+    """Return the bytes of workspace that an operator needs in forward: from the start, and at the end."""
     if node.op in ATTENTION:
         q, k = (types[u].size_bytes for u in node.uses[:2])
         scores = _scores(node, types, wanted)
@@ -180,13 +179,13 @@ def workspace(node: Node, types: Types, wanted: Sequence[bool]) -> tuple[float, 
 
 
 def _pairs(node: Node, types: Types) -> tuple[int, int]:
-    """Bytes of the rows that experts multiply, one for each pair, and of their order."""
+    """Return the bytes of the rows that experts multiply, one for each pair, and of their order."""
     x, _, pairs = (types[u] for u in node.uses)
     return math.prod(pairs.shape) * x.shape[1] * DTYPES[x.dtype], 8 * math.prod(pairs.shape)
 
 
 def _blocked(node: Node, types: Types) -> tuple[int, int, int]:
-    """Bytes of a convolution's image, weight and result in blocks of channels."""
+    """Return the bytes of a convolution's image, weight and result in blocks of channels."""
     image, weight = (types[u] for u in node.uses[:2])
     spatial = len(weight.shape) - 2
 
@@ -203,7 +202,7 @@ def _blocked(node: Node, types: Types) -> tuple[int, int, int]:
 
 
 def _scores(node: Node, types: Types, wanted: Sequence[bool]) -> int:
-    """Bytes of an attention's scores where it is written out; 0 for the fused kernel."""
+    """Return the bytes of an attention's scores without a fused kernel; 0 with one."""
     q, k = (types[u] for u in node.uses[:2])
     if fused_attention(node, types, wanted):
         return 0
@@ -211,7 +210,7 @@ def _scores(node: Node, types: Types, wanted: Sequence[bool]) -> int:
 
 
 def gradients_of(node: Node, types: Types, wanted: Sequence[bool]) -> Gradients:
-    """The gradients of a node, port by port."""
+    """Return the gradients of a node, port by port."""
     made: list[tuple[int, int | None]] = []
     full = max((t.size_bytes for t in node.outputs), default=0)
     shape = node.outputs[0].shape

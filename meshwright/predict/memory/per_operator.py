@@ -1,4 +1,4 @@
-"""What single operators and parameters weigh on a rank: read off the walk of its program."""
+"""The memory of single operators and parameters on a rank, from the walk over its program."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from meshwright.predict.memory.step import StepWalk
 
 
 def kept_bytes(parts: Partition, rank: int = 0) -> Mapping[str, int]:
-    """Node of a rank's program → bytes of what it makes that are kept when forward has ended, its results and what
-    autograd keeps beside them, of all copies that take turns. What is a parameter, or of the batch, or in the host's
-    memory is not counted."""
+    """Return, by node of a rank's program, the bytes of its results and extra tensors that live after forward.
+
+    They include all interleaved half-batches, but not parameters, the batch, or host memory.
+    """
     walk = StepWalk(parts, rank, ADAMW, "cpu", None, True)
     walk.start()
     walk.forward()
@@ -34,7 +35,7 @@ def kept_bytes(parts: Partition, rank: int = 0) -> Mapping[str, int]:
 
 
 def state_bytes(parts: Partition, rank: int, optimizer: Optimizer, device: str = "cpu") -> Mapping[str, int]:
-    """Parameter of a rank's program → bytes of it, of its gradient and of what the optimizer keeps of it."""
+    """Return, by parameter of a rank's program, its bytes with its gradient and optimizer state."""
     walk = StepWalk(parts, rank, optimizer, device, None, device == "cpu")
     return {
         entry.name: entry.type.size_bytes

@@ -1,8 +1,8 @@
-"""The memory of what backward makes again: what stands for it meanwhile, what it is made from, when it is there.
+"""The memory of recomputed values: what stands for them in the meantime, their inputs, and when they exist.
 
-As in the runtime a note stands for a result with all who would have kept it. The result is there while somebody in
-forward reads it, and again from the first opening of a note of its operator to its own last reader; until it is made,
-the operator's arguments are kept, as memory or by notes in turn.
+As in the runtime, a placeholder (a note) stands for a result that would have been saved. The result exists while
+forward reads it, and again from the first use of a placeholder of its operator to its own last reader. Until it is
+recomputed, the operator's arguments are kept, as memory or as placeholders.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ Make = Callable[[list[Storage]], list[Storage]]  # where arguments lie now → r
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One operator whose results are made again: where they lie in forward, what they are made from, where they lie in
-    backward. `uses`: how many refer to each, savers and arguments of others."""
+    """One operator with recomputed results: their memory in forward, their inputs, and their memory in backward.
+
+    `uses` counts the references to each, by autograd and by arguments of others.
+    """
 
     lies: tuple[Storage, ...]
     make: Make
@@ -31,12 +33,12 @@ class Call:
 
     @property
     def ended(self) -> bool:
-        """Nobody reads or refers to any of it."""
+        """Return whether nothing refers to any of its results."""
         return not any(self.uses) and not any(s.uses for s in self.lies)
 
 
 class Notes:
-    """The notes of a rank's step. Storages outlive it, so they are known by identity."""
+    """The placeholders of a rank's step. Storages outlive it, so they are keyed by identity."""
 
     def __init__(self, heap: Heap) -> None:
         self.heap = heap
@@ -49,8 +51,11 @@ class Notes:
         make: Make,
         held: Iterable[Storage] = (),
     ) -> Call:
-        """Memory that is not kept; `make` gives all of it again, held once, while what it is made from is there: what
-        was `read`, kept or by a note (it is told where that lies now), and what is `held` in any case."""
+        """Record memory that is not saved.
+
+        `make` allocates all of it again, with one use each, from its inputs: those `read`, saved or as placeholders (it
+        receives their memory), and those `held` in any case.
+        """
         lies = tuple(lies)
         call = Call(lies, make, [0] * len(lies), kept=[self.heap.save(s) for s in held])
         read = list(read)
@@ -66,16 +71,16 @@ class Notes:
         return call
 
     def of(self, storage: Storage) -> Held | None:
-        """What stands for a memory, if anything does."""
+        """Return the placeholder of a memory, if there is one."""
         return self._known.get(id(storage))
 
     def hold(self, held: Held) -> None:
-        """One more refers to it."""
+        """Add a reference."""
         call, number = held
         call.uses[number] += 1
 
     def release(self, held: Held) -> None:
-        """One less refers to it."""
+        """Remove a reference."""
         call, number = held
         call.uses[number] -= 1
         if call.made is not None and not call.uses[number]:
@@ -84,13 +89,13 @@ class Notes:
             self._let_go(call)
 
     def dropped(self, storage: Storage) -> None:
-        """Nobody in forward reads this memory any more, perhaps."""
+        """Handle memory that forward may no longer read."""
         held = self.of(storage)
         if held is not None and held[0].ended:
             self._let_go(held[0])
 
     def open(self, held: Held) -> None:
-        """Make it, and before it all that it is made from."""
+        """Recompute a value, after its inputs."""
         todo = [held[0]]
         while todo:
             call = todo[-1]
@@ -107,7 +112,7 @@ class Notes:
             todo.pop()
 
     def opened(self, storage: Storage) -> Storage:
-        """Where what lay in a memory lies now: made again if need be."""
+        """Return the present memory of a value, recomputed if necessary."""
         held = self.of(storage)
         if held is None:
             return storage
@@ -115,7 +120,7 @@ class Notes:
         return _made(held)
 
     def _let_go(self, call: Call) -> None:
-        """What the results are made from."""
+        """Release the inputs of the results."""
         kept, call.kept = call.kept, []
         needs, call.needs, call.read = call.needs, [], []
         for storage in kept:
@@ -125,7 +130,7 @@ class Notes:
 
 
 def _made(held: Held) -> Storage:
-    """Where a result lies that was made again."""
+    """Return the memory of a recomputed result."""
     call, number = held
     assert call.made is not None
     return call.made[number]

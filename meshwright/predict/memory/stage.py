@@ -1,5 +1,4 @@
-"""The bytes of one stage of a pipeline: what it has all the time, what it keeps of a micro-batch, and what it needs
-beside that while it runs one."""
+"""The bytes of one pipeline stage: permanent ones, those saved for a micro-batch, and those of running one."""
 
 from __future__ import annotations
 
@@ -16,9 +15,11 @@ from meshwright.predict.memory.updates import ALONE, Beside
 
 @dataclass(frozen=True)
 class Backward:
-    """Bytes of one micro-batch's backward on one rank, beside gradients of those before: the most while it runs
-    (`most`) and in the weights' half where that comes later (`weights`); `held` of buckets from the one half to the
-    other. `gradients`: those that stay after it."""
+    """Bytes of one micro-batch's backward on one rank, without gradients of earlier ones.
+
+    `most` is the peak, and `weights` the peak of delayed weight gradients. `held` are bytes of buckets between the two
+    halves, and `gradients` those that stay after it.
+    """
 
     most: int
     weights: int
@@ -28,12 +29,19 @@ class Backward:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes on one rank. `fixed`: parameters, states, buffers, buckets and the batch (`batch` alone is shared with the
-    rank's other stages). `kept`: what one micro-batch keeps between forward and backward, with what it received.
-    `forward`: the most that there is of it while it runs. `first`, `middle`, `last`: its backward, where it finds no
-    gradients yet, finds some, and is the one after which what was added up is reduced. `later`: what linears leave for
-    the weights' half of backward; `update`: the most beside what is fixed and the gradients when the weights are
-    updated. `host_fixed`, `host_kept`: the same of the host's memory, where that is not the device's."""
+    """Bytes on one rank.
+
+    /- `fixed`: parameters, states, buffers, buckets and the batch (only `batch` is shared with the rank's other
+    stages).
+
+    - `kept`: saved for one micro-batch between forward and backward, with received values.
+    - `forward`: the peak of a forward pass.
+    - `first`, `middle`, `last`: a backward that finds no gradients, finds some, and is the one after which accumulated
+      gradients are reduced.
+    - `later`: values that linears keep for delayed weight gradients.
+    - `update`: the peak of the update, beside `fixed` and the gradients.
+    - `host_fixed`, `host_kept`: the same in host memory, if it is not the device's.
+    """
 
     fixed: int
     batch: int
@@ -58,9 +66,10 @@ def stage_memory(
     beside: Beside = ALONE,
     staged: bool | None = None,
 ) -> StageMemory:
-    """Walk a stage's program for a micro-batch that finds no gradients, one that does, and the last. `in_halves`:
-    whether linears leave the weights' half of backward for later. `beside`: the rank's other stages. `staged`: see
-    `peak`."""
+    """Walk a stage's program for a micro-batch that finds no gradients, for one that does, and for the last.
+
+    `in_halves`: linears delay weight gradients. `beside`: the rank's other stages. `staged`: see `peak`.
+    """
     staged = device == "cpu" if staged is None else staged
     walk = StepWalk(parts, rank, optimizer, device, None, staged, stage=stage, beside=beside)
     heap = walk.heap
@@ -120,8 +129,10 @@ def stage_memory(
 
 
 def _turns(walk: StepWalk, count: int) -> tuple[bool, ...]:
-    """The micro-batches to look at, by whether they are the last: of several the first, the last, and one between if it
-    leaves to the last what that reduces."""
+    """Return the micro-batches to simulate, by whether they are the last.
+
+    They are the first, the last and, if gradients are reduced in the last one, one in between.
+    """
     if count == 1:
         return (True,)
     left = walk.gradients.summed_first or (
@@ -131,12 +142,12 @@ def _turns(walk: StepWalk, count: int) -> tuple[bool, ...]:
 
 
 def _most(walk: StepWalk, begin: int, end: int, base: int) -> int:
-    """The most bytes beside `base` at some instants."""
+    """Return the most bytes above `base` at some instants."""
     return max((size for _, size in walk.heap.timeline[begin:end]), default=base) - base
 
 
 def _left(walk: StepWalk) -> int:
-    """Bytes of what waits in the queue: what came into linears, and the gradients of what they made."""
+    """Return the bytes of delayed weight gradients: inputs of linears, and gradients of their results."""
     waits = (storage for _, arrived, came_in in walk.queue for storage in (*arrived, came_in))
     return sum({id(s): s.size_bytes for s in waits if s.category == "temporary"}.values())
 

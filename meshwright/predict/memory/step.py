@@ -1,8 +1,8 @@
-"""The most bytes that live at once on a rank in a step, by walking its program as the runtime runs it.
+"""The peak bytes of a rank's step, from a walk over its program in the runtime's order.
 
-Backward goes through the nodes of forward (`forward_memory.py`) in reverse, adds up gradients where a value is read
-more than once and lets go of what each operator kept. Parameters' gradients stay (or go into the buckets' buffers,
-which are there from the start) until the update. Nothing is run: sizes are those of the local graph.
+Backward visits the nodes of forward (`forward.py`) in reverse, sums gradients of values that are read more than once,
+and frees what each operator saved. Gradients of parameters stay (or go into the buckets' buffers, which exist from the
+start) until the update. Nothing runs: sizes are those of the local graph.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def peak(
     staged: bool | None = None,
     apart: bool | None = None,
 ) -> Peak:
-    """The peak of a rank's step. `device` decides, as in the runtime, which gradients are reduced where they lie.
+    """Return the peak of a rank's step. `device` decides, as in the runtime, which gradients are reduced in place.
 
-    `staged`: whether all that is scattered comes before it is added up (`wires.py`; by default on a CPU).
-    `apart`: whether the host's memory is counted apart (by default where it is not the device's).
+    `staged`: whether a reduce-scatter receives everything before it reduces (by default on a CPU). `apart`: whether
+    host memory is counted separately (by default if it is not the device's).
     """
     check_one_stage(parts.plan, "the peak")
     staged = device == "cpu" if staged is None else staged
@@ -56,7 +56,7 @@ def peak(
 
 
 class StepWalk(ForwardWalk):
-    """Forward, backward and update."""
+    """A walk over forward, backward and update."""
 
     def __init__(
         self,
@@ -70,7 +70,8 @@ class StepWalk(ForwardWalk):
         stage: Graph | None = None,
         beside: Beside = ALONE,
     ) -> None:
-        """`stage`: the program of one stage of a pipeline, in place of the whole; `beside`: the rank's other stages."""
+        """`stage`: the program of one pipeline stage, instead of the full program; `beside`: the rank's other stages.
+        """
         super().__init__(parts, rank, device, staged, apart, stage, beside)
         self.optimizer = optimizer
         self.queue: list[tuple[Node, list[Storage], Storage]] = []  # linears with what their weights need
@@ -98,7 +99,7 @@ class StepWalk(ForwardWalk):
     def run(self) -> Peak:
         self.start()
         heap, count = self.heap, programs_in_time(self.parts)
-        # Of micro-batches the first, and one that finds the gradients of others, tell what all of them need.
+        # The first micro-batch, and one that finds gradients of earlier ones, determine the memory of all.
         for is_last in (False, True) if count > 1 else (True,):
             self.gradients.begin(is_last)
             self.forward()
@@ -113,7 +114,7 @@ class StepWalk(ForwardWalk):
     # ------------------------------------------------------------ start
 
     def start(self) -> None:
-        """What lives all the time."""
+        """Allocate the memory that lives throughout."""
         super().start()
         for self.heap.on_host in (True, False):
             mine = (n for n in self.trained if self._updated_on_host(n) == self.heap.on_host)
@@ -121,7 +122,7 @@ class StepWalk(ForwardWalk):
             self.heap.new(trained * self.optimizer.states, "optimizer")
         self.heap.on_host = self.apart
         if self.offloaded:  # a copy of what is updated lies beside the states
-            mine = self.trained - self.beside.counted - self.parked  # parked ones are updated where they lie
+            mine = self.trained - self.beside.counted - self.parked  # offloaded ones are updated in place
             self.heap.new(sum(self.updated_bytes(n) for n in mine), "optimizer")
         self.heap.on_host = False
         self.heap.new(self.update_parts.copied_bytes(), "optimizer")
@@ -133,17 +134,20 @@ class StepWalk(ForwardWalk):
                 self.heap.new(sum(g.on_wire(self.types[g.name].size_bytes) for g in group.members), "buckets")
 
     def _updated_on_host(self, name: str) -> bool:
-        """Return whether a parameter's states, and what its update needs, are in another memory than the device's."""
+        """Return whether the host updates a parameter, with its states in a memory other than the device's."""
         return name in self.hosted or (self.offloaded and self.apart)
 
     def updated_bytes(self, name: str) -> int:
-        """Bytes of what the rank updates of a parameter."""
+        """Return the bytes of a parameter that the rank updates."""
         part = self.update_parts.part_bytes(name)
         return self.types[name].size_bytes if part is None else part
 
     def result_bytes(self) -> int:
-        """Bytes that one program of this rank makes of the results beside the loss, which a step keeps to its end;
-        without those that are added up over micro-batches."""
+        """Return the bytes of results beside the loss that one program of this rank returns, kept to the end of the
+        step.
+
+        Results that are accumulated over micro-batches are not counted.
+        """
         found, time = self.parts.resharded, set(self.parts.plan.mesh.time)
         kept = {v for n, v in found.graph.outputs if n != LOSS and time.isdisjoint(found.layouts[v].partial)}
         mine = [self.values[v] for _, v in self.graph.outputs if self.of_one(v) in kept]
@@ -152,7 +156,7 @@ class StepWalk(ForwardWalk):
     # ------------------------------------------------------------ backward
 
     def backward(self, halves: Collection[str] = ()) -> None:
-        """Of the linears in `halves`, what their weights need waits for `drain`."""
+        """Walk backward. Weight gradients of the linears in `halves` wait for `drain`."""
         heap, graph = self.heap, self.graph
         heap.on_host = False
         self.gradients.first_half = bool(halves)
@@ -165,7 +169,7 @@ class StepWalk(ForwardWalk):
             self.gradients.finish()
 
     def drain(self) -> None:
-        """What waited. All weights' gradients are there before the first goes on to its parameter."""
+        """Compute delayed weight gradients. All are there before the first goes on to its parameter."""
         heap = self.heap
         self.gradients.first_half = False
         heap.at("weights, backward")
@@ -209,7 +213,7 @@ class StepWalk(ForwardWalk):
                 self.gradients.add(name, storage)
 
     def _open(self, node: Node) -> None:
-        """Make again what was not kept."""
+        """Recompute what was not saved."""
         for note in self.kept[node.name].notes if node.name in self.kept else ():
             self.notes.open(note)
 
@@ -225,7 +229,7 @@ class StepWalk(ForwardWalk):
     def _gradients(
         self, node: Node, arrived: list[Storage], wanted: Sequence[bool]
     ) -> list[tuple[str, Storage]]:
-        """The gradients that an operator makes, by the value they belong to."""
+        """Return the gradients that an operator computes, by value."""
         if is_fetch(node):  # a gradient goes to its leaf as it is
             return [(node.uses[0], self.heap.hold(arrived[0]))]
         if node.op in TRANSFERS:
@@ -256,7 +260,7 @@ class StepWalk(ForwardWalk):
         self.heap.on_host = False
         sizes = [self.updated_bytes(n) for n in self.trained if not self._updated_on_host(n)]
         present = 0 if self.offloaded else sum(self.updated_bytes(n) for n in self.trained & self.parked)
-        weights = self.heap.new(present)  # copies of parked weights on the device
+        weights = self.heap.new(present)  # copies of offloaded weights on the device
         if sizes:
             copied = sum(sizes) if self.optimizer.at_once else max(sizes)
             self.heap.passing(copied * self.optimizer.temporaries)
@@ -266,18 +270,18 @@ class StepWalk(ForwardWalk):
 
 
 def full_result_bytes(parts: Partition) -> int:
-    """Bytes of what a step returns beside the loss."""
+    """Return the bytes of a step's results beside the loss."""
     graph = parts.resharded.graph
     return sum(graph.types[value].size_bytes for label, value in graph.outputs if label != LOSS)
 
 
 def _port(node: Node) -> int:
-    """Which input of a linear is no weight."""
+    """Return the input of a linear that is not a weight."""
     return int(node.op == ADDMM)
 
 
 def _of_stage(groups: Sequence[Group], held: Collection[str]) -> tuple[Group, ...]:
-    """The groups of gradients without those that a stage does not have."""
+    """Return the buckets without gradients that a stage does not have."""
     mine = (replace(g, members=tuple(m for m in g.members if m.name in held)) for g in groups)
     return tuple(group for group in mine if group.members)
 

@@ -1,5 +1,8 @@
-"""The memory of updates in parts, as `runtime/sharded_update.py` takes and frees it: rows of gradients that are reduced
-and scattered, the parts that stay, and the buckets in which weights are gathered after the update."""
+"""The memory of sharded updates, as in `runtime/sharded_update.py`.
+
+It has the rows of gradients that are reduce-scattered, the shards that stay, and the buckets in which weights are
+gathered after the update.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from meshwright.redistribute.index_maps import Exchange, exchange
 
 @dataclass
 class _Bucket:
-    """A bucket of gradients: its rows while they live, and whose gradients are still to come."""
+    """A bucket of gradients: its rows while they live, and the gradients still missing."""
 
     group: Group
     missing: set[str] = field(default_factory=set)
@@ -31,10 +34,16 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class Beside:
-    """What a rank has of the other stages of a pipeline: the parameters that they train, and of these whose gradients
-    are complete `before` the last backward of a stage, and who are waited for `after` it. Buckets that scatter are of
-    the rank, not of a stage: where they do so each time, another stage `starts` the sums. `counted`: inputs that a
-    stage reads too and that are counted there; `given`: values that they hand to it."""
+    """The other pipeline stages of a rank.
+
+    /- `trained`: the parameters they train. Of these, the gradients of `before` are complete before the last backward
+    of a stage, and those of `after` come after it.
+
+    - `starts`: buckets that scatter belong to the rank, not to a stage; if they scatter each time, another stage starts
+      the reduction.
+    - `counted`: inputs that another stage reads too and that are counted there.
+    - `given`: values that they pass to this stage.
+    """
 
     trained: frozenset[str] = frozenset()
     before: frozenset[str] = frozenset()
@@ -48,7 +57,7 @@ ALONE = Beside()
 
 
 class UpdateMemory:
-    """What one rank needs beside parameters and states because it updates parts of some weights."""
+    """The memory that one rank needs for sharded updates, beside parameters and states."""
 
     def __init__(
         self,
@@ -61,8 +70,11 @@ class UpdateMemory:
         own: AbstractSet[str] | None = None,
         beside: Beside = ALONE,
     ) -> None:
-        """`groups`: how gradients are reduced; `staged`: see `wires.py`; `own`: the trained parameters of the stage, by
-        default all; `beside`: those of the rank's other stages."""
+        """`groups`: the buckets of gradients.
+
+        `staged`: see `step.peak`. `own`: the trained parameters of the stage, by default all. `beside`: the rank's
+        other stages.
+        """
         self.own, self.beside = own, beside
         held = None if own is None else beside.trained.union(own)
         self.mesh, self.rank, self.staged = parts.plan.mesh, rank, staged
@@ -79,13 +91,13 @@ class UpdateMemory:
         self._next = 0
 
     def begin(self) -> None:
-        """Before a backward that reduces and scatters."""
+        """Begin a backward that reduce-scatters."""
         self._next = 0
         for bucket in self.buckets:
             bucket.missing = {m.name for m in bucket.group.members}
 
     def resume(self, heap: Heap) -> None:
-        """The stages that ended before have left their gradients here."""
+        """Begin with the gradients that earlier stages have left."""
         for bucket in self.buckets:
             done = bucket.missing.intersection(self.beside.before)
             if done:
@@ -97,13 +109,13 @@ class UpdateMemory:
         return exchange(step, self.mesh, self.rank)
 
     def part_bytes(self, name: str) -> int | None:
-        """Bytes of what is updated of a weight; None where that is all the rank holds."""
+        """Return the bytes of the updated shard of a weight; None if the rank updates all it holds."""
         if name not in self.updates:
             return None
         return self.sizes[name] * math.prod(self._plan(self.updates[name].part).shape_after)
 
     def copied_bytes(self) -> int:
-        """Bytes of the parts that do not lie in their weights."""
+        """Return the bytes of shards that are not views of their weights."""
         own = self.updates if self.own is None else self.own - self.beside.counted
         mine = {n: u for n, u in self.updates.items() if n in own}
         apart = (n for n, u in mine.items() if not is_stretch(self._plan(u.part).send[0]))
@@ -117,7 +129,7 @@ class UpdateMemory:
         return name in self.of and name not in self.beside.after
 
     def place(self, heap: Heap, name: str, gradient: Storage) -> None:
-        """A gradient is complete: it is copied into its rows and freed; full buckets start in their order."""
+        """Copy a complete gradient into its rows and free it; full buckets start in their order."""
         bucket = self.of[name]
         if bucket.rows is None:
             bucket.rows = heap.new(self._rows_bytes(bucket), "buckets")
@@ -129,7 +141,7 @@ class UpdateMemory:
         return sum(self._row_bytes(m.name) for m in bucket.group.members)
 
     def _row_bytes(self, name: str) -> int:
-        """Bytes of a parameter in the rows of all ranks."""
+        """Return the bytes of a parameter in the rows of all ranks."""
         update, size = self.updates[name], self.wires[name]
         if update.scatter is None:
             return size * math.prod(self._plan(update.part).shape_after)
@@ -157,8 +169,10 @@ class UpdateMemory:
         bucket.rows = bucket.under_way = None
 
     def finish(self, heap: Heap, added: bool = False) -> None:
-        """Backward is over: what no gradient has reached is reduced as zeros, unless another stage brings it. `added`:
-        the parts go to those of another backward."""
+        """End backward: missing gradients are reduced as zeros, unless another stage provides them.
+
+        `added`: shards are accumulated into those of another backward.
+        """
         if self.beside.after:
             return
         for bucket in self.buckets:
@@ -177,7 +191,7 @@ class UpdateMemory:
                 heap.drop(part)
 
     def gather(self, heap: Heap) -> None:
-        """Weights are put together again, two buckets under way at a time."""
+        """Gather the weights, with two buckets under way at a time."""
         before: list[Storage] = []
         for group in self.gathers:
             if group.alone:  # its parts come to where they belong
