@@ -8,7 +8,7 @@ from meshwright.pipeline.actions import COMPUTE, Action
 from meshwright.pipeline.play import Played
 
 SHOWN = (*COMPUTE, "reduce", "update")
-TALKS = "~"  # what fills the bars of collectives that a rank waits for
+WAVE = "~"  # what fills the bars of collectives that a rank waits for
 Bar = tuple[str, float, float]  # name, begin, end
 
 
@@ -60,8 +60,8 @@ def bars(rows: Sequence[tuple[str, Sequence[Bar], str]], seconds: float, width: 
             left, right = round(begin * columns), round(end * columns)
             if right <= left:
                 continue
-            if text == TALKS:  # within the bar of an action, whose name stays
-                line[left:right] = [TALKS if c == "─" else c for c in line[left:right]]
+            if text == WAVE:  # within the bar of an action, whose name stays
+                line[left:right] = [WAVE if c == "─" else c for c in line[left:right]]
                 continue
             shown = text[: right - left].ljust(right - left, "─" if right - left > 2 else " ")
             line[left:right] = list(shown[:-1] + " " if right - left > len(text) else shown)

@@ -54,8 +54,7 @@ def added(parts: Partition) -> Mapping[str, tuple[Added, ...]]:
 
 
 def added_seconds(parts: Partition, name: str, cluster: Cluster) -> float:
-    """Return the seconds of accumulation at an operator, averaged over micro-batches; the first adds nothing.
-    """
+    """Return the seconds of accumulation at an operator, averaged over micro-batches; the first adds nothing."""
     if parts.micro_batches == 1:
         return 0.0
     each = (float(adding_seconds(a.size_bytes, cluster, a.host)) for a in added(parts).get(name, ()))

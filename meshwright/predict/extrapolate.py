@@ -19,7 +19,9 @@ from meshwright.predict.extrapolate_tasks import with_layers
 from meshwright.predict.step_time import StepTimes, of_many, played, step_times
 from meshwright.predict.tasks import Issued, filled, issued
 
-LONGEST = 4_000  # items of a simulated step; a longer one is extrapolated from this length and from half of it
+LONGEST = (
+    4_000  # items of a simulated step; a longer one is extrapolated from this length and from half of it
+)
 
 Times = tuple[int, ...]  # how many layers of each kind are added
 

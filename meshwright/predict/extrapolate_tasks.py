@@ -91,8 +91,7 @@ def _with_more(
 def _named(
     items: Sequence[Item], few: Issued, order: Sequence[str], first: Mapping[str, str]
 ) -> list[Item] | None:
-    """Return the items with each gradient named as the parameter of its layer: backward reaches the last layer first.
-    """
+    """Return the items with each gradient named by its layer: backward reaches the last layer first."""
     alike: defaultdict[str, list[str]] = defaultdict(list)
     for name in order:
         alike[first.get(n := _original(name), n)].append(name)

@@ -1,5 +1,4 @@
-"""Predict a step of a pipeline: the schedule simulated with the seconds of its stages, and the peak bytes of each rank.
-"""
+"""Predict a step of a pipeline: its schedule, simulated with the seconds of its stages, and its peak bytes by rank."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from meshwright.report.fit_table import Prose
 from meshwright.report.units import show_bytes, show_seconds
 
 # What a simulated step has and a sum has not: see `predict/tasks.py`.
-BEYOND = "the step has whole buckets and waits for them, too"
+BEYOND = "the step has full buckets and waits for them, too"
 
 
 def claim_lines(claims: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -72,8 +72,7 @@ def technique_text(value: Any) -> str:
 
 
 def candidates_text(candidates: Mapping[str, float | None]) -> str:
-    """Return the other candidates as text, the best first: ``recursion 484 ms, data parallel 1.2 s, … does not fit``.
-    """
+    """Return the other candidates, the best first: ``recursion 484 ms, data parallel 1.2 s, … does not fit``."""
     fitting = sorted((v, k) for k, v in candidates.items() if v is not None)
     texts = [f"{name} {show_seconds(step)}" for step, name in fitting]
     return ", ".join([*texts, *(f"{k} does not fit" for k, v in candidates.items() if v is None)])

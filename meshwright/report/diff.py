@@ -256,7 +256,7 @@ def cut_words(strategy: Strategy | None, mesh: Mesh) -> str:
         words += [f"{letter}={mesh.show(axes)}"] if axes else []
     waiting = [x for x, _ in strategy.through if mesh.sizes.get(x, 1) > 1 and x not in mesh.time]
     words += [f"partial {mesh.show(waiting)}"] if waiting else []
-    return " ".join(words) or "whole"
+    return " ".join(words) or "replicated"
 
 
 def short(op: str) -> str:
@@ -266,11 +266,11 @@ def short(op: str) -> str:
 
 
 def layout_words(layout: TensorLayout | None, mesh: Mesh) -> str:
-    """Return a layout by the user's names of the axes, ``[192/tp, 48]``; ``whole`` if it is replicated."""
+    """Return a layout by the user's names of the axes, ``[192/tp, 48]``; or ``replicated``."""
     if layout is None:
         return ABSENT
     if not layout.split_axes and not layout.partial:
-        return "whole"
+        return "replicated"
     named = re.sub(r"/([\w.]+)", lambda m: f"/{mesh.show(m[1].split('.'))}", str(TensorLayout(layout.dims)))
     return named + (f" partial {mesh.show(mesh.sort(layout.partial))}" if layout.partial else "")
 
@@ -292,7 +292,7 @@ def _again(a: Plan, b: Plan) -> Iterable[Change]:
     found: dict[tuple[str, bool], list[str]] = {}
     for name in sorted(a.again ^ b.again):
         found.setdefault((LAYER.sub("*", name), name in a.again), []).append(name)
-    words = ("kept for the backward", "gathered again")
+    words = ("saved for backward", "gathered again")
     for (pattern, first), names in found.items():
         before, after = (words[1], words[0]) if first else words
         count = sum(_times(a, b, name) for name in names)
@@ -312,9 +312,9 @@ def _hosts(a: Plan, b: Plan) -> Iterable[Change]:
 KEPT = {
     "": "as autograd does",
     "again": "computed again",
-    "slice": "in slices",
+    "slice": "sharded",
     "host": "on the host",
-    "slice host": "in slices on the host",
+    "slice host": "sharded, on the host",
 }
 
 
@@ -360,8 +360,7 @@ def _by_operator(
 
 
 def diff_view(found: Difference, names: tuple[str, str], *, every: bool = False) -> Group:
-    """Return the difference as tables, to print with rich; with `every`, also the operators that follow the named ones.
-    """
+    """Return the difference as tables, to print with rich; with `every`, also the operators that follow."""
     leading = [c for c in found.nodes if c.leading]
     shown = list(found.nodes) if every or not leading else leading
     only = not any(getattr(found, f.name) for f in fields(found) if f.name != "remarks")
@@ -372,7 +371,7 @@ def diff_view(found: Difference, names: tuple[str, str], *, every: bool = False)
         ("inputs", found.inputs),
         ("hubs", found.hubs),
         ("updates", found.states),
-        ("kept for backward", found.keeps),
+        ("saved for backward", found.keeps),
         ("stages", found.stages),
         ("remarks", found.remarks if every or only else ()),
     ):
@@ -396,6 +395,6 @@ def _table(title: str, changes: Iterable[Change], names: tuple[str, str]) -> Fit
     for c in changes:
         what = Text(c.what).append(f" ×{c.count}" if c.count > 1 else "", style="dim")
         cells: list[Text | str] = [what, *([c.operator] if operators else [])]
-        cells += [Text(x, style="dim" if x in ("whole", ABSENT) else "") for x in (c.before, c.after)]
+        cells += [Text(x, style="dim" if x in ("replicated", ABSENT) else "") for x in (c.before, c.after)]
         table.add_row(*cells, *([Text(c.note, style="dim")] if notes else []))
     return table

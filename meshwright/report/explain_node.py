@@ -167,7 +167,7 @@ def _factors(parts: Partition, name: str) -> tuple[tuple[str, str], ...]:
     shown: list[tuple[str, str]] = []
     for letter, tree in site.trees.items():
         size = layout_words(TensorLayout((tree,)), parts.plan.mesh)
-        text = str(TensorLayout((tree,)))[1:-1] if size == "whole" else size
+        text = str(TensorLayout((tree,)))[1:-1] if size == "replicated" else size
         shown.append(("batch" if letter in batch else letter, text))
     return tuple(shown)
 
@@ -267,7 +267,6 @@ def _edge(
 
 
 def shown(layout: TensorLayout, mesh: Mesh) -> str:
-    """Return a layout in its simplest form, by the user's names of the axes; of the full batch if it is split in time.
-    """
+    """Return a layout in its simplest form, by the user's names of the axes and without a split in time."""
     ranks = [a.name for a in mesh.axes if a.name not in mesh.time]
     return layout_words(normalize(only_axes(layout.forward, ranks), mesh), mesh)

@@ -37,10 +37,12 @@ def choices_table(found: Sequence[Choice], *, every: bool = True) -> Group:
     why = any(c.why for _, _, c in shown)
     seconds = ("forward", "backward", "sent") if priced else ()
     more = (*(["why"] if why else []), *(["next best"] if notes else []))
-    table = FittedTable(("module", "operator", "cut", *seconds, *more), frozenset(range(3, 3 + len(seconds))))
+    table = FittedTable(
+        ("module", "operator", "sharding", *seconds, *more), frozenset(range(3, 3 + len(seconds)))
+    )
     for module, count, c in shown:
         cells: list[Any] = [Text(module).append(f" ×{count}" if count > 1 else "", style="dim"), c.operator]
-        cells.append(Text(c.cut, style="dim" if c.cut == "whole" else ""))
+        cells.append(Text(c.cut, style="dim" if c.cut == "replicated" else ""))
         if priced:
             s = c.seconds
             values = (s.forward, s.backward, s.communication) if s else (0.0, 0.0, 0.0)
@@ -84,7 +86,7 @@ def _facts(c: Choice) -> Table:
     table = Table.grid(padding=(0, 3))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("cut", c.cut)
+    table.add_row("sharding", c.cut)
     if c.factors:
         table.add_row("factors", "   ".join(f"{letter} {size}" for letter, size in c.factors))
     if c.why:
@@ -119,7 +121,7 @@ def _renamed(cut: str, batch: Sequence[str]) -> str:
 
 
 def _others(others: Sequence[Alternative], mesh: Mesh, step_seconds: float, batch: Sequence[str]) -> Table:
-    table = _plain("if it alone were cut otherwise")
+    table = _plain("other shardings of it alone")
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("", justify="right", style="dim", no_wrap=True)
     for other in others[:MOST]:

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 GAP = 3  # columns of the screen between two cells
-# A piece ends after white space or one of .,(=_ but numbers stay whole and with their units, and a count with its ×.
+# A piece ends after white space or one of .,(=_ but numbers are not broken and keep their units, and counts their ×.
 UNIT = r"(?<=\d) (?=(?:[kMGT]?B|[mµn]?s)\b|%)"
 INSIDE = rf"{UNIT}|(?<=\d)\.(?=\d)|(?<!\S)\(| (?=×)|[^\s.,(=_]"
 PIECE = re.compile(rf"(?:{INSIDE})*(?:[.,(=_]+\s*|\s+(?!×)|$)")

@@ -27,19 +27,19 @@ def stashed(parts: Partition) -> list[str]:
         mine = [v for v in moved_values(parts, local) if parts.stashes[v].host == host]
         if not mine:
             continue
-        whole = sum(local.types[v].size_bytes for v in mine)
+        full = sum(local.types[v].size_bytes for v in mine)
         part = sum(part_bytes(parts.stashes[v], local, v, mesh, rank) for v in mine)
-        cut = sum(bool(parts.stashes[v].gather) for v in mine)
-        where = "in the host's memory" if host else "in slices"
-        also = f", {cut} of them in slices" if host and cut else ""
+        sharded = sum(bool(parts.stashes[v].gather) for v in mine)
+        where = "in host memory" if host else "sharded"
+        also = f", {sharded} of them sharded" if host and sharded else ""
         lines.append(
-            f"kept for backward {where}: {len(mine)} values of {show_bytes(whole)} as {show_bytes(part)}{also}"
+            f"saved for backward {where}: {len(mine)} values of {show_bytes(full)} as {show_bytes(part)}{also}"
         )
     uneven = [v for v, how in parts.plan.keeps.items() if SLICE in how.split() and not _cut(parts, v)]
     if uneven:
         lines.append(
-            f"{len(uneven)} values that might be kept in slices are not: ranks hold uneven parts of what reads "
-            "them, no dim can be cut, or the operator that makes them keeps them itself"
+            f"{len(uneven)} values are saved replicated, not sharded: shards of their readers are uneven, "
+            "no dim can be split, or the operator that produces them saves them itself"
         )
     return lines
 
@@ -85,7 +85,7 @@ def recomputed(parts: Partition) -> list[str]:
             kind = (re.sub(r"\d+$", "*", name), layer.operators, layer.again, layer.kept, layer.plain)
             kinds.setdefault(kind, []).append(name)
     return [
-        f"computed again in backward: {again} of {operators} operators of {_named(stem, names)}, which keeps "
+        f"recomputed in backward: {again} of {operators} operators of {_named(stem, names)}, which saves "
         f"{show_bytes(kept)} instead of {show_bytes(plain)}"
         for (stem, operators, again, kept, plain), names in kinds.items()
     ]
@@ -98,7 +98,7 @@ def _layer_of(module: str) -> str:
 
 def _named(stem: str, names: list[str]) -> str:
     if not stem:
-        return "what is in no layer"
+        return "operators outside of layers"
     return names[0] if len(names) == 1 else f"each of {len(names)} {stem} ({names[0]} to {names[-1]})"
 
 

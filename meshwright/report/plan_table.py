@@ -81,7 +81,9 @@ def rows(parts: Partition, *, every: bool = False, only: Collection[str] | None 
         if node.op in MOVES and (only is None or node.name in only):
             moved.setdefault(next(iter(_sources(parts, node))), []).append(node)
     found: list[Row] = []
-    gathered: dict[Hashable, list[tuple[Row, Node]]] = {}  # what is sent, without its bytes → those alike
+    gathered: dict[
+        Hashable, list[tuple[Row, Node]]
+    ] = {}  # reshards, without their bytes → the lines that share them
     for entry in graph.inputs:
         reshards = moved.get(entry.name, ())
         forward, backward = _moves(parts, reshards)
@@ -164,10 +166,10 @@ def _inside(parts: Partition) -> dict[str, str]:
     for c in _collectives(parts):
         if c.node not in parts.resharded.pairs and c.phase == "forward":
             kinds = sent.setdefault(re.sub(r"_k\d+$", "", c.node), {})
-            talk = f"{c.kind}({mesh.show(c.axes)})"
-            kinds[talk] = kinds.get(talk, 0) + sent_bytes(c, mesh)
+            collective = f"{c.kind}({mesh.show(c.axes)})"
+            kinds[collective] = kinds.get(collective, 0) + sent_bytes(c, mesh)
     return {
-        name: ", ".join(f"inside: {talk} {show_bytes(size)}" for talk, size in kinds.items())
+        name: ", ".join(f"inside: {kind} {show_bytes(size)}" for kind, size in kinds.items())
         for name, kinds in sent.items()
     }
 
@@ -202,7 +204,7 @@ def cut_text(parts: Partition, node: Node) -> str:
             words.append(f"{'batch' if any(marks) else letter}={mesh.show(axes)}")
     waiting = [a for a, _ in strategy.through if mesh.sizes[a] > 1 and a not in mesh.time]
     words += [f"partial {mesh.show(waiting)}"] if waiting else []
-    words = words or ["whole"]
+    words = words or ["replicated"]
     return " ".join([*words, "on the host"] if node.name in parts.plan.hosts else words)
 
 
@@ -253,7 +255,7 @@ def _gathered(parts: Partition, reshards: Sequence[Node]) -> Row:
         _text((moves[0][0], math.fsum(size for _, size in moves)) for moves in zip(*halves, strict=True))
         for halves in zip(*sent, strict=True)
     )
-    return Row(f"({len(reshards)} weights stored in parts)", 1, "parameter", "", "", forward, backward)
+    return Row(f"({len(reshards)} weights stored sharded)", 1, "parameter", "", "", forward, backward)
 
 
 def _text(moves: Iterable[tuple[str, float]]) -> str:
@@ -264,7 +266,11 @@ def _layout_text(layout: TensorLayout, mesh: Mesh) -> str:
     """Return the dims of a layout with the user's names: ``[(3 256/tp), 256]``."""
     shown = normalize(TensorLayout(tuple(without_axes(d, mesh.time) for d in layout.dims)), mesh)
     named = re.compile(r"/([\w.]+)")
-    return named.sub(lambda m: f"/{mesh.show(m[1].split('.'))}", str(shown)) if shown.split_axes else "whole"
+    return (
+        named.sub(lambda m: f"/{mesh.show(m[1].split('.'))}", str(shown))
+        if shown.split_axes
+        else "replicated"
+    )
 
 
 def _short(op: str) -> str:
@@ -294,12 +300,12 @@ def plan_table(parts: Partition, *, every: bool = False, only: Collection[str] |
     colours = {name: COLOURS[n % len(COLOURS)] for n, name in enumerate(axes)}
 
     def painted(text: str) -> Text:
-        shown = Text(text, style="dim" if text == "whole" else "")
+        shown = Text(text, style="dim" if text == "replicated" else "")
         for match in re.finditer(r"(?<=[/=(,.])[A-Za-z_]\w*", text):
             shown.stylize(colours.get(match[0], ""), *match.span())
         return shown
 
-    table = FittedTable(("module", "operator", "cut", "parameter", "sends  → forward  ← backward"))
+    table = FittedTable(("module", "operator", "sharding", "parameter", "sends  → forward  ← backward"))
     found = rows(parts, every=every, only=only)
     prefix = long_prefix(r.module for r in found)
     for row in found:
@@ -326,22 +332,24 @@ def summary(parts: Partition, *, every: bool = False) -> list[str]:
     """Return what the table leaves out, as sentences: operators that follow, parameters of a rank, bytes it sends."""
     shown = sum(r.count for r in rows(parts, every=every) if r.operator not in ROLES)
     others = sum(n.op not in MOVES for n in parts.resharded.graph.nodes) - shown if not parts.own else 0
-    whole, mine = parameter_bytes(parts)
+    full, mine = parameter_bytes(parts)
     prefix = long_prefix(r.module for r in rows(parts, every=every))
     lines = [f"… is {prefix}"] if prefix else []
-    lines += [f"{others} more operators follow these without talking to anybody"] if others > 0 else []
+    lines += (
+        [f"{others} more operators inherit these shardings and need no communication"] if others > 0 else []
+    )
     if parts.micro_batches > parts.copies:
         count = parts.micro_batches // parts.copies
         lines.append(f"the batch runs in {count} micro-batches; gradients are reduced in the last one")
     if parts.copies > 1:
         lines.append(
-            f"{parts.copies} copies take turns: each computes while what the others wait for is sent"
+            f"{parts.copies} half-batches are interleaved: each computes while the others communicate"
         )
     lines += [*recomputed(parts), *stashed(parts)] if not parts.own else []
     there = hosted_bytes(parts)
-    aside = f", {show_bytes(there)} of that in its host's memory" if there else ""
+    aside = f", {show_bytes(there)} of that in host memory" if there else ""
     lines.append(
-        f"parameters: {show_bytes(whole)}, of which a rank holds {show_bytes(mine)}{aside}{_updated(parts)}"
+        f"parameters: {show_bytes(full)}, of which a rank holds {show_bytes(mine)}{aside}{_updated(parts)}"
     )
     who = "one rank of each stage, together, send" if parts.plan.stages else "a rank sends"
     lines += [] if parts.own else [f"{who} in a step: {_sent_text(traffic(parts))}"]

@@ -39,12 +39,12 @@ def on_other_ranks(plan: Plan, graph: Graph, mesh: Mesh, world: Mesh | None = No
     if plan.techniques.shard_size:
         raise PlanError(
             f"shard_size={plan.techniques.shard_size} says over how many of these ranks states are split",
-            hint="plan it anew on the other ranks",
+            hint="make a new plan for these ranks",
         )
     if plan.own or plan.mesh.order != tuple(range(plan.mesh.size)):
         raise PlanError(
             "a plan whose ranks have meshes or an order of their own stays on its ranks",
-            hint="plan it anew on the other ranks",
+            hint="make a new plan for these ranks",
         )
     plan = plan.unfolded(graph)
     runs = _runs(plan.mesh, mesh)
@@ -101,12 +101,12 @@ def _runs(old: Mesh, new: Mesh) -> list[_Run]:
             found.append(_Run((before.pop(),), (after.pop(),)))
         if after and old.count(run) == 1:
             raise PlanError(
-                f"the plan cuts nothing over {name!r}, which had one rank",
+                f"the plan splits nothing over {name!r}, which had one rank",
                 why=f"{new.count(after)} ranks there would all do the same",
-                hint="plan it anew on the other ranks",
+                hint="make a new plan for these ranks",
             )
         if after and not before:
-            # More ranks: the slowest axis that stays takes them, and what it cuts is cut more.
+            # More ranks: the slowest remaining axis takes them, and splits further.
             last = found.pop()
             before, after = [*last.old], [*after, *last.new]
         if before:
@@ -124,9 +124,9 @@ def _leaf(leaf: SubDim, runs: Iterable[_Run], mesh: Mesh) -> SubDim:
     axes = _in_order(leaf.axes, runs)
     if mesh.count(axes) > leaf.pieces:
         raise PlanError(
-            f"{leaf.pieces} elements cannot be cut over {mesh.show(axes)}",
+            f"{leaf.pieces} elements cannot be split over {mesh.show(axes)}",
             why=f"they are fewer than {mesh.count(axes)} ranks",
-            hint="plan it anew on the other ranks",
+            hint="make a new plan for these ranks",
         )
     return leaf.on(axes)
 
@@ -163,5 +163,5 @@ def _apart(run: _Run, axes: tuple[str, ...]) -> PlanError:
     return PlanError(
         f"{', '.join(run.old)} become {', '.join(run.new)} on the other ranks",
         why=f"the plan has some of them apart, in {', '.join(axes)}",
-        hint="plan it anew on the other ranks",
+        hint="make a new plan for these ranks",
     )

@@ -1,5 +1,4 @@
-"""Schedules as processes of a trace: one for each predicted rank of the pipeline and each measured rank of the world.
-"""
+"""Schedules as processes of a trace: one for each predicted rank of the pipeline or measured rank of the world."""
 
 from __future__ import annotations
 

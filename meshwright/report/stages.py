@@ -64,16 +64,15 @@ def _head(number: int, schedule: Schedule, operators: int, first: str, last: str
     return text + (first if first == last else f"{first} to {last}")
 
 
-def _seconds(told: Sequence[Mapping[str, Any]], number: int) -> str:
-    if number >= len(told):
+def _seconds(claims: Sequence[Mapping[str, Any]], number: int) -> str:
+    if number >= len(claims):
         return ""
-    ways = [f"{show_seconds(told[number][way])} {way}" for way in ("forward", "backward")]
+    ways = [f"{show_seconds(claims[number][way])} {way}" for way in ("forward", "backward")]
     return f"; {', '.join(ways)} of a micro-batch"
 
 
 def drawing(plan: Plan, width: int = WIDTH) -> str:
-    """Return the schedule as bars, by predicted seconds if the plan has them, else as if all stages took equally long.
-    """
+    """Return the schedule as bars, by predicted seconds if the plan has them, else with equally long stages."""
     return draw(claimed(plan), width)
 
 

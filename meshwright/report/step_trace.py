@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.pipeline.actions import BACKWARD, FORWARD
-from meshwright.pipeline.draw import SHOWN, TALKS, Bar, bars, named, rows_of
+from meshwright.pipeline.draw import SHOWN, WAVE, Bar, bars, named, rows_of
 from meshwright.pipeline.measured import Measured, Span
 from meshwright.pipeline.play import Played
 from meshwright.predict.timeline import Timeline
@@ -85,14 +85,14 @@ class StepTrace:
 def stage_times(measured: Measured, predicted: Played | None) -> list[str]:
     """Return a line for each stage with its measured and predicted seconds per micro-batch, and the slowest one."""
     found = measured.stages()
-    told = _predicted_stages(predicted) if predicted is not None else {}
+    expected = _predicted_stages(predicted) if predicted is not None else {}
     totals = {stage: sum(halves.values()) for stage, halves in found.items()}
     mean, slowest = statistics.fmean(totals.values()), max(totals, key=totals.__getitem__)
     lines: list[str] = []
     for stage, halves in found.items():
         texts = [
             f"{way} {show_seconds(halves[way])}"
-            + (f" ({show_seconds(told[stage][way])} predicted)" if stage in told else "")
+            + (f" ({show_seconds(expected[stage][way])} predicted)" if stage in expected else "")
             for way in (FORWARD, BACKWARD)
         ]
         more = f"; the slowest, {100 * (totals[stage] / mean - 1):.0f} % more than the mean of the stages"
@@ -109,13 +109,13 @@ def _predicted_stages(played: Played) -> dict[int, Mapping[str, float]]:
 def _rows(measured: Measured, several: bool) -> list[tuple[str, list[Bar], str]]:
     rows: list[tuple[str, list[Bar], str]] = []
     for rank, spans in enumerate(measured.spans):
-        # What a rank waits for is waited for at the beginning of an action.
+        # A rank waits at the beginning of an action.
         shown = [s for s in spans if s.action.kind in SHOWN]
         found = named((s.action, s.begin + s.waited, s.end) for s in shown)
-        found += [(TALKS, begin, end) for s in shown for begin, end in s.talks]
+        found += [(WAVE, begin, end) for s in shown for begin, end in s.talks]
         behind = [f"waits {100 * measured.idle(rank):.0f} %"] if several else []
         if measured.talking(rank):
-            behind.append(f"{TALKS} {100 * measured.talking(rank):.0f} % for collectives")
+            behind.append(f"{WAVE} {100 * measured.talking(rank):.0f} % for collectives")
         place = f", pp {measured.places[rank]}" if _shared(measured) else ""
         rows.append((f"rank {rank:>3}{place}", found, ", ".join(behind)))
     return rows

@@ -53,7 +53,7 @@ def transferred(plan: Plan, graph: Graph, factors: Factors, what: str) -> Plan:
         raise PlanError(
             f"with {what} the model is another program",
             why=f"{more} operators differ" if more else "its operators come in another order",
-            hint="plan it anew: meshwright plan MODEL with the shape",
+            hint="make a new plan: meshwright plan MODEL with the shape",
         )
     strategies = {
         name: _resized(
@@ -94,9 +94,9 @@ def _dim(new: Dim, old: Dim, mesh: Mesh, where: str) -> Dim:
         if not any(axes):
             return new
         raise PlanError(
-            f"{where} is cut as {show_dim(old)}, and is now {show_dim(new)}",
-            why="its sub-dims are others",
-            hint="plan it anew: meshwright plan MODEL with the shape",
+            f"{where} is sharded as {show_dim(old)}, and is now {show_dim(new)}",
+            why="its sub-dims differ",
+            hint="make a new plan: meshwright plan MODEL with the shape",
         )
     order = iter(axes)
 
@@ -104,7 +104,7 @@ def _dim(new: Dim, old: Dim, mesh: Mesh, where: str) -> Dim:
         mine = next(order)
         if leaf.size < mesh.count(mine):
             raise PlanError(
-                f"{where} cannot be cut over {mesh.show(mine)}",
+                f"{where} cannot be split over {mesh.show(mine)}",
                 why=f"{leaf.size} elements are fewer than {mesh.count(mine)} ranks",
                 hint="a larger shape, or a plan of its own",
             )

@@ -42,7 +42,7 @@ def test_an_operator_without_a_rule_stays_whole_says_so_and_is_cut_once_it_has_o
     assert "192 B of its inputs are brought whole to each" in note  # 8 × 6 × 4 bytes
     assert PLACE in note and "mw.rule('bad_input.bend'" in note
     assert " ".join(note.split()) in " ".join(plan.explain().split())
-    assert str(plan.strategies["bend"]) == "whole"
+    assert str(plan.strategies["bend"]) == "replicated"
     mw.verify(model, batch, plan=plan, loss=how["loss"]).raise_if_different()
     mw.rule("bad_input::bend", "... ~> ...")
     plan = mw.plan(model, batch, **how)

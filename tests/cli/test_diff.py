@@ -40,8 +40,8 @@ def test_every_node_and_input_that_differs_is_counted_once(plans):
     found = difference(a, b)
     assert sum(c.count for c in found.nodes) == sum(a.strategies[n] != b.strategies[n] for n in a.strategies)
     shown = {(c.what, c.count, c.before, c.after) for c in found.inputs}
-    assert ("up_*_weight", 3, "whole", "[96/tp, 24]") in shown
-    assert ("down_*_weight", 3, "whole", "[24, 96/tp]") in shown
+    assert ("up_*_weight", 3, "replicated", "[96/tp, 24]") in shown
+    assert ("down_*_weight", 3, "replicated", "[24, 96/tp]") in shown
     cut = {n for n in a.inputs if a.inputs[n].forward != b.inputs[n].forward}
     assert sum(c.count for c in found.inputs) == len(cut)
 
@@ -95,7 +95,7 @@ def test_hubs_gathering_and_another_mesh_count_as_differences(plans):
     a, _ = plans
     kept = replace(a, hubs={"up_0_weight": TensorLayout.replicated((4,))}, again=frozenset({"enter_weight"}))
     assert [(c.what, c.after) for c in difference(a, kept).hubs] == [
-        ("up_0_weight", "whole"),
+        ("up_0_weight", "replicated"),
         ("enter_weight", "gathered again"),
     ]
     linked = replace(a, mesh=a.mesh.linked({"dp": "node"}))

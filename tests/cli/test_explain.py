@@ -135,7 +135,7 @@ def test_the_next_best_names_what_counts_examples_as_the_cut_does(made):
 def test_model_and_cluster_say_the_rest(file, meshwright):
     done = meshwright("explain", file, "down.0", "--model", "zoo:mlp", "--cluster", "preset:h100:4")
     assert done.code == 0
-    for text in ("all_reduce(tp)", "forward", "if it alone were cut otherwise", "mlp.py:"):
+    for text in ("all_reduce(tp)", "forward", "other shardings of it alone", "mlp.py:"):
         assert text in done.out
     table = meshwright("explain", file, "--model", "zoo:mlp").out
     assert "parameters:" in table

@@ -67,12 +67,12 @@ def test_a_plan_on_half_and_twice_as_many_ranks_is_proved(model, mode, wish):
 
 def test_what_cannot_be_carried_over_says_why(model):
     plan, graph = made(model, {"dp": 2, "tp": 2})
-    with pytest.raises(PlanError, match="16 elements cannot be cut over dp"):
+    with pytest.raises(PlanError, match="16 elements cannot be split over dp"):
         on_other_ranks(plan, graph, Mesh.of(dp=32, tp=2))
     with pytest.raises(PlanError, match="no axis 'tp'"):
         on_other_ranks(plan, graph, Mesh.of(dp=4))
     one, _ = made(model, {"dp": 1, "tp": 2})
-    with pytest.raises(PlanError, match="cuts nothing over 'dp'"):
+    with pytest.raises(PlanError, match="splits nothing over 'dp'"):
         on_other_ranks(one, graph, Mesh.of(dp=2, tp=2))
     ordered = replace(plan, mesh=Mesh.of({"dp": 2, "tp": 2}, order=(0, 2, 1, 3)))
     with pytest.raises(PlanError, match="an order of their own"):

@@ -82,7 +82,7 @@ def test_an_operator_has_the_price_of_the_mesh_on_which_it_runs(folder: Path, ve
                 assert row["seconds"]["forward"] == pytest.approx(price.by_node[name].forward_seconds)
                 assert ("tp" in row["cut"]) == ("tp" in mesh) and row["otherwise"]
     page = verb("explain", "blocks.3.up")
-    assert "n=tp" in page and "if it alone were cut otherwise" in page and "batch=dp" not in page
+    assert "n=tp" in page and "other shardings of it alone" in page and "batch=dp" not in page
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_explain_draws_the_schedule_from_the_file_alone(verb: Any) -> None:
     priced = verb("explain")
     assert "forward" in priced and "stage 1 on rank 1" in priced
     page = verb("explain", "blocks.1.up")  # of micro-batches too, whose axis in time is none of the user's
-    assert "if it alone were cut otherwise" in page and "time" not in page
+    assert "other shardings of it alone" in page and "time" not in page
 
 
 def test_the_drawing_of_a_file_is_what_was_predicted(folder: Path) -> None:

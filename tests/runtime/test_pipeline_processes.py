@@ -173,7 +173,7 @@ def test_the_example_of_everything_at_once_learns_what_one_device_learns(tmp_pat
     )  # fmt: skip
     said = result.stdout
     assert result.returncode == 0, said + result.stderr
-    for what in ("computed again in backward", "optimizer parallel", "on 8 simulated ranks", "the slowest"):
+    for what in ("recomputed in backward", "optimizer parallel", "on 8 simulated ranks", "the slowest"):
         assert what in said, said
     assert "stage 1 on rank 1 of the pipeline" in said and "updated weights over" in said, said
     assert (tmp_path / "trace.json").stat().st_size > 1000

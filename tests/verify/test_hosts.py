@@ -202,7 +202,7 @@ def test_transfers_are_on_the_timeline_in_the_price_and_in_the_text() -> None:
     text = str(mw.TrainStep(local, parts).program)
     assert "to_device(%embedding_4)  forward to_device 96 B | backward to_host 96 B" in text
     assert "on the host" in plan.explain()
-    assert "of that in its host's memory" in plan.explain()
+    assert "of that in host memory" in plan.explain()
 
 
 # ---------------------------------------------------------------- plan files

@@ -134,7 +134,7 @@ def test_copies_take_turns_in_every_stage() -> None:
 @pytest.mark.parametrize("stages", [{}, {"pipeline": 2}])
 def test_a_plan_of_copies_with_recompute_explains_what_they_keep(stages: dict[str, int]) -> None:
     plan = planned("gpt", {"dp": 2}, interleave=2, recompute="full", **stages)
-    assert "computed again in backward" in plan.explain()
+    assert "recomputed in backward" in plan.explain()
 
 
 def test_a_copy_that_reads_the_other_ones_examples_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

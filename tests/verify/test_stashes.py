@@ -1,4 +1,4 @@
-"""What is kept for backward in slices or in the host's memory: the numbers of one device on any mesh and with other
+"""What is saved for backward sharded or in the host's memory: the numbers of one device on any mesh and with other
 techniques, what was predicted of collectives and of both memories, and what cannot be."""
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ def test_copies_go_beside_computing() -> None:
 def test_the_program_and_the_plan_say_it() -> None:
     plan, parts = planned("deep", BOTH, **SLICED, offload="activations:1")
     told = plan.explain()
-    assert "kept for backward in slices" in told and "kept for backward in the host's memory" in told
+    assert "saved for backward sharded" in told and "saved for backward in host memory" in told
     model, batch, loss = built("deep")
     assert Plan.from_json(plan.to_json()).check(captured_of(model, batch, loss).graph).keeps == plan.keeps
     step, _ = counted("deep", parts)

@@ -49,8 +49,7 @@ class ForwardWalk:
         stage: Graph | None = None,
         beside: Beside = ALONE,
     ) -> None:
-        """`stage`: the program of one pipeline stage, instead of the full program; `beside`: the rank's other stages.
-        """
+        """`stage`: the program of one pipeline stage, instead of the full one; `beside`: the rank's other stages."""
         self.beside = beside
         self.staged = staged
         self.parts, self.rank = parts, rank

@@ -70,8 +70,7 @@ class StepWalk(ForwardWalk):
         stage: Graph | None = None,
         beside: Beside = ALONE,
     ) -> None:
-        """`stage`: the program of one pipeline stage, instead of the full program; `beside`: the rank's other stages.
-        """
+        """`stage`: the program of one pipeline stage, instead of the full one; `beside`: the rank's other stages."""
         super().__init__(parts, rank, device, staged, apart, stage, beside)
         self.optimizer = optimizer
         self.queue: list[tuple[Node, list[Storage], Storage]] = []  # linears with what their weights need
