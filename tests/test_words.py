@@ -40,6 +40,7 @@ HELD = (
     "docs/reference",
     *(f"docs/explanation/{n}.md" for n in ("benchmarks", "checkpoints", "layouts", "pipelines")),
     *(f"docs/explanation/{n}.md" for n in ("planner", "prices", "proof")),
+    "meshwright/capture",
     "meshwright/cost",
     "meshwright/ops",
     "meshwright/partition",

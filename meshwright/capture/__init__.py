@@ -1,4 +1,4 @@
-"""Capture: a module, an example batch and a loss become a `Graph`. The only place that traces torch."""
+"""Capture: turn a module, an example batch and a loss into a `Graph`. The only place that traces torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which dim of the batch counts examples: dim 0, wherever it has the size that most tensors of the batch share.
+"""Name the dim of the batch that counts examples: dim 0, wherever it has the size that most tensors of the batch share.
 
-This names a factor; it claims nothing. A cut of any dim computes what one device computes, so where rows do
-meet (in-batch negatives, sequence-first data) a wrong name costs communication, which the plan shows, and
-never a number. (`docs/explanation/decisions/0005-the-batch-is-a-name.md`)
+This names a factor and claims nothing. Splitting any dim computes what one device computes. So where rows do interact
+(in-batch negatives, sequence-first data), a wrong name costs communication, which the plan shows, and never changes a
+number. (`docs/explanation/decisions/0005-the-batch-is-a-name.md`)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshwright.core.graph import Graph
 
 
 def name_batch_dims(graph: Graph) -> Graph:
-    """The graph with `batch_dim=0` on the batch inputs whose first dim has the batch's size."""
+    """Return the graph with `batch_dim=0` on the batch inputs whose first dim has the batch's size."""
     leading = [i.type.shape[0] for i in graph.input_of("batch") if i.type.shape]
     if not leading:
         return graph

@@ -1,9 +1,9 @@
-"""Captured programs on disk, found by the content of all that made them.
+"""A cache of captured programs on disk, keyed by all that determines them.
 
-The key covers the model's classes with the source of their files and of the user's modules those import, the code
-of each `forward` as it is now, every plain attribute, parameter and buffer signatures, the batch's signature, the loss,
-the ambient autocast, and the versions of torch, of the libraries and of this package. An entry is text and
-safetensors: nothing is unpickled.
+The key covers the model's classes with the source of their files and of the user's modules those import, the present
+code of each `forward`, every plain attribute, parameter and buffer signatures, the batch's signature, the loss, the
+ambient autocast, and the versions of torch, of the libraries and of this package. An entry is text and safetensors:
+nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Entry = tuple[Graph, dict[str, torch.Tensor], Folding, tuple[str, ...]]
 
 
 class _Rest(Struct):
-    """What `folding.json` says."""
+    """The content of `folding.json`."""
 
     blocks: tuple[Block, ...]
     unique_nodes: Count
@@ -51,7 +51,7 @@ class _Rest(Struct):
 
 
 def load(folder: Path) -> Entry | None:
-    """What `save` wrote there, or None when there is nothing that can be read."""
+    """Load an entry that `save` wrote; None if it cannot be read."""
     try:
         graph = parse((folder / "graph.txt").read_text(encoding="utf-8"))
         constants = load_file(folder / "constants.safetensors")
@@ -62,7 +62,7 @@ def load(folder: Path) -> Entry | None:
 
 
 def save(folder: Path, entry: Entry) -> None:
-    """Write an entry; a reader sees all of it or nothing."""
+    """Write an entry. A reader sees all of it or nothing."""
     graph, constants, folding, notes = entry
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(dir=folder.parent))
@@ -80,7 +80,7 @@ def save(folder: Path, entry: Entry) -> None:
 
 
 def key_of(model: torch.nn.Module, batch: Any, loss: Callable[..., Any]) -> str:
-    """The content key of a capture."""
+    """Return the content key of a capture."""
     digest = hashlib.sha256()
 
     def add(*parts: Any) -> None:
@@ -149,7 +149,7 @@ def _installed() -> tuple[str, ...]:
 
 
 def _sources(names: Iterable[str]) -> Iterator[str]:
-    """Hashes of the user's files that these modules consist of, and versions of the libraries they import."""
+    """Yield hashes of the user's files of these modules, and versions of the libraries they import."""
     todo, seen = list(names), set()
     while todo:
         name = todo.pop()
@@ -227,7 +227,7 @@ class _Plain:
         return f"{_name(type(value))} {inside}"
 
     def code(self, function: Any) -> str:
-        """A function by its byte code, constants, defaults and what it closes over."""
+        """Return a function as text: byte code, constants, defaults and closure."""
         function = inspect.unwrap(getattr(function, "__func__", function))
         if isinstance(function, types.CodeType):
             code, rest = function, ""
@@ -243,7 +243,7 @@ class _Plain:
 
 
 def _portable(value: Any) -> Any:
-    """A value that was found, without addresses: they are others in each process."""
+    """Return a value without addresses, which differ between processes."""
     if isinstance(value, frozenset):
         return sorted(repr(_portable(v)) for v in value if not isinstance(v, int))
     if isinstance(value, tuple) and value[:1] in (("object",), ("tensor",)):

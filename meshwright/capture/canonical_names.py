@@ -1,4 +1,4 @@
-"""The last touches: equal computations once, seed slots in execution order, readable names."""
+"""The last passes: share equal computations, number seed slots in execution order, and give readable names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.core.graph import Graph, Node, Ref, map_refs
 
 
 def share_constants(graph: Graph) -> Graph:
-    """Equal computations that carry no gradient and draw nothing at random are done once (each mask, each iota)."""
+    """Compute equal expressions without gradient and randomness once (each mask, each iota)."""
     became: dict[str, str] = {}
     seen: dict[Any, Node] = {}
     trained, kept = graph.needs_grad, []
@@ -31,7 +31,7 @@ def share_constants(graph: Graph) -> Graph:
 
 
 def hoist_constants(graph: Graph) -> Graph:
-    """Values of iotas, constants and buffers alone go first: shared by all layers, they are part of none."""
+    """Move values of iotas, constants and buffers to the front: all layers share them, so they are part of none."""
     fixed = {i.name for i in graph.inputs if i.role in ("buffer", "constant")}
     early, late = [], []
     for node in graph.nodes:
@@ -45,7 +45,7 @@ def hoist_constants(graph: Graph) -> Graph:
 
 
 def number_seeds(graph: Graph) -> Graph:
-    """Random operators get slots 0, 1, 2, … in execution order."""
+    """Number the seed slots of random operators 0, 1, 2, … in execution order."""
     slot, nodes = 0, []
     for node in graph.nodes:
         if node.op == DROPOUT:
@@ -60,7 +60,7 @@ def number_seeds(graph: Graph) -> Graph:
 
 
 def name_nodes(graph: Graph) -> Graph:
-    """Inputs named after their tensor, and nodes after their operator: ``linear``, ``linear_1``, …"""
+    """Name inputs after their tensor, and nodes after their operator: ``linear``, ``linear_1``, …"""
     became = {i.name: i.name.removesuffix(INPUT) for i in graph.inputs}
     inputs = tuple(replace(i, name=became[i.name]) for i in graph.inputs)
     taken = set(became.values())

@@ -1,4 +1,4 @@
-"""`capture(model, batch, loss)`: the stages from a plain module to a verified graph, one a line."""
+"""`capture(model, batch, loss)`: the passes from a plain module to a verified graph, one a line."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ from meshwright.core.graph import Graph, prune, verify
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured program, its constants by content hash, its repeated blocks, what the user should know,
-    and the nest of what the loss function returns beside the loss, if it does."""
+    """A captured program.
+
+    It has the graph, its constants by content hash, its repeated blocks, remarks for the user, and the structure of the
+    results beside the loss, if there are any.
+    """
 
     graph: Graph
     constants: dict[str, torch.Tensor]
@@ -43,10 +46,10 @@ class Captured:
 def capture(
     model: torch.nn.Module, batch: Any, loss: Callable[[Any, Any], torch.Tensor], *, cache: Path | None = None
 ) -> Captured:
-    """The program of `loss(model, batch)`, in the training mode the model is in.
+    """Capture the program of `loss(model, batch)`, in the training mode the model is in.
 
-    Parameters are not touched and may be real, fake or meta; the batch is an example of shapes. `cache` is a folder
-    where the result is kept under a key of all that made it. Raises CaptureError.
+    Parameters are not touched and may be real, fake or meta; the batch is an example of shapes. `cache` is a folder in
+    which the result is stored under a key of all that determines it. Raises CaptureError.
     """
     folder = Path(cache) / key_of(model, batch, loss) if cache is not None else None
     known = load(folder) if folder is not None else None
@@ -64,7 +67,7 @@ def capture(
 
 
 def simplify(graph: Graph, constants: Mapping[str, torch.Tensor]) -> Graph:
-    """From the words of torch.export to ours; numbers do not change."""
+    """Rewrite a graph from the operators of torch.export to ours. Numbers do not change."""
     graph = prune(normalize(literal_constants(graph, constants)))
     graph = raise_experts(prune(indices_to_views(graph)))
     graph = mark_gradients(graph)

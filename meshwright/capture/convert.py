@@ -1,4 +1,4 @@
-"""From an exported program to our graph, word for word: no rewriting here, only names, types, roles and places."""
+"""Convert an exported program to our graph one to one: only names, types, roles and source lines change."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OVERLOAD = type(torch.ops.aten.add.Tensor)  # its class has no public name
 
 
 def type_of(value: Any) -> TensorType:
-    """The type of a tensor (real, fake or meta)."""
+    """Return the type of a tensor (real, fake or meta)."""
     if not isinstance(value, torch.Tensor):
         raise CaptureError(
             f"the program computes {a_type(value)} from the values of a tensor",
@@ -56,7 +56,7 @@ def type_of(value: Any) -> TensorType:
 
 
 def hash_of(tensor: torch.Tensor) -> str:
-    """Content hash of a constant: dtype, shape and bytes."""
+    """Return the content hash of a constant: dtype, shape and bytes."""
     data = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(f"{data.dtype} {tuple(data.shape)} ".encode())
     digest.update(data.flatten().view(torch.uint8).numpy().tobytes() if data.numel() else b"")
@@ -64,7 +64,7 @@ def hash_of(tensor: torch.Tensor) -> str:
 
 
 def convert(traced: Trace, model: torch.nn.Module) -> tuple[Graph, dict[str, torch.Tensor]]:
-    """The graph as traced, and its constants by content hash."""
+    """Return the graph as traced, and its constants by content hash."""
     program = traced.program
     inputs, refs, constants = _inputs(traced, model)
     nodes: list[Node] = []
@@ -202,13 +202,15 @@ def _identifier(text: str) -> str:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Where the memory of a tensor begins; 0 where it has none."""
+    """Return the address of a tensor's memory; 0 if it has none."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and not tensor.is_meta else 0
 
 
 def _memory_of(model: torch.nn.Module) -> dict[int, str]:
-    """Where the memory of each parameter and buffer begins → its name, also where a step has taken the values over and
-    a view of them is left with somebody."""
+    """Return the names of parameters and buffers by the address of their memory.
+
+    It includes memory that a step has taken over while a view of it still exists.
+    """
     found: dict[int, str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         former = [
@@ -220,7 +222,7 @@ def _memory_of(model: torch.nn.Module) -> dict[int, str]:
 
 
 def _unused(stem: str, taken: set[str]) -> str:
-    """A name that no other input has: ``a.b_c`` and ``a_b.c`` are one identifier."""
+    """Return a name that no other input has: ``a.b_c`` and ``a_b.c`` give one identifier."""
     name, number = stem, 1
     while name in taken:
         number += 1
@@ -230,7 +232,7 @@ def _unused(stem: str, taken: set[str]) -> str:
 
 
 def _ties(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    """Each name of a parameter or buffer → all names of the same tensor, the one of named_parameters() first."""
+    """Return, for each name of a parameter or buffer, all names of its tensor, that of named_parameters() first."""
     groups: dict[int, list[str]] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     for name, tensor in named:
@@ -260,7 +262,7 @@ def _results(
 
 
 def literal_constants(graph: Graph, constants: Mapping[str, torch.Tensor]) -> Graph:
-    """Constants of one element become literals of the program; the others stay inputs."""
+    """Replace constants of one element by literals; the others stay inputs."""
     made: list[Node] = []
     for entry in graph.input_of("constant"):
         tensor = constants[entry.target]
@@ -279,7 +281,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*
 
 
 def _place(fx: torch.fx.Node, traced: Trace) -> tuple[str, str]:
-    """Module path and source line of a node."""
+    """Return the module path and source line of a node."""
     meta: dict[str, Any] = fx.meta
     frames = _frames(meta)
     if frames and frames[-1][0].startswith("<eval_with_key>"):  # inside a no_grad or autocast block

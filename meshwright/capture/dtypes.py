@@ -1,8 +1,8 @@
-"""Refuse a program that mixes dtypes where torch would not.
+"""Refuse a program that mixes dtypes where torch would.
 
-On fake tensors some operators give a result for inputs of two dtypes and raise on real ones, so the export of such a
-model says nothing. The two rules here are what torch 2.13 does on a processor; whatever promotes (`add`, `where`) may
-mix, and operators that check on fake tensors too need no rule.
+On fake tensors some operators accept inputs of two dtypes and raise on real ones, so the export of such a model
+succeeds. The two rules here are those of torch 2.13 on a processor. Operators that promote (`add`, `where`) may mix
+dtypes, and operators that check on fake tensors need no rule.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HALVES = ("bf16", "f16")  # a norm takes f32 parameters for an input of these
 
 
 def check_dtypes(graph: Graph) -> Graph:
-    """The graph itself. Raises CaptureError at the first operator whose tensors torch would not take together."""
+    """Return the graph. Raises CaptureError at the first operator whose tensors torch would not accept together."""
     for node in graph.nodes:
         namespace, _, name = node.op.partition(".")
         name = name.partition(".")[0]

@@ -1,7 +1,7 @@
-"""What a model does beside computing while it is captured: each of it would happen once, and never again in a step.
+"""Side effects of a model during capture, which would happen once and never again in a step.
 
-Attributes, lists, globals and closures that are other ones after the loss than before; numbers that Python or numpy
-drew; clocks that were read, seeds that were set. Each is refused with its line, and all is put back as it was.
+These are changed attributes, lists, globals and closures, numbers drawn by Python or numpy, clocks that were read, and
+seeds that were set. Each is refused with its line, and all state is restored.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Effects:
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """Around the capture: raises CaptureError for what was drawn, and leaves all as it was."""
+        """Watch the capture. Raises CaptureError for numbers drawn, and restores all state."""
         try:
             yield
             self._check_draws()
@@ -64,7 +64,7 @@ class Effects:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Around the loss itself, while it is traced. Raises CaptureError for what it changed."""
+        """Watch the loss while it is traced. Raises CaptureError for values it changed."""
         before, tensors = self._items(), _registered(self.model)
         with self._lines_watched(), self.left.watched(), self.calls.watched():
             yield
@@ -120,7 +120,7 @@ class Effects:
 
     @contextlib.contextmanager
     def _lines_watched(self) -> Iterator[None]:
-        """Note which suspicious lines run. Python's trace function is set where there are any, and not else."""
+        """Record which suspicious lines run. Python's trace function is set only if there are any."""
         if not self.lines:
             yield
             return
@@ -155,7 +155,7 @@ class Effects:
     # ------------------------------------------------------------ as it was
 
     def _put_back_modules(self) -> None:
-        """Give modules their attributes back: torch.export leaves copies of lists and dicts in their places."""
+        """Restore the attributes of modules: torch.export replaces lists and dicts by copies."""
         for module, attributes, stores in self.saved:
             held = vars(module)
             for name in [n for n in held if n not in attributes]:
@@ -239,7 +239,7 @@ def _outside(what: str, where: str) -> CaptureError:
 
 
 def _suspects(found: Found) -> dict[types.CodeType, dict[int, str]]:
-    """Code of the user → line → what it may do there."""
+    """Return, for code of the user, the lines with side effects they may have."""
     lines: dict[types.CodeType, dict[int, str]] = {}
     for function in found.functions:
         for code in codes(function.__code__):
@@ -276,7 +276,7 @@ def _kind(value: Any, chain: tuple[str, ...], bare: bool) -> str:
 
 
 def _progress(iterator: Any) -> Any:
-    """What tells how far an iterator has come."""
+    """Return a value that shows how far an iterator has come."""
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         return None if frame is None else (frame.f_lasti, {n: _plain(v) for n, v in frame.f_locals.items()})

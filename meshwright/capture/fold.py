@@ -1,10 +1,10 @@
 """Find the repeated blocks of a graph (the layers of a transformer), so that plans are made once per kind of layer.
 
-A block repeats when `period` nodes later the same operators follow with the same literals and types, and each of their
-inputs is the same value (a mask, a rotary table), the value `period` nodes later (inside the block, or handed on by the
-block before), or a parameter of its own of the same type. What the first block gets from outside stands where the
-later ones read their predecessor, and is of the same type. Candidate periods are the distances between equal runs of
-1, 2, 4, … nodes, so the work is n log n.
+A block repeats when `period` nodes later the same operators follow with the same literals and types. Each of their
+inputs must be the same value (a mask, a rotary table), the value `period` nodes later (inside the block, or from the
+block before), or a separate parameter of the same type. The outside inputs of the first block correspond to the results
+of its predecessor in later ones, and have the same type. Candidate periods are the distances between equal runs of 1,
+2, 4, … nodes, so the work is n log n.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Wire = tuple[int, int]  # (number of the node, or -1 - number of the input; whic
 
 @dataclass(frozen=True)
 class _View:
-    """The graph as numbers: a token a node (all but its wiring), and what each port reads."""
+    """The graph as numbers: a token for each node (all but its wiring), and the source of each port."""
 
     nodes: tuple[Node, ...]
     tokens: np.ndarray
@@ -40,7 +40,7 @@ class _View:
 
 
 def fold(graph: Graph) -> Folding:
-    """The maximal repeated blocks of a graph, the longest stretch first, none overlapping."""
+    """Return the maximal repeated blocks of a graph, the longest first, without overlap."""
     view = _numbers(graph)
     found: list[Block] = []
     free = np.ones(len(graph.nodes), dtype=bool)
@@ -78,14 +78,14 @@ def _numbers(graph: Graph) -> _View:
 
 
 def _signature(node: Node) -> Any:
-    """All of a node but its wiring, name, place in the source, and the number of its random draw."""
+    """Return all of a node except its wiring, name, source line, and seed slot."""
     args = node.args[:2] if node.op == "meshwright.dropout" else node.args
     kwargs = tuple([(k, _plain(v)) for k, v in node.kwargs if k != "seed"]) if node.kwargs else ()
     return node.op, _plain(args), kwargs, node.outputs, node.needs_grad, node.marks
 
 
 def _plain(value: Any) -> Any:
-    """A literal without references. Numbers that are equal but of different types stay apart."""
+    """Return a literal without references. Equal numbers of different types stay different."""
     kind = type(value)
     if kind is tuple:
         return tuple([_plain(v) for v in value])
@@ -110,7 +110,7 @@ def _literal(value: Any) -> str:
 
 
 def _runs(tokens: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, period): tokens[i] == tokens[i + period] for all i of [start, stop), at least a period long."""
+    """Yield (start, stop, period): tokens[i] == tokens[i + period] for all i of [start, stop), at least a period long."""
     for period in _periods(tokens):
         same = np.concatenate(([False], tokens[:-period] == tokens[period:], [False])).astype(np.int8)
         edges = np.flatnonzero(np.diff(same))
@@ -120,7 +120,7 @@ def _runs(tokens: np.ndarray) -> Iterator[tuple[int, int, int]]:
 
 
 def _periods(tokens: np.ndarray) -> list[int]:
-    """The most frequent distances between an n-gram and its next occurrence, for n = 1, 2, 4, …"""
+    """Return the most frequent distances between an n-gram and its next occurrence, for n = 1, 2, 4, …"""
     count: Counter[int] = Counter()
     grams, width = tokens, 1
     while len(grams) > 1:
@@ -138,7 +138,7 @@ def _periods(tokens: np.ndarray) -> list[int]:
 
 
 def _stretches(free: np.ndarray, start: int, stop: int, period: int) -> Iterator[tuple[int, int]]:
-    """The parts of a run whose blocks are not taken."""
+    """Yield the parts of a run whose blocks are free."""
     low = start
     while low < stop:
         while low < stop and not free[low]:
@@ -152,7 +152,7 @@ def _stretches(free: np.ndarray, start: int, stop: int, period: int) -> Iterator
 
 
 def _blocks(view: _View, start: int, stop: int, period: int) -> Iterator[Block]:
-    """The best block of each stretch of a run whose wiring repeats: most repeats, then fewest values handed on."""
+    """Yield the best block of each part of a run whose wiring repeats: most repeats, then fewest values passed on."""
     for low, high in _wired_stretches(view, start, stop, period):
         low = max(start, low - period)  # what breaks the wiring before it may be the first block's way in
         while (best := _best(view, low, high, period)) is not None:
@@ -175,7 +175,7 @@ def _best(view: _View, low: int, high: int, period: int) -> Block | None:
 
 
 def _wired_stretches(view: _View, start: int, stop: int, period: int) -> Iterator[tuple[int, int]]:
-    """The maximal parts of a run in which each node reads what the node a period later reads."""
+    """Yield the maximal parts of a run in which each node reads what the node a period later reads."""
     low = start
     for i in range(start, stop + 1):
         if i < stop and all(
@@ -194,9 +194,9 @@ def _same(a: Wire, b: Wire, period: int, view: _View) -> bool:
 
 
 def _wired(view: _View, start: int, period: int, repeats: int) -> int:
-    """How many blocks read what their predecessor reads: handed on, shared by all, or of their own.
+    """Return how many blocks read as their predecessor does: passed on, shared by all, or separate.
 
-    Which of the three must hold for a port in all blocks, and values must map one to one.
+    For each port one of the three must hold in all blocks, and values must map one to one.
     """
     kinds: dict[tuple[int, int], str] = {}
     for base in range(start, start + (repeats - 1) * period, period):
@@ -222,7 +222,7 @@ def _wired(view: _View, start: int, period: int, repeats: int) -> int:
 
 
 def _key(view: _View, start: int, period: int) -> str:
-    """Hash of a block's operators, literals, types and wiring."""
+    """Return a hash of a block's operators, literals, types and wiring."""
     digest = hashlib.sha256()
     outside: dict[Wire, int] = {}
     for i in range(start, start + period):

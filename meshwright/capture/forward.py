@@ -1,4 +1,4 @@
-"""The program of what a model gives, without a loss and without gradients: what runs for inference and evaluation."""
+"""Capture the program of a model's outputs, without a loss and gradients, for inference and evaluation."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ WANTED = "outputs=lambda model, batch: model(**batch).logits"
 
 @dataclass(frozen=True)
 class Forward:
-    """A captured program and the nest of its results."""
+    """A captured program and the structure of its results."""
 
     captured: Captured
     shape: Shape
 
 
 def capture_forward(model: torch.nn.Module, batch: Any, outputs: Callable[[Any, Any], Any]) -> Forward:
-    """The program of `outputs(model, batch)`, which gives a tensor, or a nest of dicts, lists, tuples and dataclasses
-    of them; in the training mode the model is in.
+    """Capture the program of `outputs(model, batch)`, in the training mode the model is in.
 
-    Parameters are not touched and may be real, fake or meta; the batch is an example of shapes. Raises CaptureError,
-    also for a model that changes its buffers (batch norm in training mode does).
+    It returns a tensor, or nested dicts, lists, tuples and dataclasses of them. Parameters are not touched and may be
+    real, fake or meta; the batch is an example of shapes. Raises CaptureError, also for a model that changes its
+    buffers (batch norm in training mode does).
     """
     found: list[Shape] = []
 
     class Results(Loss):
-        """What the model gives, as a flat tuple of tensors."""
+        """The outputs of a model as a flat tuple of tensors."""
 
         @property
         def labels(self) -> tuple[str, ...]:

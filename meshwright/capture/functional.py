@@ -1,8 +1,8 @@
-"""Which exported programs need no decomposition: nothing writes in place, and each operator stays what it is.
+"""Find exported programs that need no decomposition: nothing writes in place, and each operator stays as it is.
 
 `run_decompositions({})` makes a program functional and inlines its blocks. It takes two thirds of a capture: it patches
-every composite operator of torch, then traces the program again. Operators that have a rule or a form of ours come out
-of it as they went in, but for those below.
+every composite operator of torch, then traces the program again. Operators with a rule or a form of ours come out
+unchanged, except for those below.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UNCHANGED = frozenset((*LINES, *SPECIAL, *TABLE)) - DECOMPOSED
 
 
 def is_functional(program: torch.export.ExportedProgram) -> bool:
-    """Whether decomposing the program would change nothing."""
+    """Return whether decomposing the program would change nothing."""
     return all(
         fx.op in ("placeholder", "output")
         or (fx.op == "call_function" and (fx.target is operator.getitem or str(fx.target) in UNCHANGED))

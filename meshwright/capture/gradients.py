@@ -1,4 +1,4 @@
-"""Which values a gradient flows through: forward from the trained parameters, and back from the loss."""
+"""Find the values that need a gradient: forward from the trained parameters, and back from the loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLIND = ("aten.bernoulli.default", "aten.histc.default", "aten.one_hot.default",
 
 
 def mark_gradients(graph: Graph) -> Graph:
-    """Flags on every node's values, and only those detaches that stop something."""
+    """Set the gradient flags of every node's values, and remove detaches that stop nothing."""
     wanted = _from_loss(graph)  # behind any other detach stands another wall
     graph = _without(graph, lambda n: n.name not in wanted)
     reached = _from_parameters(graph)
@@ -25,7 +25,7 @@ def mark_gradients(graph: Graph) -> Graph:
 
 
 def settle_parameters(graph: Graph) -> Graph:
-    """No flag on parameters that no gradient reaches. Last: until then the flag says what autograd sees."""
+    """Clear the flags of parameters that no gradient reaches. Last: until then the flag is that of autograd."""
     reached = _from_loss(graph)
     inputs = tuple(replace(i, needs_grad=i.needs_grad and i.name in reached) for i in graph.inputs)
     return replace(graph, inputs=inputs)
@@ -39,7 +39,7 @@ def _without(graph: Graph, useless: Callable[[Node], bool]) -> Graph:
 
 
 def _from_parameters(graph: Graph) -> set[str]:
-    """Values that autograd would give a gradient function."""
+    """Return the values to which autograd would give a gradient function."""
     flows = {i.name for i in graph.inputs if i.needs_grad}
     for node in graph.nodes:
         if node.op not in DETACH and node.op not in BLIND and flows.intersection(node.uses):
@@ -48,7 +48,7 @@ def _from_parameters(graph: Graph) -> set[str]:
 
 
 def _from_loss(graph: Graph) -> set[str]:
-    """Values that reach the loss without a detach between."""
+    """Return the values that reach the loss without a detach."""
     wanted = {value for _, value in graph.outputs}
     for node in reversed(graph.nodes):
         if node.op not in DETACH and wanted.intersection(node.values):

@@ -1,4 +1,4 @@
-"""Hooks that a captured program does not run: those of gradients. Forward hooks are traced like the rest of a model."""
+"""Refuse hooks that a captured program does not run: those on gradients. Forward hooks are traced with the model."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def check_weight_hooks(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 class ShardHooks:
-    """The hooks of a program's own shards of weights, to which nobody may add one after a step was built."""
+    """The hooks on a program's shards of weights. None may be added after a step was built."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
-        """`weights`: those that are no parameters of the optimizer, too."""
+        """`weights`: includes those that are not parameters of the optimizer."""
         self.named = {id(x): (name, x) for name, x in (*weights.items(), *parameters.items())}
         self.tensors = [x for _, x in self.named.values()]
         self._known: list[int] = []
 
     def check(self) -> None:
-        """Raise RunError for a hook on a gradient. Quick: it is asked at every step."""
+        """Raise RunError for a hook on a gradient. It is fast, since every step calls it."""
         if any(map(HOOKS, self.tensors)):
             raise _of_a_weight(next(name for name, x in self.named.values() if HOOKS(x)))
         numbers = list(chain.from_iterable(filter(None, map(ACCUMULATED, self.tensors))))

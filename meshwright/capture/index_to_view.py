@@ -1,7 +1,7 @@
-"""Indexing by row numbers becomes a view.
+"""Turn indexing by row numbers into views.
 
-`x[arange(n)[:, None], arange(m)[None]]` reads x as it stands. Left as an index it would ask a rank for the *global* row
-numbers of a tensor of which it holds a block. Mask code is full of it.
+`x[arange(n)[:, None], arange(m)[None]]` reads x unchanged. As an index it would need the *global* row numbers of a
+tensor of which a rank has a shard. Mask code is full of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshwright.core.graph import Graph, Node, Ref
 
 @dataclass(frozen=True, slots=True)
 class Iota:
-    """An integer tensor whose value is ``start + step * (index along dim)``; `dim` is None where it is one number."""
+    """An integer tensor of value ``start + step * (index along dim)``; `dim` is None for a single number."""
 
     dim: int | None
     start: int
@@ -22,7 +22,7 @@ class Iota:
 
 
 def indices_to_views(graph: Graph) -> Graph:
-    """Every `index` by iotas, each along a dim of its own, as slice, permute, view and expand."""
+    """Replace every `index` by iotas, each along a separate dim, by slice, permute, view and expand."""
     facts: dict[str, Iota] = {}
 
     def every(b: Rewriter, n: Node) -> Ref | None:

@@ -1,4 +1,4 @@
-"""Run a graph with plain torch operators: what a captured program means, for tests and for proving masks."""
+"""Run a graph with plain torch operators: the meaning of a captured program, for tests and for proving masks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.errors import CaptureError
 def bind(
     graph: Graph, constants: Mapping[str, torch.Tensor], model: torch.nn.Module, batch: Any
 ) -> dict[str, torch.Tensor]:
-    """Input name → the tensor of the model, the batch or the constants that it stands for."""
+    """Return the tensor of each input, by name: from the model, the batch or the constants."""
     known = {
         "parameter": dict(model.named_parameters(remove_duplicate=False)),
         "buffer": dict(model.named_buffers(remove_duplicate=False)),
@@ -38,10 +38,10 @@ def interpret(
     attention: Callable[..., torch.Tensor] | None = None,
     device: str | torch.device = "cpu",
 ) -> dict[str, torch.Tensor]:
-    """Output label or mutated buffer → tensor, from input name → tensor; autograd works through it.
+    """Run a graph on tensors by input name; return tensors by output label or mutated buffer. Autograd works.
 
-    `dropout(x, p, slot)` stands in for ``meshwright.dropout`` (torch's own by default) and `attention(*args, seed=slot,
-    **kwargs)` for attention with dropout.
+    `dropout(x, p, slot)` replaces ``meshwright.dropout`` (by default torch's own) and `attention(*args, seed=slot,
+    **kwargs)` replaces attention with dropout.
     """
     known = dict(values)
     special: dict[str, Callable[..., Any]] = {
@@ -54,7 +54,7 @@ def interpret(
 
 
 def _expert_linear(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """Each row times the matrix of each expert it was given to, one by one: slow, and plain to see."""
+    """Multiply each row by the matrix of each of its experts, one by one: slow, and obviously correct."""
     rows = x.repeat_interleave(len(experts) // max(len(x), 1), dim=0)
     return torch.bmm(rows[:, None], weight[experts])[:, 0]
 
@@ -96,7 +96,7 @@ def run(
 
 @functools.cache
 def operator_named(name: str, where: str = "") -> Callable[..., Any]:
-    """``aten.linear.default`` → the torch operator. Raises CaptureError when it is not registered."""
+    """Return the torch operator named ``aten.linear.default``. Raises CaptureError when it is not registered."""
     if name == "aten.view.default":  # clones are dropped at capture, so a view copies where it must
         return torch.reshape
     found: Any = torch.ops

@@ -1,7 +1,7 @@
-"""Tensors that forward leaves on a module, for the loss of the same pass: `self.aux_loss = …`.
+"""Tensors that forward sets on a module, for the loss of the same pass: `self.aux_loss = …`.
 
-They are intermediate values of the program as any other if the pass has written them before it reads them: no pass sees
-what the one before has left. Descriptors on the classes of the user's modules tell which comes first.
+They are intermediate values of the program if the pass writes them before it reads them: no pass sees those of the one
+before. Descriptors on the classes of the user's modules record which comes first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Left:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Note within what is read and written first."""
+        """Record what is read and what is written first."""
         # It may leave something in an attribute that is not there, None or an empty list.
         self.was = {
             (id(module), name): vars(module).get(name, self)
@@ -59,7 +59,7 @@ class Left:
                 delattr(kind, name)
 
     def take_away(self) -> None:
-        """Take what the pass has left, and may have left, from the modules again."""
+        """Remove the tensors that the pass has set, or may have set, from the modules."""
         for prefix, module in self.model.named_modules():
             held = vars(module)
             for name in [n for n in self.names if (id(module), n) in self.written and n in held]:
@@ -76,7 +76,7 @@ class Left:
 
 
 class _First:
-    """A data descriptor for what is in the instance's own dict."""
+    """A data descriptor for a value in the instance's own dict."""
 
     def __init__(self, name: str, left: Left) -> None:
         self.name, self.left = name, left

@@ -1,7 +1,6 @@
-"""Words that annotations give to operators (`mw.on_host`, `mw.recompute`, `mw.stage`): from marks at the tensors of a
-call to the nodes inside it.
+"""Move annotations of calls (`mw.on_host`, `mw.recompute`, `mw.stage`) from marks on tensors to the nodes inside.
 
-The marks themselves go: they would stand between an operator and its readers, and between equal layers.
+The marks themselves are removed: they would separate an operator from its readers, and equal layers from each other.
 """
 
 from __future__ import annotations
@@ -14,9 +13,12 @@ from meshwright.core.graph import AGAIN_MARK, PIN, Graph, Node
 
 
 def settle_marks(graph: Graph) -> Graph:
-    """The graph whose nodes carry the words of the calls they are in: those between a call's marked tensors and its
-    marked results, and what is made for them alone of parameters and constants (the cast of a table, a mask). Of
-    policies of recompute a node has that of the innermost call, and what makes a call's results is marked, too."""
+    """Return the graph whose nodes carry the annotations of the calls they are in.
+
+    These are the nodes between a call's marked inputs and marked results, and those computed for them only from
+    parameters and constants (the cast of a table, a mask). Of recompute policies a node has that of the innermost call,
+    and the producers of a call's results are marked, too.
+    """
     sites: dict[tuple[int, str], tuple[set[str], set[str]]] = {}
     marks: set[str] = set()
     for node, site, word, role in _marks(graph):
@@ -67,7 +69,7 @@ def _marks(graph: Graph) -> Iterator[tuple[Node, int, str, str]]:
 
 
 def _makers(graph: Graph, marks: set[str]) -> set[str]:
-    """The operators that make what some marks stand at, other marks left out."""
+    """Return the operators that produce the marked values, without marks."""
     found: set[str] = set()
     for node in reversed(graph.nodes):
         if node.name in marks and node.uses[0] in graph.producers:
@@ -78,7 +80,7 @@ def _makers(graph: Graph, marks: set[str]) -> set[str]:
 
 
 def _below(graph: Graph, start: set[str]) -> set[str]:
-    """Names of nodes that follow from these nodes or inputs, themselves among them."""
+    """Return the names of nodes that depend on these nodes or inputs, and themselves."""
     found, values = set(start), set(start)
     for node in graph.nodes:
         if node.name in found or values.intersection(node.uses):
@@ -88,7 +90,7 @@ def _below(graph: Graph, start: set[str]) -> set[str]:
 
 
 def _above(graph: Graph, start: set[str]) -> set[str]:
-    """Names of nodes that these follow from, themselves among them."""
+    """Return the names of nodes that these depend on, and themselves."""
     found = set(start)
     for node in reversed(graph.nodes):
         if node.name in found:

@@ -1,6 +1,6 @@
-"""The first values of a model on the meta device: made as its constructor makes them, of each what a rank holds.
+"""Initialise a model on the meta device: run its constructor, and keep only each rank's shards.
 
-All ranks go on from the random state of rank 0, so that they need not be seeded alike.
+All ranks start from the random state of rank 0, so they need not use the same seed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LISTED = 6  # buffers that an error lists
 
 
 def check_init(model: torch.nn.Module, init: Init | None, broadcast: bool | int = True) -> None:
-    """Raise RunError for a model without values and nothing to make them, or with both."""
+    """Raise RunError for a model without values and without `init`, or with both."""
     first = first_on_meta(model)
     if init is None and first:
         raise RunError(
@@ -57,8 +57,10 @@ def _check_builds(init: Any) -> None:
 
 
 def check_weights(model: torch.nn.Module, weights: Any, beside: Mapping[str, Any]) -> None:
-    """Raise RunError for a model without values and no file that has them, or with both. `beside`: what else was given
-    that only a file gives a meaning, by name."""
+    """Raise RunError for a model without values and without a file of them, or with both.
+
+    `beside`: other arguments, by name, that only make sense with a file.
+    """
     first = first_on_meta(model)
     if weights is None:
         if first:
@@ -87,7 +89,7 @@ def check_weights(model: torch.nn.Module, weights: Any, beside: Mapping[str, Any
 
 
 def temporary_of(model: torch.nn.Module) -> frozenset[str]:
-    """The buffers that a model makes anew, which no file need have."""
+    """Return the buffers that a model computes itself, so a file may lack them."""
     every = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     return frozenset(every.difference(model.state_dict(keep_vars=True)))
 
@@ -95,7 +97,7 @@ def temporary_of(model: torch.nn.Module) -> frozenset[str]:
 def check_absent(
     model: torch.nn.Module, absent: Iterable[Input], init: Init | None, path: Path
 ) -> list[Input]:
-    """Of the buffers that a checkpoint lacks those that `init` has to compute. Raises RunError without it."""
+    """Return the buffers missing in a checkpoint, which `init` has to compute. Raises RunError without it."""
     real = {n for n, b in model.named_buffers(remove_duplicate=False) if b.device.type != "meta"}
     without = [e for e in absent if e.target not in real]
     if without and init is None:
@@ -113,7 +115,7 @@ def check_absent(
 
 @contextlib.contextmanager
 def all_on_meta(model: torch.nn.Module) -> Iterator[None]:
-    """While it is entered, the buffers of a model on the meta device are there too, so that it can be followed."""
+    """Put the buffers of a meta model on the meta device too, within a context, so that it can be traced."""
     real = [
         (module, name, buffer)
         for module in model.modules()
@@ -130,16 +132,16 @@ def all_on_meta(model: torch.nn.Module) -> Iterator[None]:
 
 
 def first_on_meta(model: torch.nn.Module) -> str:
-    """The name of a parameter or buffer without values, empty where there is none."""
+    """Return the name of a parameter or buffer without values; empty if there is none."""
     named = (*model.named_parameters(), *model.named_buffers())
     return next((name for name, t in named if t.device.type == "meta"), "")
 
 
 class Initial:
-    """A model's first values. Raises CaptureError for a constructor that cannot be followed."""
+    """The initial values of a model. Raises CaptureError for a constructor that cannot be traced."""
 
     def __init__(self, init: Init, entries: Iterable[Input], state: torch.Tensor) -> None:
-        """`entries`: the inputs of the program; `state` of the CPU's random generator, from which `init` starts."""
+        """`entries`: the inputs of the program; `state`: the CPU's random state, from which `init` starts."""
         self.state = state
         self.entries = [e for e in entries if e.role in ("parameter", "buffer")]
         torch.set_rng_state(state)
@@ -149,7 +151,7 @@ class Initial:
         )
 
     def problem(self, model: torch.nn.Module) -> str:
-        """What differs from `model`, empty where nothing does."""
+        """Return the difference from `model` as text; empty if there is none."""
         theirs = dict(model.named_parameters(remove_duplicate=False)) | dict(
             model.named_buffers(remove_duplicate=False)
         )
@@ -167,14 +169,19 @@ class Initial:
     def parts(
         self, take: Callable[[Input], Take], wanted: Callable[[str], bool] = lambda _: True
     ) -> dict[str, torch.Tensor]:
-        """Input name → part, of those that are `wanted`. `take`: the function from a whole tensor to the part."""
+        """Return the shards of the `wanted` inputs, by name.
+
+        `take` returns the function from a full tensor to the shard.
+        """
         torch.set_rng_state(self.state)
         mine = (e for e in self.entries if wanted(e.name))
         return replay(self.built, {e.name: (self.tensors[e.target], take(e)) for e in mine})
 
     def computed(self, entries: Iterable[Input]) -> dict[str, torch.Tensor]:
-        """Input name → full tensor, of those that the constructor computes without random numbers. Raises CaptureError
-        for others."""
+        """Return full tensors by input name that the constructor computes without random numbers.
+
+        Raises CaptureError for others.
+        """
         return {e.name: evaluate(self.built, self.built.view(self.tensors[e.target])) for e in entries}
 
 

@@ -1,12 +1,11 @@
-"""What a constructor does to its tensors, written down while it runs on the meta device.
+"""Record what a constructor does to its tensors, while it runs on the meta device.
 
-A model is made without memory: every tensor that its constructor asks for is a meta tensor, and what would have been
-computed is noted as a list of calls. `meta_init_replay.py` runs them later, for one parameter at a time. Tensors are
-told apart by the memory they would lie in, so views, ties and ``.data`` need no care: a tensor is a stretch of a
-storage.
+A model is built without memory: every tensor that its constructor creates is a meta tensor, and computations are
+recorded as a list of calls. `meta_init_replay.py` runs them later, for one parameter at a time. Tensors are identified
+by storage, so views, ties and ``.data`` need no care: a tensor is a view of a storage.
 
-A constructor may ask for a number (``x.item()``): what it depends on is then computed at once, and refused where that
-would be random, for random numbers are drawn in the order of one device, which is known at the end alone.
+If a constructor needs a number (``x.item()``), its dependences are computed at once. That is refused for random values,
+since random numbers are drawn in the order of one device, which is known only at the end.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ OVERWRITES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor as a stretch of a storage."""
+    """A tensor as a view of a storage."""
 
     storage: int
     dtype: torch.dtype
@@ -59,10 +58,12 @@ class View:
 
 @dataclass(slots=True)
 class Call:
-    """One call of torch. Tensors among its arguments are `View`s; `makes` are the tensors it returned in new memory, by
-    their number among those it returned. `overwrites`: the storage that it fills without reading, `asks`: those of
-    which it only wants shape and dtype. `state` is what the constructor had set the random generator to
-    before, if it did."""
+    """One call of torch.
+
+    Tensors among its arguments are `View`s. `makes` are the results in new memory, by position. `overwrites`: the
+    storage that it fills without reading; `asks`: storages of which it needs only shape and dtype. `state`: the random
+    state that the constructor had set before, if it did.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -77,7 +78,7 @@ class Call:
 
     @property
     def touches(self) -> frozenset[int]:
-        """All storages it has to do with."""
+        """All storages it reads or writes."""
         return self.reads | self.writes | {v.storage for v in self.makes.values()}
 
     @property
@@ -92,13 +93,13 @@ class Call:
 
 
 class Construction(TorchFunctionMode):
-    """While it is entered, models are made without memory and what is done to their tensors is noted in `calls`.
+    """Within this context models are built without memory, and operations on their tensors are recorded in `calls`.
 
-    `nbytes`: size of each storage. `constants`: tensors that came from elsewhere (a file, numpy), by their storage.
+    `nbytes`: size of each storage. `constants`: tensors from elsewhere (a file, numpy), by their storage.
     """
 
     def __init__(self, evaluate: Callable[[Construction, View], torch.Tensor]) -> None:
-        """`evaluate` gives the values of a tensor by the calls so far."""
+        """`evaluate` computes the values of a tensor from the calls so far."""
         super().__init__()
         self.calls: list[Call] = []
         self.nbytes: list[int] = []
@@ -111,7 +112,7 @@ class Construction(TorchFunctionMode):
         self.end: torch.Tensor | None = None
 
     def view(self, tensor: torch.Tensor) -> View:
-        """Which stretch of which storage a tensor is."""
+        """Return a tensor as a view of a storage."""
         if tensor.layout != torch.strided:
             raise _refused(f"a {tensor.layout} tensor", "its values lie in no one stretch of memory")
         storage = tensor.untyped_storage()
@@ -125,7 +126,7 @@ class Construction(TorchFunctionMode):
         return View(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
 
     def finish(self) -> None:
-        """Note what the constructor left the random generator at."""
+        """Record the final state of the random generator."""
         self.end = self._reseeded()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -211,7 +212,7 @@ class Construction(TorchFunctionMode):
         return state
 
     def _read(self, func: Any, args: Any) -> Any:
-        """An attribute of a tensor: it is said to lie on the CPU, as it will."""
+        """Return an attribute of a tensor, as if it were on the CPU, where it will be."""
         match getattr(func.__self__, "__name__", ""):
             case "device":
                 return torch.device("cpu")
@@ -242,7 +243,7 @@ class Construction(TorchFunctionMode):
         return True
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the meta device."""
+        """Return the tensor on the meta device."""
         if tensor.device.type == "meta":
             return tensor
         view = self.view(tensor)
@@ -258,7 +259,7 @@ class Construction(TorchFunctionMode):
     def _number(
         self, func: Any, args: Any, kwargs: dict[str, Any], given: list[torch.Tensor], error: Exception
     ) -> Any:
-        """What a call that needs values gives: ``x.item()``, ``if x.sum() > 0``."""
+        """Return the result of a call that needs values: ``x.item()``, ``if x.sum() > 0``."""
         name = func.__name__
         writes = name == "__setitem__" or "out" in kwargs or (name[-1] == "_" and name[-2:] != "__")
         if not given or writes:
@@ -286,7 +287,7 @@ def _own_generator(name: str) -> CaptureError:
 
 
 def user_line(code: bool = False) -> str:
-    """The innermost line that is neither torch's nor ours, with its `code` if asked for."""
+    """Return the innermost line that is neither torch's nor ours, with its `code` if requested."""
     for frame in frames():
         file = frame.f_code.co_filename
         if not file.startswith((TORCH_ROOT, HERE, "<")):
@@ -296,7 +297,7 @@ def user_line(code: bool = False) -> str:
 
 
 def frames() -> Iterator[Any]:
-    """The stack from inside out."""
+    """Yield the stack from inside out."""
     frame = inspect.currentframe()
     while frame is not None:
         yield frame

@@ -1,9 +1,9 @@
-"""The tensors of a construction made for real, one after the other, of each what this rank holds.
+"""Replay a recorded construction with real tensors, one at a time, and keep only this rank's shards.
 
-Random numbers are drawn in the order in which one device draws them, so that values are equal to its own bit for bit:
-every call that draws runs where it stood, on memory made for the moment where its result is overwritten later. Calls
-that draw nothing run when their tensor is there, however late the constructor made them; so a tensor is finished, cut
-and freed as early as it can be, and a rank has memory for its parts and, as a rule, one whole tensor.
+Random numbers are drawn in the order of one device, so values are equal to its own bit for bit: every call that draws
+runs at its place, on temporary memory if its result is overwritten later. Other calls run when their tensor exists,
+however late the constructor made them. So a tensor is finished, sharded and freed as early as possible, and a rank
+needs memory for its shards and, as a rule, one full tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Take = Callable[[torch.Tensor], torch.Tensor]
 
 
 def construct(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Construction]:
-    """Run a constructor without memory: the model, and what makes its tensors. Raises CaptureError."""
+    """Run a constructor without memory. Return the model, and the recorded construction. Raises CaptureError."""
     built = Construction(evaluate)
     with built:
         model = make()
@@ -30,9 +30,12 @@ def construct(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Con
 
 
 def replay(built: Construction, takes: Mapping[str, tuple[torch.Tensor, Take]]) -> dict[str, torch.Tensor]:
-    """Name → part. `takes`: name → a tensor of the model that was constructed, and the function from the whole tensor
-    to the part. The random generator of the CPU goes on from where it is, and ends
-    where a constructor on one device leaves it."""
+    """Return shards by name.
+
+    `takes` maps names to a tensor of the constructed model, and the function from the full tensor to the shard. The
+    random generator of the CPU continues from its present state, and ends where a constructor on one device would leave
+    it.
+    """
     wanted: dict[int, list[tuple[str, View, Take]]] = {}
     for name, (tensor, take) in takes.items():
         view = built.view(tensor)
@@ -57,7 +60,7 @@ def replay(built: Construction, takes: Mapping[str, tuple[torch.Tensor, Take]]) 
 
 
 def evaluate(built: Construction, view: View) -> torch.Tensor:
-    """The values of a tensor in the middle of a construction. Raises CaptureError where they are random."""
+    """Return the values of a tensor in the middle of a construction. Raises CaptureError if they are random."""
     live = living(built.calls, {view.storage}, others=False)
     state = torch.get_rng_state()
     run = _Replay(built, {}, live)
@@ -69,7 +72,7 @@ def evaluate(built: Construction, view: View) -> torch.Tensor:
         torch.set_rng_state(state)
         raise CaptureError(
             "init: the constructor asks for the value of a random tensor",
-            why="random numbers are drawn when the whole constructor has been seen",
+            why="random numbers are drawn after the full constructor has run",
             where=user_line(),
             hint="build the model on a real device and leave out init=",
         )
@@ -77,7 +80,7 @@ def evaluate(built: Construction, view: View) -> torch.Tensor:
 
 
 def living(calls: list[Call], wanted: Iterable[int], *, others: bool = True) -> set[int]:
-    """The calls on which storages depend, by number; with `others` also those of which little is known."""
+    """Return the numbers of the calls on which storages depend; with `others` also calls of unknown effect."""
     needed, live = set(wanted), set[int]()
     for number in range(len(calls) - 1, -1, -1):
         call = calls[number]
@@ -90,7 +93,7 @@ def living(calls: list[Call], wanted: Iterable[int], *, others: bool = True) -> 
 
 
 class _Replay:
-    """Memory and progress. `live`: the calls that matter and have not run, until they have."""
+    """Memory and progress of a replay. `live`: the needed calls that have not run."""
 
     def __init__(
         self,
@@ -108,7 +111,7 @@ class _Replay:
                 self.order.setdefault(storage, []).append(number)
 
     def tensor(self, view: View) -> torch.Tensor:
-        """A view on real memory."""
+        """Return a view on real memory."""
         memory = self.memory.get(view.storage)
         if memory is None:
             made = torch.empty(self.built.nbytes[view.storage], dtype=torch.uint8, device="cpu")
@@ -117,7 +120,7 @@ class _Replay:
         return empty.set_(memory, view.offset, view.size, view.stride)
 
     def execute(self, number: int) -> None:
-        """Run a call on real memory, allocated where there is none yet."""
+        """Run a call on real memory, allocated if necessary."""
         call = self.built.calls[number]
         before = torch.get_rng_state() if call.plain else None
         bare = call.asks - set(self.memory)
@@ -140,7 +143,7 @@ class _Replay:
                 self.memory[view.storage] = real.untyped_storage()
 
     def draw(self, number: int) -> None:
-        """Run a call for the random numbers that it uses up alone, on memory for the moment."""
+        """Run a call only for the random numbers that it consumes, on temporary memory."""
         aside = {s: self.memory.pop(s) for s in self.built.calls[number].touches if s in self.memory}
         self.execute(number)
         for storage in self.built.calls[number].touches:
@@ -148,7 +151,7 @@ class _Replay:
         self.memory |= aside
 
     def reach(self, number: int) -> None:
-        """Run a call that matters, what it needs before it, and what can follow at once."""
+        """Run a needed call, its dependences before it, and what can follow at once."""
         if number not in self.live:
             return
         touched = self._run(self._needed(number))
@@ -162,7 +165,7 @@ class _Replay:
             self.settle(storage)
 
     def settle(self, storage: int) -> None:
-        """Where nothing more happens to a storage: take the parts of its tensors, and free it."""
+        """Take the shards of a storage's tensors and free it, if no more calls need it."""
         if self._next(storage) is not None:
             return
         for name, view, take in self.wanted.get(storage, ()):
@@ -177,7 +180,7 @@ class _Replay:
         self.free([storage])
 
     def free(self, storages: Iterable[int]) -> None:
-        """Let go of memory that nothing needs."""
+        """Free memory that nothing needs."""
         for storage in storages:
             if self._next(storage) is None:
                 self.memory.pop(storage, None)
@@ -191,14 +194,14 @@ class _Replay:
         return touched
 
     def _next(self, storage: int) -> int | None:
-        """The next call that matters to a storage."""
+        """Return the next needed call of a storage."""
         waiting = self.order.get(storage, [])
         while waiting and waiting[-1] not in self.live:
             waiting.pop()
         return waiting[-1] if waiting else None
 
     def _needed(self, number: int) -> set[int]:
-        """A call and all before it that must run first."""
+        """Return a call and all earlier ones that must run first."""
         found, open_ = {number}, [number]
         while open_:
             here = open_.pop()

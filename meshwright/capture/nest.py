@@ -1,4 +1,6 @@
-"""Results in a nest of dicts, lists, tuples and dataclasses: its shape as JSON, and the nest again around tensors."""
+"""Nested results of dicts, lists, tuples and dataclasses: their structure as JSON, and the results rebuilt around
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ Shape = Any  # a nest of dicts and lists, JSON: numbers of tensors as {"tensor":
 
 
 def filled(shape: Shape, tensors: Iterable[Any]) -> Any:
-    """The nest of results around tensors, in their order."""
+    """Return nested results around tensors, in order."""
     return _filled(shape, list(tensors))
 
 
@@ -32,8 +34,11 @@ def _filled(shape: Shape, tensors: list[Any]) -> Any:
 
 
 def shape_of(value: Any, made: list[torch.Tensor]) -> Shape:
-    """The nest of a value, whose tensors are added to `made`. Words and numbers stay what they are. Any other object
-    without tensors (a cache) is left out of a dict, and None in a list, so that all else keeps its place."""
+    """Return the structure of a value, whose tensors are appended to `made`.
+
+    Words and numbers are kept. Any other object without tensors (a cache) is left out of a dict, and is None in a list,
+    so that all else keeps its place.
+    """
     if isinstance(value, torch.Tensor):
         made.append(value)
         return {"tensor": len(made) - 1}
@@ -53,7 +58,7 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _holds(value: Any) -> bool:
-    """Return whether there is something to give: a tensor, a word or a number."""
+    """Return whether a value has a tensor, a word or a number."""
     if isinstance(value, torch.Tensor | str | int | float):
         return True
     if isinstance(value, tuple | list):
@@ -62,7 +67,7 @@ def _holds(value: Any) -> bool:
 
 
 def count(shape: Shape) -> int:
-    """The tensors of a nest of results."""
+    """Return the number of tensors of nested results."""
     match shape:
         case {"tensor": int()}:
             return 1

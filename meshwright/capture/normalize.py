@@ -1,6 +1,6 @@
-"""One way to write each thing: views, creations, splits, attention and dropout in a single form, no-ops gone.
+"""Give each operation a single form: views, creations, splits, attention and dropout; remove no-ops.
 
-The table at the end says which operator becomes what. Dims are never negative, shapes never contain -1, slices are
+The table at the end maps operators to their forms. Dims are never negative, shapes never contain -1, slices are
 clamped, and nothing names a device.
 """
 
@@ -22,7 +22,7 @@ DROPOUT = "meshwright.dropout"
 
 
 def normalize(graph: Graph) -> Graph:
-    """The same program in our own vocabulary."""
+    """Return the same program in our own vocabulary."""
     return rewrite(graph, TABLE, _other)
 
 
@@ -63,7 +63,7 @@ def _cast(b: Rewriter, n: Node) -> Values:
 
 
 def _full(value_at: int | float | bool) -> Rule:
-    """A creation; `value_at` is the position of the value, or with `_constant` the value itself."""
+    """Return a rule for a creation; `value_at` is the position of the value, or with `_constant` the value itself."""
 
     def rule(b: Rewriter, n: Node) -> Values:
         value = n.args[int(value_at)]
@@ -297,7 +297,7 @@ def _cross_entropy(b: Rewriter, n: Node) -> Values:
 
 
 def _dense(b: Rewriter, n: Node) -> Values:
-    """Gradients are added up over ranks, and a sum of sparse ones is dense all too soon."""
+    """Drop ``sparse``: gradients are reduced over ranks, and a sum of sparse ones is soon dense."""
     if not is_sparse(n):
         return None
     args = (*n.args[: SPARSE[n.op]], False, *n.args[SPARSE[n.op] + 1 :])

@@ -1,7 +1,7 @@
-"""Calls of the user's code to what is outside of torch's program: clocks, random numbers of the system, files, input,
-the process. They are known by the built-in function that runs, whatever name the code has for it.
+"""Record calls of the user's code to the outside of torch: clocks, system random numbers, files, input, the process.
 
-Python's profile function sees them. It is off within calls of torch, where most of the time of a capture goes.
+They are recognised by the built-in function that runs, whatever name the code uses. Python's profile function sees
+them. It is off within calls of torch, where a capture spends most of its time.
 """
 
 from __future__ import annotations
@@ -74,8 +74,10 @@ ON_BEHALF = {
 
 
 class OutsideCalls:
-    """Notes calls of the user's code to the outside: what, and the file and line of each. `generators`: those of
-    random numbers whose draws are noted, beside that of Python's module `random`."""
+    """Records calls of the user's code to the outside, with file and line.
+
+    `generators`: random generators whose draws are recorded, beside that of Python's module `random`.
+    """
 
     def __init__(self, generators: Iterable[Any] = ()) -> None:
         self._generators = {id(GLOBAL), *map(id, generators)}
@@ -84,7 +86,7 @@ class OutsideCalls:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Note them within; not where somebody else profiles the process."""
+        """Record calls within the context, unless something else profiles the process."""
         if sys.getprofile() is not None:
             yield
             return
@@ -97,7 +99,7 @@ class OutsideCalls:
             sys.setprofile(None)
 
     def aside(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A call of torch, within which nothing is noted."""
+        """Call torch without recording."""
         if not self._on:
             return call(*args, **kwargs)
         sys.setprofile(None)
@@ -121,7 +123,7 @@ class OutsideCalls:
 
 
 def _user_of(frame: types.FrameType | None) -> types.FrameType | None:
-    """The user's frame that makes a call, by itself or by a library that does it on behalf of it."""
+    """Return the user's frame that makes a call, directly or through a library."""
     while frame is not None and is_library(frame.f_code.co_filename):
         name = frame.f_globals.get("__name__", "")
         if name not in ON_BEHALF and name.partition(".")[0] not in ON_BEHALF:
@@ -131,7 +133,7 @@ def _user_of(frame: types.FrameType | None) -> types.FrameType | None:
 
 
 def line_of(file: str, line: int) -> str:
-    """A place in the user's code, for a reader."""
+    """Return a place in the user's code as text."""
     return f"{Path(file).name}:{line}  {linecache.getline(file, line).strip()}"
 
 

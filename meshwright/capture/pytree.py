@@ -1,7 +1,7 @@
-"""The batch as a pytree: its tensors with their paths, and the same tree rebuilt around other tensors.
+"""The batch as a pytree: its tensors with their paths, and the tree rebuilt around other tensors.
 
-Dicts and other mappings, lists, tuples, named tuples and dataclasses nest freely; whatever else is not a tensor is a
-literal. (torch's own pytree is not public, and knows no mapping of another library without registration.)
+Dicts and other mappings, lists, tuples, named tuples and dataclasses nest freely; anything else that is not a tensor is
+a literal. (torch's own pytree is not public, and needs registration for mappings of other libraries.)
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from meshwright.errors import BatchError, a_type
 
 
 def leaves(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor with its path (``input_ids``, ``0.image``), in the tree's own order. Raises BatchError for a tree
-    that holds itself."""
+    """Yield every tensor with its path (``input_ids``, ``0.image``), in the tree's order.
+
+    Raises BatchError for a tree that contains itself.
+    """
     with _ending(tree):
         yield from _leaves(tree, "")
 
@@ -45,7 +47,7 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def literals(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Everything that is no tensor with its path, in the tree's own order."""
+    """Yield everything that is not a tensor with its path, in the tree's order."""
     with _ending(tree):
         yield from _literals(tree, "")
 
@@ -76,7 +78,7 @@ def _children(tree: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def map_leaves(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The same tree with each tensor replaced, in the order of `leaves`."""
+    """Return the tree with each tensor replaced, in the order of `leaves`."""
     if isinstance(tree, torch.Tensor):
         return change(tree)
     if isinstance(tree, dict):
@@ -95,21 +97,21 @@ def map_leaves(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def rebuild(tree: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    """The tree around other tensors, given in the order of `leaves`."""
+    """Return the tree around other tensors, in the order of `leaves`."""
     fresh = iter(tensors)
     return map_leaves(tree, lambda _: next(fresh))
 
 
 def facts_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """All that Python code may ask a tensor about, but its values and its memory: a capture freezes the answers."""
+    """Return all that Python code may read of a tensor, except its values and memory: a capture freezes these facts."""
     contiguous = tensor.layout is not torch.strided or tensor.is_contiguous()
     return tensor.shape, tensor.dtype, tensor.requires_grad, contiguous, tensor.layout
 
 
 def without_aliases(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors, cloned where two of them share memory.
+    """Return the tensors, cloned where two of them share memory.
 
-    ``labels = input_ids`` is common, and torch.export wires both names to one placeholder without a word.
+    ``labels = input_ids`` is common, and torch.export silently wires both names to one placeholder.
     """
     seen: set[int] = set()
     fresh = []

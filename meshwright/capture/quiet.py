@@ -1,4 +1,4 @@
-"""What torch prints while it fails to export a program, beside the error that says the same with the user's line."""
+"""Suppress what torch prints when an export fails, beside our error with the user's line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TALKATIVE = "torch.fx.experimental.symbolic_shapes"
 
 
 class _WithoutDumps(io.TextIOBase):
-    """A stream that passes on all but dumps of programs, and what ends their line."""
+    """A stream that drops dumps of programs, and the ends of their lines."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.after = stream, False
@@ -37,7 +37,7 @@ class _WithoutDumps(io.TextIOBase):
 
 @contextlib.contextmanager
 def without_dumps() -> Iterator[None]:
-    """Standard error and torch's log without them; with all of it where ``TORCH_LOGS`` asks for more."""
+    """Drop dumps from standard error and torch's log, unless ``TORCH_LOGS`` asks for more."""
     if "TORCH_LOGS" in os.environ:
         yield
         return

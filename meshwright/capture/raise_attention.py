@@ -1,7 +1,7 @@
-"""Raise attention back to what the model asked for.
+"""Restore the attention that the model expressed.
 
-Traced masks are boolean S × S tensors and traced keys are repeated for each group of heads; the fused kernels want
-`is_causal` and `enable_gqa`. A mask is taken away only when its value, computed from iotas alone, proves it.
+Traced masks are boolean S × S tensors and traced keys are repeated for each group of heads; the fused kernels expect
+`is_causal` and `enable_gqa`. A mask is removed only when its value, computed from iotas, proves it redundant.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Region = tuple[tuple[int, int], ...]
 
 
 def raise_attention(graph: Graph) -> Graph:
-    """Proved masks become `is_causal` or nothing, repeated heads become grouped ones, proved conditions vanish."""
+    """Replace proved masks by `is_causal` or nothing, repeated heads by grouped ones, and remove proved conditions."""
     masks = Masks(graph)  # a proved value keeps its name while the graph is rewritten
 
     def attention(b: Rewriter, n: Node) -> Ref | None:
@@ -49,7 +49,7 @@ def raise_attention(graph: Graph) -> Graph:
 
 
 def _ungrouped(b: Rewriter, q: Ref, k: Ref, v: Ref) -> tuple[Ref, Ref] | None:
-    """The keys and values before each head of theirs was repeated for its group of query heads."""
+    """Return the keys and values before each of their heads was repeated for its group of query heads."""
     sources = [_before_repeat(b, x) for x in (k, v)]
     if sources[0] is None or sources[1] is None or b.shape(sources[0])[1] != b.shape(sources[1])[1]:
         return None
@@ -72,7 +72,7 @@ def _before_repeat(b: Rewriter, x: Ref) -> Ref | None:
 
 
 class Masks:
-    """Proves masks that depend on nothing but iotas, block by block, without an S × S tensor."""
+    """Proves masks that depend only on iotas, block by block, without an S × S tensor."""
 
     def __init__(self, graph: Graph) -> None:
         self.types, self.made = graph.types, graph.producers
@@ -84,7 +84,7 @@ class Masks:
                 self.constant.update(node.values)
 
     def kind(self, name: str) -> str:
-        """``all`` (nothing blocked), ``causal`` (row i sees columns up to i) or ``other``."""
+        """Return ``all`` (nothing blocked), ``causal`` (row i sees columns up to i) or ``other``."""
         if name not in self.constant:
             return "other"
         if name not in self.known:
@@ -113,7 +113,7 @@ class Masks:
         return "all" if "all" in possible else "causal"
 
     def _equal_along(self, name: str) -> frozenset[int]:
-        """Dims along which a constant does not change, as far as its operators tell."""
+        """Return the dims along which a constant does not change, as far as its operators show."""
         node, shape = self.made[name], self.types[name].shape
         found = {d for d, s in enumerate(shape) if s == 1}
         match node.op:
@@ -140,7 +140,9 @@ class Masks:
         return frozenset(found)
 
     def _value(self, name: str, region: Region, memo: dict[tuple[str, Region], torch.Tensor]) -> torch.Tensor:
-        """A box of a constant value: through element-wise operators and views by boxes, else whole and cut."""
+        """Return a box of a constant: by boxes through element-wise operators and views, else sliced from the full
+        value.
+        """
         key = (name, region)
         if key not in memo:
             memo[key] = self._compute(self.made[name], name, region, memo)
@@ -226,7 +228,7 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[Region]:
 
 
 def _float_mask(block: torch.Tensor) -> torch.Tensor | None:
-    """Where an additive mask lets through, or None if it is more than a mask."""
+    """Return where an additive mask lets through, or None if it is more than a mask."""
     limit = NEVER_F16 if block.dtype == torch.float16 else NEVER
     if not block.is_floating_point() or not bool(((block == 0) | (block <= limit)).all()):
         return None

@@ -1,9 +1,9 @@
-"""Raise the routing of a mixture of experts back to what it means: each row times the matrix of its expert.
+"""Restore the routing of a mixture of experts: each row times the matrix of its expert.
 
-Traced, all rows are sorted by expert, go through the products of all experts, and are put back. So rows depend on one
-another by their order alone, which no rank with a part of them could know. A sorted value is another one whose rows are
-in the sort's order: `Sorted` knows that other one, operator by operator, and where the rows are put back it takes the
-place of the result. Where anything else sees the order, the graph stays as it was.
+In the trace all rows are sorted by expert, go through the products of all experts, and are put back. So rows depend on
+each other only by their order, which a rank with a shard of them cannot know. `Sorted` tracks, operator by operator,
+the unsorted equivalent of each sorted value. Where the rows are put back, the equivalent replaces the result. If
+anything else reads the order, the graph is unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SMALLER = {VIEW, COPY}  # what chosen experts go through before they are sorted
 
 @dataclass
 class Sorted:
-    """What is known of values in the order of a sort, by their names in the graph that is written."""
+    """What is known of values in the order of a sort, by their names in the new graph."""
 
     straight: dict[str, tuple[str, Ref]] = field(default_factory=dict)  # the sort, the rows as they came
     choices: dict[str, tuple[Ref, int]] = field(default_factory=dict)  # rows that repeat those of another
@@ -35,12 +35,12 @@ class Sorted:
     inverse: dict[str, str] = field(default_factory=dict)
 
     def rows(self, value: object) -> tuple[str, Ref] | None:
-        """The sort that a value's rows are in the order of, and the same rows as they came."""
+        """Return the sort whose order a value's rows have, and the unsorted rows."""
         return self.straight.get(value.name) if isinstance(value, Ref) else None
 
 
 def raise_experts(graph: Graph) -> Graph:
-    """Sorted rows times the matrices of experts become `meshwright.expert_linear`, and nothing is sorted."""
+    """Replace sorted rows times the matrices of experts by `meshwright.expert_linear`, without a sort."""
     if not any(n.op in PRODUCTS for n in graph.nodes):
         return graph
     known = Sorted()
@@ -63,7 +63,7 @@ def raise_experts(graph: Graph) -> Graph:
 
 
 def _sort(b: Rewriter, n: Node, known: Sorted) -> None:
-    """The numbers of experts of all pairs, from first to last."""
+    """Record the expert numbers of all pairs, from first to last."""
     x, (dim, descending) = n.args[0], SORTS[n.op]
     count = _experts(b, x)
     if len(b.shape(x)) != 1 or not count or n.arg(descending, "descending", False):
@@ -81,7 +81,7 @@ def _sort(b: Rewriter, n: Node, known: Sorted) -> None:
 
 
 def _experts(b: Rewriter, x: Ref) -> int:
-    """How many experts numbers are chosen among; 0 where that is not known."""
+    """Return the number of experts to choose from; 0 if unknown."""
     node = b.producer(x)
     while node is not None and node.op in SMALLER and not b.type(x).is_float:
         x = node.args[0]
@@ -92,7 +92,7 @@ def _experts(b: Rewriter, x: Ref) -> int:
 
 
 def _numbers(b: Rewriter, n: Node, known: Sorted) -> None:
-    """What follows from the sorted numbers alone: how many rows each expert has, and the way back."""
+    """Record what depends only on the sorted numbers: the rows of each expert, and the way back."""
     args = n.args
     match n.op:
         case "aten.histc.default" if (rows := known.rows(args[0])) and len(args) == 4:
@@ -117,7 +117,7 @@ def _is_cast(b: Rewriter, x: Ref, of: Ref) -> bool:
 
 
 def _put_back(n: Node, known: Sorted) -> Ref | None:
-    """The rows as they came, where the order is undone."""
+    """Return the unsorted rows where the order is undone."""
     rows = known.rows(n.args[0])
     picks = n.args[1]
     if rows is None or len(picks) != 1 or known.inverse.get(picks[0].name) != rows[0]:
@@ -140,7 +140,7 @@ def _product(b: Rewriter, n: Node, known: Sorted) -> None:
 
 
 def _rows(b: Rewriter, n: Node, known: Sorted) -> None:
-    """Operators that take each row by itself, of rows in the order of one sort."""
+    """Record operators on single rows, of rows in the order of one sort."""
     if n.op == INDEX:
         _chosen(b, n, known)
         return
@@ -159,9 +159,9 @@ def _rows(b: Rewriter, n: Node, known: Sorted) -> None:
 
 
 def _row_by_row(b: Rewriter, n: Node, is_sorted: list[bool]) -> bool:
-    """Return whether row i of all results follows from row i of what is sorted, and from that alone, alike for each i.
+    """Return whether row i of all results depends only on row i of the sorted inputs, in the same way for each i.
 
-    A letter that may be cut says so, where what runs on a part is the same operator.
+    A letter that may be sharded shows that, if the operator on a shard is the same one.
     """
     count = b.shape(Ref(n.uses[is_sorted.index(True)]))[0]
     if any(not t.shape or t.shape[0] != count for t in n.outputs):
@@ -182,7 +182,7 @@ def _row_by_row(b: Rewriter, n: Node, is_sorted: list[bool]) -> bool:
 
 
 def _chosen(b: Rewriter, n: Node, known: Sorted) -> None:
-    """Rows that are read in the order of a sort."""
+    """Record rows that are read in the order of a sort."""
     x, picks = n.args[0], n.args[1]
     rows = known.rows(picks[0]) if len(picks) == 1 else None
     if rows is None or known.rows(x) is not None:

@@ -1,7 +1,7 @@
-"""What Python code names: the globals, closure cells and attributes that a function may read.
+"""The names that Python code reads: globals, closure cells and attributes of a function.
 
 Only code of the user's own files is followed. Nothing is run: names are read from byte code, so a name counts as read
-where any branch has it.
+if any branch has it.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def _roots() -> tuple[str, ...]:
 
 @functools.lru_cache(4096)
 def is_library(file: str) -> bool:
-    """Return whether a file of code is none of the user's: installed, of Python or of this package."""
+    """Return whether a file of code is not the user's: installed, of Python or of this package."""
     if file.startswith(PACKAGE):
         return not file.startswith(EXAMPLES)
     return os.path.realpath(file).startswith(_roots()) or file.startswith("<frozen")
 
 
 def of_library(value: Any) -> bool:
-    """Return whether a module, class or function is none of the user's."""
+    """Return whether a module, class or function is not the user's."""
     if isinstance(value, types.FunctionType):
         return is_library(value.__code__.co_filename)
     if isinstance(value, types.ModuleType):
@@ -83,8 +83,10 @@ def _module_of_library(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Read:
-    """A global, a closure cell or a module imported inside that code reads, the attributes it takes of it, and the
-    line. `bare`: it is called without arguments. `key`: the constant text that it is called or indexed with."""
+    """A global, a closure cell or a locally imported module that code reads, with attributes and line.
+
+    `bare`: it is called without arguments. `key`: the constant text that it is called or indexed with.
+    """
 
     kind: str
     name: str
@@ -95,7 +97,7 @@ class Read:
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code and that of the functions inside."""
+    """Yield the code and that of the functions inside."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -104,7 +106,7 @@ def codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 @functools.lru_cache(4096)
 def reads(code: types.CodeType) -> tuple[Read, ...]:
-    """What a code reads, in its order; functions inside are apart (`codes`)."""
+    """Return what a code reads, in its order; functions inside are separate (`codes`)."""
     found: list[Read] = []
     kind = name = ""
     chain: list[str] = []
@@ -128,7 +130,7 @@ def reads(code: types.CodeType) -> tuple[Read, ...]:
 
 
 def _imported(steps: list[dis.Instruction]) -> dict[str, tuple[str, ...]]:
-    """Local name → the module, or the module and what is taken of it, that an import statement inside binds to it."""
+    """Return, for local names bound by import statements, the module and what is taken from it."""
     found: dict[str, tuple[str, ...]] = {}
     module = ""
     for step, then in itertools.pairwise(steps):
@@ -141,7 +143,7 @@ def _imported(steps: list[dis.Instruction]) -> dict[str, tuple[str, ...]]:
 
 
 def _key(steps: list[dis.Instruction], start: int, end: int) -> str | None:
-    """The text of ``x["a"]``, ``x("a")``, ``x("a", default)`` and ``"a" in x``; steps start…end load x."""
+    """Return the text of ``x["a"]``, ``x("a")``, ``x("a", default)`` and ``"a" in x``; steps start…end load x."""
     names = [step.opname for step in steps[end : end + 3]]
     if names[:1] == ["CONTAINS_OP"]:
         key = steps[start - 1]
@@ -157,7 +159,7 @@ def _key(steps: list[dis.Instruction], start: int, end: int) -> str | None:
 
 
 def origin(function: types.FunctionType, read: Read) -> Any:
-    """What a read of a function, or of the functions inside of it, begins with; None where that is not there yet."""
+    """Return the object at which a read of a function, or of functions inside, begins; None if it does not exist yet."""
     if read.kind == "module":
         return sys.modules.get(read.name)
     if read.kind == "global":
@@ -180,7 +182,7 @@ def is_environment(value: Any, attributes: tuple[str, ...]) -> bool:
 
 @functools.lru_cache(4096)
 def names(code: types.CodeType) -> frozenset[str]:
-    """Every name and every text that a code has, with those of functions inside."""
+    """Return every name and text of a code, with those of functions inside."""
     every = list(codes(code))
     texts = {t for c in every for t in c.co_consts if isinstance(t, str)}
     texts |= {
@@ -196,7 +198,7 @@ def names(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(4096)
 def pieces(code: types.CodeType) -> frozenset[str]:
-    """Texts of which code may put names of attributes together (``getattr(self, f"scale_{i}")``)."""
+    """Return texts of which code may compose attribute names (``getattr(self, f"scale_{i}")``)."""
     if not names(code) & DYNAMIC:
         return frozenset()
     texts = {t for c in codes(code) for t in c.co_consts if isinstance(t, str)}
@@ -204,8 +206,10 @@ def pieces(code: types.CodeType) -> frozenset[str]:
 
 
 def lines_that_change(code: types.CodeType, name: str) -> Iterator[tuple[int, int]]:
-    """Lines that may change what a name stands for, each with how likely it does: 0 assigns the name, 1 stores into an
-    element or calls a method that changes, 2 only has it."""
+    """Yield lines that may change the value of a name, with a rank.
+
+    0 assigns the name, 1 stores into an element or calls a mutating method, 2 only mentions it.
+    """
     line = 0
     lines: list[tuple[dis.Instruction, int]] = []
     for step in dis.get_instructions(code):

@@ -1,6 +1,6 @@
-"""Rewriting a graph node by node: `rewrite(graph, rules)`, and the view-like operators a rule may write.
+"""Rewrite a graph node by node: `rewrite(graph, rules)`, and the view-like operators a rule may emit.
 
-A rule gets the rewriter and a node whose arguments are rewritten already, and returns what the node's values become, or
+A rule receives the rewriter and a node whose arguments are already rewritten. It returns the new values of the node, or
 None to keep it. The helpers (`view`, `permute`, `expand`, `slice`, `cat`, `full`, `cast`) look one producer back, so
 chains of views, and views of constants, never arise.
 """
@@ -22,7 +22,7 @@ ARANGE = "aten.arange.start_step"
 
 
 class Rewriter:
-    """The graph being written: its nodes so far, and what became of the old values."""
+    """The new graph: its nodes so far, and the new values of the old ones."""
 
     def __init__(self, graph: Graph) -> None:
         self.types = {i.name: i.type for i in graph.inputs}
@@ -34,15 +34,15 @@ class Rewriter:
         self._count = 0
 
     def type(self, ref: Ref) -> TensorType:
-        """Type of a value."""
+        """Return the type of a value."""
         return self.types[ref.name]
 
     def shape(self, ref: Ref) -> tuple[int, ...]:
-        """Shape of a value."""
+        """Return the shape of a value."""
         return self.types[ref.name].shape
 
     def producer(self, ref: Ref, op: str = "") -> Node | None:
-        """The node that makes a value, if it is of this op."""
+        """Return the node that produces a value, if it has this op."""
         node = self.made.get(ref.name)
         return node if node is not None and op in ("", node.op) else None
 
@@ -54,7 +54,7 @@ class Rewriter:
         return tuple(Ref(v) for v in node.values)
 
     def emit(self, op: str, args: tuple[Any, ...], type_: TensorType, **kwargs: Any) -> Ref:
-        """Append a node with one result, in the place of the node being rewritten."""
+        """Append a node with one result, in place of the node being rewritten."""
         return self.emit_many(op, args, (type_,), **kwargs)[0]
 
     def emit_many(
@@ -70,14 +70,14 @@ class Rewriter:
         )
 
     def again(self, node: Node, became: Mapping[str, Ref]) -> tuple[Ref, ...]:
-        """Append a node once more, reading other tensors of the same types."""
+        """Append a copy of a node that reads other tensors of the same types."""
         fresh = node.with_uses(became[u].name if u in became else u for u in node.uses)
         return self.emit_many(fresh.op, fresh.args, fresh.outputs, **dict(fresh.kwargs))
 
     # ------------------------------------------------------------ operators with one level of looking back
 
     def full(self, shape: Sequence[int], value: bool | int | float, dtype: str) -> Ref:
-        """A constant, without a tensor to take its shape from."""
+        """Return a constant, without a tensor to take its shape from."""
         value = (
             bool(value) if dtype == "b8" else float(value) if TensorType(dtype, ()).is_float else int(value)
         )
@@ -86,12 +86,12 @@ class Rewriter:
         )
 
     def full_value(self, ref: Ref) -> bool | int | float | None:
-        """The value of a constant, or None."""
+        """Return the value of a constant, or None."""
         node = self.producer(ref, FULL)
         return node.args[1] if node else None
 
     def view(self, x: Ref, shape: Sequence[int]) -> Ref:
-        """Another shape of the same elements."""
+        """Return the elements in another shape."""
         shape = tuple(shape)
         assert math.prod(shape) == math.prod(self.shape(x)), (shape, self.shape(x))
         if shape == self.shape(x):
@@ -105,7 +105,7 @@ class Rewriter:
         return self.emit(VIEW, (x, shape), replace(self.type(x), shape=shape))
 
     def permute(self, x: Ref, dims: Sequence[int]) -> Ref:
-        """The dims in another order."""
+        """Return the dims in another order."""
         dims = tuple(d % len(dims) for d in dims)
         if dims == tuple(range(len(dims))):
             return x
@@ -119,7 +119,7 @@ class Rewriter:
         return self.emit(PERMUTE, (x, dims), replace(self.type(x), shape=shape))
 
     def expand(self, x: Ref, shape: Sequence[int]) -> Ref:
-        """Dims of size 1, and new leading ones, repeated without copying."""
+        """Return dims of size 1, and new leading ones, repeated without a copy."""
         shape = tuple(shape)
         if shape == self.shape(x):
             return x
@@ -132,7 +132,7 @@ class Rewriter:
         return self.emit(EXPAND, (x, shape), replace(self.type(x), shape=shape))
 
     def slice(self, x: Ref, dim: int, start: int, end: int, step: int = 1) -> Ref:
-        """Every `step`-th element of a dim from `start` up to `end`, clamped to the dim."""
+        """Return every `step`-th element of a dim from `start` up to `end`, clamped to the dim."""
         shape = self.shape(x)
         size = shape[dim]
         start, end = (min(max(i + size if i < 0 else i, 0), size) for i in (start, end))
@@ -166,7 +166,7 @@ class Rewriter:
         return self.cat(parts or [self.slice(node.args[0][0], dim, 0, 0)], dim)
 
     def cat(self, parts: Sequence[Ref], dim: int) -> Ref:
-        """Tensors joined along a dim; empty ones vanish."""
+        """Return tensors joined along a dim, without empty ones."""
         kept = [p for p in parts if self.shape(p)[dim]] or list(parts[:1])
         if len(kept) == 1:
             return kept[0]
@@ -175,7 +175,7 @@ class Rewriter:
         return self.emit(CAT, (tuple(kept), dim), replace(self.type(kept[0]), shape=tuple(shape)))
 
     def cast(self, x: Ref, dtype: str) -> Ref:
-        """The same values in another dtype."""
+        """Return the values in another dtype."""
         if self.type(x).dtype == dtype:
             return x
         value = self.full_value(x)
@@ -184,11 +184,11 @@ class Rewriter:
         return self.emit(CAST, (x,), replace(self.type(x), dtype=dtype), dtype=Dtype(dtype))
 
     def like(self, x: Ref, type_: TensorType) -> Ref:
-        """A value cast and expanded to a type."""
+        """Return a value cast and expanded to a type."""
         return self.expand(self.cast(x, type_.dtype), type_.shape)
 
     def split(self, x: Ref, sizes: Sequence[int], dim: int) -> tuple[Ref, ...]:
-        """Consecutive pieces of a dim."""
+        """Return consecutive pieces of a dim."""
         if len(sizes) == 1:
             return (x,)
         shape = self.shape(x)
@@ -197,7 +197,7 @@ class Rewriter:
 
 
 def rewrite(graph: Graph, rules: Mapping[str, Rule], every: Rule | None = None) -> Graph:
-    """Each node by the rule of its op (`every` where there is none), in one pass from first to last."""
+    """Rewrite each node by the rule of its op (`every` if there is none), in one pass from first to last."""
     writer = Rewriter(graph)
     for node in graph.nodes:
         writer.here = current = _renamed(node, writer.became)

@@ -1,11 +1,11 @@
-"""Run torch.export on the loss, so that nothing the user wrote disappears in silence.
+"""Run torch.export on the loss, so that nothing the user wrote is dropped silently.
 
-Parameters stay where they are (real, fake or meta); export computes on fake tensors only. A torch function mode rides
-along, because a block that export drops or moves would change what the program means:
+Parameters stay as they are (real, fake or meta); export computes on fake tensors only. A torch function mode runs
+along, because a block that export drops or moves would change the meaning of the program:
 
-- a result computed without gradient gets an explicit `detach`: inlined plainly, a frozen target network would train;
-- an autocast context around the call is applied again inside the traced function, where export sees it;
-- a user's `checkpoint()` leaves a note, a custom `autograd.Function` an error (its backward would be lost).
+- A result computed without gradient gets an explicit `detach`: inlined plainly, a frozen target network would train.
+- An autocast context around the call is applied again inside the traced function, where export sees it.
+- A user's `checkpoint()` gives a remark, a custom `autograd.Function` an error (its backward would be dropped).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from meshwright.core.graph import LOSS
 from meshwright.errors import CaptureError, MeshwrightError
 
 TORCH_ROOT = str(Path(torch.__file__).parent)
-# torch.export patches classes and has state of the whole process, so one thread traces at a time.
+# torch.export patches classes and has state of the process, so one thread traces at a time.
 ONE_AT_A_TIME = threading.RLock()
 HERE = str(Path(__file__).parent)
 CHECKPOINT_FILE = torch_checkpoint.__file__
@@ -54,11 +54,10 @@ NO_CHECKPOINT = (
 
 @dataclass
 class Trace:
-    """What the export saw.
+    """The result of an export.
 
-    `paths` are the batch's tensors in placeholder order, `origins` the places of nodes inside blocks, by name.
-    `labels`: what the results are called; `outside`: lines that read tensors which somebody might train and which are
-    none of the model's.
+    `paths` are the batch's tensors in placeholder order, `origins` the source lines of nodes inside blocks, by name.
+    `labels`: the names of results. `outside`: lines that read tensors which require gradients and are not the model's.
     """
 
     program: torch.export.ExportedProgram
@@ -82,17 +81,17 @@ class Loss(torch.nn.Module):
         self.batch, self.loss, self.autocast = batch, loss, _ambient_autocast()
 
     def train(self, mode: bool = True) -> Loss:
-        """Leave the model's own training flags alone: a user may freeze some of its modules in eval mode."""
+        """Leave the model's own training flags: a user may freeze some of its modules in eval mode."""
         self.training = mode
         return self
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What the results are called, when it has run."""
+        """The names of the results, after it has run."""
         return (LOSS, *(f"out{number}" for number in range(count(self.watch.shape or {"plain": None}))))
 
     def value(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """What the user's function gives for the batch's tensors."""
+        """Return the result of the user's function for the batch's tensors."""
         with ExitStack() as stack:
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype))
@@ -101,8 +100,11 @@ class Loss(torch.nn.Module):
             return self.loss(self.model, rebuild(self.batch, tensors))
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        """The loss as a scalar, whatever the shape of its one element, and the tensors returned beside it, which train
-        nothing. Raises CaptureError for what is none."""
+        """Return the loss as a scalar, whatever the shape of its one element, and the tensors beside it, which train
+        nothing.
+
+        Raises CaptureError if it is not a loss.
+        """
         loss, more = loss_and_more(self.value(tensors))
         made: list[torch.Tensor] = []
         self.watch.shape = None if more is None else shape_of(more, made)
@@ -116,15 +118,14 @@ class Loss(torch.nn.Module):
 
 
 def loss_and_more(value: Any) -> tuple[torch.Tensor, Any]:
-    """The loss as a scalar, and what a loss function returns beside it as ``(loss, outputs)``; None if nothing. Raises
-    CaptureError."""
+    """Return the loss as a scalar, and the outputs of ``(loss, outputs)``, or None. Raises CaptureError."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], torch.Tensor):
         return scalar_of(value[0]), value[1]
     return scalar_of(value), None
 
 
 def scalar_of(value: Any) -> torch.Tensor:
-    """What a user's function gives as a loss. Raises CaptureError for what is none, as ``backward()`` does."""
+    """Return the result of a user's function as a scalar loss. Raises CaptureError as ``backward()`` would."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point():
         return value.reshape(())
     if isinstance(value, torch.Tensor):
@@ -144,7 +145,7 @@ def scalar_of(value: Any) -> torch.Tensor:
 
 @dataclass
 class _Watch(TorchFunctionMode):
-    """Sees every torch call of the model while it is traced."""
+    """Sees every torch call of the model during the trace."""
 
     calls: OutsideCalls = field(default_factory=OutsideCalls)
     checkpoints: list[str] = field(default_factory=list)
@@ -174,7 +175,7 @@ class _Watch(TorchFunctionMode):
         return _detached(out)
 
     def _look_at(self, args: Any) -> None:
-        """Parameters and buffers of the model are fake while it is traced; what is real comes from elsewhere."""
+        """Record real tensors: parameters and buffers of the model are fake during the trace."""
         if torch.is_grad_enabled() and any(type(x) in REAL and x.requires_grad and x.is_leaf for x in args):
             line = _line_of(_out_of_torch(sys._getframe(4)))
             if line not in self.outside:
@@ -240,7 +241,7 @@ def _refuse_custom_backward(frame: Any, inner: Any) -> None:
         "checkpoint(use_reentrant=True) cannot be captured"
         if reentrant
         else "a custom autograd.Function cannot be captured",
-        why="its backward lives outside the graph and would be lost in silence",
+        why="its backward is not captured and would be dropped silently",
         where=_line_of(_out_of_torch(frame)),
         hint="checkpoint(..., use_reentrant=False), or mw.recompute(module)"
         if reentrant
@@ -254,7 +255,7 @@ def _ambient_autocast() -> tuple[tuple[str, torch.dtype], ...]:
 
 
 def trace(model: torch.nn.Module, batch: Any, loss: Callable[..., Any], wrap: type[Loss] = Loss) -> Trace:
-    """Export `loss(model, batch)` and make it functional. `wrap` says what it gives. Raises CaptureError."""
+    """Export `loss(model, batch)` and make it functional. `wrap` is the class of the wrapper. Raises CaptureError."""
     check_backward_hooks(model)
     found = list(leaves(batch))
     paths, tensors = tuple(p for p, _ in found), without_aliases(t for _, t in found)
@@ -286,7 +287,7 @@ def trace(model: torch.nn.Module, batch: Any, loss: Callable[..., Any], wrap: ty
 
 
 def _origins(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
-    """Source of the nodes inside blocks (no_grad, autocast): the decomposition knows only their generated code."""
+    """Return the source lines of nodes inside blocks (no_grad, autocast): the decomposition knows only generated code."""
     known: dict[str, dict[str, Any]] = {}
     for inner in module.modules():
         if isinstance(inner, torch.fx.GraphModule) and inner is not module:
@@ -314,7 +315,7 @@ DATA_DEPENDENT = (
 
 
 def _explain(error: Exception) -> CaptureError:
-    """An export failure with the user's own source line and a way out."""
+    """Return an export failure with the user's own source line and a hint."""
     kinds: list[str] = []
     chain: BaseException | None = error
     while chain is not None:
@@ -337,7 +338,7 @@ def _explain(error: Exception) -> CaptureError:
 
 
 def _empty(batch: Any, error: Exception) -> CaptureError:
-    """An export failure where the example batch has nothing that the loss could read."""
+    """Return an export failure for an example batch without tensors."""
     return CaptureError(
         f"the example batch has no tensors: {batch!r:.80}",
         why=f"the loss could not be computed of it: {type(error).__name__}: {error!s:.200}",
@@ -347,7 +348,7 @@ def _empty(batch: Any, error: Exception) -> CaptureError:
 
 
 def _user_line(error: BaseException | None) -> str:
-    """The innermost frame of the user's or the model library's own code in the traceback."""
+    """Return the innermost frame of the user's or the model library's code in the traceback."""
     while error is not None:
         frames = traceback.extract_tb(error.__traceback__)
         for frame in reversed(frames):

@@ -1,5 +1,7 @@
-"""The Python values that a capture may read: of the modules of a model, and of what the loss and the user's functions
-name. `find` lists them with labels for a reader, and the objects that hold them for a quick look."""
+"""The Python values that a capture may read: those of the model's modules, and those that the user's functions name.
+
+`find` lists them with labels for a reader, and the objects that contain them for a quick comparison.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,10 @@ SMALL_BYTES = 4096  # of an array whose content is compared
 
 @dataclass(frozen=True)
 class Item:
-    """A value as it is now: `value` can be hashed, `text` is for a reader; `library`: of an object whose class is none
-    of the user's."""
+    """A value at one time.
+
+    `value` is hashable, `text` is for a reader; `library`: it belongs to an object whose class is not the user's.
+    """
 
     value: Hashable
     text: str
@@ -49,7 +53,7 @@ class Item:
 
 @dataclass
 class Owner:
-    """A dict that holds values under names. `sized`: and no others; `lacking`: names that it does not have."""
+    """A dict with values under names. `sized`: it has no others; `lacking`: names that it does not have."""
 
     mapping: Mapping[str, Any]
     names: dict[str, None] = field(default_factory=dict)
@@ -59,8 +63,10 @@ class Owner:
 
 @dataclass
 class Found:
-    """What there is to read: `items` by label, and the objects that hold them. `names` are those that the code of the
-    user has, `functions` the user's."""
+    """The values that a capture may read: `items` by label, and the objects that contain them.
+
+    `names` are those in the user's code, `functions` the user's.
+    """
 
     items: dict[str, Item] = field(default_factory=dict)
     owners: dict[int, Owner] = field(default_factory=dict)
@@ -83,8 +89,10 @@ class Found:
 
 
 def find(model: torch.nn.Module | None, loss: Callable[..., Any], own: Collection[int]) -> Found:
-    """All that a capture of ``loss(model, batch)`` may read. `own`: the ids of tensors that are inputs of the
-    program."""
+    """Return all that a capture of ``loss(model, batch)`` may read.
+
+    `own`: the ids of tensors that are program inputs.
+    """
     known: set[str] = set()
     texts: set[str] = set()
     while True:
@@ -99,7 +107,7 @@ def find(model: torch.nn.Module | None, loss: Callable[..., Any], own: Collectio
 
 
 def shown(value: Any) -> str:
-    """A value for a reader, short."""
+    """Return a value as short text."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
@@ -110,14 +118,14 @@ def shown(value: Any) -> str:
 
 
 def fixed(value: Any) -> Hashable:
-    """A plain value as one that can be hashed, in which 1, 1.0 and True differ and nan is equal to itself."""
+    """Return a plain value as a hashable one, in which 1, 1.0 and True differ and nan equals itself."""
     if isinstance(value, tuple | frozenset):
         return (type(value).__name__, *(fixed(v) for v in value))
     return type(value).__name__, repr(value) if isinstance(value, (float, complex, *FIXED)) else value
 
 
 def is_plain(value: Any, depth: int = 4) -> bool:
-    """Return whether a value holds numbers, texts and types alone, at most so deep."""
+    """Return whether a value contains only numbers, texts and types, at most so deep."""
     if isinstance(value, (*SCALARS, *FIXED)):
         return True
     if depth == 0:
@@ -132,8 +140,10 @@ def is_plain(value: Any, depth: int = 4) -> bool:
 
 
 def differs(was: dict[str, Item], now: dict[str, Item], library: bool = True) -> str:
-    """The first difference of two sets of values, in words. What objects of libraries have got in addition counts for
-    nothing; without `library` nothing does that they have."""
+    """Return the first difference of two sets of values, in words.
+
+    Additions to objects of libraries do not count; without `library` nothing of theirs does.
+    """
     for label, old in was.items():
         new = now.get(label)
         if new is not None and new.value == old.value:
@@ -160,7 +170,7 @@ def _tensor_change(old: Any, new: Any) -> str:
 
 
 class _Slots(Mapping[str, Any]):
-    """The attributes that an object has in slots."""
+    """The attributes of an object with slots."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -181,7 +191,7 @@ class _Slots(Mapping[str, Any]):
 
 
 class _Finder:
-    """`known` and `texts`: names that the user's code has, as far as they are known."""
+    """The search for values. `known` and `texts`: names in the user's code, as far as they are known."""
 
     def __init__(self, own: Collection[int], known: Collection[str], texts: Collection[str]) -> None:
         self.own, self.known, self.texts = own, known, texts
@@ -193,7 +203,7 @@ class _Finder:
     # ------------------------------------------------------------ values
 
     def visit(self, label: str, value: Any, library: bool) -> None:
-        """Note a value, and what it holds."""
+        """Record a value and its contents."""
         item = self._item(label, value, library)
         self.found.items.setdefault(label, Item(item, shown(value), library))
 
@@ -218,7 +228,7 @@ class _Finder:
         return ("object", id(value))
 
     def _is_record(self, value: Any) -> bool:
-        """Return whether two objects of equal attributes are the same: those of configurations, and of the user."""
+        """Return whether objects with equal attributes are equal: those of configurations, and of the user."""
         if callable(value) or isinstance(value, torch.nn.Module) or not hasattr(value, "__dict__"):
             return False
         return not of_library(type(value)) or is_plain(value)
@@ -327,7 +337,7 @@ class _Finder:
     # ------------------------------------------------------------ modules
 
     def module(self, label: str, root: torch.nn.Module) -> None:
-        """Note attributes, training flags and hooks of a module and those in it."""
+        """Record attributes, training flags and hooks of a module and those inside."""
         foreign = label != "model"
         for name, module in root.named_modules():
             place = _of(label, name) if name else label
@@ -381,7 +391,7 @@ class _Finder:
                 self._owner(mapping, free)
 
     def _forward(self, place: str, module: torch.nn.Module) -> None:
-        """Note which function is the forward of a module: its own, or that of its class."""
+        """Record the function that is a module's forward: its own, or that of its class."""
         held, label = vars(module), _of(place, "forward")
         if "forward" in held:
             self.visit(label, held["forward"], False)
@@ -395,7 +405,7 @@ class _Finder:
             self.visit(f"{kind.__qualname__}.forward", kind.forward, False)
 
     def kind(self, kind: type) -> None:
-        """Note what methods of a class read, as far as code names them, and the attributes of the class itself."""
+        """Record what methods of a class read, as far as code names it, and the attributes of the class itself."""
         for base in kind.__mro__:
             if base in (object, torch.nn.Module) or base in self.kinds:
                 continue
@@ -425,7 +435,7 @@ class _Finder:
     # ------------------------------------------------------------ functions
 
     def function(self, label: str, function: types.FunctionType) -> None:
-        """Note what a function of the user finds in its defaults, its closure and its globals."""
+        """Record the defaults, the closure and the globals of a user's function."""
         inner = getattr(function, "__wrapped__", None)
         if inner is not None:
             self.visit(label, inner, False)
@@ -476,7 +486,7 @@ class _Finder:
 
 @functools.cache
 def read_by(kind: type) -> frozenset[str]:
-    """The names that the methods of a class of `torch.nn` have, those aside that make a module or show it."""
+    """Return the names that the methods of a class of `torch.nn` read, except those that construct or print a module."""
     functions = (
         function
         for base in kind.__mro__
@@ -488,7 +498,7 @@ def read_by(kind: type) -> frozenset[str]:
 
 
 def of_library_hook(hook: Any) -> bool:
-    """Return whether a library has put a hook into a module, as Hugging Face does to note hidden states."""
+    """Return whether a library has added a hook to a module, as Hugging Face does to record hidden states."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     function = getattr(hook, "__func__", hook)
@@ -496,8 +506,9 @@ def of_library_hook(hook: Any) -> bool:
 
 
 def _derived(hooks: Iterable[Any]) -> set[str]:
-    """Attributes that forward pre-hooks of torch compute anew before each forward reads them: spectral_norm,
-    weight_norm, pruning."""
+    """Return attributes that forward pre-hooks of torch recompute before each forward: spectral_norm, weight_norm,
+    pruning.
+    """
     mine = [hook for hook in hooks if of_library_hook(hook)]
     return {
         str(getattr(h, n))
@@ -521,12 +532,12 @@ def is_filled(cell: types.CellType) -> bool:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place, as far as it counts that."""
+    """Return how often a tensor was changed in place, as far as it counts that."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Where the values of a tensor lie, which ``x.data = y`` changes; 0 where it has no one place."""
+    """Return the address of a tensor's values, which ``x.data = y`` changes; 0 if it has none."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return 0
     try:

@@ -1,4 +1,4 @@
-"""What a captured program does otherwise than the user's code says, in words for the plan."""
+"""Remarks about differences between a captured program and the user's code."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ def is_sparse(node: Node) -> bool:
 
 
 def noted(graph: Graph, outside: Iterable[str]) -> tuple[str, ...]:
-    """Notes on a graph as it was traced. `outside`: where tensors are read that require a gradient and are none of the
-    model's."""
+    """Return remarks on a traced graph.
+
+    `outside`: lines that read tensors which require a gradient and are not the model's.
+    """
     sparse = (n.module or n.name for n in graph.nodes if is_sparse(n))
     tables = [
         f"the gradient of {table} is a dense tensor, as with sparse=False: it is added up over ranks, and an optimizer "

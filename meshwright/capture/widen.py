@@ -1,4 +1,4 @@
-"""Every float in float64, for proofs: `widen(graph)`, and `widened_eager()` for the eager model beside it."""
+"""Compute in float64, for proofs: `widen(graph)`, and `widened_eager()` for the eager model beside it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ GROUPED = torch.nn.functional.grouped_mm
 
 
 def widen(graph: Graph) -> Graph:
-    """The same program with f64 wherever it says f32, bf16 or f16, and c128 for c64: in types, dtype
-    arguments and created constants."""
+    """Return the program with f64 for f32, bf16 and f16, and c128 for c64, in types, dtype arguments and created
+    constants.
+    """
     inputs = tuple(replace(i, type=_type(i.type)) for i in graph.inputs)
     return replace(graph, inputs=inputs, nodes=tuple(_node(n) for n in graph.nodes))
 
@@ -45,18 +46,19 @@ def _dtype(value: Any) -> Any:
 
 
 class widened_eager(TorchFunctionMode):
-    """Within it, eager code that asks for a narrower float gets float64: ``x.float()``, ``x.to(torch.bfloat16)``.
+    """Within this context, eager code that asks for a narrower float gets float64: ``x.float()``,
+    ``x.to(torch.bfloat16)``.
 
-    torch's grouped product knows no float64: its groups are multiplied one by one.
+    torch's grouped product does not support float64: its groups are multiplied one by one.
     """
 
     def __enter__(self) -> widened_eager:
-        """Take the place of the grouped product."""
+        """Replace the grouped product."""
         torch.nn.functional.grouped_mm = _grouped
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        """Give it back."""
+        """Restore it."""
         torch.nn.functional.grouped_mm = GROUPED
         super().__exit__(*exception)
 
@@ -75,7 +77,7 @@ def _wide(value: Any) -> Any:
 
 
 def _grouped(rows: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor, **more: Any) -> torch.Tensor:
-    """Rows in groups that end at `offs`, each group times a matrix of its own."""
+    """Multiply rows in groups that end at `offs` by a separate matrix for each group."""
     if rows.dtype != torch.float64 or weight.dim() != 3 or any(v is not None for v in more.values()):
         return GROUPED(rows, weight, offs=offs, **more)
     ends = offs.tolist()
