@@ -110,7 +110,7 @@ def _literal(value: Any) -> str:
 
 
 def _runs(tokens: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, stop, period): tokens[i] == tokens[i + period] for all i of [start, stop), at least a period long."""
+    """Yield (start, stop, period): tokens[i] == tokens[i + period] for all i of [start, stop), of at least a period."""
     for period in _periods(tokens):
         same = np.concatenate(([False], tokens[:-period] == tokens[period:], [False])).astype(np.int8)
         edges = np.flatnonzero(np.diff(same))

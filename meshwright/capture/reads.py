@@ -159,7 +159,7 @@ def _key(steps: list[dis.Instruction], start: int, end: int) -> str | None:
 
 
 def origin(function: types.FunctionType, read: Read) -> Any:
-    """Return the object at which a read of a function, or of functions inside, begins; None if it does not exist yet."""
+    """Return the object at which a read of a function, or of functions inside, begins; None if there is none."""
     if read.kind == "module":
         return sys.modules.get(read.name)
     if read.kind == "global":

@@ -287,7 +287,7 @@ def trace(model: torch.nn.Module, batch: Any, loss: Callable[..., Any], wrap: ty
 
 
 def _origins(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the source lines of nodes inside blocks (no_grad, autocast): the decomposition knows only generated code."""
+    """Return the source lines of nodes inside blocks (no_grad, autocast); decomposition has generated code only."""
     known: dict[str, dict[str, Any]] = {}
     for inner in module.modules():
         if isinstance(inner, torch.fx.GraphModule) and inner is not module:

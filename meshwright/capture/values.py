@@ -486,7 +486,7 @@ class _Finder:
 
 @functools.cache
 def read_by(kind: type) -> frozenset[str]:
-    """Return the names that the methods of a class of `torch.nn` read, except those that construct or print a module."""
+    """Return the names that methods of a `torch.nn` class read, except those that construct or print a module."""
     functions = (
         function
         for base in kind.__mro__
