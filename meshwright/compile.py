@@ -29,9 +29,9 @@ from meshwright.report.plan_table import plan_text
 from meshwright.request import request_for
 from meshwright.search.annotations import renumber
 from meshwright.search.choose import choose
-from meshwright.search.deadline import Deadline
 from meshwright.search.pipeline.choose import CHOSEN
 from meshwright.search.planner import Progress, Request
+from meshwright.search.stop import Stop
 from meshwright.search.wanted import MeshLike, Pins, Wanted
 from meshwright.smaller_batches import with_batch_that_fits
 
@@ -83,11 +83,11 @@ def plan(
     With a cluster the plan says what it costs (`Plan.claims`). `memory` is the limit in bytes per rank (by default the
     device's); `optimizer_states` counts the moments per parameter (2 for Adam). `space` (``a``, ``b``, ``c``) is what
     ``dynamic_programming`` searches and `inner` (``exact``, ``greedy``) how ``recursive_programming`` solves one axis.
-    `progress` is told (stage, best price in seconds so far, bound). After `time_limit` seconds a search ends with the
-    best so far, as it does by Ctrl-C; without any that fits by then it goes on to the first that does. `techniques`:
-    see `meshwright.core.techniques`, as in ``optimizer_parallel=3, micro_batches=4``. Raises a subclass of
-    MeshwrightError that names the operator and the line. What the plan remarks is logged:
-    ``logging.getLogger("meshwright")``.
+    `progress` is called with (stage, best price in seconds so far, bound). A search ends with the best so far after
+    `time_limit` seconds, by Ctrl-C (a second one interrupts), or where `progress` returns True; without any that fits
+    by then it goes on to the first that does. `techniques`: see `meshwright.core.techniques`, as in
+    ``optimizer_parallel=3, micro_batches=4``. Raises a subclass of MeshwrightError that names the operator and the
+    line. What the plan remarks is logged: ``logging.getLogger("meshwright")``.
     """
     asked = techniques_from(techniques)
     captured = captured_of(model, batch, loss, cache)
@@ -97,17 +97,16 @@ def plan(
         made = plan_captured(captured, mesh, mode, pins, request, asked)
         if "search_seconds" in made.claims:  # all of it, as a user waits for it
             made = replace(made, claims={**made.claims, "search_seconds": time.perf_counter() - began})
-        if request is not None and request.deadline.over:
-            made = made.with_notes(
-                f"the search was ended after {time_limit:g} s: this is the best plan found by then"
-            )
+        if request is not None and request.stop.over:
+            how = "interrupted" if request.stop.interrupted else f"ended after {time_limit:g} s"
+            made = made.with_notes(f"the search was {how}: this is the best plan found by then")
         return log_remarks(made)
     except DoesNotFit as error:
         known = _captured.get(model)
+        again = request_for(cluster, memory, optimizer_states, space, inner, progress, FIRST)
+        again = replace(again, any_fits=True) if again is not None else None
 
         def planned(fewer: Any) -> Plan:  # any plan will do: it ends with the first
-            again = request_for(cluster, memory, optimizer_states, space, inner, progress, FIRST)
-            again = replace(again, any_fits=True) if again is not None else None
             return plan_captured(captured_of(model, fewer, loss), mesh, mode, pins, again, asked)
 
         told = with_batch_that_fits(error, captured.graph, batch, planned)
@@ -133,7 +132,7 @@ def plan_captured(
 def with_model(plan: Plan, captured: Captured, request: Request | None = None) -> Plan:
     """The plan together with the program it was made for."""
     if request is not None:  # a plan that takes more pins begins a search of its own
-        request = replace(request, deadline=Deadline(request.deadline.seconds))
+        request = replace(request, stop=Stop(request.stop.seconds))
     return ModelPlan(**vars(plan.without_model()), captured=captured, request=request)
 
 

@@ -6,8 +6,8 @@ import math
 
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError, a_type
-from meshwright.search.deadline import Deadline
 from meshwright.search.planner import Progress, Request
+from meshwright.search.stop import Stop
 
 
 def request_for(
@@ -79,7 +79,7 @@ def request_for(
         told,
         simulate=True,
         hard=memory is not None,
-        deadline=Deadline(float(seconds)),
+        stop=Stop(float(seconds)),
     )
 
 

@@ -93,7 +93,7 @@ def plan(
     """Plan how to shard MODEL over a cluster, and write the plan to a file.
 
     Needs no devices and no weights. Ctrl-C, or --time-limit, ends the search with the best plan
-    found so far.
+    found so far; a second Ctrl-C interrupts it.
     """
     from meshwright.cli.arguments import (
         mesh_sizes,
@@ -125,8 +125,6 @@ def plan(
         raise typer.Exit(130) from None
     except DoesNotFit as error:
         raise as_typed(error) from None
-    if watch.interrupted:
-        err().print("stopped: this is the best plan found so far", style="yellow")
     made.save(output)
     if trace is not None and machine is not None:
         write_trace(trace, parts, machine, states)
@@ -195,7 +193,7 @@ def make(
     if machine is not None:
         priced = {"cluster": machine, "memory": limit, "optimizer_states": states, "progress": watch}
         priced["time_limit"] = time_limit
-    with watch.stage(SEARCHING), watch.interruptible(), shown_elsewhere():
+    with watch.stage(SEARCHING), shown_elsewhere():
         made = mw.plan(
             opened.model,
             opened.batch,

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -40,7 +37,6 @@ class Watch:
         self._told = False
         self._task = self._bar.add_task("", total=None, found="")
         self.seconds: dict[str, float] = {}
-        self.interrupted = False
 
     @contextmanager
     def stage(self, text: str) -> Iterator[None]:
@@ -51,23 +47,6 @@ class Watch:
             yield
         finally:
             self.seconds[text] = time.perf_counter() - began
-
-    @contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Within, Ctrl-C is remembered in `interrupted` before it interrupts, since a search may end well after it."""
-
-        def heard(number: int, frame: FrameType | None) -> None:
-            self.interrupted = True
-            raise KeyboardInterrupt
-
-        if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread hears signals
-            return
-        before = signal.signal(signal.SIGINT, heard)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
 
     def __call__(self, stage: str, price: float | None = None, bound: float | None = None) -> None:
         """What a search reports: `price` is the best so far in seconds, `bound` what no plan is below."""

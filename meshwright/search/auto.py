@@ -21,7 +21,7 @@ from meshwright.search.compute_bound import Least
 from meshwright.search.data_parallel import by_batch
 from meshwright.search.infeasible import NothingFits
 from meshwright.search.least_memory import saved
-from meshwright.search.memory_limit import Limited, fits, limited, nearer, priced_by_bytes
+from meshwright.search.memory_limit import fits, limited, nearer, priced_by_bytes
 from meshwright.search.planner import Found, Planner, families_of, resting_families
 from meshwright.search.recursion_within_limit import recursion
 from meshwright.search.solve import solve, solve_limited
@@ -43,32 +43,16 @@ class _Tried:
 
 
 def auto(planner: Planner) -> Found:
-    """The choice with the least simulated step that fits. An interrupt ends the search with the best so far.
+    """The choice with the least simulated step that fits; ended early, the best so far.
 
     Raises NothingFits.
     """
     tried = _Tried()
-    try:
-        for name, found in recipes(planner):
-            _take(planner, tried, name, found)
-            planner.tell(name, _best(planner, tried), None)
-        for name, family in families_of(planner):
-            _optima(planner, tried, name, planner.space(family))
-        _repeated(planner, tried)
-        _lighter(planner, tried)
-        if planner.request.memory_bytes is not None and _may_gain(planner, tried):
-            found, near = priced_by_bytes(planner, recursion(planner))
-            tried.nearest += [near] if near is not None else []
-            if found is not None:
-                _take(planner, tried, "recursion within memory", found)
-                planner.tell("recursion within memory", step_of(found), None)
-    except KeyboardInterrupt:
-        if not any(fits(planner, f) for _, f in tried.found):
-            raise
-        planner.request.interrupts.append("auto")
+    _look(planner, tried)
     fitting = [(name, found) for name, found in tried.found if fits(planner, found)]
     if not fitting:
-        if (found := saved(planner)) is None:
+        found = None if planner.request.stop.now() else saved(planner)  # ended: an answer is known elsewhere
+        if found is None:
             seen = [*(f for _, f in tried.found), *tried.nearest]
             raise NothingFits(functools.reduce(functools.partial(nearer, planner), seen, None))
         fitting = [("the most frugal", found)]
@@ -85,10 +69,32 @@ def auto(planner: Planner) -> Found:
     return replace(best, claims=claims)
 
 
+def _look(planner: Planner, tried: _Tried) -> None:
+    """Try one kind of choice after the other, until all were tried or the search is ended."""
+    stop = planner.request.stop
+    for name, found in recipes(planner):
+        _take(planner, tried, name, found)
+        planner.tell(name, _best(planner, tried), None)
+        if stop.now():
+            return
+    for name, family in families_of(planner):
+        _optima(planner, tried, name, planner.space(family))
+        if stop.now():
+            return
+    _repeated(planner, tried)
+    _lighter(planner, tried)
+    if planner.request.memory_bytes is not None and not stop.now() and _may_gain(planner, tried):
+        found, near = priced_by_bytes(planner, recursion(planner))
+        tried.nearest += [near] if near is not None else []
+        if found is not None:
+            _take(planner, tried, "recursion within memory", found)
+            planner.tell("recursion within memory", step_of(found), None)
+
+
 def _take(planner: Planner, tried: _Tried, name: str, found: Found) -> None:
     tried.found.append((name, found))
     if fits(planner, found):
-        planner.request.deadline.arm()
+        planner.request.stop.arm()
 
 
 def _settled(
@@ -96,8 +102,8 @@ def _settled(
 ) -> tuple[str, Found, dict[str, float | None]]:
     """The best, evaluated in full, as are those within `DOUBT` of what looks best, up to `SURE`, and those that look
     better than the best of them; none beside one that is as good as at the bound of the step. Where none of these fits
-    then, the best of all as they were evaluated. And the steps of those that were evaluated in full. After an
-    interrupt one is evaluated in full, so that what is answered is true; a second one ends that, too."""
+    then, the best of all as they were evaluated. And the steps of those that were evaluated in full. Of a
+    search that was ended early one is evaluated in full, so that what is answered is true."""
     ranked = sorted(fitting, key=lambda named: step_of(named[1]))
     kept: list[tuple[str, Found]] = []
     evaluated: dict[str, float | None] = {}
@@ -107,17 +113,9 @@ def _settled(
             break
         if best <= (1 + AUTO.close) * bound:
             break
-        if kept and planner.request.interrupts:
+        if kept and planner.request.stop.now():
             break
-        try:
-            sure = planner.settled(found)
-        except KeyboardInterrupt:
-            if planner.request.interrupts:
-                raise
-            planner.request.interrupts.append("auto")
-            if kept:
-                break
-            sure = planner.settled(found)
+        sure = planner.settled(found)
         evaluated[name] = step_of(sure) if fits(planner, sure) else None
         if fits(planner, sure):
             kept.append((name, sure))
@@ -140,12 +138,13 @@ def _optima(planner: Planner, tried: _Tried, name: str, space: Space) -> None:
         if solution.found is not None:
             label = f"{name[:3]} optimum" + ("" if alpha is None else f", α={alpha}")
             _take(planner, tried, label, solution.found)
-        _go_on(solution)
+        if planner.request.stop.now():
+            return
         if alpha is None:
             around = _bound(planner, tried, name, space)
         planner.tell(name, _best(planner, tried), tried.steps.get(name))
     for entry in entries(space, around) if around else ():
-        if _is_near(planner, tried, name):
+        if planner.request.stop.now() or _is_near(planner, tried, name):
             return
         _bound(planner, tried, name, space, entry)
         planner.tell(name, _best(planner, tried), tried.steps[name])
@@ -164,8 +163,9 @@ def _repeated(planner: Planner, tried: _Tried) -> None:
         if float(least.computing(working).sum()) + least.updating(scene.mesh.size) >= best:
             return
         for alpha in (None, *AUTO.alphas):
+            if request.stop.now():
+                return
             solution = limited(planner, planner.space(family), alpha, alone=False)
-            _go_on(solution)
             if solution.found is None:
                 return
             _take(planner, tried, name if alpha is None else f"{name}, α={alpha}", solution.found)
@@ -199,9 +199,9 @@ def _lighter(planner: Planner, tried: _Tried) -> None:
                 return
             price = share * step_of(first) / planner.peak_bytes(first) / memory.instants
             asked = memory.weighed(planner.problem(space, alpha), np.full(memory.instants, price))
-            solution = solve(asked)
-            if solution.stopped:
-                raise KeyboardInterrupt
+            if planner.request.stop.now():
+                return
+            solution = solve(asked, ended=planner.request.stop.now)
             if (states := tuple(solution.states)) not in seen:
                 seen.add(states)
                 label = f"{name}{f', α={alpha}' if alpha else ''}, {share:.0%} for bytes"
@@ -213,16 +213,16 @@ def _bound(
     planner: Planner, tried: _Tried, name: str, space: Space, entry: str = ""
 ) -> tuple[int, ...] | None:
     """Note the least that a step of this space takes by a chain; returns a choice that takes no more by it."""
-    problem, limit = step_problem(space, entry), planner.limit(space)
+    problem, limit, ended = step_problem(space, entry), planner.limit(space), planner.request.stop.now
     if limit is None:
-        found = solve(problem)
+        found = solve(problem, ended=ended)
     else:
         memory = memory_of(space, planner.request.optimizer_states)
         limits = np.full(memory.instants, limit)
-        found = solve_limited(problem, memory, limits, enough=MEMORY.near, most_solves=AUTO.bound_solves)
+        found = solve_limited(
+            problem, memory, limits, enough=MEMORY.near, most_solves=AUTO.bound_solves, ended=ended
+        )
     tried.steps[name] = max(found.bound, tried.steps.get(name, 0.0))
-    if found.stopped:
-        raise KeyboardInterrupt
     return found.states
 
 
@@ -235,12 +235,6 @@ def _is_near(planner: Planner, tried: _Tried, name: str) -> bool:
 def _best(planner: Planner, tried: _Tried) -> float | None:
     """The least step so far of what fits."""
     return min((step_of(f) for _, f in tried.found if fits(planner, f)), default=None)
-
-
-def _go_on(solution: Limited) -> None:
-    """Let an interrupt that ended one search end all."""
-    if solution.stopped:
-        raise KeyboardInterrupt
 
 
 def _near(planner: Planner, tried: _Tried) -> bool:
@@ -291,7 +285,6 @@ def recipes(planner: Planner) -> Iterator[tuple[str, Found]]:
             solution = limited(planner, planner.space(exactly(rows)), None, alone=False)
             if solution.found is not None:
                 yield "data parallel, storage cut", solution.found
-            _go_on(solution)
     if rows:
         count = len(scene.mesh.axes)
         for inner in range(1, min(AUTO.recipe_axes, count - 1) + 1):
@@ -301,7 +294,6 @@ def recipes(planner: Planner) -> Iterator[tuple[str, Found]]:
             if solution.found is not None:
                 ranks = scene.mesh.count([a.name for a in scene.mesh.axes[count - inner :]])
                 yield f"data parallel × {ranks} ranks of the best cut", solution.found
-            _go_on(solution)
     yield "recursion", recursion(planner)(None)
 
 

@@ -20,9 +20,17 @@ from meshwright.search.wanted import Wanted, mesh_from
 @rare_collection()
 def choose(wanted: Wanted) -> Plan:
     """The plan of a model. Raises a subclass of MeshwrightError for what cannot be."""
-    request, techniques = wanted.request, wanted.techniques
-    if request is not None:
-        request.deadline.begin()
+    request = wanted.request
+    if request is None:
+        return _chosen(wanted)
+    request.stop.begin()
+    request.stop.disarm()
+    with request.stop.on_ctrl_c():
+        return _chosen(wanted)
+
+
+def _chosen(wanted: Wanted) -> Plan:
+    techniques = wanted.techniques
     if isinstance(wanted.mesh, list | tuple):
         return plan_on_own_meshes(wanted, wanted.mesh)
     if techniques.pipeline > 1:

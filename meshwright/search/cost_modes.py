@@ -86,28 +86,24 @@ def _that_fits(planner: Planner, found: Found | None, nearest: Found | None = No
 
 def _exact(planner: Planner) -> tuple[Found | None, Found | None]:
     """The best of the exact spaces with its bound; where nothing was found, what came nearest."""
+    stop = planner.request.stop
     best = _smaller(planner) if planner.request.space == "c" else None
     most = best.claims["price_seconds"] if best else np.inf
     nearest: Found | None = None
     bound = most  # what the space has not is dearer than that
     for name, family in families_of(planner):
-        try:
-            solution = limited(planner, planner.space(family, most=most), None, known=best)
-        except KeyboardInterrupt:
-            if best is None:
-                raise
-            break
+        solution = limited(planner, planner.space(family, most=most), None, known=best)
         bound = min(bound, solution.bound)
-        if solution.stopped and solution.found is None and best is None:
-            raise KeyboardInterrupt
         if solution.found is None:
             nearest = nearer(planner, nearest, solution.nearest)
+            if stop.now():
+                break
             continue
         found = replace(solution.found, claims={**solution.found.claims, "space": name})
         if best is None or found.claims["price_seconds"] <= best.claims["price_seconds"]:
             best = found
-        planner.request.deadline.arm()
-        if solution.stopped:
+        stop.arm()
+        if stop.now():
             break
     if best is None:
         return None, nearest
@@ -120,7 +116,7 @@ def _smaller(planner: Planner) -> Found | None:
     name, family = two_runs(planner)
     found = limited(planner, planner.space(family), None, alone=False).found
     if found is not None:
-        planner.request.deadline.arm()
+        planner.request.stop.arm()
         planner.tell(name, found.claims["price_seconds"], None)
     return found
 

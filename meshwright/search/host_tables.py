@@ -61,7 +61,7 @@ def with_tables(
         else []
     )
     if found is not None and (
-        request.interrupts
+        request.stop.now()
         or found.techniques.offload == request.techniques.offload
         or not _large(folds.full, tables)
     ):
@@ -69,16 +69,13 @@ def with_tables(
     if not tables:
         assert refused is not None
         raise refused
+    if found is None:
+        request.stop.disarm()
     try:
         moved = _moved(hosts, tables, request, lambda hosts: run(hosts, False), refused)
     except PlanError:
         if found is None:
             raise
-        return found, hosts, []
-    except KeyboardInterrupt:
-        if found is None:
-            raise
-        request.interrupts.append("tables")
         return found, hosts, []
     if moved is None:
         if found is None:
@@ -112,7 +109,9 @@ def _moved(
             return None
 
     best, few, many = tried(len(tables)), 0, len(tables)
-    while best is not None and many - few > 1:  # a larger prefix leaves less on the device
+    while (
+        best is not None and many - few > 1 and not request.stop.now()
+    ):  # a larger prefix leaves less on the device
         middle = (few + many) // 2
         found = tried(middle)
         best, few, many = (found, few, middle) if found is not None else (best, middle, many)

@@ -97,8 +97,6 @@ class Frugal:
                 unary = (*problem.unary[:variable], only, *problem.unary[variable + 1 :])
                 with suppress(NoStates):
                     solution = solve(Problem(unary, problem.pairs))
-                    if solution.stopped:
-                        raise KeyboardInterrupt
                     moved.add(tuple(solution.states))
         return moved
 

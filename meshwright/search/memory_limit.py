@@ -44,16 +44,22 @@ def limited(
 
     `alone`: whether its price and bound are what the user waits for; one search of several only says that it goes on.
     `most_solves`: after how many the optimum under a limit is near enough; `enough`: of its price, when it is sooner.
-    `known`: a choice to begin with where memory has no limit. An interrupt ends it with the best so far, and `stopped`.
+    `known`: a choice to begin with where memory has no limit. Ended early it returns the best so far, and `stopped`.
     """
-    problem, limit = planner.problem(space, alpha), planner.limit(space)
+    problem, limit, stop = planner.problem(space, alpha), planner.limit(space), planner.request.stop
+    found_any = False
 
     def tell(stage: str, done: int, total: int, price: float, bound: float) -> None:
+        nonlocal found_any
+        found_any = found_any or price < np.inf
         planner.tell(stage, price if alone else None, bound if alone else None)
+
+    def ended() -> bool:
+        return stop.now(found_any)
 
     if limit is None:
         begin = states_with(space, problem, rows_chosen(known.space, known.states)) if known else None
-        solution = solve(problem, progress=tell, first=begin)
+        solution = solve(problem, progress=tell, first=begin, ended=ended)
         return Limited(planner.found(space, solution.states, {}), solution.bound, None, solution.stopped)
     memory = planner.memory(space)
     limits = np.full(memory.instants, limit)
@@ -62,8 +68,15 @@ def limited(
     first: Found | None = None
     stopped = False
     for _ in range(MEMORY.tightenings):
+        found_any = False
         solution = solve_limited(
-            problem, memory, limits, progress=tell, enough=enough, most_solves=most_solves
+            problem,
+            memory,
+            limits,
+            progress=tell,
+            enough=enough,
+            most_solves=most_solves,
+            ended=ended,
         )
         bound = solution.bound if bound is None else bound
         stopped = solution.stopped
@@ -75,7 +88,7 @@ def limited(
             first = found
             break
         nearest = nearer(planner, nearest, found)
-        if stopped:
+        if stop.now():
             break
         assert found.evaluation is not None and planner.request.memory_bytes is not None
         missed = 1.02 * (planner.peak_bytes(found) - planner.request.memory_bytes)
@@ -84,21 +97,17 @@ def limited(
             break
     bound = np.inf if bound is None else bound
     if (
-        stopped
+        (stopped and first is not None)
+        or stop.now()
         or nearest is None
         or (first is not None and _objective(first, problem) <= (1 + MEMORY.near) * bound)
     ):
         return Limited(first, bound, nearest, stopped)
     # The sums do not see what is over, or paid too much for it: a price on all bytes lowers that, too.
-    try:
-        other, near = priced_by_bytes(planner, lambda price: _weighed(planner, space, problem, memory, price))
-    except KeyboardInterrupt:
-        if first is None:
-            raise
-        return Limited(first, bound, nearest, stopped=True)
+    other, near = priced_by_bytes(planner, lambda price: _weighed(planner, space, problem, memory, price))
     both = [found for found in (first, other) if found is not None]
     best = min(both, key=lambda found: _objective(found, problem), default=None)
-    return Limited(best, bound, nearer(planner, nearest, near))
+    return Limited(best, bound, nearer(planner, nearest, near), stop.now())
 
 
 def _objective(found: Found, problem: Problem) -> float:
@@ -111,9 +120,7 @@ def _weighed(
 ) -> Found:
     """The optimum with a price per byte at each instant."""
     asked = problem if price is None else memory.weighed(problem, price)
-    solution = solve(asked)
-    if solution.stopped:
-        raise KeyboardInterrupt
+    solution = solve(asked, ended=planner.request.stop.now)
     return planner.found(space, solution.states, {})
 
 
@@ -132,7 +139,9 @@ def priced_by_bytes(
     planner: Planner, run: Callable[[np.ndarray | None], Found]
 ) -> tuple[Found | None, Found | None]:
     """The cheapest of what `run` finds for a price per byte that fits: the price is doubled until something does, then
-    halved back. `run(None)` is without a price. Where nothing fits, None and what came nearest."""
+    halved back. `run(None)` is without a price. Where nothing fits, None and what came nearest. Ended early it returns
+    the best so far."""
+    stop = planner.request.stop
     found = run(None)
     if fits(planner, found):
         return found, None
@@ -142,6 +151,8 @@ def priced_by_bytes(
     low, high = 0.0, found.claims["price_seconds"] / planner.request.memory_bytes / 8
     best: Found | None = None
     for _ in range(MEMORY.doublings):
+        if stop.now():
+            break
         found = run(np.full(instants, high))
         if fits(planner, found):
             best = found
@@ -151,6 +162,8 @@ def priced_by_bytes(
     if best is None:
         return None, nearest
     for _ in range(MEMORY.halvings):
+        if stop.now(known=True):
+            break
         middle = (low + high) / 2
         found = run(np.full(instants, middle))
         if fits(planner, found):

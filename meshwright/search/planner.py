@@ -16,7 +16,6 @@ from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.redistribute.price_matrix import Table
 from meshwright.search.budget import AUTO, RECURSION, SPACE
-from meshwright.search.deadline import Deadline
 from meshwright.search.evaluate import Evaluation, Evaluator
 from meshwright.search.layer_groups import Folded
 from meshwright.search.pins import Seeds
@@ -39,6 +38,7 @@ from meshwright.search.space.memory import (
 )
 from meshwright.search.space.parameters import Storage
 from meshwright.search.space.wiring import Ties, Wiring
+from meshwright.search.stop import Stop
 from meshwright.search.techniques.offload import elsewhere
 from meshwright.search.techniques.recompute import again_of
 from meshwright.search.vectorized.kinds import kinds_of
@@ -50,8 +50,8 @@ SPACES = {
     "b": "two runs of the finest mesh",
     "c": "three runs of the finest mesh, or product states of four axes",
 }
-Progress = Callable[[str, float | None, float | None], None]
-"""Told (stage, best price so far, bound)."""
+Progress = Callable[[str, float | None, float | None], object]
+"""Called with (stage, best price so far, bound); True asks the search to end."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,9 @@ class Request:
     decides on time and memory; without it sums decide.
     `techniques`: what the user asked for beside the mode; what is not `given` there, `auto` may choose. `places`: ranks
     of a pipeline among which the model will be divided; `memory_bytes` is then what they have together, and of
-    `in_flight` micro-batches they hold what backward needs at once. `interrupts`:
-    a search that an interrupt has ended, and that has something to give, says so here: nothing else begins then.
-    `hard`: the user gave the limit of memory, so that a plan over it is refused in every mode. `deadline` interrupts by
-    the clock. `any_fits`: a plan that fits is enough, whichever, and a refusal needs no reasons."""
+    `in_flight` micro-batches they hold what backward needs at once. `hard`: the user gave the limit of memory, so that
+    a plan over it is refused in every mode. `stop`: when the search ends early. `any_fits`: a plan that fits is enough,
+    whichever, and a refusal needs no reasons."""
 
     cluster: Cluster
     memory_bytes: float | None = None
@@ -76,10 +75,14 @@ class Request:
     techniques: Techniques = NONE
     places: int = 1
     in_flight: float = 1.0
-    interrupts: list[str] = field(default_factory=list, compare=False)
     hard: bool = False
-    deadline: Deadline = field(default_factory=Deadline, compare=False)
+    stop: Stop = field(default_factory=Stop, compare=False)
     any_fits: bool = False
+
+    def report(self, stage: str, price: float | None, bound: float | None) -> None:
+        """Call `progress`, and note where it asks for the end."""
+        if self.progress(stage, price, bound) is True:
+            self.stop.interrupted = True
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,6 @@ class Planner:
 
     def problem(self, space: Space, alpha: float | None = None) -> Problem:
         """What is minimised in a space under the techniques."""
-        self.request.deadline.check()
         return space.problem(alpha, self.techniques.micro_batches)
 
     def peak_bytes(self, found: Found) -> float:
@@ -298,7 +300,6 @@ class Planner:
 
     def found(self, space: Space, states: Sequence[int], claims: Mapping[str, Any]) -> Found:
         """A choice with what it claims, simulated where the request says so."""
-        self.request.deadline.check()
         parts = space.price(states, self.techniques.micro_batches)
         choice = space.choice(states)
         evaluation = self._evaluation(choice)
@@ -335,9 +336,8 @@ class Planner:
         return replace(found, claims={**found.claims, **_evaluated(evaluation)}, evaluation=evaluation)
 
     def tell(self, stage: str, price: float | None = None, bound: float | None = None) -> None:
-        """Progress."""
-        self.request.progress(stage, price, bound)
-        self.request.deadline.check()
+        """Report progress, and note where the callback asks for the end."""
+        self.request.report(stage, price, bound)
 
 
 def _evaluated(evaluation: Evaluation) -> dict[str, Any]:

@@ -126,21 +126,20 @@ def test_meshes_pins_and_optimizers():
 
 
 def test_an_interrupt_in_the_search_gives_the_best_so_far(tmp_path, meshwright, monkeypatch):
-    import os
     import signal
 
-    real = mw.plan
+    from meshwright.cli.progress import Watch
 
-    def interrupted(*args, cluster=None, progress=None, **how):
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-        except KeyboardInterrupt:
-            pass  # a search that has something returns it
-        return real(*args, **{k: v for k, v in how.items() if k in ("loss", "mesh")})
+    reports = []
 
-    monkeypatch.setattr(mw, "plan", interrupted)
-    done = meshwright(
-        "plan", "zoo:mlp", "--mesh", "dp=4", "--mode", "data_parallel", "-o", tmp_path / "p.json"
-    )
-    assert done.code == 0 and "best plan found so far" in done.err
-    assert Plan.load(tmp_path / "p.json").mesh.size == 4
+    def interrupted(watch, stage, price=None, bound=None):
+        reports.append(stage)
+        if len(reports) == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Watch, "__call__", interrupted)
+    done = meshwright("plan", "zoo:mlp", "--cluster", "preset:h100:4", "-o", tmp_path / "p.json")
+    said = "the search was interrupted: this is the best plan found by then"
+    assert done.code == 0 and said in done.out
+    plan = Plan.load(tmp_path / "p.json")
+    assert plan.mesh.size == 4 and said in plan.notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -25,7 +26,7 @@ def cluster(slow: float) -> Cluster:
 
 
 class Stop:
-    """Raises KeyboardInterrupt at the first report of some, and counts those after it."""
+    """Presses Ctrl-C at the first report of some, and counts those after it."""
 
     def __init__(self, wanted: Callable[[str], bool]) -> None:
         self.wanted, self.interrupted, self.later = wanted, False, 0
@@ -34,7 +35,7 @@ class Stop:
         self.later += self.interrupted
         if not self.interrupted and self.wanted(stage):
             self.interrupted = True
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
 
 def planned(slow: float, **how):
@@ -236,7 +237,7 @@ def test_the_first_answer_is_in_stages_then_and_an_interrupt_gives_it(
     def progress(stage: str, price: float | None, bound: float | None) -> None:
         if looked and stage.endswith(" stages"):
             answers.append(price)
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(chosen, "stages", searched)
     plan = planned(1e4, progress=progress)

@@ -156,11 +156,15 @@ def test_an_interrupt_returns_what_was_accepted():
     problem, memory = blocks(20, 8, seed=4)
     limits = memory.totals(solve(problem).states) * 0.8
 
-    def stop(stage, done, total, price, bound):
-        if price < math.inf:
-            raise KeyboardInterrupt
-
-    found = solve_limited(problem, memory, limits, progress=stop, enough=0.0)
+    prices = []
+    found = solve_limited(
+        problem,
+        memory,
+        limits,
+        progress=lambda stage, done, total, price, bound: prices.append(price),
+        enough=0.0,
+        ended=lambda: prices != [] and prices[-1] < math.inf,
+    )
     assert found.stopped and found.states is not None
     assert (memory.totals(found.states) <= limits).all() and found.bound <= found.price
 

@@ -51,17 +51,9 @@ def joint(planner: Planner, auto: Callable[[Planner], Found], *, offload: bool =
             base = auto(planner)
         except NothingFits as error:
             nearest = error.nearest
-    seen = [base] if base is not None else []
-    try:
-        return _open(planner, space, base, nearest, seen, offload)
-    except KeyboardInterrupt:
-        if not seen:
-            raise
-        planner.request.interrupts.append("techniques")
-        try:
-            return _bounded(planner, space, seen[-1])
-        except KeyboardInterrupt:  # a second one
-            return seen[-1]
+    if base is None and planner.request.stop.now():  # an answer is known elsewhere
+        raise DoesNotFit("the search was ended before a plan was found", why="", hint="a longer time_limit")
+    return _open(planner, space, base, nearest, offload)
 
 
 def _open(
@@ -69,11 +61,11 @@ def _open(
     space: Space,
     base: Found | None,
     nearest: Found | None,
-    seen: list[Found],
     offload: bool,
 ) -> Found:
-    """The best with the techniques that are open, where they can be of use; `seen` gets each best so far."""
-    if base is not None and planner.request.interrupts:
+    """The best with the techniques that are open, where they can be of use; ended early, the best so far."""
+    seen = [base] if base is not None else []
+    if base is not None and planner.request.stop.now():
         return base
     limit = planner.request.memory_bytes or math.inf
     over = dimensions(planner, offload=offload)
@@ -106,7 +98,7 @@ def _best(
 ) -> Found:
     """The best with the techniques that it takes; `seen` gets each that is the best so far. `overs`: dimensions, and
     those with what is looked at next."""
-    over, wide = overs
+    over, wide, stop = *overs, planner.request.stop
     if base is None:
         _first(planner, over, seen)
         if planner.request.any_fits:
@@ -117,6 +109,8 @@ def _best(
     best = _searched(planner, made, over, base, seen)
     best = _searched(planner, made, wide, best, seen, over)
     best = _sought(planner, made, wide, best, space)
+    if seen and stop.now():
+        return _bounded(planner, space, seen[-1])
     if best is not None:
         best = planner.under(best.techniques).settled(best)
     if best is None or not fits_in_both(planner, best):
@@ -131,12 +125,14 @@ def _best(
             else best,
         )
         _see(planner, seen, best)
+    if stop.now():
+        return _bounded(planner, space, best)
     best = _turns(planner, best)
     with_choice(made, best)
     near = neighbours(made, wide, best)
     for _ in range(TECHNIQUES.moves):  # what is simulated last is not ranked by estimates alone
         other = quicker(made, wide, near, best)
-        if other is None:
+        if other is None or stop.now():
             break
         best = fewer_layers(planner, other)
         _see(planner, seen, best)
@@ -173,7 +169,7 @@ def _first(planner: Planner, over: tuple[Dimension, ...], seen: list[Found]) -> 
 def _see(planner: Planner, seen: list[Found], found: Found) -> None:
     """Remember the best so far: from now on a search may end."""
     seen.append(found)
-    planner.request.deadline.arm()
+    planner.request.stop.arm()
 
 
 def _last(planner: Planner, over: tuple[Dimension, ...]) -> Techniques:
@@ -205,7 +201,7 @@ def _searched(
     best, tries = base, 0
     share = 1 - TECHNIQUES.worth if known else 1.0
     fitting: list[tuple[int, Point]] = []
-    while queue and tries < TECHNIQUES.simulations:
+    while queue and tries < TECHNIQUES.simulations and not planner.request.stop.now():
         expected, place = heapq.heappop(queue)
         least, _, number, point = rows[place]
         if best is not None and least >= share * _step(best):
@@ -262,6 +258,8 @@ def _sought(
         TECHNIQUES.search_work // (TECHNIQUES.search_simulations * planner.size),
     )
     for _, _, asked in sorted(rows, key=lambda row: row[:2])[:searches]:
+        if planner.request.stop.now():
+            break
         under = planner.under(asked)
         try:
             found = limited(under, space, None, alone=False).found

@@ -340,10 +340,11 @@ def _weighed(
 def _take(made: Front, name: str, space: Space, problems: Iterable[Problem]) -> None:
     """The optima of some problems, as candidates."""
     floor, seen = space.problem(1.0), set[tuple[int, ...]]()
+    stop = made.planner.request.stop
     for asked in problems:
-        solution = solve(asked)
-        if solution.stopped:
-            raise KeyboardInterrupt
+        if stop.now():
+            return
+        solution = solve(asked, ended=stop.now)
         found = tuple(solution.states)
         if found in seen:
             continue

@@ -13,9 +13,8 @@ def chain_seconds(planner: Planner, micro_batches: int) -> float:
     """The least seconds that all micro-batches compute, and send while nothing can hide it, under cuts into two runs
     that leave an example of each micro-batch to a rank. The update is not in it."""
     family = in_pieces(runs(len(planner.scene.mesh.axes), 2), planner.scene.factors, micro_batches)
-    found = solve(step_problem(planner.space(family, planner.storage(allowed=False)), update=False))
-    if found.stopped:
-        raise KeyboardInterrupt
+    problem = step_problem(planner.space(family, planner.storage(allowed=False)), update=False)
+    found = solve(problem, ended=planner.request.stop.now)
     return found.bound + (micro_batches - 1) * launching(planner)
 
 

@@ -72,17 +72,14 @@ def _unpriced(graph: Graph, request: Request, techniques: Techniques) -> str:
 def with_stages(wanted: Wanted) -> Plan:
     """The plan in one stage, or that in several where it alone fits or is quicker.
 
-    An interrupt ends it with the best so far. Raises the PlanError of one stage where neither fits.
+    Ended early it is the best so far. Raises the PlanError of one stage where neither fits.
     """
     request, techniques = _request(wanted), wanted.techniques
-    request.interrupts.clear()
     made, refused = _tried(plan_in_one_stage, wanted)
     world = _World(wanted.graph, wanted.folding, replace(request, techniques=techniques))
-    if made is not None and request.interrupts:
-        return _after_interrupt(world, made, made)
-    if (
-        made is not None
-        and min(made.claims.get("gaps", {}).get(k, 1.0) for k in ("joint", "step")) <= STAGES.near
+    gaps = made.claims.get("gaps", {}) if made is not None else {}
+    if made is not None and (
+        request.stop.now(known=True) or min(gaps.get(k, 1.0) for k in ("joint", "step")) <= STAGES.near
     ):
         return world.bounded(made, made, solves=0)
 
@@ -98,7 +95,6 @@ def beside_stages(wanted: Wanted) -> Plan:
     nothing chosen is looked at where the user said the micro-batches, too, and is the answer where nothing else
     fits."""
     graph, request, techniques = wanted.graph, _request(wanted), wanted.techniques
-    request.interrupts.clear()
     nothing = "auto chose no schedule, micro-batches or recompute for these stages"
     if why := _unpriced(graph, request, techniques):
         return plan_in_stages(wanted).with_notes(f"{nothing}: {why}")
@@ -144,40 +140,29 @@ def _searched(
 ) -> Plan:
     """The best plan in stages, else what is `made`, with its bound; `alone` is the plan in one stage, `otherwise` gives
     the answer where there is none."""
-    seen: list[Plan] = []
-    try:
-        chosen = _best(wanted, world, made, seen) or made
-        return otherwise() if chosen is None else world.bounded(chosen, alone)
-    except KeyboardInterrupt:
-        if not seen and made is None:
-            raise
-        last = seen[-1] if seen else made
-        assert last is not None
-        return _after_interrupt(world, last, alone)
-
-
-def _after_interrupt(world: _World, plan: Plan, alone: Plan | None) -> Plan:
-    """The plan with the bound that is told quickly; a second interrupt ends that, too."""
-    try:
-        return world.bounded(plan, alone, solves=0)
-    except KeyboardInterrupt:
-        return plan
+    if made is None:
+        world.request.stop.disarm()  # what was seen to fit is no answer
+    else:
+        world.request.stop.arm()
+    chosen = _best(wanted, world, made) or made
+    return otherwise() if chosen is None else world.bounded(chosen, alone)
 
 
 def _best(
     wanted: Wanted,
     world: _World,
     made: Plan | None,
-    seen: list[Plan],
+    hurried: bool = True,
 ) -> Plan | None:
-    """The best plan in stages that is worth it, if any is; `seen` gets each that is the best so far."""
+    """The best plan in stages that is worth it, if any is; ended early, the best so far. `hurried`: whether the search
+    for configurations may end before any of them is planned."""
     enough = (1 - STAGES.worth) * made.claims["step_seconds"] if made is not None else float("inf")
     before = "nothing fits in one stage"
     if made is not None:
         before = f"{made.claims['step_seconds']:.4g} s in one stage"
     best: Plan | None = None
     several: dict[tuple[Techniques, tuple[int, ...]], Staged] = {}
-    request, techniques = world.request, wanted.techniques
+    request, techniques, stop = world.request, wanted.techniques, world.request.stop
     pipelines = stages(
         request.cluster,
         world.planner,
@@ -187,6 +172,7 @@ def _best(
         examples=min(batch_rows(world.folds.graph), default=TECHNIQUES.micro_batches),
         schedules=(techniques.schedule,) if techniques.schedule else tuple(SEARCHED),
         asked=techniques.pipeline if "pipeline" in techniques.given else 0,
+        ended=lambda known: stop.now(known and hurried),
     )
     for found in pipelines:
         several.setdefault((_asked(found, techniques), found.outer.taken), found)
@@ -197,7 +183,7 @@ def _best(
         # Those that do not fit after all are no answer: there may be one further on, as a smaller limit would show.
         if best is not None and found.seconds >= best.claims["step_seconds"]:
             break
-        if planned >= most and (best is not None or made is not None):
+        if stop.now() or (planned >= most and (best is not None or made is not None)):
             break
         if made is not None and found.seconds * late.get(found.outer.schedule.name, 1.0) >= enough:
             continue  # by how much the search told too little of others under this schedule
@@ -222,9 +208,10 @@ def _best(
             rest = [*known, *list(several.values())[planned:]]
             told = told_stages(found, rest, techniques.given)
             best = replace(other, techniques=given).with_notes(*notes, *told, *_unseen(techniques, request))
-            seen.append(best)
-            request.deadline.arm()
-            request.progress(f"{other.techniques.pipeline} stages", best.claims["step_seconds"], None)
+            stop.arm()
+            request.report(f"{other.techniques.pipeline} stages", best.claims["step_seconds"], None)
+    if best is None and made is None and hurried and stop.now(known=True):
+        return _best(wanted, world, made, hurried=False)  # none of those found by then fits
     return best
 
 
@@ -264,7 +251,8 @@ class _World:
 
     def bounded(self, plan: Plan, alone: Plan | None, solves: int = STAGES.bound_solves) -> Plan:
         """The plan with how far from the least of all configurations it is; `alone`: the plan in one stage; `solves`:
-        chains of cuts that are solved for it."""
+        chains of shardings that are solved for it, none where the search was ended early."""
+        solves = 0 if self.request.stop.now() else solves
         bounds, asked = self.bounds, self.request.techniques
         floor = bounds.least.in_one(1)
         if alone is not None:

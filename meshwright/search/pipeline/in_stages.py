@@ -85,6 +85,8 @@ def plan_on_own_meshes(wanted: Wanted, given: Sequence[Mesh | int | Mapping[str,
             )
             key = (mesh, str([level.size for level in cluster.levels]))
         if key not in known:
+            if request is not None:
+                request.stop.disarm()  # each place has a search of its own
             there = pins_on(mesh, world.own, wanted.pins)
             known[key] = plan_in_one_stage(
                 replace(wanted, mesh=mesh, pins=there, request=inside, techniques=alone)

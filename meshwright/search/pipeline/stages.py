@@ -95,6 +95,7 @@ def stages(
     tries: int = STAGES.simulations,
     schedules: Sequence[str] = tuple(SEARCHED),
     asked: int = 0,
+    ended: Callable[[bool], bool] = lambda known: False,
 ) -> list[Staged]:
     """The pipelines that were simulated, fit and are quicker than `enough` seconds, the best first.
 
@@ -102,16 +103,12 @@ def stages(
     there can be at most. `least`: what no plan of a configuration with so many micro-batches is quicker than;
     `examples`: those of the batch; `asked`: how many stages, where there may not be any other number.
 
-    An interrupt ends the search with the best so far, where there is one and nothing else is (`enough` is infinite).
+    `ended`, called with whether some fit, may end the search with those.
     """
     fitting: list[Staged] = []
-    try:
-        found = [outer for outer in outers(cluster, layers, schedules) if asked in (0, outer.stages)]
-        groups = _groups(cluster, found, examples, least)
-        _simulate(cluster, planner_of, groups, fitting, enough, least, tries)
-    except KeyboardInterrupt:  # wherever it comes: while a choice is simulated, or its answer is told
-        if not fitting or enough < math.inf:
-            raise
+    found = [outer for outer in outers(cluster, layers, schedules) if asked in (0, outer.stages)]
+    groups = _groups(cluster, found, examples, least)
+    _simulate(cluster, planner_of, groups, fitting, enough, least, tries, ended)
     return sorted(fitting, key=lambda one: one.seconds)
 
 
@@ -123,6 +120,7 @@ def _simulate(
     enough: float,
     least: Callable[[Outer, int], float],
     tries: int,
+    ended: Callable[[bool], bool],
 ) -> None:
     """Simulate what may be the quickest, until nothing else may be; `fitting` gets what fits."""
     best, known, first = enough, _Known(), None
@@ -135,7 +133,7 @@ def _simulate(
         heapq.heappush(queue, (row.seconds(0.0), row.order, len(entries)))
         entries.append(row)
 
-    while queue and tries > 0:
+    while queue and tries > 0 and not ended(bool(fitting)):
         estimate, order, number = heapq.heappop(queue)
         if estimate >= best:
             break
@@ -169,7 +167,7 @@ def _simulate(
         if made.seconds < best:
             best, first = made.seconds, row
             row.front.planner.tell(f"{row.outer.stages} stages", best, None)
-    if first is not None:
+    if first is not None and not ended(bool(fitting)):
         rows = [row for row in entries if isinstance(row, _Row)]
         fitting += [one for one in _beside(first, rows, known, cluster) if one.seconds < enough]
 

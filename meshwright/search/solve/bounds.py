@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from meshwright.search.budget import SOLVE
-from meshwright.search.solve.eliminate import Estimate, eliminate, estimate
+from meshwright.search.solve.eliminate import Estimate, eliminate_until, estimate
 from meshwright.search.solve.problem import NoStates, Problem
 from meshwright.search.solve.trws import Messages, Sweeps, consistent, round_cost
+from meshwright.search.stop import never
 
 Progress = Callable[[str, int, int, float, float], None]
-"""Told (stage, done, total, best price so far, lower bound); what it raises ends the search."""
+"""Called with (stage, done, total, best price so far, lower bound)."""
 
 NOT_ALLOWED = 1e30
 TOLERANCE = 1e-10  # of the price: what a bound may lack by rounding
@@ -31,7 +32,7 @@ class Solution:
 
     `exact` is up to 1e-10 of the price. `least`, where sweeps were needed, holds a lower bound of the price with each
     single state, float64[K] per variable. `messages` may start the next solve of a problem with the same shape and
-    the same forbidden entries. `stopped` says that an interrupt ended the search early.
+    the same forbidden entries. `stopped` says that the search was ended early.
     """
 
     states: tuple[int, ...]
@@ -50,23 +51,19 @@ def solve(
     progress: Progress | None = None,
     start: Messages | None = None,
     first: Sequence[int] | None = None,
+    ended: Callable[[], bool] = never,
 ) -> Solution:
     """The cheapest states of a problem, exactly if no elimination of more than `limit_work` sums is needed.
 
     `first` are states that are known to be good: what cannot be better is left out from the beginning.
 
-    Raises NoStates when no choice has a finite price. An interrupt returns the best so far where there is one.
+    Once `ended` says so, and some states are known, the best so far is returned. Raises NoStates when no choice has a
+    finite price.
     """
-    search = _Search(problem, limit_work, progress)
+    search = _Search(problem, limit_work, progress, ended)
     if first is not None and math.isfinite(price := problem.price(first)):
         search.states, search.price = tuple(first), price
-    try:
-        search.run(start)
-        stopped = False
-    except KeyboardInterrupt:
-        if search.states is None:
-            raise
-        stopped = True
+    search.run(start)
     if search.states is None:
         why = f"none was found, and to prove it takes more than {limit_work:.1e} sums"
         raise NoStates(None, proven=False, why=why)
@@ -77,7 +74,7 @@ def solve(
         search.price,
         search.price if exact else bound,
         exact,
-        stopped,
+        search.stopped,
         search.messages,
         tuple(search.least),
     )
@@ -95,8 +92,11 @@ class _Few:
 class _Search:
     """The state of one solve: what is left of each variable, the best states, the bound."""
 
-    def __init__(self, problem: Problem, limit_work: float, progress: Progress | None) -> None:
+    def __init__(
+        self, problem: Problem, limit_work: float, progress: Progress | None, ended: Callable[[], bool]
+    ) -> None:
         self.problem = problem
+        self.ended, self.stopped = ended, False
         self.limit_work = limit_work
         self.progress = progress
         self.states: tuple[int, ...] | None = None
@@ -120,9 +120,14 @@ class _Search:
         plan = estimate(part)
         if plan.work > self._easy(part, 4) or plan.size_bytes > SOLVE.table_bytes:
             part, plan = self._shrink(Sweeps(part, start), plan)
-        if not self.closed and plan.work <= self.limit_work and plan.size_bytes <= SOLVE.table_bytes:
-            self._finish(part, plan, self.kept)
+        small = plan.work <= self.limit_work and plan.size_bytes <= SOLVE.table_bytes
+        if small and not self._is_done() and self._finish(part, plan, self.kept):
             self.bound = self.price
+
+    def _is_done(self) -> bool:
+        """Whether nothing is left to find, or the search is to end with the states that are known."""
+        self.stopped = self.stopped or (self.states is not None and self.ended())
+        return self.stopped or self.closed
 
     def _easy(self, part: Problem, rounds: int) -> float:
         """Work that takes no longer than some rounds; each variable costs a few calls whatever its states."""
@@ -133,9 +138,8 @@ class _Search:
         sweeps, plan = self._sweep(sweeps, plan)
         for share in (1 / 16, 1.0):  # a small part of the work often closes the gap
             budget = share * min(plan.work, self.limit_work)
-            if not self.closed and (
-                plan.work > max(budget, SOLVE.modest_work) or plan.size_bytes > SOLVE.table_bytes
-            ):
+            large = plan.work > max(budget, SOLVE.modest_work) or plan.size_bytes > SOLVE.table_bytes
+            if large and not self._is_done():
                 self._round(sweeps)
                 sweeps = self._near(sweeps, plan, budget)
                 plan = estimate(sweeps.problem)
@@ -153,11 +157,11 @@ class _Search:
             if whole:
                 self.messages = sweeps.messages()
             self._tell("bound", done + 1, SOLVE.rounds)
-            if self.closed:
+            if self._is_done():
                 break
             near = done % SOLVE.rounds_between_tries == SOLVE.rounds_between_tries - 1
             slim = self._near(sweeps, plan, sweeps.cost) if near else self._pruned(sweeps)
-            if self.closed:
+            if self._is_done():
                 break
             if slim is not sweeps:
                 sweeps, whole = slim, False
@@ -199,7 +203,8 @@ class _Search:
         if few.plan:
             try:
                 kept = [k[f] for k, f in zip(self.kept, few.places, strict=True)]
-                self._finish(sweeps.problem.only(few.places), few.plan, kept)
+                if not self._finish(sweeps.problem.only(few.places), few.plan, kept):
+                    return sweeps
             except NoStates:
                 pass
             beyond = (least[least > few.level].min(initial=math.inf) for least in sweeps.least)
@@ -242,9 +247,17 @@ class _Search:
             level = (low + high) / 2
         return replace(best, places=sweeps.within(best.level)) if best.plan else best
 
-    def _finish(self, part: Problem, plan: Estimate, kept: Sequence[np.ndarray]) -> None:
-        found = eliminate(part, plan, tick=lambda done, total: self._tell("eliminate", done, total))
-        self._offer(kept, found.states)
+    def _finish(self, part: Problem, plan: Estimate, kept: Sequence[np.ndarray]) -> bool:
+        """Offer the optimum of a part; whether the search was not ended before."""
+
+        def ended(done: int, total: int) -> bool:
+            self._tell("eliminate", done, total)
+            return self._is_done() and self.stopped
+
+        found = eliminate_until(part, plan, ended)
+        if found is not None:
+            self._offer(kept, found.states)
+        return found is not None
 
     def _offer(self, kept: Sequence[np.ndarray], states: Sequence[int]) -> None:
         """Take states given as places in `kept` if they are better than what we have."""

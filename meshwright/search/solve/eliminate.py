@@ -68,12 +68,24 @@ def eliminate(
     plan: Estimate | None = None,
     *,
     dtype: type = np.float64,
-    tick: Callable[[int, int], None] | None = None,
 ) -> Eliminated:
     """The optimum of a problem. float32 tables halve the memory, and then the states may miss it by rounding.
 
-    `tick` is told (variables eliminated, all). Raises NoStates when no choice has a finite price.
+    Raises NoStates when no choice has a finite price.
     """
+    found = eliminate_until(problem, plan, lambda done, total: False, dtype=dtype)
+    assert found is not None
+    return found
+
+
+def eliminate_until(
+    problem: Problem,
+    plan: Estimate | None,
+    ended: Callable[[int, int], bool],
+    *,
+    dtype: type = np.float64,
+) -> Eliminated | None:
+    """The same; None where `ended`, called with (variables eliminated, all) after each, says to end before the last."""
     plan = plan or estimate(problem, dtype)
     tables = _Tables(problem, dtype)
     steps = []
@@ -82,8 +94,8 @@ def eliminate(
         steps.append((v, named))
         rest = tuple(sorted({w for scope, _ in named for w in scope if w != v}))
         tables.put(rest, _least(v, rest, named))
-        if tick:
-            tick(done + 1, len(plan.order))
+        if ended(done + 1, len(plan.order)) and done + 1 < len(plan.order):
+            return None
     if not math.isfinite(tables.constant):
         raise NoStates(None)
     states = [0] * len(problem.unary)

@@ -28,6 +28,7 @@ from meshwright.search.solve.branch_and_bound import Part, split_of
 from meshwright.search.solve.problem import Memory, NoStates, Problem
 from meshwright.search.solve.repair import Moves, States, mixes
 from meshwright.search.solve.trws import consistent
+from meshwright.search.stop import never
 
 EPSILON = 1e-11
 
@@ -106,6 +107,7 @@ class _Options:
     enough: float
     most_solves: int
     limit_work: float
+    ended: Callable[[], bool]
 
 
 def solve_limited(
@@ -118,24 +120,20 @@ def solve_limited(
     enough: float = SOLVE.enough,
     most_solves: int = SOLVE.limited_solves,
     limit_work: float = SOLVE.work,
+    ended: Callable[[], bool] = never,
 ) -> LimitedSolution:
     """The cheapest accepted states whose bytes are within limits float64[T] (finite or inf).
 
     Ends when the gap between price and bound is at most `enough` of the price, when the multipliers can do no better,
     or after `most_solves` (three times as many while nothing was accepted). Raises NoStates when the problem has no
-    choice at all, limits or not. An interrupt returns the best so far, where there is one.
+    choice at all, limits or not. Once `ended` says so the best so far is returned, accepted states or none.
     """
     limits = np.asarray(limits, dtype=np.float64)
     assert limits.shape == (memory.instants,)
-    search = _Search(problem, memory, limits, accept, _Options(progress, enough, most_solves, limit_work))
-    stopped = False
-    try:
-        search.run()
-    except KeyboardInterrupt:
-        if search.best is None:
-            raise
-        stopped = True
-    return search.answer(stopped)
+    options = _Options(progress, enough, most_solves, limit_work, ended)
+    search = _Search(problem, memory, limits, accept, options)
+    search.run()
+    return search.answer()
 
 
 class _Search:
@@ -167,22 +165,30 @@ class _Search:
         self.ceiling = sum(highest) + 1e-6 * sum(map(abs, highest))
         self.least: np.ndarray | None = None
         self.solves = 0
+        self.stopped = False
 
     def run(self) -> None:
         self.solve(self.root, self.root.multipliers)
-        if not self.over:
-            self.fit()
-            self.climb(self.root, self.tight)
-            self.repair()
-            if self.best is None:
-                self.find_least()
-            if not self.open:
-                return
-            self.tighten()
-            self.gain()
-            self.branch()
-        if self.best is None and self.least is None:
+        if self.over or self.ended:
+            return
+        self.fit()
+        self.climb(self.root, self.tight)
+        self.repair()
+        if self.best is None and not self.ended:
             self.find_least()
+        if not self.open:
+            return
+        self.tighten()
+        self.gain()
+        self.branch()
+        if self.best is None and self.least is None and not self.ended:
+            self.find_least()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the search was told to end."""
+        self.stopped = self.stopped or self.options.ended()
+        return self.stopped
 
     @property
     def bound(self) -> float:
@@ -195,13 +201,18 @@ class _Search:
     @property
     def spent(self) -> bool:
         most = self.options.most_solves * (1 if self.best is not None else SOLVE.patience)
-        return self.solves >= most or len(self.evaluations) >= SOLVE.accepted_calls
+        return self.solves >= most or len(self.evaluations) >= SOLVE.accepted_calls or self.ended
 
     def solve(self, part: Part, prices: np.ndarray) -> float:
         """One unlimited solve with a price per byte; returns a lower bound of price + prices·bytes in the part."""
         weighed = part.memory.weighed(part.problem, prices) if prices.any() else part.problem
         try:
-            found = solve(weighed, limit_work=self.options.limit_work, start=part.messages)
+            found = solve(
+                weighed,
+                limit_work=self.options.limit_work,
+                start=part.messages,
+                ended=self.options.ended,
+            )
         except NoStates as none:
             if not self.known:
                 raise
@@ -220,8 +231,6 @@ class _Search:
         self.meet(tuple(int(k[s]) for k, s in zip(part.kept, found.states, strict=True)))
         if self.options.progress:
             self.options.progress("memory", self.solves, self.options.most_solves, self.price, self.bound)
-        if found.stopped:
-            raise KeyboardInterrupt
         if found.least and self.best is not None:
             # Nothing cheaper than the best has these states, whichever way the bytes are priced later.
             most = self.price + float(prices @ self.limits)
@@ -304,9 +313,11 @@ class _Search:
                 halves = part.halves()
             else:
                 self.meet(tuple(int(k[0]) for k in part.kept))
-            # In one step: an interrupt must not find a part missing, or the bound would be too high.
+            # In one step: where the search is ended no part may be missing, or the bound would be too high.
             self.open = [p for p in self.open if p is not part] + halves
             for half in halves:
+                if self.ended:
+                    return
                 self.solve(half, half.multipliers)
                 self.climb(half, self.tight, SOLVE.part_solves)
             self.repair()
@@ -328,7 +339,7 @@ class _Search:
                 self.meet(tuple(moves.states))
         for _ in range(SOLVE.repairs):
             before = self.price
-            if self.best is None or self.over:
+            if self.best is None or self.over or self.ended:
                 return
             for cheap in ranked:
                 if self.known[cheap][0] < self.price:
@@ -367,7 +378,7 @@ class _Search:
 
     def gain(self) -> None:
         """Single changes up to the limits themselves, where the bytes were held to less."""
-        if self.best is not None and not self.over:
+        if self.best is not None and not self.over and not self.ended:
             moves = Moves(self.problem, self.memory, self.best)
             moves.to_gain(self.limits, self.accepted)
             self.meet(tuple(moves.states))
@@ -383,12 +394,12 @@ class _Search:
         if (self.least > self.limits * (1 + ROUNDING)).any():
             self.open = []
 
-    def answer(self, stopped: bool) -> LimitedSolution:
+    def answer(self) -> LimitedSolution:
         nearest = None
         if self.best is None:
             nearest = min(self.known, key=lambda s: (float((self.known[s][1] - self.limits).max()), s))
         least = None if self.least is None else self.least * self.unit
         prices = self.root.multipliers / self.unit
         return LimitedSolution(
-            self.best, self.price, self.bound, prices, least, nearest, self.solves, stopped
+            self.best, self.price, self.bound, prices, least, nearest, self.solves, self.stopped
         )
