@@ -93,7 +93,9 @@ def test_an_operator_that_is_not_known_is_cut_by_the_rule_of_the_user() -> None:
             return self.linear(mw.shard(torch.ops.annotated.twice, ((2, 2),))(x)).square().mean()
 
     asked: Any = {"mesh": {"dp": 2, "tp": 2}, "mode": "sharding_propagation"}
-    with pytest.raises(StrategyError, match=r"mw\.rule\('annotated\.twice', \"…\"\) says how it can be cut"):
+    with pytest.raises(
+        StrategyError, match=r"mw\.rule\('annotated\.twice', \"…\"\) says how it can be split"
+    ):
         mw.plan(Twice(), torch.randn(8, 6), **asked)
     mw.rule("annotated::twice", "b f -> b f")
     plan = mw.plan(Twice(), torch.randn(8, 6), **asked)

@@ -367,7 +367,7 @@ def test_explain_names_modules_cuts_parameters_and_collectives() -> None:
 
 def test_explain_says_every_note_once() -> None:
     plan = plan_of("mlp", {"dp": 2, "tp": 2}, "sharding_propagation")
-    assert plan.notes == ("2 ranks (tp) compute the same in enter, leave: no factor is cut there",)
+    assert plan.notes == ("2 ranks (tp) compute the same in enter, leave: no factor is split there",)
     assert plan.explain().count(plan.notes[0]) == 1
     assert Plan.from_json(plan.to_json()).explain().count(plan.notes[0]) == 1
 

@@ -1,16 +1,15 @@
-"""Whether an annotated operator takes its inputs as the user cut them: refused where it cannot, noted where
+"""Whether an annotated operator takes its inputs as the user sharded them: refused where it cannot, noted where
 it does not.
 
-One annotated operator (`mw.shard(torch.softmax, …)`) has a strategy that means just this operator, so a cut of
-something that it needs whole is a mistake. An annotated module or a function of several operators is given
+One annotated operator (`mw.shard(torch.softmax, …)`) has a strategy that means just this operator, so a sharding of
+something that it needs replicated is a mistake. An annotated module or a function of several operators is given
 layouts for its inputs; what is inside may want others, and then values move, which the plan says.
 
 What the user marked inside the model: `mw.shard` and `mw.reshard` leave identity nodes ``meshwright.pin``.
 
-Each carries a specification: the *site* (one annotated call), its role (an input or the output of it) and the cut of
-every dim, as numbers of blocks or as a device layout. Blocks become mesh axes here: dims that are one factor of the
-annotated operator share their axes, the first factor takes the first axes of the mesh.
-"""
+Each carries a specification: the *site* (one annotated call), its role (an input or the output of it) and the sharding
+of every dim, as numbers of blocks or as a device layout. Blocks become mesh axes here: dims that are one factor of the
+annotated operator share their axes, the first factor takes the first axes of the mesh."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ from meshwright.search.scene import Scene, options
 def check_annotated(scene: Scene, specs: Iterable[PinSpec], assignment: Mapping[str, Strategy]) -> list[str]:
     """Notes on annotated inputs that move before they are used.
 
-    Raises StrategyError where one operator was told to cut what it must keep whole.
+    Raises StrategyError where one operator was to shard what it must keep replicated.
     """
     notes: list[str] = []
     for marks in marks_of_sites(specs).values():
@@ -65,19 +64,19 @@ def _check_whole(
         axes = dim_axes(given)
         if axes and held and not _takes(scene, node, port, have, axes):
             raise StrategyError(
-                f"the {spec.what} cuts dim {dim} of {spec.node.outputs[0]} into {scene.mesh.count(axes)} blocks, "
+                f"the {spec.what} splits dim {dim} of {spec.node.outputs[0]} into {scene.mesh.count(axes)} blocks, "
                 f"which {node.op} must keep whole",
                 why=site.rule.why_replicated or _why(site, letters),
                 where=spec.node.where,
-                hint=f'mw.rule({node.op.removesuffix(".default")!r}, "…") says how it can be cut, or 1 for that dim'
+                hint=f'mw.rule({node.op.removesuffix(".default")!r}, "…") says how it can be split, or 1 for that dim'
                 if site.rule.why_replicated.startswith("no rule is known")
-                else "1 for that dim; it can be cut by " + (", ".join(splittable(site)) or "nothing"),
+                else "1 for that dim; it can be split by " + (", ".join(splittable(site)) or "nothing"),
             )
 
 
 def _takes(scene: Scene, node: Node, port: int, have: TensorLayout, axes: Iterable[str]) -> bool:
-    """Whether a strategy of the node gives a port these splits: of a dim of several letters, some may be whole (the
-    channels of a group, the rows of a window) while others are split."""
+    """Whether a strategy of the node gives a port these splits: of a dim of several letters, some may be replicated
+    (the channels of a group, the rows of a window) while others are split."""
     fixed, split = WHOLE, []
     for axis in axes:
         split.append(axis)
@@ -125,17 +124,17 @@ class PinSpec:
 
     @property
     def wished(self) -> bool:
-        """The mark carries a cut."""
+        """The mark carries a sharding."""
         return self.blocks is not None or self.layout is not None
 
     @property
     def tensor(self) -> str:
-        """What is cut, for messages: ``%w: f32[8, 4]``."""
+        """What is sharded, for messages: ``%w: f32[8, 4]``."""
         return f"%{self.node.uses[0]}: {self.node.outputs[0]}"
 
     @property
     def what(self) -> str:
-        """What carries the cut, for messages."""
+        """What carries the sharding, for messages."""
         return (
             f"layout of {self.name}" if self.name == "mw.reshard" else f"{self.role}_strategy of {self.name}"
         )
@@ -226,8 +225,8 @@ def operators(scene: Scene, names: Iterable[str]) -> list[str]:
 
 
 def given_values(graph: Graph, specs: Iterable[PinSpec]) -> frozenset[str]:
-    """What an annotated operator is to take as the user cut it: marked inputs with a wish, and what leaves
-    an output mark without one (which is no wish, so it follows)."""
+    """What an annotated operator is to take as the user sharded it: marked inputs with an annotation, and what leaves
+    an output mark without one (which constrains nothing, so it follows)."""
     found = {s.node.values[0] for s in specs if s.role == "in" and s.wished}
     return frozenset(found | {s.node.uses[0] for s in specs if s.role == "out" and not s.wished})
 
@@ -248,7 +247,7 @@ def _reach(graph: Graph, start: set[str], *, forward: bool) -> set[str]:
 
 
 def mark_seeds(scene: Scene, specs: Sequence[PinSpec]) -> Seeds:
-    """Seeds for the marked points. Raises StrategyError for cuts the operator or the mesh cannot take."""
+    """Seeds for the marked points. Raises StrategyError for shardings the operator or the mesh cannot take."""
     seeds: Seeds = {}
     for marks in marks_of_sites(specs).values():
         alone = len(operators(scene, site_region(scene.graph, marks))) == 1
@@ -267,7 +266,7 @@ def mark_seeds(scene: Scene, specs: Sequence[PinSpec]) -> Seeds:
                 letters = dim_letters(scene.site(spec.node.name).rule.inputs[0][dim])
                 if axes and not letters:
                     raise StrategyError(
-                        f"the {spec.what} cuts dim {dim}, which has one element",
+                        f"the {spec.what} splits dim {dim}, which has one element",
                         why=f"the tensor is {spec.node.outputs[0]}",
                         where=spec.node.where,
                         hint="1 (or None) for that dim",
@@ -298,7 +297,7 @@ def _check_rank(spec: PinSpec) -> None:
     for dim, (blocks, n) in enumerate(zip(spec.blocks or (), shape, strict=False)):
         if blocks > n:
             raise StrategyError(
-                f"the {spec.what} cuts dim {dim} of %{spec.node.uses[0]} into {blocks} blocks",
+                f"the {spec.what} splits dim {dim} of %{spec.node.uses[0]} into {blocks} blocks",
                 why=f"the tensor is {spec.node.outputs[0]}: the dim has {n} element{'s' * (n != 1)}",
                 where=spec.node.where,
                 hint=f"at most {n}" if n > 1 else "1",
@@ -320,7 +319,7 @@ def _layout_axes(mesh: Mesh, spec: PinSpec) -> list[list[str]]:
             f"the device matrix {tuple(data['matrix'])} of {spec.name} does not fit the mesh {mesh}",
             why=_unlike(data, mesh, ranks),
             where=spec.node.where,
-            hint=f"plan with mesh=mw.Mesh.of({asked}{order}), and use one device matrix in the whole model",
+            hint=f"plan with mesh=mw.Mesh.of({asked}{order}), and use one device matrix throughout the model",
         )
     run, place, axes = {}, 0, [a.name for a in mesh.axes if a.size > 1]
     for alias, n in zip(data["aliases"], data["matrix"], strict=True):
@@ -349,7 +348,7 @@ def _allot(
 ) -> None:
     """Give the dims of one mark their axes; dims that are one factor of the annotated operator share them.
 
-    One operator (`alone`) must have one cut for each factor; a module or function of several moves what differs.
+    One operator (`alone`) must have one sharding for each factor; a module or function of several moves what differs.
     """
     assert spec.blocks is not None
     needed = math.prod(spec.blocks)
@@ -358,7 +357,7 @@ def _allot(
             f"the {spec.what} needs {needed} ranks, there are {scene.mesh.size}",
             why=f"{' · '.join(map(str, spec.blocks))} = {needed} blocks of {spec.tensor}, mesh {scene.mesh}",
             where=spec.node.where,
-            hint="fewer cuts; a product below the number of ranks repeats the computation",
+            hint="fewer splits; a product below the number of ranks repeats the computation",
         )
     mine: set[str] = set()
     for dim, blocks in enumerate(spec.blocks):
@@ -366,10 +365,10 @@ def _allot(
         known = groups.get(key) if key is not None else None
         if alone and spec.role == "in" and known is not None and known[0] != blocks:
             raise StrategyError(
-                f"the strategies of {spec.name} cut one factor in two ways",
+                f"the strategies of {spec.name} split one factor in two ways",
                 why=f"dim {dim} of %{spec.node.uses[0]} into {blocks}, {known[2]} into {known[0]}",
                 where=spec.node.where,
-                hint="a contracted dim is cut alike in both operands: ((a, b), (b, c)) for a matmul",
+                hint="a contracted dim is split the same in both operands: ((a, b), (b, c)) for a matmul",
             )
         if blocks == 1:
             if known is None and key is not None and spec.role == "in":
@@ -385,7 +384,7 @@ def _allot(
                 axes = _axes_for(scene.mesh, blocks, first, mine)
             if axes is None:
                 raise StrategyError(
-                    f"the {spec.what} cuts dim {dim} of {spec.tensor} into {blocks} blocks, "
+                    f"the {spec.what} splits dim {dim} of {spec.tensor} into {blocks} blocks, "
                     f"which {scene.mesh.size} ranks cannot do",
                     why=f"the mesh {scene.mesh} is {' × '.join(str(a.size) for a in scene.mesh.axes)}, and "
                     + (
@@ -394,7 +393,7 @@ def _allot(
                         else f"no part of that is {blocks}"
                     ),
                     where=spec.node.where,
-                    hint=f"one of {_possible(scene.mesh, taken)}; the product of all cuts divides the number of ranks",
+                    hint=f"one of {_possible(scene.mesh, taken)}; their product divides the number of ranks",
                 )
             if key is not None and known is None:
                 groups[key] = (blocks, axes, f"dim {dim} of %{spec.node.uses[0]}")
@@ -415,7 +414,7 @@ def _axes_for(mesh: Mesh, blocks: int, first: list[str], taken: set[str]) -> lis
 
 
 def _possible(mesh: Mesh, taken: Iterable[str]) -> str:
-    """``1, 2, 4``: the cuts that are left."""
+    """``1, 2, 4``: the shardings that are left."""
     left = [a.size for a in mesh.axes if a.name not in set(taken)]
     return ", ".join(
         map(

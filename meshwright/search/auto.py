@@ -152,7 +152,7 @@ def _optima(planner: Planner, tried: _Tried, name: str, space: Space) -> None:
 
 def _repeated(planner: Planner, tried: _Tried) -> None:
     """The optima of fewer and fewer ranks, the others idle, while these compute less than the best takes and what is
-    found is near it: where talking costs more than computing, more ranks must not make a plan slower."""
+    found is near it: where communication costs more than computing, more ranks must not make a plan slower."""
     best = _best(planner, tried)
     if planner.seeds or best is None or best <= (1 + AUTO.close) * min(tried.steps.values(), default=0.0):
         return
@@ -268,8 +268,8 @@ def _certificate(tried: _Tried, fitting: list[tuple[str, Found]], best: Found) -
 
 
 def recipes(planner: Planner) -> Iterator[tuple[str, Found]]:
-    """What an expert would try first: data parallel; with storage cut (ZeRO); data parallel outside with the best
-    single cut of every operator on the 2, 4, 8 ranks inside (Megatron, 3D); and the recursion.
+    """What an expert would try first: data parallel; with storage sharded (ZeRO); data parallel outside with the best
+    single sharding of every operator on the 2, 4, 8 ranks inside (Megatron, 3D); and the recursion.
     """
     scene, limit = planner.scene, planner.request.memory_bytes
     axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)

@@ -51,7 +51,7 @@ class SolveBudget:
     part_solves: int = 8
     # Choices that are made to fit by single changes, and rounds of mixing them.
     repairs: int = 6
-    # Share of the way to where the cutting planes point: a full step oscillates.
+    # Share of the way to where the planes of the dual ascent point: a full step oscillates.
     step: float = 0.7
     # Choices that a caller's own test of memory is asked about, where it simulates them.
     accepted_calls: int = 300
@@ -143,7 +143,7 @@ class AutoBudget:
     recipe_axes: int = 3
     # Candidates that are evaluated in full, about two seconds each for the largest models.
     evaluated_in_full: int = 4
-    # Nodes of a model whose whole program is simulated for the answer: about two seconds.
+    # Nodes of a model whose full program is simulated for the answer: about two seconds.
     full_nodes: int = 6000
     # Of the bound of the step: beside a candidate that near to it no other is evaluated.
     close: float = 0.003

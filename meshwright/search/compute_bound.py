@@ -1,7 +1,7 @@
-"""What no plan undercuts, told from sums over the model alone: O(1) for each number of ranks and micro-batches,
-whatever the cuts.
+"""What no plan undercuts, estimated from sums over the model alone: O(1) for each number of ranks and micro-batches,
+whatever the shardings.
 
-The ranks of a step compute the whole model at least once. A rank that holds the largest blocks of an operator has no
+The ranks of a step compute the full model at least once. A rank that holds the largest blocks of an operator has no
 less than an even share of its FLOPs and of its bytes, and starts its kernels once for each micro-batch.
 """
 

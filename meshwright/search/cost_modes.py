@@ -55,7 +55,7 @@ def search(planner: Planner, mode: str, *, offload: bool = True) -> Found:
         raise not_allowed(planner, error) from error
     except LayoutError as error:
         if not planner.folds.is_whole:
-            raise  # it is said again of the whole model
+            raise  # the full model says it again
         raise not_lowered(error) from error
     return replace(found, claims={**found.claims, "search_seconds": time.perf_counter() - started})
 
@@ -72,7 +72,7 @@ def priced(planner: Planner, strategies: Mapping[str, Strategy]) -> Found | None
 
 
 def _that_fits(planner: Planner, found: Found | None, nearest: Found | None = None) -> Found:
-    """What was found, evaluated in full; the most frugal choice where it does not fit then, or nothing was found."""
+    """What was found, evaluated in full; the least-memory choice where it does not fit then, or nothing was found."""
     if found is not None:
         found = planner.settled(found)
         if fits_in_both(planner, found):

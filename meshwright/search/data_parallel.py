@@ -1,4 +1,4 @@
-"""Data parallel: every node is cut in the factor that counts examples."""
+"""Data parallel: every node is sharded in the factor that counts examples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.search.scene import Scene
 
 
 def batch_options(menu: Choices, marks: Mapping[str, tuple[bool, ...]]) -> tuple[int, ...]:
-    """The cuts of a node's batch factor, those that its output has first. `marks`: letter → leaves that count
+    """The shardings of a node's batch factor, those that its output has first. `marks`: letter → leaves that count
     examples."""
     site = menu.site
     kept: list[tuple[bool, int]] = []
@@ -27,7 +27,7 @@ def batch_options(menu: Choices, marks: Mapping[str, tuple[bool, ...]]) -> tuple
 
 
 def _batch_options(scene: Scene) -> list[tuple[int, ...]]:
-    """Those of every node; nodes that share a menu and marks share them."""
+    """Those of every node; nodes that share options and marks share them."""
     batch, known = scene.factors.batch, dict[Hashable, tuple[int, ...]]()
     found: list[tuple[int, ...]] = []
     for node, menu in zip(scene.board.nodes, scene.board.menus, strict=True):
@@ -40,8 +40,8 @@ def _batch_options(scene: Scene) -> list[tuple[int, ...]]:
 
 
 def assign_batch(scene: Scene, states: list[State], axes: tuple[str, ...], nodes: tuple[Node, ...]) -> None:
-    """Cut nodes by their batch factor over the axes, one after the other; whole where none may be split. `states` has
-    what each node of the scene does so far."""
+    """Shard nodes by their batch factor over the axes, one after the other; replicated where none may be split.
+    `states` has what each node of the graph does so far."""
     board = scene.board
     sizes = [(axis, scene.mesh.sizes[axis]) for axis in axes]
     if board.batch is None:
@@ -64,7 +64,7 @@ def by_batch(scene: Scene, axes: tuple[str, ...]) -> dict[str, Strategy]:
 
 
 def _turns(state: State, cuts: tuple[int, ...], sizes: Sequence[tuple[str, int]]) -> Iterator[Turn]:
-    """On each axis the first cut that has room for it beside those taken."""
+    """On each axis the first sharding that has room for it beside those taken."""
     rooms, blocks = state.menu.rooms, dict(state.blocks)
     for axis, members in sizes:
         for option in cuts:
@@ -76,20 +76,20 @@ def _turns(state: State, cuts: tuple[int, ...], sizes: Sequence[tuple[str, int]]
 
 
 def check_batch(scene: Scene, axes: tuple[str, ...]) -> None:
-    """Raise StrategyError when the batch cannot be cut over the axes."""
+    """Raise StrategyError when the batch cannot be sharded over the axes."""
     members = scene.mesh.count(axes)
     sized = [(i, i.type.shape[i.batch_dim]) for i in scene.graph.input_of("batch") if i.batch_dim is not None]
     if not sized and members > 1:
         raise StrategyError(
             "no dim of the batch is known to count examples",
-            why="data parallel cuts the examples; the batch has "
+            why="data parallel splits the examples; the batch has "
             + (", ".join(f"{i.target} {i.type}" for i in scene.graph.input_of("batch")) or "no tensors"),
-            hint="give a batch whose tensors share their first dim, or cut operators with mw.shard",
+            hint="give a batch whose tensors share their first dim, or shard operators with mw.shard",
         )
     for entry, count in sized:
         if count < members:
             raise StrategyError(
-                f"a batch of {count} cannot be cut over {members} ranks",
+                f"a batch of {count} cannot be split over {members} ranks",
                 why=f"{entry.target} is {entry.type} and {scene.mesh.show(axes)} has {members} ranks",
                 hint=f"a batch of at least {members}, or at most {count} ranks for data parallel",
             )

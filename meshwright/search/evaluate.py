@@ -40,8 +40,8 @@ class Evaluation:
     """What a simulation says of a choice: seconds of the step, the most bytes on a rank, and at which instant; the most
     bytes of a rank in its host's memory; the seconds in which something is sent and nothing computes. `at`: bytes of
     what there is once and of what is in all layers, at each instant that may be the worst of a rank with a share of
-    the layers; `at_layers` the same of those instants that every share of them has. None where layers are not told
-    apart. `in_full`: it was of the whole program."""
+    the layers; `at_layers` the same of those instants that every share of them has. None where layers cannot be
+    distinguished. `in_full`: it was of the full program."""
 
     step_seconds: float
     peak_bytes: float
@@ -75,7 +75,7 @@ class Evaluator:
     techniques: Techniques = NONE
 
     def in_full(self, choice: Choice) -> Evaluation:
-        """The same from the whole program: what three layers cannot tell is where buckets of gradients end."""
+        """The same from the full program: what three layers cannot show is where buckets of gradients end."""
         seen = self._evaluated(self.folds.full, choice)
         where = max(seen.most, key=lambda instant: seen.most[instant])
         line = step_times(seen.parts, self.cluster, self.optimizer_states)
@@ -131,7 +131,7 @@ class Evaluator:
         """Bytes of what there is once and in all layers, at each instant. `short`: bytes with `few` copies of each kind
         of layer; `longer`: with one more of one kind.
 
-        The first copy's is told by the first ones, the last one's by the last ones. Layers between have those that are
+        The first copy's comes from the first ones, the last one's by the last ones. Layers between have those that are
         added before them, after them, or on both sides: such a one takes most where it is next to the first or to the
         last, and grows as these do.
         """

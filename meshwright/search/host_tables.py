@@ -44,7 +44,7 @@ def with_tables(
     folds: Folded, hosts: frozenset[str], request: Request, run: Callable[[frozenset[str], bool], Found]
 ) -> tuple[Found, frozenset[str], list[str]]:
     """What `run` finds with these nodes on the host, or with as few tables more as let it find something; the nodes on
-    the host, and a note on the tables. `run` is told too whether it may put an optimizer's states there by itself:
+    the host, and a note on the tables. `run` is given too whether it may put an optimizer's states there by itself:
     where it does, and tables are large, the quicker of both ways counts.
 
     Raises the PlanError of `run` where no tables help, or where the host's memory is too small for those that do.

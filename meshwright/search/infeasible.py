@@ -10,7 +10,7 @@ from meshwright.search.solve import NoStates, Problem, solve
 from meshwright.search.space.build import Space
 from meshwright.search.space.wiring import Variable
 
-OTHER = 'other pins, or mode="sharding_propagation", which takes cuts as they are'
+OTHER = 'other pins, or mode="sharding_propagation", which takes shardings as they are'
 
 
 class NothingFits(Exception):
@@ -37,7 +37,7 @@ def not_allowed(planner: Planner, error: NoStates) -> PlanError:
         where = next((_where(space, v) for v in ends if _where(space, v)), "")
     asked = sorted({name for nodes in planner.seeds.values() for name in nodes})
     if asked:
-        why += f"; cuts are asked of {', '.join('%' + n for n in asked[:4])}"
+        why += f"; shardings are asked of {', '.join('%' + n for n in asked[:4])}"
         why += f" and {len(asked) - 4} more" * (len(asked) > 4)
     return PlanError(what, why=why, where=where, hint=OTHER if asked else "a mesh of other sizes")
 

@@ -6,7 +6,7 @@ the second copy counts for itself and those left out, an edge counts as often as
 stretch is read of the second copy.
 
 Copies stay apart where they differ in more than `capture.fold` looks at: a pin, a value that others read, a parameter
-shared with another place. There the run is cut; each piece is a run of its own.
+shared with another place. There the run is split; each piece is a run of its own.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def folded(graph: Graph, folding: Folding, kinds: Mapping[str, Hashable] | None 
 
 def shortened(folds: Folded, copies: Sequence[int]) -> Graph:
     """The full graph with so many copies left of each run of layers that is folded (at least 2): what grows with the
-    number of layers can be told from two such graphs."""
+    number of layers follows from two such graphs."""
     long = [run for run in folds.runs if run.count > 2]
     return _cut(folds.full, [(run, max(2, n)) for run, n in zip(long, copies, strict=True)])
 

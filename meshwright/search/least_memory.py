@@ -62,8 +62,8 @@ class Frugal:
                 yield self.evaluated(states)
 
     def lower(self) -> list[Found]:
-        """What the one with the lowest peak becomes when the operator at its peak, or what makes its inputs, is cut in
-        other ways, from low to lowest: what an operator needs for a moment is in no sum."""
+        """What the one with the lowest peak becomes when the operator at its peak, or what makes its inputs, is sharded
+        in other ways, from low to lowest: what an operator needs for a moment is in no sum."""
         if self._lower is None:
             self._lower = []
             best, seen = (
@@ -83,7 +83,7 @@ class Frugal:
         return self._lower
 
     def _moved(self, found: Found) -> set[States]:
-        """The choices of least bytes in which one of those operators is cut in each other way."""
+        """The choices of least bytes in which one of those operators is sharded in each other way."""
         problem = self.planner.problem(self.space)
         quick = solve(problem)
         each = quick.price / (self.sums(quick.states) or 1.0)
@@ -148,7 +148,7 @@ def least_bytes_of(planner: Planner) -> Found | None:
 
 def saved(planner: Planner, *, moved: bool = True) -> Found | None:
     """The cheapest of them that fits, evaluated in full; None where none does. `moved`: where none does, also what the
-    lowest becomes when an operator of it is cut otherwise, which takes as long as all before."""
+    lowest becomes when an operator of it is sharded otherwise, which takes as long as all before."""
     fitting = [found for found in _below(planner) if fits_in_both(planner, found)]
     if not fitting and moved and planner.evaluator is not None:
         fitting = [found for found in frugal(planner).lower() if fits_in_both(planner, found)]

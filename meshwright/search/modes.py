@@ -57,7 +57,7 @@ def make_plan(
     """The plan of a graph on a mesh under a mode. `pins`: module pattern → letter → axis.
 
     With a `folding` each kind of layer is planned once. `request` has the cluster that prices are of, and limits; the
-    modes that search need it. Raises PlanError for an unknown mode, StrategyError for cuts that cannot be.
+    modes that search need it. Raises PlanError for an unknown mode, StrategyError for shardings that cannot be.
     """
     _check_mode(mode, mesh, pins, request)
     check_pins(pins or {})
@@ -75,7 +75,7 @@ def make_plan(
             raise
     return _make_plan(
         whole(graph), mesh, mode, pins or {}, wishes, request
-    )  # the error speaks of the whole model
+    )  # the error speaks of the full model
 
 
 def _make_plan(
@@ -152,7 +152,7 @@ def _unfolded(
 
 
 def _remarks(folds: Folded, plan: Plan, request: Request | None) -> list[str]:
-    """What a reader must know of how a plan cuts the full graph."""
+    """What a reader must know of how a plan shards the full graph."""
     full, mesh, cuts = folds.full, plan.mesh, plan.strategies
     rough = _rough(request) if request is not None else ()
     return [*rough, *unknown(full, mesh, plan), *repeated(full, mesh, cuts), *uneven(full, mesh, cuts)]
@@ -289,7 +289,7 @@ def _check_mode(mode: str, mesh: Mesh, pins: Any, request: Request | None) -> No
     if mode == "manual":
         raise PlanError(
             'mode="manual" has no plan',
-            why="the model cuts itself and calls its own collectives",
+            why="the model shards itself and calls its own collectives",
             hint="mw.manual_step(model, optimizer, loss=…, mesh=…)",
         )
     if mode not in MODES:
@@ -307,7 +307,7 @@ def _check_mode(mode: str, mesh: Mesh, pins: Any, request: Request | None) -> No
     if mode == "data_parallel" and pins:
         raise PlanError(
             'mode="data_parallel" takes no pins',
-            why=f"it cuts the batch over all {mesh.size} ranks ({mesh}), which leaves none for "
+            why=f"it splits the batch over all {mesh.size} ranks ({mesh}), which leaves none for "
             + ", ".join(map(repr, pins)),
             hint='mode="sharding_propagation" or mode="semi_auto" with the same pins',
         )

@@ -1,14 +1,14 @@
-"""A graph in numbers, for searches that go from node to node: values, readers, and the menu of each node.
+"""A graph in numbers, for searches that go from node to node: values, readers, and the options of each node.
 
 What the nodes of a graph may do on one mesh axis, as small integers.
 
 Layouts are separable by axis, so an option of a node needs one code for each of its ports: where the value lies on
 that axis alone. Which options there are, and their codes, follow from the letters of a rule where each dim is one
 letter: nodes that differ in sizes alone share `Choices`, which are made once. Nodes of one signature share a `Menu`,
-which adds how many blocks there is room for. A `State` is a menu with what was chosen on the axes before; what a
+which adds how many blocks there is room for. A `State` is the options with what was chosen on the axes before; what a
 search asks of it in its inner loop are list look-ups.
 
-Codes: 0 whole, 1 pending, 2 whole with a pending gradient, 3 and more cut, a number for each place.
+Codes: 0 replicated, 1 partial, 2 replicated with a partial gradient, 3 and more sharded, a number for each place.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Board:
         ]
         self.menus = self._menus(factors)
         self.kinds = self._kinds()
-        self.batch: list[tuple[int, ...]] | None = None  # per node, the options that cut its batch factor
+        self.batch: list[tuple[int, ...]] | None = None  # per node, the options that shard its batch factor
         self.remembered: dict[Hashable, list[int]] = {}  # what a search found on an axis of the same kind
 
     def _menus(self, factors: Factors) -> list[Menu]:
@@ -84,7 +84,8 @@ class Board:
         return {node.name: state.strategy for node, state in zip(self.nodes, states, strict=True)}
 
     def _kinds(self) -> list[int]:
-        """Nodes whose options compare alike where their neighbours do: one menu, equal bytes, gradients and repeats."""
+        """Nodes whose options compare equally where their neighbours do: the same options, equal bytes, gradients and
+        repeats."""
         known: dict[Hashable, int] = {}
         found: list[int] = []
         for menu, uses, makes in zip(self.menus, self.uses, self.makes, strict=True):
@@ -98,15 +99,15 @@ class Board:
 WHOLE_CODE, PENDING, GRAD, CUT = 0, 1, 2, 3
 HERE = "here"  # the one axis of the tables
 Unit = tuple[tuple[int, ...], ...]
-Places = dict[tuple[tuple[int, Dim], ...], int]  # the cut dims of a value, in normal form → code
+Places = dict[tuple[tuple[int, Dim], ...], int]  # the sharded dims of a value, in normal form → code
 Turn = tuple[int, str, int]  # an option, the axis on which it is taken, and that axis' members
-ALL = (SubDim(0, (HERE,)),)  # a dim that is cut as one, whatever its size: that is the value's own
+ALL = (SubDim(0, (HERE,)),)  # a dim that is sharded as one, whatever its size: that is the value's own
 NONE = frozenset[int]()
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One option: whole, a cut of one unit of a letter, or `through` ports."""
+    """One option: replicated, a split of one unit of a letter, or `through` ports."""
 
     letter: str = ""
     unit: Unit = ()
@@ -122,7 +123,7 @@ class PortCodes:
 
 
 def entries_of(site: Site) -> Iterator[Entry]:
-    """All options of a site on one axis, whole first."""
+    """All options of a site on one axis, replicated first."""
     yield Entry()
     for letter in splittable(site):
         for unit in ways(site, letter):
@@ -208,7 +209,7 @@ class Menu:
 
     def __init__(self, site: Site, choices: Choices) -> None:
         self.site, self.choices, self.entries = site, choices, choices.entries
-        # The blocks that each option has room for; whole and pending sums have room for any number.
+        # The blocks that each option has room for; replicated values and partial sums have room for any number.
         self.rooms = tuple([
             min([at_path(site.trees[e.letter], path).pieces for path in e.unit]) if e.letter else 0
             for e in choices.entries
@@ -245,7 +246,7 @@ class Menu:
 
 @dataclass(eq=False)
 class State:
-    """A menu and what was chosen on the axes before; `blocks`: option → the blocks its unit is cut into."""
+    """The options and what was chosen on the axes before; `blocks`: option → the blocks its unit is split into."""
 
     menu: Menu
     turns: tuple[Turn, ...] = ()
@@ -270,7 +271,7 @@ class State:
         return found
 
     def after(self, *turns: Turn) -> State:
-        """The state with more axes, on which an option other than whole is taken."""
+        """The state with more axes, on which an option other than replicated is taken."""
         if not turns:
             return self
         found = self._after.get(turns)

@@ -1,5 +1,6 @@
-"""What the user pinned from outside: cuts of the operators of modules, by letter, ``{"blocks.*.up": {"n": "tp"}}``, and
-of parameters by the number of a dim, ``{"blocks.*.up.weight": {"0": "tp"}}``. ``batch`` is the letter of examples."""
+"""What the user pinned from outside: shardings of the operators of modules, by letter, ``{"blocks.*.up": {"n":
+"tp"}}``, and of parameters by the number of a dim, ``{"blocks.*.up.weight": {"0": "tp"}}``. ``batch`` is the letter of
+examples."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ Seeds = dict[str, dict[str, Strategy]]  # axis → node → single-axis strategy
 
 @dataclass(frozen=True)
 class Pin:
-    """One wish of a pattern: a letter of these operators is cut over a run of prime axes."""
+    """One constraint of a pattern: a letter of these operators is sharded over a run of prime axes."""
 
     pattern: str
     letter: str
@@ -37,7 +38,7 @@ CAST = "aten._to_copy.default"
 def module_seeds(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Seeds:
     """Seeds from ``{"blocks.*.mlp.up": {"n": "tp"}}``: every operator in a matching module that reads a parameter.
 
-    Raises StrategyError for a pattern that matches nothing, an unknown letter, or a cut the operator cannot take.
+    Raises StrategyError for a pattern that matches nothing, an unknown letter, or a sharding the operator cannot take.
     """
     seeds: Seeds = {}
     for pin in _resolved(scene, pins):
@@ -62,10 +63,11 @@ def overlaps(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> list[str]:
                     found.setdefault((other.pattern, pin.pattern), (node, other, pin))
                 elif other.axes != pin.axes:
                     both = (
-                        f"{p.pattern!r} cuts {p.letter} over {scene.mesh.show(p.axes)}" for p in (other, pin)
+                        f"{p.pattern!r} splits {p.letter} over {scene.mesh.show(p.axes)}"
+                        for p in (other, pin)
                     )
                     raise StrategyError(
-                        f"two pins cut {pin.letter} of {node.op} in {node.module or f'%{node.name}'} differently",
+                        f"two pins split {pin.letter} of {node.op} in {node.module or f'%{node.name}'} differently",
                         why=", ".join(both),
                         where=node.where,
                         hint="patterns that do not overlap, or one pin with all the axes of the factor",
@@ -79,7 +81,7 @@ def overlaps(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _resolved(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Iterator[Pin]:
-    """Each wish with the operators that it is for. Raises StrategyError."""
+    """Each constraint with the operators that it is for. Raises StrategyError."""
     check_pins(pins)
     modules = sorted({n.module for n in scene.graph.nodes if n.module})
     parameters = {i.name for i in scene.graph.inputs if i.role == "parameter"}
@@ -124,8 +126,8 @@ def _resolved(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Iterator[P
 
 
 def _letter(scene: Scene, node: Node, wish: str) -> str:
-    """The letter of an operator that a wish names, if it has one: ``batch``, as plans are shown, is the one that counts
-    examples."""
+    """The letter of an operator that a constraint names, if it has one: ``batch``, as plans are shown, is the one that
+    counts examples."""
     site = scene.site(node.name)
     if wish in site.trees or wish != BATCH:
         return wish if wish in site.trees else ""
@@ -133,7 +135,7 @@ def _letter(scene: Scene, node: Node, wish: str) -> str:
 
 
 def _run(scene: Scene, pattern: str, what: str, axes: str | Sequence[str], taker: Node) -> tuple[str, ...]:
-    """The prime axes that a wish names. Raises StrategyError where one is named twice."""
+    """The prime axes that a constraint names. Raises StrategyError where one is named twice."""
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     run = tuple(a for name in names for a in scene.mesh.resolve(name))
     if len(set(run)) != len(run):
@@ -156,14 +158,15 @@ def _parameters(graph: Graph, pattern: str) -> tuple[Input, ...]:
 
 
 def _of_parameter(scene: Scene, pattern: str, entry: Input, cuts: Mapping[str, Any]) -> Iterator[Pin]:
-    """The wishes for a parameter: of each operator that reads it, the factor that the dim is. Raises StrategyError."""
+    """The constraints on a parameter: of each operator that reads it, the factor that the dim is. Raises
+    StrategyError."""
     rank = len(entry.type.shape)
     for dim, axes in cuts.items():
         if not str(dim).isdigit() or int(dim) >= rank:
             raise StrategyError(
-                f"the pin of {pattern!r} cuts {dim!r} of a parameter",
+                f"the pin of {pattern!r} splits {dim!r} of a parameter",
                 why=f"{entry.target} is {entry.type}: its dims are {', '.join(map(str, range(rank))) or 'none'}",
-                hint='{"blocks.*.up.weight": {"0": "tp"}} cuts the first dim; letters are of modules: '
+                hint='{"blocks.*.up.weight": {"0": "tp"}} splits the first dim; letters are of modules: '
                 '{"blocks.*.up": {"n": "tp"}}',
             )
         for node, port in scene.graph.consumers[entry.name]:
@@ -172,7 +175,7 @@ def _of_parameter(scene: Scene, pattern: str, entry: Input, cuts: Mapping[str, A
             letter = next((x for x in found if x in {*splittable(site)}), "")
             if not letter:
                 raise StrategyError(
-                    f"dim {dim} of {entry.target} cannot be cut",
+                    f"dim {dim} of {entry.target} cannot be split",
                     why=f"{node.op} reads it, and has {_letters_text(site)}",
                     where=node.where,
                     hint="another dim, or none",
@@ -219,23 +222,23 @@ def check_pins(pins: Any) -> None:
         if not isinstance(cuts, Mapping):
             raise StrategyError(
                 f"the pin of {pattern!r} is {cuts!r}",
-                why="a pin says which factor is cut over which axis",
+                why="a pin says which factor is split over which axis",
                 hint=shape,
             )
         for letter, axes in cuts.items():
             names = (axes,) if isinstance(axes, str) else axes
             if not isinstance(names, Sequence) or not all(isinstance(a, str) for a in names):
                 raise StrategyError(
-                    f"the pin of {pattern!r} cuts {letter} over {axes!r}",
-                    why="a factor is cut over an axis of the mesh, by its name, or over several",
+                    f"the pin of {pattern!r} splits {letter} over {axes!r}",
+                    why="a factor is split over an axis of the mesh, by its name, or over several",
                     hint=f'{shape}, or {{"n": ("dp", "tp")}}; the mesh says how many blocks that is',
                 )
 
 
 def _letters_text(site: Site) -> str:
-    """``d0=8, n=96, s=12 (whole)``: the factors of a node with their sizes."""
+    """``d0=8, n=96, s=12 (kept full)``: the factors of a node with their sizes."""
     words = (
-        f"{x}={n}" + (" (whole)" if must_replicate(site.rule, x) else "")
+        f"{x}={n}" + (" (kept full)" if must_replicate(site.rule, x) else "")
         for x, n in site.rule.sizes.items()
         if x in site.trees and not x.startswith(SIZED)
     )
@@ -243,14 +246,14 @@ def _letters_text(site: Site) -> str:
 
 
 def cut_letter(scene: Scene, seeds: Seeds, node: Node, letter: str, axes: Sequence[str]) -> None:
-    """Seeds that cut a letter of a node over axes. Raises StrategyError where it cannot be."""
+    """Seeds that shard a letter of a node over axes. Raises StrategyError where it cannot be."""
     site = scene.site(node.name)
     if must_replicate(site.rule, letter):
         raise StrategyError(
             f"{letter} of {node.op} may not be sharded",
             why=site.rule.why_replicated or "each result needs all of its elements",
             where=node.where,
-            hint="it can be cut by " + (", ".join(splittable(site)) or "nothing"),
+            hint="it can be split by " + (", ".join(splittable(site)) or "nothing"),
         )
     for axis in axes:
         before = seeds.get(axis, {}).get(node.name, Strategy())
@@ -268,7 +271,7 @@ def cut_letter(scene: Scene, seeds: Seeds, node: Node, letter: str, axes: Sequen
     for axis in axes:
         if unit is None or not fits(grown, unit, scene.mesh, axis):
             raise StrategyError(
-                f"cannot cut {letter} of {node.op} over {scene.mesh.show(axes)}",
+                f"cannot split {letter} of {node.op} over {scene.mesh.show(axes)}",
                 why=f"{letter} is {show_dim(tree)} and would need {scene.mesh.count(axes)} blocks",
                 where=node.where,
                 hint=f"at most {_room(tree)} ranks on that axis, or another factor: {_letters_text(site)}",
@@ -278,14 +281,15 @@ def cut_letter(scene: Scene, seeds: Seeds, node: Node, letter: str, axes: Sequen
 
 
 def _room(tree: Dim) -> int:
-    """The largest number of blocks a letter can be cut into."""
+    """The largest number of blocks a letter can be split into."""
     return max((min(at_path(tree, path).size for path in u) for u in units(tree)), default=1)
 
 
 def best_unit(
     scene: Scene, node: Node, letter: str, axes: Sequence[str]
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Where to cut a letter: the first place that nothing in the graph must keep whole and that has room for the axes.
+    """Where to shard a letter: the first place that nothing in the graph must keep replicated and that has room for the
+    axes.
 
     Of a fused qkv ``(3 heads 8)`` that is the heads. Without such a place, the first with room; without
     room, the first.

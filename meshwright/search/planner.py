@@ -1,4 +1,4 @@
-"""What a search works with: what was asked for, the spaces of a scene, and what is found in them."""
+"""What a search works with: what was asked for, the spaces of a search context, and what is found in them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Found:
 
 
 class Planner:
-    """Makes spaces of one scene, sharing what they have in common."""
+    """Makes spaces of one context, sharing what they have in common."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class Planner:
         return self.request.optimizer_states if optimizer_states is None else optimizer_states
 
     def in_pieces(self, space: Space, whole: Memory) -> Memory:
-        """What a whole batch takes, with activations of as many micro-batches as are there at once."""
+        """What a full batch takes, with activations of as many micro-batches as are there at once."""
         asked = self.techniques
         if asked.micro_batches == 1:
             return whole
@@ -201,8 +201,8 @@ class Planner:
         return found.evaluation.peak_bytes + float(most - least)
 
     def space(self, family: Family | Made, storage: Storage | None = None, most: float = math.inf) -> Space:
-        """The space of a family, the user's cuts honoured, or of what is made; large ones without what only choices
-        dearer than `most` seconds have."""
+        """The space of a family, the user's shardings honoured, or of what is made; large ones without what only
+        choices dearer than `most` seconds have."""
         if not isinstance(family, Made):
             family = honouring(family, self.seeds, self.scene.mesh)
             if self.techniques.pieces > 1:  # what leaves a rank without an example of some has no program
@@ -237,7 +237,7 @@ class Planner:
         return len(self.codes) * len(self.scene.mesh.axes)
 
     def _has_many_alike(self) -> bool:
-        """Whether arrays over what is alike are quicker than one space."""
+        """Whether arrays over isomorphic nodes are quicker than one space."""
         if not RECURSION.single_space_nodes < len(self.codes) <= RECURSION.arrays_nodes:
             return len(self.codes) > RECURSION.arrays_nodes
         places = max((len(value.places) for value in self.values.values()), default=0)
@@ -275,7 +275,7 @@ class Planner:
         )
 
     def storage(self, allowed: bool = True) -> Storage:
-        """Storage cut over the levels of the cluster, each as a whole."""
+        """Storage sharded over the levels of the cluster, all axes of a level or none."""
         levels: dict[str, list[int]] = {}
         for number, axis in enumerate(self.scene.mesh.axes):
             levels.setdefault(axis.link, []).append(number)

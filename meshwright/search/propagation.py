@@ -21,7 +21,7 @@ from meshwright.search.scene import Scene
 OPEN = -1  # a value whose producer is not decided, a node that is not
 Score = tuple[
     int, float, int, int
-]  # the user's word broken, bytes moved, transitions that cost, what stays uncut
+]  # the user's word broken, bytes moved, transitions that cost, what stays unsplit
 
 
 def propagate(
@@ -33,7 +33,8 @@ def propagate(
     given: frozenset[str] = frozenset(),
 ) -> None:
     """Decide every node on one axis: `states` has what each does so far, by number. `seeds` are single-axis strategies
-    of annotated nodes; `within` limits the nodes; values in `given` are taken as they are cut, by the user's word."""
+    of annotated nodes; `within` limits the nodes; values in `given` are taken as they are sharded, by the user's
+    word."""
     board, members = scene.board, scene.mesh.sizes[axis]
     number = board.number
     closed = [state.closed(members) for state in states]
@@ -52,9 +53,8 @@ def propagate(
 class _Wave:
     """One propagation on an axis of `members` ranks.
 
-    `decided` has the code of each value whose producer is decided (the gradient of a whole value counts as whole);
-    `wanted` the codes, gradients included, that decided readers of a value ask for.
-    """
+    `decided` has the code of each value whose producer is decided (the gradient of a replicated value counts as
+    replicated); `wanted` the codes, gradients included, that decided readers of a value ask for."""
 
     def __init__(
         self, board: Board, members: int, closed: list[frozenset[int]], given: frozenset[int]
@@ -77,7 +77,7 @@ class _Wave:
             self.reach(node, allowed)
         while self.ready or self.waiting:
             # A node that is reached from its output side waits while others can be decided: from a residual stream the
-            # output projection would otherwise stay whole before the cut of the heads arrives there.
+            # output projection would otherwise stay replicated before the sharding of the heads arrives there.
             node = self.ready.popleft() if self.ready else next(iter(self.waiting))
             self.waiting.pop(node, None)
             if self.option[node] == OPEN:
@@ -131,7 +131,7 @@ class _Wave:
         for option, entry in enumerate(self.board.menus[node].entries):
             if option in closed:
                 continue
-            # A pending sum passes only where every term is pending already: it delays a reduction, it never adds one.
+            # A partial sum passes only where every term is partial already: it delays a reduction, it never adds one.
             if entry.through and any(self.decided[uses[p]] != PENDING for p in entry.through):
                 continue
             score = self.score(node, option, uncut=not entry.letter)
@@ -141,7 +141,7 @@ class _Wave:
 
     def score(self, node: int, option: int, *, uncut: bool) -> Score:
         """How good an option is: the user's word first, then bytes, then the number of transitions that cost
-        something, then what stays uncut."""
+        something, then what stays unsplit."""
         board, codes = self.board, self.codes[node]
         moved, transitions, broken = 0.0, 0, 0
         seen: set[tuple[int, int]] = set()
@@ -175,7 +175,7 @@ class _Wave:
     def moved(self, have: int, want: int, value: int) -> float:
         """Bytes a rank sends to go from one code to another of the same value."""
         if have in (want, WHOLE_CODE):
-            return 0.0  # whole → split is a slice, whole → pending a mask
+            return 0.0  # replicated → split is a slice, replicated → partial a mask
         share = self.board.size_bytes[value] * (self.members - 1) / self.members
         if have == PENDING:
             return share if want >= CUT else 2 * share
@@ -187,5 +187,5 @@ def _forward(code: int) -> int:
 
 
 def _backward(code: int) -> int:
-    """The code of a value's gradient: split where it is split, pending where that is said, else whole."""
+    """The code of a value's gradient: split where it is split, partial where that is said, else replicated."""
     return PENDING if code == GRAD else WHOLE_CODE if code == PENDING else code

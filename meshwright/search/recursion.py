@@ -1,16 +1,15 @@
 """`recursive_programming`: a few prime axes at a time, slowest link first, each exactly beside what is fixed.
 
 On the axes of one turn a node takes one of a handful of options, so any number of ranks is a few small problems: sizes
-that are cut already make the next axes cheaper or dearer. Then refining sweeps: every node may change what it does on
-one axis, or on all axes from one on, each where it likes, and all of that is one problem. It has what solving single
-axes again would look at as special cases, for the price of a few of them. Ends of the row matter where a cut costs the
-same for two ranks as for many: for GPT-2 with 25 heads no single axis gains by cutting the sequence of attention, all
-together make the step five times shorter. (The reference system's double recursion is greedy by the weight of nodes;
-that is `inner="greedy"` here.)
+that are sharded already make the next axes cheaper or dearer. Then refining sweeps: every node may change what it does
+on one axis, or on all axes from one on, each where it likes, and all of that is one problem. It has what solving single
+axes again would look at as special cases, for the price of a few of them. Ends of the row matter where a sharding costs
+the same for two ranks as for many: for GPT-2 with 25 heads no single axis gains by sharding the sequence of attention,
+all together make the step five times shorter. (The reference system's double recursion is greedy by the weight of
+nodes; that is `inner="greedy"` here.)
 
-A graph of hundreds of distinct nodes is priced and solved as arrays over what is alike (`alike/`), and refined by
-single axes, ends of the row and turns, one after the other; one of thousands by turns alone.
-"""
+A graph of hundreds of distinct nodes is priced and solved as arrays over isomorphic nodes (`vectorized/`), and refined
+by single axes, ends of the row and turns, one after the other; one of thousands by turns alone."""
 
 from __future__ import annotations
 
@@ -107,7 +106,7 @@ def recursive_programming(
 
 
 def _as_arrays(priced: MakePriced, make: MakeSpace, mesh: Mesh, sweeps: int) -> Recursed:
-    """The recursion over what is alike, refined by some axes after the others, and a space of what was found."""
+    """The recursion over isomorphic nodes, refined by some axes after the others, and a space of what was found."""
     now: Rows | None = None
     order = again = turns(mesh)
     best, last, sweep = math.inf, order[-1], 1
@@ -130,7 +129,7 @@ def _as_arrays(priced: MakePriced, make: MakeSpace, mesh: Mesh, sweeps: int) -> 
 
 
 def greedy(problem: Problem) -> tuple[int, ...]:
-    """Nodes in the order of their weight (the least they cost on one rank's whole share), each with the option that is
+    """Nodes in the order of their weight (the least they cost on one rank's full share), each with the option that is
     cheapest beside those decided before it; hubs and parameters follow their first reader."""
     near: dict[int, list[tuple[int, np.ndarray]]] = {v: [] for v in range(len(problem.unary))}
     for (u, v), matrix in problem.pairs.items():

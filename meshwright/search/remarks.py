@@ -1,4 +1,5 @@
-"""Remarks of a plan for its user: what no rule was known for, what several ranks compute alike, and what that costs."""
+"""Remarks of a plan for its user: what no rule was known for, what several ranks compute redundantly, and what that
+costs."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ HEAVY = (
 
 
 def unknown(graph: Graph, mesh: Mesh, plan: Plan) -> list[str]:
-    """Operators without a rule: how often they occur, what is brought whole for them, and how to give them one."""
+    """Operators without a rule: how often they occur, what is gathered for them, and how to give them one."""
     found: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if not has_rule(node.op):
@@ -44,9 +45,9 @@ def unknown(graph: Graph, mesh: Mesh, plan: Plan) -> list[str]:
         brought = {u for n in nodes for u in n.uses if ranks > 1 and _is_cut(_layout(scene, plan, u))}
         size = sum(graph.types[u].size_bytes for u in brought)
         cost = f"all {ranks} ranks repeat it" if ranks > 1 else "on one rank that costs nothing"
-        cost += f", and {show_bytes(size)} of its inputs are brought whole to each" if size else ""
+        cost += f", and {show_bytes(size)} of its inputs are gathered on each" if size else ""
         notes.append(
-            f"no rule is known for {op}, so it stays whole: {cost} "
+            f"no rule is known for {op}, so it stays replicated: {cost} "
             f'({len(nodes)}×, {nodes[0].where}); give it one with mw.rule({op.removesuffix(".default")!r}, "…")'
         )
     return notes
@@ -64,7 +65,7 @@ def _is_cut(layout: TensorLayout) -> bool:
 
 
 def repeated(graph: Graph, mesh: Mesh, assignment: Mapping[str, Strategy]) -> list[str]:
-    """Heavy operators that several ranks compute alike, one note for each set of axes."""
+    """Heavy operators that several ranks compute redundantly, one note for each set of axes."""
     found: dict[tuple[str, ...], list[Node]] = {}
     known: dict[int, tuple[str, ...]] = {}  # layers of one kind share their strategies
     for node in graph.nodes:
@@ -83,14 +84,14 @@ def repeated(graph: Graph, mesh: Mesh, assignment: Mapping[str, Strategy]) -> li
         names = list(dict.fromkeys(n.module or n.name for n in nodes))
         times = math.prod(mesh.sizes[a] for a in axes)
         notes.append(
-            f"{times} ranks ({mesh.show(axes)}) compute the same in {_listed(names)}: no factor is cut there"
+            f"{times} ranks ({mesh.show(axes)}) compute the same in {_listed(names)}: no factor is split there"
         )
     return notes
 
 
 def uneven(graph: Graph, mesh: Mesh, assignment: Mapping[str, Strategy]) -> list[str]:
-    """Cuts of heavy operators whose largest block is well above the mean, one note for each: the step takes as long as
-    the rank that has it."""
+    """Shardings of heavy operators whose largest block is well above the mean, one note for each: the step takes as
+    long as the rank that has it."""
     found: dict[Dim, list[Node]] = {}
     known: dict[Dim, bool] = {}
     for node in graph.nodes:

@@ -2,7 +2,7 @@
 
 Operators that both programs have (of one kind, in one module, in the same order) are sharded as they were, whatever
 their sizes; parameters and buffers stay where they are; what only the new program has follows its neighbours with the
-least redistribution, as in ``sharding_propagation``. Stages, tables on the host and parked parameters stay. Without
+least redistribution, as in ``sharding_propagation``. Stages, tables and parameters on the host stay. Without
 gradients what belongs to them goes.
 """
 
@@ -128,7 +128,7 @@ def _stored_as_held(plan: Plan, held: Mapping[str, Held]) -> Plan:
 
 
 def _matched(plan: Plan, graph: Graph, folding: Folding) -> tuple[Scene, dict[str, str], dict[str, str]]:
-    """The scene of a graph, its later copies of equal layers → the second, and its nodes → those of the plan."""
+    """The context of a graph, its later copies of equal layers → the second, and its nodes → those of the plan."""
     scene = Scene(graph, factors_of(graph), plan.mesh)
     stand = matching_names(graph, [(b.start, b.length, b.repeats) for b in folding.blocks if b.repeats > 2])
     return scene, stand, _same_operators(plan, graph, stand)
@@ -174,7 +174,7 @@ def _on_graph(
 
 
 def without_gradients(asked: Techniques) -> Techniques:
-    """What of some techniques is left where there is no backward and no update. A batch is cut in time for the stages
+    """What of some techniques is left where there is no backward and no update. A batch is split in time for the stages
     of a pipeline alone."""
     return Techniques(
         threshold_kb=asked.threshold_kb,
@@ -262,7 +262,7 @@ def _resized_hubs(plan: Plan, scene: Scene) -> dict[str, TensorLayout]:
 
 
 def _fits(strategy: Strategy, site: Site) -> bool:
-    """Whether an operator has the factors that a strategy cuts, and the ports through which sums pass."""
+    """Whether an operator has the factors that a strategy shards, and the ports through which sums pass."""
     trees = site.trees
     cuts = all(
         letter in trees and without_axes(dim, dim_axes(dim)) == trees[letter]

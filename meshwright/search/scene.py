@@ -1,8 +1,7 @@
 """What every search looks at, and what one node may do on one mesh axis.
 
-Strategies are built one prime axis at a time, slowest link first; on one axis a node is cut in one unit of one letter,
-lets a pending sum through, or is whole.
-"""
+Strategies are built one prime axis at a time, slowest link first; on one axis a node is sharded in one unit of one
+letter, lets a partial sum through, or is replicated."""
 
 from __future__ import annotations
 
@@ -76,7 +75,7 @@ class Scene:
 
 
 def options(scene: Scene, node: Node, axis: str, fixed: Strategy) -> Iterator[Strategy]:
-    """What a node may do on an axis beside what is fixed on others; single-axis strategies, whole first."""
+    """What a node may do on an axis beside what is fixed on others; single-axis strategies, replicated first."""
     yield WHOLE
     site, taken = scene.site(node.name), dict(fixed.splits)
     for letter in splittable(site):

@@ -1,4 +1,4 @@
-"""From cuts to a plan: where gradients stay pending, and in which layout each input enters the program."""
+"""From shardings to a plan: where gradients stay partial, and in which layout each input enters the program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.search.scene import Assignment, Scene
 
 
 def pass_gradients_back(scene: Scene, assignment: Assignment) -> None:
-    """Let a pending gradient pass through operators that only rearrange or scale one tensor.
+    """Let a partial gradient pass through operators that only rearrange or scale one tensor.
 
     It is then reduced once, where the branches of a hub meet (q, k and v of one norm), instead of once a branch.
     """
@@ -39,7 +39,7 @@ def pass_gradients_back(scene: Scene, assignment: Assignment) -> None:
             key = (id(before), tuple(free))
             if (
                 key not in passing
-            ):  # one object for all alike: what is derived from strategies is remembered by it
+            ):  # one object for all equal ones: what is derived from strategies is remembered by it
                 passing[key] = replace(before, grad=tuple(free))
             assignment[node.name] = passing[key]
 
@@ -75,7 +75,7 @@ def _parameter_layout(entry: Input, asked: list[TensorLayout]) -> TensorLayout:
     first = max(asked, key=lambda a: len(a.split_axes))
     grad = set(first.grad)
     for other in asked:
-        # Uses of one layout may differ in where their gradient is pending; the leaf keeps what all share.
+        # Uses of one layout may differ in where their gradient is partial; the leaf keeps what all share.
         if other.dims == first.dims and not other.partial and not first.partial:
             grad &= set(other.grad)
     return TensorLayout(first.dims, (), tuple(grad) if entry.needs_grad else ())

@@ -40,11 +40,11 @@ CASES = {
     ),
     "more ranks than elements": Case(
         lambda: perceptron({"leave": {"n": "tp"}}, {"tp": 16}), StrategyError,
-        "cannot cut n of aten.linear.default over tp", "n is 12 and would need 16 blocks", "at most 12", "in leave",
+        "cannot split n of aten.linear.default over tp", "n is 12 and would need 16 blocks", "at most 12", "in leave",
     ),
     "a number for an axis": Case(
         lambda: perceptron({"up.*": {"n": 2}}), StrategyError,
-        "cuts n over 2", "by its name", '{"n": ("dp", "tp")}',
+        "splits n over 2", "by its name", '{"n": ("dp", "tp")}',
     ),
     "an axis for a module": Case(
         lambda: perceptron({"up.*": "tp"}), StrategyError,
@@ -94,7 +94,7 @@ CASES = {
     ),
     "a batch smaller than the ranks": Case(
         lambda: perceptron(mesh=16, mode="data_parallel"), StrategyError,
-        "a batch of 12 cannot be cut over 16 ranks", "x is f32[12, 16] and ranks has 16 ranks", "at most 12 ranks",
+        "a batch of 12 cannot be split over 16 ranks", "x is f32[12, 16] and ranks has 16 ranks", "at most 12 ranks",
     ),
     "a batch without tensors": Case(
         lambda: mw.plan(nn.Linear(8, 8), {}, loss=lambda m, b: m(torch.ones(8, 8)).mean(), mesh=2), StrategyError,

@@ -38,8 +38,10 @@ def test_an_operator_without_a_rule_stays_whole_says_so_and_is_cut_once_it_has_o
     how: dict[str, Any] = {"loss": lambda m, b: m(b["x"]), "mesh": 4}
     plan = mw.plan(model, batch, **how)
     (note,) = plan.notes
-    assert "no rule is known for bad_input.bend.default, so it stays whole: all 4 ranks repeat it" in note
-    assert "192 B of its inputs are brought whole to each" in note  # 8 × 6 × 4 bytes
+    assert (
+        "no rule is known for bad_input.bend.default, so it stays replicated: all 4 ranks repeat it" in note
+    )
+    assert "192 B of its inputs are gathered on each" in note  # 8 × 6 × 4 bytes
     assert PLACE in note and "mw.rule('bad_input.bend'" in note
     assert " ".join(note.split()) in " ".join(plan.explain().split())
     assert str(plan.strategies["bend"]) == "replicated"

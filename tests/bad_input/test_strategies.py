@@ -44,16 +44,16 @@ CASES = {
     ),
     "a product over the ranks": Case(
         lambda: matmul((4, 4), (4, 1)), StrategyError,
-        "in_strategy of matmul needs 16 ranks, there are 8", "4 · 4 = 16 blocks of %batch_x: f32[8, 8]", "fewer cuts",
+        "in_strategy of matmul needs 16 ranks, there are 8", "4 · 4 = 16 blocks of %batch_x: f32[8, 8]", "fewer splits",
         "mw.shard(torch.matmul",
     ),
     "an output over the ranks": Case(
         lambda: matmul((1, 1), (1, 1), out=((4, 4),)), StrategyError,
-        "out_strategy of matmul needs 16 ranks", "4 · 4 = 16", "fewer cuts", "mw.shard(torch.matmul",
+        "out_strategy of matmul needs 16 ranks", "4 · 4 = 16", "fewer splits", "mw.shard(torch.matmul",
     ),
     "operands together over the ranks": Case(
         lambda: matmul((2, 4), (4, 2)), StrategyError,
-        "cuts dim 1 of %w: f32[8, 8] into 2 blocks, which 8 ranks cannot do", "other dims use 8", "one of 1",
+        "splits dim 1 of %w: f32[8, 8] into 2 blocks, which 8 ranks cannot do", "other dims use 8", "one of 1",
         "mw.shard(torch.matmul",
     ),
     "no axes multiply to it": Case(
@@ -63,15 +63,15 @@ CASES = {
     ),
     "more blocks than elements": Case(
         lambda: matmul((8, 1), (1, 1), x=torch.ones(4, 8)), StrategyError,
-        "in_strategy of matmul cuts dim 0 of %batch_x into 8 blocks", "f32[4, 8]: the dim has 4 elements", "at most 4",
-        "mw.shard(torch.matmul",
+        "in_strategy of matmul splits dim 0 of %batch_x into 8 blocks", "f32[4, 8]: the dim has 4 elements",
+        "at most 4", "mw.shard(torch.matmul",
     ),
     "groups of a convolution": Case(
         lambda: net(
             lambda m, x: m.parts[0](x), nn.Conv2d(6, 6, 3, groups=3), x=torch.ones(4, 6, 8, 8),
             mesh={"tp": 4}, mode="sharding_propagation", pins={"parts.0": {"g": "tp"}},
         ),
-        StrategyError, "cannot cut g of aten.conv2d.default over tp", "g is 3 and would need 4 blocks",
+        StrategyError, "cannot split g of aten.conv2d.default over tp", "g is 3 and would need 4 blocks",
         "at most 3 ranks on that axis", "in parts.0",
     ),
     "a fused dim": Case(
@@ -79,7 +79,7 @@ CASES = {
             lambda m, x: sum(t.view(8, 3, 8).transpose(0, 1).sum(0) for t in m.parts[0](x).split(24, 1)),
             nn.Linear(8, 72), mesh={"tp": 9}, mode="sharding_propagation", pins={"parts.0": {"n": "tp"}},
         ),
-        StrategyError, "cannot cut n of aten.linear.default over tp", "n is (3 3 8) and would need 9 blocks",
+        StrategyError, "cannot split n of aten.linear.default over tp", "n is (3 3 8) and would need 9 blocks",
         "at most 8 ranks", "in parts.0",
     ),
     # ---- entries
@@ -102,7 +102,7 @@ CASES = {
     ),
     "operands that disagree": Case(
         lambda: matmul((2, 4), (2, 1)), StrategyError,
-        "matmul cut one factor in two ways", "dim 0 of %w into 2, dim 1 of %batch_x into 4", "((a, b), (b, c))",
+        "matmul split one factor in two ways", "dim 0 of %w into 2, dim 1 of %batch_x into 4", "((a, b), (b, c))",
         "mw.shard",
     ),
     # ---- layouts
@@ -159,14 +159,14 @@ CASES = {
     # ---- what must stay whole
     "the dim of a softmax": Case(
         lambda: net(lambda m, x: mw.shard(F.softmax, ((1, 2),))(x @ m.w, dim=-1), mesh=2, mode="semi_auto"),
-        StrategyError, "in_strategy of softmax cuts dim 1 of f32[8, 8] into 2 blocks", "all of its elements",
+        StrategyError, "in_strategy of softmax splits dim 1 of f32[8, 8] into 2 blocks", "all of its elements",
         "1 for that dim", "mw.shard(F.softmax",
     ),
     "the width of a norm": Case(
         lambda: net(
             lambda m, x: m.parts[0](x), mw.shard(nn.LayerNorm(8), ((1, 2),)), mesh=2, mode="semi_auto"
         ),
-        StrategyError, "in_strategy of LayerNorm cuts dim 1", "all of its elements", "1 for that dim", "in parts.0",
+        StrategyError, "in_strategy of LayerNorm splits dim 1", "all of its elements", "1 for that dim", "in parts.0",
     ),
     "the width of a norm, pinned": Case(
         lambda: net(
@@ -174,7 +174,7 @@ CASES = {
             mesh=2, mode="sharding_propagation", pins={"parts.0": {"h0": "ranks"}},
         ),
         StrategyError, "h0 of aten.layer_norm.default may not be sharded", "all of its elements",
-        "it can be cut by a0", "in parts.0",
+        "it can be split by a0", "in parts.0",
     ),
 }  # fmt: skip
 

@@ -148,7 +148,7 @@ def test_every_parameter_that_stays_whole_is_named_in_few_words() -> None:
     asked = [n for n in sizes if n.startswith("blocks.0.") and n.endswith(".weight")]
     small = [n for n in sizes if sizes[n] < 1024 and n not in asked]
     for note, names in zip(said, (asked, small), strict=True):
-        told = note.removeprefix("optimizer parallel: ").partition(" stay whole, ")[0]
+        told = note.removeprefix("optimizer parallel: ").partition(" stay replicated, ")[0]
         found: list[str] = []
         for one in told.split(", "):
             pattern, _, count = one.partition(" ×")

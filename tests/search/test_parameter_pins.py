@@ -51,9 +51,9 @@ def test_one_layer_may_be_cut_otherwise() -> None:
             {"*.upp.weight": {"0": "tp"}},
             r"no module of the model matches '\*.upp.weight', nor does a parameter",
         ),
-        ({"*.up.weight": {"2": "tp"}}, "cuts '2' of a parameter"),
-        ({"*.up.weight": {"n": "tp"}}, "cuts 'n' of a parameter"),
-        ({"*.norm1.weight": {"0": "tp"}}, "dim 0 of blocks.0.norm1.weight cannot be cut"),
+        ({"*.up.weight": {"2": "tp"}}, "splits '2' of a parameter"),
+        ({"*.up.weight": {"n": "tp"}}, "splits 'n' of a parameter"),
+        ({"*.norm1.weight": {"0": "tp"}}, "dim 0 of blocks.0.norm1.weight cannot be split"),
         ({"tokens.weight": {"0": ("tp", "tp")}}, "uses an axis twice"),
     ],
 )

@@ -37,11 +37,11 @@ def overlaps(plan):
 )
 def test_two_pins_that_cut_one_factor_differently_are_refused(pins, mode):
     with pytest.raises(
-        StrategyError, match=r"two pins cut n of aten.linear.default in up.1 differently"
+        StrategyError, match=r"two pins split n of aten.linear.default in up.1 differently"
     ) as caught:
         planned(pins, mode)
     one, two = pins
-    assert f"{one!r} cuts n over" in caught.value.why and f"{two!r} cuts n over" in caught.value.why
+    assert f"{one!r} splits n over" in caught.value.why and f"{two!r} splits n over" in caught.value.why
     assert "in up.1" in caught.value.where and caught.value.hint
 
 

@@ -85,7 +85,7 @@ def test_a_pin_that_cannot_be_is_refused(mode: str, pins: Any, what: str) -> Non
 @pytest.mark.parametrize("mode", SEARCHES)
 def test_a_pin_with_more_ranks_than_elements_is_refused(mode: str) -> None:
     """ResNet's first convolution reads three channels."""
-    with pytest.raises(StrategyError, match="cannot cut") as caught:
+    with pytest.raises(StrategyError, match="cannot split") as caught:
         made("resnet", "8", mode, pins={"*embedder.embedder.convolution": {"i": "tp"}})
     assert "8 blocks" in caught.value.why
 

@@ -154,7 +154,7 @@ def test_a_strategy_splits_columns_and_their_rows(how, held: str, mode: str) -> 
 
 @pytest.mark.parametrize("ins", [((1, 4), (1, 1)), ((1, 1), (4, 1))])
 def test_columns_without_their_rows_are_refused(ins) -> None:
-    with pytest.raises(StrategyError, match="cut one factor in two ways"):
+    with pytest.raises(StrategyError, match="split one factor in two ways"):
         mw.plan(Sharded(ins), built()[1]["ids"], loss=lambda m, b: m(b), mesh=4, mode="semi_auto")
 
 

@@ -1,8 +1,8 @@
-"""`auto` beyond cuts and storage: which of the techniques that the user left open make a plan fit, or quicker.
+"""`auto` beyond shardings and storage: which of the techniques that the user left open make a plan fit, or quicker.
 
 The plain search goes first. Where memory decides, a front of choices (quick to small) meets every point of the open
 techniques; sums say what each would take and cost, the most promising are simulated, and the best is searched once
-more under its techniques. A point that is frugal in everything a fitting one is, too, is not looked at again: more of a
+more under its techniques. A point that has no less of any technique than a fitting one is skipped: more of a
 technique never makes the step of the same choice shorter.
 """
 
@@ -151,7 +151,7 @@ def _bounded(planner: Planner, space: Space, best: Found) -> Found:
 
 
 def _first(planner: Planner, over: tuple[Dimension, ...], seen: list[Found]) -> None:
-    """A first answer, before fronts are made: data parallel over tensor parallel inside, storage cut, with layers
+    """A first answer, before fronts are made: data parallel over tensor parallel inside, storage sharded, with layers
     computed again."""
     made = first_front(planner)
     for point in points(tuple(d for d in over if d.name == "recompute"), planner.techniques):
@@ -173,7 +173,7 @@ def _see(planner: Planner, seen: list[Found], found: Found) -> None:
 
 
 def _last(planner: Planner, over: tuple[Dimension, ...]) -> Techniques:
-    """The most frugal of all."""
+    """The techniques that leave least on a rank."""
     return list(points(over, planner.techniques))[-1].techniques
 
 
@@ -223,7 +223,7 @@ def _searched(
             continue
         try:
             found = made.evaluated(candidate, point.techniques)
-        except PlanError:  # too few examples, or a loss that needs the whole batch
+        except PlanError:  # too few examples, or a loss that needs the full batch
             continue
         tries += 1
         if fits_in_both(planner, found):
@@ -274,7 +274,7 @@ def _sought(
 
 
 def _again(planner: Planner, best: Found) -> Found:
-    """The best with its cuts and storage searched once more under its techniques, by sums and by what can hide in
+    """The best with its shardings and storage searched once more under its techniques, by sums and by what can hide in
     part."""
     under = planner.under(best.techniques)
     for alpha in (TECHNIQUES.alpha, None):
@@ -295,7 +295,7 @@ def _again(planner: Planner, best: Found) -> Found:
 
 
 def _last_resort(planner: Planner, space: Space, over: tuple[Dimension, ...]) -> Found | None:
-    """A search under the most frugal techniques that the model takes, with the fewest micro-batches that fit."""
+    """A search under the techniques that leave least on a rank, with the fewest micro-batches that fit."""
     # Of the first alone, and of the one that ends it: what has fewer micro-batches seldom takes less.
     moved = True
     best: Found | None = None
@@ -318,7 +318,7 @@ def _last_resort(planner: Planner, space: Space, over: tuple[Dimension, ...]) ->
 
 
 def _under_frugal(under: Planner, space: Space, moved: bool) -> Found | None:
-    # Of the cuts that leave a rank an example of each micro-batch: others may be cheaper, but have no program.
+    # Of the shardings that leave a rank an example of each micro-batch: others may be cheaper, but have no program.
     own = space if under.techniques.pieces == 1 else under.space(families_of(under)[0][1])
     found = limited(under, own, None, alone=False).found
     if found is not None and fits_in_both(under, found := under.settled(found)):
@@ -365,7 +365,7 @@ def _step(found: Found) -> float:
 
 
 def _hopeless(planner: Planner, over: tuple[Dimension, ...], nearest: Found | None) -> PlanError:
-    """Why nothing fits, of the most frugal techniques that the model takes."""
+    """Why nothing fits, under the techniques that leave least on a rank."""
     for point in _frugal_first(planner, over):
         if point.techniques == planner.techniques:
             break
@@ -379,7 +379,7 @@ def _hopeless(planner: Planner, over: tuple[Dimension, ...], nearest: Found | No
 
 
 def _fits_frugally(planner: Planner) -> bool:
-    """Whether one of the most frugal choices fits, under the most frugal techniques that a model takes."""
+    """Whether one of the least-memory choices fits, under the techniques that leave least on a rank."""
     given = planner.under(planner.request.techniques)
     for point in _frugal_first(given, wider(given, dimensions(given))):
         with suppress(PlanError):

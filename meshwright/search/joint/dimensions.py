@@ -116,7 +116,7 @@ def pieces_of(graph: Graph, factors: Factors, copies: int) -> Dimension:
     whole = full_batch_readers(graph, factors)
     if whole:
         return Dimension(
-            "micro_batches", (1,), f"%{whole[0].name} ({whole[0].op}) needs the whole batch at once"
+            "micro_batches", (1,), f"%{whole[0].name} ({whole[0].op}) needs the full batch at once"
         )
     rows = batch_rows(graph)
     counts = [n for n in powers() if rows and all(r % (n * copies) == 0 for r in rows)]

@@ -1,4 +1,4 @@
-"""What a reader is told of each technique that was open: what was chosen, and what the next best would cost."""
+"""What a reader learns of each technique that was open: what was chosen, and what the next best would cost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _line(made: Front, dimension: Dimension, best: Found, near: Found | None) ->
 
 def _plainer(made: Front, dimension: Dimension, best: Found) -> str:
     """What the value before (nothing, of what the host may have) would take, where that is over the limit whatever the
-    cuts."""
+    shardings."""
     place = dimension.values.index(value_of(dimension, best))
     limit = made.planner.request.memory_bytes or 0.0
     if not place:

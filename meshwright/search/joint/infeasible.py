@@ -34,7 +34,7 @@ def too_large(planner: Planner, nearest: Found | None = None, fits: Fits = any_f
     wanted, places = planner.request.memory_bytes or 0.0, planner.request.places
     what = f"no plan fits into {show_bytes(wanted / places)} per rank"
     if planner.request.any_fits:
-        return DoesNotFit(what, why="nor does the most frugal one", hint="a larger limit")
+        return DoesNotFit(what, why="nor does the one that takes least", hint="a larger limit")
     space = planner.space(families_of(planner)[0][1])
     memory, limit = planner.memory(space), planner.limit(space) or 0.0
     least = [_least(space, memory, t) for t in range(memory.instants)]
@@ -122,7 +122,7 @@ def _techniques(planner: Planner, fits: Fits) -> Iterator[str]:
 
 
 def _parts(planner: Planner, space: Space, memory: Memory, limit: float, beyond: float) -> Iterator[int]:
-    """Into how many parts of whole rows the batch may be cut so that one fits, by sums and what a simulation saw
+    """Into how many parts of full rows the batch may be split so that one fits, by sums and what a simulation saw
     `beyond` them."""
     rows, found = rows_of_batch(space.graph), 0
     for parts in (n for n in MEMORY.batch_parts if rows % n == 0):

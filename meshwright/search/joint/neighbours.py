@@ -1,5 +1,5 @@
-"""What differs from a choice in one technique: a choice is not left while one of these is quicker, and a reader is told
-of them."""
+"""What differs from a choice in one technique: a choice is not left while one of these is quicker, and a reader
+learns of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.search.joint.pareto import Front
 from meshwright.search.memory_limit import fits_in_both
 from meshwright.search.planner import Found
 
-CUTS = "cuts"  # the name of what differs in cuts and storage alone
+CUTS = "cuts"  # the name of what differs in shardings and storage alone
 
 
 def neighbours(made: Front, over: Sequence[Dimension], best: Found) -> dict[str, Found]:
@@ -75,14 +75,16 @@ def _next(made: Front, best: Found, asked: Sequence[Techniques]) -> Found | None
     """The quickest choice but the best under some techniques, the plainest first."""
     limit = made.planner.request.memory_bytes or 0.0
     rows: list[tuple[float, int, int]] = []
-    own: list[tuple[float, int, int]] = []  # of the same cuts and storage, which are looked at beside others
+    own: list[
+        tuple[float, int, int]
+    ] = []  # of the same shardings and storage, which are looked at beside others
     for place, techniques in enumerate(asked):
         for number, candidate in enumerate(made.candidates):
             same = candidate.space is best.space and candidate.states == best.states
             if same and techniques == best.techniques:
                 continue
             sliced = best.techniques.slice_activation and not techniques.slice_activation
-            # What slices leave out by sums may be nothing in the program of these cuts, which tells.
+            # What slices leave out by sums may be nothing in the program of these shardings, which tells.
             room = (math.inf if sliced else TECHNIQUES.slack * limit) if same else limit
             if techniques.pieces <= candidate.examples and made.peak_bytes(candidate, techniques) <= room:
                 row = (made.likely_seconds(candidate, techniques), place, number)

@@ -1,11 +1,10 @@
-"""Good choices of cuts and storage, from quick to small, and what each takes of a rank under techniques.
+"""Good choices of shardings and storage, from quick to small, and what each takes of a rank under techniques.
 
 Bytes of states (weights, gradients, moments) and bytes of activations have a price each; the optimum for every pair of
-prices is a point of the front of (seconds, state bytes, activation bytes). Beside those of all cuts stand the fronts of
-known recipes: data parallel outside, one cut of every operator on the 2, 4, 8 ranks inside, which leave more examples
-to a rank, and so more micro-batches. Which choice is best depends on the techniques around, and is told by adding up:
-activations are divided by micro-batches, those that are computed again are left out.
-"""
+prices is a point of the front of (seconds, state bytes, activation bytes). Beside those of all shardings stand the
+fronts of known recipes: data parallel outside, one sharding of every operator on the 2, 4, 8 ranks inside, which leave
+more examples to a rank, and so more micro-batches. Which choice is best depends on the techniques around, and is found
+by adding up: activations are divided by micro-batches, those that are computed again are left out."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ class Candidate:
 
 @dataclass
 class Front:
-    """Candidates, and what is known of them. `missed`: what simulations saw beyond sums, of a whole batch, under
+    """Candidates, and what is known of them. `missed`: what simulations saw beyond sums, of a full batch, under
     techniques; `late`: by how much later than it must a step ended, under a policy of recompute, the one that was least
     late; `lates`: the same of each that was simulated under techniques, and `soonest` the least of these in whatever
     micro-batches; `hosted`: what the host holds beyond sums, of the one with least of it, under techniques; `sent`:
@@ -94,7 +93,7 @@ class Front:
         return self.planner.under(techniques).in_pieces(space, known[at_once])
 
     def peak_bytes(self, candidate: Candidate, techniques: Techniques) -> float:
-        """About the peak of a candidate under techniques: the sums, and what only simulations saw of it, which is cut
+        """About the peak of a candidate under techniques: the sums, and what only simulations saw of it, which is split
         in time as activations are."""
         return (
             self.sums(candidate, techniques) + self._missed(candidate, techniques) / techniques.micro_batches
@@ -245,7 +244,7 @@ def front(planner: Planner, space: Space) -> Front:
     _add(made, "front", space, TECHNIQUES.front_prices, TECHNIQUES.many)
     for name, recipe, examples in _recipes(planner):
         _add(made, name, recipe, TECHNIQUES.recipe_prices, examples)
-    # These cut the batch as far as it goes, where that is the quickest: others leave micro-batches their examples.
+    # These split the batch as far as it goes, where that is the quickest: others leave micro-batches their examples.
     for name, recipe, examples in _recipes(planner, 1, many=True):
         if examples > planner.techniques.pieces:
             asked = replace(planner.techniques, micro_batches=min(TECHNIQUES.many, examples))
@@ -266,7 +265,7 @@ def stage_front(planner: Planner, places: int) -> Front:
 
 
 def first_front(planner: Planner) -> Front:
-    """One choice: the recipe with most ranks inside, its storage cut."""
+    """One choice: the recipe with most ranks inside, its storage sharded."""
     made = Front(planner)
     for name, recipe, _ in _recipes(planner, AUTO.recipe_axes):
         _add(made, name, recipe, TECHNIQUES.recipe_prices[1:])
@@ -274,9 +273,9 @@ def first_front(planner: Planner) -> Front:
 
 
 def _recipes(planner: Planner, least: int = 0, *, many: bool = False) -> Iterator[tuple[str, Space, int]]:
-    """Data parallel outside, one cut of every operator on at `least` so many axes inside, if there are as many, and how
-    many examples a rank has; none where the user pinned something. `many`: of cuts those alone that leave a rank all of
-    these examples, so that there can be as many micro-batches."""
+    """Data parallel outside, one sharding of every operator on at `least` so many axes inside, if there are as many,
+    and how many examples a rank has; none where the user pinned something. `many`: of shardings those alone that leave
+    a rank all of these examples, so that there can be as many micro-batches."""
     scene = planner.scene
     axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)
     if planner.seeds:

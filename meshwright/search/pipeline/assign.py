@@ -1,5 +1,5 @@
-"""The stages of a plan: where each operator goes, by predicted seconds and the user's wishes, and in what order the
-ranks take them."""
+"""The stages of a plan: where each operator goes, by predicted seconds and the user's constraints, and in what order
+the ranks take them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,11 @@ def staged(
     of its program balance them, and its bytes must fit into what `request` says of a rank. With a request the plan
     claims what it costs.
 
-    Raises PlanError for wishes that cannot be, for a schedule that does not fit, and for techniques that do not go
-    together with stages.
-    """
+    Raises PlanError for constraints that cannot be met, for a schedule that does not fit, and for techniques that do
+    not go together with stages."""
     schedule = schedule_for(techniques, world.places)
     pins = _wishes(graph, techniques)
-    # What was claimed is of the whole model on the ranks of one stage.
+    # What was claimed is of the full model on the ranks of one stage.
     made = _each(
         plan,
         lambda one: replace(
@@ -178,7 +177,7 @@ def check_axis(mesh: Mesh, techniques: Techniques) -> None:
         )
 
 
-# ---------------------------------------------------------------- wishes
+# ---------------------------------------------------------------- constraints
 
 
 def _wishes(graph: Graph, techniques: Techniques) -> dict[str, int]:

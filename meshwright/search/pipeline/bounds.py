@@ -1,13 +1,12 @@
 """What no plan in stages is quicker than, over all configurations: how many stages, along which levels, in which order,
-with how many micro-batches, whatever the cuts within a stage.
+with how many micro-batches, whatever the shardings within a stage.
 
 A configuration is looked at more closely only while it is the one with the least bound:
 
 1. all that a rank computes at least (`search/compute_bound.py`), over all ranks: none is busy for less than the mean;
 2. the same through the chains of its schedule (`pipeline/critical_path.py`), idle ranks and all;
-3. the same with what cuts within a stage send while nothing hides it, and compute more than once: the least over two
-   runs of the stage's mesh that leave a rank an example of each micro-batch (`search/pipeline/chain_bound.py`).
-"""
+3. the same with what shardings within a stage send while nothing hides it, and compute more than once: the least over
+   two runs of the stage's mesh that leave a rank an example of each micro-batch (`search/pipeline/chain_bound.py`)."""
 
 from __future__ import annotations
 
@@ -69,7 +68,7 @@ class Bounds:
 
     def sent(self, outer: Outer, micro_batches: int, *, solve: bool = True) -> float:
         """The same with what is sent, and computed more than once. Without `solve` by what is known of fewer
-        micro-batches, which leave more cuts."""
+        micro-batches, which leave more shardings."""
         seconds, found = self._counts(outer, micro_batches)
         key = outer.taken, micro_batches
         if solve and key not in self._sent:

@@ -10,8 +10,8 @@ from meshwright.search.space.step_bound import step_problem
 
 
 def chain_seconds(planner: Planner, micro_batches: int) -> float:
-    """The least seconds that all micro-batches compute, and send while nothing can hide it, under cuts into two runs
-    that leave an example of each micro-batch to a rank. The update is not in it."""
+    """The least seconds that all micro-batches compute, and send while nothing can hide it, under shardings into two
+    runs that leave an example of each micro-batch to a rank. The update is not in it."""
     family = in_pieces(runs(len(planner.scene.mesh.axes), 2), planner.scene.factors, micro_batches)
     problem = step_problem(planner.space(family, planner.storage(allowed=False)), update=False)
     found = solve(problem, ended=planner.request.stop.now)

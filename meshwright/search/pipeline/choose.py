@@ -1,4 +1,5 @@
-"""Whether a model is better cut into stages: the joint search's answer, made into a plan and predicted as any other."""
+"""Whether a model is better split into stages: the joint search's answer, made into a plan and predicted as any
+other."""
 
 from __future__ import annotations
 
@@ -186,7 +187,7 @@ def _best(
         if stop.now() or (planned >= most and (best is not None or made is not None)):
             break
         if made is not None and found.seconds * late.get(found.outer.schedule.name, 1.0) >= enough:
-            continue  # by how much the search told too little of others under this schedule
+            continue  # by how much the search predicted too little of others under this schedule
         planned += 1
         try:
             inside = plan_found(world.planner(found.outer.inside(request.cluster)), found.found)
@@ -203,7 +204,7 @@ def _best(
             given = replace(other.techniques, given=techniques.given)
             note = f"auto chose {asked.pipeline} stages, {name}: {before}"
             notes = [] if "pipeline" in techniques.given else [note]
-            # Those planned so far are told by their plans; one that does not fit after all is no next best.
+            # Those planned so far are known from their plans; one that does not fit after all is no next best.
             known = [replace(one, seconds=found.seconds + (each - step)) for one, each in fitting]
             rest = [*known, *list(several.values())[planned:]]
             told = told_stages(found, rest, techniques.given)

@@ -1,6 +1,6 @@
 """Pipelines as outer configurations: how many stages, over which levels of the cluster, under which schedule.
 
-What a configuration makes of the seconds and bytes of one whole model on the ranks that share a stage is told by
+What a configuration makes of the seconds and bytes of one full model on the ranks that share a stage is derived by
 formulas of the schedules (Narayanan et al., *Efficient Large-Scale Language Model Training on GPU Clusters*, 2021,
 section 2.2; Qi et al., *Zero Bubble Pipeline Parallelism*, 2024, table 2): enough to rank, not to answer.
 """
@@ -39,7 +39,7 @@ class Schedule:
 
     def idle_share(self, ranks: int, micro_batches: int, halves: bool = True) -> float:
         """Seconds in which a rank has nothing to do, as a share of those in which it computes. `halves`: whether
-        weights' halves of backward can wait; in layers that are computed again as a whole they cannot."""
+        weights' halves of backward can wait; in layers that are computed again at once they cannot."""
         share = (ranks - 1) / (micro_batches * self.chunks)
         return share / 3 if halves and self.name in ZERO_BUBBLE else share
 
@@ -52,7 +52,7 @@ class Schedule:
         return min(float(micro_batches), ranks * (1 + (ranks - 1) / (ranks * self.chunks)))
 
     def kept_bytes(self, whole: Whole, ranks: int, micro_batches: int) -> float:
-        """Bytes of activations of a whole model that the rank with most has at once, were it alone. Where weights'
+        """Bytes of activations of a full model that the rank with most has at once, were it alone. Where weights'
         halves of backward wait, the last rank has as many micro-batches under way as the first, and of each what they
         read."""
         each = max(whole.kept_bytes, whole.later_bytes) if self.name in ZERO_BUBBLE else whole.kept_bytes
@@ -103,7 +103,7 @@ def outers(cluster: Cluster, layers: int, schedules: Sequence[str] = tuple(SEARC
 
 @dataclass(frozen=True)
 class Whole:
-    """One whole model on the ranks of a stage: seconds of its step, bytes of states (weights, gradients, moments) and
+    """One full model on the ranks of a stage: seconds of its step, bytes of states (weights, gradients, moments) and
     the largest of one parameter's, and of what a micro-batch keeps for backward. `sent`: bytes that a micro-batch sends
     from a stage to the next; `later`: about those that weights' halves of backward read, where they wait, and `queued`
     the seconds that they then cost in a micro-batch (None: none can wait)."""
@@ -162,7 +162,7 @@ def peak_bytes(whole: Whole, outer: Outer, micro_batches: int) -> float:
 
 
 def simulated_peak_bytes(evaluation: Evaluation, whole: Whole, outer: Outer, micro_batches: int) -> float:
-    """The same by a simulation of the whole model, at every instant: what is there once is on one rank, of what is in
+    """The same by a simulation of the full model, at every instant: what is there once is on one rank, of what is in
     layers each has its share."""
     share = 1 / outer.ranks
     more = (outer.schedule.kept_bytes(whole, outer.ranks, micro_batches) - whole.kept_bytes) * share

@@ -1,4 +1,4 @@
-"""What a reader is told of each dimension of a pipeline that a search has chosen: the value, and what the next best of
+"""What a reader learns of each dimension of a pipeline that a search has chosen: the value, and what the next best of
 the others would cost, by the sums that ranked them."""
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def plan_in_stages(wanted: Wanted) -> Plan:
     world = meshes(mesh_from(mesh, graph), techniques, total=total)
     inside, places = request, world.places
     if request is not None:
-        # The search sees the whole model on the ranks of one stage, so as many times the memory.
+        # The search sees the full model on the ranks of one stage, so as many times the memory.
         limit = None if request.memory_bytes is None else places * request.memory_bytes
         cluster = within_stage(request.cluster, taken_of(request.cluster, world))
         held = max(in_flight(techniques, places))
@@ -71,7 +71,7 @@ def plan_on_own_meshes(wanted: Wanted, given: Sequence[Mesh | int | Mapping[str,
     for place, mesh in enumerate(world.own):
         inside, key = request, (mesh, "")
         if request is not None:
-            share = world.world.size / mesh.size  # the search sees the whole model on the ranks of one place
+            share = world.world.size / mesh.size  # the search sees the full model on the ranks of one place
             limit = None if request.memory_bytes is None else share * request.memory_bytes
             cluster = part_of(request.cluster, world, place)
             held = max(in_flight(techniques, world.places))

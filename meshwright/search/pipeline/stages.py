@@ -2,7 +2,7 @@
 problem for each number of ranks that share a stage.
 
 A front of choices is made once for each part of the cluster that may share a stage. Every outer configuration of it,
-with every point of the open techniques, is then a few sums. The quickest by these sums are simulated: the whole model
+with every point of the open techniques, is then a few sums. The quickest by these sums are simulated: the full model
 on the ranks of a stage, divided by the schedule; what a simulation saw beyond the sums corrects those of its like. What
 does not fit is looked at again in slices, and with the optimizer on the host. The first that is not quicker than the
 best so far ends the search.
@@ -42,7 +42,7 @@ from meshwright.search.techniques.layers import layers_of
 
 @dataclass(frozen=True)
 class Staged:
-    """A pipeline: the choice for the ranks that share a stage, and about what the whole step takes of time and
+    """A pipeline: the choice for the ranks that share a stage, and about what the full step takes of time and
     memory."""
 
     outer: Outer
@@ -64,7 +64,7 @@ class _Row:
     message: float
 
     def seconds(self, excess: float) -> float:
-        """About the step, with so many seconds more for each micro-batch of a whole model."""
+        """About the step, with so many seconds more for each micro-batch of a full model."""
         pieces = self.techniques.micro_batches
         queued = _queued(self.front, self.techniques)
         seconds = self.whole_seconds + excess * pieces
@@ -72,7 +72,7 @@ class _Row:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Where it is in each dimension that a reader is told of."""
+        """Where it is in each dimension that a reader learns of."""
         asked = self.techniques
         return self.outer.taken, self.outer.schedule, asked.micro_batches, asked.recompute
 
@@ -174,7 +174,7 @@ def _simulate(
 
 def _beside(best: _Row, rows: Sequence[_Row], known: _Known, cluster: Cluster) -> Iterator[Staged]:
     """What differs from the best in one dimension alone, the quickest by what is known. It is simulated too, so that a
-    reader is told truly what the next best of each would cost."""
+    reader learns truly what the next best of each would cost."""
     mine = best.place
     for number in range(len(mine)):
         near = [row for row in rows if [n for n, v in enumerate(row.place) if v != mine[n]] == [number]]
@@ -302,7 +302,7 @@ def _groups(
 
 
 def staged(made: Front, candidate: Candidate, found: Found, outer: Outer, cluster: Cluster) -> Staged:
-    """What a choice that was simulated for a whole model comes to in a pipeline."""
+    """What a choice that was simulated for a full model comes to in a pipeline."""
     whole = whole_of(made, candidate, found.techniques)
     if found.evaluation is not None:
         whole = replace(whole, seconds=found.evaluation.step_seconds)
@@ -337,7 +337,7 @@ def whole_of(made: Front, candidate: Candidate, techniques: Techniques) -> Whole
 
 def _queued(made: Front, techniques: Techniques) -> float | None:
     """What a micro-batch takes longer where weights' halves of backward wait; None where a layer does both halves at
-    once, since it is computed again as a whole."""
+    once, since the layer is computed again at once."""
     return None if techniques.recompute == "full" else made.queuing
 
 

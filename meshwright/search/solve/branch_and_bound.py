@@ -1,4 +1,4 @@
-"""Parts of all choices, for branch and bound under memory limits: narrowed by bounds, cut in two by their bytes."""
+"""Parts of all choices, for branch and bound under memory limits: narrowed by bounds, split in two by their bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Part:
     """The choices with states `kept` (indices per variable), a lower bound of what fits among them, and where it is.
 
     `held` is the bound under the tighter limits last tried; `split` names a variable and those of its states that go
-    to one side, if the part is to be cut in two.
+    to one side, if the part is to be split in two.
     """
 
     kept: list[np.ndarray]
@@ -71,7 +71,7 @@ class Part:
         )
 
     def halves(self) -> list[Part]:
-        """The part cut in two: as `split` says, else along the variable whose bytes differ most."""
+        """The part split in two: as `split` says, else along the variable whose bytes differ most."""
         v, side = self.split or (0, np.zeros(0))
         low = np.isin(self.kept[v], side)
         if low.all() or not low.any():

@@ -186,7 +186,7 @@ class _Search:
 
     @property
     def ended(self) -> bool:
-        """Whether the search was told to end."""
+        """Whether the search is to end."""
         self.stopped = self.stopped or self.options.ended()
         return self.stopped
 
@@ -299,7 +299,7 @@ class _Search:
             whole_way = not whole_way and len(self.known) == seen
 
     def branch(self) -> None:
-        """Cut the part with the lowest bound in two, while solves are left (branch and bound).
+        """Split the part with the lowest bound in two, while solves are left (branch and bound).
 
         Where `accept` refused, it ends when nothing cheaper is left under what it seems to allow: the rest of the gap
         is what the bytes under-estimate.

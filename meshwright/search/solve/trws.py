@@ -3,7 +3,7 @@
 Kolmogorov, "Convergent tree-reweighted message passing" (2006), in the form of its successor SRMP (2015). A price may
 be moved from a pair to one of its variables, state by state, without changing the price of any choice. A sweep walks
 the variables in one order; each takes all that the pairs behind it can give, and hands it on in equal parts to the
-pairs ahead. What a variable charges for every state alike leaves for a constant, the lower bound; it never falls.
+pairs ahead. What a variable charges for every state equally leaves for a constant, the lower bound; it never falls.
 
 The papers keep a part back where more pairs lie behind than ahead, which makes the fixed points provably good; handing
 on everything stays a bound, and came nearer to the optimum at each round count tried on layers of transformers.

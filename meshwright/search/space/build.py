@@ -440,7 +440,8 @@ class Space:
         )
 
     def _entry(self, name: str, state: Mapping[tuple[str, str], int]) -> TensorLayout:
-        """The layout of a batch tensor, buffer or constant: as all its readers want it, else whole (a cut is free)."""
+        """The layout of a batch tensor, buffer or constant: as all its readers want it, else replicated (a sharding is
+        free)."""
         whole = TensorLayout(self.factors.dims[name])
         replaced = {target for target, _ in self.graph.mutations}
         entry = next(i for i in self.graph.inputs if i.name == name)

@@ -1,11 +1,11 @@
 """Strategies on one axis as small integers.
 
 The algebra of layouts is separable by axis: what a node does on one axis says, for each of its ports, where the value
-lies on that axis and whether its gradient is pending there. So a node has a short list of *options*, each with a code
+lies on that axis and whether its gradient is partial there. So a node has a short list of *options*, each with a code
 per port, and a strategy over many axes is a row of options. A port's layout is then the row of its codes, and all that
 follows (sizes, prices) is arithmetic on arrays.
 
-Codes: 0 whole, 1 pending, 2 + k cut at place k of the value (`Value.places`).
+Codes: 0 replicated, 1 partial, 2 + k sharded at place k of the value (`Value.places`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ AXIS = "x"  # the one axis of the tables
 TABLE_MESH = Mesh((Axis(AXIS, 2),), ((AXIS, (AXIS,)),))
 Codes = np.ndarray  # int8[states, axes]
 
-# Pending sums pass through what costs no more on terms than on the sum: additions, views, casts. (Through a product
-# they would only be reduced later, and larger.) Pending gradients pass through the same, and through what scales
+# Partial sums pass through what costs no more on terms than on the sum: additions, views, casts. (Through a product
+# they would only be reduced later, and larger.) Partial gradients pass through the same, and through what scales
 # one tensor.
 PASSES_SUMS = (
     "add.Tensor sub.Tensor _to_copy.default view.default reshape.default permute.default transpose.int t.default "
@@ -47,7 +47,7 @@ PRODUCTS = frozenset(
 
 @dataclass(frozen=True)
 class Option:
-    """What a node does on one axis: cut one unit of a letter, let a pending sum or gradient through, or nothing."""
+    """What a node does on one axis: split one unit of a letter, let a partial sum or gradient through, or nothing."""
 
     letter: str = ""
     unit: int = 0
@@ -60,8 +60,8 @@ class NodeCodes:
     """The options of a node and what they mean for its ports.
 
     `forward[p][o]` is the code of port p (inputs, then outputs) under option o, `grad[p][o]` whether the gradient is
-    pending there. `leaf_sizes` lists the leaves of all letters one after the other, `cuts[o]` those that option o cuts.
-    """
+    partial there. `leaf_sizes` lists the leaves of all letters one after the other, `cuts[o]` those that option o
+    shards."""
 
     node: Node
     site: Site
@@ -152,8 +152,8 @@ def node_codes(
     marks: Roles,
     wished: Sequence[Option] = (),
 ) -> NodeCodes:
-    """The options of a node, those that the user wished among them. One whose cut a value does not know (its tree has
-    other sub-dims there) is left out."""
+    """The options of a node, those that the user asked for among them. One whose sharding a value does not know (its
+    tree has other sub-dims there) is left out."""
     names = (*node.uses, *node.values)
     finders = [_Places(factors.dims[n], values[n]) for n in names]
     rule = site.rule
@@ -276,7 +276,7 @@ class _Places:
             self._normal.setdefault(normalize(TensorLayout(cut_dims), TABLE_MESH).dims, 2 + k)
 
     def code(self, layout: TensorLayout) -> int | None:
-        """The code; None for a cut at no place of the value."""
+        """The code; None for a sharding at no place of the value."""
         if AXIS in layout.partial:
             return PENDING
         if not any(dim_axes(d) for d in layout.dims):

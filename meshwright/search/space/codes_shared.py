@@ -49,7 +49,7 @@ def _shape(node: Node, site: Site, graph: Graph, factors: Factors, marks: Roles)
     """All that the options of a node follow from but for its sizes; None where sizes have a say: where a letter has
     several sub-dims, a dim several letters, or a value is known by other sub-dims than the node's."""
     rule, trees = site.rule, site.trees
-    if len(trees) > SPACE.options:  # which of too many cuts are dropped depends on their sizes
+    if len(trees) > SPACE.options:  # which of too many shardings are dropped depends on their sizes
         return None
     for tree in trees.values():
         if len(tree) > 1 or (tree and (type(tree[0]) is not SubDim or tree[0].size < 2)):

@@ -1,4 +1,4 @@
-"""What is decided already: strategies as rows of options, and the states that a user's cuts leave."""
+"""What is decided already: strategies as rows of options, and the states that a user's shardings leave."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.search.space.codes import NodeCodes, Option
 from meshwright.search.space.families import Family, Rows, block_counts, distinct
 
 Seeds = Mapping[str, Mapping[str, Strategy]]
-"""The user's cuts: axis → node → strategy on that axis alone."""
+"""The user's shardings: axis → node → strategy on that axis alone."""
 
 
 def option_on(codes: NodeCodes, strategy: Strategy, axis: str) -> Option | None:
@@ -84,8 +84,8 @@ def states_with(space: Space, problem: Problem, rows: Mapping[str, np.ndarray]) 
 
 
 def honouring(family: Family, seeds: Seeds, mesh: Mesh) -> Family:
-    """A family in which nodes keep the user's cuts. It raises StrategyError for a cut that is none of a node's
-    options."""
+    """A family in which nodes keep the user's shardings. It raises StrategyError for a sharding that is none of a
+    node's options."""
     if not seeds:
         return family
 
@@ -103,8 +103,8 @@ def wishes_of(seeds: Seeds, node: str) -> dict[str, Strategy]:
 
 
 def honoured(codes: NodeCodes, rows: Rows, wishes: Mapping[str, Strategy], mesh: Mesh) -> Rows:
-    """The rows that do what is wished on each axis. Raises StrategyError for a cut that is none of the options, or that
-    there is no room for beside the others."""
+    """The rows that do what is asked for on each axis. Raises StrategyError for a sharding that is none of the options,
+    or that there is no room for beside the others."""
     numbers = numbers_of(codes, wishes)
     rows = forced(rows, numbers, mesh)
     sizes = np.array([a.size for a in mesh.axes], dtype=np.float64)
@@ -115,7 +115,7 @@ def honoured(codes: NodeCodes, rows: Rows, wishes: Mapping[str, Strategy], mesh:
 
 
 def numbers_of(codes: NodeCodes, wishes: Mapping[str, Strategy]) -> dict[str, int]:
-    """Axis → number of the option that is wished there. Raises StrategyError where it is none."""
+    """Axis → number of the option that is asked for there. Raises StrategyError where it is none."""
     found: dict[str, int] = {}
     for axis, wish in wishes.items():
         option = option_on(codes, wish, axis)
@@ -124,7 +124,7 @@ def numbers_of(codes: NodeCodes, wishes: Mapping[str, Strategy]) -> dict[str, in
                 f"%{codes.node.name} ({codes.node.op}) cannot be planned with {wish} on {axis}",
                 why="no option of the search is this cut",
                 where=codes.node.where,
-                hint='another cut, or mode="sharding_propagation", which takes annotations as they are',
+                hint='another sharding, or mode="sharding_propagation", which takes annotations as they are',
             )
         found[axis] = codes.options.index(option)
     return found
@@ -144,7 +144,7 @@ def forced(rows: Rows, numbers: Mapping[str, int], mesh: Mesh) -> Rows:
 
 
 def no_room(codes: NodeCodes, numbers: Mapping[str, int]) -> StrategyError:
-    """What to say where a node cannot be cut as is wished: too many blocks of one factor."""
+    """What to say where a node cannot be sharded as is asked: too many blocks of one factor."""
     cut = ", ".join(f"{codes.options[n].letter} over {axis}" for axis, n in numbers.items() if n)
     return StrategyError(
         f"%{codes.node.name} ({codes.node.op}) has no room for all its cuts",

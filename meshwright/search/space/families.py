@@ -3,13 +3,13 @@
 A family says for every option list how options are laid over the prime axes, which stand in mesh order:
 
 - `named`: the axes fall into named groups (``dp``, ``tp``), and all axes of a group take one option: product states;
-- `runs`: the axes are cut into at most so many runs, in mesh order, at any place, and each run takes one option;
+- `runs`: the axes are split into at most so many runs, in mesh order, at any place, and each run takes one option;
 - `resting`: of another family what leaves the first axes idle;
 - `one_option`: all axes but some are as they were, and these take one: what `recursive_programming` begins with;
 - `one_change`: all axes are as they were but one, or all from one on, and each node says which: what it refines with.
 
 Where a run is longer than a sub-dim has room for, the axes that are left go to the next sub-dim of the same letter: 16
-ranks cut 32 heads in 8 groups of 4 as ``(8/a.b.c 4/d)``.
+ranks split 32 heads in 8 groups of 4 as ``(8/a.b.c 4/d)``.
 
 States that leave every rank an example of each micro-batch.
 """
@@ -77,7 +77,7 @@ def outside(given: Mapping[str, np.ndarray], axes: int) -> Family:
 
 
 def resting(family: Family, axes: int) -> Family:
-    """Those of a family that are whole on the first axes: ranks along them repeat one another's work."""
+    """Those of a family that are replicated on the first axes: ranks along them repeat one another's work."""
 
     def rows(codes: NodeCodes, sizes: np.ndarray) -> Rows:
         working = sizes.copy()
@@ -113,7 +113,7 @@ def together(codes: NodeCodes, now: np.ndarray, axes: Sequence[int], sizes: np.n
 def one_change(axes: int, fixed: Callable[[NodeCodes], np.ndarray]) -> Family:
     """The fixed row, and every row in which one axis, or all axes from one on, take another option, whichever.
 
-    A cut that costs the same for two ranks as for many (a pending sum scattered instead of summed up whole) pays on
+    A sharding that costs the same for two ranks as for many (a partial sum scattered instead of all-reduced) pays on
     many axes at once and on no single one of them.
     """
     single = np.eye(axes, dtype=bool)
@@ -130,7 +130,8 @@ def one_change(axes: int, fixed: Callable[[NodeCodes], np.ndarray]) -> Family:
 
 
 def legal(codes: NodeCodes, rows: Rows, sizes: np.ndarray) -> Rows:
-    """The rows whose cuts have elements for every block, axes without room moved on to the letter's next sub-dim."""
+    """The rows whose shardings have elements for every block, axes without room moved on to the letter's next
+    sub-dim."""
     rows = rows.astype(np.int8, copy=True)
     rows[:, sizes == 1] = 0
     roomy = (block_counts(codes, rows, sizes) <= codes.leaf_sizes).all(axis=1)
@@ -142,7 +143,7 @@ def legal(codes: NodeCodes, rows: Rows, sizes: np.ndarray) -> Rows:
 
 
 def block_counts(codes: NodeCodes, rows: Rows, sizes: np.ndarray) -> np.ndarray:
-    """Into how many blocks each row cuts each leaf: float64[states, leaves]."""
+    """Into how many blocks each row splits each leaf: float64[states, leaves]."""
     used = np.flatnonzero(rows.any(axis=0))
     if len(rows) > FEW:
         counts = np.ones((len(rows), len(codes.leaf_sizes)))

@@ -20,14 +20,14 @@ SLIGHTLY_LESS = 1 - 2**-21  # more than two roundings to float32 add
 
 @dataclass(frozen=True)
 class Port:
-    """The layouts of one port (or hub) over its states: codes forward, and where the gradient is pending."""
+    """The layouts of one port (or hub) over its states: codes forward, and where the gradient is partial."""
 
     forward: Codes  # int8[states, axes]
     grad: np.ndarray  # bool[states, axes]
 
     @functools.cached_property
     def backward(self) -> Codes:
-        """The codes of the gradient: cut where the value is cut, pending where it says so, else whole."""
+        """The codes of the gradient: sharded where the value is sharded, partial where it says so, else replicated."""
         codes = self.forward.copy()
         codes[codes == PENDING] = WHOLE
         codes[self.grad] = PENDING

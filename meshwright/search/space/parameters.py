@@ -1,10 +1,9 @@
 """The states of a parameter: how it is used, how it is stored, and whether it is gathered again in backward.
 
-A parameter enters the program in its *storage* layout. Where it is used whole on some axes it may be stored cut over
-them (as minor axes of one of its sub-dims): then it is gathered before use, and its gradient is reduced to what is
-stored. So the levels of optimizer parallel are states here: stored whole is data parallel, stored cut and kept after
-the first gather is ZeRO-2 (Rajbhandari et al. 2020), gathered again in backward is ZeRO-3.
-"""
+A parameter enters the program in its *storage* layout. Where it is used replicated on some axes it may be stored
+sharded over them (as minor axes of one of its sub-dims): then it is gathered before use, and its gradient is reduced to
+what is stored. So the levels of optimizer parallel are states here: stored replicated is data parallel, stored sharded
+and kept after the first gather is ZeRO-2 (Rajbhandari et al. 2020), gathered again in backward is ZeRO-3."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from meshwright.search.space.layouts import Port, union
 
 @dataclass(frozen=True)
 class ParameterStates:
-    """`use` is the layout in which it is used; `stored[s, a]` says that axis a cuts its storage only, at `place[s]`.
+    """`use` is the layout in which it is used; `stored[s, a]` says that axis a shards its storage only, at `place[s]`.
 
     `blocking` are the seconds of gathers and scatters, `reduction` those of what backward reduces beside computing,
     `update` those of the optimizer. `elements` is what the rank that holds most stores, `kept_elements` what it holds
@@ -52,7 +51,8 @@ class ParameterStates:
     summed_elements: np.ndarray
 
     def sliced(self) -> np.ndarray:
-        """The codes of the gradient before it is scattered: cut where it is stored cut and nothing is to be summed."""
+        """The codes of the gradient before it is scattered: sharded where it is stored sharded and nothing is to be
+        summed."""
         where = self.stored & ~self.use.grad
         return np.where(where, 2 + self.place[:, None], self.use.forward).astype(np.int8)
 
@@ -64,8 +64,8 @@ class ParameterStates:
 
 @dataclass(frozen=True)
 class Storage:
-    """What storage a search may choose. `groups`: axes that are stored cut together or not at all, numbers of prime
-    axes; `smallest` bytes below which a parameter stays whole; `states` per element of the optimizer."""
+    """What storage a search may choose. `groups`: axes that are stored sharded together or not at all, numbers of prime
+    axes; `smallest` bytes below which a parameter stays replicated; `states` per element of the optimizer."""
 
     groups: tuple[tuple[int, ...], ...]
     smallest_bytes: int = 64 << 10
@@ -153,7 +153,7 @@ def subsets(groups: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
 
 
 def _counts(value: Value, codes: list[int], members: list[int]) -> list[int]:
-    """Into how many blocks a use cuts each leaf."""
+    """Into how many blocks a use splits each leaf."""
     counts = [1] * len(value.leaves)
     for code, size in zip(codes, members, strict=False):
         if code >= 2:
@@ -163,7 +163,7 @@ def _counts(value: Value, codes: list[int], members: list[int]) -> list[int]:
 
 
 def _room(value: Value, counts: list[int], members: int) -> int | None:
-    """The place that storage is cut at: the first that divides evenly, else the first with enough elements."""
+    """The place that storage is sharded at: the first that divides evenly, else the first with enough elements."""
     sizes, enough = value.leaves, None
     for k, leaves in enumerate(value.places):
         blocks = [counts[x] * members for x in leaves]
@@ -233,7 +233,8 @@ def stored_seconds(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Seconds of gathers and scatters, of reductions and of the update, for parameters and states of any number (arrays
     that go together by broadcasting). `used`, `elements`, `sliced()`: elements on a rank as used, as stored, and of the
-    gradient before it is scattered. `cut`: the axes that only storage is cut over; `pending`: those of the gradient."""
+    gradient before it is scattered. `cut`: the axes that only storage is sharded over; `pending`: those of the
+    gradient."""
 
     def seconds(kind: str, axes: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
         return _sent_seconds(kind, axes, before, after, itemsize, table)
@@ -265,8 +266,8 @@ def stored_seconds(
 def gather_seconds(
     used: np.ndarray, elements: np.ndarray, cut: np.ndarray, again: np.ndarray, itemsize: int, table: Table
 ) -> np.ndarray:
-    """Seconds in which parameters that are stored cut are gathered for one run of the model, forward and, where that is
-    done again, backward. See `stored_seconds`."""
+    """Seconds in which parameters that are stored sharded are gathered for one run of the model, forward and, where
+    that is done again, backward. See `stored_seconds`."""
     each = _sent_seconds("all_gather", cut, elements, used, itemsize, table)
     return np.where(cut, each * (1.0 + again), 0.0)
 
@@ -289,18 +290,17 @@ def _reduction_law(axes: tuple[str, ...], mesh: Mesh, prices: Prices, hidden: Pr
 def storage_layout(
     dims: tuple[Dim, ...], value: Value, states: ParameterStates, state: int, mesh: Mesh, needs_grad: bool
 ) -> tuple[TensorLayout, TensorLayout]:
-    """The layouts of a state: as stored (what is still pending there is reduced in buckets), and as used."""
+    """The layouts of a state: as stored (what is still partial there is reduced in buckets), and as used."""
     use = layout_of(dims, value, states.use.forward[state], states.use.grad[state], mesh, needs_grad)
     stored = [
         (a.name, bool(g))
         for a, on, g in zip(mesh.axes, states.stored[state], states.use.grad[state], strict=True)
         if on
     ]
-    # Axes on which the gradient is whole come first: it is sliced there, and what is left is scattered.
+    # Axes on which the gradient is replicated come first: it is sliced there, and what is left is scattered.
     cut = [name for name, pending in stored if not pending] + [name for name, pending in stored if pending]
-    if (
-        not cut
-    ):  # a bias that enters as one term of a sum is stored whole: one rank's term is it, the others are zeros
+    # A bias that enters as one term of a sum is stored replicated: one rank's term is it, the others are zeros.
+    if not cut:
         return TensorLayout(use.dims, (), use.grad), use
     at: list[list[str]] = [[] for _ in value.places]
     for axis, code in zip(mesh.axes, states.use.forward[state], strict=True):

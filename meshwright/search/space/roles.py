@@ -1,9 +1,9 @@
-"""Which sub-dims are worth cutting: those that nothing on the way of gradients must keep whole, outer before inner.
+"""Which sub-dims are worth sharding: those that nothing on the way of gradients must keep replicated, outer before
+inner.
 
 The same sub-dim goes by many names (a letter here, a dim there), so leaves are joined over the graph first. *Held* is a
-leaf that some operator with a gradient keeps whole: a cut there would be undone. *Inner* is one that stands behind
-another in a dim of a parameter (the 128 of 8 heads): it is cut when the outer ones have no room left.
-"""
+leaf that some operator with a gradient keeps replicated: a sharding there would be undone. *Inner* is one that stands
+behind another in a dim of a parameter (the 128 of 8 heads): it is sharded when the outer ones have no room left."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Ties:
 class Wiring:
     """The variables of a graph and the reshards that may be between them. `hubs` and `parameters`: name → the ports
     that share its layouts; `times`: node → how many of the model are planned as it; `fixed`: value → how many results
-    of the program it is, which are whole."""
+    of the program it is, which are replicated."""
 
     def __init__(self, graph: Graph, ties: Ties, nodes: Iterable[str]) -> None:
         """`nodes`: those that are no copies."""
@@ -141,7 +141,7 @@ def keeps(graph: Graph, node: Node, port: int) -> bool:
 
 
 def _whole_readers(graph: Graph) -> dict[str, int]:
-    """Value → how many results of the program it is: those are whole."""
+    """Value → how many results of the program it is: those are replicated."""
     found: dict[str, int] = defaultdict(int)
     for _, value in (*graph.outputs, *graph.mutations):
         if value in graph.producers:

@@ -2,7 +2,7 @@
 
 ``fusion`` as groups of module patterns: each names parameters of the model, and no parameter is in two groups.
 
-Micro-batches (`micro_batches=n`): the plan says what they make inexact. How programs are cut in time is
+Micro-batches (`micro_batches=n`): the plan says what they make inexact. How programs are split in time is
 `partition/time_axis.py`.
 """
 
@@ -76,7 +76,7 @@ def micro_batches(graph: Graph, plan: Plan) -> Plan:
     )
     return plan.with_notes(
         f"inexact by design: {names} ({found[0].op}, {found[0].where}): their statistics are those of each of "
-        f"{plan.techniques.pieces_told}, not of the batch, and so loss and gradients are not the whole batch's"
+        f"{plan.techniques.pieces_told}, not of the batch, and so loss and gradients are not the full batch's"
     )
 
 

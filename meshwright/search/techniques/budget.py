@@ -1,10 +1,10 @@
 """``recompute`` as a number: the policies of layers whose second forward costs least, if what is kept fits a budget.
 
 Every policy is tried on all layers at once, and weighed by the program that ranks would run: what each layer keeps,
-and what computing it again adds. Layers that are alike are one kind, of which only the number under each policy
+and what computing it again adds. Isomorphic layers are one kind, of which only the number under each policy
 matters. All that is possible is then a small knapsack, solved exactly: of what a kind can do only what nothing else
 beats in both bytes and cost is left, and kinds are combined one after the other. Neighbours may share what lies between
-them, so the answer is weighed as a whole; where it is over the budget, it is solved again for less.
+them, so the answer is weighed as one program; where it is over the budget, it is solved again for less.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from meshwright.redistribute.storage import repeated_axes
 from meshwright.search.space.memory import HERE, Elsewhere
 from meshwright.search.techniques.layers import SHARING, layers_of, matched_layers, root_of
 
-LEAST_BYTES = 1024  # of a whole value; a smaller one costs more to move than it is worth
+LEAST_BYTES = 1024  # of a full value; a smaller one costs more to move than it is worth
 AGAIN, SLICE, HOST = "again", "slice", "host"
 
 

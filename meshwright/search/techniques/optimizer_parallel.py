@@ -31,7 +31,7 @@ def optimizer_parallel(graph: Graph, plan: Plan) -> Plan:
     if asked.parks and asked.optimizer_parallel in (1, 2):
         raise PlanError(
             f'optimizer_parallel={asked.optimizer_parallel} beside offload="{PARAMETERS}"',
-            why="weights that are updated in parts are whole on every device after it, not on the host",
+            why="weights that are updated in shards are replicated on every device after it, not on the host",
             hint="optimizer_parallel=3: parts of weights live on the host",
         )
     if not asked.reshard_after_forward and asked.optimizer_parallel != 3:
@@ -73,7 +73,7 @@ def optimizer_parallel(graph: Graph, plan: Plan) -> Plan:
     changed = _stored(plan, found) if asked.optimizer_parallel == 3 else _updated(plan, found)
     every = Counter(pattern_of(e.target) for e in entries)
     notes = [
-        f"optimizer parallel: {all_of(names, every)} stay{'s' if len(names) == 1 else ''} whole, {why}"
+        f"optimizer parallel: {all_of(names, every)} stay{'s' if len(names) == 1 else ''} replicated, {why}"
         for why, names in whole.items()
     ]
     notes += [
@@ -101,7 +101,7 @@ def _updated(plan: Plan, found: Mapping[str, TensorLayout]) -> Plan:
     """Weights stored as they are used, updated in parts."""
     inputs, hubs = dict(plan.inputs), dict(plan.hubs)
     for name in [n for n in hubs if n in inputs and not _sums(plan, n)]:
-        if name in found:  # a search may have cut the storage: the level asked for says otherwise
+        if name in found:  # a search may have sharded the storage: the level asked for says otherwise
             inputs[name] = hubs.pop(name)
     states = {name: layout.forward for name, layout in found.items()}
     return replace(plan, inputs=inputs, hubs=hubs, again=plan.again & set(hubs), states=states)

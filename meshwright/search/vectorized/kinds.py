@@ -34,7 +34,7 @@ from meshwright.search.vectorized.sizes import Floats, Numbers
 @dataclass(frozen=True)
 class Kind:
     """Nodes by number, the codes of one of them, and the sizes of the leaves of each [nodes, leaves]. What only sizes
-    tell apart is told in arrays, unless the operator's work asks for more of them (`single`: they are all alike).
+    tell apart is priced in arrays, unless the operator's work asks for more of them (`single`: they are all the same).
     `wishes`: what the user asks of each, axis → number of an option; `host`: it runs there."""
 
     codes: NodeCodes

@@ -38,7 +38,7 @@ class Columns:
     most: Floats
 
     def by(self, group: Numbers) -> Iterator[Charges]:
-        """Those of nodes of one group [nodes], in which layouts are alike at all ports."""
+        """Those of nodes of one group [nodes], in which layouts are the same at all ports."""
         keys = np.stack([group[self.nodes], self.ports, self.structures, self.limited])
         for at in same_columns(keys):
             yield Charges(

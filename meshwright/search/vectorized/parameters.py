@@ -32,7 +32,7 @@ Flags = np.ndarray  # bool
 @dataclass(frozen=True)
 class Stored:
     """Every storage of each use for each parameter, [uses, storages, V] or what spreads to that: seconds by what they
-    are of (infinite where there is no room), the place that storage is cut at, the set of axes and whether it is
+    are of (infinite where there is no room), the place that storage is sharded at, the set of axes and whether it is
     gathered again [uses, storages], and the elements of a rank as used and as stored. `waits` [uses, storages]: its
     gradient waits for others in a bucket; `scattered`: it is added up over micro-batches before what is stored is left
     of it. `price`: seconds for the bytes that all of it takes."""
@@ -156,7 +156,7 @@ def all_stored(
     pending = (use.grad @ table.bits)[:, None]
 
     def held(more: Numbers) -> Floats:
-        """Elements where the chosen place is cut over more axes [uses, storages] too."""
+        """Elements where the chosen place is sharded over more axes [uses, storages] too."""
         parts = [
             np.where(
                 place == k,
@@ -222,8 +222,8 @@ def _elements(sizes: Sizes, parts: list[Floats]) -> Floats:
 
 
 def _place(sizes: Sizes, at: list[Numbers], cut: Numbers, table: Table) -> tuple[Numbers, np.ndarray]:
-    """The place that storage is cut at [uses, storages, V], the first that divides evenly, else the first with enough
-    elements; and where there is one."""
+    """The place that storage is sharded at [uses, storages, V], the first that divides evenly, else the first with
+    enough elements; and where there is one."""
     shape = (*cut.shape, len(sizes.whole))
     enough, even = np.full(shape, -1), np.full(shape, -1)
     for k in reversed(range(sizes.places)):

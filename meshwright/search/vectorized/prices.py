@@ -1,4 +1,4 @@
-"""The prices of a whole graph beside rows that stand, found for all that is alike at once: a `Space` as arrays.
+"""The prices of a full graph beside rows that stand, found for all isomorphic nodes at once: a `Space` as arrays.
 
 Variables are those of a space: nodes, hubs, parameters. Nodes whose states are equal rows are a sheet; hubs between the
 same ports of the same sheets have one union of layouts, parameters that are read there too; and reshards between the
@@ -35,14 +35,14 @@ from meshwright.search.vectorized.parameters import Stored, all_stored
 from meshwright.search.vectorized.redistribution import Ways, ways
 from meshwright.search.vectorized.sizes import Floats, Numbers, Values
 
-TO_RESULT = -1  # in place of a variable: what goes to a result of the program, which is whole
+TO_RESULT = -1  # in place of a variable: what goes to a result of the program, which is replicated
 BACK = -1  # in place of a table: what comes back to its own variable, or goes to a result
 
 
 @dataclass(frozen=True)
 class _Sort:
     """Hubs or parameters with as many ports: their variables [V], and nodes and ports [V, ports]. Parameters of one
-    sort take memory alike, and each stands for as many (`owners`)."""
+    sort take the same memory, and each stands for as many (`owners`)."""
 
     variables: Numbers
     nodes: Numbers
@@ -87,7 +87,7 @@ class _Pairs:
 
 
 class Alike:
-    """A graph whose axes are to be searched, and what is alike in it."""
+    """A graph whose axes are to be searched, and what is isomorphic in it."""
 
     def __init__(
         self,
@@ -102,8 +102,8 @@ class Alike:
         hosts: Collection[str] = (),
         demands: Demands | None = None,
     ) -> None:
-        """`seeds`: the user's cuts; `hosts`: the nodes that the host runs; `demands`: what memory takes, without which
-        no byte has a price."""
+        """`seeds`: the user's shardings; `hosts`: the nodes that the host runs; `demands`: what memory takes, without
+        which no byte has a price."""
         self.cluster, self.table, self.storage = cluster, table, storage
         self.codes, self.names = codes, list(codes)
         self.nodes = {name: number for number, name in enumerate(codes)}
@@ -178,8 +178,8 @@ class Alike:
     # ------------------------------------------------------------------------------------------------ prices
 
     def priced(self, axes: Sequence[int], now: Rows | None = None, per_byte: Floats | None = None) -> Priced:
-        """The problem in which each node keeps its row (without `now` whole on all axes) or takes one option on some
-        axes; `per_byte`: the price of a byte at each instant."""
+        """The problem in which each node keeps its row (without `now` replicated on all axes) or takes one option on
+        some axes; `per_byte`: the price of a byte at each instant."""
         if now is None:
             now = np.zeros((len(self.names), len(self.table.bits)), dtype=np.int8)
         return Priced(self, list(self.sheets.on(axes, now)), per_byte)

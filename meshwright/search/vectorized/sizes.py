@@ -1,4 +1,4 @@
-"""Values of one structure as columns of arrays: those whose places and parts are alike, whatever their sizes.
+"""Values of one structure as columns of arrays: those whose places and parts are the same, whatever their sizes.
 
 The elements of a value are a product over its places (`Value.apart`), so what a rank holds of thousands of values is
 one expression. A value for which that is not so is a structure of its own.
@@ -45,7 +45,7 @@ class Sizes:
         return Sizes(values, self.itemsize, *arrays, self.plain)
 
     def held(self, place: int, members: Numbers) -> Floats:
-        """What a rank holds along a place that is cut over so many: [*members.shape, V]."""
+        """What a rank holds along a place that is sharded over so many: [*members.shape, V]."""
         parts = zip(self.factors[place], self.leaves[place], strict=True)
         return sum_of([factor * np.ceil(leaf / members[..., None]) for factor, leaf in parts])
 
