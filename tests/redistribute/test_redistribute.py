@@ -221,7 +221,7 @@ def test_a_flat_collective_can_execute_every_step(problem):
             if step.kind in ("all_gather", "reduce_scatter"):  # told from two members, for thousands
                 assert plan.padded == max(plan.sizes) and plan.even == (len(set(plan.sizes)) == 1)
             if step.kind == "all_to_all":
-                assert plan.sent == sum(s.numel for s in plan.send)
+                assert plan.payload == sum(s.numel for s in plan.send)
 
 
 @example((Mesh.of(a=4, b=4), parse_layout("[1, 6/a0.b0]"), parse_layout("[1, 6]")))
