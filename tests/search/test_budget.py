@@ -117,9 +117,9 @@ def test_a_budget_that_cannot_be_kept_names_the_least() -> None:
 
 def test_explain_says_what_is_computed_again_and_saved() -> None:
     plain, plan = planned(), planned(recompute=0.4 * kept(planned()))
-    assert "computed again" not in plain.explain()
-    lines = [line for line in plan.explain().splitlines() if line.startswith("computed again in backward")]
+    assert "recomputed" not in plain.explain()
+    lines = [line for line in plan.explain().splitlines() if line.startswith("recomputed in backward")]
     assert any("blocks.0" in line for line in lines)
     whole = planned(recompute="full").explain()
-    (line,) = (line for line in whole.splitlines() if line.startswith("computed again in backward"))
+    (line,) = (line for line in whole.splitlines() if line.startswith("recomputed in backward"))
     assert "each of 6 blocks.* (blocks.0 to blocks.5)" in line

@@ -219,7 +219,7 @@ def test_what_an_operator_keeps_itself_is_not_kept_twice(asked: dict[str, Any]) 
     plain, other = (peak(parts, staged=False, apart=True).bytes for parts in found)
     assert other <= plain and not any("softmax" in value for value in found[1].stashes)
     if asked is SLICED:
-        assert any("keeps them itself" in line for line in stashed(found[1]))
+        assert any("saves them itself" in line for line in stashed(found[1]))
 
 
 def test_host_bytes_are_counted_apart() -> None:
