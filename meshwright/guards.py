@@ -158,7 +158,8 @@ class Guards:
                 if self._modes or name != "training":
                     same.identical(f"{mapping}[{same.named(name)}]", owner.mapping[name])
             if owner.sized:
-                same.add(f"len({mapping}) == {len(owner.mapping)}")
+                count = len(owner.mapping)
+                same.add(f"len({mapping}) == {count}" if count else f"not {mapping}")  # the latter calls nothing
             else:
                 for name in owner.lacking:
                     same.add(f"{same.named(name)} not in {mapping}")
