@@ -159,7 +159,9 @@ class Guards:
                     same.identical(f"{mapping}[{same.named(name)}]", owner.mapping[name])
             if owner.sized:
                 count = len(owner.mapping)
-                same.add(f"len({mapping}) == {count}" if count else f"not {mapping}")  # the latter calls nothing
+                same.add(
+                    f"len({mapping}) == {count}" if count else f"not {mapping}"
+                )  # the latter calls nothing
             else:
                 for name in owner.lacking:
                     same.add(f"{same.named(name)} not in {mapping}")

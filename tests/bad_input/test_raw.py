@@ -125,7 +125,9 @@ def test_a_job_that_cannot_be_started(name: str) -> None:
 @pytest.mark.parametrize("mesh", [{"dp": 10**9}, 10**9, {"dp": 2**11, "tp": 2**10}, {"dp": (1 << 61) - 1}])
 def test_a_mesh_beyond_any_cluster_is_refused_before_it_is_counted(mesh: Any) -> None:
     model, batch, loss = built()
-    assert "the limit is 1,048,576" in told(MeshError, lambda: mw.plan(model, batch, loss=loss, mesh=mesh)).why
+    assert (
+        "the limit is 1,048,576" in told(MeshError, lambda: mw.plan(model, batch, loss=loss, mesh=mesh)).why
+    )
     told(MeshError, lambda: mw.train_step(model, torch.optim.SGD, batch, loss=loss, mesh=mesh))
     assert mw.Mesh.of(dp=2**20).size == 2**20
     told(PlanError, lambda: mw.plan(model, batch, loss=loss, mesh=2, micro_batches=10**9))
