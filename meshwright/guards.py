@@ -159,9 +159,8 @@ class Guards:
                     same.identical(f"{mapping}[{same.named(name)}]", owner.mapping[name])
             if owner.sized:
                 count = len(owner.mapping)
-                same.add(
-                    f"len({mapping}) == {count}" if count else f"not {mapping}"
-                )  # the latter calls nothing
+                # An empty one is asked without a call.
+                same.add(f"len({mapping}) == {count}" if count else f"not {mapping}")
             else:
                 for name in owner.lacking:
                     same.add(f"{same.named(name)} not in {mapping}")
@@ -203,7 +202,7 @@ class Guards:
     def _probed(self) -> bool:
         """Whether small tensors are as they were, and a few values of one tensor, another at each call: ``x.data``
         changes a tensor without being counted."""
-        if not all(torch.equal(t, was) for _, t, was in self._full):
+        if not all(_same_values(t, was) for _, t, was in self._full):
             return False
         if len(self._probes) == len(self._full):
             return True
@@ -226,7 +225,7 @@ class Guards:
             if parameter.requires_grad != self._flags.get(name, parameter.requires_grad):
                 return f"model.{name}.requires_grad: {self._flags[name]} → {parameter.requires_grad}"
         for label, tensor, full in self._full:
-            if not torch.equal(tensor, full):
+            if not _same_values(tensor, full):
                 return f"{label}: values were changed in place"
         for label, tensor, was in self._probes:
             if _sample(tensor) != was:
@@ -296,6 +295,14 @@ def _hashable(value: Any) -> Hashable:
     except TypeError:
         return ("object", id(value))
     return fixed(value)
+
+
+def _same_values(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors have the same values, NaN equal to itself."""
+    if torch.equal(x, y):
+        return True
+    odd = x.shape != y.shape or x.dtype != y.dtype or not (x.is_floating_point() or x.is_complex())
+    return not odd and bool(((x == y) | (x.isnan() & y.isnan())).all())
 
 
 def _sample(tensor: torch.Tensor) -> str:

@@ -86,7 +86,8 @@ def key_of(model: torch.nn.Module, batch: Any, loss: Callable[..., Any]) -> str:
     def add(*parts: Any) -> None:
         digest.update(("\x1f".join(map(str, parts)) + "\x1e").encode())
 
-    write = _Plain({id(t) for t in (*model.parameters(), *model.buffers())})
+    own = {id(t) for t in (*model.parameters(), *model.buffers())}
+    write = _Plain(own)
     add("format", FORMAT, torch.__version__, _own_source())
     for name, parameter in model.named_parameters(remove_duplicate=False):
         add("parameter", name, type_of(parameter), parameter.requires_grad)
@@ -104,10 +105,8 @@ def key_of(model: torch.nn.Module, batch: Any, loss: Callable[..., Any]) -> str:
         add("batch", path, type_of(leaf), *facts_of(leaf))
     add("tree", write(map_leaves(batch, lambda _: None)))
     add("loss", write(loss))
-    own = {id(t) for t in (*model.parameters(), *model.buffers())}
-    found = find(
-        model, loss, own
-    )  # globals, attributes, variables of the environment: what a script sets by options
+    # Globals, attributes, variables of the environment: what a script sets by options.
+    found = find(model, loss, own)
     for label, item in sorted(found.items.items()):
         add("read", label, len(item.value) if label.startswith("hooks of") else _portable(item.value))
     for label, tensor in zip(found.labels, found.tensors, strict=True):

@@ -6,6 +6,7 @@ import collections
 import contextvars
 import functools
 import itertools
+import math
 import os
 import sys
 import types
@@ -110,6 +111,14 @@ def test_the_forward_of_a_class_is_replaced(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.changed(BATCH) == ""
     monkeypatch.setattr(Inner, "forward", lambda self, x: self.down(self.up(x)), raising=False)
     assert "Inner.forward" in found.changed(BATCH)
+
+
+def test_nan_in_a_tensor_outside_is_no_change() -> None:
+    table = torch.tensor([1.0, math.nan])
+    found = guards(Net(), lambda model, batch: loss(model, batch) * table[0])
+    assert found.changed(BATCH) == ""
+    table.data[1] = 0.0
+    assert "values were changed in place" in found.changed(BATCH)
 
 
 def test_attributes_of_the_loss_function() -> None:
