@@ -35,6 +35,11 @@ class BeforeUpdate:
         """What the loss is multiplied by."""
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
+    @property
+    def looks(self) -> bool:
+        """Whether gradients are looked at before an update."""
+        return self.skip or self.scaler is not None or self.clip_norm is not None
+
     def allows(
         self,
         gradients: Sequence[torch.Tensor],

@@ -1,19 +1,33 @@
-"""The local graph as a `torch.fx.GraphModule` on plain tensors: ordinary operators, reshards and kernels as
-submodules."""
+"""The local graph as a `torch.fx.GraphModule` on plain tensors.
+
+`BUILDERS` maps each kind of node to the function that adds its call. An ordinary operator is called as it is; all
+others are submodules.
+"""
 
 from __future__ import annotations
 
-import functools
 import keyword
 import operator
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from meshwright.core.graph import PIN, RESHARD, START, TO_DEVICE, TO_HOST, WAIT, Device, Dtype, Graph, Ref
+from meshwright.core.graph import (
+    PIN,
+    RESHARD,
+    START,
+    TO_DEVICE,
+    TO_HOST,
+    WAIT,
+    Device,
+    Dtype,
+    Graph,
+    Node,
+    Ref,
+)
 from meshwright.partition.activation_offload import Stash
 from meshwright.partition.parameter_offload import is_fetch
 from meshwright.partition.split_backward import splittable
@@ -24,220 +38,259 @@ from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.kernels import KERNELS
 from meshwright.runtime.kernels.random import drawn_mask, masked
 from meshwright.runtime.kernels.split_linear import Queue, SplitLinear
+from meshwright.runtime.node_modules import HOST, Kernel, Recomputed, Transfer, in_copy, on_rank
 from meshwright.runtime.operators import torch_operator
 from meshwright.runtime.overlap import Prefetch, Start, Wait
 from meshwright.runtime.parameter_offload import Fetch, Fetches
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.recompute import Again
-from meshwright.runtime.reshard import Pair, say, told_as
+from meshwright.runtime.reshard import Pair, told_as
 from meshwright.runtime.source_lines import tell_places
 
-NO_KEEPS: Mapping[str, str] = {}
-NO_COPIES: Mapping[str, int] = {}
-NO_STASHES: Mapping[str, Stash] = {}
+DROPOUT = "meshwright.dropout"
 
 
-HOST = torch.device("cpu")
+@dataclass(frozen=True)
+class BuildOptions:
+    """How the nodes of a program run. The default runs each as it is written.
+
+    - `late`: values whose reshards may end after backward.
+    - `again`: runs what backward recomputes: reshards marked ``again=True``, and values that `keeps` calls ``again``.
+      Without it their results are kept.
+    - `hosts`: names of the nodes that run on the host.
+    - `copy_of`: node → the copy of a micro-batch that it is of, counted from the one that the rank is in.
+    - `sums`: where gradients are added up before some reshards send them.
+    - `stashes`: saved activations that `store` shards or offloads. Before the node `settled` what the store has sent
+      must have left the device.
+    - `fetches`: prefetches parameters that are offloaded to host memory.
+    - `queue`: where linears leave what their weights need of backward.
+    """
+
+    late: Collection[str] = ()
+    again: Again | None = None
+    keeps: Mapping[str, str] = field(default_factory=dict)
+    hosts: Collection[str] = ()
+    copy_of: Mapping[str, int] = field(default_factory=dict)
+    sums: Accumulation | None = None
+    stashes: Mapping[str, Stash] = field(default_factory=dict)
+    store: Store | None = None
+    settled: str = ""
+    fetches: Fetches | None = None
+    queue: Queue | None = None
 
 
-class Kernel(torch.nn.Module):
-    """One call of one of our kernels, with its literal arguments, on its rank."""
-
-    def __init__(self, function: Callable[..., Any], told: str) -> None:
-        """`told`: what the record of the rank says of its collectives."""
-        super().__init__()
-        self.function, self.told = function, told
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the kernel."""
-        say(self.told)
-        return self.function(*args, **kwargs)
-
-
-def _on_rank(function: Callable[..., Any], rank: Rank, device: torch.device) -> Callable[..., Any]:
-    """A kernel of a rank, which makes what it makes on this device: the rank's own, or the host."""
-    if device == rank.device:
-        return functools.partial(function, rank)
-
-    def there(*args: Any, **kwargs: Any) -> Any:
-        with rank.at_place(device):
-            return function(rank, *args, **kwargs)
-
-    return there
-
-
-class Transfer(torch.nn.Module):
-    """A copy to a device and, backward, of the gradient to where the value came from; nothing where it is there."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The value there."""
-        return x.to(self.device)
-
-
-class Recomputed(torch.nn.Module):
-    """One call of an operator of which nothing is kept for backward: neither these `outputs` nor what it saves of its
-    own. `rank`: whose random numbers it draws, if any."""
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        again: Again,
-        rank: Rank | None = None,
-        outputs: Collection[int] = (0,),
-    ) -> None:
-        super().__init__()
-        self.function, self.again, self.rank, self.outputs = function, again, rank, outputs
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the operator; backward runs it again when it needs to."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self.function(*args, **kwargs)
-        moment = nullcontext if self.rank is None else self.rank.moment()
-        return self.again.call(self.function, args, kwargs, moment, self.outputs)
-
-
-class InCopy(torch.nn.Module):
-    """Something that runs in a later copy of the micro-batch that the rank is in."""
-
-    def __init__(self, inner: torch.nn.Module, rank: Rank, copy: int) -> None:
-        super().__init__()
-        self.inner, self.rank, self.copy = inner, rank, copy
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it there."""
-        self.rank.micro_batch += self.copy
-        try:
-            return self.inner(*args, **kwargs)
-        finally:
-            self.rank.micro_batch -= self.copy
-
-
-def _in_copy(module: torch.nn.Module, rank: Rank, copy: int) -> torch.nn.Module:
-    return InCopy(module, rank, copy) if copy else module
+PLAIN = BuildOptions()
 
 
 def build_module(
     graph: Graph,
     rank: Rank,
     handle: Handle,
-    *,
-    late: Collection[str] = (),
-    again: Again | None = None,
-    keeps: Mapping[str, str] = NO_KEEPS,
+    options: BuildOptions = PLAIN,
     starts: dict[str, Start] | None = None,
-    hosts: Collection[str] = (),
-    copy_of: Mapping[str, int] = NO_COPIES,
-    sums: Accumulation | None = None,
-    stashes: Mapping[str, Stash] = NO_STASHES,
-    store: Store | None = None,
-    settled: str = "",
-    fetches: Fetches | None = None,
-    queue: Queue | None = None,
 ) -> fx.GraphModule:
-    """The module that runs a local graph (or a segment of one). Its arguments are the graph's inputs, in order; it
-    returns a tuple with its outputs and then its mutations. Reshards that make a value of `late` may end after
-    backward; those marked ``again=True`` report to `again`, and are kept where there is none, and so are values that
-    `keeps` calls ``again``. `starts` has the flights of earlier segments, and takes those of this one. `hosts`: the
-    nodes that run on the host. `copy_of`: the copy of a micro-batch that a node is of, counted from the one that the
-    rank is in. `sums`: where gradients are added up before some reshards send them. `stashes`: values that `store`
-    keeps elsewhere; before the node `settled` what it has sent must have left the device. `fetches` brings
-    parked parameters. `queue`: where linears leave what their weights need of backward.
-    Raises RuleError for an operator that cannot be found."""
-    root = torch.nn.Module()
-    made = fx.Graph()
-    values: dict[str, fx.Node] = {}
-    variables: dict[str, str] = {}
-    starts = {} if starts is None else starts
-    prefetch = Prefetch()
+    """Return the module that runs a local graph, or a segment of one. Its arguments are the graph's inputs, in order;
+    it returns a tuple with the graph's outputs and then its mutations. `starts` has the reshards that earlier segments
+    have started, and takes those of this one. Raises RuleError for an operator that cannot be found."""
+    building = _Building(graph, rank, handle, options, {} if starts is None else starts)
     for entry in graph.inputs:
-        argument = made.placeholder(_identifier(entry.name))
-        argument.target = (
-            argument.name
-        )  # fx renames what Python or it has a meaning for, and then assigns over others
-        values[entry.name] = argument
+        argument = building.made.placeholder(_identifier(entry.name))
+        # fx renames what Python or it has a meaning for, and then assigns over others.
+        argument.target = argument.name
+        building.values[entry.name] = argument
     entered = rank.micro_batch
-    again_here = {n.name for n in graph.nodes if any(keeps.get(v) == "again" for v in n.values)}
-    split = splittable(graph, again_here.union(hosts)) if queue is not None else frozenset()
     for node in graph.nodes:
-        if store is not None and node.name == settled:
-            root.add_module("settled", Settle(store))
-            made.call_module("settled")
-        device = HOST if node.name in hosts else rank.device
-        copy = copy_of.get(node.name, 0)
+        copy = options.copy_of.get(node.name, 0)
         rank.micro_batch = entered + copy  # what a reshard takes depends on it
-        args = _arguments(node.args, values, device)
-        kwargs = {k: _arguments(v, values, device) for k, v in node.kwargs}
-        name = _identifier(node.name)
-        if node.op == PIN:
-            values[node.name] = args[0]
-            continue
-        if node.op == RESHARD:
-            watch = again if node.kwarg("again") else None
-            held = sums if sums is not None and node.name in sums.names else None
-            pair = Pair(node, rank.mesh, rank.number, handle, late=node.name in late, again=watch, sums=held)
-            root.add_module(name, pair)
-            result = made.call_module(name, (args[0],))
-        elif node.op == START:
-            starts[node.name] = Start(node, rank.mesh, rank.number, handle, again, prefetch)
-            root.add_module(name, starts[node.name])
-            result = made.call_module(name, args[0])
-        elif node.op == WAIT:
-            held = sums if sums is not None and node.name in sums.names else None
-            root.add_module(name, Wait(starts[node.uses[0]], node, held))
-            result = made.call_module(name, (args[0],))
-        elif is_fetch(node) and fetches is not None:
-            root.add_module(name, Fetch(node.name, fetches))
-            result = made.call_module(name, (args[0],))
-        elif node.op in (TO_HOST, TO_DEVICE):
-            root.add_module(name, Transfer(HOST if node.op == TO_HOST else rank.device))
-            result = made.call_module(name, (args[0],))
-        elif queue is not None and node.name in split:
-            root.add_module(name, SplitLinear(node.op, queue))
-            result = made.call_module(name, args)
-        elif again is not None and node.name in again_here:
-            outputs = tuple(k for k, v in enumerate(node.values) if keeps.get(v) == "again")
-            if node.op == "meshwright.dropout":
-                x, *key = args
-                mask = Recomputed(_on_rank(drawn_mask, rank, device), again, rank)
-                root.add_module(f"{name}_mask", _in_copy(mask, rank, copy))
-                args = (x, made.call_module(f"{name}_mask", tuple(key)), key[0])
-                kept = Recomputed(_on_rank(masked, rank, device), again)
-                root.add_module(name, _in_copy(kept, rank, copy))
-            elif node.op in KERNELS:
-                function = _on_rank(KERNELS[node.op], rank, device)
-                remade = Recomputed(function, again, rank, outputs)
-                root.add_module(name, _in_copy(remade, rank, copy))
-            else:
-                root.add_module(name, Recomputed(torch_operator(node), again, outputs=outputs))
-            result = made.call_module(name, args, kwargs)
-        elif node.op in KERNELS:
-            kernel = Kernel(_on_rank(KERNELS[node.op], rank, device), told_as(node, "forward"))
-            root.add_module(name, _in_copy(kernel, rank, copy))
-            result = made.call_module(name, args, kwargs)
-        else:
-            result = made.create_node("call_function", torch_operator(node), args, kwargs, name=name)
-        variables[result.name] = node.name
+        building.add(node, copy)
+    rank.micro_batch = entered
+    building.made.output(tuple(building.values[v] for _, v in (*graph.outputs, *graph.mutations)))
+    module = fx.GraphModule(building.root, building.made, class_name="LocalProgram")
+    module.graph.lint()
+    module.meta["nodes"] = building.variables
+    tell_places(module, graph, building.variables)
+    return module
+
+
+class _Building:
+    """A module that is being built. `values`: value of the graph → its node in fx. `variables`: the reverse, for the
+    node that makes a value."""
+
+    def __init__(
+        self, graph: Graph, rank: Rank, handle: Handle, options: BuildOptions, starts: dict[str, Start]
+    ) -> None:
+        self.rank, self.handle, self.options, self.starts = rank, handle, options, starts
+        self.root, self.made, self.prefetch = torch.nn.Module(), fx.Graph(), Prefetch()
+        self.values: dict[str, fx.Node] = {}
+        self.variables: dict[str, str] = {}
+        self.again = {n.name for n in graph.nodes if any(options.keeps.get(v) == "again" for v in n.values)}
+        self.split: Collection[str] = ()
+        if options.queue is not None:
+            self.split = splittable(graph, self.again.union(options.hosts))
+
+    def add(self, node: Node, copy: int) -> None:
+        """Add the call of a node and, of what it makes, the storing of saved activations."""
+        options = self.options
+        if options.store is not None and node.name == options.settled:
+            self.call("settled", Settle(options.store))
+        device = HOST if node.name in options.hosts else self.rank.device
+        args = _arguments(node.args, self.values, device)
+        if node.op == PIN:  # an identity
+            self.values[node.name] = args[0]
+            return
+        kwargs = {k: _arguments(v, self.values, device) for k, v in node.kwargs}
+        call = _Call(node, _identifier(node.name), args, kwargs, device, copy)
+        result = BUILDERS[self._kind(node)](self, call)
+        self.variables[result.name] = node.name
         if len(node.outputs) == 1:
-            values[node.name] = result
+            self.values[node.name] = result
         else:
             for index, value in enumerate(node.values):
-                values[value] = made.call_function(operator.getitem, (result, index))
-        for value in node.values:
-            if store is not None and value in stashes:
-                kept = f"{_identifier(value)}_kept"
-                root.add_module(kept, Keeper(stashes[value], rank.mesh, rank.number, handle, store))
-                values[value] = made.call_module(kept, (values[value],))
-    rank.micro_batch = entered
-    made.output(tuple(values[v] for _, v in (*graph.outputs, *graph.mutations)))
-    module = fx.GraphModule(root, made, class_name="LocalProgram")
-    module.graph.lint()
-    module.meta["nodes"] = variables
-    tell_places(module, graph, variables)
-    return module
+                self.values[value] = self.made.call_function(operator.getitem, (result, index))
+        if options.store is not None:
+            for value in filter(options.stashes.__contains__, node.values):
+                stash, rank = options.stashes[value], self.rank
+                keeper = Keeper(stash, rank.mesh, rank.number, self.handle, options.store)
+                self.values[value] = self.call(f"{_identifier(value)}_kept", keeper, (self.values[value],))
+
+    def call(
+        self, name: str, module: torch.nn.Module, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> fx.Node:
+        """Add a submodule and its call."""
+        self.root.add_module(name, module)
+        return self.made.call_module(name, args, kwargs)
+
+    def _kind(self, node: Node) -> str:
+        """Return the row of `BUILDERS` for a node."""
+        if is_fetch(node) and self.options.fetches is not None:
+            return "fetch"
+        if node.op in BUILDERS:
+            return node.op
+        if node.name in self.split:
+            return "split backward"
+        kind = "kernel" if node.op in KERNELS else "operator"
+        if self.options.again is None or node.name not in self.again:
+            return kind
+        return "recomputed dropout" if node.op == DROPOUT else f"recomputed {kind}"
+
+    def sums_of(self, node: Node) -> Accumulation | None:
+        """Return where gradients are added up before a node sends them, if they are."""
+        sums = self.options.sums
+        return sums if sums is not None and node.name in sums.names else None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A node that is being added: its arguments in fx, its device and its copy of a micro-batch."""
+
+    node: Node
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    device: torch.device
+    copy: int
+
+    def recomputed_outputs(self, keeps: Mapping[str, str]) -> tuple[int, ...]:
+        """Return the numbers of the outputs that backward recomputes."""
+        return tuple(k for k, v in enumerate(self.node.values) if keeps.get(v) == "again")
+
+
+def _reshard(building: _Building, call: _Call) -> fx.Node:
+    options, rank, node = building.options, building.rank, call.node
+    pair = Pair(
+        node,
+        rank.mesh,
+        rank.number,
+        building.handle,
+        late=node.name in options.late,
+        again=options.again if node.kwarg("again") else None,
+        sums=building.sums_of(node),
+    )
+    return building.call(call.name, pair, call.args[:1])
+
+
+def _start(building: _Building, call: _Call) -> fx.Node:
+    rank, node = building.rank, call.node
+    start = Start(node, rank.mesh, rank.number, building.handle, building.options.again, building.prefetch)
+    building.starts[node.name] = start
+    return building.call(call.name, start, call.args[0])
+
+
+def _wait(building: _Building, call: _Call) -> fx.Node:
+    wait = Wait(building.starts[call.node.uses[0]], call.node, building.sums_of(call.node))
+    return building.call(call.name, wait, call.args[:1])
+
+
+def _fetch(building: _Building, call: _Call) -> fx.Node:
+    assert building.options.fetches is not None
+    return building.call(call.name, Fetch(call.node.name, building.options.fetches), call.args[:1])
+
+
+def _to_host(building: _Building, call: _Call) -> fx.Node:
+    return building.call(call.name, Transfer(HOST), call.args[:1])
+
+
+def _to_device(building: _Building, call: _Call) -> fx.Node:
+    return building.call(call.name, Transfer(building.rank.device), call.args[:1])
+
+
+def _split_linear(building: _Building, call: _Call) -> fx.Node:
+    assert building.options.queue is not None
+    return building.call(call.name, SplitLinear(call.node.op, building.options.queue), call.args)
+
+
+def _recomputed_dropout(building: _Building, call: _Call) -> fx.Node:
+    """Two calls: the mask, which draws random numbers, and the product with it, which draws none."""
+    again, rank = building.options.again, building.rank
+    assert again is not None
+    x, *key = call.args
+    drawn = in_copy(Recomputed(on_rank(drawn_mask, rank, call.device), again, rank), rank, call.copy)
+    mask = building.call(f"{call.name}_mask", drawn, tuple(key))
+    product = in_copy(Recomputed(on_rank(masked, rank, call.device), again), rank, call.copy)
+    return building.call(call.name, product, (x, mask, key[0]), call.kwargs)
+
+
+def _recomputed_kernel(building: _Building, call: _Call) -> fx.Node:
+    options, rank = building.options, building.rank
+    assert options.again is not None
+    kernel = on_rank(KERNELS[call.node.op], rank, call.device)
+    module = Recomputed(kernel, options.again, rank, call.recomputed_outputs(options.keeps))
+    return building.call(call.name, in_copy(module, rank, call.copy), call.args, call.kwargs)
+
+
+def _recomputed_operator(building: _Building, call: _Call) -> fx.Node:
+    options = building.options
+    assert options.again is not None
+    outputs = call.recomputed_outputs(options.keeps)
+    module = Recomputed(torch_operator(call.node), options.again, outputs=outputs)
+    return building.call(call.name, module, call.args, call.kwargs)
+
+
+def _kernel(building: _Building, call: _Call) -> fx.Node:
+    rank, node = building.rank, call.node
+    kernel = Kernel(on_rank(KERNELS[node.op], rank, call.device), told_as(node, "forward"))
+    return building.call(call.name, in_copy(kernel, rank, call.copy), call.args, call.kwargs)
+
+
+def _operator(building: _Building, call: _Call) -> fx.Node:
+    function = torch_operator(call.node)
+    return building.made.create_node("call_function", function, call.args, call.kwargs, name=call.name)
+
+
+BUILDERS: Mapping[str, Callable[[_Building, _Call], fx.Node]] = {
+    RESHARD: _reshard,
+    START: _start,
+    WAIT: _wait,
+    TO_HOST: _to_host,
+    TO_DEVICE: _to_device,
+    "fetch": _fetch,
+    "split backward": _split_linear,
+    "kernel": _kernel,
+    "operator": _operator,
+    "recomputed dropout": _recomputed_dropout,
+    "recomputed kernel": _recomputed_kernel,
+    "recomputed operator": _recomputed_operator,
+}  # kind of node → what adds its call
 
 
 def _identifier(name: str) -> str:
@@ -258,3 +311,6 @@ def _arguments(value: Any, values: dict[str, fx.Node], device: torch.device) -> 
             return tuple(_arguments(v, values, device) for v in value)
         case _:
             return value
+
+
+__all__ = ["BUILDERS", "PLAIN", "BuildOptions", "build_module"]

@@ -16,8 +16,8 @@ from meshwright.errors import BatchError
 from meshwright.partition import Partition
 from meshwright.redistribute.index_maps import exchange
 from meshwright.redistribute.steps import Step as Move
-from meshwright.runtime.build_module import HOST
 from meshwright.runtime.dtypes import TORCH_DTYPES
+from meshwright.runtime.node_modules import HOST
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.reshard import Mover
 

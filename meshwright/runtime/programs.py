@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from meshwright.core.graph import Graph
 from meshwright.partition import Partition
@@ -18,7 +19,7 @@ from meshwright.partition.recompute_marks import keeps_of
 from meshwright.partition.segments import Segment, split_segments
 from meshwright.runtime.accumulation import Accumulation
 from meshwright.runtime.activation_offload import Store
-from meshwright.runtime.build_module import build_module
+from meshwright.runtime.build_module import BuildOptions, build_module
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.kernels.split_linear import Queue
 from meshwright.runtime.micro_batches import Build, Program, modules_in_time
@@ -66,25 +67,29 @@ class Programs:
         self.fetches: list[Fetches] = []
         self.sums = {s: Accumulation(summed_first(parts)) for s in (pipe.mine if pipe is not None else (0,))}
         self.queue = Queue() if pipe is not None and pipe.splits_backward else None
-        self.build, _ = self._builder(self.graph)
+        options, _ = self._options(self.graph)
+        self.build = self._builder(options)
         self.stages: dict[int, list[Program]] = {}
         self.found: list[Program]
         if pipe is not None and in_time is not None:
             for s, programs in pipe.segments(in_time).items():
-                build, store = self._builder(programs[0][0].graph)
+                own, store = self._options(programs[0][0].graph)
                 self.stores |= {} if store is None else {s: store}
-                own = functools.partial(build, sums=self.sums[s], queue=self.queue)
-                self.stages[s] = modules_in_time(programs, parts.plan.mesh, self.enter, own, parts.copies)
+                build = self._builder(replace(own, sums=self.sums[s], queue=self.queue))
+                self.stages[s] = modules_in_time(programs, parts.plan.mesh, self.enter, build, parts.copies)
             self.found = [program for each in self.stages.values() for program in each]
         else:
-            self.build = functools.partial(self.build, sums=self.sums[0])
+            self.build = self._builder(replace(options, sums=self.sums[0]))
             graphs = [self.graph] if in_time is None else in_time.programs
             segments = [split_segments(graph, cuts) for graph in graphs]
             self.found = modules_in_time(segments, parts.plan.mesh, self.enter, self.build, parts.copies)
 
-    def _builder(self, graph: Graph) -> tuple[Build, Store | None]:
-        """What builds the modules of a graph in all micro-batches, and of what comes before and after it; and what they
-        keep elsewhere."""
+    def _builder(self, options: BuildOptions) -> Build:
+        return functools.partial(build_module, rank=self.rank, handle=self.handle, options=options)
+
+    def _options(self, graph: Graph) -> tuple[BuildOptions, Store | None]:
+        """Return how the modules of a graph are built, in all micro-batches and for what comes before and after it; and
+        where they store what is sharded or offloaded."""
         parts, again, rank = self.parts, self.again, self.rank
         homes = self.parked.homes  # of what this rank holds: the program of all stages has more
         brought = {n.name: homes[n.uses[0]] for n in graph.nodes if is_fetch(n) and n.uses[0] in homes}
@@ -97,10 +102,7 @@ class Programs:
         if again is not None and stashes:
             store = Store(again, rank.device, room_bytes(graph, stashes, parts.plan.mesh, rank.comm.rank))
         hosts = (n.name for n in graph.nodes if parts.plan.hosts and parts.on_host(of_one(n, self.copy_of)))
-        build = functools.partial(
-            build_module,
-            rank=rank,
-            handle=self.handle,
+        options = BuildOptions(
             late=self.late,
             again=again,
             keeps=self._keeps,
@@ -111,7 +113,7 @@ class Programs:
             settled=settled_before(graph, stashes),
             fetches=fetches,
         )
-        return build, store
+        return options, store
 
     @property
     def reads(self) -> frozenset[str]:

@@ -448,9 +448,10 @@ class LocalStep:
 
     def _update(self) -> None:
         self._settle()
-        gradients = [p.grad for _, p in self._updated() if p.grad is not None]
-        if not self.before.allows(gradients, self.over_ranks, self.clip, self.rank.device):
-            return
+        if self.before.looks:
+            gradients = [p.grad for _, p in self._updated() if p.grad is not None]
+            if not self.before.allows(gradients, self.over_ranks, self.clip, self.rank.device):
+                return
         if self.optimizer is not None:
             as_laid_out(self.optimizer)
             with self.updating.now():

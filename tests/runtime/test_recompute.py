@@ -20,8 +20,8 @@ from meshwright.core.graph import Graph
 from meshwright.errors import PlanError
 from meshwright.examples import gpt, llama, recommender, zoo
 from meshwright.plan.plan import Plan
-from meshwright.runtime.build_module import Recomputed
 from meshwright.runtime.communicator import Alone, Counter
+from meshwright.runtime.node_modules import Recomputed
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
 

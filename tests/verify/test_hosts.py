@@ -22,8 +22,9 @@ from meshwright.plan.plan import Plan
 from meshwright.predict.memory.step import peak
 from meshwright.predict.price import program_price
 from meshwright.predict.tasks import simulate
-from meshwright.runtime.build_module import Transfer, build_module
+from meshwright.runtime.build_module import BuildOptions, build_module
 from meshwright.runtime.communicator import Counter
+from meshwright.runtime.node_modules import Transfer
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
 from tests.partition.models import MODELS, built
@@ -163,7 +164,7 @@ def test_every_operator_finds_its_tensors_on_its_side(name: str, seed: int) -> N
     assert {k for k, v in step.leaves.items() if v.device.type == "cpu"} == {k for k in held if k in values}
     given = {**step.leaves, **step.local_batch(dict(leaves(batch)))}
     hosts = {n.name for n in step.graph.nodes if parts.on_host(n)}
-    module = build_module(step.graph, rank, step.handle, hosts=hosts)
+    module = build_module(step.graph, rank, step.handle, BuildOptions(hosts=hosts))
     with torch.no_grad():
         results = Placed(module).run(*(given[i.name] for i in step.graph.inputs))
     assert results[0].device == meta
