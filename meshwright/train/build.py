@@ -1,0 +1,309 @@
+"""`train_step`: the step of a rank is built from what the user gives and what all ranks agree on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+
+from meshwright import heartbeat
+from meshwright.agreement import (
+    Agreed,
+    over_gloo,
+    pack,
+    prepare,
+    same_groups,
+    same_model,
+    same_optimizer,
+    source_of,
+    unpack,
+)
+from meshwright.capture import Captured
+from meshwright.capture.fold import fold
+from meshwright.capture.hooks import check_weight_hooks
+from meshwright.capture.meta_init import Init, Initial, check_init, temporary_of
+from meshwright.capture.pytree import map_leaves
+from meshwright.compile import (
+    Loss,
+    captured_of,
+    default_loss,
+    lower,
+    plan_captured,
+    values_of,
+    with_model,
+)
+from meshwright.core.graph import Graph
+from meshwright.core.techniques import Options, asked_beside
+from meshwright.cost.cluster import Cluster
+from meshwright.guards import Guards
+from meshwright.input_checks import (
+    check_beside,
+    check_function,
+    check_model,
+    check_numbers,
+    check_random,
+    check_switches,
+    check_trains,
+    plan_from,
+)
+from meshwright.partition import Partition
+from meshwright.plan.plan import Plan
+from meshwright.programs import (
+    ModelState,
+    Program,
+    ProgramTable,
+    Source,
+    cut_parameter,
+    forget_states,
+    keep_state,
+    state_of,
+)
+from meshwright.remarks import log_remarks
+from meshwright.request import request_for
+from meshwright.runtime.before_update import BeforeUpdate, scaler_of
+from meshwright.runtime.communicator import leave
+from meshwright.runtime.equal_start import start_equal
+from meshwright.runtime.local_batch import taker
+from meshwright.runtime.optimizer_check import check_made, check_optimizer, watch_hooks
+from meshwright.runtime.optimizers import OptimizerFactory, grouped_alone
+from meshwright.runtime.pipeline_rank import Pipeline
+from meshwright.runtime.rank import Rank
+from meshwright.runtime.rendezvous import Meeting, check_world
+from meshwright.runtime.step import LocalStep
+from meshwright.same_values import same_values
+from meshwright.search.wanted import MeshLike, Pins
+from meshwright.train.request import (
+    StepRequest,
+    check_factory,
+    check_mode,
+    check_ranks,
+    check_state,
+    device_for,
+)
+from meshwright.train.step import TrainStep
+
+
+@heartbeat.during("building a step", patient=True)
+def train_step(
+    model: torch.nn.Module,
+    optimizer: OptimizerFactory,
+    batch: Any,
+    *,
+    loss: Loss = default_loss,
+    plan: Plan | str | Path | None = None,
+    mesh: MeshLike = None,
+    mode: str | None = None,
+    pins: Pins | None = None,
+    cluster: Cluster | None = None,
+    memory: float | None = None,
+    clip_norm: float | None = None,
+    skip_nonfinite: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
+    bucket_bytes: int | None = None,
+    seed: int = 0,
+    exact_random: bool | str = False,
+    broadcast: bool | int = True,
+    init: Init | None = None,
+    device: torch.device | str | None = None,
+    cache: str | Path | None = None,
+    max_programs: int = 16,
+    **techniques: Unpack[Options],
+) -> TrainStep:
+    """Build the step of this rank. Call it on every launched rank (or alone, for a plan of one rank).
+
+    `optimizer` makes a `torch.optim.Optimizer` from what this rank updates of the parameters; for groups by name,
+    ``parameters.named()`` gives each with its name. `batch` is an example of shapes. Without
+    `plan` (or the path of a plan file), one is made with `mesh`, `mode`, `pins`, `cluster`, `memory` and `techniques`
+    as `mw.plan` does.
+    `clip_norm` clips gradients by their global norm (`TrainStep.grad_norm`). `skip_nonfinite` leaves out steps with
+    gradients that are not finite on some rank. `scaler` (``torch.amp.GradScaler("cuda")``) scales the loss of float16,
+    and does all that its ``scale``, ``unscale_``, ``step`` and ``update`` do. `exact_random` gives dropout and
+    random numbers the very values of one device (slower); ``"torch"`` those of plain PyTorch on a CPU after
+    ``torch.manual_seed`` (slower yet). Rank 0 captures and plans, the others receive graph and plan. Ranks compare
+    checksums of parameters and buffers; where they differ all take those of rank 0, with a remark, or of the rank
+    that `broadcast` names. ``broadcast=False`` refuses a difference.
+
+    The step takes the parameters and buffers that the loss uses out of `model`, which has no values from then on, under
+    every plan: reading them raises RunError. `TrainStep.full` fills it for a while.
+
+    A `model` on the meta device has no values: `init`, the function that builds it (``lambda: MyModel(config)``), is
+    followed without memory, and each rank makes its parts, one parameter after the other, on `device` (the CPU), bit
+    for bit as ``init()`` would on rank 0's CPU from the state of its random generator.
+
+    A batch of another shape, a changed ``requires_grad``, ``model.train()`` or ``model.eval()`` is another program over
+    the same weights: it is captured at the first such call, and kept, up to `max_programs`. A second step of one model,
+    with another loss or another optimizer, trains the same weights, too; its plan is that of the first.
+
+    Raises a subclass of MeshwrightError before a process group is made.
+    """
+    asked, limits = asked_beside(plan, techniques), request_for(cluster, memory)
+    check_beside(plan, {"mesh": mesh, "mode": mode, "pins": pins, "memory": memory})
+    check_numbers(clip_norm, seed, bucket_bytes)
+    check_switches(skip_nonfinite=skip_nonfinite)
+    check_random(exact_random, device, asked)
+    check_model(model)
+    check_weight_hooks(model.named_parameters())
+    check_function("loss", loss, "lambda model, batch: model(batch).mean()")
+    plan = plan_from(plan)
+    check_ranks(plan, mesh, cluster, asked)
+    check_factory(optimizer)
+    check_mode(mode)
+    source = source_of(broadcast)
+    check_init(model, init, broadcast)
+    request = StepRequest(
+        model=model,
+        optimizer=optimizer,
+        batch=batch,
+        loss=loss,
+        plan=plan,
+        mesh=mesh,
+        mode=mode,
+        pins=pins,
+        asked=asked,
+        limits=limits,
+        clip_norm=clip_norm,
+        skip_nonfinite=skip_nonfinite,
+        scaler=scaler,
+        bucket_bytes=bucket_bytes,
+        seed=seed,
+        exact_random=exact_random,
+        source=source,
+        init=init,
+        place=device_for(model, init, device),
+        cache=cache,
+        max_programs=max_programs,
+    )
+    return _built(request)
+
+
+def _built(request: StepRequest) -> TrainStep:
+    """Agree with the other ranks on graph and plan, then make this rank's step."""
+    model, optimizer, batch = request.model, request.optimizer, request.batch
+    meeting, shared = Meeting(), state_of(model)
+    check_state(request, shared)
+    agreed = unpack(meeting.agree(lambda: _planned(request, shared)))
+    graph, chosen = agreed.graph, log_remarks(agreed.plan)
+    same_model(meeting, agreed, model)
+    guards = Guards.of(model, request.loss, batch)
+    same_values(
+        meeting,
+        guards,
+        graph,
+        lambda: _captured(request, shared).graph,
+        request.source,
+        seed=request.seed,
+        clip_norm=request.clip_norm,
+        exact_random=request.exact_random,
+        skip_nonfinite=request.skip_nonfinite,
+        bucket_bytes=request.bucket_bytes,
+    )
+    initial = _initial(request, meeting, agreed)
+    captured = Captured(graph, agreed.constants, fold(graph), ())
+    # As it came the plan may say many equal layers by two of them.
+    chosen = with_model(chosen.check(graph), captured)
+    split, apart = cut_parameter(graph, chosen), _of_one_stage(graph, chosen)
+    check_optimizer(optimizer, split, apart)
+    check_random(request.exact_random, request.place, chosen.techniques)
+    over_gloo(meeting, chosen, request.place)
+    if shared is None:
+        comm = meeting.connect(chosen.ranks, request.place, host=bool(chosen.hosts))
+        shared = ModelState(chosen, comm, frozenset(temporary_of(model)))
+    alone = grouped_alone(optimizer, model)
+    parts = lower(captured, chosen)
+    local = _local_step(request, shared, captured, parts, initial)
+    local.shape = agreed.more
+    same_optimizer(meeting, local)
+    same_groups(meeting, alone, local)
+    if local.optimizer is not None:
+        check_made(local.optimizer, split, apart)
+        watch_hooks(local.optimizer, split, apart)
+    shared.remember(graph, chosen)
+    keep_state(model, shared)
+    hollow = shared.take_from(model, request.place)
+    source = Source(model, request.loss, optimizer, request.cache, shared, chosen)
+    table = ProgramTable(Program.of(batch, guards, local), request.max_programs, source)
+    return TrainStep(local, parts, shared.temporary, table, model, hollow)
+
+
+def _captured(request: StepRequest, shared: ModelState | None) -> Captured:
+    """Capture the model here; names are those of another step of this model, if there is one."""
+    batch = request.batch
+    example = batch if request.init is None else map_leaves(batch, lambda t: t.to("meta"))
+    captured = captured_of(request.model, example, request.loss, request.cache)
+    return captured if shared is None else shared.renamed(captured)
+
+
+def _planned(request: StepRequest, shared: ModelState | None) -> bytes:
+    """Capture and plan, on rank 0, for all ranks."""
+    state = torch.get_rng_state()
+    captured = _captured(request, shared)
+    check_trains(captured.graph)
+    if shared is not None:
+        chosen = shared.carried(shared.plan, captured.graph)
+    elif request.plan is not None:
+        chosen = request.plan
+    else:
+        chosen = plan_captured(
+            captured, request.mesh, request.mode, request.pins, request.limits, request.asked
+        )
+    check_world(chosen.ranks)
+    return pack(captured, chosen.check(captured.graph), request.model, state, captured.shape)
+
+
+def _initial(request: StepRequest, meeting: Meeting, agreed: Agreed) -> Initial | None:
+    """Return what makes the values of a model on the meta device; None for one that has values."""
+    if request.init is None:
+        return None
+    initial = Initial(request.init, agreed.graph.inputs, agreed.state)
+    meeting.confirm(
+        initial.problem(request.model), hint="init is what built the model, with the same configuration"
+    )
+    return initial
+
+
+def _of_one_stage(graph: Graph, plan: Plan) -> str:
+    """Return a trained parameter that not every rank updates; empty without stages."""
+    return next((e.target for e in graph.input_of("parameter") if e.needs_grad), "") if plan.stages else ""
+
+
+def _local_step(
+    request: StepRequest, shared: ModelState, captured: Captured, parts: Partition, initial: Initial | None
+) -> LocalStep:
+    """Put this rank's shards in place: those of `initial`, or of the model's own values, once these are equal on all
+    ranks."""
+    comm, place, model = shared.world, request.place, request.model
+    rank = Rank(comm, place, seed=request.seed, exact=request.exact_random)
+    prepare(comm, parts)
+    made: dict[str, torch.Tensor] = {}
+    if initial is not None:
+        pipe = Pipeline(parts, comm) if parts.asked.stages else None
+        mine, inside = (parts, rank) if pipe is None else (pipe.parts, Rank(pipe.comm, place))
+        holds = pipe.holds if pipe is not None else lambda _: True
+        made = initial.parts(lambda entry: taker(entry.name, mine, inside), holds)
+    values = {**values_of(model, captured, place), **made}
+    if initial is None:
+        every_tensor = (*model.named_parameters(), *model.named_buffers())
+        own = {n: x for n, x in every_tensor if n not in shared.names}
+        start_equal(comm, place, own, request.source)
+    return LocalStep(
+        parts,
+        rank,
+        values,
+        request.optimizer,
+        before=BeforeUpdate(request.clip_norm, request.skip_nonfinite, scaler_of(request.scaler)),
+        bucket_bytes=request.bucket_bytes,
+        held=made,
+        state=shared.state,
+    )
+
+
+def shutdown() -> None:
+    """Leave together: a barrier, then the end of the process groups (gloo aborts if a peer leaves in a collective)."""
+    forget_states()
+    if dist.is_initialized():
+        leave()
+
+
+__all__ = ["shutdown", "train_step"]

@@ -1,0 +1,115 @@
+"""What a user asks `train_step` for, checked before ranks meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.agreement import (
+    device_of,
+    own_device,
+)
+from meshwright.capture.meta_init import Init
+from meshwright.compile import (
+    Loss,
+)
+from meshwright.core.techniques import Techniques
+from meshwright.cost.cluster import Cluster
+from meshwright.errors import PlanError, RunError, a_type
+from meshwright.hollow import check_has_values
+from meshwright.pipeline.meshes import meshes
+from meshwright.plan.plan import Plan
+from meshwright.programs import (
+    ModelState,
+    check_joins,
+)
+from meshwright.runtime.optimizers import OptimizerFactory
+from meshwright.runtime.rendezvous import check_world
+from meshwright.search.planner import Request
+from meshwright.search.wanted import MeshLike, Pins, mesh_from
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRequest:
+    """The arguments of `train_step`. `plan`: as a plan, read if it was given as a file. `asked`: techniques. `limits`:
+    of a search, on a cluster. `source`: the rank whose weights all take, None to refuse a difference. `place`: the
+    device of the step."""
+
+    model: torch.nn.Module
+    optimizer: OptimizerFactory
+    batch: Any
+    loss: Loss
+    plan: Plan | None
+    mesh: MeshLike
+    mode: str | None
+    pins: Pins | None
+    asked: Techniques
+    limits: Request | None
+    clip_norm: float | None
+    skip_nonfinite: bool
+    scaler: torch.amp.GradScaler | None
+    bucket_bytes: int | None
+    seed: int
+    exact_random: bool | str
+    source: int | None
+    init: Init | None
+    place: torch.device
+    cache: str | Path | None
+    max_programs: int
+
+
+def check_ranks(plan: Plan | None, mesh: MeshLike, cluster: Cluster | None, asked: Techniques) -> None:
+    """Raise RunError if another number of ranks was launched than a plan, a mesh or a cluster has."""
+    if plan is not None:
+        check_world(plan.ranks)
+    elif mesh is not None:
+        given, total = mesh_from(mesh), isinstance(mesh, int)
+        plain = asked.pipeline == 1 or isinstance(mesh, list | tuple)
+        check_world(given if plain else meshes(given, asked, total=total).world)
+    elif cluster is not None:
+        check_world(cluster.mesh)
+
+
+def check_factory(optimizer: object) -> None:
+    """Raise RunError for an optimizer that is there already."""
+    if not callable(optimizer):
+        raise RunError(
+            f"optimizer is {a_type(optimizer)}, not a function from parameters to an optimizer",
+            why="each rank's optimizer works on the parts of the parameters it holds",
+            hint="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)",
+        )
+
+
+def check_mode(mode: str | None) -> None:
+    """Raise PlanError for the mode that has no plan."""
+    if mode == "manual":
+        raise PlanError(
+            'mode="manual" has no plan: the model shards itself',
+            hint="mw.manual_step(model, optimizer, loss=…, mesh=…), with collectives from mw.world(mesh)",
+        )
+
+
+def device_for(model: torch.nn.Module, init: Init | None, device: torch.device | str | None) -> torch.device:
+    """Return the device of a step. Raises RunError for one that is named where the model has values already."""
+    place = device_of(model) if init is None else own_device(torch.device(device or "cpu"))
+    if device is not None and init is None:
+        raise RunError(
+            f"device={str(device)!r} without init=",
+            why=f"the step runs where the model is, on {place}",
+            hint="model.to(device)",
+        )
+    return place
+
+
+def check_state(request: StepRequest, shared: ModelState | None) -> None:
+    """Raise RunError for a model whose values are not in the module, nor in an earlier step that this one can join."""
+    if shared is not None:
+        check_joins(shared, request.plan, request.mesh, request.asked)
+    else:
+        check_has_values(request.model)
+
+
+__all__ = ["StepRequest", "check_factory", "check_mode", "check_ranks", "check_state", "device_for"]
