@@ -19,6 +19,7 @@ import torch
 
 from meshwright.core.graph import AGAIN_MARK, ROWS_MARK, STAGE_MARK
 from meshwright.core.techniques import RECOMPUTE
+from meshwright.core.type_guards import is_whole
 from meshwright.errors import PlanError, StrategyError, a_type, did_you_mean
 
 Blocks = tuple[int, ...]
@@ -234,7 +235,7 @@ def manual_split(target: F, rows: Sequence[int]) -> F:
     """
     name = f"mw.manual_split of {_name_of(target)}"
     given = tuple(rows) if isinstance(rows, Sequence) and not isinstance(rows, str) else ()
-    if not given or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in given):
+    if not given or any(not is_whole(n) or n < 1 for n in given):
         raise StrategyError(
             f"{name} is given {rows!r}",
             why="it is the number of rows of each column of the indices",
@@ -283,7 +284,7 @@ def stage(target: F, number: int) -> F:
     ``pipeline=``. Raises PlanError for what is no stage.
     """
     name = f"mw.stage of {_name_of(target)}"
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+    if not is_whole(number) or number < 0:
         raise PlanError(
             f"{name} is given {number!r}",
             why="stages are numbered from 0",
@@ -442,7 +443,7 @@ def _check_strategies(given: Any, what: str) -> tuple[Cut | None, ...]:
 
 
 def _check_count(n: Any, what: str) -> None:
-    if isinstance(n, bool) or not isinstance(n, int):
+    if not is_whole(n):
         raise StrategyError(
             f"{what} has {n!r}, which is not a whole number",
             why="it counts the blocks of a dim",

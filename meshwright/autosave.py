@@ -28,6 +28,7 @@ from meshwright.checkpoint.folder import as_path, own, write_whole
 from meshwright.checkpoint.load import Loaded
 from meshwright.checkpoint.lock import Lock
 from meshwright.checkpoint.save import check_keep
+from meshwright.core.type_guards import is_whole
 from meshwright.errors import CheckpointError, a_type
 from meshwright.input_checks import check_switches
 from meshwright.train import TrainStep, shutdown
@@ -64,7 +65,7 @@ class Autosave:
                 why="what is saved is what a training step holds",
                 hint="mw.Autosave(step, path, every=100), with step = mw.train_step(…)",
             )
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        if not is_whole(every) or every < 1:
             raise CheckpointError(
                 f"every={every!r} steps", why="a whole number is expected", hint="every=100"
             )

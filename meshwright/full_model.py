@@ -16,6 +16,7 @@ from meshwright.checkpoint.index import MODEL
 from meshwright.checkpoint.step_state import kept_inputs, model_items
 from meshwright.core.graph import Input
 from meshwright.core.layout import TensorLayout
+from meshwright.core.type_guards import is_whole
 from meshwright.errors import PeerLost, RunError, did_you_mean
 from meshwright.hollow import Hollow
 from meshwright.redistribute import redistribute
@@ -126,7 +127,7 @@ def _finish(
 def _check(local: LocalStep, hollow: Hollow, rank: int | None, memory: float | None) -> None:
     """Raise RunError on all ranks for what cannot be."""
     count = local.world.mesh.size
-    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < count):
+    if rank is not None and (not is_whole(rank) or not 0 <= rank < count):
         raise RunError(f"step.full(rank={rank!r}) names no rank", why=f"there are {count}, numbered from 0")
     needed = sum(entry.type.size_bytes for entry in kept_inputs(local))
     if memory is not None and needed > memory:

@@ -11,6 +11,7 @@ import torch
 
 from meshwright.core.graph import Graph
 from meshwright.core.techniques import Techniques
+from meshwright.core.type_guards import is_number, is_whole
 from meshwright.errors import CaptureError, PlanError, RunError, a_type, path_from
 from meshwright.plan.plan import Plan
 
@@ -144,18 +145,16 @@ def check_random(exact: Any, device: Any, techniques: Techniques) -> None:
 
 def check_numbers(clip_norm: Any, seed: Any, bucket_bytes: Any = None) -> None:
     """Raise RunError for a norm that cannot be clipped to, a seed that is none, and a size of buckets that is none."""
-    number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
+    number = is_number(clip_norm)
     if clip_norm is not None and not (number and clip_norm > 0):
         raise RunError(
             f"clip_norm={clip_norm!r}",
             why="gradients are scaled down to that norm: a number above 0 is expected",
             hint="clip_norm=1.0, math.inf to compute the norm alone, or leave it out",
         )
-    if isinstance(seed, bool) or not isinstance(seed, int):
+    if not is_whole(seed):
         raise RunError(f"seed={seed!r}", why="a whole number is expected", hint="seed=0")
-    if bucket_bytes is not None and (
-        isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0
-    ):
+    if bucket_bytes is not None and (not is_whole(bucket_bytes) or bucket_bytes < 0):
         raise RunError(
             f"bucket_bytes={bucket_bytes!r}",
             why="gradients of so many bytes are reduced together: a whole number from 0 on",

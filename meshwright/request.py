@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from meshwright.core.type_guards import is_number
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError, a_type
 from meshwright.search.planner import Progress, Request
@@ -36,7 +37,7 @@ def request_for(
             hint='mw.Cluster.load("cluster.yaml") reads one from a file, mw.Cluster.preset("h100", nodes=2) knows some',
         )
     given = cluster.device.memory_bytes if memory is None else memory
-    limit = float(given) if isinstance(given, int | float) and not isinstance(given, bool) else 0.0
+    limit = float(given) if is_number(given) else 0.0
     if not 0 < limit < float("inf"):
         raise PlanError(
             f"memory={memory!r} is no limit",
@@ -55,7 +56,7 @@ def request_for(
         )
 
     seconds = math.inf if time_limit is None else time_limit
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+    if not is_number(seconds) or not seconds > 0:
         raise PlanError(
             f"time_limit={time_limit!r}",
             why="it is the number of seconds after which a search ends with the best so far",

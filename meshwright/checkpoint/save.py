@@ -29,6 +29,7 @@ from meshwright.checkpoint.step_state import (
 )
 from meshwright.checkpoint.user_data import to_plain
 from meshwright.checkpoint.write import Job
+from meshwright.core.type_guards import is_whole
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.plan.plan import Plan
 from meshwright.redistribute.boxes import Box, whole
@@ -194,7 +195,7 @@ class Saves:
 
 def check_keep(keep: Any) -> None:
     """Raise CheckpointError for what is no number of checkpoints that stay."""
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+    if keep is not None and (not is_whole(keep) or keep < 1):
         raise CheckpointError(
             f"keep={keep!r} checkpoints",
             why="the new one is kept at least",

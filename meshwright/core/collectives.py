@@ -15,12 +15,12 @@ side by side       all_gather      all_to_all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal
 
 Sent = Callable[[int, Any, Any], Any]
-Meaning = Callable[..., Any]
+Meaning = Callable[Concatenate[Sequence[Any], int, ...], Any]  # may have options
 Matrix = Literal["partial", "replicated", "rows", "columns"]
 
 
@@ -50,7 +50,7 @@ class CollectiveKind:
     chunks: Literal["all", "padded", "own"] = "all"
     reshards: bool = False
     measured: tuple[Matrix, Matrix] | None = None
-    dual_options: Mapping[str, int] = field(default_factory=dict)
+    dual_options: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def start(self) -> str:
@@ -110,10 +110,16 @@ ALL_TO_ALL = CollectiveKind(
     reshards=True,
     measured=("rows", "columns"),
 )
+
+
+def _from_neighbour(brought: Sequence[Any], m: int, by: int = 1) -> Any:
+    return brought[(m - by) % len(brought)]
+
+
 SHIFT = CollectiveKind(
     "shift",
     sent=lambda ranks, before, after: before,
-    meaning=lambda brought, m, by=1: brought[(m - by) % len(brought)],
+    meaning=_from_neighbour,
     dual="shift",
     dual_options={"by": -1},
     splits=False,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 YOUNG = 100_000  # new objects until the collector runs
@@ -20,7 +20,7 @@ _before = (0, 0, 0)
 
 
 @contextmanager
-def rare_collection() -> Iterator[None]:
+def rare_collection() -> Generator[None]:
     """Collect cycles rarely inside a ``with`` block or a decorated function.
 
     Uses may nest, also across threads. A collector that the user turned off (or gave a threshold of 0) stays off.

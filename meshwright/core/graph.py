@@ -20,9 +20,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from meshwright.errors import GraphError
 
@@ -94,6 +94,10 @@ class Device:
 
     def __str__(self) -> str:
         return "device"
+
+
+# What an argument of a node may be. Rules read arguments as `Any`: an operator knows the type of its own.
+Argument: TypeAlias = "Ref | Dtype | Device | str | float | tuple[Argument, ...] | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,16 +266,7 @@ class Graph:
         return "\n".join([*lines, f"  return {', '.join(ends)}", "}"])
 
 
-def refs_in(value: Any) -> Iterator[Ref]:
-    """Yield every reference in a nested argument, depth first."""
-    if isinstance(value, Ref):
-        yield value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from refs_in(item)
-
-
-def _names_in(value: tuple[Any, ...], found: list[str]) -> None:
+def _names_in(value: tuple[Argument, ...], found: list[str]) -> None:
     """Append the names in a nested argument to `found`. A list is fast, and this is an inner loop."""
     for item in value:
         if type(item) is Ref:
@@ -280,7 +275,7 @@ def _names_in(value: tuple[Any, ...], found: list[str]) -> None:
             _names_in(item, found)
 
 
-def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:
+def map_refs(value: Argument, change: Callable[[Ref], Any]) -> Any:
     """Return a nested argument with each reference replaced."""
     if isinstance(value, Ref):
         return change(value)
@@ -357,7 +352,7 @@ def _notes(needs_grad: tuple[bool, ...], marks: tuple[str, ...], module: str, so
     return f"  {{{inner}}}" if notes else ""
 
 
-def _show(value: Any) -> str:
+def _show(value: Argument) -> str:
     if isinstance(value, tuple):
         inner = ", ".join(_show(v) for v in value)
         return f"({inner},)" if len(value) == 1 else f"({inner})"
@@ -412,7 +407,9 @@ def parse_type(text: str) -> TensorType:
 
 def parse(text: str) -> Graph:
     """Parse the text of a graph: ``parse(str(graph)) == graph``. Raises GraphError with the line that fails."""
-    name, inputs, nodes = "", [], []
+    name = ""
+    inputs: list[Input] = []
+    nodes: list[Node] = []
     outputs: list[tuple[str, str]] = []
     mutations: list[tuple[str, str]] = []
     for number, raw in enumerate(text.split("\n"), 1):
@@ -431,7 +428,10 @@ def parse(text: str) -> Graph:
                     )
             else:
                 entry = _parse_line(line)
-                (inputs if isinstance(entry, Input) else nodes).append(entry)
+                if isinstance(entry, Input):
+                    inputs.append(entry)
+                else:
+                    nodes.append(entry)
         except (ValueError, SyntaxError, AssertionError, KeyError) as error:
             raise GraphError(
                 f"line {number} of the graph text does not parse", why=str(error), where=line[:200]
@@ -457,7 +457,7 @@ def _parse_line(line: str) -> Input | Node:
             kwargs.get("batch_dim"),
         )
     outputs = tuple(parse_type(m.group(0)) for m in _TYPE.finditer(types))
-    notes = json.loads(notes_text) if notes_text else {}
+    notes: dict[str, Any] = json.loads(notes_text) if notes_text else {}
     grads = tuple(notes.get("grad", [False] * len(outputs)))
     return Node(
         name,

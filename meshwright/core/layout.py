@@ -359,17 +359,17 @@ _TOKEN = re.compile(r"\s*(?:(\d+(?::[\d+]+)?(?:/[\w.]+)?)|([\[\](){}|,])|(partia
 
 def parse_layout(text: str) -> TensorLayout:
     """Parse a layout such as ``[(4/dp 16), {32/tp | 8/tp}] partial cp grad tp``. Raises LayoutError."""
-    tokens, place = [], 0
-    text = text.strip()
+    tokens: list[re.Match[str]] = []
+    place, text = 0, text.strip()
     while place < len(text):
         match = _TOKEN.match(text, place)
         if match is None:
             raise LayoutError(f"{text!r} is not a layout", why=f"unexpected {text[place:][:20]!r}")
-        tokens.append(match.groups())
+        tokens.append(match)
         place = match.end()
     # Files of earlier versions say "pending".
-    halves = {kind: tuple(axes.split(".")) for _, _, kind, axes in tokens if kind}
-    flat = [a or b for a, b, kind, _ in tokens if not kind]
+    halves = {t[3]: tuple(t[4].split(".")) for t in tokens if t[3]}
+    flat = [t[1] or t[2] for t in tokens if not t[3]]
     try:
         dims, rest = _parse_dims(flat)
     except (IndexError, RecursionError, ValueError):
@@ -384,7 +384,8 @@ def parse_layout(text: str) -> TensorLayout:
 def _parse_dims(tokens: list[str]) -> tuple[tuple[Dim, ...], list[str]]:
     if tokens[0] != "[":
         raise ValueError
-    dims, tokens = [], tokens[1:]
+    dims: list[Dim] = []
+    tokens = tokens[1:]
     while tokens[0] != "]":
         dim, tokens = _parse_dim(tokens)
         dims.append(dim)
@@ -404,7 +405,7 @@ def _parse_dim(tokens: list[str]) -> tuple[Dim, list[str]]:
 
 
 def _parse_items(tokens: list[str]) -> tuple[Dim, list[str]]:
-    items = []
+    items: list[Item] = []
     while tokens[0] not in (")", "|", "}"):
         item, tokens = _parse_item(tokens)
         items.append(item)
@@ -414,7 +415,7 @@ def _parse_items(tokens: list[str]) -> tuple[Dim, list[str]]:
 def _parse_item(tokens: list[str]) -> tuple[Item, list[str]]:
     head, tokens = tokens[0], tokens[1:]
     if head == "{":
-        parts = []
+        parts: list[Dim] = []
         while True:
             part, tokens = _parse_items(tokens)
             parts.append(() if part == (SubDim(1),) else part)

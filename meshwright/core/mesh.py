@@ -12,8 +12,10 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from meshwright.core.hashed import hashed_once
+from meshwright.core.type_guards import is_iterable, is_mapping, is_whole
 from meshwright.errors import MeshError, a_type, did_you_mean
 
 IN_TIME = "in time"  # the link of the axis along which the same ranks work one after the other
@@ -32,7 +34,8 @@ class Axis:
 
 def prime_factors(n: int) -> tuple[int, ...]:
     """Return the prime factors of `n`, largest first; empty for 1."""
-    found, divisor = [], 2
+    found: list[int] = []
+    divisor = 2
     while n > 1:
         while n % divisor == 0:
             found.append(divisor)
@@ -71,13 +74,13 @@ class Mesh:
 
         Raises MeshError for sizes that are not positive integers and for names used twice.
         """
-        if not isinstance(sizes, Mapping | None):
+        if not _may_have_sizes(sizes):
             raise MeshError(
                 f"sizes={sizes!r:.80}",
                 why=f"it is {a_type(sizes)}; a mesh has a size for each of its axes",
                 hint='Mesh.of({"dp": 2, "tp": 4}), or Mesh.of(dp=2, tp=4)',
             )
-        wanted = {**(sizes or {}), **named}
+        wanted: dict[Any, Any] = {**(sizes or {}), **named}
         axes: list[Axis] = []
         names: list[tuple[str, tuple[str, ...]]] = []
         for name, size in wanted.items():
@@ -87,7 +90,7 @@ class Mesh:
                     why="layouts are written with the names of axes, as in 32/dp.tp",
                     hint='letters, digits and _, not beginning with a digit: {"dp": 2, "tp": 4}',
                 )
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            if not is_whole(size) or size < 1:
                 raise MeshError(
                     f"axis {name!r} has size {size!r}",
                     why="an axis has a whole number of ranks, at least 1",
@@ -176,7 +179,7 @@ class Mesh:
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return the coordinate of a rank by prime axis."""
-        place, result = self._places[rank], {}
+        place, result = self._places[rank], dict[str, int]()
         for axis in reversed(self.axes):
             place, result[axis.name] = divmod(place, axis.size)
         return result
@@ -219,7 +222,7 @@ class Mesh:
 
     def show(self, axes: Iterable[str]) -> str:
         """Return prime axes as text, by the user's name where all of its axes are there (``tp0, tp1`` → ``tp``)."""
-        left, shown = list(axes), []
+        left, shown = list(axes), list[str]()
         while left:
             for name, run in self.names:
                 if tuple(left[: len(run)]) == run:
@@ -235,10 +238,14 @@ class Mesh:
         return text if self.order == tuple(range(self.size)) else f"{text} order {list(self.order)}"
 
 
-def _ranks(order: Iterable[int]) -> tuple[int, ...]:
+def _may_have_sizes(sizes: object) -> bool:
+    return sizes is None or is_mapping(sizes)
+
+
+def _ranks(order: object) -> tuple[int, ...]:
     """Check an order of ranks. Raises MeshError unless it is a list of whole numbers."""
-    ranks = tuple(itertools.islice(order, MOST_RANKS + 1)) if isinstance(order, Iterable) else None
-    if ranks is None or any(isinstance(r, bool) or not isinstance(r, int) for r in ranks):
+    ranks = tuple(itertools.islice(order, MOST_RANKS + 1)) if is_iterable(order) else None
+    if ranks is None or not all(is_whole(r) for r in ranks):
         raise MeshError(
             f"order={order!r:.80}",
             why="the order of a mesh lists the number of each rank once, in row-major order of the axes",
@@ -247,7 +254,7 @@ def _ranks(order: Iterable[int]) -> tuple[int, ...]:
     return ranks
 
 
-def _check_count(sizes: Iterable[int]) -> None:
+def _check_count(sizes: Iterable[object]) -> None:
     """Raise MeshError for too many ranks, before any is listed."""
     found = [size for size in sizes if isinstance(size, int)]
     if math.prod(found) > MOST_RANKS:

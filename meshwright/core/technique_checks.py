@@ -5,10 +5,11 @@ All raise PlanError that says what the option may be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from meshwright.core.collectives import COLLECTIVES
+from meshwright.core.type_guards import is_list, is_mapping, is_number, is_set, is_whole
 from meshwright.errors import PlanError, a_type, did_you_mean
 
 Check = Callable[[str, Any], Any]
@@ -24,7 +25,7 @@ def count(least: int, most: int | None = None) -> Check:
     def check(name: str, value: Any) -> int:
         above = f" and at most {most:,}" if most else ""
         span = f"from 0 to {most}" if most and not least else f"of at least {least}{above}"
-        if isinstance(value, bool) or not isinstance(value, int) or value < least or (most and value > most):
+        if not is_whole(value) or value < least or (most and value > most):
             raise PlanError(
                 f"{name}={value!r}", why=f"it is a whole number {span}", hint=f"{name}={max(least, 2)}"
             )
@@ -64,7 +65,7 @@ def float_dtype(name: str, value: Any) -> str:
 
 def kibibytes(name: str, value: Any) -> float:
     """A size in KiB."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if not is_number(value) or not 0 <= value < float("inf"):
         raise PlanError(
             f"{name}={value!r}", why="it is a size in KiB; 0 splits every parameter", hint=f"{name}=64"
         )
@@ -73,10 +74,11 @@ def kibibytes(name: str, value: Any) -> float:
 
 def names(name: str, value: Any) -> tuple[str, ...]:
     """A name, or several."""
-    found = (value,) if isinstance(value, str) else value
-    if not isinstance(found, list | tuple | set | frozenset) or not all(isinstance(v, str) for v in found):
+    if isinstance(value, str):
+        return (value,)
+    if not (is_list(value) or is_set(value)) or not all(isinstance(v, str) for v in value):
         raise PlanError(f"{name}={value!r}", why="it is a list of names", hint=f'{name}=("…", "…")')
-    return tuple(found)
+    return tuple(value)
 
 
 def offload(name: str, value: Any) -> tuple[str, ...]:
@@ -97,7 +99,7 @@ def offload(name: str, value: Any) -> tuple[str, ...]:
 
 def recompute(name: str, value: Any) -> str | float | tuple[tuple[str, str], ...]:
     """A policy, a policy for each module pattern, or bytes."""
-    if isinstance(value, Mapping | list | tuple):
+    if is_mapping(value) or is_list(value):
         pairs = _pairs(name, value, f'{name}={{"blocks.0-5": "full", "head": ""}}')
         for _, policy in pairs:
             _one_of(name, policy, ("", *RECOMPUTE))
@@ -105,7 +107,7 @@ def recompute(name: str, value: Any) -> str | float | tuple[tuple[str, str], ...
     if isinstance(value, str):
         _one_of(name, value, ("", *RECOMPUTE))
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if not is_number(value) or not 0 <= value < float("inf"):
         raise PlanError(
             f"{name}={value!r}",
             why="it is a policy, a policy for each module pattern, or bytes of kept activations that a rank may have",
@@ -119,7 +121,7 @@ def stages(name: str, value: Any) -> tuple[tuple[str, int], ...]:
     hint = f'{name}={{"blocks.0-5": 0}}'
     pairs = _pairs(name, value, hint)
     for pattern, stage in pairs:
-        if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
+        if not is_whole(stage) or stage < 0:
             raise PlanError(
                 f"{name}={{{pattern!r}: {stage!r}}}", why="a stage is a whole number from 0", hint=hint
             )
@@ -128,10 +130,10 @@ def stages(name: str, value: Any) -> tuple[tuple[str, int], ...]:
 
 def fusion(name: str, value: Any) -> str | int | tuple[tuple[str, ...], ...] | tuple[tuple[str, int], ...]:
     """The size of a bucket, sizes by kind of collective, groups of module patterns, or ``"auto"``."""
-    if isinstance(value, Mapping):
+    if is_mapping(value):
         return _fusion_sizes(name, value.items())
-    if isinstance(value, list | tuple):
-        if value and all(isinstance(g, list | tuple) and len(g) == 2 and _is_number(g[1]) for g in value):
+    if is_list(value):
+        if value and all(is_list(g) and len(g) == 2 and is_number(g[1]) for g in value):
             return _fusion_sizes(name, value)
         return tuple(names(name, group) for group in value)
     if value == "auto":
@@ -166,9 +168,9 @@ def _fusion_sizes(name: str, given: Iterable[Any]) -> tuple[tuple[str, int], ...
 
 def _pairs(name: str, value: Any, hint: str) -> tuple[tuple[str, Any], ...]:
     """What a mapping of module patterns says, or pairs that say the same."""
-    given = list(value.items()) if isinstance(value, Mapping) else value
-    if not isinstance(given, list | tuple) or not all(
-        isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in given
+    given = list(value.items()) if is_mapping(value) else value
+    if not is_list(given) or not all(
+        is_list(pair) and len(pair) == 2 and isinstance(pair[0], str) for pair in given
     ):
         raise PlanError(
             f"{name}={value!r}",
@@ -189,9 +191,5 @@ def _one_of(name: str, value: Any, known: tuple[str, ...], hint: str = "") -> No
         )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _is_size(value: Any) -> bool:
-    return _is_number(value) and value >= 0 and value % 1 == 0
+    return is_number(value) and value >= 0 and value % 1 == 0

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from meshwright.core.type_guards import is_whole
 from meshwright.cost.cluster_data import Description, Device, Level
 from meshwright.errors import ClusterError
 
@@ -30,7 +31,7 @@ FALLBACK_MEMORY = 8 << 30  # if the system does not report it
 
 def describe(nproc: int) -> Description:
     """Describe this machine, shared by `nproc` ranks. Raises ClusterError unless `nproc` is from 1 to 4096."""
-    if isinstance(nproc, bool) or not isinstance(nproc, int) or not 1 <= nproc <= MOST_PROCESSES:
+    if not is_whole(nproc) or not 1 <= nproc <= MOST_PROCESSES:
         raise ClusterError(
             f"a machine of {nproc!r} ranks",
             why=f"local ranks are processes: 1 to {MOST_PROCESSES}",

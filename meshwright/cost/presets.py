@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 from importlib import resources
 
+from meshwright.core.type_guards import is_whole
 from meshwright.cost.cluster_data import Description, Level
 from meshwright.cost.cluster_file import MOST_RANKS, parse
 from meshwright.errors import ClusterError, did_you_mean
@@ -39,7 +40,7 @@ def preset(name: str, nodes: int = 1, ranks_per_node: int = 8) -> Description:
     if key not in names():
         raise ClusterError(f"there is no preset {name!r}", hint=did_you_mean(key, names()))
     for value, what in ((nodes, "nodes"), (ranks_per_node, "ranks_per_node")):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_whole(value) or value < 1:
             raise ClusterError(
                 f"{what} is {value!r}", why="it is a whole number, at least 1", hint=f"{what}=2"
             )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.capture.pytree import leaves
+from meshwright.core.type_guards import is_whole
 from meshwright.errors import BatchError, a_type
 from meshwright.runtime.step import LocalStep
 
@@ -44,7 +45,7 @@ def check_options(
     for name, value in switches.items():
         if value is not None and not isinstance(value, bool):
             raise BatchError(f"{name}={value!r}", why="it is a switch", hint="True or False")
-    if isinstance(seed, bool) or not isinstance(seed, int):
+    if not is_whole(seed):
         raise BatchError(f"seed={seed!r}", why="it is a whole number", hint="seed=0")
     for name in options:
         if name in OURS:

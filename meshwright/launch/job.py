@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from meshwright.core.type_guards import is_number, is_whole
 from meshwright.errors import LaunchError, a_type, did_you_mean, path_from
 
 HANG_SECONDS = 600.0  # as long as NCCL waits for a collective
@@ -69,7 +70,7 @@ def check(job: Job) -> Job:
         (job.hang_seconds, "--hang-after"),
     )
     for seconds, option in every:
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        if not is_number(seconds):
             raise LaunchError(f"{option} is {seconds!r}", why="it is a time in seconds", hint=f"{option} 60")
     for seconds, option in every[:2]:
         if not 0 < seconds <= 3600:
@@ -110,7 +111,7 @@ def duration(text: str | float, option: str) -> float:
 
 
 def _check_count(value: int, option: str, *, least: int, unit: str, hint: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not is_whole(value) or value < least:
         raise LaunchError(f"{option} is {value!r}", why=f"a job has at least {least} {unit}", hint=hint)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from meshwright.core.type_guards import is_whole
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import RunError, a_type
 from meshwright.metrics.collective_wait import Waiting
@@ -66,7 +67,7 @@ class Metrics:
                 why="what is reported is what a training step does",
                 hint="mw.Metrics(step, path), with step = mw.train_step(…)",
             )
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        if not is_whole(every) or every < 1:
             raise RunError(
                 f"every={every!r}", why="there is a record after so many steps", hint="a number from 1 on"
             )
@@ -171,7 +172,7 @@ class Metrics:
         """Trace the next steps with torch's profiler; returns the file that Perfetto or chrome://tracing opens. By
         default it is beside the metrics, by step and rank. It names the rank, its stages, and around the operators the
         actions of the step: forward of a stage and micro-batch, reduction, update."""
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        if not is_whole(steps) or steps < 1:
             raise RunError(f"steps={steps!r} of a trace", why="it is a number of steps", hint="steps=3")
         if self._trace_left:
             raise RunError("a trace is being taken", hint=f"it ends in {self._trace_left} steps")
@@ -266,9 +267,7 @@ def _check_given(**given: Any) -> None:
     """Raise RunError for paths and numbers that are none."""
     for name, value in given.items():
         place = name in ("path", "tensorboard")
-        fits = (
-            isinstance(value, str | Path) if place else isinstance(value, int) and not isinstance(value, bool)
-        )
+        fits = isinstance(value, str | Path) if place else is_whole(value)
         if value is not None and not (fits and (place or value >= 0)):
             raise RunError(
                 f"{name}={value!r}",

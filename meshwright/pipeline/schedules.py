@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from meshwright.core.type_guards import is_whole
 from meshwright.elsewhere import called_here
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.pipeline.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule
@@ -37,7 +38,7 @@ def make(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule
             hint=called_here(name) or did_you_mean(name, SCHEDULES),
         )
     for what, number in (("pipeline ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        if not is_whole(number) or number < 1:
             raise PlanError(f"{what}={number!r}", why="it is a whole number of at least 1")
     kind = SCHEDULES[name]
     if not kind.least <= chunks <= (kind.most or chunks):

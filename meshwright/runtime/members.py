@@ -9,6 +9,7 @@ import torch
 
 from meshwright.core.layout import block
 from meshwright.core.mesh import Mesh
+from meshwright.core.type_guards import is_whole
 from meshwright.errors import RunError
 from meshwright.runtime.announce import HEADER, Call, check_alike
 from meshwright.runtime.communicator import Communicator
@@ -134,7 +135,7 @@ class Members:
     def _member(self, member: int, run: tuple[str, ...]) -> int:
         """The rank at a place along some axes."""
         group = self.mesh.group(self.rank, run)
-        if isinstance(member, bool) or not isinstance(member, int) or not 0 <= member < len(group):
+        if not is_whole(member) or not 0 <= member < len(group):
             raise RunError(
                 f"{member!r} is no member of the {len(group)} ranks along {self.mesh.show(run)}",
                 why=f"members are numbered from 0 to {len(group) - 1}; they are ranks {list(group[:16])}",
@@ -150,7 +151,7 @@ class Members:
         peer = member if axes is None else self._member(member, self.resolve(axes))
         if peer == self.rank:
             raise RunError(f"rank {peer} would send to itself, or wait for itself", hint="it has the tensor")
-        if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < _TAGS:
+        if not is_whole(tag) or not 0 <= tag < _TAGS:
             raise RunError(f"tag={tag!r} is no whole number from 0 to {_TAGS - 1}")
         return peer
 
