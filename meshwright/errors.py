@@ -130,9 +130,11 @@ def shown_path(path: object) -> str:
 
 def path_from(given: object, what: str, error: type[MeshwrightError], hint: str) -> Path:
     """The path that a user gave. Raises `error`, which says `what`, for what is none or no file can be called."""
-    why = "" if isinstance(given, str | PathLike) else f"it is {a_type(given)}, not a path"
+    if not isinstance(given, str | PathLike):
+        raise error(what, why=f"it is {a_type(given)}, not a path", hint=hint)
+    path, why = Path(), ""
     try:
-        path = Path("" if why else given)  # type: ignore[arg-type]
+        path = Path(given)
         path.stat()
     except (TypeError, ValueError) as wrong:  # a path of bytes, a NUL, half a character
         why = f"no file is called so: {wrong!s:.80}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Curve = tuple[tuple[float, float], ...]  # (amount of work, work per second reached), ascending in the amount
+Links = Mapping[str, tuple[float, float]]  # kind → latency in seconds per round, and bytes per second
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,12 @@ class Measured:
     - `post_seconds`: a rank's time to start sending or receiving a message.
     """
 
-    rates: Mapping[str, Curve] = field(default_factory=dict)
-    collectives: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
-    slowdown: Mapping[str, float] = field(default_factory=dict)
-    corrections: Mapping[str, float] = field(default_factory=dict)
+    rates: Mapping[str, Curve] = field(default_factory=dict[str, Curve])
+    collectives: Mapping[str, Links] = field(default_factory=dict[str, Links])
+    slowdown: Mapping[str, float] = field(default_factory=dict[str, float])
+    corrections: Mapping[str, float] = field(default_factory=dict[str, float])
     void: tuple[str, ...] = ()
-    waited: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
+    waited: Mapping[str, Links] = field(default_factory=dict[str, Links])
     post_seconds: float = 0.0
 
 

@@ -11,13 +11,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import yaml
 from msgspec import Meta, Struct, field, structs
 
 from meshwright.core.collectives import PRICED
 from meshwright.core.mesh import MOST_RANKS
+from meshwright.core.type_guards import is_list, is_mapping
 from meshwright.core.typed import Wrong, at, names_at, plain_kind, typed
 from meshwright.cost.cluster_data import Description, Device, Level, Measured
 from meshwright.errors import ClusterError, did_you_mean, path_from, shown_path
@@ -54,10 +55,16 @@ Speed = Annotated[float, Meta(ge=1.0, le=1e18, description="FLOP/s or bytes/s")]
 Name = Annotated[str, Meta(pattern=r"\S")]
 RATES = (*CLASSES, *(f"{kind} {dtype}" for kind in CLASSES for dtype in DTYPES))
 
+if TYPE_CHECKING:
+    Dtype = RateName = Priced = Stream = Corrected = Growth = str
+else:  # msgspec takes a Literal of names that are listed elsewhere; a type checker does not
+    Dtype, RateName, Priced, Stream = Literal[DTYPES], Literal[RATES], Literal[PRICED], Literal[STREAMS]
+    Corrected, Growth = Literal[(*RATES, *BESIDE_CLASSES)], Literal[GROWTHS]
+
 
 class _Device(Struct, forbid_unknown_fields=True):
     name: Name
-    flops: Annotated[dict[Literal[DTYPES], Flops], Meta(min_length=1)]  # type: ignore[valid-type]
+    flops: Annotated[dict[Dtype, Flops], Meta(min_length=1)]
     memory_bytes: Memory
     memory_bytes_per_s: Rate
     launch_seconds: Latency
@@ -80,16 +87,16 @@ class _Link(Struct, forbid_unknown_fields=True):
     bytes_per_s: Rate
 
 
-Links = dict[str, dict[Literal[PRICED], _Link] | None] | None  # type: ignore[valid-type]
+Links = dict[str, dict[Priced, _Link] | None] | None
 
 
 class _Measured(Struct, forbid_unknown_fields=True):
-    rates: dict[Literal[RATES], Annotated[list[tuple[Work, Speed]], Meta(min_length=1)]] | None = None  # type: ignore[valid-type]
+    rates: dict[RateName, Annotated[list[tuple[Work, Speed]], Meta(min_length=1)]] | None = None
     collectives: Links = None
     waited: Links = None
     post_seconds: Latency | None = None
-    slowdown: dict[Literal[STREAMS], Factor] | None = None  # type: ignore[valid-type]
-    corrections: dict[Literal[(*RATES, *BESIDE_CLASSES)], Factor] | None = None  # type: ignore[valid-type]
+    slowdown: dict[Stream, Factor] | None = None
+    corrections: dict[Corrected, Factor] | None = None
     void: list[Name] | None = None
 
 
@@ -98,7 +105,7 @@ class _Data(Struct, forbid_unknown_fields=True):
     device: _Device
     levels: Annotated[list[_Level], Meta(min_length=1)]
     name: Name | None = None
-    growth: Literal[GROWTHS] = GROWTHS[0]  # type: ignore[valid-type]
+    growth: Growth = GROWTHS[0]
     host: _Host | None = None
     measured: _Measured | None = None
 
@@ -138,7 +145,7 @@ class Reader:
             hint = did_you_mean(str(path[-1]), known)
             return self.error(path, f"{show(path[:-1])} has no key {path[-1]!r}", hint=hint)
         value = at(data, path)
-        if isinstance(value, dict) and known and (odd := [key for key in value if key not in known]):
+        if is_mapping(value) and known and (odd := [key for key in value if key not in known]):
             return self.error(
                 [*path, odd[0]], f"{show(path)} has no key {odd[0]!r}", hint=did_you_mean(str(odd[0]), known)
             )
@@ -317,12 +324,14 @@ def _measured(reader: Reader, data: _Measured, levels: Sequence[str]) -> Measure
 
 def with_numbers(value: Any, known: dict[int, Any], key: Any = "") -> Any:
     """Return the data with texts that are numbers converted, except for names."""
-    if isinstance(value, dict | list):
+    if is_mapping(value) or is_list(value):
         if id(value) not in known:  # an alias is followed once
             known[id(value)] = value
-            pairs = value.items() if isinstance(value, dict) else ((key, one) for one in value)
-            made = [(k, with_numbers(one, known, k)) for k, one in pairs]
-            known[id(value)] = dict(made) if isinstance(value, dict) else [one for _, one in made]
+            known[id(value)] = (
+                {k: with_numbers(one, known, k) for k, one in value.items()}
+                if is_mapping(value)
+                else [with_numbers(one, known, key) for one in value]
+            )
         return known[id(value)]
     found = None if key in ("name", "void") else as_number(value)
     if found is None:
@@ -339,6 +348,11 @@ class _Loader(yaml.SafeLoader):
     """Refuses what no cluster file is: nests without end take time that grows with the square of their depth."""
 
     depth = 0
+
+    if TYPE_CHECKING:  # the stubs of PyYAML leave these without types
+
+        def get_mark(self) -> yaml.Mark: ...
+        def construct_document(self, node: yaml.Node) -> Any: ...
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """The next node and all in it."""
@@ -373,7 +387,7 @@ def _read_yaml(text: str, source: str) -> tuple[Any, Reader]:
         raise ClusterError(
             f"{source} is not YAML, or it is truncated", why=why, where=source, hint=HINT
         ) from None
-    if not isinstance(data, dict) or MARK not in data:
+    if not is_mapping(data) or MARK not in data:
         raise ClusterError(
             f"{source} is not a cluster file",
             why=f"it has no line {MARK!r}: {VERSION}",
@@ -439,9 +453,9 @@ def describe(value: Any) -> str:
     """Describe a value in few words."""
     if value is None:
         return "empty"
-    if isinstance(value, dict):
+    if is_mapping(value):
         return "a mapping"
-    if isinstance(value, list):
+    if is_list(value):
         return f"a list of {len(value)}"
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}…"

@@ -77,8 +77,12 @@ def copy_bytes_per_s() -> float:
     """Return the bytes/s that all cores together read and write in copies."""
     threads = min(cores(), MOST_THREADS)
     pairs = [(np.zeros(COPY_BYTES, np.uint8), np.ones(COPY_BYTES, np.uint8)) for _ in range(threads)]
+
+    def copy(pair: tuple[np.ndarray, np.ndarray]) -> None:
+        np.copyto(pair[0], pair[1])
+
     with ThreadPoolExecutor(threads) as pool:  # a copy leaves the interpreter's lock
-        seconds = best_seconds(lambda: list(pool.map(lambda pair: np.copyto(*pair), pairs)), PROBE_SECONDS)
+        seconds = best_seconds(lambda: list(pool.map(copy, pairs)), PROBE_SECONDS)
     return 2 * COPY_BYTES * threads / seconds
 
 

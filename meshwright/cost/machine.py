@@ -136,7 +136,8 @@ def at(curve: Curve, amount: Amount) -> Amount:
     """Interpolate a measured rate linearly over the logarithm of the work; it is constant beyond the ends."""
     works: Sequence[float] = [w for w, _ in curve]
     rates: Sequence[float] = [r for _, r in curve]
-    return np.interp(np.log(np.maximum(amount, 1e-9)), np.log(np.maximum(works, 1e-9)), rates)
+    logarithm: np.ndarray = np.log(np.maximum(amount, 1e-9))
+    return np.interp(logarithm, np.log(np.maximum(works, 1e-9)), rates)
 
 
 def _share(kind: str, amount: Amount, peak: float) -> Amount:

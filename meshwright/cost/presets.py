@@ -60,7 +60,7 @@ def preset(name: str, nodes: int = 1, ranks_per_node: int = 8) -> Description:
 
 def _filled(inner: list[Level], ranks: int, name: str, nodes: int) -> list[Level]:
     """Return the levels of a node with so many ranks, without levels of a single unit."""
-    left, levels, room = ranks, [], 1
+    left, levels, room = ranks, list[Level](), 1
     for level in reversed(inner):
         room *= level.size
         size = min(level.size, left)

@@ -88,7 +88,8 @@ def _results(node: Node, graph: Graph, known: Mapping[str, Strides]) -> list[Str
             found = view_strides(shape, own, node.outputs[0].shape)
             return None if found is None else [found]
         case "permute":
-            return [tuple(own[d % rank] for d in node.args[1])]
+            dims: tuple[int, ...] = node.args[1]
+            return [tuple(own[d % rank] for d in dims)]
         case "transpose" | "t":
             one, other = (node.args[1] % rank, node.args[2] % rank) if len(node.args) > 2 else (0, 1)
             order = list(range(rank))
@@ -112,6 +113,8 @@ def _results(node: Node, graph: Graph, known: Mapping[str, Strides]) -> list[Str
             return [own]
         case "scaled_dot_product_attention":
             return [_attention(node)]
+        case _:
+            pass
     if _is_pointwise(node.op):
         return [_as_inputs(node, graph, known)]
     return [contiguous(t.shape) for t in node.outputs]

@@ -146,7 +146,8 @@ def _flat_parts(cat: _CatVar) -> Iterator[list[_Item]]:
 
 
 def _offsets(cat: _CatVar) -> list[int]:
-    edges, place = [], 0
+    edges: list[int] = []
+    place = 0
     for part in _flat_parts(cat):
         place += _size(part)
         edges.append(place)

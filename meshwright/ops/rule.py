@@ -28,8 +28,7 @@ from dataclasses import dataclass, field
 from meshwright.errors import RuleError
 
 Shape = tuple[int, ...]
-
-
+Follows = tuple[str, Shape]  # a letter, and how many elements belong to each of its elements
 RuleDim = tuple[str, ...]  # a product of letters, major first; () has size 1
 Port = tuple[RuleDim, ...]
 
@@ -59,7 +58,7 @@ class Rule:
     why_replicated: str = ""
     flattened: bool = False  # a view: its letters are known after the analysis of the graph
     outer: frozenset[str] = frozenset()
-    follows: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    follows: Mapping[str, Follows] = field(default_factory=dict[str, Follows])
 
     def letters(self, port: Port) -> tuple[str, ...]:
         """Return the letters of a port, in order, each once. A part counts as its concatenation."""
@@ -210,9 +209,8 @@ def bound(text: str, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> R
     return rule
 
 
-_like: dict[
-    tuple, tuple[Rule, dict[str, int]]
-] = {}  # line and kinds of shapes → rule, letter → kind of its size
+# The line and the kinds of shapes → the rule, and the kind of each letter's size.
+_like: dict[tuple[str, tuple[Shape, ...], tuple[Shape, ...]], tuple[Rule, dict[str, int]]] = {}
 
 
 def bind(pattern: Pattern, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Rule:

@@ -41,10 +41,11 @@ def _each(names: str, text: str) -> dict[str, str]:
     return {f"aten.{n if '.' in n else n + '.default'}": text for n in names.split()}
 
 
-KEEPS: dict[str, str | Callable[[Node, Types, Sequence[bool]], Saved]] = {
+Keeps = str | Callable[[Node, Types, Sequence[bool]], Saved]
+KEEPS: dict[str, Keeps] = {
     # ---- products
     **_each("linear mm bmm mv dot vdot outer einsum", "0/1 1/0"),
-    "aten.matmul.default": lambda *call: _matmul(*call),
+    "aten.matmul.default": lambda node, types, wanted: _matmul(node, types, wanted),
     "aten.bilinear.default": "0/1,2 1/0,2 2/0,1",
     **_each("addmm baddbmm", "1/2 2/1"),
     **_each("conv1d conv2d conv3d conv1d.padding conv2d.padding convolution conv_transpose1d conv_transpose2d.input "
@@ -53,7 +54,9 @@ KEEPS: dict[str, str | Callable[[Node, Types, Sequence[bool]], Saved]] = {
     "meshwright.expert_linear": "0 1 2",
     # ---- pooling and images
     **_each("max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d", "0"),
-    **dict.fromkeys((f"aten.adaptive_avg_pool{n}d.default" for n in (1, 2, 3)), lambda *call: _image_mean(*call)),
+    "aten.adaptive_avg_pool1d.default": lambda node, types, wanted: _image_mean(node),
+    "aten.adaptive_avg_pool2d.default": lambda node, types, wanted: _image_mean(node),
+    "aten.adaptive_avg_pool3d.default": lambda node, types, wanted: _image_mean(node),
     **_each("max_pool2d_with_indices adaptive_max_pool2d cummax cummin", "0 o1"),
     **_each("upsample_bilinear2d.vec upsample_bicubic2d.vec upsample_nearest2d.vec upsample_nearest1d.vec "
             "im2col col2im", ""),
@@ -103,7 +106,7 @@ KEEPS: dict[str, str | Callable[[Node, Types, Sequence[bool]], Saved]] = {
     # ---- views, pieces, creations
     **_each("view reshape permute transpose.int t expand slice.Tensor split_with_sizes unbind.int cat stack "
             "constant_pad_nd repeat repeat_interleave.self_int", ""),
-    "aten.pad.default": lambda *call: _pad(call[0]),
+    "aten.pad.default": lambda node, types, wanted: _pad(node),
     # ---- reductions and scans
     **_each("sum sum.dim_IntList mean mean.dim cumsum flip diff roll fft_fftn fft_ifftn", ""),
     **_each("max min prod median norm.Scalar amax amin logsumexp prod.dim_int std.correction linalg_vector_norm "
@@ -122,8 +125,8 @@ KEEPS: dict[str, str | Callable[[Node, Types, Sequence[bool]], Saved]] = {
     "meshwright.batch_norm_sync": "0 1?",
     "meshwright.batch_norm_fixed": "0 1? 3? 4?",
     # ---- attention and losses
-    "aten.scaled_dot_product_attention.default": lambda *call: _attention(*call),
-    "meshwright.attention_dropout": lambda *call: _attention(*call),
+    "aten.scaled_dot_product_attention.default": lambda node, types, wanted: _attention(node, types, wanted),
+    "meshwright.attention_dropout": lambda node, types, wanted: _attention(node, types, wanted),
     "aten.cross_entropy_loss.default": "1 2?",
     "meshwright.cross_entropy_split": "0 1",
     "aten.nll_loss_nd.default": "0 1 2?",
@@ -272,7 +275,7 @@ def _attention(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
     return Saved((*ports, *([2] if inner and repeat == 1 else [])), (), extra)
 
 
-def _image_mean(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
+def _image_mean(node: Node) -> Saved:
     """Save nothing for a mean over full images: to torch it is a plain mean, whose gradient needs no values."""
     return NOTHING if all(n == 1 for n in node.args[1]) else Saved((0,))
 
@@ -289,7 +292,8 @@ def _matmul(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
     """
     shapes = [list(types[u].shape) for u in node.uses]
     batches = [tuple(s[:-2]) for s in shapes]
-    ports, extra = [], 0
+    ports: list[int] = []
+    extra = 0
     for port, shape in enumerate(shapes):
         other = shapes[1 - port]
         if not needs_grad[1 - port]:

@@ -196,12 +196,12 @@ def layouts(site: Site, strategy: Strategy) -> Ports:
         for p in range(len(rule.inputs)):
             if axis not in pending_in[p] and not any(axis in axes_of.get(x, ()) for x in holds[p]):
                 grad_in[p].add(axis)
-    inputs = []
+    inputs: list[TensorLayout] = []
     for p, port in enumerate(rule.inputs):
         dims = tuple([site.dim(d, splits) for d in port])
         split = {a for x, axes in axes_of.items() if x in holds[p] for a in axes}
         inputs.append(TensorLayout(dims, tuple(pending_in[p]), tuple(grad_in[p] - pending_in[p] - split)))
-    outputs = []
+    outputs: list[TensorLayout] = []
     for o, port in enumerate(rule.outputs):
         dims = tuple([site.dim(d, splits) for d in port])
         split = {a for x, axes in axes_of.items() if x in gives[o] for a in axes}

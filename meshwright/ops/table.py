@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from meshwright.core.graph import ROWS_MARK, Graph, Node, Ref, TensorType
+from meshwright.core.graph import ROWS_MARK, Argument, Graph, Node, Ref, TensorType
 from meshwright.errors import MeshwrightError, RuleError
 from meshwright.ops.rule import Rule, parse_pattern
 from meshwright.ops.special import SPECIAL
@@ -178,15 +178,14 @@ def _signature(node: Node, types: Mapping[str, TensorType]) -> Any:
     return node.op, literals, tuple([types[u] for u in uses]), node.outputs, repeated, marks
 
 
-def _literals(value: Any, uses: list[str]) -> Any:
+def _literals(value: Argument, uses: list[str]) -> Any:
     """Return an argument without the names of its values, which are appended to `uses`."""
     if type(value) is tuple:
         return tuple([_literals(v, uses) for v in value])
     if type(value) is Ref:
         uses.append(value.name)
         return Ref
-    kind = type(value)
-    return (value, kind) if kind is float or kind is bool else value
+    return (value, type(value)) if isinstance(value, float | bool) else value
 
 
 __all__ = ["LINES", "has_rule", "overload", "register", "rule_of", "rules_of", "user_rules"]

@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -18,6 +18,7 @@ from msgspec import Meta, Struct, field
 from meshwright.core.layout import TensorLayout, parse_layout, verify
 from meshwright.core.mesh import IN_TIME, Axis, Mesh
 from meshwright.core.techniques import TURNS, techniques_from
+from meshwright.core.type_guards import is_mapping
 from meshwright.core.typed import Count, Wrong, typed
 from meshwright.errors import MeshError, MeshwrightError, PlanError, did_you_mean
 from meshwright.ops.strategy import Strategy
@@ -160,6 +161,12 @@ class _Prices(Struct, forbid_unknown_fields=True):
     rows: list[tuple[str, str, float, float]]
 
 
+if TYPE_CHECKING:
+    Turns = str
+else:  # msgspec takes a Literal of names that are listed elsewhere; a type checker does not
+    Turns = Literal[TURNS]
+
+
 class _Data(Struct):
     """The data of a plan file. Its texts are parsed later."""
 
@@ -183,7 +190,7 @@ class _Data(Struct):
     prices: _Prices | None = None
     claims: dict[str, Any] = {}
     techniques: dict[str, Any] = {}
-    turns: Literal[TURNS] = TURNS[0]  # type: ignore[valid-type]
+    turns: Turns = TURNS[0]
     own: list[_Data] = []
 
 
@@ -276,7 +283,7 @@ class _File:
             why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
             what = f"{self.source} is not JSON, or it is truncated"
             raise PlanError(what, why=why, where=f"{self.source}{line}", hint=AGAIN) from None
-        if not isinstance(found, dict) or MARK not in found:
+        if not is_mapping(found) or MARK not in found:
             what = f"{self.source} is not a plan file"
             raise PlanError(what, why=f'it does not begin with "{MARK}"', hint=AGAIN)
         if (version := found[MARK]) != VERSION:

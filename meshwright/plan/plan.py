@@ -16,6 +16,7 @@ from meshwright.core.graph import Graph
 from meshwright.core.layout import TensorLayout, dim_axes, dim_size, show_dim, without_axes
 from meshwright.core.mesh import Mesh
 from meshwright.core.techniques import NONE, TURNS, Techniques
+from meshwright.core.type_guards import is_mapping
 from meshwright.errors import PlanError, did_you_mean, path_from, shown_path
 from meshwright.ops.factors import Factors
 from meshwright.ops.strategy import Strategy
@@ -82,27 +83,27 @@ class Plan:
     fingerprint: str
     strategies: Mapping[str, Strategy]
     inputs: Mapping[str, TensorLayout]
-    reasons: Mapping[str, str] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict[str, str])
     notes: tuple[str, ...] = ()
-    about: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    pins: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    hubs: Mapping[str, TensorLayout] = field(default_factory=dict)
+    about: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    pins: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    hubs: Mapping[str, TensorLayout] = field(default_factory=dict[str, TensorLayout])
     again: frozenset[str] = frozenset()
-    keeps: Mapping[str, str] = field(default_factory=dict)
-    states: Mapping[str, TensorLayout] = field(default_factory=dict)
+    keeps: Mapping[str, str] = field(default_factory=dict[str, str])
+    states: Mapping[str, TensorLayout] = field(default_factory=dict[str, TensorLayout])
     hosts: frozenset[str] = frozenset()
     turns: str = TURNS[0]
-    stages: Mapping[str, int] = field(default_factory=dict)
+    stages: Mapping[str, int] = field(default_factory=dict[str, int])
     world: Mesh | None = None
     meshes: tuple[Mesh, ...] = ()
     own: tuple[Plan, ...] = ()
     prices: Prices | None = None
-    claims: Mapping[str, Any] = field(default_factory=dict)
-    nexts: Mapping[str, str] = field(default_factory=dict)
+    claims: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    nexts: Mapping[str, str] = field(default_factory=dict[str, str])
     techniques: Techniques = NONE
     folds: tuple[Fold, ...] = ()
-    times: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
-    stand_ins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    times: Mapping[str, int] = field(default_factory=dict[str, int], compare=False, repr=False)
+    stand_ins: Mapping[str, str] = field(default_factory=dict[str, str], compare=False, repr=False)
 
     def __eq__(self, other: object) -> bool:
         """Whether two plans say the same; a plan from a file equals the one that was saved."""
@@ -219,7 +220,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The text of a plan file."""
-        shared = {"world": None, "meshes": (), "stages": {}, "notes": (), "claims": {}}
+        shared: dict[str, Any] = {"world": None, "meshes": (), "stages": {}, "notes": (), "claims": {}}
         own = tuple(replace(plan, **shared).to_json() for plan in self.own[1:])
         return write({**vars(self), "own": own}, self._left_out())
 
@@ -245,7 +246,7 @@ class Plan:
                 else f"their meshes have {ranks} ranks, the plan {self.ranks.size}",
                 hint=AGAIN,
             )
-        shared = {"world": self.world, "meshes": meshes, "stages": self.stages}
+        shared: dict[str, Any] = {"world": self.world, "meshes": meshes, "stages": self.stages}
         return replace(self, meshes=meshes, own=tuple(replace(plan, **shared) for plan in every))
 
     def folded(self, graph: Graph, folds: Iterable[Fold]) -> Plan:
@@ -414,7 +415,7 @@ class Plan:
             latest.update(dict.fromkeys(site.node.values, self.stages.get(name, before)))
         count = self.techniques.pipeline
         found = {*self.stages.values()}
-        wanted = {*range(count)} if count > 1 else set()
+        wanted = {*range(count)} if count > 1 else set[int]()
         if found != wanted:
             missing = sorted(wanted - found)
             raise PlanError(
@@ -475,16 +476,14 @@ def _some(names: list[str]) -> str:
 def _shown(name: str, value: Any) -> str:
     """A claim for a reader: seconds and bytes with their units, gaps as percent."""
     what, _, unit = name.partition("_")
-    match value:
-        case Mapping():
-            value = " ".join(
-                f"{k} {100 * round(v, 6):.2g} %" if isinstance(v, float) else f"{k} {v}"
-                for k, v in value.items()
-            )
-        case int() | float() if unit == "seconds":
-            value = f"{value:.4g} s"
-        case int() | float() if unit == "bytes":
-            value = show_bytes(value)
+    if is_mapping(value):
+        value = " ".join(
+            f"{k} {100 * round(v, 6):.2g} %" if isinstance(v, float) else f"{k} {v}" for k, v in value.items()
+        )
+    elif isinstance(value, int | float) and unit == "seconds":
+        value = f"{value:.4g} s"
+    elif isinstance(value, int | float) and unit == "bytes":
+        value = show_bytes(value)
     return f"{what} {value}"
 
 

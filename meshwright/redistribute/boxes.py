@@ -97,7 +97,8 @@ def held_boxes(layout: TensorLayout, mesh: Mesh, rank: int) -> tuple[Held, ...]:
 @functools.lru_cache(maxsize=1 << 12)
 def _runs(dim: Dim, mesh: Mesh, at: tuple[tuple[str, int], ...]) -> tuple[tuple[_Run, int], ...]:
     """The runs of a dim, each with its place in what the rank holds."""
-    found, here = [], 0
+    found: list[tuple[_Run, int]] = []
+    here = 0
     for run in _runs_of(dim, mesh, dict(at)):
         found.append((run, here))
         here += run.length
@@ -124,7 +125,8 @@ def _heads(item: SubDim | Cat, mesh: Mesh, at: Mapping[str, int]) -> list[_Run]:
         start, length = item.block(mesh, at)
         cut = frozenset(a for a in item.axes if mesh.sizes[a] > 1)
         return [_Run(start, length, cut)] if length else []
-    found, offset = [], 0
+    found: list[_Run] = []
+    offset = 0
     for part in item.parts:
         found += [_Run(offset + r.start, r.length, r.axes) for r in _runs_of(part, mesh, at)]
         offset += dim_size(part)

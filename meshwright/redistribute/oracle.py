@@ -77,7 +77,7 @@ def scatter(array: np.ndarray, layout: TensorLayout, mesh: Mesh, rng: np.random.
         *others, last = terms
         terms = {key: rng.integers(-99, 99, array.shape).astype(array.dtype) for key in others}
         terms[last] = array - sum(terms.values())
-    values = {}
+    values: Values = {}
     for rank in range(mesh.size):
         at = mesh.coordinate(rank)
         term = terms[tuple(at[a] for a in layout.partial)]

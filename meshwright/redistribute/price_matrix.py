@@ -284,7 +284,7 @@ class Table:
         than elements; -1 and a number where nothing cuts. An item that only one place cuts is one such table."""
         place_of = {leaf: k for k, leaves in enumerate(value.places) for leaf in leaves}
         numbers = iter(range(len(value.leaves)))
-        terms = []
+        terms: list[list[list[tuple[int, Any]]]] = []
         for item in value.sizes:
             parts: list[list[tuple[int, Any]]] = []
             for part in item:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 Masks = NDArray[np.int64]  # sets of axes
 Floats = NDArray[np.float64]
-Spread = Callable[[int, NDArray], NDArray]  # place and a table of it → [N, M]
+Spread = Callable[[int, Masks], Masks]  # place and a table of it → [N, M]
 Elements = Callable[
     [Masks | list[Masks], Spread], Floats
 ]  # sets per place → elements of one rank, spread out
@@ -156,7 +156,7 @@ class Pairs:
 
     def _waiting_least(self) -> Floats:
         """`route._waiting_least`, without what `_settled` takes."""
-        lighter, bare, ready, moved = [], [], [], self.nothing
+        lighter, bare, ready, moved = list[Masks](), list[Masks](), list[Masks](), self.nothing
         for p in self.places:
             filled = self._across(p, self.filled[p])
             lighter.append(filled & ~self._down(p, self.padded_first[p]))
@@ -195,13 +195,15 @@ class Pairs:
     def places(self) -> range:
         return range(len(self.ends.start))
 
-    def _across(self, place: int, table: NDArray) -> NDArray:
-        return table.take(self.column[place], axis=1)
+    def _across(self, place: int, table: Masks) -> Masks:
+        column: Masks = self.column[place]
+        return table.take(column, axis=1)
 
-    def _down(self, place: int, table: NDArray) -> NDArray:
-        return table.take(self.row[place], axis=0)
+    def _down(self, place: int, table: Masks) -> Masks:
+        row: Masks = self.row[place]
+        return table.take(row, axis=0)
 
-    def _union(self, sets: Iterable[NDArray]) -> Masks:
+    def _union(self, sets: Iterable[Masks]) -> Masks:
         return functools.reduce(np.bitwise_or, sets, self.nothing)
 
     def _of_rows(self, of_goal: Masks) -> Masks:
@@ -224,10 +226,10 @@ class Listed(Pairs):
         self.split = np.bitwise_or.reduce(self.start, axis=0, initial=0)
         self.split_goal = np.bitwise_or.reduce(self.goal, axis=0, initial=0)
 
-    def _across(self, place: int, table: NDArray) -> NDArray:
+    def _across(self, place: int, table: Masks) -> Masks:
         return table
 
-    def _down(self, place: int, table: NDArray) -> NDArray:
+    def _down(self, place: int, table: Masks) -> Masks:
         return table
 
     def _of_rows(self, of_goal: Masks) -> Masks:
@@ -254,7 +256,7 @@ def _in_order(leave: Masks, padded: Masks, gathered: Masks) -> Masks:
     return first | second & _all_if(first == padded)
 
 
-def _as_it_is(place: int, table: NDArray) -> NDArray:
+def _as_it_is(place: int, table: Masks) -> Masks:
     return table
 
 

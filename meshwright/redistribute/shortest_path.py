@@ -116,7 +116,7 @@ class _Problem:
             r for r in runs if (p := _place(self.start, r)) == self.target[r] and isinstance(p, frozenset)
         }
         while True:
-            bad = set()
+            bad = set[Run]()
             for old, new in zip(self.start[0], self.goal[0], strict=True):
                 solid = 0
                 while solid < min(len(old), len(new)) and old[solid] == new[solid] and old[solid] in fixed:
@@ -185,7 +185,7 @@ class _Problem:
         yield from self._exchanges(state)
 
     def _slice(self, state: State) -> _Move | None:
-        after, moved = state, []
+        after, moved = state, list[Run]()
         while runs := [r for r in self.target if _place(after, r) == "whole" and self._fits(after, r)]:
             after = _push(after, runs[0], self.target[runs[0]])
             moved.append(runs[0])
@@ -228,7 +228,7 @@ class _Problem:
 
     def _gathers(self, state: State) -> Iterator[_Move]:
         for run in self.target:
-            after, moved = state, []
+            after, moved = state, list[Run]()
             top: Run | None = run if self._on_top(state, run) else None
             while top is not None:
                 after, moved = _pop(after, top), [top, *moved]
@@ -238,7 +238,7 @@ class _Problem:
         every, kept = set(self.target), self._padded_where_they_stand(state)
         padded, whole = ({r for r in every if self.target[r] == place} for place in ("pending", "whole"))
         for ends in (every, every - kept, every - padded, whole):
-            after, moved = state, []
+            after, moved = state, list[Run]()
             while tops := [r for r in self.target if r in ends and self._on_top(after, r)]:
                 after, moved = _pop(after, tops[0]), [tops[0], *moved]
             if moved:
@@ -260,7 +260,7 @@ class _Problem:
 
     def _exchanges(self, state: State) -> Iterator[_Move]:
         for run in self.target:
-            after, moved = state, []
+            after, moved = state, list[Run]()
             here = self._leaves_of(state, run)
             while run is not None and self._on_top(after, run) and isinstance(self.target[run], frozenset):
                 popped = _pop(after, run)
@@ -271,7 +271,7 @@ class _Problem:
                 yield _Move("all_to_all", tuple(moved), after)
                 below = [r for leaf in here for r in after[0][leaf][-1:]]
                 run = next((r for r in below if r not in moved and self._on_top(after, r)), None)
-        after, wrong = self._rearranged(state), []
+        after, wrong = self._rearranged(state), list[Run]()
         for old, new in zip(state[0], after[0], strict=True):
             same = next(
                 (i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new))
@@ -284,7 +284,7 @@ class _Problem:
         """Every run that is split and ends so at its place, in the order wanted; above them what is padded, then what
         is gathered."""
         split = {r for stack in state[0] for r in stack}
-        stacks = []
+        stacks: list[tuple[Run, ...]] = []
         for old, goal in zip(state[0], self.goal[0], strict=True):
             ends = [[r for r in old if _kind(self.target[r]) == kind] for kind in ("pending", "whole")]
             stacks.append((*(r for r in goal if r in split), *ends[0], *ends[1]))
@@ -340,9 +340,10 @@ class _Problem:
         return self._sizes[key]
 
     def _layout(self, state: State) -> TensorLayout:
-        dims, leaf = [], 0
+        dims: list[Dim] = []
+        leaf = 0
         for trees in self.trees:
-            filled = []
+            filled: list[Dim] = []
             for tree in trees:
                 stacks = iter(state[0][leaf:])
                 filled.append(map_leaves(tree, lambda s, stacks=stacks: s.on(_flat(next(stacks)))))
@@ -409,13 +410,13 @@ def _distinct(*groups: list[tuple[Run, ...]]) -> Iterator[tuple[Run, ...]]:
 def _merge(mesh: Mesh, start: list[Run], goal: list[Run], pending: Run, pending_goal: Run) -> list[Run]:
     """Axes that behave alike as runs: the same places at both ends, and neighbours wherever they split."""
     stacks = [*start, *goal]
-    by_place: dict[object, list[str]] = {}
+    by_place: dict[tuple[tuple[bool, ...], bool, bool], list[str]] = {}
     used = {a for stack in stacks for a in stack} | set(pending) | set(pending_goal)
     for axis in mesh.sort(used):
         key = (tuple(axis in s for s in stacks), axis in pending, axis in pending_goal)
         by_place.setdefault(key, []).append(axis)
     runs: list[Run] = []
-    for (inside, *_), axes in by_place.items():  # pyright: ignore[reportGeneralTypeIssues]
+    for (inside, *_), axes in by_place.items():
         homes = [s for s, here in zip(stacks, inside, strict=True) if here]
         axes.sort(key=lambda a, homes=homes: homes[0].index(a) if homes else 0)
         run = (axes[0],)

@@ -200,7 +200,8 @@ def stretches_of(runs: Runs) -> tuple[_Stretch, ...]:
         return (_Stretch(starts[0], 0, tuple(e for e in extents if e[0] > 1)),)
     period = _period(starts, lengths)
     times, local = len(runs) // period, sum(lengths[:period])
-    found, inside = [], 0
+    found: list[_Stretch] = []
+    inside = 0
     for start, length in runs[:period]:
         step = runs[period][0] - runs[0][0] if times > 1 else 0
         every = ((times, step, local), (length, 1, 1))

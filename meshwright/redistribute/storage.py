@@ -57,7 +57,7 @@ def stored(use: TensorLayout, axes: Iterable[str], mesh: Mesh) -> TensorLayout:
 
 def _cut_once(layout: TensorLayout, axes: tuple[str, ...], mesh: Mesh) -> TensorLayout | None:
     """The layout with one place cut over axes; None where no place has as many elements."""
-    options = []
+    options: list[tuple[bool, int, bool, int, int, TensorLayout]] = []
     for place in _places(layout, mesh):
         blocks = [mesh.count((*leaf.axes, *axes)) for leaf in place.leaves]
         if any(leaf.size < count for leaf, count in zip(place.leaves, blocks, strict=True)):

@@ -59,7 +59,7 @@ def _plain(layout: TensorLayout) -> TensorLayout:
 
 
 def _as_held(layout: TensorLayout, src: TensorLayout, stays: Iterable[bool]) -> TensorLayout:
-    dims = []
+    dims: list[Dim] = []
     for dim, held, stay in zip(layout.dims, src.dims, stays, strict=True):
         assert not stay or dim_axes(dim) == dim_axes(held), "a dim that keeps its groups was moved"
         dims.append(held if stay else dim)

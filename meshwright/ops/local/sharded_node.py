@@ -74,9 +74,8 @@ class ShardedNode:
         places = self.places(dim)
         if len(places) == 0:
             return dim_size(dim)
-        return (
-            int(places[0]) if np.array_equal(places, np.arange(places[0], places[0] + len(places))) else None
-        )
+        first = int(places[0])
+        return first if np.array_equal(places, np.arange(first, first + len(places))) else None
 
     @functools.cached_property
     def outputs(self) -> tuple[TensorType, ...]:

@@ -75,12 +75,12 @@ def text_of(parts: Iterable[str]) -> str:
     return " ".join(parts)
 
 
-def dims_of(value: object, rank: int) -> tuple[int, ...]:
+def dims_of(value: int | tuple[int, ...] | None, rank: int) -> tuple[int, ...]:
     """Return a dim argument (number, tuple, None for all) as sorted non-negative numbers."""
     if value is None or value == ():
         return tuple(range(rank))
     given = value if isinstance(value, tuple) else (value,)
-    return tuple(sorted({int(d) % max(rank, 1) for d in given}))  # type: ignore[call-overload]
+    return tuple(sorted({int(d) % max(rank, 1) for d in given}))
 
 
 def broadcast(shape: Shape, names: Sequence[str], full: Shape) -> list[RuleDim]:

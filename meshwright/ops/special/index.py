@@ -14,7 +14,7 @@ def _shared(
     """Return names, sizes and unsharded letters of a tensor that is indexed along `dim` by tensors of equal rank."""
     names = letters(len(shape))
     sizes = dict(zip(names, shape, strict=True))
-    held = {names[dim]} if names else set()
+    held = {names[dim]} if names else set[str]()
     held |= {n for i, n in enumerate(names) if i != dim and any(o[i] != shape[i] for o in others)}
     return names, sizes, held
 

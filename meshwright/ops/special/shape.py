@@ -27,7 +27,8 @@ def permute(node: Node, types: Types) -> Rule:
     """``a0 a1 a2 -> a2 a0 a1``."""
     rank = len(node.outputs[0].shape)
     names = letters(rank)
-    return line(node, types, f"{text_of(names)} -> {text_of(names[d % rank] for d in node.args[1])}")
+    order: tuple[int, ...] = node.args[1]
+    return line(node, types, f"{text_of(names)} -> {text_of(names[d % rank] for d in order)}")
 
 
 def transpose(node: Node, types: Types) -> Rule:

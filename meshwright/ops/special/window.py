@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from meshwright.core.graph import Node
 from meshwright.ops.rule import Rule, RuleDim
@@ -43,7 +42,7 @@ class Windows:
     ceil_at: int | None = None
 
 
-def _each(value: Any, count: int, default: int) -> tuple[int, ...]:
+def _each(value: int | tuple[int, ...] | None, count: int, default: int) -> tuple[int, ...]:
     """Return an argument as one number for each dim."""
     if value is None or value == ():
         return (default,) * count

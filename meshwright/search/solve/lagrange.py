@@ -51,6 +51,7 @@ def multipliers(
     right = np.zeros(instants + 1)
     right[-1] = 1.0
     basis = [count + 1 + t for t in range(instants)] + [count]
+    dual = np.zeros(instants + 1)
     for pivot in range(SOLVE.pivots):
         inverse = np.linalg.inv(columns[:, basis])
         dual = cost[basis] @ inverse
