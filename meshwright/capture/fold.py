@@ -4,14 +4,15 @@ A block repeats when `period` nodes later the same operators follow with the sam
 inputs must be the same value (a mask, a rotary table), the value `period` nodes later (inside the block, or from the
 block before), or a separate parameter of the same type. The outside inputs of the first block correspond to the results
 of its predecessor in later ones, and have the same type. Candidate periods are the distances between equal runs of 1,
-2, 4, … nodes, so the work is n log n.
+2, 4, … nodes, so the work is n log n. Where kinds of layers take turns (local and global attention read another mask),
+a few layers together are the block: multiples of the period are candidates, too.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +23,13 @@ from meshwright.core.graph import Device, Dtype, Graph, Node, Ref
 
 MAX_PERIODS = 48
 MAX_ROTATIONS = 64
+MAX_TURNS = 8  # layers that take turns; the most of a published model
+TURNING_PERIODS = 4  # periods, the longest runs first, whose multiples are tried
 MIN_LENGTH = 4  # shorter ones are a layer's own k and v, not layers
 
 
 Wire = tuple[int, int]  # (number of the node, or -1 - number of the input; which result)
+Run = tuple[int, int, int]  # start, stop, period: equal tokens a period later, from start to stop
 
 
 @dataclass(frozen=True)
@@ -40,19 +44,60 @@ class _View:
 
 
 def fold(graph: Graph) -> Folding:
-    """Return the maximal repeated blocks of a graph, the longest first, without overlap."""
+    """Return repeated blocks of a graph without overlap, those that leave out the most nodes first."""
     view = _numbers(graph)
     found: list[Block] = []
     free = np.ones(len(graph.nodes), dtype=bool)
-    runs = sorted(_runs(view.tokens), key=lambda r: (-(r[1] - r[0] + r[2]), r[2]))
+    runs = sorted(_runs(view.tokens, _periods(view.tokens)), key=_longest)
+
+    def take(blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            if free[block.start : block.stop].all():
+                found.append(block)
+                free[block.start : block.stop] = False
+
+    take(_turning(view, runs))
     for start, stop, period in runs:
         for low, high in _stretches(free, start, stop, period):
-            for block in _blocks(view, low, high, period):
-                if free[block.start : block.stop].all():
-                    found.append(block)
-                    free[block.start : block.stop] = False
+            take(_blocks(view, low, high, period))
     found.sort(key=lambda b: b.start)
     return Folding(tuple(found), len(graph.nodes) - sum(b.length * (b.repeats - 1) for b in found))
+
+
+def _longest(run: Run) -> tuple[int, int]:
+    """Order runs by what they cover, the most first, then by period."""
+    start, stop, period = run
+    return start - stop - period, period
+
+
+def _turning(view: _View, runs: Sequence[Run]) -> list[Block]:
+    """Return blocks of several layers that take turns, where these leave out more nodes than equal neighbours do."""
+    found: list[Block] = []
+    covered: list[tuple[int, int]] = []
+    for start, stop, period in runs:
+        if any(low <= start and stop <= high for low, high in covered):
+            continue
+        covered.append((start, stop + period))
+        if len(covered) > TURNING_PERIODS:
+            break
+        best = list(_blocks(view, start, stop, period))
+        if sum(b.length * b.repeats for b in best) >= stop - start:
+            continue  # all are equal
+        for turns in range(2, MAX_TURNS + 1):
+            longer = turns * period
+            if stop + period - start < 2 * longer:
+                break
+            blocks = list(_blocks(view, start, stop + period - longer, longer))
+            if _left_out(blocks) > _left_out(best):
+                best = blocks
+        if best and best[0].length > period:
+            found += best
+    return found
+
+
+def _left_out(blocks: Sequence[Block]) -> int:
+    """Return how many nodes need not be planned once each block counts once or twice."""
+    return sum(b.length * max(0, b.repeats - 2) for b in blocks)
 
 
 def _numbers(graph: Graph) -> _View:
@@ -109,9 +154,9 @@ def _literal(value: Any) -> str:
     return str(value) if isinstance(value, Dtype | Device) else repr(value)
 
 
-def _runs(tokens: np.ndarray) -> Iterator[tuple[int, int, int]]:
+def _runs(tokens: np.ndarray, periods: Iterable[int]) -> Iterator[Run]:
     """Yield (start, stop, period): tokens[i] == tokens[i + period] for all i of [start, stop), of at least a period."""
-    for period in _periods(tokens):
+    for period in periods:
         same = np.concatenate(([False], tokens[:-period] == tokens[period:], [False])).astype(np.int8)
         edges = np.flatnonzero(np.diff(same))
         for start, stop in zip(edges[::2], edges[1::2], strict=True):

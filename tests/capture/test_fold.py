@@ -15,8 +15,11 @@ T = TensorType("f32", (4, 8))
 W = TensorType("f32", (8, 8))
 
 
-def layers(count: int, *, shared: bool = False, skip: int | None = None, seeds: bool = True) -> Graph:
-    """`count` layers of linear, relu, dropout and residual; `skip` makes one layer read its grandparent."""
+def layers(
+    count: int, *, shared: bool = False, skip: int | None = None, seeds: bool = True, masks: str = ""
+) -> Graph:
+    """`count` layers of linear, relu, dropout and residual; `skip` makes one layer read its grandparent. `masks` has a
+    letter for the mask of each layer, again from the first one on; a mask is computed before all layers."""
     inputs = [Input("x", "batch", "x", T), Input("mask", "buffer", "mask", T)]
     inputs += [Input(f"w{i}", "parameter", f"w{i}", W, True) for i in range(1 if shared else count)]
     nodes: list[Node] = []
@@ -26,9 +29,11 @@ def layers(count: int, *, shared: bool = False, skip: int | None = None, seeds: 
         nodes.append(Node(name, op, args, (), (T,), (True,)))
         return name
 
+    for letter in sorted(set(masks)):
+        nodes.append(Node(f"mask_{letter}", "aten.neg.default", (Ref("mask"),), (), (T,), (False,)))
     for i in range(count):
         h = add(f"a{i}", "aten.linear.default", Ref(stream[-1]), Ref("w0" if shared else f"w{i}"))
-        h = add(f"b{i}", "aten.mul.Tensor", Ref(h), Ref("mask"))
+        h = add(f"b{i}", "aten.mul.Tensor", Ref(h), Ref(f"mask_{masks[i % len(masks)]}" if masks else "mask"))
         h = add(f"c{i}", "meshwright.dropout", Ref(h), 0.1, i if seeds else 0)
         h = add(f"d{i}", "aten.relu.default", Ref(h))
         stream.append(add(f"e{i}", "aten.add.Tensor", Ref(h), Ref(stream[-2] if i == skip else stream[-1])))
@@ -53,6 +58,20 @@ def test_another_wiring_ends_a_block() -> None:
     assert max(b.repeats for b in found.blocks) <= 4
     assert all(b.start > 24 or b.stop <= 24 for b in found.blocks), "the odd layer is inside a block"
     assert len(covered) >= 30
+
+
+@pytest.mark.parametrize(("masks", "count"), [("lg", 12), ("lllg", 14), ("lllllg", 62)])
+def test_layers_that_take_turns_are_one_block(masks: str, count: int) -> None:
+    """As local and global attention do, which differ in the mask that they read."""
+    (block, *rest) = fold(layers(count, masks=masks)).blocks
+    assert (block.start, block.length, block.repeats) == (2, 5 * len(masks), count // len(masks))
+    assert all(b.start >= block.stop and b.repeats == 2 for b in rest), "of the layers left over"
+
+
+def test_a_few_odd_layers_take_no_turns() -> None:
+    """Equal neighbours leave out more than blocks of layers that take turns would."""
+    blocks = fold(layers(12, masks="mmmmmmmmmmnn")).blocks
+    assert [(b.start, b.length, b.repeats) for b in blocks] == [(2, 5, 10), (52, 5, 2)]
 
 
 def test_another_literal_ends_a_block() -> None:
