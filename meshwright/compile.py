@@ -84,10 +84,11 @@ def plan(
     device's); `optimizer_states` counts the moments per parameter (2 for Adam). `space` (``a``, ``b``, ``c``) is what
     ``dynamic_programming`` searches and `inner` (``exact``, ``greedy``) how ``recursive_programming`` solves one axis.
     `progress` is called with (stage, best price in seconds so far, bound). A search ends with the best so far after
-    `time_limit` seconds, by Ctrl-C (a second one interrupts), or where `progress` returns True; without any that fits
-    by then it goes on to the first that does. `techniques`: see `meshwright.core.techniques`, as in
-    ``optimizer_parallel=3, micro_batches=4``. Raises a subclass of MeshwrightError that names the operator and the
-    line. What the plan remarks is logged: ``logging.getLogger("meshwright")``.
+    `time_limit` seconds, at most one later, by Ctrl-C (a second one interrupts), or where `progress` returns True.
+    Where nothing that fits is known by then, a time limit raises PlanError; otherwise the search goes on to the first
+    that does. `techniques`: see `meshwright.core.techniques`, as in ``optimizer_parallel=3, micro_batches=4``. Raises
+    a subclass of MeshwrightError that names the operator and the line. What the plan remarks is logged:
+    ``logging.getLogger("meshwright")``.
     """
     asked = techniques_from(techniques)
     captured = captured_of(model, batch, loss, cache)
@@ -102,6 +103,8 @@ def plan(
             made = made.with_notes(f"the search was {how}: this is the best plan found by then")
         return log_remarks(made)
     except DoesNotFit as error:
+        if time_limit is not None:
+            raise
         known = _captured.get(model)
         again = request_for(cluster, memory, optimizer_states, space, inner, progress, FIRST)
         again = replace(again, any_fits=True) if again is not None else None

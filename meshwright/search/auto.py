@@ -21,7 +21,7 @@ from meshwright.search.compute_bound import Least
 from meshwright.search.data_parallel import by_batch
 from meshwright.search.infeasible import NothingFits
 from meshwright.search.least_memory import saved
-from meshwright.search.memory_limit import fits, limited, nearer, priced_by_bytes
+from meshwright.search.memory_limit import fits, limited, nearer, offer, priced_by_bytes
 from meshwright.search.planner import Found, Planner, families_of, resting_families
 from meshwright.search.recursion_within_limit import recursion
 from meshwright.search.solve import solve, solve_limited
@@ -95,6 +95,7 @@ def _take(planner: Planner, tried: _Tried, name: str, found: Found) -> None:
     tried.found.append((name, found))
     if fits(planner, found):
         planner.request.stop.arm()
+        offer(planner, found)
 
 
 def _settled(

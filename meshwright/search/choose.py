@@ -5,6 +5,7 @@ from __future__ import annotations
 from meshwright.core.cycles import rare_collection
 from meshwright.plan.plan import Plan
 from meshwright.search.annotations import mesh_of_pins
+from meshwright.search.deadline import within_time
 from meshwright.search.in_one_stage import plan_in_one_stage
 from meshwright.search.pipeline.assign import check_alone, check_axis
 from meshwright.search.pipeline.choose import (
@@ -26,7 +27,7 @@ def choose(wanted: Wanted) -> Plan:
     request.stop.begin()
     request.stop.disarm()
     with request.stop.on_ctrl_c():
-        return _chosen(wanted)
+        return _chosen(wanted) if request.any_fits else within_time(request.stop, lambda: _chosen(wanted))
 
 
 def _chosen(wanted: Wanted) -> Plan:

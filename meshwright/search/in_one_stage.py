@@ -12,6 +12,7 @@ from meshwright.search.annotations import mesh_of_pins
 from meshwright.search.cost_modes import SEARCHES
 from meshwright.search.evaluate import claims_of
 from meshwright.search.modes import make_plan, within_limit
+from meshwright.search.stop import Stop
 from meshwright.search.techniques.apply import apply
 from meshwright.search.wanted import Wanted, mesh_from
 
@@ -27,9 +28,10 @@ def plan_in_one_stage(wanted: Wanted) -> Plan:
         mode = "auto" if request is not None else "data_parallel"
     if request is not None:
         request = replace(request, techniques=techniques)
-    made = make_plan(graph, chosen, mode, wanted.pins, wanted.folding, request)
+    cluster, stop = (request.cluster, request.stop) if request is not None else (None, Stop())
+    with stop.answered_by(lambda made: wanted.finished(apply(graph, made, made.techniques, cluster))):
+        made = make_plan(graph, chosen, mode, wanted.pins, wanted.folding, request)
     techniques = made.techniques if mode in SEARCHES else techniques
-    cluster = request.cluster if request is not None else None
     made = apply(graph, made, techniques, cluster)
     if request is not None:
         made = with_turns(graph, made, request.cluster, request.optimizer_states)

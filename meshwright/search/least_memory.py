@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from meshwright.search.budget import MEMORY
-from meshwright.search.memory_limit import fits_in_both, nearer
+from meshwright.search.memory_limit import fits_in_both, nearer, offer
 from meshwright.search.planner import Found, Planner, families_of
 from meshwright.search.solve import NoStates, Problem, solve
 from meshwright.search.space.memory import fixed_bytes
@@ -154,6 +154,7 @@ def saved(planner: Planner, *, moved: bool = True) -> Found | None:
         fitting = [found for found in frugal(planner).lower() if fits_in_both(planner, found)]
     for found in sorted(fitting, key=lambda one: one.claims["price_seconds"]):
         if fits_in_both(planner, sure := planner.settled(found)):
+            offer(planner, sure)
             return replace(sure, claims={**sure.claims, "chosen": "the most frugal"})
     return None
 

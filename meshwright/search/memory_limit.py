@@ -60,7 +60,9 @@ def limited(
     if limit is None:
         begin = states_with(space, problem, rows_chosen(known.space, known.states)) if known else None
         solution = solve(problem, progress=tell, first=begin, ended=ended)
-        return Limited(planner.found(space, solution.states, {}), solution.bound, None, solution.stopped)
+        free = planner.found(space, solution.states, {})
+        offer(planner, free)
+        return Limited(free, solution.bound, None, solution.stopped)
     memory = planner.memory(space)
     limits = np.full(memory.instants, limit)
     bound: float | None = None
@@ -86,6 +88,7 @@ def limited(
         found = planner.found(space, solution.states, {"memory_decided": True} if decided else {})
         if fits(planner, found):
             first = found
+            offer(planner, found)
             break
         nearest = nearer(planner, nearest, found)
         if stop.now():
@@ -144,6 +147,7 @@ def priced_by_bytes(
     stop = planner.request.stop
     found = run(None)
     if fits(planner, found):
+        offer(planner, found)
         return found, None
     assert planner.request.memory_bytes is not None
     instants = len(INSTANTS)
@@ -156,6 +160,7 @@ def priced_by_bytes(
         found = run(np.full(instants, high))
         if fits(planner, found):
             best = found
+            offer(planner, found)
             break
         nearest = nearer(planner, nearest, found)
         low, high = high, 2 * high
@@ -173,6 +178,13 @@ def priced_by_bytes(
         else:
             low = middle
     return replace(best, claims={**best.claims, "memory_decided": True}), None
+
+
+def offer(planner: Planner, found: Found) -> None:
+    """Offer a choice that fits as the answer, should the time be up before a better one is known."""
+    if fits_in_both(planner, found):
+        seconds = found.claims.get("step_seconds", found.claims["price_seconds"])
+        planner.request.stop.offer(seconds, (planner.under(found.techniques), found))
 
 
 def fits_in_both(planner: Planner, found: Found) -> bool:

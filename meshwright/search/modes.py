@@ -93,10 +93,11 @@ def _make_plan(
         def searched(hosts: frozenset[str], offload: bool = True) -> Found:
             return search(Planner(scene, folds, seeds, request, hosts), mode, offload=offload)
 
-        if mode == "auto":
-            found, hosts, moved = with_tables(folds, hosts, request, searched)
-        else:
-            found, moved = searched(hosts), []
+        with request.stop.answered_by(lambda offered: _offered(offered, mode, pins)):
+            if mode == "auto":
+                found, hosts, moved = with_tables(folds, hosts, request, searched)
+            else:
+                found, moved = searched(hosts), []
         remarks += moved
         assignment, reasons = dict(found.choice.strategies), {}
         check_layouts(scene, assignment)
@@ -109,13 +110,23 @@ def _make_plan(
     notes = remarks + check_annotated(scene, specs, assignment) + _unused(graph, mode)
     inputs = found.choice.inputs if found else input_layouts(scene, assignment)
     plan = _unfolded(folds, scene, mode, assignment, inputs, request, found)
-    plan = replace(
-        plan,
-        reasons=folds.unfold(reasons) if reasons else {},
-        pins=plain_pins(pins),
-        hosts=frozenset(name for name, here in folds.nodes.items() if here in hosts),
-    )
+    plan = replace(plan, reasons=folds.unfold(reasons) if reasons else {}, **_asked(folds, pins, hosts))
     return plan.with_notes(*notes, *_remarks(folds, plan, request))
+
+
+def _asked(folds: Folded, pins: Pins, hosts: frozenset[str]) -> dict[str, Any]:
+    """What a plan says of pins and of nodes on the host."""
+    here = frozenset(name for name, stands in folds.nodes.items() if stands in hosts)
+    return {"pins": plain_pins(pins), "hosts": here}
+
+
+def _offered(offered: tuple[Planner, Found], mode: str, pins: Pins) -> Plan:
+    """The plan of the best choice by the time the search had to end."""
+    planner, found = offered
+    plan = replace(plan_found(planner, found), mode=mode, **_asked(planner.folds, pins, planner.hosts))
+    if planner.folds.is_whole or (found.evaluation is not None and found.evaluation.in_full):
+        return plan
+    return plan.with_notes("seconds and bytes are estimated from a few layers")
 
 
 def plan_found(planner: Planner, found: Found) -> Plan:

@@ -81,6 +81,7 @@ class Request:
 
     def report(self, stage: str, price: float | None, bound: float | None) -> None:
         """Call `progress`, and note where it asks for the end."""
+        self.stop.stage = stage
         if self.progress(stage, price, bound) is True:
             self.stop.interrupted = True
 

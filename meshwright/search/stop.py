@@ -1,52 +1,87 @@
 """When a search ends early: its time is up, the user pressed Ctrl-C, or the progress callback asked for it.
 
-Nothing is raised. Loops look at a `Stop` between two pieces of work and return what they have.
+Loops look at a `Stop` between two pieces of work and return what they have. A time limit is kept beside them
+(`search/deadline.py`), with the best that was offered by then.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 
 @dataclass
 class Stop:
     """Whether a search should end now, which it does only once something that fits is known (`arm`).
 
-    `seconds`: the time limit, from `begin` on. `interrupted`: the user or the callback asked for the end. `over`: the
-    search was ended early.
+    `seconds`: the time limit, from `begin` on; `ends`: that instant of `time.monotonic`. `interrupted`: the user or the
+    callback asked for the end. `over`: the search was ended early. `offered` makes the best answer so far. `stage`:
+    what the search does now.
     """
 
     seconds: float = math.inf
     interrupted: bool = False
     over: bool = False
+    offered: Callable[[], Any] | None = None
+    stage: str = ""
+    ends: float = math.inf
     _armed: bool = False
-    _ends: float = math.inf
+    _offered_seconds: float = math.inf
+    _parts: int = 0
+    _answers: list[Callable[[Any], Any]] = field(default_factory=list)
 
     def begin(self) -> None:
         """Start the clock, unless it runs."""
-        if self._ends == math.inf:
-            self._ends = time.monotonic() + self.seconds
+        if self.ends == math.inf:
+            self.ends = time.monotonic() + self.seconds
 
     def arm(self) -> None:
         """Something that fits is known."""
         self._armed = True
 
+    def offer(self, seconds: float, found: object) -> None:
+        """Something that fits is known, of a step of so many seconds: the answer if nothing quicker follows in time."""
+        self._armed = True
+        if not self._parts and seconds < self._offered_seconds:
+            self._offered_seconds = seconds
+            self.offered = functools.partial(_passed, found, tuple(reversed(self._answers)))
+
+    @contextmanager
+    def answered_by(self, answer: Callable[[Any], Any]) -> Iterator[None]:
+        """Within, `answer` makes what is asked for of what is offered; the innermost goes first."""
+        self._answers.append(answer)
+        try:
+            yield
+        finally:
+            self._answers.pop()
+
     def disarm(self) -> None:
         """Another search begins, or what was known is no answer after all."""
         self._armed = False
+        self._offered_seconds, self.offered = math.inf, None
+
+    @contextmanager
+    def of_a_part(self) -> Iterator[None]:
+        """Within, a part of the answer is searched: what fits there is offered to nobody."""
+        self._parts += 1
+        try:
+            yield
+        finally:
+            self._parts -= 1
 
     def now(self, known: bool = False) -> bool:
         """Whether to end. `known`: something that may be the answer is at hand, though the search has not seen it."""
         if not (known or self._armed):
             return False
-        if not self.interrupted and time.monotonic() < self._ends:
+        if not self.interrupted and time.monotonic() < self.ends:
             return False
         self.over = True
         return True
@@ -69,6 +104,10 @@ class Stop:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
+
+
+def _passed(found: Any, answers: tuple[Callable[[Any], Any], ...]) -> Any:
+    return functools.reduce(lambda made, answer: answer(made), answers, found)
 
 
 def never() -> bool:

@@ -26,7 +26,7 @@ from meshwright.search.joint.infeasible import too_large
 from meshwright.search.joint.neighbours import neighbours, quicker
 from meshwright.search.joint.pareto import Front, first_front, front, least_bytes, with_choice
 from meshwright.search.least_memory import any_fits, lowest_peak, saved
-from meshwright.search.memory_limit import fits_in_both, limited
+from meshwright.search.memory_limit import fits_in_both, limited, offer
 from meshwright.search.planner import Found, Planner, families_of
 from meshwright.search.solve import solve
 from meshwright.search.space.build import Space
@@ -170,6 +170,7 @@ def _see(planner: Planner, seen: list[Found], found: Found) -> None:
     """Remember the best so far: from now on a search may end."""
     seen.append(found)
     planner.request.stop.arm()
+    offer(planner, found)
 
 
 def _last(planner: Planner, over: tuple[Dimension, ...]) -> Techniques:

@@ -209,7 +209,7 @@ def _best(
             rest = [*known, *list(several.values())[planned:]]
             told = told_stages(found, rest, techniques.given)
             best = replace(other, techniques=given).with_notes(*notes, *told, *_unseen(techniques, request))
-            stop.arm()
+            stop.offer(step, best)
             request.report(f"{other.techniques.pipeline} stages", best.claims["step_seconds"], None)
     if best is None and made is None and hurried and stop.now(known=True):
         return _best(wanted, world, made, hurried=False)  # none of those found by then fits

@@ -21,6 +21,7 @@ from meshwright.search.annotations import mesh_of_pins
 from meshwright.search.in_one_stage import plan_in_one_stage
 from meshwright.search.modes import within_limit
 from meshwright.search.pipeline.assign import in_one_stage, staged
+from meshwright.search.stop import Stop
 from meshwright.search.techniques.apply import apply
 from meshwright.search.wanted import Wanted, mesh_from
 
@@ -43,9 +44,11 @@ def plan_in_stages(wanted: Wanted) -> Plan:
         inside = replace(
             request, cluster=cluster, memory_bytes=limit, places=places, in_flight=held, hard=False
         )
-    made = plan_in_one_stage(
-        replace(wanted, mesh=world.stage, request=inside, techniques=in_one_stage(techniques))
-    )
+    stop = Stop() if request is None else request.stop
+    with stop.answered_by(lambda made: _in_stages(wanted, made, world)):
+        made = plan_in_one_stage(
+            replace(wanted, mesh=world.stage, request=inside, techniques=in_one_stage(techniques))
+        )
     return _in_stages(wanted, made, world)
 
 
@@ -68,6 +71,7 @@ def plan_on_own_meshes(wanted: Wanted, given: Sequence[Mesh | int | Mapping[str,
     check_own(wanted.graph, techniques)
     alone, known = in_one_stage(techniques), dict[Any, Plan]()
     own: list[Plan] = []
+    stop = Stop() if request is None else request.stop
     for place, mesh in enumerate(world.own):
         inside, key = request, (mesh, "")
         if request is not None:
@@ -85,12 +89,12 @@ def plan_on_own_meshes(wanted: Wanted, given: Sequence[Mesh | int | Mapping[str,
             )
             key = (mesh, str([level.size for level in cluster.levels]))
         if key not in known:
-            if request is not None:
-                request.stop.disarm()  # each place has a search of its own
+            stop.disarm()  # each place has a search of its own
             there = pins_on(mesh, world.own, wanted.pins)
-            known[key] = plan_in_one_stage(
-                replace(wanted, mesh=mesh, pins=there, request=inside, techniques=alone)
-            )
+            with stop.of_a_part():
+                known[key] = plan_in_one_stage(
+                    replace(wanted, mesh=mesh, pins=there, request=inside, techniques=alone)
+                )
         own.append(known[key])
     # Equal layers may run on unlike places: a file says each of them.
     own = [replace(plan, folds=(), stand_ins={}) for plan in own]
