@@ -8,6 +8,7 @@ has one thread only: nothing here computes.
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -52,6 +53,7 @@ def become(job: dict, parent: int) -> int:
 
 def main() -> None:
     warm()
+    gc.freeze()  # a rank's collector need not look at what was imported, nor copy the pages it lies in
     parent = os.getpid()
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
