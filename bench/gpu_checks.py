@@ -76,7 +76,7 @@ def run(name: str, kind: str, small: bool, out: Path) -> None:
     place = Place(kind, small, out)
     if place.cuda:
         torch.cuda.set_device(place.device)
-        torch.backends.cudnn.allow_tf32 = False  # compared with float32, and timed alike
+        torch.backends.cudnn.allow_tf32 = False  # compared with float32, and timed in the same way
     with (out / f"{name.replace(' ', '-')}.jsonl").open("w", encoding="utf-8") as file:
 
         def tell(event: dict[str, Any]) -> None:

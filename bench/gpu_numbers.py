@@ -76,7 +76,7 @@ def _on(kind: str, build: Callable[[], Built]) -> Built:
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """Its large eps keeps roundings of tiny gradients from becoming whole steps."""
+    """Its large eps keeps roundings of tiny gradients from becoming full steps."""
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
 
 

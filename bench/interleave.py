@@ -58,7 +58,7 @@ ACTIVATIONS = BATCH * CONFIG.sequence * CONFIG.width  # elements
 
 
 def slow(seconds: float) -> Cluster:
-    """This machine as one of two whose link takes so long for a sum of the whole batch's activations (of two: a rank
+    """This machine as one of two whose link takes so long for a sum of the global batch's activations (of two: a rank
     sends as many bytes as it has)."""
     local = Cluster.local(1)
     link = Level("link", 2, 4 * ACTIVATIONS / max(seconds, 1e-9), 1e-9)
@@ -66,7 +66,7 @@ def slow(seconds: float) -> Cluster:
 
 
 def step(copies: int, seconds: float, cluster: Cluster) -> LocalStep:
-    """A GPT under tensor parallel, cut over two ranks, of which this is the first."""
+    """A GPT under tensor parallel, sharded over two ranks, of which this is the first."""
     model, batch, loss = gpt.build(CONFIG, batch=BATCH)
     plan = mw.plan(
         model,
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--seconds", type=float, default=0.004, help="of a sum of the whole batch's activations"
+        "--seconds", type=float, default=0.004, help="of a sum of the global batch's activations"
     )
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(arguments)

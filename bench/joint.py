@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
-NEAR = 1.05  # of the step at the end: what is within it is told as nearly the answer
+NEAR = 1.05  # of the step at the end: whatever is within it is reported as nearly the answer
 console = Console(width=max(150, Console().width), highlight=False)
 
 

@@ -5,10 +5,10 @@ python -m bench one-rank Llama-70B --nodes 128 --batch 1024 --rank 77
 python -m bench one-rank --rows 405b --mesh dp=128,tp=8 --megatron --share 16 \
     --with pipeline=16,micro_batches=16,recompute=full,slice_activation=true,optimizer_parallel=1
 
-A model is planned as it is published. Then the same layers with narrow matrices are cut by the same plan, no narrower
-than leaves each block that it cuts an element: one rank of all builds its program and runs a step, and a communicator
-that only counts answers for the thousands of others. What it sent, and the memory it took, stand beside what was
-predicted for that program.
+A model is planned as it is published. Then the same layers with narrow matrices are sharded by the same plan, no
+narrower than leaves each block an element: one rank of all builds its program and runs a step, and a communicator that
+only counts answers for the thousands of others. What it sent, and the memory it took, stand beside what was predicted
+for that program.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from meshwright.runtime.sharded_update import ScatterBucket
 from meshwright.runtime.step import LocalStep
 
 WIDTHS = ("hidden_size", "intermediate_size", "vocab_size")
-# Where Megatron cuts a transformer with gates over an axis: Shoeybi et al., arXiv 1909.08053.
+# How Megatron shards a transformer with gates over an axis: Shoeybi et al., arXiv 1909.08053.
 MEGATRON = {
     **{f"*.{name}_proj": {"n": "tp"} for name in ("q", "k", "v", "gate", "up")},
     **{f"*.{name}_proj": {"k": "tp"} for name in ("o", "down")},
@@ -92,7 +92,7 @@ class Ran:
 
 def narrow(config: Mapping[str, Any], share: int, blocks: Mapping[int, int] | None = None) -> dict[str, Any]:
     """A configuration with matrices of a fraction of the width, and as many layers and heads. `blocks`: size → blocks
-    that a plan cuts dims of it into, which are left an element each (`most_blocks`)."""
+    that a plan splits dims of it into, which are left an element each (`most_blocks`)."""
     names = [name for name in (*WIDTHS, "head_dim") if name in config]
     return {**config, **{name: least(config[name], share, blocks or {}) for name in names}}
 
@@ -104,7 +104,7 @@ def least(size: int, share: int, blocks: Mapping[int, int]) -> int:
 
 
 def most_blocks(plan: Plan) -> dict[int, int]:
-    """Size → the most blocks that a plan cuts a sub-dim of it into, of cuts that divide it evenly."""
+    """Size → the most blocks that a plan splits a sub-dim of it into, of splits that divide it evenly."""
     layouts = [*plan.inputs.values(), *plan.hubs.values(), *plan.states.values()]
     dims = [dim for layout in layouts for dim in layout.dims]
     dims += [dim for strategy in plan.strategies.values() for _, dim in strategy.splits]
@@ -149,7 +149,7 @@ def _resized(dim: Dim, like: Dim) -> Dim:
 def shortened(
     config: Mapping[str, Any], rows: int, tokens: int, wide: Graph, plan: Plan
 ) -> tuple[Captured, Any, Plan, int]:
-    """A narrow model with its batch of some tokens, or of as many as the plan cuts them into, and the plan for it.
+    """A narrow model with its batch of some tokens, or of as many as the plan splits them into, and the plan for it.
 
     Which blocks are of tokens is seen here: before, they may be as many as a matrix is wide.
     """
@@ -169,7 +169,7 @@ def run(parts: Partition, captured: Captured, batch: Any, rank: int) -> Ran:
     within = meshes_of(plan).within(rank) if plan.stages else rank
 
     def make() -> Callable[[], torch.Tensor]:
-        # Every rank is given the whole batch; only this rank's part of a weight is ever made.
+        # Every rank gets the global batch; only this rank's shard of a weight is ever made.
         example = {path: torch.zeros(x.shape, dtype=x.dtype) for path, x in leaves(batch)}
         values, held = _values(parts, captured, within)
         step = LocalStep(parts, Rank(comm, CPU), values, lambda p: torch.optim.AdamW(p, lr=1e-3), held=held)
@@ -268,23 +268,23 @@ def show(ran: Ran) -> list[str]:
     """What was sent and predicted, kind by kind, and the memory."""
     lines = []
     for kind in sorted({k for k, _, _ in ran.sent | ran.expected}):
-        mine, told = (
+        mine, expected = (
             [(n, s) for (k, _, s), n in calls.items() if k == kind] for calls in (ran.sent, ran.expected)
         )
         count, size = (sum(n for n, _ in mine), sum(n * s for n, s in mine))
-        asked, wanted = (sum(n for n, _ in told), sum(n * s for n, s in told))
+        asked, wanted = (sum(n for n, _ in expected), sum(n * s for n, s in expected))
         lines.append(
             f"{kind:15} {count:6,} {size / 1e6:12,.3f} MB   predicted {asked:6,} {wanted / 1e6:12,.3f} MB"
         )
     lines.append("each as predicted" if ran.sent == ran.expected else "NOT as predicted")
     off = 100 * (ran.expected_bytes / ran.peak_bytes - 1)
-    had, told = (f"{size / 1e6:19,.3f} MB" for size in (ran.peak_bytes, ran.expected_bytes))
-    lines.append(f"{'peak':15} {had}   predicted {told} ({off:+.2f} %)")
+    had, expected = (f"{size / 1e6:19,.3f} MB" for size in (ran.peak_bytes, ran.expected_bytes))
+    lines.append(f"{'peak':15} {had}   predicted {expected} ({off:+.2f} %)")
     return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Plan, cut the narrow model by that plan, run one rank."""
+    """Plan, shard the narrow model by that plan, run one rank."""
     parser = argparse.ArgumentParser(
         prog="python -m bench one-rank",
         description=__doc__,
@@ -305,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mode", help="of planning, by default auto")
     parser.add_argument("--mesh", help="as of meshwright plan: dp=128,tp=8")
     parser.add_argument("--with", dest="techniques", default="", help="as of meshwright plan: pipeline=16")
-    parser.add_argument("--megatron", action="store_true", help="cut products over tp as Megatron does")
+    parser.add_argument("--megatron", action="store_true", help="shard products over tp as Megatron does")
     options = parser.parse_args(arguments)
     asked = [row for name, row in ROWS.items() if any(word in name for word in options.rows)]
     if options.model:

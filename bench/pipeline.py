@@ -3,8 +3,8 @@ predicted against measured steps.
 
     python -m bench pipeline [--group torch zero balanced] [--ranks 2 4] [--only TEXT] [--cluster C2.YAML ...]
 
-A GPT of even layers. Theirs is the model cut by hand into modules, each in a `PipelineStage`; ours is the captured
-program cut at the same places (`stages=`), or where the planner likes (`balanced`). All update with the same fused
+A GPT of even layers. Theirs is the model split by hand into modules, each in a `PipelineStage`; ours is the captured
+program split at the same places (`stages=`), or where the planner likes (`balanced`). All update with the same fused
 AdamW. Each round runs both, in alternating order, after a barrier; the slowest rank counts, and the ratio is taken
 within a round. Memory is the most live bytes in a step, of the first rank and of the last. With files that `meshwright
 calibrate` has written, for as many ranks each, it is also said what was predicted of ours.
@@ -95,11 +95,11 @@ def _line(one: dict[str, Any]) -> str:
         f"{a / 1e6:.1f} / {b / 1e6:.1f}"
         for a, b in list(zip(*(one["peaks"][name] for name in NAMES), strict=True))[:: row.ranks - 1]
     )
-    told = " ".join(_error(one, name) for name in one["predicted"])
+    errors = " ".join(_error(one, name) for name in one["predicted"])
     return (
         f"{row.group:9}{row.ranks:2}  {row.case!s:44}{row.about:44}"
         f"{1e3 * statistics.median(mine):8.1f}{1e3 * statistics.median(other):8.1f}{middle:7.2f}"
-        f"   {low:.2f} – {high:.2f}   {memory:28} {told}"
+        f"   {low:.2f} – {high:.2f}   {memory:28} {errors}"
     )
 
 

@@ -132,8 +132,8 @@ class Part(nn.Module):
 
 
 def theirs(case: Case, way: Way) -> Step:
-    """The same stages in torch's runtime, cut by hand into modules. The loss is on the rank of the last one; the others
-    have none."""
+    """The same stages in torch's runtime, split by hand into modules. The loss is on the rank of the last one; the
+    others have none."""
     model, batches, _ = case.build()
     rank, ranks, device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
     mine = range(rank, way.stages, ranks)

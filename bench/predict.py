@@ -35,7 +35,7 @@ from bench.predict_report import LEAST_QUIET, Row
 console = Console(width=max(150, Console().width), highlight=False)
 QUICK = {"MLP": ("auto", "data parallel", "badly cut")}
 STUCK_SECONDS = 120.0  # without a word from a job
-LATE_SECONDS = 60.0  # after its time, a job is ended: what it told until then counts
+LATE_SECONDS = 60.0  # after its time, a job is ended: what it reported until then counts
 SHARES = {
     2: 0.42,
     4: 0.65,
@@ -161,7 +161,7 @@ def _planned(todo: tuple[str, int, mw.Cluster, tuple[str, ...]]) -> tuple[list[R
                 continue
             step, size = predict(program, plan, cluster)
             row = Row(name, ranks, (label,), plan.to_json(), step, predicted_bytes=size)
-        except Exception as error:  # a plan that cannot be made is told, and the others go on
+        except Exception as error:  # a plan that cannot be made is reported, and the others go on
             failed.append(f"{name}, {ranks} ranks, {label}: {type(error).__name__}: {str(error)[:300]}")
             continue
         rows.append(row)

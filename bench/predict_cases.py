@@ -27,7 +27,8 @@ STORED = ("stored in parts, kept", "stored in parts, again")
 
 @dataclass(frozen=True)
 class Model:
-    """`cut`: pattern of modules → the letter that an expert would cut; `badly`: cuts that send much on purpose."""
+    """`cut`: pattern of modules → the letter that an expert would shard; `badly`: shardings that send much on
+    purpose."""
 
     build: Callable[[], Built]
     cut: Mapping[str, str]

@@ -159,7 +159,7 @@ class Ranks:
         """A step of a model under a plan, with AdamW."""
         parts = lower(program, plan)
         comm = self.comm(plan.mesh)
-        # Detached: the step keeps parts of its own, and the whole model can go.
+        # Detached: the step keeps parts of its own, and the full model can be freed.
         values = {k: v.detach() for k, v in values_of(net, program, CPU).items()}
         step = LocalStep(parts, Rank(comm, CPU), values, lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True))
         if isinstance(comm, ProcessGroups):

@@ -129,7 +129,7 @@ def _saved(folder: Path) -> int:
 
 
 def curve(folder: Path, rank: int = 0) -> dict[int, set[str]]:
-    """Step → every value that its loss had, in any attempt. A line that was cut short by a kill counts as none."""
+    """Step → every value that its loss had, in any attempt. A line that was truncated by a kill counts as none."""
     found: dict[int, set[str]] = {}
     for line in (folder / f"losses{rank}").read_text().splitlines(keepends=True):
         if line.endswith("\n"):

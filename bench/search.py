@@ -26,7 +26,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-BUDGET_SECONDS = 660.0  # of a whole run
+BUDGET_SECONDS = 660.0  # of a full run
 MOST_BYTES = 8 << 30  # of address space, code and libraries included
 console = Console(width=max(150, Console().width), highlight=False)
 

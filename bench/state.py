@@ -38,7 +38,7 @@ TITLES = {
     "blocked": "a save beside the steps holds them up for",
     "slower": "steps meanwhile, over plain steps",
     "load": "load",
-    "other": "load, cut by columns instead",
+    "other": "load, split by columns instead",
 }
 Found = dict[str, float]
 TP: dict[str, Any] = {

@@ -178,7 +178,7 @@ def _timed(rows: list[Row], rounds: int) -> tuple[dict[int, list[float]], dict[i
     for number, row in enumerate(rows):
         try:
             steps[number] = _built(row)[0]
-        except mw.MeshwrightError as error:  # refused alike on every rank, before any of them communicates
+        except mw.MeshwrightError as error:  # refused on every rank, before any of them communicates
             failed[number] = str(error).partition("\n")[0]
     seconds: dict[int, list[float]] = {n: [] for n in steps}
     for _ in range(WARM_UP):

@@ -98,9 +98,8 @@ class _Face(ModuleType):
 
 sys.modules[__name__].__class__ = _Face
 
-if (
-    "MESHWRIGHT_PULSE" in os.environ
-):  # a rank that a launcher watches: its record begins with its first import
+# a rank that a launcher watches: its record begins with its first import
+if "MESHWRIGHT_PULSE" in os.environ:
     importlib.import_module("meshwright.heartbeat").begin()
 
 

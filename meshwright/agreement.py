@@ -1,4 +1,4 @@
-"""What all ranks of a job must have alike before they run a program: model, plan, constants, process groups."""
+"""Checks that all ranks of a job have the same model, plan, constants and process groups before they run a program."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def signature_of(model: torch.nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What rank 0 tells the others. `signature`: of its model; `state`: of its random generator; `more`: any JSON."""
+    """The objects that rank 0 broadcasts. `signature`: of its model; `state`: of its random generator; `more`: any
+    JSON."""
 
     graph: Graph
     constants: dict[str, torch.Tensor]
@@ -151,7 +152,7 @@ def pack(
 
 
 def unpack(data: bytes) -> Agreed:
-    """What `pack` has made bytes of."""
+    """Deserialize the output of `pack`."""
     end = 8 + int.from_bytes(data[:8], "little")
     head = json.loads(data[8:end])
     return Agreed(
@@ -176,9 +177,9 @@ def same_model(meeting: Meeting, agreed: Agreed, model: torch.nn.Module) -> None
 
 
 def same_optimizer(meeting: Meeting, local: LocalStep) -> None:
-    """Raise RunError on all ranks where two have optimizers of other classes, or with other options for a parameter
-    that both update. Stages of a pipeline update parameters of their own; what their groups have alike is compared from
-    then on."""
+    """Raise RunError on all ranks if two have optimizers of different classes, or with different options for a
+    parameter that both update. Stages of a pipeline update different parameters; the options that their groups share
+    are compared from then on."""
     optimizer = local.optimizer
     if optimizer is None:
         meeting.collect("")
@@ -187,7 +188,7 @@ def same_optimizer(meeting: Meeting, local: LocalStep) -> None:
     number = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
     trained = [i for i in local.inputs.values() if i.role == "parameter" and i.needs_grad]
     of = [number.get(id(local.parameters.get(i.target)), -1) for i in trained]
-    runs = [(n, len(list(run))) for n, run in itertools.groupby(of)]  # layers are alike: the word stays short
+    runs = [(n, len(list(run))) for n, run in itertools.groupby(of)]  # equal layers keep the text short
     word = json.dumps([type(optimizer).__name__, options_of(optimizer.param_groups), runs])
     words = meeting.collect(word)
     local.alike.options = options_alike([json.loads(one)[1] for one in words]) if all(words) else frozenset()

@@ -46,7 +46,7 @@ torch.library.register_autograd(
 class TensorLayoutSpec:
     """A device layout applied to a tensor: for each dim the aliases of the device matrix that split it.
 
-    The aliases of one dim cut it in the order of the device matrix, whatever order they are given in.
+    The aliases of one dim split it in the order of the device matrix, whatever order they are given in.
     """
 
     device: Layout
@@ -54,7 +54,7 @@ class TensorLayoutSpec:
 
     @property
     def tensor_map(self) -> tuple[int | tuple[int, ...], ...]:
-        """MindSpore's form: positions of the aliases counted from the right, -1 for a whole dim."""
+        """MindSpore's form: positions of the aliases counted from the right, -1 for an unsplit dim."""
         count = len(self.device.aliases)
         places = [tuple(count - 1 - self.device.aliases.index(a) for a in dim) for dim in self.dims]
         return tuple(p[0] if len(p) == 1 else p if p else -1 for p in places)
@@ -68,10 +68,9 @@ class TensorLayoutSpec:
 class Layout:
     """A device matrix with a name for each of its dims, as MindSpore's `Layout`.
 
-    ``Layout((2, 2, 2), ("dp", "sp", "mp"))("mp", ("sp", "dp"))`` splits dim 0 over mp and dim 1 over dp and sp
-    (in the order of the matrix: dp cuts first).
-    ``"None"`` (or None) keeps a dim whole. ``"interleaved_parallel"`` is no axis here: the step takes ``interleave=2``.
-    `rank_list` gives the ranks in row-major order of the matrix.
+    ``Layout((2, 2, 2), ("dp", "sp", "mp"))("mp", ("sp", "dp"))`` splits dim 0 over mp and dim 1 over dp and sp (in the
+    order of the matrix: dp splits first). ``"None"`` (or None) leaves a dim unsplit. ``"interleaved_parallel"`` is no
+    axis here: the step takes ``interleave=2``. `rank_list` gives the ranks in row-major order of the matrix.
     """
 
     matrix: tuple[int, ...]
@@ -98,7 +97,7 @@ class Layout:
         ):
             raise StrategyError(
                 f"the names {aliases} of a device matrix must be different words",
-                why='a layout tells axes apart by their names, and "None" stands for a whole dim',
+                why='a layout identifies axes by their names, and "None" stands for an unsplit dim',
                 where=_caller(),
                 hint='Layout((2, 4), ("dp", "tp"))',
             )
@@ -108,7 +107,7 @@ class Layout:
             raise StrategyError(
                 f"the device matrix {matrix} has the axis {TURNS!r}",
                 why=f"it stands for {copies} copies of a tensor on each rank, which take turns, not for ranks: here "
-                "the whole step takes turns, and not one operator",
+                "the full step is interleaved, and not one operator",
                 where=_caller(),
                 hint=f"Layout({tuple(n for n, _ in rest)}, {tuple(a for _, a in rest)}), and interleave={copies} in "
                 "mw.plan or mw.train_step (docs/reference/techniques.md)",
@@ -185,13 +184,14 @@ def shard(
 def shard(
     target: Any, in_strategy: Sequence[Any] | None = None, out_strategy: Sequence[Any] | None = None
 ) -> Any:
-    """Cut an operator or a module: ``mw.shard(torch.matmul, ((2, 4), (4, 1)))(x, w)``, ``mw.shard(module, ((2, 1),))``.
+    """Shard an operator or a module: ``mw.shard(torch.matmul, ((2, 4), (4, 1)))(x, w)``, ``mw.shard(module, ((2,
+    1),))``.
 
-    `in_strategy` has, for each tensor argument, the number of blocks of each dim (or a layout of
-    `mw.Layout`, or None for "no wish"); `out_strategy` the same for the results (one entry may stand alone).
-    A product of blocks below the number of ranks repeats the computation. A module is returned itself, with
-    its hooks; a function as a wrapper. Nothing happens on one device. Raises StrategyError for entries that
-    are not whole numbers above 0, and for tuples mixed with layouts.
+    `in_strategy` has an entry for each tensor argument: the number of blocks of each dim, a layout of `mw.Layout`, or
+    None for no constraint; `out_strategy` the same for the results (one entry may stand alone). If the product of
+    blocks is below the number of ranks, the computation is replicated. A module is returned itself, with hooks; a
+    function as a wrapper. Nothing happens on one device. Raises StrategyError for entries that are not integers above
+    0, and for tuples mixed with layouts.
     """
     name = _name_of(target)
     ins = _check_strategies(in_strategy, f"in_strategy of {name}")
@@ -225,13 +225,13 @@ def on_host(target: F) -> F:
 
 
 def manual_split(target: F, rows: Sequence[int]) -> F:
-    """Cut a table where the columns of its indices want it: ``mw.manual_split(nn.Embedding(64, 16), (10, 20, 30, 4))``.
+    """Shard a table along the columns of its indices: ``mw.manual_split(nn.Embedding(64, 16), (10, 20, 30, 4))``.
 
-    `rows` has, for each column (the last dim) of the indices, how many rows of the table belong to it, one after the
-    other: column 1 holds indices from 10 to 29. So columns and their rows may be cut alike, into blocks as uneven as
-    they are, and nothing is sent: pin the columns, ``{"table": {"c": "tp"}}``. A module is returned itself, with its
-    hooks; a function as a wrapper. On one device it does nothing. Raises StrategyError for what are no numbers of
-    rows.
+    `rows` has, for each column (the last dim) of the indices, the number of table rows that belong to it, in order:
+    here column 1 holds indices from 10 to 29. Columns and their rows can then be split together, into uneven blocks,
+    and nothing is sent: pin the columns, ``{"table": {"c": "tp"}}``. A module is returned itself, with hooks; a
+    function as a wrapper. Nothing happens on one device. Raises StrategyError for `rows` that are not positive
+    integers.
     """
     name = f"mw.manual_split of {_name_of(target)}"
     given = tuple(rows) if isinstance(rows, Sequence) and not isinstance(rows, str) else ()
@@ -308,8 +308,9 @@ def _marked(
     outs: Sequence[Cut | None] = (),
     mark: str = "",
 ) -> Any:
-    """A module with hooks, or a wrapper of a function, that mark the tensors of a call at its inputs and results:
-    with cuts, or with a word that capture gives to the operators between them (`capture/marks.py`)."""
+    """Return a module with hooks, or a wrapper of a function, that mark the tensors of a call at its inputs and
+    results: with strategies, or with a word that capture attaches to the operators between them (`capture/marks.py`).
+    """
     _check_target(target, name)
 
     def entered(given: Any, site: int) -> Any:
@@ -371,14 +372,17 @@ def _marking() -> bool:
     return torch.compiler.is_exporting()
 
 
-def _mark_all(tree: Any, cuts: Sequence[Cut | None], site: int, role: str, name: str, mark: str = "") -> Any:
-    """Marks every tensor of a nest of tuples, lists and dicts, in order; cuts beyond the given ones are no wish."""
+def _mark_all(
+    tree: Any, entries: Sequence[Cut | None], site: int, role: str, name: str, mark: str = ""
+) -> Any:
+    """Mark every tensor of a nest of tuples, lists and dicts, in order; tensors beyond the given entries are
+    unconstrained."""
     numbers = itertools.count()
 
     def walk(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             number = next(numbers)
-            return _mark(value, cuts[number] if number < len(cuts) else None, site, role, name, mark)
+            return _mark(value, entries[number] if number < len(entries) else None, site, role, name, mark)
         if isinstance(value, dict):
             return {k: walk(v) for k, v in value.items()}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -389,12 +393,12 @@ def _mark_all(tree: Any, cuts: Sequence[Cut | None], site: int, role: str, name:
 
     marked = walk(tree)
     count = next(numbers)
-    if len(cuts) > count:
+    if len(entries) > count:
         raise StrategyError(
-            f"the {role}_strategy of {name} has {len(cuts)} entries for {count} tensors",
-            why=f"entries: {cuts}",
+            f"the {role}_strategy of {name} has {len(entries)} entries for {count} tensors",
+            why=f"entries: {entries}",
             where=_caller(),
-            hint="one entry for each tensor, None for no wish",
+            hint="one entry for each tensor, None for no constraint",
         )
     return marked
 
@@ -448,14 +452,14 @@ def _check_count(n: Any, what: str) -> None:
             f"{what} has {n!r}, which is not a whole number",
             why="it counts the blocks of a dim",
             where=_caller(),
-            hint="1, 2, 3, …; 1 keeps a dim whole",
+            hint="1, 2, 3, …; 1 leaves a dim unsplit",
         )
     if n < 1:
         raise StrategyError(
             f"{what} has {n}",
-            why="a dim is cut into at least one block",
+            why="a dim has at least one block",
             where=_caller(),
-            hint="1 keeps a dim whole",
+            hint="1 leaves a dim unsplit",
         )
 
 

@@ -72,22 +72,25 @@ def plan(
     cache: str | Path | None = None,
     **techniques: Unpack[Options],
 ) -> Plan:
-    """Choose how to cut a model. No process group is needed, and meta tensors are fine.
+    """Choose how to shard a model. No process group is needed, and meta tensors are fine.
 
     `mesh`: a `Mesh`, axis sizes (``{"dp": 2, "tp": 2}``) or a number of ranks; by default that of the layouts in the
-    model, else the cluster's own, else the number of launched ranks. A list of meshes is of a pipeline whose ranks have
-    meshes of their own, in their order. `mode`: by default ``auto`` with a `cluster`,
-    ``data_parallel`` without. `pins` cut the operators of modules by letter, ``{"blocks.*.up": {"n": "tp"}}``,
-    and parameters by dim, ``{"blocks.*.up.weight": {"0": "tp"}}``.
+    model, else the cluster's own, else the number of launched ranks. A list of meshes describes a pipeline whose places
+    have their own meshes, in order. `mode`: by default ``auto`` with a `cluster`, ``data_parallel`` without. `pins`
+    split the operators of modules by letter, ``{"blocks.*.up": {"n": "tp"}}``, and parameters by dim,
+    ``{"blocks.*.up.weight": {"0": "tp"}}``.
 
-    With a cluster the plan says what it costs (`Plan.claims`). `memory` is the limit in bytes per rank (by default the
-    device's); `optimizer_states` counts the moments per parameter (2 for Adam). `space` (``a``, ``b``, ``c``) is what
-    ``dynamic_programming`` searches and `inner` (``exact``, ``greedy``) how ``recursive_programming`` solves one axis.
-    `progress` is called with (stage, best price in seconds so far, bound). A search ends with the best so far after
-    `time_limit` seconds, at most one later, by Ctrl-C (a second one interrupts), or where `progress` returns True.
-    Where nothing that fits is known by then, a time limit raises PlanError; otherwise the search goes on to the first
-    that does. `techniques`: see `meshwright.core.techniques`, as in ``optimizer_parallel=3, micro_batches=4``. Raises
-    a subclass of MeshwrightError that names the operator and the line. What the plan remarks is logged:
+    With a cluster the plan predicts its cost (`Plan.claims`). `memory`: the limit in bytes per rank, by default the
+    device's. `optimizer_states`: moments per parameter (2 for Adam). `space` (``a``, ``b``, ``c``): the search space of
+    ``dynamic_programming``. `inner` (``exact``, ``greedy``): how ``recursive_programming`` solves one axis. `progress`
+    is called with (stage, best price in seconds so far, bound).
+
+    A search ends with the best plan so far after `time_limit` seconds, at most one later, by Ctrl-C (a second one
+    interrupts), or when `progress` returns True. If no plan that fits is known by then, a time limit raises PlanError;
+    otherwise the search continues to the first plan that fits. `techniques`: see `meshwright.core.techniques`, as in
+    ``optimizer_parallel=3, micro_batches=4``.
+
+    Raises a subclass of MeshwrightError that names the operator and the line. Remarks about the plan are logged to
     ``logging.getLogger("meshwright")``.
     """
     asked = techniques_from(techniques)
@@ -164,8 +167,8 @@ class ModelPlan(Plan):
 
 
 def _with_chosen(plan: Plan, given: Techniques) -> Techniques:
-    """What was asked for, with what a search chose for the stages of a plan: it stays where the plan is made again on
-    its mesh, on which nothing is chosen."""
+    """Return the user's options with the stages that a search chose, so that the plan keeps them if it is made again on
+    its mesh without a search."""
     if not plan.stages:
         return given
     found = {k: getattr(plan.techniques, k) for k in CHOSEN if k not in given.given}
@@ -183,7 +186,7 @@ def rule(op: str, line: str) -> None:
 
 @rare_collection()
 def lower(captured: Captured, plan: Plan) -> Partition:
-    """What the ranks run under a plan."""
+    """Partition a captured program by a plan."""
     return partition(captured.graph, plan)
 
 

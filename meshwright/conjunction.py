@@ -17,7 +17,7 @@ class Conjunction:
         self._objects: dict[str, Any] = {}
 
     def named(self, value: object) -> str:
-        """What an object is called in a condition. Only such names, and literals of str and int, go into the text."""
+        """Name an object in a condition. Only such names, and literals of str and int, go into the text."""
         if type(value) in (str, int):
             return repr(value)
         name = self._names.setdefault(id(value), f"x{len(self._names)}")

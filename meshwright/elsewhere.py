@@ -1,4 +1,4 @@
-"""What other systems call a mode or an option, and what it is here (`docs/how-to/come-from-mindspore.md`)."""
+"""Maps modes and options of other systems to ours (`docs/how-to/come-from-mindspore.md`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CALLED_HERE = {
     ),
     "semi_auto_parallel": ('mode="semi_auto"', "how-to/come-from-mindspore.md"),
     "hybrid_parallel": (
-        'a model that cuts itself: mw.world(mesh), and mw.manual_step(…, local_parameters=("experts.*",))',
+        'a model that shards itself: mw.world(mesh), and mw.manual_step(…, local_parameters=("experts.*",))',
         "how-to/come-from-mindspore.md",
     ),
     "layerwise_parallel": (
@@ -17,15 +17,15 @@ CALLED_HERE = {
         "how-to/come-from-mindspore.md",
     ),
     "expert_parallel": (
-        'experts apart are not here yet; mode="auto" cuts a mixture in tokens and widths',
+        'expert parallelism is not here yet; mode="auto" shards a mixture of experts in tokens and widths',
         "how-to/come-from-mindspore.md",
     ),
     "context_parallel": (
-        'mw.reshard(x, layout("dp", "sp", None)) cuts the sequence',
+        'mw.reshard(x, layout("dp", "sp", None)) splits the sequence',
         "how-to/come-from-mindspore.md",
     ),
     "sequence_parallel": (
-        'mw.reshard(x, layout("dp", "sp", None)) cuts the sequence',
+        'mw.reshard(x, layout("dp", "sp", None)) splits the sequence',
         "how-to/come-from-mindspore.md",
     ),
     "seqpipe": (
@@ -39,7 +39,7 @@ CALLED_HERE = {
         "how-to/plan-for-a-cluster.md",
     ),
     "full_batch": (
-        "leave it out: every rank gives the whole batch, or mw.shard_loader reads a rank's part",
+        "leave it out: every rank passes the global batch, or mw.shard_loader reads a rank's shard",
         "how-to/feed-data.md",
     ),
     "dataset_strategy": ("mw.shard_loader(loader, step)", "how-to/feed-data.md"),

@@ -68,7 +68,7 @@ class RuleError(MeshwrightError):
 
 
 class StrategyError(MeshwrightError):
-    """A cut asked for by the user that the operator or the mesh cannot take."""
+    """A sharding requested by the user that the operator or the mesh does not support."""
 
 
 class PlanError(MeshwrightError):
@@ -76,9 +76,9 @@ class PlanError(MeshwrightError):
 
 
 class DoesNotFit(PlanError):
-    """No plan of what was searched is within the limit of memory.
+    """No plan that was searched is within the memory limit.
 
-    `parts`: into how many parts of whole rows the batch might be cut so that one fits, by estimates alone.
+    `parts`: numbers of micro-batches of complete rows with which a plan might fit, by estimates alone.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class _Program(NamedTuple):
-    """What `forward.json` says."""
+    """The contents of `forward.json`."""
 
     graph: Graph
     plan: Plan
@@ -116,11 +116,12 @@ def export(step: ForwardStep, folder: str | Path) -> Path:
 
 @heartbeat.during("loading an exported forward step", patient=True)
 def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> ForwardStep:
-    """What `ForwardStep.export` has written, on as many ranks as wrote it: called with a batch it gives the same.
+    """Load the output of `ForwardStep.export`, on as many ranks as wrote it; called with a batch it gives the same
+    results.
 
     Each rank reads its own file onto `device`; the model's code is not needed. Collective. Raises CheckpointError on
-    all ranks for what is damaged, of a newer version, or computes with operators that are neither torch's own nor have
-    a rule; RunError for another number of ranks.
+    all ranks if a file is damaged, is of a newer version, or uses operators that are neither torch's own nor have a
+    rule; RunError for another number of ranks.
     """
     path, meeting, place = as_path(folder), Meeting(), own_device(torch.device(device))
     text = meeting.agree(lambda: _read_text(path / NAME))

@@ -73,10 +73,9 @@ def default_outputs(model: Any, batch: Any) -> Any:
 
 
 class ForwardStep:
-    """What `mw.forward_step` returns. Call it with a batch; it returns what the model gives.
+    """A forward step, returned by `mw.forward_step`. Call it with a batch; it returns the model's results.
 
-    `plan`, `program` (print it) and `layouts` (for each tensor of the results, in their order, how ranks hold it) are
-    there to look at.
+    For inspection: `plan`, `program` (print it), and `layouts`, the layout of each tensor of the results, in order.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class ForwardStep:
 
     @property
     def program(self) -> ProgramText:
-        """What this rank runs, with every collective, its axis and its bytes."""
+        """The program that this rank runs, with every collective, its axis and its bytes."""
         local = self.local
         stages = {} if local.pipe is None else {s: local.pipe.cut[s] for s in local.pipe.mine}
         return ProgramText(local.made.graph, local.parts, [], [], local.rank.comm.rank, stages)
@@ -131,14 +130,14 @@ class ForwardStep:
         return build(model, batch, outputs)
 
     def __call__(self, batch: Any, *, gather: bool = True, share: bool = True) -> Any:
-        """The results for a batch that every rank gives whole, or as `mw.shard_loader` reads it: the tensors of
-        ``outputs(model, batch)`` in a nest of dicts, lists and tuples.
+        """Return the results for a batch: the tensors of ``outputs(model, batch)`` in a nest of dicts, lists and
+        tuples.
 
-        With `gather` every rank has them whole, else as it holds them: its part of each (`layouts`), with those of
-        several micro-batches one after the other. In a pipeline `share` sends whole results to the ranks of all
-        stages; without it, or without `gather`, ranks that did not make a result have None in its place. A batch of
-        another shape is another program over the same weights, captured at the first such call. Collective: all ranks
-        call it alike. Raises BatchError.
+        `batch` is the global batch, the same on every rank, or a shard read by `mw.shard_loader`. With `gather` every
+        rank gets full tensors, else its shard of each (`layouts`), with those of several micro-batches one after the
+        other. In a pipeline `share` sends full results to the ranks of all stages; without it, or without `gather`,
+        ranks that did not compute a result get None. A batch of another shape is another program over the same weights,
+        captured at the first such call. Collective: all ranks pass the same switches. Raises BatchError.
         """
         check_switches(gather=gather, share=share)
         self._check(batch)
@@ -153,7 +152,7 @@ class ForwardStep:
 
     @property
     def literals(self) -> dict[str, Any]:
-        """What of the example batch is no tensor, by path: the program is for these values."""
+        """Non-tensor values of the example batch, by path: the program is specialised for them."""
         return self._guards.literals if isinstance(self._guards, Guards) else self._guards
 
     def _check(self, batch: Any) -> None:
@@ -203,13 +202,13 @@ def forward_step(
     device: torch.device | str | None = None,
     **techniques: Unpack[Options],
 ) -> ForwardStep:
-    """Build what gives ``outputs(model, batch)`` on the launched ranks, without gradients. Collective, once.
+    """Build a step that computes ``outputs(model, batch)`` on the launched ranks, without gradients. Collective.
 
     `outputs` returns a tensor, or a nest of dicts, lists, tuples and dataclasses of them; by default what the model
     does. `model` runs in the mode it is in: call ``model.eval()`` before. `batch` is an example of shapes.
 
-    `plan`: one of this program, or that of a training step of the model (or the path of its file), whose cuts, stages
-    and storage hold here too. Without it one is made with `mesh`, `mode`, `pins`, `cluster` and `techniques` as
+    `plan`: one of this program, or that of a training step of the model (or the path of its file), whose shardings,
+    stages and storage hold here too. Without it one is made with `mesh`, `mode`, `pins`, `cluster` and `techniques` as
     `mw.plan` does, where those that are about gradients have no meaning and are refused. `broadcast` as in
     `mw.train_step`.
 
@@ -381,7 +380,7 @@ def _agree(
     source: int | None = 0,
     **options: Any,
 ) -> tuple[Agreed, Guards]:
-    """What rank 0 has captured and planned, and the values that all have read for it alike."""
+    """Capture and plan on rank 0; return its result with the Python values that all ranks have read."""
 
     def captured_here() -> Forward:
         meta = any(p.device.type == "meta" for p in model.parameters())

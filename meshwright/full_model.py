@@ -20,7 +20,7 @@ from meshwright.core.type_guards import is_whole
 from meshwright.errors import PeerLost, RunError, did_you_mean
 from meshwright.hollow import Hollow
 from meshwright.redistribute import redistribute
-from meshwright.redistribute.boxes import held_boxes, whole
+from meshwright.redistribute.boxes import full_box, held_boxes
 from meshwright.redistribute.index_maps import exchange
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.equal_start import checksum
@@ -95,7 +95,7 @@ def full_model(
 def _finish(
     local: LocalStep, hollow: Hollow, problem: str, before: Mapping[str, int], rank: int | None
 ) -> None:
-    """Empty the module. Collective. What all ranks have changed alike is kept; RunError for any other change."""
+    """Empty the module. Collective. Changes that all ranks made equally are kept; RunError for any other change."""
     meeting, changed, digest, sums = Meeting(), False, "", dict[str, int]()
     try:
         if not problem and before:
@@ -115,7 +115,7 @@ def _finish(
             raise RunError(
                 wrong,
                 why="the step goes on from the values that it had before",
-                hint="change values on all ranks alike, within step.full() without rank=; model.eval() keeps a "
+                hint="make the same changes on all ranks, within step.full() without rank=; model.eval() keeps a "
                 "forward pass from changing buffers",
             )
         if any(there for _, _, there in words):
@@ -152,8 +152,8 @@ def put(local: LocalStep, values: Mapping[str, torch.Tensor], *, only_look: bool
             if full is None:
                 continue
             for held in held_boxes(item.layout, local.mesh, rank):
-                mine = item.tensor[held.here.within(whole(tuple(item.tensor.shape)))]
-                theirs = full.detach()[held.box.within(whole(tuple(full.shape)))]
+                mine = item.tensor[held.here.within(full_box(tuple(item.tensor.shape)))]
+                theirs = full.detach()[held.box.within(full_box(tuple(full.shape)))]
                 if only_look:
                     changed = changed or checksum(mine) != checksum(theirs)
                 else:

@@ -1,13 +1,12 @@
-"""What a captured program froze of Python: it is looked at again at every call.
+"""Guards: the Python values that a captured program has frozen, compared again at every call.
 
-A capture reads each Python value once. `Guards` remembers what was there to read: numbers and texts of the batch;
-what the loss finds in its closure, defaults and globals, and what the functions of the user that it calls find there;
-plain attributes of modules and of configurations; variables of the environment; training and requires_grad flags;
-hooks of modules. Tensors from outside of the model are followed by identity and by their version, which counts
-changes in place.
+A capture reads each Python value once. `Guards` records what there was to read: numbers and strings of the batch;
+closures, defaults and globals of the loss and of the user's functions that it calls; plain attributes of modules and of
+configurations; environment variables; training and requires_grad flags; hooks of modules. Tensors outside the model are
+followed by identity and by their version, which counts in-place changes.
 
-A call compares identities alone, in one compiled expression. Where one differs all is read anew: equal content is no
-change.
+A call compares identities only, in one compiled expression. If one differs, everything is read anew: equal content is
+not a change.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ AS_DATA = "give it as a tensor in the batch: then it is data, and free to change
 
 
 class Guards:
-    """What a program of ``loss(model, batch)`` has read of Python."""
+    """The Python values that a program of ``loss(model, batch)`` has read."""
 
     def __init__(
         self, model: torch.nn.Module, loss: Callable[..., Any], batch: Any = None, modes: bool = True
@@ -62,7 +61,7 @@ class Guards:
         return Guards(model, loss, batch, modes)
 
     def key(self) -> Hashable:
-        """What was read: two guards of one model and loss have the same key where one program holds for both."""
+        """The key of a program: two guards of one model and loss have equal keys if one program is valid for both."""
         return (
             frozenset((label, item.value) for label, item in self._found.items.items()),
             tuple(self._flags.items()),
@@ -76,12 +75,12 @@ class Guards:
 
     @property
     def literals(self) -> dict[str, Any]:
-        """What of the example batch is no tensor, by path."""
+        """Non-tensor values of the example batch, by path."""
         return self._batch
 
     def changed(self, batch: Any = None) -> str:
-        """What is otherwise now, in words: ``model.scale: 1.0 → 2.0``; empty where all is as it was. Without a batch
-        only the model and the loss are compared."""
+        """Describe what has changed, as in ``model.scale: 1.0 → 2.0``; empty if nothing has. Without a batch only the
+        model and the loss are compared."""
         if self._gone:
             said = self._go_on_without()
         else:
@@ -114,7 +113,7 @@ class Guards:
         self._same_flags = Conjunction().compiled()
 
     def _go_on_without(self) -> str:
-        """What changed of the loss before the model had gone; it alone is compared from now on."""
+        """Describe what had changed in the loss when the model was freed; only the loss is compared from now on."""
         fresh = self._find()
         both = self._found.items.keys() & fresh.items.keys()
         said = differs(self._found.items, {**self._found.items, **{n: fresh.items[n] for n in both}})
@@ -200,8 +199,8 @@ class Guards:
         return same and list(map(address, tensors)) == self._addresses and self._probed()
 
     def _probed(self) -> bool:
-        """Whether small tensors are as they were, and a few values of one tensor, another at each call: ``x.data``
-        changes a tensor without being counted."""
+        """True if small tensors are unchanged, and a few values of one large tensor, another one at each call:
+        ``x.data`` changes a tensor without increasing its version."""
         if not all(_same_values(t, was) for _, t, was in self._full):
             return False
         if len(self._probes) == len(self._full):
@@ -298,7 +297,7 @@ def _hashable(value: Any) -> Hashable:
 
 
 def _same_values(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors have the same values, NaN equal to itself."""
+    """True if two tensors have equal values; NaN counts as equal to itself."""
     if torch.equal(x, y):
         return True
     odd = x.shape != y.shape or x.dtype != y.dtype or not (x.is_floating_point() or x.is_complex())

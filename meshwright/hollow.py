@@ -1,9 +1,10 @@
-"""The user's module while a step trains: its tensors hold no values, and whoever reads them is told where these are.
+"""The user's module while a step trains: its tensors hold no values, and reading them raises an error that says where
+the values are.
 
-A step trains tensors of its own, of which a rank may have a shard. A module that kept its tensors would go on with old
-values under one plan and with the trained ones under another. So a trained module is hollow under every plan: each of
-its tensors stays the object that it was (ties, and what somebody else holds of it, with it), gives up its memory, and
-is of a class that answers for shape, dtype and `requires_grad` alone.
+A step trains tensors of its own, of which a rank may hold a shard. A module that kept its tensors would continue with
+old values under one plan and with trained ones under another. So a trained module is hollow under every plan: each of
+its tensors stays the same object (with its ties and all other references), gives up its memory, and has a class that
+only answers for shape, dtype and `requires_grad`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _GRAD = (torch.Tensor.grad.__get__, torch.Tensor.grad.__set__)  # type: ignore[a
 
 
 def _answer(x: Any, func: Any, plain: Any, args: Any, kwargs: Any) -> Any:
-    """What a placeholder says to a call of torch that only asks how it is made. Raises RunError for all others."""
+    """Answer a call of torch that only reads the metadata of a placeholder. Raises RunError for all others."""
     if func in _METADATA:
         return plain(func, (type(x),), args, kwargs)
     name = vars(x)["held_as"]
@@ -205,7 +206,7 @@ class Hollow:
                 self._empty(name)
 
     def problem(self) -> str:
-        """What keeps values from being taken back after somebody has worked on them; empty where nothing does."""
+        """Describe what prevents values from being taken back after the module was filled; empty if nothing does."""
         try:
             self.filled = False
             self.check()

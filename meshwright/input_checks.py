@@ -1,4 +1,4 @@
-"""What a step cannot be asked for, refused before anything is captured or a process group is made."""
+"""Checks the arguments of a step before anything is captured or a process group is made."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def check_random(exact: Any, device: Any, techniques: Techniques) -> None:
     if elsewhere or apart:
         raise RunError(
             f'exact_random="torch" beside {apart or f"device={str(device)!r}"}',
-            why="one device draws for the whole batch, an operator after the other"
+            why="one device draws for the full batch, one operator after the other"
             if apart
             else "the generator of a GPU gives other numbers than that of the CPU",
             hint="exact_random=True, whose numbers are those of one device under any plan, though not torch's own",
@@ -168,6 +168,6 @@ def check_trains(graph: Graph) -> None:
     if loss not in graph.needs_grad:
         raise PlanError(
             "the loss has no gradient",
-            why="it depends on no parameter that is trained, or was cut off from them by detach() or no_grad()",
+            why="it depends on no parameter that is trained, or was detached from them by detach() or no_grad()",
             hint="return the loss as it is computed; requires_grad of the parameters that are to learn",
         )

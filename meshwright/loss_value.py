@@ -8,7 +8,7 @@ from meshwright.errors import RunError
 
 
 def _backward(*_: Any, **__: Any) -> NoReturn:
-    """What ``step(batch).backward()`` calls. Raises RunError."""
+    """Raise RunError when ``step(batch).backward()`` is called."""
     raise RunError(
         "backward() of a loss that a step returned",
         why="step(batch) has run forward, backward and the update; the loss is a value without a graph",

@@ -174,7 +174,8 @@ class ManualStep:
         return total / self.world.mesh.count(self.axes) if self.average else total
 
     def _finish(self, value: torch.Tensor) -> torch.Tensor:
-        """What follows backward. Which parameters have a gradient on some rank is told beside the loss."""
+        """Finish a step after backward. Which parameters have a gradient on some rank is reduced together with the
+        loss."""
         wide = torch.promote_types(value.dtype, torch.float32)
         used = torch.tensor([p.grad is not None for p in self._shared], dtype=wide, device=value.device)
         self.buckets.finish()
@@ -200,9 +201,8 @@ class ManualStep:
             (p.grad, self.axes if id(p) in own else ()) for p in self.parameters if p.grad is not None
         ]
         device = self.world.device
-        nothing = (
-            [(torch.zeros(1, device=device), self.axes)] if own else []
-        )  # where none of them has a gradient
+        # where none of them has a gradient
+        nothing = [(torch.zeros(1, device=device), self.axes)] if own else []
         scaled = [g for g, _ in gradients]
         return clip_by_global_norm([*gradients, *nothing], scaled, limit, self.world.comm, device)
 

@@ -45,11 +45,10 @@ log = logging.getLogger("meshwright")
 
 @dataclass
 class ModelState:
-    """What all steps of a model share. `plan`: that of the first; `held`: parameter or buffer → how it is stored and
-    updated, of each place of a pipeline whose places have meshes of their own, else one for all. `names`: each name of
-    a tied parameter → the one it is known by. `temporary`: buffers that the model makes anew, which no file need have.
-    `hollow`: the user's module without the tensors that the state holds.
-    """
+    """State that all steps of a model share. `plan`: that of the first; `held`: parameter or buffer → how it is stored
+    and updated, one mapping for each place of a pipeline whose places have their own meshes, else a single one.
+    `names`: each name of a tied parameter → its canonical name. `temporary`: buffers that the model recomputes and no
+    file needs to have. `hollow`: the user's module without the tensors that the state holds."""
 
     plan: Plan
     world: Communicator
@@ -117,7 +116,7 @@ _of_model: weakref.WeakKeyDictionary[torch.nn.Module, ModelState] = weakref.Weak
 
 
 def state_of(model: torch.nn.Module) -> ModelState | None:
-    """What earlier steps of a model share; None for a model that has no step."""
+    """Return the state that earlier steps of a model share; None for a model without a step."""
     return _of_model.get(model)
 
 
@@ -152,7 +151,7 @@ def keep_state(model: torch.nn.Module, state: ModelState) -> None:
 
 
 def shapes_of(given: Given) -> tuple[Any, ...]:
-    """What of a batch a program is made for: all that Python code may ask a tensor about, but its values."""
+    """Return the key of a batch for programs: all that Python code can read of its tensors, except values."""
     if isinstance(given, LocalBatch):
         return (given.key,)
     return tuple((path, *facts_of(x)) for path, x in given.items())
@@ -170,7 +169,7 @@ class Program:
 
     @staticmethod
     def of(batch: Any, guards: Guards, local: LocalStep) -> Program:
-        """What was captured for a batch."""
+        """Describe the program that was captured for a batch."""
         example = map_leaves(batch, lambda x: x.new_empty(()).expand(x.shape))
         return Program(example, shapes_of(dict(leaves(batch))), guards, local)
 
@@ -248,7 +247,7 @@ class ProgramTable:
 
 
 def changing(shapes: Sequence[tuple[Any, ...]]) -> str:
-    """What differs between the batches of some programs, for a reader."""
+    """Describe, for the user, how the batches of some programs differ."""
     seen: dict[str, set[Any]] = {}
     for one in shapes:
         for entry in one:
@@ -265,7 +264,7 @@ def described(batch: Any) -> str:
 
 @dataclass
 class Source:
-    """What the programs of one step are captured from. `plan`: that of its first program."""
+    """The model and loss that the programs of one step are captured from. `plan`: that of its first program."""
 
     model: torch.nn.Module
     loss: Loss
@@ -341,16 +340,16 @@ def cut_parameter(graph: Graph, plan: Plan) -> str:
     return ""
 
 
-def all_here(meeting: Meeting, told: str, hint: str) -> None:
+def all_here(meeting: Meeting, given: str, hint: str) -> None:
     """Raise on all ranks where not all of them want the same further program."""
     missing = late("another program", COME_SECONDS)
     if missing:
         raise RunError(
             f"rank {missing[0]} has not come to make another program within {COME_SECONDS:.0f} s",
-            why=f"this rank was given {told}, for which there is none; all ranks make it together",
+            why=f"this rank was given {given}, for which there is none; all ranks make it together",
             hint=hint,
         )
-    words = meeting.collect(json.dumps(told))
+    words = meeting.collect(json.dumps(given))
     if len(set(words)) > 1:
         shown = "; ".join(f"rank {rank}: {json.loads(word)}" for rank, word in enumerate(words[:8]))
         raise BatchError("ranks were given batches of different shapes", why=shown, hint=hint)

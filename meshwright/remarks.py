@@ -1,4 +1,4 @@
-"""What a plan remarks is logged, once in a process, by rank 0: ``logging.getLogger("meshwright")``."""
+"""Logs the remarks of plans, once in a process, on rank 0: ``logging.getLogger("meshwright")``."""
 
 from __future__ import annotations
 

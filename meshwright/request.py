@@ -1,4 +1,4 @@
-"""What a search is asked for, on a cluster: limits that are checked before anything begins."""
+"""The request of a search on a cluster: limits that are checked before anything begins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def request_for(
     progress: Progress | None = None,
     time_limit: float | None = None,
 ) -> Request | None:
-    """What a search is asked for, on a cluster; None without one. Raises PlanError for limits that cannot be."""
+    """Build the request of a search; None without a cluster. Raises PlanError for impossible limits."""
     limits = {"memory": memory, "time_limit": time_limit}
     if cluster is None and (given := {name: value for name, value in limits.items() if value is not None}):
         raise PlanError(

@@ -1,5 +1,4 @@
-"""Whether all ranks have the Python values that a program was captured with on rank 0: on all others they would have
-no effect."""
+"""Checks that all ranks have the Python values that rank 0's program was captured with; others would have no effect."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ def same_values(
         if any(odd):
             raise _refused(odd, told, FIRST, SAME)
     if any(tensors) and source != 0:
-        raise _refused(tensors, told, FIRST, "make it alike on all ranks, or a buffer of the model")
+        raise _refused(tensors, told, FIRST, "make it the same on all ranks, or a buffer of the model")
     strangers = sorted({name for names in tensors for name in names})
     if strangers and meeting.rank == 0:
         log.warning(

@@ -1,6 +1,6 @@
-"""Measure this machine with all its ranks at once, and make a cluster of what was found.
+"""Measures this machine with all its ranks at once, and derives a cluster from the times.
 
-`plan.py` says how thoroughly; `worker.py` is what each rank runs; `bench.py` holds the stopwatch and `quiet.py` the
-probe that voids a row; `operators.py`, `links.py` and `overlap.py` are the rows, `steps.py` whole training steps;
-`fit.py` makes latencies, rates and corrections of the times, `found.py` the cluster and the table.
+`plan.py` says how thoroughly; `worker.py` runs on each rank; `bench.py` measures times and `quiet.py` detects
+disturbance that voids a row; `operators.py`, `links.py` and `overlap.py` are the rows, `step_rows.py` full training
+steps; `fit.py` turns times into latencies, rates and corrections, `result.py` these into the cluster and the table.
 """

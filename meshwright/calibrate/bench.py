@@ -72,8 +72,8 @@ class Bench:
         return (time.perf_counter() - began) / calls
 
     def seconds(self, call: Call, budget: float) -> float:
-        """Seconds of a call that needs no other rank: the slowest rank's median while all of them make it. The mean
-        where ranks take turns on the cores: a short call then runs all at once or waits for a whole turn."""
+        """Measure a call that involves no other rank: the slowest rank's median seconds while all ranks make it. The
+        mean if ranks share the cores: a short call then either runs at once or waits for a full time slice."""
         calls = _calls(min(self.sample(call, 1), self.sample(call, 2)))
         self.meet()
         end, found = time.perf_counter() + budget, []

@@ -25,8 +25,8 @@ LEAST_SHARE = 0.1  # of a time that is left when launches are taken off: below, 
 
 @dataclass(frozen=True)
 class Link:
-    """What a collective costs: ``rounds · latency_seconds + bytes / bytes_per_s``. `errors`: of the fit to each point,
-    relative."""
+    """The price of a collective: ``rounds · latency_seconds + bytes / bytes_per_s``. `errors`: relative error of the
+    fit at each point."""
 
     latency_seconds: float
     bytes_per_s: float
@@ -96,11 +96,13 @@ def without_dips(found: Curve) -> Curve:
 def corrections(
     predicted: Sequence[Mapping[str, float]], measured: Sequence[float], doubt: float = 0.7
 ) -> dict[str, float]:
-    """A factor for each class from whole steps: seconds predicted for each class in each step, against the step's own.
+    """Fit a factor for each class to full steps, from the predicted seconds of each class and the measured seconds of
+    each step.
 
-    Least squares of the relative misses, with factors between 1/4 and 4 drawn towards 1: a class that hardly occurs
-    keeps its price (`doubt` is how far from 1 a factor is expected to be, in logarithms). What starting an operator
-    takes may be far more than it is in a loop over one of them (`STARTED`)."""
+    Least squares of the relative errors, with factors between 1/4 and 4 drawn towards 1: a rare class keeps its price
+    (`doubt`: expected distance of a factor from 1, in logarithms). Launching an operator may take far longer in a step
+    than in a loop over one operator (`STARTED`).
+    """
     names = sorted({name for row in predicted for name in row})
     if not names or not measured:
         return {}
@@ -135,8 +137,8 @@ def at_the_end(factors: Mapping[str, float]) -> tuple[str, ...]:
 
 
 def corrected(steps: Sequence[Prediction], measured: Sequence[float]) -> dict[str, float]:
-    """A factor for each class from whole steps, whose classes hide behind each other: `corrections` on the shares that
-    show, which change with the factors, so a few times over."""
+    """Fit a factor for each class to full steps in which classes overlap: `corrections` on the exposed shares. These
+    change with the factors, so the fit is repeated a few times."""
     factors: dict[str, float] = {}
     for _ in range(ROUNDS):
         rows = [

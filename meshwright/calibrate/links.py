@@ -22,6 +22,7 @@ from meshwright.redistribute.index_maps import exchange
 from meshwright.redistribute.steps import Step, wire_elements
 from meshwright.runtime.reshard import Mover
 
+# bytes of the larger tensor of a rank
 SIZES = (
     1 << 10,
     1 << 13,
@@ -30,7 +31,7 @@ SIZES = (
     1 << 20,
     1 << 22,
     1 << 24,
-)  # bytes of the larger tensor of a rank
+)
 LARGE = (1 << 26, 1 << 28)  # on an accelerator
 WAITED_SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 LAYERS = 16
@@ -93,8 +94,9 @@ def layer(bench: Bench) -> Call:
 def operation(bench: Bench, kind: str, axes: Sequence[str], count: int) -> tuple[Call, float]:
     """A collective whose larger side has about `count` float32 elements on a rank, and the elements that a rank sends.
 
-    What is gathered, scattered or exchanged is a matrix cut along its columns, by the runtime's own step: a collective
-    moves flat memory, and the copies before and after it that bring a cut dim there are part of what a reshard takes.
+    The tensor that is gathered, scattered or exchanged is a matrix split along its columns, by the runtime's own step:
+    a collective moves flat memory, and the copies before and after it that reorder a split dim are part of a reshard's
+    time.
     """
     ranks = bench.comm.mesh.count(axes)
     if kind == SEND:
@@ -117,8 +119,8 @@ def started_sum(bench: Bench, kind: str, axes: Sequence[str], count: int) -> tup
 
 
 def posted(bench: Bench, pace: Pace) -> Point:
-    """What starting one message takes, of sends and receives in equal numbers: of the time of the rank, not until it
-    has arrived."""
+    """Measure the host time that starting a message takes, with sends and receives in equal numbers, excluding the
+    transfer."""
     mesh = bench.comm.mesh
     group = mesh.group(bench.comm.rank, bench.axes)
     place = group.index(bench.comm.rank)
@@ -138,7 +140,7 @@ def posted(bench: Bench, pace: Pace) -> Point:
 
 
 def _matrix(count: int, ranks: int) -> tuple[int, int]:
-    """A shape of about so many elements that can be cut along both dims."""
+    """Choose a shape of about `count` elements that can be split along both dims."""
     rows = ranks * max(1, min(ROWS // ranks, count // ranks**2))
     return rows, ranks * max(1, count // rows // ranks)
 

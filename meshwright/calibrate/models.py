@@ -1,4 +1,4 @@
-"""Small models whose training steps are measured whole, chosen so that each class of operators matters in some.
+"""Small models whose full training steps are measured, chosen so that each class of operators matters in some.
 
 They are none of the models in `meshwright.examples`, so predictions for those are of models left out of the fit.
 """

@@ -59,9 +59,8 @@ def _together(bench: Bench, buffer: torch.Tensor, a: torch.Tensor) -> tuple[floa
     work = getattr(pending, "work", None)
     while work is not None and not work.is_completed():
         torch.mm(a, a)
-        if (
-            bench.device.type == "cuda"
-        ):  # so that what is counted has run; the collective has a stream of its own
+        # so that what is counted has run; the collective has a stream of its own
+        if bench.device.type == "cuda":
             torch.cuda.current_stream(bench.device).synchronize()
         products += 1
     ended = time.perf_counter()

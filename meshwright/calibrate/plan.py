@@ -1,4 +1,4 @@
-"""What is measured: the rows, how long each may take, and what they are called. Plain data that travels as JSON."""
+"""The plan of a calibration: its rows, their time limits and their names. Plain data that travels as JSON."""
 
 from __future__ import annotations
 

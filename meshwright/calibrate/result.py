@@ -23,12 +23,12 @@ NEAR = 1.25  # how much longer a probe takes beside a little of other work
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a run found: the cluster, and a line for each row (name, fit, error, quiet)."""
+    """The result of a calibration: the cluster, and a line for each row (name, fit, error, quiet)."""
 
     cluster: Cluster
     lines: tuple[tuple[str, str, str, str], ...]
     note: str
-    fit: str = ""  # how far the whole steps are from what the cluster says of them
+    fit: str = ""  # the error of the cluster's predictions for full steps
 
     @property
     def void(self) -> tuple[str, ...]:
@@ -107,8 +107,8 @@ def _curve(name: str, points: Sequence[Point], launch: float) -> Curve:
 
 
 def _corrected(cluster: Cluster, rows: Sequence[Found]) -> tuple[Cluster, dict[str, tuple[float, float]]]:
-    """The cluster with a factor for each class, from the whole steps that may be used, and for each step the predicted
-    seconds before and after."""
+    """Fit a factor for each class to the usable full steps; return the cluster with them, and for each step the
+    predicted seconds before and after."""
     whole = [row for row in rows if "tasks" in row.about]
     if not whole:
         return cluster, {}
@@ -120,8 +120,8 @@ def _corrected(cluster: Cluster, rows: Sequence[Found]) -> tuple[Cluster, dict[s
 
 
 def _usable(whole: Sequence[Found]) -> Sequence[Found]:
-    """The quiet ones of whole steps; where these are few, those too that were disturbed a little: that costs less than
-    a class that none of them shows. All, where there is none of either."""
+    """Select the full steps that ran undisturbed. If these are few, also those that were disturbed a little: that costs
+    less than a class that occurs in none. If there are none of either, all."""
     quiet = [row for row in whole if row.unrest <= LIMIT]
     near = [row for row in whole if row.unrest <= NEAR]
     return quiet if len(quiet) >= ENOUGH else near or whole
@@ -130,7 +130,8 @@ def _usable(whole: Sequence[Found]) -> Sequence[Found]:
 def _fit(
     rows: Sequence[Found], steps_seconds: Mapping[str, tuple[float, float]], factors: Mapping[str, float]
 ) -> str:
-    """The mean error of the whole steps that were used before and after the corrections, and these."""
+    """Describe the fit: the mean error of the usable full steps before and after the corrections, and the
+    corrections."""
     usable = _usable([row for row in rows if row.name in steps_seconds])
     if not usable:
         return ""
@@ -138,14 +139,14 @@ def _fit(
         fmean(abs(steps_seconds[row.name][n] / row.points[0].seconds - 1) for row in usable) for n in (0, 1)
     )
     said = ", ".join(f"{name} × {factor:.2f}" for name, factor in sorted(factors.items()))
-    told = f"{count(len(usable), 'whole step')}: mean error {before:.1%} without corrections, {after:.1%} with {said}"
+    told = f"{count(len(usable), 'full step')}: mean error {before:.1%} without corrections, {after:.1%} with {said}"
     if ends := fit.at_the_end(factors):
         told += (
-            f"\nbad fit: {', '.join(f'{factors[n]:.2f} of {n}' for n in ends)} is as far as a factor goes, and whole "
+            f"\nbad fit: {', '.join(f'{factors[n]:.2f} of {n}' for n in ends)} is as far as a factor goes, and full "
             "steps ask for more: rows do not measure what steps do here, so do not trust the seconds of plans"
         )
     if all(row.unrest > NEAR for row in usable):
-        told += "\nno whole step was measured while the machine was quiet: the corrections are guesses, calibrate again"
+        told += "\nno full step was measured while the machine was quiet: the corrections are guesses, calibrate again"
     return told
 
 

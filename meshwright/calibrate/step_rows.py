@@ -1,15 +1,14 @@
-"""A whole training step as plain data: its tasks with the work behind each, priced by any cluster, class by class.
+"""A training step as plain data: its tasks with the work behind each, priced by any cluster, class by class.
 
-`told` writes down what a program does, which does not depend on a machine; `priced` makes seconds of it. So a rank can
-time a step and tell what was in it, and who knows the rates of all rows prices that afterwards.
+`told` describes the tasks of a program independently of a machine; `priced` turns them into seconds. A rank can so time
+a step and record its tasks, to be priced later with the rates of all rows.
 
-Multiplying all tasks of one class by a factor and playing again says what that factor does to the step; since a step
-is made of sums and maxima of its tasks' seconds, it is the sum over classes of its own derivatives (Euler), and that
-linear picture is what factors are fitted with. Predictions play anew.
+Multiplying all tasks of a class by a factor and simulating again shows the effect on the step. The step time is made of
+sums and maxima of the tasks' seconds, so it equals the sum over classes of its own derivatives (Euler); factors are
+fitted to this linear model. Predictions are simulated again.
 
-Rows of whole training steps: small models through our own runtime, on all ranks together, under several plans.
-
-What is in a step goes with its time (`whole.told`), so that whoever fits can price it by the rates of the other rows.
+The rows are full training steps: small models on our own runtime, on all ranks together, under several plans. A row's
+tasks travel with its time.
 """
 
 from __future__ import annotations
@@ -85,12 +84,13 @@ class Prediction:
 
 
 def told(parts: Partition, cluster: Cluster) -> dict[str, Any]:
-    """What the rank at the origin does in a step, for JSON: the mesh, and tasks in the order of the host. Of each task
-    what it waits for and either its work (class, dtype, FLOPs, bytes, launches), or the parameters that it updates
-    (elements and bytes of each), or the gradients that it adds up (in which share of the micro-batches, and the bytes
-    of each), or what it sends (kind, axes, bytes, whether that is waited for).
+    """Describe a step of the rank at the origin, as JSON: the mesh, and the tasks in host order. Each task has its
+    dependencies and one of: its work (class, dtype, FLOPs, bytes, launches); the parameters that it updates (elements
+    and bytes of each); the gradients that it adds up (the share of micro-batches and the bytes of each); what it sends
+    (kind, axes, bytes, whether it is waited for).
 
-    The cluster says on which level each axis of the mesh lies; its rates do not matter."""
+    The cluster determines the level of each mesh axis; its rates do not matter.
+    """
     mesh = on_cluster(parts.plan.mesh, cluster)
     done = works(parts)
     copy_of = first_program(parts, mesh.rank(origin(mesh))).copy_of if parts.copies > 1 else {}
@@ -146,7 +146,7 @@ def _updated(parts: Partition) -> list[list[int]]:
 
 
 def priced(about: Mapping[str, Any], cluster: Cluster) -> Prediction:
-    """What a cluster makes of what was told of a step."""
+    """Price a step that `told` described on a cluster."""
     axes = about["mesh"]
     mesh = Mesh.of({name: size for name, size, _ in axes}).linked({name: link for name, _, link in axes})
     found = [_priced(task, mesh, cluster) for task in about["tasks"]]
@@ -189,7 +189,8 @@ DATA_PARALLEL, CUT, STORED = "data parallel", "cut", "stored in parts"
 
 @dataclass(frozen=True)
 class Row:
-    """A model under a plan. `cut`: pattern of modules → the letter that is cut, over the innermost axis of the mesh."""
+    """A model under a plan. `cut`: pattern of modules → the letter that is sharded over the innermost axis of the
+    mesh."""
 
     model: str
     way: str
@@ -268,7 +269,7 @@ def plan(captured: Captured, mesh: Mesh, row: Row) -> Plan:
 
 
 def stored_in_parts(plan: Plan, graph: Graph, again: bool = False) -> Plan:
-    """Every trained parameter with a dim that divides is stored cut over all axes and gathered at a hub: ZeRO 3."""
+    """Shard every trained parameter with a dim that divides over all axes, and gather it at a hub: ZeRO-3."""
     names = tuple(a.name for a in plan.mesh.axes if a.size > 1)
     inputs, hubs = dict(plan.inputs), dict(plan.hubs)
     cut: set[str] = set()

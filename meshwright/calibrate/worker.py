@@ -1,9 +1,9 @@
-"""What each rank of ``meshwright calibrate`` runs: every row, all ranks together; rank 0 writes what it finds.
+"""The worker of ``meshwright calibrate``: every rank runs all rows together, and rank 0 writes the results.
 
     python -m meshwright.calibrate.worker EVENTS quick|full BEGAN
 
-BEGAN is when the command was given, in seconds since the epoch: what it may take counts from there. EVENTS is a file
-to which rank 0 adds one JSON object a line: what the machine is, then for each row ``{"begin": row}`` and the row.
+BEGAN is the start of the command in seconds since the epoch; its time limit counts from there. EVENTS is a file to
+which rank 0 appends one JSON object a line: the machine, then for each row ``{"begin": row}`` and the row.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from meshwright.cost import local_machine as local
 from meshwright.runtime.communicator import ProcessGroups, leave
 from meshwright.runtime.rendezvous import Meeting, launched_world
 
-Measured = tuple[Iterable[Point], dict[str, Any]]  # points, and what else is to be told
+Measured = tuple[Iterable[Point], dict[str, Any]]  # points, and further values to record
 Measure = Callable[[], Measured]
 
 
 def main(arguments: list[str]) -> None:
-    """Measure all rows. The last event is ``{"end": true}``: without it the run was cut short."""
+    """Measure all rows. The last event is ``{"end": true}``: without it the run did not finish."""
     events, pace = Path(arguments[0]), PACES[arguments[1]]
     bench = connect(float(arguments[2]))
     tell = _teller(events) if bench.comm.rank == 0 else lambda event: None
@@ -116,7 +116,7 @@ def measured(bench: Bench, name: str, measure: Measure) -> Found:
 
 
 def machine(bench: Bench) -> dict[str, Any]:
-    """What the cluster must know beside rates."""
+    """Describe the machine: all that a cluster needs besides rates."""
     if bench.device.type == "cuda":
         properties = torch.cuda.get_device_properties(bench.device)
         name, memory = properties.name, properties.total_memory

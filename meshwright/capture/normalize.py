@@ -109,9 +109,8 @@ def _unbind(b: Rewriter, n: Node) -> Values:
 
 def _cat(b: Rewriter, n: Node) -> Values:
     dtype, rank = n.outputs[0].dtype, len(n.outputs[0].shape)
-    parts = [
-        b.cast(p, dtype) for p in n.args[0] if len(b.shape(p)) == rank
-    ]  # torch lets an empty 1-d tensor join
+    # torch lets an empty 1-d tensor join
+    parts = [b.cast(p, dtype) for p in n.args[0] if len(b.shape(p)) == rank]
     return b.cat(parts, n.arg(1, "dim", 0) % rank)
 
 

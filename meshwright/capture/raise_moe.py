@@ -24,7 +24,7 @@ SMALLER = {VIEW, COPY}  # what chosen experts go through before they are sorted
 
 @dataclass
 class Sorted:
-    """What is known of values in the order of a sort, by their names in the new graph."""
+    """Facts about values in the order of a sort, by their names in the new graph."""
 
     straight: dict[str, tuple[str, Ref]] = field(default_factory=dict)  # the sort, the rows as they came
     choices: dict[str, tuple[Ref, int]] = field(default_factory=dict)  # rows that repeat those of another

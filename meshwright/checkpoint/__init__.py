@@ -1,6 +1,7 @@
-"""Checkpoints: what a step holds, as files that any other plan reads.
+"""Checkpoints: the state of a step, in files that any other plan can read.
 
-`held.py` lists what a rank holds, `share.py` who of those that hold the same writes it, `saving.py` and `writing.py`
-write it, `loading.py` reads it back. Files: `tensor_file.py` (safetensors), `index.py` (which parts there are, with
-checksums) and `folder.py` (what makes a folder a whole checkpoint). `sources.py` opens what comes from elsewhere.
+`step_state.py` lists the tensors that a rank holds, `ownership.py` decides which of several replicas writes a box,
+`save.py` and `write.py` write, `load.py` and `fill.py` read back. Files: `safetensors_io.py`, `index.py` (which boxes
+there are, with checksums) and `folder.py` (how a folder becomes a complete checkpoint). `sources.py` opens weights from
+elsewhere.
 """

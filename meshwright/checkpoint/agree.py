@@ -1,4 +1,4 @@
-"""What ranks tell one another about a checkpoint: a text of rank 0, and whether anybody has a problem."""
+"""Agreement of all ranks on a checkpoint: a text that rank 0 broadcasts, and whether any rank has a problem."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.errors import CheckpointError, DamagedError, MeshwrightError
 from meshwright.runtime.step import LocalStep
 
 TEXT_BYTES = 1 << 15
-SAID = 1500  # letters of a sentence of an error that others are told
+SAID = 1500  # characters of an error message that other ranks receive
 
 
 def from_first(step: LocalStep, text: str) -> str:

@@ -22,17 +22,17 @@ from meshwright.checkpoint.ownership import parts_of
 from meshwright.checkpoint.safetensors_io import ITEM_BYTES, Tensor, cannot_write, write
 from meshwright.checkpoint.sources import ONE, SPREAD, SUFFIX, kind_of, open_checkpoint
 from meshwright.errors import CheckpointError, a_type
-from meshwright.redistribute.boxes import Box, whole
+from meshwright.redistribute.boxes import Box, full_box
 
 KINDS = ("sharded", "file", "hugging face")
-FILE_BYTES = 5_000_000_000  # of a Hugging Face model, as its own tools cut it
+FILE_BYTES = 5_000_000_000  # of a Hugging Face model, as its own tools split it
 CONFIG = "config.json"
 Told = Callable[[str], None]  # called with the name of each tensor as its turn comes
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What was made: kind, tensors, bytes, files, and what the new format has no place for."""
+    """The result of a conversion: kinds, tensors, bytes, files, and what the new format cannot hold."""
 
     source: str
     target: str
@@ -135,11 +135,11 @@ def _left_out(index: Index, to: str, config: Path | None) -> tuple[str, ...]:
 
 def _bytes(index: Index, name: str, box: Box | None, told: Told) -> memoryview:
     told(name)
-    return memoryview(index.whole(name, box).reshape(-1)).cast("B")
+    return memoryview(index.full(name, box).reshape(-1)).cast("B")
 
 
 def _plain(index: Index, names: Sequence[str], told: Told) -> list[Tensor]:
-    """Whole tensors by their names in the model."""
+    """List the model's tensors, unsharded, by their names in the model."""
     entries = ((n, index.tensors[n]) for n in names)
     return [
         Tensor(n[len(MODEL) :], e.dtype, e.shape, functools.partial(_bytes, index, n, None, told))
@@ -192,7 +192,7 @@ def _to_sharded(index: Index, folder: Path, file_bytes: int, told: Told) -> tupl
     tensors: list[Tensor] = []
     boxes: list[tuple[str, Box]] = []
     for name, entry in index.tensors.items():
-        for box in parts_of(whole(entry.shape), ITEM_BYTES[entry.dtype]):
+        for box in parts_of(full_box(entry.shape), ITEM_BYTES[entry.dtype]):
             data = functools.partial(_bytes, index, name, box, told)
             tensors.append(Tensor(key_of(name, entry.shape, box), entry.dtype, box.shape, data))
             boxes.append((name, box))

@@ -43,7 +43,7 @@ class CheckpointReader(StorageReader):
 
     @property
     def index(self) -> Index:
-        """What is there."""
+        """Open the index of the checkpoint. Cached."""
         if self._index is None:
             self._index = open_checkpoint(self.path)
             self._index.check_files()

@@ -13,7 +13,7 @@ from meshwright.checkpoint.step_state import DTYPES
 from meshwright.core.layout import TensorLayout
 from meshwright.core.mesh import Mesh
 from meshwright.errors import DamagedError
-from meshwright.redistribute.boxes import Box, held_boxes, whole
+from meshwright.redistribute.boxes import Box, full_box, held_boxes
 
 ROWS_BYTES = 16 << 20  # of a part that are in memory beside the tensor that they are read into
 
@@ -45,7 +45,7 @@ def check_met(index: Index, name: str, layout: TensorLayout, mesh: Mesh, rank: i
 def fill(index: Index, name: str, into: torch.Tensor, layout: TensorLayout, mesh: Mesh, rank: int) -> None:
     """Read what a rank holds of a tensor, whose parts are known to be sound. Values take the dtype of `into`."""
     entry = index.tensors[name]
-    dtype, outer = DTYPES[entry.dtype], whole(tuple(into.shape))
+    dtype, outer = DTYPES[entry.dtype], full_box(tuple(into.shape))
     for number, targets in met(index, name, layout, mesh, rank).items():
         part = replace(entry.parts[number], crc=None)  # so that some of its rows can be read
         for rows in _rows(_around([common for common, _, _ in targets]), part, entry.dtype):

@@ -1,11 +1,11 @@
-"""A folder of checkpoints: one subfolder each, written under another name and renamed once it is whole.
+"""A folder of checkpoints: one subfolder each, written under a temporary name and renamed when complete.
 
-    ckpt/latest                     the name of the newest whole checkpoint
+    ckpt/latest                     the name of the newest complete checkpoint
     ckpt/step-00000200/             checkpoint.json, plan.json, rank00000.safetensors, …
     ckpt/.saving-step-00000300-…/   one that is being written, or whose writer was killed
     ckpt/.lock                      the job that saves here
 
-Whoever is killed at any moment leaves either the checkpoint before as the newest, or the new one, whole.
+A process killed at any moment leaves as the newest either the previous checkpoint or the new one, complete.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PREFIX = "step-"
 
 
 def as_path(path: str | Path) -> Path:
-    """What a user gives as a path. Raises CheckpointError for what is none."""
+    """Convert a path given by the user. Raises CheckpointError if it is not a path."""
     return path_from(
         path,
         f"the path of a checkpoint is {path!r:.80}",
@@ -81,15 +81,15 @@ def _named(path: Path) -> Path | None:
 
 
 def whole_ones(path: Path) -> list[Path]:
-    """The whole checkpoints of a folder, the newest first. Links to elsewhere are none."""
+    """List the complete checkpoints of a folder, the newest first. Links out of the folder are skipped."""
     there = path.glob(f"{PREFIX}*") if path.is_dir() else ()
     found = (p for p in there if (p / NAME).is_file() and not leads_away(p))
     return sorted(found, key=lambda p: ((p / NAME).stat().st_mtime_ns, p.name), reverse=True)
 
 
 def in_turn(path: Path) -> list[Path]:
-    """The whole checkpoints of a folder, that which is named as the newest first; of one itself, that one. Raises
-    CheckpointError for what is there and no folder."""
+    """List the complete checkpoints of a folder: the one named by ``latest`` first, then the newest. For the path of a
+    single checkpoint, list that one. Raises CheckpointError if the path exists and is not a folder."""
     if (path.exists() and not path.is_dir()) or (path / NAME).is_file():
         return [newest(path)]
     found = whole_ones(path)
@@ -99,7 +99,7 @@ def in_turn(path: Path) -> list[Path]:
 
 
 def passed_over(path: Path, chosen: Path) -> list[str]:
-    """A sentence for each newer checkpoint of a folder that is not there as a whole, where `chosen` is loaded."""
+    """Explain each newer checkpoint of a folder that is incomplete, and therefore passed over in favour of `chosen`."""
     if not path.is_dir() or (path / NAME).is_file():
         return []
     found, taken = [], f"{chosen.name} is taken" if chosen != path else "training begins anew"
@@ -112,7 +112,7 @@ def passed_over(path: Path, chosen: Path) -> list[str]:
         if newer and leads_away(folder):
             found.append(f"{folder} is a link out of {path}: {taken}")
         elif newer and folder.is_dir() and not (folder / NAME).is_file():
-            found.append(f"{folder} has no {NAME}, so it is no whole checkpoint: {taken}")
+            found.append(f"{folder} has no {NAME}, so it is incomplete: {taken}")
     return found
 
 
@@ -159,8 +159,8 @@ def begin(path: Path, step: int, word: str) -> tuple[Path, Path]:
 
 
 def write_whole(path: Path, text: str, *, lasts: bool = True) -> None:
-    """Write a small file so that it is there as a whole or not at all. What does not last until the checkpoint is whole
-    need not reach the disk. Raises OSError."""
+    """Write a small file atomically. With `lasts` False the file need not reach the disk, as nothing reads it before
+    the checkpoint is complete. Raises OSError."""
     beside = path.with_name(f".{path.name}.new")
     try:
         with beside.open("w", encoding="utf-8") as file:
@@ -176,9 +176,9 @@ def write_whole(path: Path, text: str, *, lasts: bool = True) -> None:
 
 
 def commit(temporary: Path, final: Path) -> None:
-    """Give a whole checkpoint its name, and make it the newest. Raises OSError.
+    """Give a complete checkpoint its final name and make it the newest. Raises OSError.
 
-    If the disk comes to have the second name and not the first, `newest` takes the one before."""
+    If only the second rename reaches the disk, `newest` takes the previous checkpoint."""
     synced(temporary)
     temporary.rename(final)
     write_whole(final.parent / LATEST, f"{final.name}\n")

@@ -1,7 +1,7 @@
-"""`checkpoint.json`: which tensors a checkpoint has, of which parts they are made, and all that is no tensor.
+"""`checkpoint.json`: the tensors of a checkpoint, the boxes they consist of, and all state that is not a tensor.
 
-The first line has the version and a checksum of the rest, so a file of a newer version is told from a damaged one. A
-tensor is a line. `Index` is what any of the formats looks like once it is opened.
+The first line has the version and a checksum of the rest, which distinguishes a newer version from a damaged file. Each
+tensor takes one line. Every format is an `Index` once it is opened.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from msgspec import Meta, Struct, field
 from meshwright.checkpoint.safetensors_io import DAMAGED, ITEM_BYTES, Place, crc_of, damaged, read_into
 from meshwright.core.typed import Count, typed
 from meshwright.errors import CheckpointError, DamagedError
-from meshwright.redistribute.boxes import Box, whole
+from meshwright.redistribute.boxes import Box, full_box
 
 VERSION = 1
 NAME = "checkpoint.json"
@@ -30,13 +30,14 @@ PLAN = "plan.json"
 MODEL = "model."  # before the names of parameters and buffers
 STATE = "optim.state."  # before `parameter.key`, for what an optimizer keeps of a parameter
 RANDOM = "random."  # before `rank.generator`
+# numpy lacks some dtypes
 ELEMENTS = {
     1: np.uint8,
     2: np.uint16,
     4: np.uint32,
     8: np.uint64,
     16: np.complex128,
-}  # numpy lacks some dtypes
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor: its dtype as safetensors names it, its whole shape, its parts. They do not overlap."""
+    """A tensor: its dtype as safetensors names it, its full shape, its boxes. Boxes do not overlap."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -59,7 +60,7 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """The bytes of the full tensor."""
         return int(np.prod(self.shape, dtype=np.int64)) * ITEM_BYTES[self.dtype]
 
     @functools.cached_property
@@ -84,7 +85,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class FileNote:
-    """How long a file is, and the length and checksum of its header if they are known."""
+    """The length of a file, and the length and checksum of its header if known."""
 
     size_bytes: int
     head_bytes: int = 0
@@ -113,7 +114,7 @@ class Index:
 
     @property
     def path(self) -> Path:
-        """What was opened: the folder, or the one file."""
+        """The path that was opened: a folder, or a single file."""
         return self.folder / next(iter(self.files)) if self.one_file else self.folder
 
     @property
@@ -133,7 +134,7 @@ class Index:
                 ) from None
             if size != note.size_bytes:
                 raise DamagedError(
-                    f"{name} was cut short" if size < note.size_bytes else f"something was added to {name}",
+                    f"{name} is truncated" if size < note.size_bytes else f"something was added to {name}",
                     why=f"it has {size:,} bytes, {note.size_bytes:,} were written",
                     where=str(path),
                     hint=DAMAGED,
@@ -167,10 +168,10 @@ class Index:
         read_into(self.folder / part.file, name, place, memoryview(values.reshape(-1)).cast("B"))
         return values, box
 
-    def whole(self, name: str, box: Box | None = None) -> np.ndarray:
+    def full(self, name: str, box: Box | None = None) -> np.ndarray:
         """A tensor put together, or a box of it, as numbers of the size of its elements."""
         entry = self.tensors[name]
-        box = whole(entry.shape) if box is None else box
+        box = full_box(entry.shape) if box is None else box
         found: np.ndarray | None = None
         for number, common in entry.meeting(box):
             values, there = self.read(name, entry.parts[number], common)
@@ -281,7 +282,7 @@ def read_index(folder: Path) -> Index:
 
 
 def _damaged(path: Path, why: str) -> DamagedError:
-    return DamagedError(f"{NAME} is damaged, or was cut short", why=why, where=str(path), hint=DAMAGED)
+    return DamagedError(f"{NAME} is damaged or truncated", why=why, where=str(path), hint=DAMAGED)
 
 
 class _Head(Struct):

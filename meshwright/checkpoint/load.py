@@ -41,8 +41,8 @@ Told = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded: the folder (or file), the number of steps that had been done, what the user had given as `data`,
-    and whether the optimizer's states and the random generators' were there and taken."""
+    """A loaded checkpoint: the folder (or file), the number of completed steps, the user's `data`, and whether the
+    states of the optimizer and of the random generators were found and loaded."""
 
     path: Path
     step: int
@@ -173,7 +173,7 @@ def _opened(step: LocalStep, path: Path, optimizer: bool, temporary: Collection[
 
 
 def _model_parts(index: Index, step: LocalStep) -> Iterator[tuple[str, torch.Tensor, TensorLayout]]:
-    """What this rank reads of parameters and buffers: saved name, where it goes, and in which layout."""
+    """List the parameters and buffers that this rank reads: saved name, destination, layout."""
     for item in model_items(step):
         name = saved_name(index, step, item.name[len(MODEL) :])
         if name is not None:  # else a buffer that the model makes anew
@@ -181,7 +181,7 @@ def _model_parts(index: Index, step: LocalStep) -> Iterator[tuple[str, torch.Ten
 
 
 def _state_parts(index: Index, step: LocalStep) -> Iterator[tuple[str, TensorLayout]]:
-    """What this rank reads of the optimizer's states."""
+    """List the optimizer states that this rank reads: saved name, layout."""
     assert index.optimizer is not None
     of = index.optimizer["parameters"]
     for entry, _ in trained_inputs(step):
@@ -227,9 +227,8 @@ def _load_optimizer(index: Index, step: LocalStep, cast: bool) -> None:
             there = index.tensors[name]
             if there.shape == entry.type.shape:
                 dtype = DTYPES[there.dtype]
-                if (
-                    cast and there.dtype == index.tensors[MODEL + names[id(leaf)]].dtype
-                ):  # as the parameter is
+                # as the parameter is
+                if cast and there.dtype == index.tensors[MODEL + names[id(leaf)]].dtype:
                     dtype = leaf.dtype
                 made, layout = torch.empty_like(leaf, dtype=dtype), layout_of(step, entry)
             else:
@@ -248,7 +247,7 @@ def random_of(index: Index, step: LocalStep) -> dict[str, torch.Tensor]:
         return {}
     mine = step.world.rank
     rank = f"{RANDOM}{mine % index.world}."
-    found = {n[len(rank) :]: torch.from_numpy(index.whole(n)) for n in index.tensors if n.startswith(rank)}
+    found = {n[len(rank) :]: torch.from_numpy(index.full(n)) for n in index.tensors if n.startswith(rank)}
     return found if mine < index.world or "torch" not in found else begun_anew(found, mine)
 
 

@@ -107,7 +107,7 @@ def _mine() -> dict[str, str | int]:
 
 
 def _owner(text: bytes) -> dict[str, object]:
-    """What a lock says of its owner; empty for one that was not written to its end."""
+    """Parse the owner that a lock names; empty for a lock that was not written completely."""
     with contextlib.suppress(ValueError):
         found = json.loads(text)
         if isinstance(found, dict):

@@ -1,7 +1,7 @@
-"""Whether a checkpoint is of a step's model: names, shapes, dtypes and ties, and the optimizer's class.
+"""Checks that a checkpoint fits a step's model: names, shapes, dtypes, ties, and the optimizer's class.
 
-Weights from elsewhere may have other names: a prefix more or less (``transformer.wte.weight`` of a whole model is
-``wte.weight`` of its base), or a tied tensor under both of its names.
+Weights from elsewhere may use other names: with or without a prefix (``transformer.wte.weight`` of a full model is
+``wte.weight`` of its base), or either name of a tied tensor.
 """
 
 from __future__ import annotations

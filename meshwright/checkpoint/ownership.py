@@ -1,6 +1,6 @@
-"""Who of the ranks that hold the same box writes it: each box once, large ones shared.
+"""Decides which of the ranks that hold the same box writes it: each box once, large ones shared.
 
-All ranks come to the same answer without a word: it follows from a tensor's name, its layout and the mesh alone.
+All ranks compute the same answer without communication, from a tensor's name, its layout and the mesh.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def own_pieces(
     place: int = 0,
     places: tuple[int, ...] = (0,),
 ) -> tuple[Piece, ...]:
-    """What a rank writes of a tensor that it holds. `places` of a pipeline hold it, `place` is the rank's."""
+    """List the pieces that a rank writes of a tensor that it holds. `places`: the places of the pipeline that hold the
+    tensor; `place`: that of the rank."""
     at, found = mesh.coordinate(rank), list[Piece]()
     for held in held_boxes(layout, mesh, rank):
         others = [a.name for a in mesh.axes if a.name not in held.axes]

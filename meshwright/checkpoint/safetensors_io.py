@@ -48,7 +48,8 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in a file a tensor is: `offset` from the start of the file, the length in bytes, the checksum if known."""
+    """The position of a tensor in a file: `offset` from the start of the file, its length in bytes, its checksum if
+    known."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -134,9 +135,10 @@ class _Entry(Struct):
 
 
 def read_head(path: Path) -> tuple[dict[str, Place], dict[str, str], int]:
-    """The tensors of a safetensors file, the words in its header and the length of the header.
+    """Read the tensors of a safetensors file, the metadata in its header, and the length of the header.
 
-    Raises CheckpointError for what is no such file, or was cut short."""
+    Raises CheckpointError for other or truncated files.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -158,15 +160,15 @@ def read_head(path: Path) -> tuple[dict[str, Place], dict[str, str], int]:
         raise _cannot_read(path, error) from None
     except (RecursionError, ValueError) as error:
         raise DamagedError(
-            f"{path.name} is no safetensors file, or was cut short",
+            f"{path.name} is not a safetensors file, or is truncated",
             why=f"{error!s:.400}",
             where=str(path),
             hint=DAMAGED,
         ) from None
     if 8 + length + end != size:
         raise DamagedError(
-            f"{path.name} has {size:,} bytes, its header speaks of {8 + length + end:,}",
-            why="it was cut short, or something was added"
+            f"{path.name} has {size:,} bytes, its header describes {8 + length + end:,}",
+            why="it is truncated, or something was appended"
             if size < 8 + length + end
             else "something was added",
             where=str(path),
@@ -232,7 +234,7 @@ def read_into(path: Path, name: str, place: Place, memory: memoryview) -> None:
         raise _cannot_read(path, error) from None
     if count != len(memory):
         raise DamagedError(
-            f"{path.name} was cut short", why=f"it ends within {name}", where=str(path), hint=DAMAGED
+            f"{path.name} is truncated", why=f"it ends within {name}", where=str(path), hint=DAMAGED
         )
     if place.crc is not None and (found := zlib.crc32(memory)) != place.crc:
         raise damaged(path, name, place.offset, len(memory), found, place.crc)

@@ -32,7 +32,7 @@ from meshwright.checkpoint.write import Job
 from meshwright.core.type_guards import is_whole
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.plan.plan import Plan
-from meshwright.redistribute.boxes import Box, whole
+from meshwright.redistribute.boxes import Box, full_box
 from meshwright.runtime.communicator import ProcessGroups
 from meshwright.runtime.rendezvous import late
 from meshwright.runtime.step import LocalStep
@@ -155,7 +155,7 @@ class Saves:
         return Path(made), Path(named)
 
     def _collected(self, data: Any, copied: bool) -> tuple[list[Tensor], dict[str, Any]]:
-        """What this rank writes: tensors, and a note of what is no tensor."""
+        """Collect all that this rank writes: tensors, and a record of everything else."""
         step = self.step
         place = 0 if step.pipe is None else step.pipe.comm.place
         tensors: list[Tensor] = []
@@ -174,13 +174,13 @@ class Saves:
             if place not in item.places:
                 continue
             size, rank = item.tensor.element_size(), step.rank.comm.rank
-            outer = whole(tuple(item.tensor.shape))
+            outer = full_box(tuple(item.tensor.shape))
             for piece in own_pieces(item.name, item.layout, size, step.mesh, rank, place, item.places):
                 add(item.name, item.tensor[piece.here.within(outer)], item.layout.shape, piece.box)
-            if not whole(item.layout.shape).numel:
+            if not full_box(item.layout.shape).numel:
                 empty[item.name] = [SAFE_NAMES[item.tensor.dtype], list(item.layout.shape)]
         for kind, state in random_state(step.rank.device).items():
-            add(f"{RANDOM}{step.world.rank}.{kind}", state, tuple(state.shape), whole(tuple(state.shape)))
+            add(f"{RANDOM}{step.world.rank}.{kind}", state, tuple(state.shape), full_box(tuple(state.shape)))
         note = {
             "boxes": boxes,
             "empty": empty,

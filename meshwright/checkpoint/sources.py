@@ -1,6 +1,6 @@
-"""What a path holds: a checkpoint of ours, one safetensors file, or the folder of a Hugging Face model.
+"""Opens a path: a checkpoint of ours, a single safetensors file, or the folder of a Hugging Face model.
 
-All three open as an `Index`. Weights from elsewhere have no step, no optimizer and no checksums.
+All three become an `Index`. Weights from elsewhere have no step, no optimizer and no checksums.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.checkpoint.index import MODEL, NAME, Entry, FileNote, Index, Par
 from meshwright.checkpoint.safetensors_io import ITEM_BYTES, read_head, same_bytes
 from meshwright.core.typed import typed
 from meshwright.errors import CheckpointError
-from meshwright.redistribute.boxes import whole
+from meshwright.redistribute.boxes import full_box
 
 SUFFIX = ".safetensors"
 ONE = "model.safetensors"
@@ -46,8 +46,8 @@ def open_checkpoint(path: Path) -> Index:
         case "file":
             if path.name.startswith("rank") and (path.parent / NAME).is_file():
                 raise CheckpointError(
-                    f"{path.name} is what one rank wrote of a checkpoint",
-                    why=f"{path.parent.name} is the whole, with {NAME}",
+                    f"{path.name} is one rank's file of a checkpoint",
+                    why=f"{path.parent.name} is the checkpoint, with {NAME}",
                     hint=f"step.load({str(path.parent)!r})",
                 )
             return replace(_from_files(path.parent, [path.name]), one_file=True)
@@ -77,7 +77,7 @@ def _from_files(folder: Path, names: Iterable[str]) -> Index:
     for name in names:
         places, notes, length = read_head(folder / name)
         for key, place in places.items():
-            box = whole(place.shape)
+            box = full_box(place.shape)
             entry = Entry(place.dtype, place.shape, (Part(name, box, place.offset),) if box.numel else ())
             if not same_tensors(folder, entry, tensors.setdefault(MODEL + key, entry)):
                 raise CheckpointError(

@@ -1,4 +1,5 @@
-"""What a rank of a step holds that a checkpoint keeps: parameters, buffers, the optimizer's states and its options."""
+"""The state of a step that a checkpoint keeps, as one rank holds it: parameters, buffers, optimizer states and
+options."""
 
 from __future__ import annotations
 
@@ -79,9 +80,11 @@ def trained_inputs(step: LocalStep) -> Iterator[tuple[Input, torch.nn.Parameter]
 
 
 def state_items(step: LocalStep) -> Iterator[Item]:
-    """What the optimizer keeps of each parameter. Tensors of the parameter's shape are cut as it is, others are whole.
+    """List the optimizer's states of each parameter. States of the parameter's shape are sharded like it, others are
+    replicated.
 
-    Raises CheckpointError for a tensor of a cut parameter that is neither like it nor a single number."""
+    Raises CheckpointError for a state of a sharded parameter that has neither its shape nor a single element.
+    """
     if step.optimizer is None:
         return
     for entry, leaf in trained_inputs(step):
@@ -97,9 +100,9 @@ def state_items(step: LocalStep) -> Iterator[Item]:
             else:
                 raise CheckpointError(
                     f"{type(step.optimizer).__name__} keeps {key!r} of {entry.target} as {tuple(value.shape)}",
-                    why=f"this rank's part of the parameter is {tuple(leaf.shape)}: how the whole of {key!r} is cut is "
+                    why=f"this rank's shard of the parameter is {tuple(leaf.shape)}: how {key!r} is sharded is "
                     "not known",
-                    hint="a plan that keeps parameters whole, or an optimizer whose states are like its parameters",
+                    hint="a plan that replicates parameters, or an optimizer whose states have the parameters' shapes",
                 )
 
 
@@ -131,7 +134,7 @@ def optimizer_values(step: LocalStep) -> dict[str, Any] | None:
 
 
 def merged(told: list[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """What the ranks said of their optimizers, as one; they hold different parameters in a pipeline."""
+    """Merge the optimizer records of all ranks, which hold different parameters in a pipeline."""
     known = [t for t in told if t is not None]
     if not known:
         return None

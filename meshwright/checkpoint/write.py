@@ -168,7 +168,7 @@ class Job:
 
 
 def _note(path: Path) -> dict[str, Any]:
-    """What a rank has told of its part."""
+    """Read the record that a rank wrote about its file."""
     text = path.read_text("utf-8")
     return (
         json.loads(text) if text else {"problem": packed(tensor_file.cannot_write(path, OSError(ENOSPC, "")))}

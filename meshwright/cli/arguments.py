@@ -1,4 +1,4 @@
-"""What is written on the command line, as values: clusters, meshes, bytes, pins."""
+"""Parses command-line arguments: clusters, meshes, bytes, pins."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def mesh_sizes(text: str | None) -> Any:
 
 
 def show_sizes(sizes: dict[str, int]) -> str:
-    """What `mesh_sizes` reads."""
+    """Format axis sizes as `mesh_sizes` reads them."""
     return ",".join(f"{k}={v}" for k, v in sizes.items())
 
 
@@ -163,8 +163,8 @@ def pins_of(texts: Iterable[str]) -> dict[str, dict[str, Any]] | None:
     """``blocks.*.up:n=tp`` → pins of `mw.plan`; several axes as ``n=dp+tp``. Raises PlanError."""
     found: dict[str, dict[str, Any]] = {}
     for text in texts:
-        pattern, colon, cuts = text.rpartition(":")
-        words = [c.partition("=") for c in cuts.split(",")]
+        pattern, colon, splits = text.rpartition(":")
+        words = [c.partition("=") for c in splits.split(",")]
         if not colon or not pattern or not all(letter.strip() and equals for letter, equals, _ in words):
             raise PlanError(
                 f"{text!r} is not a pin",

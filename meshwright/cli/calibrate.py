@@ -99,7 +99,7 @@ def _check_writable(path: Path) -> None:
 
 
 def read(events: Path) -> Iterator[dict[str, Any]]:
-    """The events so far; a line that is not yet whole is left for the next look."""
+    """Yield the events so far; an incomplete last line is left for the next call."""
     if not events.exists():
         return
     for line in events.read_text("utf-8").split("\n")[:-1]:

@@ -1,8 +1,7 @@
-"""What an error proposes, as it is typed on the command line: hints of `mw.plan` are written as in Python.
+"""Shared by several verbs: options, hints, and output. Loads without torch, for a quick `--help`.
 
-Options that several verbs share. Loads without torch, for a quick `--help`.
-
-Where the verbs print: answers on stdout, progress and remarks on stderr, both without wrapping into a mess.
+Hints of errors are rewritten from Python to the command line. Answers go to stdout, progress and remarks to stderr,
+neither of them wrapped.
 """
 
 from __future__ import annotations

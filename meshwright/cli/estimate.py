@@ -54,7 +54,7 @@ def estimate(
     """
     from meshwright.cli.arguments import open_cluster, optimizer_states
 
-    wishes = [parsed(text) for text in what_if or ()]
+    requests = [parsed(text) for text in what_if or ()]
     states = optimizer_states(optimizer)
     machine = open_cluster(cluster)
 
@@ -68,7 +68,7 @@ def estimate(
     now = estimated(cut(captured, loaded, machine), machine, states)
     columns, remarks, refused = [("now", now)], [], []
     base = Base(loaded, opened, captured, machine, states, batch, seq)
-    for text, changes in zip(what_if or (), wishes, strict=True):
+    for text, changes in zip(what_if or (), requests, strict=True):
         began = time.perf_counter()
         try:
             found, remark, capturing = answer(base, changes, options(changes))

@@ -1,4 +1,4 @@
-"""`meshwright explain`: why a plan is as it is, the whole of it, a module, or one operator."""
+"""`meshwright explain`: explains a plan, a module, or a single operator."""
 
 from __future__ import annotations
 

@@ -45,15 +45,14 @@ def captured_model(
 
 
 def cut(captured: Captured, plan: Plan, cluster: Cluster | None = None) -> Partition:
-    """What ranks run of a program under a plan.
+    """Partition a program by a plan.
 
     Raises PlanError for a plan of another model, ClusterError for a cluster of another size.
     """
     if cluster is not None:
         check_size(plan, cluster)
-    if (
-        cluster is not None and plan.prices is None
-    ):  # made without a cluster: move values as is cheapest on this one
+    # made without a cluster: move values as is cheapest on this one
+    if cluster is not None and plan.prices is None:
         plan = _priced(plan, cluster)
     return lower(captured, plan)
 
@@ -73,8 +72,8 @@ def _priced(plan: Plan, cluster: Cluster) -> Plan:
 
 
 def in_one(captured: Captured, plan: Plan, cluster: Cluster) -> tuple[Partition, tuple[Cluster, ...]]:
-    """The program of a plan with stages before it is cut into them, and the part of the cluster that runs a stage.
-    Where places have meshes of their own, those of each: the program has the places' as its own."""
+    """Partition a program by a plan without its stages; return it with the part of the cluster that runs a stage. If
+    places have their own meshes, one cluster for each, and the partition lists those of the places."""
     world, alone = meshes_of(plan), {"stages": {}, "world": None, "techniques": in_one_stage(plan.techniques)}
     if not plan.own:
         inside = within_stage(cluster, taken_of(cluster, world))
@@ -150,7 +149,7 @@ def _functions(path: Path, *, alone: bool = True) -> list[str]:
 
 
 def _needs_arguments(takes: Any) -> bool:
-    """What does (a loss) builds no model for the command line."""
+    """True if a function has required arguments, as a loss does: it cannot build a model for the command line."""
     return len(takes.posonlyargs) + len(takes.args) > len(takes.defaults) or None in takes.kw_defaults
 
 

@@ -236,7 +236,7 @@ def write_trace(path: Path, parts: Partition, machine: Cluster, states: int) -> 
 def claims_json(
     made: Plan, about: str, seconds: dict[str, float], output: Path, trace: Path | None
 ) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Collect the output of `--json`."""
     return {
         "plan": str(output),
         **({"trace": str(trace)} if trace is not None else {}),

@@ -1,4 +1,4 @@
-"""What a long verb says while it works, on stderr: the stage, how far it is, the best answer so far and its bound."""
+"""Progress of long verbs, on stderr: the stage, how far it is, the best answer so far and its bound."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class Watch:
             self.seconds[text] = time.perf_counter() - began
 
     def __call__(self, stage: str, price: float | None = None, bound: float | None = None) -> None:
-        """What a search reports: `price` is the best so far in seconds, `bound` what no plan is below."""
+        """Show the progress of a search. `price`: the best so far in seconds; `bound`: the lower bound in seconds."""
         best = below = ""
         if price is not None and math.isfinite(price):
-            best = f"best about {show_seconds(price)}"  # told from a few layers, until it is judged in full
+            best = f"best about {show_seconds(price)}"  # estimated from a few layers until it is evaluated in full
             if bound is not None and 0 < bound <= price:
                 below = f", bound {show_seconds(bound)}"  # of what is searched just now
         self._bar.update(self._task, description=f"searching: {stage}", found=best + below)

@@ -47,7 +47,7 @@ def verify(
 
 
 def _data(report: Report) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Collect the output of `--json`."""
     return {
         "equal": report.ok,
         "dtype": str(report.dtype).removeprefix("torch."),

@@ -1,4 +1,4 @@
-"""What `meshwright estimate` answers: a plan with some things otherwise, as an estimate."""
+"""`meshwright estimate`: estimates a plan with some properties changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Base:
-    """What changes start from."""
+    """The plan, model and cluster that changes start from."""
 
     plan: Plan
     opened: Opened

@@ -59,7 +59,7 @@ class CollectiveKind:
 
     @property
     def fuses(self) -> bool:
-        """Whether several of them are one on a longer buffer."""
+        """True if several of them can be fused into one on a longer buffer."""
         return self.chunks != "own"
 
 
@@ -125,6 +125,7 @@ SHIFT = CollectiveKind(
     splits=False,
     adds=False,
 )
+# of a step that needs nobody else
 NOTHING = CollectiveKind(
     "",
     sent=lambda ranks, before, after: 0.0,
@@ -132,7 +133,7 @@ NOTHING = CollectiveKind(
     dual="",
     splits=False,
     adds=True,
-)  # of a step that needs nobody else
+)
 
 REGISTERED: Mapping[str, CollectiveKind] = {
     kind.name: kind for kind in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, SHIFT)

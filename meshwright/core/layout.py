@@ -7,7 +7,7 @@ A *dim* is a product of items, major first. An item is a `SubDim` (a size and th
 `Cat` (a concatenation of dims). So GPT-2's fused qkv is ``(3 32/tp)``, flattened tokens are ``(4/dp 16)``, and a
 grouped-query qkv is ``{32/tp | 8/tp | 8/tp}``. A sub-dim of n elements split over axes a, b is split by a into blocks
 of ``ceil(n / size(a))`` (the last one shorter), and each block by b in the same way. So leaving out the minor axis
-always gives the layout on the remaining ones (`docs/decisions/0002-nested-blocks.md`).
+always gives the layout on the remaining ones (`docs/explanation/decisions/0002-nested-blocks.md`).
 """
 
 from __future__ import annotations

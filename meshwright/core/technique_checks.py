@@ -1,6 +1,7 @@
-"""What each option of a technique may be: a check takes its name and what a user gave, and returns what a plan keeps.
+"""Checks of technique options: each takes the option's name and the user's value, and returns the value that a plan
+keeps.
 
-All raise PlanError that says what the option may be.
+All raise PlanError, which lists the accepted values.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def names(name: str, value: Any) -> tuple[str, ...]:
 
 
 def offload(name: str, value: Any) -> tuple[str, ...]:
-    """What lives on the host, with a pattern of modules or a number of layers behind a colon."""
+    """Check what is offloaded: ``activations`` or ``parameters``, optionally with a pattern of modules or a number of
+    layers after a colon."""
     found = names(name, value)
     for word in found:
         what, colon, which = word.partition(":")
@@ -167,7 +169,7 @@ def _fusion_sizes(name: str, given: Iterable[Any]) -> tuple[tuple[str, int], ...
 
 
 def _pairs(name: str, value: Any, hint: str) -> tuple[tuple[str, Any], ...]:
-    """What a mapping of module patterns says, or pairs that say the same."""
+    """Check a mapping from module patterns to values, or the equivalent pairs."""
     given = list(value.items()) if is_mapping(value) else value
     if not is_list(given) or not all(
         is_list(pair) and len(pair) == 2 and isinstance(pair[0], str) for pair in given

@@ -72,40 +72,38 @@ def _technique(default: Any, check: checks.Check, says: str, **more: Any) -> Any
 
 @dataclass(frozen=True)
 class Techniques:
-    """What was asked for.
+    """The techniques that the user requested.
 
-    `optimizer_parallel`: 1 splits the optimizer's states over the ranks that would repeat them, 2 the gradients too,
-    3 the weights too; among `shard_size` ranks (0: all of them). Parameters below `threshold_kb` KiB, and those whose
-    names match a pattern of `keep_whole`, stay whole. Without
-    `reshard_after_forward` level 3 keeps gathered weights until backward, and does not gather them again.
+    `optimizer_parallel`: 1 shards the optimizer's states over ranks that would replicate them (ZeRO-1), 2 the gradients
+    too (ZeRO-2), 3 the weights too (ZeRO-3, FSDP); among `shard_size` ranks (0: all of them). Parameters below
+    `threshold_kb` KiB, and those whose names match a pattern of `keep_whole`, stay replicated. Without
+    `reshard_after_forward` level 3 keeps gathered weights until backward instead of gathering them again.
 
-    `pipeline`: stages that the model is cut into, which take the micro-batches in the order of a `schedule`: a name, or
-    the text of one (`meshwright.pipeline`; empty: 1f1b). `stages` gives module patterns (``blocks.0-5``) a stage each;
-    where all others go is found.
+    `pipeline`: the number of stages. They take micro-batches in the order of a `schedule`: a name, or the text of one
+    (`meshwright.pipeline`; empty: 1f1b). `stages` assigns module patterns (``blocks.0-5``) to stages; all others are
+    assigned by the planner.
 
-    `micro_batches`: pieces of the batch whose gradients are added up before the update: whole, and reduced once, or,
-    with `gradient_accumulation_shard` and parts of gradients (level 2) or of weights (level 3), reduced and scattered
-    each time and added up in parts.
+    `micro_batches`: pieces of the batch whose gradients are accumulated before the update. Full gradients are
+    accumulated and reduced once; with `gradient_accumulation_shard` and sharded gradients (level 2) or weights (level
+    3), they are reduce-scattered in each micro-batch and accumulated as shards.
 
-    `recompute`: ``"full"`` keeps only what enters each layer and computes the rest again in backward, ``"selective"``
-    computes again what is cheap, a number is a budget in bytes of kept activations per rank, a mapping gives module
-    patterns (``blocks.0-5``) a policy each (``""``: none). Without `recompute_communication` what collectives produced
-    is kept.
-    `slice_activation` keeps activations split over the ranks where they are whole.
+    `recompute`: ``"full"`` keeps only the inputs of each layer and recomputes the rest in backward, ``"selective"``
+    recomputes what is cheap, a number is a budget in bytes of kept activations per rank, a mapping assigns module
+    patterns (``blocks.0-5``) a policy each (``""``: none). Without `recompute_communication` the results of collectives
+    are kept. `slice_activation` shards saved activations over the ranks that replicate them.
 
     `interleave`: copies of a (micro-)batch whose computation and communication overlap. `fusion` of collectives:
     ``"auto"``, the size of a bucket in bytes, 0 for none, sizes by kind of collective, or groups of module patterns.
-    `offload`: what lives in the
-    host's memory: ``"optimizer"`` (states and the update), ``"activations"`` (what is kept for backward; ``":4"`` or a
-    module pattern behind it say of which layers), ``"parameters"`` (between their uses; a pattern behind it as well).
+    `offload` to host memory: ``"optimizer"`` (states and update), ``"activations"`` (saved for backward; ``":4"`` or a
+    module pattern after it selects layers), ``"parameters"`` (between their uses; a pattern after it selects modules).
 
     `reduce_dtype`: the dtype in which gradients are reduced over ranks (``""``: their own). `gradients`: those of the
-    loss as written (``"mean"``), or that times the number of ranks that share the batch (``"sum"``).
+    loss as written (``"mean"``), or these times the number of ranks that share the batch (``"sum"``).
 
-    `prefetch`: layers whose weights are gathered while others before them compute, where weights are stored sharded: 0
-    gathers a layer when it begins, 2 hides slower links for the memory of one more layer.
+    `prefetch`: the number of layers whose sharded weights are gathered ahead, while the layers before them compute: 0
+    gathers a layer when it begins, 2 hides slower links at the price of one more layer in memory.
 
-    `given` names those that were asked for, also as their default: ``mode="auto"`` leaves them as they are.
+    `given`: the options that the user passed, even as their defaults; ``mode="auto"`` leaves them unchanged.
     """
 
     optimizer_parallel: int = _technique(
@@ -195,11 +193,11 @@ class Techniques:
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     def as_given(self) -> Techniques:
-        """What was asked for, without what a search chose beside it."""
+        """Return the user's options, without those that a search chose."""
         return Techniques(**{name: getattr(self, name) for name in self.given}, given=self.given)
 
     def asked(self) -> dict[str, Any]:
-        """What differs from the defaults, as plain data: what a plan file says."""
+        """Return all options that differ from their defaults, as plain data for a plan file."""
         given = {n: getattr(self, n) for n in TECHNIQUES if getattr(self, n) != getattr(NONE, n)}
         if "recompute" in given and isinstance(self.recompute, tuple):
             given["recompute"] = dict(self.recompute)
@@ -214,25 +212,25 @@ class Techniques:
 
     @property
     def names_layers(self) -> bool:
-        """Whether something is asked of single layers, or of all together, so that one does not tell of the others."""
+        """True if an option selects single layers, so that one layer does not represent the others."""
         some = bool(self.fusion_groups) or any(":" in word for word in self.offload)
         return bool(self.keep_whole) or some or not isinstance(self.recompute, str) or self.prefetch > 1
 
     @property
     def pieces_told(self) -> str:
         """The same in words."""
-        whole, copies = f"{self.micro_batches} micro-batches", f"{self.interleave} copies"
+        steps, copies = f"{self.micro_batches} micro-batches", f"{self.interleave} copies"
         if self.interleave == 1:
-            return whole
-        return copies if self.micro_batches == 1 else f"{whole} of {copies}"
+            return steps
+        return copies if self.micro_batches == 1 else f"{steps} of {copies}"
 
     @property
     def parks(self) -> bool:
-        """Whether parameters live in the host's memory between their uses."""
+        """True if parameters are offloaded to host memory between their uses."""
         return any(word.partition(":")[0] == PARAMETERS for word in self.offload)
 
     def parks_parameter(self, *names: str) -> bool:
-        """Whether ``offload`` names a parameter, by its name in the model and those it is tied to."""
+        """True if ``offload`` selects a parameter, by its name in the model or a name that it is tied to."""
         patterns = (word.partition(":")[2] for word in self.offload if word.startswith(f"{PARAMETERS}:"))
         return PARAMETERS in self.offload or any(matches(p, name) for p in patterns for name in names)
 
@@ -280,8 +278,8 @@ def wire_dtype(techniques: Techniques, dtype: str) -> str:
 
 
 def matches(pattern: str, parameter: str) -> bool:
-    """Whether a pattern names a parameter, its module or a module around it. In ``blocks.0-5`` the numbers from 0 to 5
-    are meant."""
+    """True if a pattern names a parameter, its module or a module around it. ``blocks.0-5`` stands for the numbers 0 to
+    5."""
     parts = parameter.split(".")
     if any(SPAN.fullmatch(part) for part in pattern.split(".")):
         return any(matches_module(pattern, parts[:n]) for n in range(1, len(parts) + 1))
@@ -289,7 +287,7 @@ def matches(pattern: str, parameter: str) -> bool:
 
 
 def matches_module(pattern: str, parts: Sequence[str]) -> bool:
-    """Whether a pattern names just this module, whose name is given part by part."""
+    """True if a pattern names exactly this module, whose name is given as `parts`."""
     wanted = pattern.split(".")
     return len(wanted) == len(parts) and all(map(_matches_part, wanted, parts))
 

@@ -12,7 +12,7 @@ def is_whole(value: object) -> TypeGuard[int]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a number, whole or not. True and False are not."""
+    """Return whether a value is an int or a float. True and False are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -32,13 +32,14 @@ DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8e4m3", "f8e5m2", "i8")
 CLASSES = ("matmul", "attention", "causal", "conv", "memory", "elements", "update")
 GROWTHS = ("ring", "tree")
 STREAMS = ("compute", "collective")
+# that corrections are for, beside classes of operators
 BESIDE_CLASSES = (
     "launch",
     "meeting",
     "waited",
     "hidden",
     "hidden_rows",
-)  # that corrections are for, beside classes of operators
+)
 
 HINT = "meshwright calibrate -o cluster.yaml writes such a file, Cluster.preset(name).to_yaml() another"
 

@@ -216,9 +216,8 @@ class _Sizes:
         rule, node = self.rule, self.node
         factors = max(rule.terms, key=len, default=()) or tuple(range(min(2, len(self.inputs))))
         letters = self._letters(*(rule.inputs[p] for p in factors), *rule.outputs)
-        if (
-            node.op.startswith("transformers.grouped_mm") or node.op == EXPERT_LINEAR
-        ):  # a row meets the weight of one expert only
+        # a row meets the weight of one expert only
+        if node.op.startswith("transformers.grouped_mm") or node.op == EXPERT_LINEAR:
             letters = self._letters(rule.inputs[0], *rule.outputs)
         flops = 2.0 * self._elements(letters)
         (out,) = self.outputs

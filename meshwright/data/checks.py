@@ -1,4 +1,4 @@
-"""What `mw.shard_loader` cannot be asked for, refused before anything is read."""
+"""Checks the arguments of `mw.shard_loader` before anything is read."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def check_order(source: Any, shuffle: bool | None) -> None:
         raise BatchError(
             f"shuffle=True beside {a_type(source)}",
             why="what is iterated over, batch by batch, comes in its own order",
-            hint="a dataset with __len__ and __getitem__, or a source that shuffles, alike on all ranks",
+            hint="a dataset with __len__ and __getitem__, or a source that shuffles in the same way on all ranks",
         )
 
 
@@ -88,7 +88,7 @@ def check_batches(source: Sequence[Any], local: LocalStep) -> None:
     if source and (one or not held) and all(tuple(x.shape) != shapes.get(p) for p, x in held.items()):
         raise BatchError(
             f"{a_type(source)} of samples" if one else f"{a_type(source)} of what has no tensors",
-            why="a list is taken for one of whole batches, as the example batch is",
+            why="a list is taken for a list of full batches, like the example batch",
             hint=f"DataLoader(samples, batch_size={size})",
         )
 

@@ -36,10 +36,10 @@ KEEP = "keep"  # a last batch as it is
 
 
 class ShardedLoader(abc.ABC):
-    """What `mw.shard_loader` returns: iterate over it for the batches of one epoch after the other.
+    """The loader that `mw.shard_loader` returns: each iteration over it yields the batches of one epoch.
 
-    `len` counts the batches of an epoch, `epoch` those that are over. `state_dict` says where it is, in samples that
-    the steps so far have taken; `load_state_dict` goes on from there, under any plan and any number of ranks.
+    `len` counts the batches of an epoch, `epoch` the completed epochs. `state_dict` records the position, in samples
+    that the steps so far have taken; `load_state_dict` resumes from it under any plan and any number of ranks.
     """
 
     epoch: int
@@ -78,22 +78,27 @@ def shard_loader(
     whole: bool = False,
     **options: Any,
 ) -> ShardedLoader:
-    """The batches of a step, of which each rank reads its part alone: ``for batch in mw.shard_loader(dataset, step)``.
+    """Load the batches of a step so that each rank reads only its shard: ``for batch in mw.shard_loader(dataset,
+    step)``.
 
     `source`: a `torch.utils.data.DataLoader` as it would be on one device; a dataset with ``len`` and numbered samples
-    (`shuffle` and `options`, those of a DataLoader, go with it; the batch is as large as the step's); or any iterable
-    of whole batches, of which each rank keeps its part. Samples are put together along dim 0 of every input; of a
-    sample, a rank keeps what its layout of the other dims needs. A dataset may have ``read_part(index, boxes)``, which
-    reads no more than that: `boxes` maps the path of an input to (start, length), or indices, or None for all, along
-    each dim of a sample.
+    (with `shuffle` and the `options` of a DataLoader; the batch size is the step's); or any iterable of full batches,
+    of which each rank keeps its shard. Samples are stacked along dim 0 of every input; of a sample, a rank keeps what
+    its layout of the other dims needs. A dataset may have ``read_part(index, boxes)``, which reads no more than that:
+    `boxes` maps the path of an input to (start, length), or indices, or None for all, along each dim of a sample.
 
-    The order is that of one device: of a DataLoader with its generator, of a dataset that of ``generator=
-    torch.Generator().manual_seed(seed)``. `last`: a last batch that is too small is left out ("drop") or filled up with
-    samples that the loss ignores ("pad"; of a forward pass, ``batch.samples`` says how many rows count); without it, a
-    training step takes it as it is, read by all ranks, and a forward step refuses such a dataset. `whole`: every rank
-    reads whole batches, in the same order, and gives them to the step, which takes its part: for batches of changing
-    shapes, such as sentences that ``collate_fn`` pads to the longest. `sample_seeds`: random augmentation of a sample
-    is drawn from `seed`, the epoch and its number, so that it is the same whoever reads it.
+    The order is that of one device: for a DataLoader that of its generator, for a dataset that of
+    ``torch.Generator().manual_seed(seed)``.
+
+    `last`: a smaller last batch is left out (``"drop"``) or filled up with samples that the loss ignores (``"pad"``; in
+    a forward pass, ``batch.samples`` is the number of real rows). By default a training step takes it as it is, read by
+    all ranks, and a forward step refuses such a dataset.
+
+    `whole`: every rank reads full batches, in the same order, and the step takes its shard; for batches of changing
+    shapes, such as sentences that ``collate_fn`` pads to the longest.
+
+    `sample_seeds`: random augmentation of a sample is drawn from `seed`, the epoch and its number, so that it is the
+    same whichever rank reads it.
 
     Collective: all ranks call it, with equal arguments. Raises BatchError and RunError, on all ranks where they differ.
     """
@@ -104,7 +109,7 @@ def shard_loader(
     if whole and not follows:
         raise BatchError(
             "whole=True for a step of one shape",
-            why="whole batches are read where their shapes change; a forward step has one program",
+            why="full batches are only needed if their shapes change; a forward step has one program",
             hint="leave out whole=True, or give it the training step",
         )
     rest = KEEP if follows else None
@@ -128,7 +133,7 @@ def shard_loader(
             raise BatchError(
                 f"{type(source).__name__} is neither a loader nor a dataset",
                 why="it has no samples by number, and cannot be iterated over",
-                hint="a DataLoader, a dataset with __len__ and __getitem__, or an iterable of whole batches",
+                hint="a DataLoader, a dataset with __len__ and __getitem__, or an iterable of full batches",
             )
         check_order(source, shuffle)
         if isinstance(source, IterableDataset):
@@ -185,7 +190,7 @@ class _Numbered(ShardedLoader):
         if batch_size not in (None, self.batch_size):
             raise BatchError(
                 f"the loader makes batches of {batch_size}, the step takes {self.batch_size}",
-                why="the batch of a loader is the whole one, of all ranks",
+                why="a loader makes the global batch, that of all ranks",
                 hint=f"DataLoader(dataset, batch_size={self.batch_size})",
             )
         self.last, self.fill = last, dict[str, int]()
@@ -223,7 +228,7 @@ class _Numbered(ShardedLoader):
         self._begin()
 
     def _agree(self, told: Mapping[str, str]) -> list[Mapping[str, str]]:
-        """What all ranks say. Raises BatchError, on all ranks, where they have different datasets or samples."""
+        """Exchange values between all ranks. Raises BatchError on all of them if they differ in datasets or samples."""
         found = told_by_all(self.local.world, self.local.rank.device, told)
         for what in dict.fromkeys(k for each in found for k in each):
             ranks: dict[str, list[int]] = {}
@@ -339,7 +344,7 @@ def _check_names(local: LocalStep, told: Sequence[Mapping[str, str]]) -> None:
 
 
 def _read(source: Iterable[Any]) -> Iterator[Any]:
-    """What a source gives; the record of this rank says when it is waited for."""
+    """Iterate over a source; the heartbeat record of this rank shows when it is waited for."""
     with heartbeat.during(READING):
         found = iter(source)
     while True:
@@ -357,7 +362,7 @@ def _fills(local: Any, size: int) -> dict[str, int]:
 
 
 class _Indices:
-    """What a rank reads of each batch of an epoch from a position on: the batch sampler of its loader."""
+    """The batch sampler of a rank's loader: the samples that it reads of each batch of an epoch, from a position on."""
 
     def __init__(self, reading: Reading, seed: int, whole: bool = False, keeps: bool = False) -> None:
         """`whole`: every rank reads all of each batch; with `keeps` of a last one that is too small."""
@@ -396,7 +401,7 @@ def _place(number: str, held: Mapping[str, torch.Tensor]) -> str:
 
 
 class _Stream(ShardedLoader):
-    """Of whole batches: every rank reads all of them, and keeps its part."""
+    """Loads full batches: every rank reads all of them and keeps its shard."""
 
     def __init__(self, source: Iterable[Any], local: LocalStep, last: str | None) -> None:
         self.source, self.local, self.last = source, local, last

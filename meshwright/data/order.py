@@ -58,7 +58,7 @@ class Order:
         return torch.tensor(flat, dtype=torch.int64), sizes
 
     def mark(self, drawn: torch.Tensor) -> str:
-        """What is equal where the order is: of the generators' states before, or of the order itself."""
+        """Hash the order of samples: the generators' states before it, or the order itself."""
         told = [s.numpy().tobytes() for s in self._before]
         told += [drawn.numpy().tobytes()] if self.hidden else []
         return hashlib.sha256(b"".join([str(len(drawn)).encode(), *told])).hexdigest()[:16]

@@ -85,9 +85,9 @@ def _target(node: Node) -> str:
 
 
 def _labels(value: str, label: int, made: Mapping[str, Node]) -> tuple[set[str], set[str]]:
-    """Where labels come from, and all values between: what is moved, viewed and cut, and what has the ignored `label`
-    put beside it or in the place of some. Raises BatchError where another number is put there, which the loss counts
-    in what fills up as well."""
+    """Trace where labels come from; return the sources and all values between: views, moves and slices of labels, and
+    values that insert the ignored `label`. Raises BatchError if another number is inserted, as the loss would count it
+    in padding rows."""
     node = made.get(value)
     if node is None:
         return {value}, {value}

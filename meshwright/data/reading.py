@@ -1,4 +1,5 @@
-"""What a rank reads of a batch, as plain data that travels to worker processes, and the functions that run there."""
+"""The shard of a batch that a rank reads, as plain data that travels to worker processes, and the functions that run
+there."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class InputReading:
     name: str
     path: str
     dtype: torch.dtype
-    shape: tuple[int, ...]  # of the whole input
+    shape: tuple[int, ...]  # of the full input
     rows: tuple[Cut, ...]  # per micro-batch, among the rows this rank reads
     rest: tuple[tuple[Cut, ...], ...]  # per micro-batch, along each further dim
     local: tuple[tuple[int, ...], ...]  # the local shape in each micro-batch
@@ -37,7 +38,8 @@ class InputReading:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a rank reads of each batch. `rows`: the places in the batch, ascending, of all inputs and micro-batches."""
+    """The shard of each batch that a rank reads. `rows`: positions in the batch, ascending, of all inputs and
+    micro-batches."""
 
     inputs: tuple[InputReading, ...]
     rows: np.ndarray
@@ -45,7 +47,7 @@ class Reading:
     micro_batches: int
     key: str
     rank: int
-    by_sample: bool  # else whole batches come, and are cut
+    by_sample: bool  # else full batches arrive and are sliced
 
     @property
     def boxes(self) -> dict[str, tuple[Cut, ...]]:
@@ -59,8 +61,8 @@ class Reading:
 
 
 def reading_of(parts: BatchParts, rank: int, by_sample: bool = True) -> Reading:
-    """What a rank reads. `by_sample`: batches are put together from samples, along dim 0 of every input. Raises
-    BatchError where an input has another number of rows."""
+    """Describe what a rank reads. `by_sample`: batches are stacked from samples, along dim 0 of every input. Raises
+    BatchError if inputs differ in their number of rows."""
     pieces = [[p for p in found if p.entry.name in parts.reads] for found in parts.micro_batches]
     sizes = {e.target: (e.type.shape or (0,))[0] for e in parts.entries}
     size = max(sizes.values(), default=0)
@@ -69,7 +71,7 @@ def reading_of(parts: BatchParts, rank: int, by_sample: bool = True) -> Reading:
         raise BatchError(
             f"{odd!r} has {sizes[odd]} rows in the example batch, other inputs have {size}",
             why="a dataset is read sample by sample, and they are put together along dim 0 of every input",
-            hint="give shard_loader a loader (any iterable) of whole batches instead",
+            hint="give shard_loader a loader (any iterable) of full batches instead",
         )
     held = [[[np.asarray(i) for i in p.layout.indices(parts.mesh, p.at)] for p in found] for found in pieces]
     starts = [(i[0] if i else np.zeros(0, dtype=np.int64)) for found in held for i in found]
@@ -113,8 +115,8 @@ def cut_along(x: torch.Tensor, dim: int, cut: Cut) -> torch.Tensor:
 
 
 def parts_of(reading: Reading, batch: Mapping[str, torch.Tensor]) -> LocalBatch:
-    """This rank's parts of the rows that it has read. `batch`: path → those rows, of whole samples or cut already.
-    Raises BatchError for tensors that are not what the step reads."""
+    """Slice the rows that this rank has read into its micro-batches. `batch`: path → those rows, of full samples or
+    sliced already. Raises BatchError for tensors that do not match the step's inputs."""
     parts: list[dict[str, torch.Tensor]] = [{} for _ in range(reading.micro_batches)]
     for entry in reading.inputs:
         x = batch.get(entry.path)
@@ -228,7 +230,7 @@ class Collate:
         self.reading, self.collate, self.fill = reading, collate, fill
 
     def __call__(self, found: list[tuple[Item, Any]]) -> Any:
-        """This rank's parts, the batch where that is read whole, or what went wrong."""
+        """Collate samples into this rank's shard, or the full batch if that is read; on an error, a `Failed` record."""
         try:
             if found and found[0][0].whole:
                 return self._together(found, [sample for _, sample in found])

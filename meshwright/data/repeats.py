@@ -23,7 +23,7 @@ def watched(batches: Iterable[Any], source: Any) -> Iterator[Any]:
             if held and held == first:
                 warnings.warn(
                     f"the first two batches of {type(dataset).__name__} hold the same samples\n"
-                    f"  why:   {workers} workers read it, and each seems to go through the whole stream: every sample "
+                    f"  why:   {workers} workers read it, and each seems to iterate over the full stream: every sample "
                     f"would come {workers} times\n"
                     "  try:   let __iter__ take its worker's share, by torch.utils.data.get_worker_info(), or "
                     "num_workers=1",

@@ -196,7 +196,7 @@ def _batch(
         )
     fits = SEQUENCE
     while longest and not relative and fits > longest:
-        fits //= 2  # some count positions from 2 on (514 for 512), and powers of two can be cut
+        fits //= 2  # some count positions from 2 on (514 for 512), and powers of two can be split
     tokens = sequence or fits
     ids = torch.empty(rows, tokens, dtype=torch.long)
     return {"input_ids": ids, "labels": ids[:, 0].clone() if kind == "classify" else ids.clone()}

@@ -79,9 +79,8 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.apply(_initialise)
-        for (
-            block
-        ) in self.blocks:  # what is added to the residual shrinks with depth (Radford et al. 2019, GPT-2)
+        # what is added to the residual shrinks with depth (Radford et al. 2019, GPT-2)
+        for block in self.blocks:
             for module in (block.attention.out, block.down):
                 nn.init.normal_(module.weight, std=0.02 / (2 * config.layers) ** 0.5)
         if config.tied:

@@ -50,8 +50,8 @@ Build = Callable[[Any, Outputs], ForwardStep]
 
 
 class Generator:
-    """What `mw.generator` returns; `generate` gives tokens. `first` is the program that reads prompts as long as the
-    example: its `plan` and `program` are there to look at."""
+    """A generator of tokens, returned by `mw.generator`. `first`: the program for prompts as long as the example, with
+    its `plan` and `program` for inspection."""
 
     def __init__(self, model: torch.nn.Module, ids: torch.Tensor, build: Build, shares: bool = False) -> None:
         """`build` makes the first forward step, and all others where those that it makes share what they hold."""
@@ -80,14 +80,14 @@ class Generator:
 
     @torch.no_grad()
     def generate(self, input_ids: torch.Tensor, **how: Any) -> Any:
-        """What ``model.generate(input_ids, **how)`` of transformers gives, greedy or sampled: token ids
-        [batch, prompt + new], or what ``return_dict_in_generate=True`` asks for.
+        """Generate tokens as ``model.generate(input_ids, **how)`` of transformers does, greedily or by sampling.
 
-        `how`: transformers' own arguments, such as ``attention_mask`` (prompts are padded on the left),
-        ``max_new_tokens``, ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``eos_token_id``, ``pad_token_id``,
-        ``generation_config``, ``logits_processor``. Random numbers are those of rank 0's generator on every rank; the
-        other ranks' own go on from where they were. Collective: all ranks give the same. Raises RunError for beams and
-        other ways that are neither greedy nor sampled, BatchError where ranks give different prompts or options.
+        Returns token ids [batch, prompt + new], or the object requested by ``return_dict_in_generate=True``. `how`:
+        transformers' own arguments, such as ``attention_mask`` (prompts are padded on the left), ``max_new_tokens``,
+        ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``eos_token_id``, ``pad_token_id``, ``generation_config``,
+        ``logits_processor``. Every rank draws from the state of rank 0's random generator; the generators of the other
+        ranks continue from their own states. Collective: all ranks pass the same. Raises RunError for beam search and
+        other modes that are neither greedy nor sampled, BatchError if ranks pass different prompts or options.
         """
         self.first.check_unchanged()
         input_ids = prompts(self._shell, input_ids)
@@ -139,15 +139,15 @@ class Generator:
         logits = results.pop(LOGITS)
         assert logits is not None
         cache.take({label: x for label, x in results.items() if x is not None}, local, count)
-        if (
-            local.world.mesh.size > 1
-        ):  # another last bit on one rank is another token, and ranks would part ways
+        # another last bit on one rank is another token, and ranks would part ways
+        if local.world.mesh.size > 1:
             logits = logits.contiguous()
             local.world.broadcast(logits, 0)
         return logits
 
     def _masks(self, valid: torch.Tensor, queries: int, end: int) -> dict[str, torch.Tensor]:
-        """What is added to scores, by kind of layer: [batch, 1, queries, slots], of the queries before slot `end`."""
+        """Build the masks that are added to scores, by kind of layer: [batch, 1, queries, slots], for the queries
+        before slot `end`."""
         slots = torch.arange(valid.shape[1], device=self._device)
         query = torch.arange(end - queries, end, device=self._device)[:, None]
         found: dict[str, torch.Tensor] = {}
@@ -199,7 +199,7 @@ class Generator:
 
 
 def _outputs(layers: int, kept: set[str] | frozenset[str]) -> Outputs:
-    """What the programs compute: logits of the last token, and keys and values of all layers."""
+    """Build the function that the programs compute: logits of the last token, and keys and values of all layers."""
 
     def outputs(model: Any, batch: Any) -> dict[str, Any]:
         from transformers.cache_utils import Cache

@@ -37,10 +37,11 @@ def names(layers: int) -> list[str]:
 
 @dataclass
 class Held:
-    """What a rank holds of the cache between calls. transformers' loop asks it how many tokens it has, and no more.
+    """The part of the key-value cache that a rank holds between calls. transformers' loop only queries its number of
+    tokens.
 
-    `ahead`: tokens that will come at most. `before`: slots that padding takes, `length`: tokens, `slots`: of the
-    programs that read it. `source`: the program that gave `parts`, in `layouts`.
+    `ahead`: the greatest number of tokens to come. `before`: slots of padding; `length`: tokens; `slots`: those of the
+    programs that read the cache. `source`: the program that computed `parts`, which have `layouts`.
     """
 
     ahead: int
@@ -89,7 +90,7 @@ class Held:
 
 
 def _alike(one: TensorLayout, other: TensorLayout) -> bool:
-    """Return whether two tensors lie alike on the ranks, however many slots they have."""
+    """Return whether two tensors are distributed in the same way, whatever their numbers of slots."""
     if one.partial or any(dim_axes(layout.dims[SLOTS]) for layout in (one, other)):
         return False
     return all(a == b for n, (a, b) in enumerate(zip(one.dims, other.dims, strict=True)) if n != SLOTS)

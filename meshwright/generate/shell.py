@@ -1,4 +1,4 @@
-"""What transformers' ``generate`` is called on: a model without weights, whose logits come from elsewhere."""
+"""A model without weights on which transformers' ``generate`` runs; its logits come from elsewhere."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Following = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None, An
 
 
 def parameters_of(model: torch.nn.Module) -> frozenset[str]:
-    """What a model's forward takes."""
+    """Return the names of the arguments of a model's forward."""
     return frozenset(inspect.signature(type(model).forward).parameters)
 
 

@@ -1,9 +1,9 @@
-"""What a rank is doing now and which collectives it has begun, in a small file that the launcher can read.
+"""Heartbeat records: the current action of a rank and the collectives it has begun, in a file that the launcher reads.
 
-A rank that hangs cannot say so. So each rank that `meshwright run` has started keeps a record in memory that it shares
-with a file: what it does, what it waits for, how many collectives of each group it has begun and which the last ones
-were. An entry is one `struct.pack_into`, about a microsecond; nobody reads it while the ranks move. In processes that
-no launcher watches there is no record, and the functions here return at once.
+A rank that hangs cannot report it. So each rank that `meshwright run` starts keeps a record in a memory-mapped file:
+what it does, what it waits for, the number of collectives of each group it has begun, and the last of them. An entry is
+one `struct.pack_into`, about a microsecond; the launcher only reads it when no rank makes progress. Processes without a
+launcher have no record, and the functions here return at once.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """What a rank waits for: the `number`-th collective of a group, and what it is of."""
+    """The collective that a rank waits for: the `number`-th of a group. `of`: what it sends."""
 
     kind: str
     group: Group
@@ -59,7 +59,7 @@ class Seen:
 
 
 def computes(data: bytes) -> bool:
-    """Whether a rank with this record may be silent for long as long as it computes."""
+    """True if a rank with this record computes and may go long without a heartbeat."""
     if len(data) < SIZE:
         return False
     _, _, patient, *_ = DOING.unpack_from(data, NOW)

@@ -112,7 +112,7 @@ def _attempt(job: Job, attempt: int, run_id: str, folder: Path, records: Path, h
 
 
 def _settings(job: Job, attempt: int, folder: Path, records: Path) -> dict[str, object]:
-    """What `bootstrap.py` is told."""
+    """Return the settings of `bootstrap.py`."""
     return {
         "launcher": os.getpid(),
         "log_dir": str(folder),
@@ -129,7 +129,7 @@ def _settings(job: Job, attempt: int, folder: Path, records: Path) -> dict[str, 
 
 
 def _rank_env(job: Job, rank: int, port: int) -> dict[str, str]:
-    """What a rank finds in its environment, under the names that `torchrun` gives it."""
+    """Return the environment variables of a rank, under the names that `torchrun` uses."""
     ranks = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
     sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(job.nproc))
     return {
@@ -145,7 +145,7 @@ def _rank_env(job: Job, rank: int, port: int) -> dict[str, str]:
 
 
 def _default_env(job: Job) -> dict[str, str]:
-    """What a rank gets unless the user's environment says otherwise."""
+    """Return environment variables that a rank gets unless the user's environment sets them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     env = {
         "OMP_NUM_THREADS": str(max(1, cores // job.nproc)),

@@ -14,9 +14,8 @@ from meshwright.errors import PEER_LOST, LaunchError, PeerLost
 TAIL_BYTES = 1 << 16  # what is read of a log
 HEAD_LINES, TAIL_LINES = 4, 26  # what is shown of it
 
-TOLD_LOST = re.compile(
-    rf"^{PeerLost.__module__}\.{PeerLost.__qualname__}: ", re.MULTILINE
-)  # without a traceback
+# without a traceback
+TOLD_LOST = re.compile(rf"^{PeerLost.__module__}\.{PeerLost.__qualname__}: ", re.MULTILINE)
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 PREFIX = re.compile(r"^\[rank\d+\]:\s?", re.MULTILINE)  # torch's own mark on an uncaught exception
 FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
@@ -50,13 +49,13 @@ class RankEnd:
 
 
 def first(ends: Sequence[RankEnd]) -> RankEnd:
-    """The rank whose failure came first.
+    """Return the rank whose failure came first.
 
-    The agent looks at the ranks every now and then, so several may have failed when it does, most of them because
-    one did. Blame, in this order: who was killed or failed by itself; who only lost a peer; who was stopped by the
-    launcher. Among equals, who wrote last to its log the longest ago: a traceback is written before peers notice.
-    A rank that raised may still be on its way out (threads to join, sockets to close) when its peers have noticed
-    and the launcher stops it: its error is what counts, and the exit code is the one that it was about to return.
+    The agent polls the ranks, so several may have failed in between, most of them because one did. The order: a rank
+    that was killed or failed by itself; one that only lost a peer; one that the launcher stopped. Among equals, the one
+    whose log was written the longest ago: a traceback is written before peers notice. A rank that raised may still be
+    shutting down (threads to join, sockets to close) when its peers have noticed and the launcher stops it: its error
+    counts, and the exit code is the one that it was about to return.
     """
 
     def blame(end: RankEnd) -> tuple[int, int, int]:

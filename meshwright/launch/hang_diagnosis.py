@@ -1,8 +1,8 @@
-"""Which rank hangs, told from the records of all ranks when nothing moves any more. Pure: nothing is looked up here.
+"""Diagnoses which rank hangs from the heartbeat records of all ranks. Pure: it reads no files.
 
-A rank that waits in a collective waits for those members of its group that have begun fewer of them. Who is waited for
-and does not wait itself hangs. Where all that matter wait for one another, the first collective of a group that is not
-the same on all of its ranks says who left one out.
+A rank that waits in a collective waits for those members of its group that have begun fewer of them. A rank that is
+waited for and does not wait itself hangs. If all such ranks wait for one another, the first collective of a group that
+differs between its ranks shows which rank left one out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshwright.heartbeat import ENDED, IN_STEP, OWN_CODE
 from meshwright.heartbeat.reader import Group, Seen, Waits
 
 MESSAGES = ("sent", "received")  # what stands for axes where a group is the two ends of messages
-SHOWN = 6  # groups of ranks with different waits that are told one by one
+SHOWN = 6  # groups of ranks with different waits that are listed one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class State:
 
     @property
     def waits(self) -> Waits | None:
-        """What it waits for; nothing where its process cannot go on by itself."""
+        """Return the collective that the rank waits for; None if its process is not running."""
         return None if self.seen is None or self.process != "running" else self.seen.waits
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Who hangs, and what is known: a line for each of those that hang and of what the others wait for."""
+    """The ranks that hang, and a line for each of them and for each wait of the others."""
 
     ranks: tuple[int, ...]
     what: str
@@ -41,8 +41,8 @@ class Finding:
 
 
 def blame(states: Mapping[int, State], seconds: float, now: float) -> Finding | None:
-    """Who of the ranks hangs, when none has moved for some seconds. None where nobody waits for anybody and a script
-    may be busy with something of its own. `now`: of the clock of the records."""
+    """Diagnose which rank hangs after all ranks have been idle for `seconds`. None if no rank waits for another, as a
+    script may be busy with its own work. `now`: on the clock of the records."""
     world = len(states)
     for_whom = {rank: _awaited(rank, states) for rank, state in states.items() if state.waits is not None}
     stopped = [rank for rank, state in states.items() if state.process == "stopped"]
@@ -132,8 +132,8 @@ def _doing(state: State, now: float) -> str:
     if seen is None:
         return how or "has not come to `import meshwright` yet"
     last = next(reversed(seen.latest), None)
-    told = f"{how}: {_within(seen)}" if how else f"{_within(seen)}, for {now - seen.since:.0f} s"
-    return told if last is None else f"{told}; its last was {_of(*seen.latest[last])}, {_which(*last)}"
+    text = f"{how}: {_within(seen)}" if how else f"{_within(seen)}, for {now - seen.since:.0f} s"
+    return text if last is None else f"{text}; its last was {_of(*seen.latest[last])}, {_which(*last)}"
 
 
 def _within(seen: Seen) -> str:

@@ -51,7 +51,7 @@ class Process:
 
 
 def process(pid: int) -> Process:
-    """What the kernel says of a process."""
+    """Read the state of a process from the kernel."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return Process(words[0], (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK"))

@@ -1,4 +1,4 @@
-"""What to start: a script or a module, how many times, and where its output goes. Pure: nothing starts here."""
+"""A launch as data: a script or a module, the number of processes, and where their output goes. Starts nothing."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MOST_PROCESSES = 4096  # beyond, a machine ends before the job begins
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`nproc` ranks of ``python target *args``, or of ``python -m target *args`` when `module` is set.
+    """Runs `nproc` ranks of ``python target *args``, or of ``python -m target *args`` if `module` is set.
 
-    `log_dir` None means a temporary folder, kept only when a rank fails. `restarts` counts whole new attempts after
-    a failure; each has a store and a port of its own. `poll_seconds` is the time between two looks at the ranks;
-    `grace_seconds` is how long a rank may take to stop when asked, before it is killed; at most two seconds after the
-    failure of another, since nothing that it waits for will come. `hang_seconds` is how long all ranks may be silent
-    before it is looked who hangs, 0 for ever.
+    `log_dir`: by default a temporary folder, kept only if a rank fails. `restarts`: complete new attempts after a
+    failure; each has its own store and port. `poll_seconds`: time between two checks of the ranks. `grace_seconds`:
+    time that a rank has to stop before it is killed; at most two seconds after the failure of another rank, since
+    nothing that it waits for will come. `hang_seconds`: time without any progress after which a hang is diagnosed, 0
+    for never.
     """
 
     nproc: int
@@ -38,7 +38,7 @@ class Job:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What each rank executes: the launching interpreter, never another one that PATH happens to name."""
+        """The command of each rank, with the launching interpreter rather than one that PATH happens to name."""
         return (sys.executable, *(("-m",) if self.module else ()), self.target, *self.args)
 
     @property

@@ -17,7 +17,7 @@ RESET = b"\x1b[0m"
 
 
 def shown_env() -> dict[str, str]:
-    """What rank 0 must be told because its output is a file: that a person watches, and how wide the window is."""
+    """Return environment variables that describe the terminal to rank 0, whose own output is a file."""
     if not sys.stdout.isatty():
         return {}
     size = shutil.get_terminal_size()

@@ -12,9 +12,9 @@ COUNTED = ("matmul", "attention", "causal", "conv")
 
 
 def model_flops(parts: Partition) -> dict[str, float]:
-    """Dtype → FLOPs of a step on the whole batch, forward and backward, of products, attention and convolutions.
+    """Dtype → FLOPs of a step on the global batch, forward and backward, of products, attention and convolutions.
 
-    What recompute does again, and what several ranks repeat, is no work of the model (PaLM, Chowdhery et al. 2022,
+    Recompute and replicated computation do not count (PaLM, Chowdhery et al. 2022,
     appendix B). A causal mask counts half of the scores.
     """
     graph, found = parts.resharded.graph, Counter[str]()

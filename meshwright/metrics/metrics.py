@@ -29,7 +29,7 @@ HINTS = {
     "path": 'path="metrics.jsonl"',
     "tensorboard": 'tensorboard="runs/1"',
     "total": "total=1000 steps",
-    "tokens": "tokens=8192, of a whole batch",
+    "tokens": "tokens=8192, of a global batch",
     "trace_signal": "trace_signal=signal.SIGUSR1",
 }
 

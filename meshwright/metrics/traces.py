@@ -17,7 +17,8 @@ Kind = Callable[[Action], None]
 
 
 def in_trace(done: Kind, part: str) -> Kind:
-    """What runs an action, under its name in a trace. `part`: what a program has several of, stages or segments."""
+    """Name actions in a trace; return a function that runs one. `part`: the unit that a program has several of (stage,
+    segment)."""
 
     def run(action: Action) -> None:
         about = f" of {part} {action.stage}, micro-batch {action.micro_batch}"

@@ -260,9 +260,8 @@ class Factors:
     dims: Mapping[str, tuple[Dim, ...]]
     batch: Mapping[tuple[str, str], tuple[bool, ...]]  # (node, letter) → per leaf
     unsharded: Mapping[tuple[str, str], tuple[bool, ...]]  # (node, letter) → per leaf
-    batch_inputs: Mapping[
-        str, tuple[tuple[bool, ...], ...]
-    ]  # input → per dim, which leaf sub-dims count examples
+    # input → per dim, which leaf sub-dims count examples
+    batch_inputs: Mapping[str, tuple[tuple[bool, ...], ...]]
 
 
 def analyze(graph: Graph, rules: Mapping[str, Rule]) -> Factors:

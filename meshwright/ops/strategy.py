@@ -38,7 +38,7 @@ class Strategy:
         return " ".join(parts) or "replicated"
 
 
-WHOLE = Strategy()
+UNSHARDED = Strategy()
 
 
 def units(tree: Dim) -> tuple[tuple[tuple[int, ...], ...], ...]:

@@ -46,9 +46,8 @@ class MicroBatches:
     programs: tuple[Graph, ...]
     late: Graph
     carried: tuple[tuple[str, str], ...]  # input → the value that replaces it
-    copy_of: Mapping[str, int] = field(
-        default_factory=dict
-    )  # node or input → its copy, where programs have several
+    # node or input → its copy, where programs have several
+    copy_of: Mapping[str, int] = field(default_factory=dict)
 
 
 def micro_batches_of(parts: Partition, rank: int) -> MicroBatches:

@@ -55,7 +55,7 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """How many stages the model is cut into."""
+        """The number of stages of the model."""
         return len(self.ranks)
 
     def held_by(self, rank: int) -> tuple[int, ...]:
@@ -64,11 +64,11 @@ class Schedule:
 
     @property
     def has_backward(self) -> bool:
-        """Whether it trains; one that only goes forward is for inference."""
+        """True for training, False for a forward-only schedule."""
         return any(a.kind in (BACKWARD, BACKWARD_INPUT) for actions in self.actions for a in actions)
 
     def splits_backward(self, place: int) -> bool:
-        """Whether the two halves of backward are apart on a rank of the pipeline."""
+        """True if a rank of the pipeline runs the two halves of backward apart."""
         return any(a.kind == BACKWARD_WEIGHT for a in self.actions[place])
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ _ACTION = re.compile(r"(\w+)(?:\((\d+), (\d+)\))?")
 
 
 def is_own(techniques: Techniques) -> bool:
-    """Whether the schedule that is asked for is a user's own, by its text."""
+    """True if the requested schedule is a user's own, given as text."""
     return "\n" in techniques.schedule
 
 

@@ -1,15 +1,15 @@
-"""What a schedule makes of any stages: chains of actions that cannot run at once, whatever the stages take.
+"""Lower bounds of a schedule for any stages: chains of actions that cannot run at once, whatever the stages take.
 
-A rank takes its list in order, and a value comes through all stages. So a step takes no less than any of these chains,
+A rank runs its list in order, and a value passes through all stages. So a step takes no less than any of these chains,
 one of each kind for every rank:
 
-- all of its list, after the first micro-batch has come to it, and before the last has gone back from it;
-- from its first backward on, which the first micro-batch has gone through all stages for;
-- up to its last forward, from which that micro-batch goes on to the end and all the way back.
+- its full list, after the first micro-batch has reached it and before the last has gone back from it;
+- the list from its first backward on, which the first micro-batch must have passed all stages for;
+- the list up to its last forward, from which that micro-batch goes on to the end and all the way back.
 
-Each is a sum over stages of counts times seconds. With weights that add up to one, the sum of all chains is one as
-well, and however operators are laid into stages, each counts no less than in the stage where it counts least. The
-weights are those that are best for stages whose forward, backward and weights' half have the model's own shares.
+Each chain is a sum over stages of counts times seconds. A weighted mean of all chains is such a sum too, and for any
+assignment of operators to stages, each operator counts no less than in the stage where it counts least. The weights are
+the best ones for stages whose forward, backward and weight gradients have the model's own shares.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshwright.pipeline.actions import BACKWARD, BACKWARD_INPUT, COMPUTE, FORWA
 from meshwright.pipeline.schedules import make
 
 ACTIONS = 1 << 14  # of a schedule whose chains are looked at: with more the idle share is small
-SHARES = 20  # steps in which shares are told apart
+SHARES = 20  # resolution of shares
 BACK = (BACKWARD, BACKWARD_INPUT)
 
 
@@ -35,12 +35,12 @@ class Counts:
     of: np.ndarray
 
     def least(self, seconds: np.ndarray) -> np.ndarray:
-        """What operators count at least: `seconds` [operators, 3] of a micro-batch → [operators]."""
+        """Compute the least count of each operator: `seconds` [operators, 3] of a micro-batch → [operators]."""
         return (seconds @ self.of.T).min(axis=1)
 
     @property
     def least_of_any(self) -> float:
-        """What a second of any kind counts at least, in any stage."""
+        """Return the least count of a second of any kind, in any stage."""
         return float(self.of.min())
 
 

@@ -1,4 +1,4 @@
-"""What ranks do in time as bars of text: a line for each rank, time to the right."""
+"""Draws a schedule as bars of text: a line for each rank, time to the right."""
 
 from __future__ import annotations
 

@@ -114,17 +114,17 @@ def along(cluster: Cluster, world: Meshes) -> Meshes:
 def check_all(cluster: Cluster, world: Meshes) -> None:
     """Raise PlanError where the ranks of a pipeline are not those of a cluster."""
     if world.world.size != cluster.ranks:
-        told = f" ({' + '.join(str(mesh.size) for mesh in world.own)})" if world.own else ""
+        text = f" ({' + '.join(str(mesh.size) for mesh in world.own)})" if world.own else ""
         raise PlanError(
-            f"the mesh has {world.world.size} ranks{told}, the cluster {cluster.ranks}",
+            f"the mesh has {world.world.size} ranks{text}, the cluster {cluster.ranks}",
             why=f"mesh of all ranks: {world.world}",
             hint="leave out mesh= to use the cluster's own, or make the sizes agree",
         )
 
 
 def part_of(cluster: Cluster, world: Meshes, place: int) -> Cluster:
-    """The part of a cluster on which a place of a pipeline has a mesh of its own: whole units of some levels, or some
-    ranks of one. Raises PlanError for ranks that are neither."""
+    """Return the part of a cluster on which a place of a pipeline has its own mesh: complete units of some levels, or
+    some ranks of one. Raises PlanError for other sets of ranks."""
     check_all(cluster, world)
     first, count = world.at(place, 0), world.own[place].size
     sizes, unit, left = list[int](), 1, count
@@ -136,7 +136,7 @@ def part_of(cluster: Cluster, world: Meshes, place: int) -> Cluster:
             raise PlanError(
                 f"ranks {first} to {first + count - 1} of {cluster.name} as one mesh",
                 why=f"they begin or end within a {level.name} of {level.size}",
-                hint="an order of meshes in which each fills whole units of a level, or fits into one",
+                hint="an order of meshes in which each fills complete units of a level, or fits into one",
             )
         unit, left = unit * level.size, left // sizes[-1]
     levels = (replace(v, size=n) for v, n in zip(cluster.levels, reversed(sizes), strict=True))

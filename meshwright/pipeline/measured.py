@@ -1,4 +1,4 @@
-"""What the ranks did in a step that ran: each action with its times, and what follows for stages and for waiting."""
+"""Measured timings of a pipeline step: each action with its times, and the resulting busy and idle seconds."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def to_text(spans: Sequence[Span]) -> str:
 
 
 def from_text(text: str) -> tuple[Span, ...]:
-    """What `to_text` wrote."""
+    """Parse the output of `to_text`."""
     return tuple(
         Span(Action(kind, stage, m), begin, end, *(tuple((a, b) for a, b in of) for of in (waits, talks)))
         for kind, stage, m, begin, end, waits, talks in json.loads(text)

@@ -1,8 +1,8 @@
-"""What the ranks of a pipeline send one another, in the order of their lists: from what crosses between stages.
+"""Messages between the ranks of a pipeline, in the order of their lists, derived from the values that cross stages.
 
 A value goes from the stage that makes it to each that reads it, its gradient back. Receives are posted one action ahead
-of the one that needs them. A sender may let go of what it sent when it hears from a rank that has read it
-(`acknowledged`): nobody has to ask whether a message has arrived.
+of the one that needs them. A sender may free what it sent when it hears from a rank that has read it (`acknowledged`),
+so it never has to query whether a message has arrived.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Messages:
         self._gradients_out = [[e for e in graded if e[2] == s] for s in stages]
 
     def needed(self, action: Action) -> list[Message]:
-        """What must have arrived before an action."""
+        """List the messages that must have arrived before an action."""
         s, m = action.stage, action.micro_batch
         if action.kind == FORWARD:
             return [Message(*edge, m, False) for edge in self._values_in[s]]
@@ -61,7 +61,7 @@ class Messages:
         return []
 
     def sent(self, action: Action) -> list[Message]:
-        """What goes out after an action."""
+        """List the messages that are sent after an action."""
         s, m = action.stage, action.micro_batch
         if action.kind == FORWARD:
             return [Message(*edge, m, False) for edge in self._values_out[s]]
@@ -70,7 +70,7 @@ class Messages:
         return []
 
     def compute(self, place: int) -> list[Action]:
-        """What a rank computes, in order."""
+        """List the actions that a rank computes, in order."""
         return [a for a in self.schedule.actions[place] if a.kind in COMPUTE]
 
     def listed(self, place: int) -> list[Action]:

@@ -74,7 +74,7 @@ class Routes:
         return 0 if route is None else route.crossing() * self._itemsize(message)
 
     def passing_seconds(self, message: Message) -> float:
-        """What receivers need to pass on to one another what each has taken in."""
+        """Return the seconds in which receivers pass on to one another what each has received."""
         route, prices = self.of(message), self.every.asked.prices
         if route is None or route.parts is None or prices is None:
             return 0.0

@@ -24,8 +24,8 @@ TRAINING = tuple(name for name in SCHEDULES if name != "forward")
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The same without backward, for inference: each rank goes forward in the same order. It ends like the whole, since
-    what a forward waits for are forwards."""
+    """Drop backward from a schedule, for inference: each rank runs its forwards in the same order. It cannot deadlock
+    if the schedule does not, since forwards only wait for forwards."""
     lists = tuple(tuple(a for a in actions if a.kind == FORWARD) for actions in schedule.actions)
     return replace(schedule, actions=lists)
 

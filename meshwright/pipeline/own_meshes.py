@@ -1,5 +1,4 @@
-"""What is said of a pipeline whose places have meshes of their own: pins, of which each place takes those whose axes it
-has, and what cannot be."""
+"""Checks and remarks for pipelines whose places have their own meshes: each place takes the pins whose axes it has."""
 
 from __future__ import annotations
 
@@ -21,15 +20,15 @@ def pins_on(mesh: Mesh, every: Sequence[Mesh], pins: Pins | None) -> Pins | None
     if not isinstance(pins, Mapping):
         return pins  # nothing, or what the planner of a mesh refuses
     return {
-        pattern: cuts
-        for pattern, cuts in pins.items()
-        if _fits(cuts, mesh) or not any(_fits(cuts, other) for other in every)
+        pattern: splits
+        for pattern, splits in pins.items()
+        if _fits(splits, mesh) or not any(_fits(splits, other) for other in every)
     }
 
 
-def _fits(cuts: Mapping[str, Any], mesh: Mesh) -> bool:
+def _fits(splits: Mapping[str, Any], mesh: Mesh) -> bool:
     try:
-        for axes in cuts.values():
+        for axes in splits.values():
             for axis in (axes,) if isinstance(axes, str) else axes:
                 mesh.resolve(axis)
     except (AttributeError, MeshError, TypeError):  # what the planner of a mesh refuses
@@ -58,18 +57,18 @@ def check_own(graph: Graph, techniques: Techniques) -> None:
 def check_pins(graph: Graph, plan: Plan) -> tuple[str, ...]:
     """Notes on pins that hold in some of the stages alone that have the modules they name."""
     ranks, found = schedule_of(plan).ranks, list[str]()
-    for pattern, cuts in plan.pins.items():
+    for pattern, splits in plan.pins.items():
         mine = {
             plan.stages[n.name]
             for n in graph.nodes
             if n.name in plan.stages and matches_module(pattern, n.module.split("."))
         }
-        lacking = sorted(s for s in mine if not _fits(cuts, plan.meshes[ranks[s]]))
+        lacking = sorted(s for s in mine if not _fits(splits, plan.meshes[ranks[s]]))
         if lacking:
-            axes = ", ".join(str(a) for a in cuts.values())
-            told = ", ".join(f"{s} (mesh {plan.meshes[ranks[s]]})" for s in lacking)
+            axes = ", ".join(str(a) for a in splits.values())
+            stages = ", ".join(f"{s} (mesh {plan.meshes[ranks[s]]})" for s in lacking)
             found.append(
-                f"the pin {pattern!r} ({axes}) does not hold in stage {told}, whose mesh lacks the axis"
+                f"the pin {pattern!r} ({axes}) does not hold in stage {stages}, whose mesh lacks the axis"
             )
     return tuple(found)
 

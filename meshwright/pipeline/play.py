@@ -154,7 +154,7 @@ def _made(action: Action) -> tuple[str, int, int]:
 
 
 def _needs(schedule: Schedule, action: Action) -> list[tuple[tuple[str, int, int], int]]:
-    """What must have been made, and on which rank, before an action can begin."""
+    """List the actions, with their ranks, that must end before an action can begin."""
     s, m, last = action.stage, action.micro_batch, schedule.stages - 1
     found: list[tuple[str, int]] = []
     match action.kind:

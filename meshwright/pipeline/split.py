@@ -1,11 +1,11 @@
-"""Cutting a graph into stages: at any edge, so that the slowest stage is as quick as it can be.
+"""Splits a graph into stages so that the slowest stage is as quick as possible.
 
-Exact over contiguous stretches of the graph's own order, by dynamic programming over places to cut: first the least
+Exact over contiguous stretches of the graph's own order, by dynamic programming over stage cuts: first the least
 possible time of the slowest stage, then, among all splits within a percent of that, the one that sends the fewest
-bytes. Where a graph has very many places, those with the fewest bytes across are looked at, and enough others.
+bytes. For graphs with very many edges, only the places with the fewest bytes across and enough others are considered.
 
-Operators that depend on the batch's integers and on constants alone (masks, positions, rotary tables), or on parameters
-alone (casts), belong to no stage: each that reads them makes its own.
+Operators that depend only on the batch's integers and on constants (masks, positions, rotary tables), or only on
+parameters (casts), belong to no stage: each stage that reads them computes its own copy.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ SLACK = 0.01  # how much slower than the best the slowest stage may be, for fewe
 
 @dataclass(frozen=True)
 class Costs:
-    """What stages are made of. `seconds`: node → forward and backward of one micro-batch. `held`: node → bytes that it
-    keeps for backward, of one micro-batch. `state`: parameter (name of the input) → bytes with gradient and optimizer
-    states. `link`: seconds that so many bytes take to the next stage. `share`: of what arrives, that which is a rank's,
-    of one micro-batch."""
+    """The costs of stages. `seconds`: node → forward and backward of one micro-batch. `held`: node → bytes that it
+    saves for backward, per micro-batch. `state`: parameter (name of the input) → bytes with gradient and optimizer
+    states. `link`: seconds to send so many bytes to the next stage. `share`: the fraction of what arrives that one rank
+    holds, of one micro-batch."""
 
     seconds: Mapping[str, float]
     held: Mapping[str, float]
@@ -41,7 +41,7 @@ class Costs:
 @dataclass(frozen=True)
 class Split:
     """`of`: node → its stage; those of `copied` belong to every stage that reads them. `seconds`: of each stage, with
-    what it sends. `crossing`: for each cut, the values that cross it. `memory`: bytes of each stage."""
+    what it sends. `crossing`: for each stage cut, the values that cross it. `memory`: bytes of each stage."""
 
     of: Mapping[str, int]
     copied: frozenset[str]
@@ -64,11 +64,11 @@ def split(
     limit_bytes: float = math.inf,
     in_flight: Sequence[int] = (),
 ) -> Split:
-    """Cut a graph into so many stages. `costs`: of all of them, or of each, where their meshes are not alike. `pins`:
-    node → the stage that the user wants it in. `in_flight`: micro-batches of which each stage holds the activations at
-    once (by default one), for `limit_bytes` per rank.
+    """Split a graph into stages. `costs`: of all stages, or one for each if their meshes differ. `pins`: node → the
+    stage requested by the user. `in_flight`: the number of micro-batches whose activations each stage holds at once
+    (one by default), for `limit_bytes` per rank.
 
-    Raises PlanError when there are too few operators, pins go backward, or no split fits into the memory.
+    Raises PlanError if there are too few operators, pins go backward, or no split fits into memory.
     """
     free = copied(graph)
     nodes = [n for n in graph.nodes if n.name not in free]
@@ -78,15 +78,15 @@ def split(
             why="each stage needs at least one",
             hint=f"pipeline={min(max(len(nodes) // 4, 1), 4)}",
         )
-    wishes = {name: stage for name, stage in (pins or {}).items() if name not in free}
+    pinned_to = {name: stage for name, stage in (pins or {}).items() if name not in free}
     each = [costs] * stages if isinstance(costs, Costs) else costs
     known = {id(c): _Room(graph, nodes, c) for c in {id(c): c for c in each}.values()}
     rooms = [known[id(c)] for c in each]
-    places = rooms[0].places(stages, wishes)
+    places = rooms[0].places(stages, pinned_to)
     spans = {id(room): room.seconds(places) for room in known.values()}
     cost = [spans[id(room)] for room in rooms]
-    allowed = [_allowed(nodes, places, wishes, stage) for stage in range(stages)]
-    _check_order(nodes, wishes, stages)
+    allowed = [_allowed(nodes, places, pinned_to, stage) for stage in range(stages)]
+    _check_order(nodes, pinned_to, stages)
     flights = tuple(in_flight) or (1,) * stages
     held = {(id(r), n): r.memory(places, n) for r, n in dict.fromkeys(zip(rooms, flights, strict=True))}
     memory = [held[id(room), n] for room, n in zip(rooms, flights, strict=True)]
@@ -174,13 +174,13 @@ class _Room:
             for entry in graph.input_of("parameter")
         }
 
-    def places(self, stages: int, wishes: Mapping[str, int]) -> np.ndarray:
+    def places(self, stages: int, pinned_to: Mapping[str, int]) -> np.ndarray:
         """Places at which a stage may begin or end: before the node of that number."""
         count = len(self.nodes)
         every = np.arange(count + 1)
         if count < PLACES:
             return every
-        pinned = [n for n, node in enumerate(self.nodes) if node.name in wishes]
+        pinned = [n for n, node in enumerate(self.nodes) if node.name in pinned_to]
         edges = {0, count, *pinned, *(n + 1 for n in pinned)}
         even = np.searchsorted(self.time, np.linspace(0.0, self.time[-1], PLACES // 2))
         narrow = np.argsort(self.crossing, kind="stable")[: PLACES // 2]
@@ -236,16 +236,18 @@ def _shortest(costs: Sequence[np.ndarray], join: np.ufunc) -> tuple[float, list[
 # ---------------------------------------------------------------- what the user wants, and what cannot be
 
 
-def _allowed(nodes: Sequence[Node], places: np.ndarray, wishes: Mapping[str, int], stage: int) -> np.ndarray:
+def _allowed(
+    nodes: Sequence[Node], places: np.ndarray, pinned_to: Mapping[str, int], stage: int
+) -> np.ndarray:
     """[from, to] → whether the stretch has all nodes that are wanted in this stage, and none of another."""
-    mine = _sums(float(wishes.get(n.name) == stage) for n in nodes)
-    others = _sums(float(wishes.get(n.name, stage) != stage) for n in nodes)
+    mine = _sums(float(pinned_to.get(n.name) == stage) for n in nodes)
+    others = _sums(float(pinned_to.get(n.name, stage) != stage) for n in nodes)
     has = mine[places][None, :] - mine[places][:, None] == mine[-1]
     free = others[places][None, :] - others[places][:, None] == 0
     return has & free & _forward(places)
 
 
-def _check_order(nodes: Sequence[Node], wishes: Mapping[str, int], stages: int) -> None:
+def _check_order(nodes: Sequence[Node], pinned_to: Mapping[str, int], stages: int) -> None:
     latest: tuple[int, Node] | None = None
     used = taken = 0  # stages that have operators so far, and how many operators
 
@@ -253,7 +255,7 @@ def _check_order(nodes: Sequence[Node], wishes: Mapping[str, int], stages: int) 
         return node.module or f"%{node.name}"
 
     for number, node in enumerate(nodes):
-        stage = wishes.get(node.name)
+        stage = pinned_to.get(node.name)
         if stage is None:
             continue
         if not 0 <= stage < stages:

@@ -27,6 +27,7 @@ from meshwright.redistribute.prices import Prices
 VERSION = 2
 MARK = "meshwright plan"
 NAMED = ("inputs", "hubs", "states", "nodes", "keeps")  # sections with a line for each entry
+# by which a plan can be made
 MODES = (
     "stand_alone",
     "data_parallel",
@@ -35,7 +36,7 @@ MODES = (
     "recursive_programming",
     "dynamic_programming",
     "auto",
-)  # by which a plan can be made
+)
 AGAIN = "make it again with mw.plan(model, batch, …).save(path)"
 
 

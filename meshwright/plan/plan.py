@@ -24,6 +24,7 @@ from meshwright.plan.file import AGAIN, plain_pins, read, write
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import show_bytes
 
+# in the order read
 CLAIMS = (
     "step_seconds",
     "price_seconds",
@@ -32,7 +33,7 @@ CLAIMS = (
     "peak_bytes",
     "space",
     "cluster",
-)  # in the order read
+)
 
 
 KEPT_AS = ("again", "slice", "host", "slice host")
@@ -40,42 +41,45 @@ KEPT_AS = ("again", "slice", "host", "slice host")
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """`strategies`: node → strategy. `inputs`: input → layout in which it enters the program; a parameter is stored,
+    """The complete decision of how ranks run a model. Most fields map names of the captured graph.
+
+    `strategies`: node → strategy. `inputs`: input → the layout in which it enters the program; a parameter is stored,
     and its optimizer works, in this layout.
 
     `hubs`: value → the layout to which it is brought once, and from which every consumer takes it; its gradient half
-    says where the consumers' gradients are added up. So a parameter whose storage is split over the batch axes has
-    a hub that is whole, with the gradient pending there (ZeRO). `again`: values whose hub is not kept for backward
-    but made again there. `states`: parameter → the layout in which it is updated, where that is more split than the one
-    it enters in; its optimizer's states live so, and the weight is put together again after the update.
+    says where the consumers' gradients are added up. A parameter whose storage is sharded over the batch axes has a
+    replicated hub with a partial gradient (ZeRO). `again`: values whose hub is gathered again in backward instead of
+    being kept. `states`: parameter → the layout in which it is updated, if that is sharded further than the layout it
+    enters in; its optimizer states have this layout, and the weight is gathered after the update.
 
-    `keeps`: value → how an operator's result is kept for backward, where it is not as autograd does: ``again`` (not at
-    all: the operator is computed again, with what it saves of its own), ``slice`` (cut over the axes on which ranks
-    repeat it), ``host`` (in the host's memory) or ``slice host``.
+    `keeps`: value → how an operator's result is kept for backward, if not as autograd does: ``again`` (the operator is
+    recomputed, with what it saves itself), ``slice`` (sharded over the axes on which ranks replicate it), ``host``
+    (offloaded to host memory) or ``slice host``.
 
-    `turns`: in which order copies of the batch take turns, one of `TURNS` (`partition/interleave.py`).
+    `turns`: the order in which interleaved copies of the batch run, one of `TURNS` (`partition/interleave.py`).
 
-    `stages`: operator → its stage in a pipeline, none without one; what it lacks is made wherever it is read. `mesh` is
-    then that of the ranks which share a stage, and `world` that of all ranks: it has the pipeline's axis, too.
+    `stages`: operator → its stage in a pipeline, empty without one; an operator that is missing runs in every stage
+    that reads it. `mesh` is then that of the ranks of one stage, and `world` that of all ranks, with the pipeline's
+    axis.
 
-    `meshes`: of each place in a pipeline, where stages have meshes of their own; none where all share `mesh`. `own` are
-    then the plans of the places, each of the whole model on the mesh of its place, of which the ranks there run their
-    stages; the plan that has them is the first of them otherwise. `world` counts all ranks, place after place.
+    `meshes`: the mesh of each place in a pipeline if stages have their own meshes, empty if all share `mesh`. `own` are
+    then the plans of the places, each of the full model on the mesh of its place, of which the ranks there run their
+    stages; the plan itself otherwise equals the first of them. `world` counts all ranks, place after place.
 
-    `hosts`: the nodes that the host runs; what only they read lives in its memory (`meshwright.core.placement`).
+    `hosts`: the nodes that the host runs; values that only they read stay in its memory (`meshwright.core.placement`).
 
-    `prices` are those of collectives by which the plan was made, so that what was priced is what runs. `claims` is what
-    the search says of the plan: seconds, bytes, bound, gaps. `nexts`: node → its next best strategy and what that adds.
+    `prices`: the prices of collectives for which the plan was made, so that the priced steps are those that run.
+    `claims`: the search's predictions: seconds, bytes, bound, gaps. `nexts`: node → its second-best strategy and the
+    seconds it adds.
 
-    `folds` are stretches of equal layers, (number of the first node, nodes in a copy, copies); a file lists the first
-    two copies of each, `times` how many a name of the second stands for, and `stand_ins` for which of a later copy. A
+    `folds`: stretches of equal layers, (number of the first node, nodes in a copy, copies). A file lists the first two
+    copies of each; `times` says how many a name of the second stands for, and `stand_ins` for which of a later copy. A
     plan just read from a file lacks the later copies until `check` or `unfolded` have seen its graph.
 
-    `techniques` are what the user asked for beside the mode.
+    `techniques`: the options that the user passed besides the mode.
 
-    `reasons` says for each node why its strategy was chosen, `about` its operator and module; `notes` are
-    remarks for the user (what stayed whole and what that costs, what is inexact); `pins` what the user asked
-    for.
+    `reasons`: node → why its strategy was chosen; `about`: node → its operator and module; `notes`: remarks for the
+    user (what is replicated and its cost, what is inexact); `pins`: the user's pins.
     """
 
     mesh: Mesh
@@ -106,7 +110,7 @@ class Plan:
     stand_ins: Mapping[str, str] = field(default_factory=dict[str, str], compare=False, repr=False)
 
     def __eq__(self, other: object) -> bool:
-        """Whether two plans say the same; a plan from a file equals the one that was saved."""
+        """Compare all that a file holds; a plan from a file equals the one that was saved."""
         if not isinstance(other, Plan):
             return NotImplemented
         return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(Plan) if f.compare)
@@ -133,12 +137,12 @@ class Plan:
             lines += [f"rank {place} of the pipeline, mesh {plan.mesh}"] if self.own else []
             lines += plan._strategy_lines()
         if self.folds and not self.stand_ins:
-            told = ", ".join(str(repeats) for _, _, repeats in self.folds)
-            lines.append(f"  the second of equal layers stands for all after it (of {told})")
+            copies = ", ".join(str(repeats) for _, _, repeats in self.folds)
+            lines.append(f"  the second of equal layers stands for all after it (of {copies})")
         return "\n".join([*lines, *(f"note: {n}" for n in self.notes)])
 
     def claim_lines(self) -> list[str]:
-        """What the search claims of the plan, in one line; none without a search."""
+        """Return the predictions of the search in one line; none without a search."""
         said = (_shown(name, self.claims[name]) for name in CLAIMS if self.claims.get(name) is not None)
         return [f"the search says: {', '.join(said)}"] if self.claims else []
 
@@ -169,7 +173,7 @@ class Plan:
         raise _without_model('mw.plan(model, batch, pipeline=2, stages={"blocks.0-5": 0}, …)')
 
     def without_model(self) -> Plan:
-        """What a file holds of the plan: not the captured model that it was made for."""
+        """Return the plan without the captured model it was made for, as a file holds it."""
         if type(self) is Plan:
             return self
         return Plan(**{f.name: getattr(self, f.name) for f in fields(Plan)})
@@ -328,7 +332,7 @@ class Plan:
         )
 
     def check_cuts(self, factors: Factors) -> Plan:
-        """The plan, if every cut is one that its operator can take. Raises PlanError: a file may have been edited."""
+        """Return the plan if every operator can take its splits. Raises PlanError: a file may have been edited."""
         for plan in self.own:
             plan.check_cuts(factors)
         for name, site in factors.sites.items():
@@ -337,7 +341,7 @@ class Plan:
                 if tree is None or without_axes(dim, dim_axes(dim)) != tree:
                     sizes = ", ".join(f"{x}={show_dim(t)}" for x, t in site.trees.items())
                     raise PlanError(
-                        f"the plan cuts {letter}={show_dim(dim)} of %{name} ({site.node.op})",
+                        f"the plan splits {letter}={show_dim(dim)} of %{name} ({site.node.op})",
                         why=f"its factors are {sizes}",
                         where=site.node.where,
                         hint=AGAIN,
@@ -452,14 +456,14 @@ def _without_model(hint: str) -> PlanError:
     return PlanError("a plan from a file cannot be made again", why="it does not hold the model", hint=hint)
 
 
-def _within(part: TensorLayout, whole: TensorLayout) -> bool:
-    """Whether leaving out the axes that only `part` has gives the dims of `whole`, so these are the minor ones."""
-    more = set(part.split_axes) - set(whole.split_axes)
-    return tuple(without_axes(d, more) for d in part.dims) == whole.dims
+def _within(part: TensorLayout, full: TensorLayout) -> bool:
+    """True if leaving out the axes that only `part` has gives the dims of `full`, so these axes are the minor ones."""
+    more = set(part.split_axes) - set(full.split_axes)
+    return tuple(without_axes(d, more) for d in part.dims) == full.dims
 
 
 def _lacks(entries: Container[str], names: Iterable[tuple[str, str]]) -> bool:
-    """Whether a later copy is not among those that the second one is among."""
+    """True if a later copy is missing from entries that contain the second one."""
     return any(here in entries and name not in entries for name, here in names)
 
 

@@ -77,9 +77,8 @@ class BucketTasks:
     def fill(self, items: Sequence[Item], passes: Iterable[Pass]) -> None:
         """Add items, and the buckets of each backward among them."""
         places: list[int] = []  # of each item among the tasks
-        waits: dict[
-            int, int
-        ] = {}  # item → a later wait, which is what the host waited for last from there on
+        # item → a later wait, which is what the host waited for last from there on
+        waits: dict[int, int] = {}
         left = iter(passes)
         now = next(left, Pass(()))
         started = Started(now.groups)

@@ -25,9 +25,8 @@ from meshwright.redistribute import Step
 from meshwright.redistribute.steps import origin
 
 LINK = "host link"
-Talk = Callable[
-    [Node, Sequence[Step], str], None
-]  # collectives that the compute stream waits for, in a phase
+# collectives that the compute stream waits for, in a phase
+Talk = Callable[[Node, Sequence[Step], str], None]
 
 
 @dataclass(eq=False)

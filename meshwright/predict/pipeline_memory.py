@@ -51,9 +51,8 @@ def _beside(parts: Partition, schedule: Schedule, cut: Sequence[Stage], stage: i
     """Return the other stages of the rank of a stage."""
     place = schedule.ranks[stage]
     first: dict[int, int] = {}
-    last: dict[
-        int, int
-    ] = {}  # number of the action that ends the backward of a stage, of its first and last micro-batch
+    # number of the action that ends the backward of a stage, of its first and last micro-batch
+    last: dict[int, int] = {}
     for number, action in enumerate(schedule.actions[place]):
         if action.kind in ENDS:
             first.setdefault(action.stage, number)

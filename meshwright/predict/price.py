@@ -176,9 +176,8 @@ def node_prices(
             sent.setdefault(parts.stands_for(node.name), []).extend(talk)
     found: dict[str, NodePrice] = {}
     again = asked_within(parts.again, local)
-    known: dict[
-        Hashable, tuple[Amount, Amount]
-    ] = {}  # copies of a layer share their layouts and their seconds
+    # copies of a layer share their layouts and their seconds
+    known: dict[Hashable, tuple[Amount, Amount]] = {}
     for name, site in sites.items():
         if of is not None and name not in of:
             continue

@@ -21,7 +21,7 @@ from meshwright.redistribute.slices import Selection
 @hashed_once
 @dataclass(frozen=True)
 class Laid:
-    """How the ranks of a mesh hold a tensor: that of one micro-batch, where the mesh has an axis in time."""
+    """How the ranks of a mesh hold a tensor. If the mesh has an axis in time: the tensor of one micro-batch."""
 
     layout: TensorLayout
     mesh: Mesh
@@ -29,7 +29,7 @@ class Laid:
 
     @functools.cached_property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """Return the number of ranks."""
         return self.mesh.size // self.mesh.count(self.mesh.time)
 
     def at(self, rank: int) -> dict[str, int]:
@@ -77,15 +77,15 @@ def leaving(here: Laid, there: Laid, rank: int) -> tuple[tuple[int, Selection], 
 
 
 def received_elements(there: Laid, here: Laid, rank: int) -> int:
-    """How many elements a rank receives."""
+    """Return the number of elements that a rank receives."""
     return sum(piece.numel for _, piece in arriving(there, here, rank))
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Route:
-    """How the ranks that send a tensor hold it, and how those that receive it do. `parts`: how these take it in before
-    they pass it on to one another; None where each gets all that it holds from the senders."""
+    """How senders and receivers of a tensor hold it. `parts`: the layout in which the receivers take it before they
+    pass it on among themselves; None if each receives all that it holds from the senders."""
 
     there: Laid
     here: Laid
@@ -93,15 +93,15 @@ class Route:
 
     @property
     def first(self) -> Laid:
-        """How it is held when it has crossed."""
+        """Return the layout in which the tensor arrives."""
         return self.parts or self.here
 
     def sends(self, rank: int) -> int:
-        """How many messages one of the senders starts."""
+        """Return the number of messages that a sender starts."""
         return len(leaving(self.there, self.first, rank))
 
     def receives(self, rank: int) -> int:
-        """How many messages one of the receivers starts: those that come, and those that it passes on."""
+        """Return the number of messages that a receiver starts or takes part in, those among receivers included."""
         count = len(arriving(self.there, self.first, rank))
         if self.parts is None:
             return count

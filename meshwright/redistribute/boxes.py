@@ -1,10 +1,9 @@
-"""The rectangles of the whole tensor that a rank holds, as a list: what is saved of it, and what is read into it.
+"""Lists the rectangles of the full tensor that a rank holds; saving and loading work on them.
 
-Most parts of a tensor are one rectangle. A fused qkv weight ``(3 32/tp)`` is three, a concatenation one for each of its
-parts; `{32/tp | 8}` holds a part that all ranks repeat beside one that they cut, so each box knows the axes that say
-where it lies. Ranks that agree on these hold the very same box, and those that do not hold none of its elements: blocks
-do not overlap.
-"""
+Most shards are one rectangle. A fused qkv weight ``(3 32/tp)`` is three, a concatenation one for each of its parts.
+`{32/tp | 8}` holds a replicated part beside a sharded one, so each box records the axes that determine its position.
+Ranks with equal coordinates on these axes hold the very same box, all others none of its elements: blocks do not
+overlap."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from meshwright.core.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle of a whole tensor: per dim where it starts and how long it is (none for a tensor without dims)."""
+    """A rectangle of a full tensor: start and length per dim (none for a tensor without dims)."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -57,15 +56,15 @@ class Box:
         )
 
 
-def whole(shape: tuple[int, ...]) -> Box:
-    """The box that is a whole tensor."""
+def full_box(shape: tuple[int, ...]) -> Box:
+    """Return the box that covers a full tensor."""
     return Box((0,) * len(shape), shape)
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A box that a rank holds: `here` is where it lies in the rank's tensor, `axes` are those that say where it lies in
-    the whole one."""
+class HeldBox:
+    """A box that a rank holds. `here`: its position in the rank's local tensor; `axes`: the axes that determine its
+    position in the full tensor."""
 
     box: Box
     here: Box
@@ -81,16 +80,16 @@ class _Run:
     axes: frozenset[str] = frozenset()
 
 
-def held_boxes(layout: TensorLayout, mesh: Mesh, rank: int) -> tuple[Held, ...]:
-    """What a rank holds of a value that is not pending. Boxes without elements are left out."""
+def held_boxes(layout: TensorLayout, mesh: Mesh, rank: int) -> tuple[HeldBox, ...]:
+    """List the boxes that a rank holds of a value that is not partial. Empty boxes are left out."""
     at = tuple(sorted((a, n) for a, n in mesh.coordinate(rank).items() if a in layout.split_axes))
     dims = [_runs(dim, mesh, at) for dim in layout.dims]
-    found: list[Held] = []
+    found: list[HeldBox] = []
     for runs in itertools.product(*dims):
         shape = tuple(run.length for run, _ in runs)
         axes = frozenset(a for run, _ in runs for a in run.axes)
         box = Box(tuple(run.start for run, _ in runs), shape)
-        found.append(Held(box, Box(tuple(here for _, here in runs), shape), axes))
+        found.append(HeldBox(box, Box(tuple(here for _, here in runs), shape), axes))
     return tuple(found)
 
 
@@ -133,4 +132,4 @@ def _heads(item: SubDim | Cat, mesh: Mesh, at: Mapping[str, int]) -> list[_Run]:
     return found
 
 
-__all__ = ["Box", "Held", "held_boxes", "whole"]
+__all__ = ["Box", "HeldBox", "full_box", "held_boxes"]

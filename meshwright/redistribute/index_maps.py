@@ -20,8 +20,8 @@ contiguous once copied, in row-major order.
 
 Flat collectives: pad each chunk to `padded` elements for ``all_gather_into_tensor`` and ``reduce_scatter_tensor``
 (when not `even`); pass ``[s.numel for s in send]`` and ``[s.numel for s in place]`` as split sizes to
-``all_to_all_single``. To copy the parts of all members at once, `parts` and `places` show them as few strided views
-(`grids.py`). Chunks that overlap (a concatenation with a whole part) hold equal elements.
+``all_to_all_single``. To copy the chunks of all members at once, `parts` and `places` give them as few strided views
+(`slices.py`). Chunks that overlap (a concatenation with a replicated part) hold equal elements.
 """
 
 from __future__ import annotations
@@ -46,13 +46,12 @@ Held = tuple[Indices, ...]  # per dim
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """What one rank does in one step; see the module's docstring for how to execute each kind.
+    """One rank's share of a step; the module's docstring says how to execute each kind.
 
-    `group` are ranks of the mesh in the order of every tuple here, `me` this rank's place among them. `sizes` are the
-    elements of one flat collective's chunk per member: for all_gather what each member sends, for reduce_scatter what
-    each receives. What each member has is looked at when it is asked for: of thousands of members the sizes of the
-    first and the last tell most.
-    """
+    `group` lists ranks of the mesh in the order of every tuple here, `me` is this rank's position in it. `sizes` are
+    the elements of one flat collective's chunk per member: for all_gather what each member sends, for reduce_scatter
+    what each receives. The entries of a member are computed when they are read: for thousands of members the sizes of
+    the first and the last are usually enough."""
 
     step: Step
     mesh: Mesh
@@ -64,12 +63,12 @@ class Exchange:
 
     @property
     def kind(self) -> str:
-        """What the step does."""
+        """The kind of the step."""
         return self.step.kind
 
     @property
     def collective(self) -> CollectiveKind:
-        """What a rank does with others: for a local step, nothing."""
+        """The record of the step's collective; `NOTHING` for a local step."""
         return COLLECTIVES.get(self.step.kind, NOTHING)
 
     @property
@@ -84,7 +83,7 @@ class Exchange:
 
     @functools.cached_property
     def send(self) -> tuple[Selection, ...]:
-        """What of x goes where."""
+        """The selections of x that are sent or copied, one per destination."""
         if self.collective.splits:
             return self._selections(self.step.before, self.step.after)
         if self.kind == "slice":
@@ -95,7 +94,7 @@ class Exchange:
 
     @functools.cached_property
     def place(self) -> tuple[Selection, ...]:
-        """Where in y what comes is put."""
+        """The selections of y that receive, one per source."""
         if not self.collective.adds:
             return self._selections(self.step.after, self.step.before)
         if self.kind == "pad":
@@ -150,7 +149,7 @@ class Exchange:
 
     @property
     def short(self) -> bool:
-        """Whether what this rank sends in an all-gather is less than a chunk, and is copied into one."""
+        """True if this rank sends less than a full chunk in an all-gather, and has to copy it into one."""
         return math.prod(self.shape_before) < self.padded
 
     @property
@@ -179,7 +178,7 @@ class Exchange:
 
 @functools.lru_cache(maxsize=1 << 14)
 def exchange(step: Step, mesh: Mesh, rank: int) -> Exchange:
-    """What `rank` does in a step. Remembered by its arguments."""
+    """Return the share of `rank` in a step. Cached."""
     here = mesh.coordinate(rank)
     before, after = (layout.local_shape(mesh, here) for layout in (step.before, step.after))
     keeps = step.kind != "mask" or all(here[a] == 0 for a in step.axes)
@@ -194,7 +193,8 @@ def overlap(
     their_mesh: Mesh,
     there: Mapping[str, int],
 ) -> Selection:
-    """Where, in what a rank holds by a layout, the elements are that a rank of another mesh holds by another."""
+    """Select, in the shard that a rank of `mesh` holds by `mine`, the elements that a rank of another mesh holds by
+    `theirs`."""
     (found,) = _selections(_held(mine, mesh, at), [_held(theirs, their_mesh, there)])
     return found
 
@@ -224,10 +224,10 @@ def _held(layout: TensorLayout, mesh: Mesh, at: Mapping[str, int]) -> Held:
 
 
 def _held_by(layout: TensorLayout, mesh: Mesh, here: Mapping[str, int], axes: Sequence[str]) -> list[Held]:
-    """What each member of a group holds, the first of its axes the slowest; the other coordinates are those `here`.
+    """List the indices that each member of a group holds, the first axis varying slowest; all other coordinates are
+    `here`.
 
-    Along a dim a member holds what all do that are at one place of the axes which cut it.
-    """
+    Members with equal coordinates on the axes that shard a dim share one list for it."""
     every = list(itertools.product(*(range(mesh.sizes[a]) for a in axes)))
     by_dim: list[list[Indices]] = []
     for dim in layout.dims:

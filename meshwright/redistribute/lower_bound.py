@@ -1,4 +1,4 @@
-"""What a redistribution costs at the very least, whenever it is started and whatever goes with it."""
+"""A lower bound on the price of a redistribution, whatever it overlaps or shares a message with."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Values = dict[int, np.ndarray]  # rank → what it holds
 
 
 def execute(steps: Iterable[Step], values: Mapping[int, np.ndarray], mesh: Mesh) -> Values:
-    """What each rank holds after the steps."""
+    """Execute steps on arrays: rank → local value before and after."""
     held = dict(values)
     for step in steps:
         plans = {rank: exchange(step, mesh, rank) for rank in range(mesh.size)}
@@ -56,7 +56,7 @@ def _receive(plan: Exchange, plans: Mapping[int, Exchange], held: Values) -> np.
 
 @dataclass(frozen=True, eq=False)
 class _Chunks:
-    """What a member brings, by the member whom each chunk is for."""
+    """The chunks that a member sends, indexed by the receiving member."""
 
     x: np.ndarray
     send: Sequence[Selection]
@@ -86,7 +86,8 @@ def scatter(array: np.ndarray, layout: TensorLayout, mesh: Mesh, rng: np.random.
 
 
 def assemble(values: Mapping[int, np.ndarray], layout: TensorLayout, mesh: Mesh) -> np.ndarray:
-    """The global tensor that rank values mean. Asserts that whole copies agree and that every element is held."""
+    """Assemble the global tensor from the values of all ranks. Asserts that replicas are equal and that no element is
+    missing."""
     dtype = values[0].dtype
     terms: dict[tuple[int, ...], np.ndarray] = {}
     held: dict[tuple[int, ...], np.ndarray] = {}
@@ -100,7 +101,7 @@ def assemble(values: Mapping[int, np.ndarray], layout: TensorLayout, mesh: Mesh)
         want = term[where].shape
         assert value.shape == want, f"rank {rank} holds {value.shape} where {layout} has {want}"
         copies_agree = np.array_equal(term[where][seen[where]], value[seen[where]])
-        assert copies_agree, f"whole copies of {layout} differ on rank {rank}"
+        assert copies_agree, f"replicas of {layout} differ on rank {rank}"
         term[where] = value
         seen[where] = True
     assert all(s.all() for s in held.values()), f"no rank holds some element of {layout}"

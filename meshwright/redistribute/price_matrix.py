@@ -1,10 +1,10 @@
 """The schedule of `route` for every pair of many layouts of one tensor at once, in numpy: prices, no steps.
 
-A layout is a row of codes, one per prime axis of the mesh: WHOLE, PENDING, or 2 + k for place k of the value. The axes
-at one place stand in mesh order. All that the schedule asks about a pair is a set of axes: those a place loses, those
-that arrive from a pending sum, those an exchange must move. A set is an integer with bit a for axis a of the mesh, so
-mesh order is the order of bits, "all of x below the lowest of y" is ``x & below(y)``, and what a collective over a set
-costs stands in a table of 2^A rows.
+A layout is a row of codes, one per prime axis of the mesh: REPLICATED, PARTIAL, or 2 + k for place k of the value. The
+axes at one place stand in mesh order. All that the schedule asks about a pair is a set of axes: those a place loses,
+those that arrive from a partial sum, those an exchange must move. A set is an integer with bit a for axis a of the
+mesh, so mesh order is the order of bits, "all of x below the lowest of y" is ``x & below(y)``, and what a collective
+over a set costs stands in a table of 2^A rows.
 
 The formulas follow `route` line by line, and the tests hold the two equal.
 """
@@ -31,7 +31,7 @@ from meshwright.redistribute.prices import Prices, rounds, total_seconds
 from meshwright.redistribute.reshard import redistribute
 from meshwright.redistribute.steps import wire_elements
 
-WHOLE, PENDING = 0, 1  # codes; 2 + k is place k
+REPLICATED, PARTIAL = 0, 1  # codes; 2 + k is place k
 FEW = 24  # layouts of a value up to which its pairs are listed beside those of others
 BATCH = 100_000  # pairs in one call
 
@@ -57,7 +57,7 @@ class Value:
 
     @functools.cached_property
     def is_plain(self) -> bool:
-        """No leaf belongs to two places, and each place cuts every part of the concatenation it is in."""
+        """True if no leaf belongs to two places and each place shards every part of its concatenation."""
         if len(set(leaves := [k for place in self.places for k in place])) < len(leaves):
             return False
         of = [(i, p) for i, item in enumerate(self.sizes) for p, part in enumerate(item) for _ in part]
@@ -69,17 +69,17 @@ class Value:
 
     @functools.cached_property
     def apart(self) -> tuple[float, tuple[tuple[tuple[int, int], ...], ...]] | None:
-        """Elements as a product over places: those that nothing cuts, and for each place (factor, leaf) of each part
-        of its item, to be added up. None where two places cut one item, or the value is not plain."""
+        """Factor the number of elements over places: the elements of unsharded items, and for each place the (factor,
+        leaf) of each part of its item, to be added up. None if two places shard one item, or the value is not plain."""
         place_of = {leaf: k for k, leaves in enumerate(self.places) for leaf in leaves}
         numbers = iter(range(len(self.leaves)))
-        whole = 1
+        unsharded = 1
         found: list[tuple[tuple[int, int], ...]] = [()] * len(self.places)
         for item in self.sizes:
             numbered = [[(n, place_of.get(next(numbers), -1)) for n in part] for part in item]
             cut = {k for part in numbered for _, k in part} - {-1}
             if not cut:
-                whole *= sum(map(math.prod, item))
+                unsharded *= sum(map(math.prod, item))
             elif len(cut) > 1 or not self.is_plain:
                 return None
             else:
@@ -88,7 +88,7 @@ class Value:
                     for part in numbered
                 ]
                 found[cut.pop()] = tuple(terms)
-        return float(whole), tuple(found)
+        return float(unsharded), tuple(found)
 
     def layout(self, codes: ArrayLike, mesh: Mesh) -> TensorLayout:
         """The layout that one row of codes stands for, all items written as one dim."""
@@ -101,7 +101,7 @@ class Value:
         for item in self.sizes:
             parts = tuple(tuple(SubDim(n, next(axes)) for n in part) for part in item)
             items += parts[0] if len(parts) == 1 else (Cat(parts),)
-        return TensorLayout((tuple(items),), tuple(a for a, code in named if code == PENDING))
+        return TensorLayout((tuple(items),), tuple(a for a, code in named if code == PARTIAL))
 
 
 class Table:
@@ -110,14 +110,12 @@ class Table:
     def __init__(self, mesh: Mesh, prices: Prices) -> None:
         self.mesh, self.prices = mesh, prices
         self.sizes = np.array([a.size for a in mesh.axes], dtype=np.int64)
-        self.bits = np.where(
-            self.sizes > 1, 1 << np.arange(len(self.sizes)), 0
-        )  # an axis of size 1 cuts nothing
+        # an axis of size 1 shards nothing
+        self.bits = np.where(self.sizes > 1, 1 << np.arange(len(self.sizes)), 0)
         self.members = _products(self.sizes)  # ranks of a group over a set of axes
         self._laws = {kind: self._law(kind) for kind in COLLECTIVES}
-        self._held_laws: dict[
-            str, tuple[Floats, Floats]
-        ] = {}  # per byte held (after a reduce-scatter), not sent
+        # per byte held (after a reduce-scatter), not sent
+        self._held_laws: dict[str, tuple[Floats, Floats]] = {}
         for kind, (seconds, per_byte) in self._laws.items():
             sent = {k: wire_elements(kind, int(k), 1, 1) for k in np.unique(self.members).tolist()}
             self._held_laws[kind] = (
@@ -187,7 +185,7 @@ class Table:
             )
             for rows in (src, dst)
         )
-        ends = Ends(int(self.bits.sum()), start, goal, self.sets(src, PENDING), self.sets(dst, PENDING))
+        ends = Ends(int(self.bits.sum()), start, goal, self.sets(src, PARTIAL), self.sets(dst, PARTIAL))
         terms = self._terms(value)
 
         def elements(sets: Masks | list[Masks], spread: Spread) -> Floats:
@@ -206,7 +204,7 @@ class Table:
             return seconds
 
         if not value.places:  # all that can happen is a sum
-            reduced = ends.pending[:, None] & ~ends.pending_goal
+            reduced = ends.partial[:, None] & ~ends.partial_goal
             return cost("all_reduce", reduced, self.local_elements(value, src)[:, None])
         return Pairs(ends, elements, cost).seconds()
 
@@ -246,7 +244,7 @@ class Table:
         parts = [value.apart for value, _ in asked if value.apart]
         places = max(len(value.places) for value, _ in asked)
         deep = max((len(terms) for _, here in parts for terms in here), default=1)
-        # A place that a value has not is one element, never cut; a part that an item has not adds nothing.
+        # A missing place counts as one unsharded element; a missing part adds nothing.
         terms = np.zeros((2, places, deep, len(asked)))
         terms[0, :, 0], terms[1, :, 0], terms[1, :, 1:] = 1.0, 1.0, 1 << 62
         for number, (_, here) in enumerate(parts):
@@ -254,10 +252,12 @@ class Table:
                 terms[:, place, : len(term), number] = np.transpose(term)
         owner = np.repeat(np.arange(len(asked)), np.square(counts))
         factors, leaves = terms[..., owner, None]
-        whole = np.array([value.itemsize * parts[n][0] for n, (value, _) in enumerate(asked)])[owner, None]
+        unsharded = np.array([value.itemsize * parts[n][0] for n, (value, _) in enumerate(asked)])[
+            owner, None
+        ]
 
         def size_bytes(sets: Masks | list[Masks], spread: Spread) -> Floats:
-            total = whole
+            total = unsharded
             for place in range(places):
                 members = self.members.take(sets[place])
                 held = [
@@ -272,16 +272,17 @@ class Table:
             return per_byte.take(axes) * held + latency.take(axes)
 
         at = np.array([self.sets(rows, 2 + k) for k in range(places)], np.int64).reshape(-1, len(rows))
-        pending = self.sets(rows, PENDING)
-        ends = Ends(int(self.bits.sum()), at[:, source], at[:, target], pending[source], pending[target])
+        partial = self.sets(rows, PARTIAL)
+        ends = Ends(int(self.bits.sum()), at[:, source], at[:, target], partial[source], partial[target])
         seconds = Listed(ends, size_bytes, cost).seconds().ravel()
         ends_at = itertools.accumulate(n * n for n in counts)
         for count, end in zip(counts, ends_at, strict=True):
             yield seconds[end - count * count : end].reshape(count, count)
 
     def _terms(self, value: Value) -> list[list[list[tuple[int, Any]]]]:
-        """Items, parts, leaves as pairs: a place and the elements for each set of axes there, infinite for more blocks
-        than elements; -1 and a number where nothing cuts. An item that only one place cuts is one such table."""
+        """Return items, parts and leaves as pairs: a place and its elements for each set of axes (infinite for more
+        blocks than elements), or -1 and a number for an unsharded leaf. An item with a single place becomes one such
+        table."""
         place_of = {leaf: k for k, leaves in enumerate(value.places) for leaf in leaves}
         numbers = iter(range(len(value.leaves)))
         terms: list[list[list[tuple[int, Any]]]] = []
@@ -319,4 +320,4 @@ def _fold(items: Iterable[Iterable[Iterable[Any]]]) -> Any:
     return math.prod(functools.reduce(operator.add, map(math.prod, item)) for item in items)
 
 
-__all__ = ["PENDING", "WHOLE", "Table", "Value"]
+__all__ = ["PARTIAL", "REPLICATED", "Table", "Value"]

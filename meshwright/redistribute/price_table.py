@@ -1,7 +1,7 @@
-"""The formulas of `route` on sets of axes, for all pairs of N layouts with M layouts of one tensor; see `matrix`.
+"""The formulas of `route` on sets of axes, for all pairs of N layouts with M layouts of one tensor; see `price_matrix`.
 
 A set is an integer with bit a for axis a of the mesh. Mesh order is the order of bits, so "those of x below the lowest
-of y" is ``x & below(y)``. Most sets follow from one layout as a whole and, of the other, only what is at one place, of
+of y" is ``x & below(y)``. Most sets follow from one layout and only one place of the other, of
 which there are few. So they stand in tables [P, N, V] (places, layouts of the source, distinct sets of the goal at the
 place) and [P, U, M], and only what is priced is spread out to [N, M].
 """
@@ -18,32 +18,32 @@ from numpy.typing import NDArray
 Masks = NDArray[np.int64]  # sets of axes
 Floats = NDArray[np.float64]
 Spread = Callable[[int, Masks], Masks]  # place and a table of it → [N, M]
-Elements = Callable[
-    [Masks | list[Masks], Spread], Floats
-]  # sets per place → elements of one rank, spread out
+# Sets per place → elements of one rank, spread out.
+Elements = Callable[[Masks | list[Masks], Spread], Floats]
 Cost = Callable[[str, Masks, Floats], Floats]  # kind, sets, elements held → seconds
 
 
 @dataclass(frozen=True)
 class Ends:
-    """The sets of axes at each place, [P, N] and [P, M], and the pending ones, [N] and [M], of all `axes`."""
+    """The sets of axes at each place, [P, N] and [P, M], and the partial ones, [N] and [M]. `axes`: the set of all
+    axes."""
 
     axes: int
     start: Masks
     goal: Masks
-    pending: Masks
-    pending_goal: Masks
+    partial: Masks
+    partial_goal: Masks
 
 
 class Pairs:
-    """What each place keeps, gets and loses. `elements` of an unlawful layout are infinite."""
+    """The axes that each place keeps, gets and loses. An illegal layout has infinite `elements`."""
 
     def __init__(self, ends: Ends, elements: Elements, cost: Cost) -> None:
         self.ends, self.elements, self.cost = ends, elements, cost
         self._sides()
-        self.whole = ends.axes & ~(self.pending | self.split)
+        self.replicated = ends.axes & ~(self.partial | self.split)
         self.nothing = np.zeros(np.broadcast_shapes(self.split.shape, self.split_goal.shape), np.int64)
-        self.summing = np.flatnonzero(ends.pending)  # the rows that have something to reduce
+        self.summing = np.flatnonzero(ends.partial)  # the rows that have something to reduce
         self._arrivals()
         self._departures()
 
@@ -59,14 +59,14 @@ class Pairs:
     # ------------------------------------------------------------------------------------------------- the sets
 
     def _sides(self) -> None:
-        """What depends on one end alone, shaped to meet the other: [N, 1] and [1, M], the sets at places [P, N, 1] and
-        [P, 1, V] or [P, U, 1] and [P, 1, M]."""
+        """Compute all sets that depend on one end only, shaped to broadcast against the other: [N, 1] and [1, M], the
+        sets at places [P, N, 1] and [P, 1, V] or [P, U, 1] and [P, 1, M]."""
         ends = self.ends
         few_start, self.row = _distinct(ends.start, ends.axes)
         few_goal, self.column = _distinct(ends.goal, ends.axes)
         self.start, self.few_goal = ends.start[:, :, None], few_goal[:, None, :]
         self.few_start, self.goal = few_start[:, :, None], ends.goal[:, None, :]
-        self.pending, self.pending_goal = ends.pending[:, None], ends.pending_goal[None, :]
+        self.partial, self.partial_goal = ends.partial[:, None], ends.partial_goal[None, :]
         self.split = np.bitwise_or.reduce(ends.start, axis=0, initial=0)[:, None]
         self.split_goal = np.bitwise_or.reduce(ends.goal, axis=0, initial=0)[None, :]
 
@@ -80,9 +80,9 @@ class Pairs:
         `apart_filled`: beyond the part in which the place agrees before and after the all-to-all, of all and of what is
         filled; of the latter, `only_goes` where after it nothing new is at the place.
         """
-        start, goal, whole, pending = self.start, self.few_goal, self.whole, self.pending
+        start, goal, replicated, partial = self.start, self.few_goal, self.replicated, self.partial
         arrive, common = goal & ~start, start & goal & below(start ^ goal)
-        sliced, summed = whole & arrive, pending & arrive
+        sliced, summed = replicated & arrive, partial & arrive
         open_ = _all_if(start == common)  # nothing there that has to go, or to make room below it
         first = sliced & below(arrive & ~sliced)
         second = summed & below(arrive & ~first & ~summed)
@@ -111,8 +111,8 @@ class Pairs:
         to be gathered, and in order.
         """
         start, goal = self.few_start, self.goal
-        self.padded = start & self.pending_goal
-        self.gathered = start & ~self.pending_goal & ~self.split_goal
+        self.padded = start & self.partial_goal
+        self.gathered = start & ~self.partial_goal & ~self.split_goal
         self.ready = goal | self.padded | self.gathered
         nothing_comes = _all_if(goal == start & goal & below(start ^ goal))
         self.shrunk = _in_order(start & ~goal, self.padded, self.gathered) & nothing_comes
@@ -137,11 +137,11 @@ class Pairs:
         seconds = self.cost("all_to_all", moved, held)
         seconds += self.cost("all_gather", gathered, self.elements(self.ready, self._down))
         if len(rows := self.summing):
-            arriving, sums = self.pending[rows] & self._of_rows(self.split_goal), self._sums()
+            arriving, sums = self.partial[rows] & self._of_rows(self.split_goal), self._sums()
             at_once = self.cost("reduce_scatter", arriving, held[rows])
             at_once += self.cost("all_reduce", sums & ~arriving, held[rows])
-            whole = self.cost("all_reduce", sums, self._elements_of_rows(self.sliced))
-            seconds[rows] += np.fmin(at_once, whole)
+            reduced = self.cost("all_reduce", sums, self._elements_of_rows(self.sliced))
+            seconds[rows] += np.fmin(at_once, reduced)
         return seconds
 
     def _settled(self) -> Floats:
@@ -182,12 +182,12 @@ class Pairs:
     def _in_the_way(self, p: int) -> Masks:
         """`route._in_the_way`: all above what stays, but for what is padded right there."""
         above = self._across(p, self.above[p])
-        padded = above & self.pending_goal
+        padded = above & self.partial_goal
         return above & ~(padded & below(above ^ padded))
 
     def _sums(self) -> Masks:
-        """The pending sums that must be taken, for the rows that have some."""
-        return self.pending[self.summing] & ~self._of_rows(self.pending_goal)
+        """Return the partial sums to reduce, for the rows that have any."""
+        return self.partial[self.summing] & ~self._of_rows(self.partial_goal)
 
     # ----------------------------------------------------------------------------------------- from few to many
 
@@ -207,7 +207,7 @@ class Pairs:
         return functools.reduce(np.bitwise_or, sets, self.nothing)
 
     def _of_rows(self, of_goal: Masks) -> Masks:
-        """What depends on the goal, for the rows that have something to reduce."""
+        """Select, of a set that depends on the goal, the rows that have something to reduce."""
         return of_goal
 
     def _elements_of_rows(self, sets: Masks) -> Floats:
@@ -222,7 +222,7 @@ class Listed(Pairs):
         ends = self.ends
         self.start = self.few_start = ends.start[:, :, None]
         self.goal = self.few_goal = ends.goal[:, :, None]
-        self.pending, self.pending_goal = ends.pending[:, None], ends.pending_goal[:, None]
+        self.partial, self.partial_goal = ends.partial[:, None], ends.partial_goal[:, None]
         self.split = np.bitwise_or.reduce(self.start, axis=0, initial=0)
         self.split_goal = np.bitwise_or.reduce(self.goal, axis=0, initial=0)
 

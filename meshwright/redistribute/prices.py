@@ -1,11 +1,10 @@
-"""What a step costs: latency and bytes per second for each collective on each link.
+"""Prices of collectives: latency and bytes per second for each kind on each link.
 
-The model is alpha-beta: ``rounds · latency + bytes sent / bytes per second``, the bytes by `steps.wire_bytes`. A
+The model is alpha-beta: ``rounds · latency + bytes sent / bytes per second``, with the bytes of `steps.wire_bytes`. A
 library's own algorithms show up as its own numbers per kind: gloo's reduce-scatter is *not* half an all-reduce.
 
-`Prices.law` says both halves apart, once, for whoever multiplies: `Prices.seconds` for one collective,
-`matrix.Table` for tens of thousands.
-"""
+`Prices.law` returns latency and bandwidth separately. `Prices.seconds` applies it to one collective,
+`price_matrix.Table` to tens of thousands."""
 
 from __future__ import annotations
 

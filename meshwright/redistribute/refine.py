@@ -1,8 +1,7 @@
-"""Two ways to write the dims of one tensor, brought to common sub-dims: ``(4/a 8)`` and ``32/a`` → ``(4/a 8)`` twice.
+"""Brings two layouts of one tensor to common sub-dims: ``(4/a 8)`` and ``32/a`` → ``(4/a 8)`` twice.
 
-Where there is no common refinement (``(4/a 6)`` and ``(6/a 4)``, a concatenation cut in other places) the answer is
-None, and the planner moves such a dim in one exchange or through the whole one.
-"""
+If there is no common refinement (``(4/a 6)`` and ``(6/a 4)``, a concatenation sharded in other places) the answer is
+None, and the planner moves such a dim in one exchange or gathers it first."""
 
 from __future__ import annotations
 
@@ -13,7 +12,8 @@ from meshwright.core.mesh import Mesh
 def common_refinement(left: Dim, right: Dim, mesh: Mesh) -> tuple[Dim, Dim] | None:
     """Both dims over the same tree of sub-dims, each holding the same blocks as before; None if there is no such tree.
 
-    Expects normalized dims (`layout.normalize_dim`): then whatever is whole is one sub-dim and can be cut anywhere.
+    Expects normalized dims (`layout.normalize_dim`): then each replicated stretch is one sub-dim, which can be split
+    anywhere.
     """
     a, b = list(left), list(right)
     done_a: list[Item] = []

@@ -2,14 +2,14 @@
 
 A reshard carries a value forward and its gradient backward. The law of such a pair, in five lines:
 
-1. A value *means* one global tensor: its blocks put together, its pending terms added, its whole copies counted once.
-2. So does a gradient; "whole" says that each rank holds the one true gradient of the one global loss (no 1/N anywhere).
-3. The pairing <x, g> adds up x · g over the ranks, counting once the ranks along axes on which both are whole.
+1. A value *means* one global tensor: its blocks put together, its partial terms added, its replicas counted once.
+2. So does a gradient; "replicated" means that each rank holds the one true gradient of the one global loss (no 1/N).
+3. The pairing <x, g> adds up x · g over the ranks, counting once the ranks along axes on which both are replicated.
 4. Every step keeps what its tensor means, so <forward(x), g> = <x, backward(g)>: the halves are transposes.
-5. Hence a sum made whole has the identity as its backward, a gather with a pending gradient a reduce-scatter.
+5. Hence the backward of an all-reduce is the identity, that of a gather with a partial gradient a reduce-scatter.
 
-A pair whose layouts can be written over the same sub-dims takes a schedule of `route`, which `matrix` prices by
-the thousands; any other is searched for (`exact`). What is priced is what is executed.
+A pair whose layouts can be written over the same sub-dims takes a schedule (`schedules`), which `price_matrix` prices
+by the thousands; any other is searched for (`shortest_path`). What is priced is what is executed.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def redistribute(
     prices: Prices = TWO_CORE_GLOO,
     exact: bool = False,
 ) -> tuple[Step, ...]:
-    """Cheap steps that bring the forward half of `src` to that of `dst`; none where each rank has its bytes already.
+    """List cheap steps that bring the forward half of `src` to that of `dst`; none if each rank has its elements
+    already.
 
-    Local steps are free, a pending sum is reduced once. A regular pair takes the schedule of `route`; any other, and
-    every pair when `exact`, the cheapest sequence that the search of `exact` finds. Raises LayoutError when the shapes
-    differ or a layout breaks a law. Remembered by its arguments.
-    """
+    Local steps are free, a partial sum is reduced once. A regular pair takes a fixed schedule (`schedules`). Any other
+    pair, and every pair if `exact`, takes the cheapest sequence found by `shortest_path`. Raises LayoutError if the
+    shapes differ or a layout is illegal. Cached."""
     return _redistribute(src.forward, dst.forward, mesh, itemsize, prices, exact)
 
 

@@ -1,21 +1,21 @@
 """The schedules of a redistribution: a few fixed phases, each one collective merged over all its axes.
 
 A pair is *regular* when both layouts can be written over the same sub-dims. Then each axis has a place at either end
-(some sub-dims, whole, pending), and what to do follows from the two places alone:
+(some sub-dims, replicated, partial), and the step follows from the two places alone:
 
 ====================  ================================================================================================
-``slice``             whole → split (free, and everything after it is smaller)
-``reduce_scatter``    pending → split
-``all_reduce``        pending → whole
+``slice``             replicated → split (free, and everything after it is smaller)
+``reduce_scatter``    partial → split
+``all_reduce``        partial → replicated
 ``all_to_all``        split → split elsewhere, and whatever stands in the wrong order: below an axis that goes, or in
                       another order than wanted. What is gathered next comes to the top
-``all_gather``        split → whole
-``pad``, ``mask``     split → pending, whole → pending (free)
+``all_gather``        split → replicated
+``pad``, ``mask``     split → partial, replicated → partial (free)
 ====================  ================================================================================================
 
 The order is a choice of three, made for the pair at once. `_sending_least`: as in the table, whatever disorder that
 makes. `_waiting_least`: nothing is put where it cannot stay, and what can be padded or gathered at once is, so that
-the all-to-all is over few axes. `_without_exchange`: what it would move is gathered, and cut again. In each, pending →
+the all-to-all is over few axes. `_without_exchange`: what it would move is gathered and sliced. In each, partial →
 split goes by a reduce-scatter, or with the all-reduce and a free slice. The cheapest of the six by price is taken.
 `matrix` says the same in numpy for many pairs; decision 0006 in `docs/explanation` says why, and
 what is lost against a search.
@@ -34,7 +34,7 @@ from meshwright.redistribute.prices import Prices, total_seconds
 from meshwright.redistribute.refine import common_refinement, same_tree
 from meshwright.redistribute.steps import LOCAL, Step
 
-Stack = tuple[str, ...]  # the axes that cut one leaf (sub-dim), major first
+Stack = tuple[str, ...]  # the axes that split one leaf (sub-dim), major first
 
 
 def route(
@@ -48,7 +48,7 @@ def route(
         return None
     found: list[tuple[Step, ...]] = []
     for schedule, scatter in itertools.product(SCHEDULES, (True, False)):
-        walk = schedule(pair, scatter and not pair.pending.isdisjoint(pair.split_goal))
+        walk = schedule(pair, scatter and not pair.partial.isdisjoint(pair.split_goal))
         if walk is not None and (steps := walk.steps(src, dst)) not in found:
             found.append(steps)
     seconds = [total_seconds(steps, mesh, itemsize, prices) for steps in found]
@@ -61,7 +61,7 @@ def route(
 
 @dataclass(frozen=True)
 class Pair:
-    """Two layouts over the same leaves: the axes on each leaf, and the pending ones, at the start and at the goal. Axes
+    """Two layouts over the same leaves: the axes on each leaf, and the partial ones, at the start and at the goal. Axes
     of size 1 are left out.
     """
 
@@ -70,12 +70,13 @@ class Pair:
     sizes: tuple[int, ...]
     start: tuple[Stack, ...]
     goal: tuple[Stack, ...]
-    pending: frozenset[str]
-    pending_goal: frozenset[str]
+    partial: frozenset[str]
+    partial_goal: frozenset[str]
 
     @staticmethod
     def of(src: TensorLayout, dst: TensorLayout, mesh: Mesh) -> Pair | None:
-        """None where some dim has no common sub-dims, or an axis cuts only a part of a concatenation."""
+        """Pair two layouts; None if a dim has no common sub-dims, or an axis splits only some parts of a
+        concatenation."""
         trees: list[Dim] = []
         start: list[Stack] = []
         goal: list[Stack] = []
@@ -92,34 +93,34 @@ class Pair:
             start += [s.axes for s in leaves(ends[0])]
             goal += [s.axes for s in leaves(ends[1])]
         sizes = tuple(s.size for tree in trees for s in leaves(tree))
-        pending = [frozenset(a for a in layout.partial if mesh.sizes[a] > 1) for layout in (src, dst)]
-        return Pair(mesh, tuple(trees), sizes, tuple(start), tuple(goal), *pending)
+        partial = [frozenset(a for a in layout.partial if mesh.sizes[a] > 1) for layout in (src, dst)]
+        return Pair(mesh, tuple(trees), sizes, tuple(start), tuple(goal), *partial)
 
     @property
     def split(self) -> frozenset[str]:
-        """Axes that cut something at the start."""
+        """The axes that split a leaf at the start."""
         return frozenset(a for stack in self.start for a in stack)
 
     @property
     def split_goal(self) -> frozenset[str]:
-        """Axes that cut something at the goal."""
+        """The axes that split a leaf at the goal."""
         return frozenset(a for stack in self.goal for a in stack)
 
     @property
     def padded(self) -> frozenset[str]:
-        """Axes that are split and end pending."""
-        return self.split & self.pending_goal
+        """Axes that are split and end partial."""
+        return self.split & self.partial_goal
 
     @property
     def gathered(self) -> frozenset[str]:
         """Axes that are split and end whole."""
-        return self.split - self.split_goal - self.pending_goal
+        return self.split - self.split_goal - self.partial_goal
 
-    def layout(self, stacks: Iterable[Iterable[str]], pending: Iterable[str]) -> TensorLayout:
+    def layout(self, stacks: Iterable[Iterable[str]], partial: Iterable[str]) -> TensorLayout:
         """The tensor with these axes on its leaves."""
         axes = iter(stacks)
         filled = (map_leaves(tree, lambda s: s.on(next(axes))) for tree in self.trees)
-        return TensorLayout(tuple(filled), tuple(pending))
+        return TensorLayout(tuple(filled), tuple(partial))
 
 
 def live(dim: Dim, mesh: Mesh) -> Dim:
@@ -128,7 +129,7 @@ def live(dim: Dim, mesh: Mesh) -> Dim:
 
 
 def on_every_path(dim: Dim, axis: str) -> bool:
-    """The axis cuts the dim, and every part of the concatenation it is in."""
+    """True if the axis splits the dim, in every part of a concatenation that it splits at all."""
 
     def cuts(item: Item) -> bool:
         if isinstance(item, Cat):
@@ -142,24 +143,24 @@ def on_every_path(dim: Dim, axis: str) -> bool:
 
 
 class _Walk:
-    """The way so far: what is on each leaf, what is pending, and each move with the state before and after."""
+    """The schedule so far: the axes on each leaf, the partial axes, and each move with the layouts before and after."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self.stacks = pair.start
-        self.pending = pair.pending
+        self.partial = pair.partial
         self.moves: list[tuple[str, Stack, TensorLayout, TensorLayout]] = []
         self.legal = True
 
     def go(
-        self, kind: str, axes: Iterable[str], stacks: tuple[Stack, ...], pending: frozenset[str] | None = None
+        self, kind: str, axes: Iterable[str], stacks: tuple[Stack, ...], partial: frozenset[str] | None = None
     ) -> None:
         """One merged move over `axes`; none where there are none."""
         if not (run := tuple(dict.fromkeys(axes))):
             return
-        before = self.pair.layout(self.stacks, self.pending)
-        self.stacks, self.pending = stacks, self.pending if pending is None else pending
-        self.moves.append((kind, run, before, self.pair.layout(self.stacks, self.pending)))
+        before = self.pair.layout(self.stacks, self.partial)
+        self.stacks, self.partial = stacks, self.partial if partial is None else partial
+        self.moves.append((kind, run, before, self.pair.layout(self.stacks, self.partial)))
         blocks = map(self.pair.mesh.count, stacks)
         self.legal &= all(n <= size for n, size in zip(blocks, self.pair.sizes, strict=True))
 
@@ -168,22 +169,22 @@ class _Walk:
         added = [tuple(a for a in stack if a in axes) for stack in self.pair.goal]
         stacks = tuple(old + new for old, new in zip(self.stacks, added, strict=True))
         moved = [a for stack in added for a in stack]
-        self.go(kind, moved, stacks, self.pending.difference(moved))
+        self.go(kind, moved, stacks, self.partial.difference(moved))
 
     def take(self, kind: str, axes: Container[str]) -> None:
-        """Take axes away from the tops of the leaves: they become whole, or pending by a pad."""
+        """Remove axes from the leaves: they become replicated, or partial by a pad."""
         stacks = tuple(tuple(a for a in stack if a not in axes) for stack in self.stacks)
         moved = [a for stack in self.stacks for a in stack if a in axes]
-        self.go(kind, moved, stacks, self.pending.union(moved) if kind == "pad" else self.pending)
+        self.go(kind, moved, stacks, self.partial.union(moved) if kind == "pad" else self.partial)
 
     def reduce(self, axes: frozenset[str]) -> None:
         """One all-reduce."""
-        self.go("all_reduce", self.pair.mesh.sort(axes), self.stacks, self.pending - axes)
+        self.go("all_reduce", self.pair.mesh.sort(axes), self.stacks, self.partial - axes)
 
     def mask(self) -> None:
-        """Whatever is whole and wanted pending."""
-        missing = self.pair.pending_goal - self.pending
-        self.go("mask", self.pair.mesh.sort(missing), self.stacks, self.pending | missing)
+        """Mask the axes that are replicated and have to become partial."""
+        missing = self.pair.partial_goal - self.partial
+        self.go("mask", self.pair.mesh.sort(missing), self.stacks, self.partial | missing)
 
     def exchange(self) -> None:
         """One all-to-all: on each leaf what belongs there in the goal's order, what is padded, what is gathered."""
@@ -242,9 +243,9 @@ def _sending_least(pair: Pair, scatter: bool) -> _Walk | None:
 
     None where that makes more blocks than elements.
     """
-    walk, summed = _Walk(pair), pair.pending - pair.pending_goal
+    walk, summed = _Walk(pair), pair.partial - pair.partial_goal
     arrive = pair.split_goal & summed
-    walk.push("slice", pair.split_goal - pair.split - pair.pending)
+    walk.push("slice", pair.split_goal - pair.split - pair.partial)
     if scatter:
         walk.push("reduce_scatter", arrive)
         walk.reduce(summed - arrive)
@@ -277,8 +278,8 @@ def _waiting_least(pair: Pair, scatter: bool) -> _Walk | None:
 
 
 def _without_exchange(pair: Pair, scatter: bool) -> _Walk:
-    """Slices and reductions only where they are there for good. All that stands in the wrong place, or above such an
-    axis, is gathered; what is then whole is sliced.
+    """Slice and scatter only into final positions. Whatever stands in the wrong place, or above such an
+    axis, is gathered; what is then replicated is sliced.
     """
     walk = _settled(pair, scatter)
     walk.take("all_gather", _in_the_way(walk))
@@ -293,13 +294,13 @@ SCHEDULES = (_sending_least, _waiting_least, _without_exchange)
 
 def _settled(pair: Pair, scatter: bool) -> _Walk:
     """All sums taken, and all put in its place that can be there for good."""
-    walk, summed = _Walk(pair), pair.pending - pair.pending_goal
+    walk, summed = _Walk(pair), pair.partial - pair.partial_goal
     arrive = pair.split_goal - pair.split
-    walk.push("slice", walk.fitting(arrive - pair.pending))
+    walk.push("slice", walk.fitting(arrive - pair.partial))
     if scatter:
         walk.push("reduce_scatter", walk.fitting(arrive & summed))
-        walk.push("slice", walk.fitting(arrive - pair.pending - _on(walk.stacks)))
-    walk.reduce(walk.pending & summed)
+        walk.push("slice", walk.fitting(arrive - pair.partial - _on(walk.stacks)))
+    walk.reduce(walk.partial & summed)
     walk.push("slice", walk.fitting(arrive - _on(walk.stacks)))
     return walk
 
@@ -314,7 +315,7 @@ def _in_the_way(walk: _Walk) -> set[str]:
             solid = 0
             while solid < min(len(now), len(goal)) and now[solid] == goal[solid] and now[solid] in stay:
                 solid += 1
-            while solid < len(now) and now[solid] in pair.pending_goal and now[solid] in stay:
+            while solid < len(now) and now[solid] in pair.partial_goal and now[solid] in stay:
                 solid += 1
             gone |= set(now[solid:]) & stay
         if not gone:

@@ -1,6 +1,7 @@
-"""The cheapest sequence of steps by search, for pairs of layouts that have no schedule (`route`), and its oracle.
+"""The cheapest sequence of steps by search, for pairs of layouts that have no schedule, and the oracle of the
+schedules.
 
-Uniform-cost (Dijkstra) over where each run of axes is: on the sub-dims it starts on, whole, pending, or on the
+Uniform-cost (Dijkstra) over where each run of axes is: on the sub-dims it starts on, replicated, partial, or on the
 sub-dims it ends on. A few milliseconds a pair. What is priced here is what is executed: prices come from the same
 formulas as `steps.wire_bytes`.
 """
@@ -48,9 +49,8 @@ def cheapest(
 # ------------------------------------------------------------------------------------------------- the state space
 
 Run = tuple[str, ...]  # prime axes that move together
-State = tuple[
-    tuple[tuple[Run, ...], ...], frozenset[Run]
-]  # per leaf its runs (major first); the pending runs
+# Runs on each leaf (major first), and the partial runs.
+State = tuple[tuple[tuple[Run, ...], ...], frozenset[Run]]
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,10 @@ class _Problem:
                         start.append(leaf.axes if side == "src" else ())
                         goal.append(leaf.axes if side == "dst" else ())
                 self.trees.append((a, b))
-        pending = [tuple(a for a in layout.partial if mesh.sizes[a] > 1) for layout in (src, dst)]
-        runs = _merge(mesh, start, goal, *pending)
-        self.start = _state(start, pending[0], runs)
-        self.goal = _state(goal, pending[1], runs)
+        partial = [tuple(a for a in layout.partial if mesh.sizes[a] > 1) for layout in (src, dst)]
+        runs = _merge(mesh, start, goal, *partial)
+        self.start = _state(start, partial[0], runs)
+        self.goal = _state(goal, partial[1], runs)
         self.target = {run: _place(self.goal, run) for run in runs}
         self.fixed = self._fixed(runs)
         self._sizes: dict[tuple[object, ...], int] = {}
@@ -156,8 +156,8 @@ class _Problem:
         )
 
     def _cut_at_once(self) -> tuple[Step, ...]:
-        """One free slice, where dims of other sub-dims, or concatenations whole in part, hold all that is wanted; and
-        one free mask after it, over what is to be pending besides."""
+        """Return one free slice, and a free mask of the axes that become partial, if the local values hold all that is
+        needed; this covers dims with other sub-dims and concatenations that are replicated in part. Empty otherwise."""
         if not self.start[1] <= self.goal[1] or self.start == self.goal:
             return ()
         pairs = [(a, b) for a, b in zip(self.src.dims, self.dst.dims, strict=True) if a != b]
@@ -169,14 +169,15 @@ class _Problem:
         axes = self.mesh.sort(axis for _, dim in pairs for axis in dim_axes(dim))
         if self.start[1] == self.goal[1]:
             return (Step("slice", axes, self.src, self.dst),)
-        cut = TensorLayout(self.dst.dims, self.src.partial)  # no axis that is to be pending splits these dims
+        sliced = TensorLayout(
+            self.dst.dims, self.src.partial
+        )  # no axis that is to be partial splits these dims
         masked = self.mesh.sort(_flat(self.goal[1] - self.start[1]))
-        return (Step("slice", axes, self.src, cut), Step("mask", masked, cut, self.dst))
+        return (Step("slice", axes, self.src, sliced), Step("mask", masked, sliced, self.dst))
 
     def _moves(self, state: State) -> Iterator[_Move]:
-        if (
-            free := self._slice(state)
-        ) is not None:  # never a loss: it is free and makes everything after it smaller
+        # never a loss: it is free and makes everything after it smaller
+        if (free := self._slice(state)) is not None:
             yield free
             return
         yield from self._masks_and_pads(state)
@@ -186,43 +187,42 @@ class _Problem:
 
     def _slice(self, state: State) -> _Move | None:
         after, moved = state, list[Run]()
-        while runs := [r for r in self.target if _place(after, r) == "whole" and self._fits(after, r)]:
+        while runs := [r for r in self.target if _place(after, r) == "replicated" and self._fits(after, r)]:
             after = _push(after, runs[0], self.target[runs[0]])
             moved.append(runs[0])
         return _Move("slice", tuple(moved), after) if moved else None
 
     def _masks_and_pads(self, state: State) -> Iterator[_Move]:
-        wanted = [r for r, place in self.target.items() if place == "pending"]
-        if masked := tuple(r for r in wanted if _place(state, r) == "whole"):
+        wanted = [r for r, place in self.target.items() if place == "partial"]
+        if masked := tuple(r for r in wanted if _place(state, r) == "replicated"):
             yield _Move("mask", masked, (state[0], state[1] | set(masked)))
         for run in wanted:
             if self._on_top(state, run) and self._cuts_all(state, run):
                 yield _Move("pad", (run,), (_pop(state, run)[0], state[1] | {run}))
 
     def _reductions(self, state: State) -> Iterator[_Move]:
-        todo = [r for r in self.target if r in state[1] and self.target[r] != "pending"]
-        ends_whole = [r for r in todo if self.target[r] == "whole"]
-        for runs in _distinct([(r,) for r in todo], [tuple(ends_whole)], [tuple(todo)]):
+        todo = [r for r in self.target if r in state[1] and self.target[r] != "partial"]
+        ends_replicated = [r for r in todo if self.target[r] == "replicated"]
+        for runs in _distinct([(r,) for r in todo], [tuple(ends_replicated)], [tuple(todo)]):
             yield _Move("all_reduce", runs, (state[0], state[1] - set(runs)))
-        for run in (r for r in todo if self.target[r] != "whole"):
+        for run in (r for r in todo if self.target[r] != "replicated"):
             after, moved, place = (state[0], state[1] - {run}), [run], self.target[run]
             if not self._legal(after := _push(after, run, place)):
                 continue
             yield _Move("reduce_scatter", (run,), after)
-            while more := [r for r in todo if r not in moved and self._fits(after, r, pending=True)]:
+            while more := [r for r in todo if r not in moved and self._fits(after, r, partial=True)]:
                 after = _push((after[0], after[1] - {more[0]}), more[0], self.target[more[0]])
                 moved.append(more[0])
                 yield _Move("reduce_scatter", tuple(moved), after)
-        if at_once := [
-            r for stack in self.goal[0] for r in stack if r in todo
-        ]:  # in order, or an exchange's task
+        # in order, or an exchange's task
+        if at_once := [r for stack in self.goal[0] for r in stack if r in todo]:
             after = (state[0], state[1].difference(at_once))
             for run in dict.fromkeys(at_once):
                 after = _push(after, run, self.target[run])
             if self._legal(after):
                 yield _Move("reduce_scatter", tuple(dict.fromkeys(at_once)), after)
-        for run in self.target:  # a cut below one that moves later: an exchange puts them in order
-            waits = _place(state, run) == "whole" and isinstance(self.target[run], frozenset)
+        for run in self.target:  # a split below one that moves later: an exchange puts them in order
+            waits = _place(state, run) == "replicated" and isinstance(self.target[run], frozenset)
             if waits and self._legal(after := _push(state, run, self.target[run])):
                 yield _Move("slice", (run,), after)
 
@@ -236,8 +236,10 @@ class _Problem:
                 below = [r for leaf in self._leaves_of(state, run) for r in after[0][leaf][-1:]]
                 top = next((r for r in below if self._on_top(after, r)), None)
         every, kept = set(self.target), self._padded_where_they_stand(state)
-        padded, whole = ({r for r in every if self.target[r] == place} for place in ("pending", "whole"))
-        for ends in (every, every - kept, every - padded, whole):
+        padded, replicated = (
+            {r for r in every if self.target[r] == place} for place in ("partial", "replicated")
+        )
+        for ends in (every, every - kept, every - padded, replicated):
             after, moved = state, list[Run]()
             while tops := [r for r in self.target if r in ends and self._on_top(after, r)]:
                 after, moved = _pop(after, tops[0]), [tops[0], *moved]
@@ -245,8 +247,8 @@ class _Problem:
                 yield _Move("all_gather", tuple(moved), after)
 
     def _padded_where_they_stand(self, state: State) -> set[Run]:
-        """Runs that end pending and have below them only such runs and those that never move."""
-        kept = {r for r, place in self.target.items() if place == "pending"}
+        """Return the runs that end partial and have only such runs, or runs that never move, below them."""
+        kept = {r for r, place in self.target.items() if place == "partial"}
         while True:
             under = [
                 {r for r in stack[i:] if r in kept}
@@ -286,7 +288,7 @@ class _Problem:
         split = {r for stack in state[0] for r in stack}
         stacks: list[tuple[Run, ...]] = []
         for old, goal in zip(state[0], self.goal[0], strict=True):
-            ends = [[r for r in old if _kind(self.target[r]) == kind] for kind in ("pending", "whole")]
+            ends = [[r for r in old if _kind(self.target[r]) == kind] for kind in ("partial", "replicated")]
             stacks.append((*(r for r in goal if r in split), *ends[0], *ends[1]))
         return tuple(stacks), state[1]
 
@@ -301,13 +303,13 @@ class _Problem:
         return bool(here) and run not in self.fixed and all(state[0][leaf][-1] == run for leaf in here)
 
     def _cuts_all(self, state: State, run: Run) -> bool:
-        """No part of a concatenation is whole on the run; padded, such a part would be counted once per rank."""
+        """True if the run splits every part of some dim; padded, a replicated part would be counted once per rank."""
         return any(on_every_path(dim, run[0]) for dim in self._layout(state).dims)
 
-    def _fits(self, state: State, run: Run, pending: bool = False) -> bool:
+    def _fits(self, state: State, run: Run, partial: bool = False) -> bool:
         """The run's sub-dims hold exactly what the target holds below it, so it can be put there for good."""
         place = self.target[run]
-        if not isinstance(place, frozenset) or (run in state[1]) != pending or self._leaves_of(state, run):
+        if not isinstance(place, frozenset) or (run in state[1]) != partial or self._leaves_of(state, run):
             return False
         for leaf in place:
             stack, goal = state[0][leaf], self.goal[0][leaf]
@@ -373,17 +375,17 @@ class _Problem:
 # ----------------------------------------------------------------------------------------------------- on states
 
 
-def _state(stacks: list[Run], pending: Iterable[str], runs: Iterable[Run]) -> State:
+def _state(stacks: list[Run], partial: Iterable[str], runs: Iterable[Run]) -> State:
     by_axis = {axis: run for run in runs for axis in run}
     merged = tuple(tuple(dict.fromkeys(by_axis[a] for a in stack)) for stack in stacks)
-    return merged, frozenset(by_axis[a] for a in pending)
+    return merged, frozenset(by_axis[a] for a in partial)
 
 
 def _place(state: State, run: Run) -> frozenset[int] | str:
-    """The leaves a run splits, or "pending", or "whole"."""
+    """The leaves a run splits, or "partial", or "replicated"."""
     if run in state[1]:
-        return "pending"
-    return frozenset(i for i, stack in enumerate(state[0]) if run in stack) or "whole"
+        return "partial"
+    return frozenset(i for i, stack in enumerate(state[0]) if run in stack) or "replicated"
 
 
 def _kind(place: frozenset[int] | str) -> str:
@@ -407,13 +409,13 @@ def _distinct(*groups: list[tuple[Run, ...]]) -> Iterator[tuple[Run, ...]]:
     yield from dict.fromkeys(g for group in groups for g in group if g)
 
 
-def _merge(mesh: Mesh, start: list[Run], goal: list[Run], pending: Run, pending_goal: Run) -> list[Run]:
-    """Axes that behave alike as runs: the same places at both ends, and neighbours wherever they split."""
+def _merge(mesh: Mesh, start: list[Run], goal: list[Run], partial: Run, partial_goal: Run) -> list[Run]:
+    """Group axes into runs: axes with the same places at both ends that are neighbours wherever they split."""
     stacks = [*start, *goal]
     by_place: dict[tuple[tuple[bool, ...], bool, bool], list[str]] = {}
-    used = {a for stack in stacks for a in stack} | set(pending) | set(pending_goal)
+    used = {a for stack in stacks for a in stack} | set(partial) | set(partial_goal)
     for axis in mesh.sort(used):
-        key = (tuple(axis in s for s in stacks), axis in pending, axis in pending_goal)
+        key = (tuple(axis in s for s in stacks), axis in partial, axis in partial_goal)
         by_place.setdefault(key, []).append(axis)
     runs: list[Run] = []
     for (inside, *_), axes in by_place.items():

@@ -55,13 +55,13 @@ class Selection:
 
 
 def everything(shape: tuple[int, ...]) -> Selection:
-    """The selection of a whole tensor."""
+    """Select a full tensor."""
     return Selection(tuple(((0, n),) if n else () for n in shape), shape)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Rectangles of a tensor, alike and each of another member, and where they lie in a buffer of chunks.
+    """Equal rectangles of a tensor, one per member, and their positions in a buffer of chunks.
 
     The first one starts at `first` [dims] of the tensor, in the chunk that starts at `chunk`, `inside` elements from
     its beginning. Members are numbered by digits, `counts` [digits]: each moves the rectangle by `moves` [digits][dims]
@@ -155,7 +155,7 @@ class _Alike:
         self.by: list[tuple[tuple[int, ...], int]] | None = None  # per piece: from one member to the next
 
     def takes(self, pieces: list[_Piece]) -> bool:
-        """Whether a member follows, as the ones before followed each other."""
+        """Append a member if it continues the pattern of those before; return whether it does."""
         if [p[:2] for p in pieces] != [p[:2] for p in self.last]:
             return False
         by = [
@@ -187,7 +187,7 @@ def _joined(count: int, move: tuple[int, ...], hop: int, digits: _Digits) -> _Di
 
 @functools.lru_cache(maxsize=1 << 14)
 def stretches_of(runs: Runs) -> tuple[_Stretch, ...]:
-    """Runs along a dim as few stretches: one where they are alike, at equal distances."""
+    """Write runs along a dim as few stretches: one if they have equal lengths and distances."""
     if not runs:
         return ()
     lengths = [n for _, n in runs]

@@ -1,15 +1,15 @@
 """One step of a redistribution: what moves, over which axes, and how many bytes.
 
 ========================  ==========================================================================================
-kind                      what becomes of the axes
+kind                      change of the axes
 ========================  ==========================================================================================
-``all_reduce``            pending → whole
-``reduce_scatter``        pending → split, as the minor axes of some sub-dims
-``all_gather``            split, as the minor axes of some sub-dims → whole
+``all_reduce``            partial → replicated
+``reduce_scatter``        partial → split, as the minor axes of some sub-dims
+``all_gather``            split, as the minor axes of some sub-dims → replicated
 ``all_to_all``            split → split elsewhere, or in another order (then most chunks are empty)
-``slice``                 whole → split; local and free
-``mask``                  whole → pending: coordinate 0 keeps the value, the others hold zeros; local and free
-``pad``                   split → pending: my block in its place, zeros elsewhere; local and free
+``slice``                 replicated → split; local and free
+``mask``                  replicated → partial: coordinate 0 keeps the value, the others hold zeros; local and free
+``pad``                   split → partial: my block in its place, zeros elsewhere; local and free
 ========================  ==========================================================================================
 
 Where a concatenation is split by an axis in several parts, all parts move together. Blocks may be uneven everywhere.
@@ -31,7 +31,7 @@ LOCAL = ("slice", "mask", "pad")
 @hashed_once
 @dataclass(frozen=True)
 class Step:
-    """One collective (or local cut) over `axes`, from one forward-only layout to another."""
+    """One collective (or local slice) over `axes`, from one forward-only layout to another."""
 
     kind: str
     axes: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Where a tensor that ranks repeat may be cut, so that each holds a part of it: the axes, the dim, the layout."""
+"""Storage layouts: how to shard a tensor that ranks hold replicated, so that each stores a part of it (ZeRO)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from meshwright.redistribute.steps import largest_size, origin
 
 @dataclass(frozen=True)
 class _Place:
-    """Sub-dims that are cut together: one item of a dim, or the first of every part of a concatenation. `first`: what
-    lies before it has one element, so that a rank's part is one stretch of memory."""
+    """Sub-dims that are sharded together: one item of a dim, or the first of every part of a concatenation. `first`:
+    all dims before it have one element, so a rank's shard is contiguous in memory."""
 
     dim: int
     item: int
@@ -40,12 +40,12 @@ def run_of(axes: Sequence[str], ranks: int, mesh: Mesh) -> tuple[str, ...]:
 
 
 def stored(use: TensorLayout, axes: Iterable[str], mesh: Mesh) -> TensorLayout:
-    """A layout like `use`, cut over more axes as the minor ones of some dims; its gradient is pending on what is left.
+    """Shard `use` over more axes, as the minor ones of some dims; its gradient stays partial on the rest.
 
     One dim takes all axes where one divides evenly, else where one has elements enough (the one that leaves the least
     on a rank), else several dims share them. Axes that no dim has elements for are left out.
     """
-    # Where the gradient is whole it is sliced, and then scattered over the axes on which it is pending.
+    # A replicated gradient is sliced first, then scattered over the axes on which it is partial.
     run = sorted(mesh.sort(axes), key=lambda a: a in use.grad)
     found = _cut_once(use, tuple(run), mesh)
     if found is None:
@@ -56,7 +56,7 @@ def stored(use: TensorLayout, axes: Iterable[str], mesh: Mesh) -> TensorLayout:
 
 
 def _cut_once(layout: TensorLayout, axes: tuple[str, ...], mesh: Mesh) -> TensorLayout | None:
-    """The layout with one place cut over axes; None where no place has as many elements."""
+    """Shard one place of a layout over axes; None if no place has enough elements."""
     options: list[tuple[bool, int, bool, int, int, TensorLayout]] = []
     for place in _places(layout, mesh):
         blocks = [mesh.count((*leaf.axes, *axes)) for leaf in place.leaves]
@@ -74,7 +74,7 @@ def _places(layout: TensorLayout, mesh: Mesh) -> list[_Place]:
     for number, dim in enumerate(layout.dims):
         for index, item in enumerate(dim):
             if isinstance(item, SubDim) and item.groups:
-                continue  # its blocks are as uneven as its groups: another dim is cut
+                continue  # its blocks are as uneven as its groups: shard another dim
             if isinstance(item, SubDim):
                 found.append(_Place(number, index, (item,), ahead == 1))
             else:

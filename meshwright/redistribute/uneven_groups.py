@@ -1,8 +1,7 @@
-"""Redistribution of dims that are cut between groups of elements (rows of a table by the columns that read them).
+"""Redistribution of dims that are split between groups of elements (rows of a table by the columns that read them).
 
-Such blocks are of any length, which no schedule knows. A dim that keeps its groups stays where it is; one that
-loses them is gathered first, and one that gets some is cut last.
-"""
+Such blocks have any length, which no schedule covers. A dim that keeps its groups stays in place; one that loses them
+is gathered first, and one that gets some is sliced last."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ Between = Callable[[TensorLayout, TensorLayout], tuple[Step, ...]]
 
 
 def has_groups(layout: TensorLayout) -> bool:
-    """Whether some dim is cut between groups."""
+    """True if some dim is split between groups."""
     return any(map(_grouped, layout.dims))
 
 
@@ -54,7 +53,7 @@ def _axes(layout: TensorLayout, which: Iterable[bool], mesh: Mesh) -> tuple[str,
 
 
 def _plain(layout: TensorLayout) -> TensorLayout:
-    """The same without groups: what stays where it is may be taken for any cut over its axes."""
+    """Drop the groups of a layout: dims that stay in place may then count as any split over their axes."""
     return replace(layout, dims=tuple(map_leaves(d, lambda s: SubDim(s.size, s.axes)) for d in layout.dims))
 
 

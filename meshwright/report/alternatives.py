@@ -56,21 +56,21 @@ def _others(site: Site, mine: Strategy, mesh: Mesh) -> Iterator[Strategy]:
         gone = [a for a in run if mesh.sizes[a] > 1 and a not in mesh.time]  # micro-batches are no choice
         if not gone:
             continue
-        cuts = {letter: without_axes(dim, gone) for letter, dim in mine.splits}
-        cuts = {letter: dim for letter, dim in cuts.items() if dim_axes(dim)}
+        splits = {letter: without_axes(dim, gone) for letter, dim in mine.splits}
+        splits = {letter: dim for letter, dim in splits.items() if dim_axes(dim)}
         through = tuple((a, ports) for a, ports in mine.through if a not in gone)
-        base = Strategy(tuple(cuts.items()), through, tuple(a for a in mine.grad if a not in gone))
+        base = Strategy(tuple(splits.items()), through, tuple(a for a in mine.grad if a not in gone))
         if base != mine:
             yield base
         for letter in splittable(site):
             for unit in ways(site, letter):
-                tree = cuts.get(letter, site.trees[letter])
+                tree = splits.get(letter, site.trees[letter])
                 for axis in gone:
                     if not fits(tree, unit, mesh, axis):
                         break
                     tree = split_unit(tree, unit, axis)
                 else:
-                    changed = {**cuts, letter: tree}
+                    changed = {**splits, letter: tree}
                     strategy = Strategy(tuple((x, changed[x]) for x in sorted(changed)), through, base.grad)
                     if _sorted(strategy) != _sorted(mine):
                         yield strategy

@@ -93,14 +93,14 @@ def broken(text: Text, width: int) -> Text:
 def _lines(line: Text, width: int) -> Iterable[Text]:
     parts = pieces(line.plain)
     ends = list(accumulate(map(len, parts)))
-    cuts: list[int] = []
+    splits: list[int] = []
     start = 0
     for part, end in zip(parts, ends, strict=True):
         begin = end - len(part)
         if end - (len(part) - len(part.rstrip())) - start > width and begin > start:
-            cuts.append(begin)
+            splits.append(begin)
             start = begin
-    divided = list(line.divide(cuts))
+    divided = list(line.divide(splits))
     for part in divided:
         part.rstrip()
     return divided

@@ -81,9 +81,8 @@ def rows(parts: Partition, *, every: bool = False, only: Collection[str] | None 
         if node.op in MOVES and (only is None or node.name in only):
             moved.setdefault(next(iter(_sources(parts, node))), []).append(node)
     found: list[Row] = []
-    gathered: dict[
-        Hashable, list[tuple[Row, Node]]
-    ] = {}  # reshards, without their bytes → the lines that share them
+    # reshards, without their bytes → the lines that share them
+    gathered: dict[Hashable, list[tuple[Row, Node]]] = {}
     for entry in graph.inputs:
         reshards = moved.get(entry.name, ())
         forward, backward = _moves(parts, reshards)
@@ -218,9 +217,8 @@ def _sources(parts: Partition, node: Node) -> Iterable[str]:
         yield use
 
 
-Sent = tuple[
-    list[tuple[str, float]], list[tuple[str, float]]
-]  # forward and backward: what is done, and its bytes
+# forward and backward: what is done, and its bytes
+Sent = tuple[list[tuple[str, float]], list[tuple[str, float]]]
 
 
 def _sent(parts: Partition, node: Node) -> Sent:

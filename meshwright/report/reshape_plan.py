@@ -59,9 +59,9 @@ def on_other_ranks(plan: Plan, graph: Graph, mesh: Mesh, world: Mesh | None = No
 
     @functools.cache
     def cut(strategy: Strategy) -> Strategy:
-        cuts = ((letter, dim, _dim(dim, runs, mesh)) for letter, dim in strategy.splits)
+        splits = ((letter, dim, _dim(dim, runs, mesh)) for letter, dim in strategy.splits)
         return Strategy(
-            tuple((letter, new) for letter, old, new in cuts if dim_axes(new) or not dim_axes(old)),
+            tuple((letter, new) for letter, old, new in splits if dim_axes(new) or not dim_axes(old)),
             tuple(
                 (axis, ports)
                 for ports in dict.fromkeys(ports for _, ports in strategy.through)

@@ -81,8 +81,8 @@ def transferred(plan: Plan, graph: Graph, factors: Factors, what: str) -> Plan:
 
 
 def _resized(strategy: Strategy, trees: Mapping[str, Dim], mesh: Mesh, where: str) -> Strategy:
-    cuts = tuple((letter, _dim(trees.get(letter, ()), dim, mesh, where)) for letter, dim in strategy.splits)
-    return replace(strategy, splits=cuts)
+    splits = tuple((letter, _dim(trees.get(letter, ()), dim, mesh, where)) for letter, dim in strategy.splits)
+    return replace(strategy, splits=splits)
 
 
 def _dim(new: Dim, old: Dim, mesh: Mesh, where: str) -> Dim:

@@ -20,7 +20,8 @@ class Accumulation:
         self._sums = {}
 
     def added(self, name: str, gradient: torch.Tensor) -> torch.Tensor | None:
-        """The whole sum, in the last micro-batch; before that None. Never writes to the gradient."""
+        """Add a gradient; return the full sum in the last micro-batch, None before that. Never writes to the
+        gradient."""
         total = self._sums.pop(name, None)
         if total is not None:
             total.add_(gradient)

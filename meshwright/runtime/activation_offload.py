@@ -23,7 +23,7 @@ from meshwright.runtime.reshard import Mover
 
 
 class Keeper(torch.nn.Module):
-    """Gives a value as it is, and keeps it as its stash says."""
+    """Passes a value through, and saves it for backward as its record says: sharded, on the host, or both."""
 
     def __init__(self, stash: Stash, mesh: Mesh, number: int, handle: Handle, store: Store) -> None:
         """`number`: of the rank on the mesh."""
@@ -113,7 +113,7 @@ class _Away:
 
 
 class Store:
-    """What a rank keeps of its program elsewhere than where it lies."""
+    """The saved activations of a rank that are sharded or offloaded."""
 
     def __init__(self, again: Again, device: torch.device, room_bytes: int) -> None:
         """`room_bytes`: so much may be on its way to the host at a time."""
@@ -122,7 +122,8 @@ class Store:
         self._run: _Run | None = None
 
     def put(self, x: torch.Tensor, keeper: Keeper) -> None:
-        """Keep a value as its stash says. A view, and what is made again in any case, is kept with what it lies in."""
+        """Save a value as its keeper says. A view, or a value that backward recomputes anyway, is saved with the
+        storage that it shares."""
         if self.again.knows(x) or not _alone(x):
             return
         part = keeper.part(x)
@@ -163,7 +164,7 @@ class Store:
 
 
 def _alone(x: torch.Tensor) -> bool:
-    """Whether a tensor is all that lies in its memory."""
+    """True if a tensor fills its storage."""
     return (
         x.layout == torch.strided
         and not x.storage_offset()

@@ -1,9 +1,9 @@
-"""Whether all ranks step on the same batch with the same options of the optimizer, found out beside the step.
+"""Checks, while a step runs, that all ranks use the same batch and the same optimizer options.
 
-Each rank makes a number of what it was given. The sum of all is that number times as many ranks, or somebody was given
-something else; then all tell what they have, and all raise. The sum is of 16 bytes, is started before the forward pass
-and is waited for after the backward, where ranks have met in any case. It is made at the first steps and then at every
-32nd: who skips a batch is behind from then on.
+Each rank hashes its inputs to a number. If the sum over ranks is not that number times the number of ranks, inputs
+differ; then all ranks exchange what they have, and all raise. The sum has 16 bytes, is started before the forward pass
+and awaited after the backward, where ranks have met anyway. It is made in the first steps and then in every 32nd: a
+rank that skips a batch stays behind from then on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Alike:
     def __init__(self, comm: Communicator, device: torch.device) -> None:
         self.comm, self.device = comm, device
         self.on = comm.mesh.size > 1 and not isinstance(comm, AtOnce)
-        # Those of the optimizer that all ranks began with alike; None: all of them.
+        # Optimizer options that were equal on all ranks at the start; None: all of them.
         self.options: Which | None = None
         self._begun: tuple[int, Word, torch.Tensor, Work] | None = None
 
@@ -75,13 +75,13 @@ class Alike:
 
 
 def is_due(step: int) -> bool:
-    """Whether ranks compare in a step: in the 1st, 2nd, 4th, 8th, … and then in every 32nd."""
+    """True if ranks compare in a step: in the 1st, 2nd, 4th, 8th, … and then in every 32nd."""
     return step % EVERY == 0 or step & (step - 1) == 0
 
 
 def told_of(batch: Given, elsewhere: bool = True) -> Word:
-    """What is equal on all ranks of a batch: where in its loader a part comes from, or what a whole one has.
-    `elsewhere`: look at tensors that are on a GPU, for which it has to be waited."""
+    """Describe a batch by what must be equal on all ranks: the position of a shard in its loader, or the checksums of a
+    full batch. `elsewhere`: include tensors on a GPU, which requires a synchronisation."""
     if isinstance(batch, LocalBatch):
         place = batch.place if isinstance(batch.place, str) else batch.place()
         return {"position": place} if place else {}
@@ -116,8 +116,8 @@ def some_of(options: Options, which: Which | None) -> Options:
 
 
 def options_alike(told: Sequence[Options]) -> Which:
-    """What is the same in the options of several optimizers. Where one has fewer groups than another nobody knows which
-    group is which, and nothing is."""
+    """List the options that are equal in several optimizers. Empty if they differ in their number of groups, as groups
+    can then not be matched."""
     if len({len(groups) for groups in told}) != 1:
         return frozenset()
     first, *others = told
@@ -140,7 +140,7 @@ def options_that_differ(told: Sequence[Options]) -> list[str]:
 
 
 def difference(step: int, told: Sequence[Word]) -> MeshwrightError:
-    """The error for what ranks told, which is not the same."""
+    """Build the error for descriptions that differ between ranks."""
     for what in dict.fromkeys(k for each in told for k in each):
         said = [each.get(what, "nothing") for each in told]
         if what == OPTIONS:
@@ -172,10 +172,10 @@ def difference(step: int, told: Sequence[Word]) -> MeshwrightError:
         return BatchError(
             f"{what} of step {step} differs between ranks",
             why=shown,
-            hint="step(batch) takes the whole batch, the same on all ranks, of which each uses its part; "
+            hint="step(batch) takes the global batch, the same on all ranks, of which each uses its part; "
             "mw.shard_loader reads the parts alone",
         )
-    return RunError(f"ranks differ in step {step}", why="what they told of it is equal")
+    return RunError(f"ranks differ in step {step}", why="their descriptions of it are equal")
 
 
 def named(ranks: Sequence[int]) -> str:

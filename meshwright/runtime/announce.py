@@ -1,5 +1,5 @@
-"""What a rank is about to do with others, said to them before it is done: sizes that they need, and whether all mean
-the same. Ranks that disagree about a collective would wait for each other, or add up what does not belong together."""
+"""Announcements: before a collective, ranks exchange what they are about to do and the sizes that they need. Ranks that
+disagree about a collective would otherwise wait for each other, or add up unrelated tensors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Call:
 
     @staticmethod
     def of(numbers: list[int]) -> Call:
-        """What `numbers` has said."""
+        """Decode the output of `numbers`."""
         kind, dtype, op, split, join, peer = numbers[:6]
         return Call(
             KINDS[kind],

@@ -29,17 +29,19 @@ from meshwright.runtime.step import LocalStep
 
 FINITE, WRITTEN, MADE, LATE = range(4)  # what is known of a value; a late one is not looked at
 GARBAGE = ("aten.empty", "aten.new_empty")  # operators that leave in memory what was there
-Found = tuple[
-    int, int, str, str, str, str
-]  # micro-batch and place in it; what `Anomaly` says, after the phase
+# micro-batch and place in it; what `Anomaly` says, after the phase
+Found = tuple[int, int, str, str, str, str]
 
 
 @dataclass(frozen=True)
 class Anomaly:
-    """What first was not finite. `phase`: ``forward``, ``backward`` (the operator's own; what came to it was finite) or
-    ``reduction`` (gradients were finite before ranks added them up). `kind`: ``nan`` or ``inf``. `op`: an operator such
-    as ``aten.log.default``, or the role of an input that came so. `name`: of the value, the parameter or the path in
-    the batch. `source`: line and module. `ranks`: where, as numbers of processes."""
+    """The first non-finite value of a step.
+
+    `phase`: ``forward``, ``backward`` (the operator's own; its incoming gradient was finite) or ``reduction``
+    (gradients were finite before ranks added them up). `kind`: ``nan`` or ``inf``. `op`: an operator such as
+    ``aten.log.default``, or the role of an input that was not finite. `name`: of the value, the parameter or the path
+    in the batch. `source`: line and module. `ranks`: global ranks.
+    """
 
     phase: str
     kind: str
@@ -82,7 +84,7 @@ def find_anomaly(local: LocalStep, batch: Given) -> Anomaly | None:
 
 
 def _first(words: list[Any]) -> Anomaly | None:
-    """What the ranks say together."""
+    """Find the first anomaly in the records of all ranks."""
     if not any(loss or broken for loss, broken, *_ in words):
         return None
     for number, phase in ((2, "forward"), (3, "backward"), (4, "forward")):
@@ -98,8 +100,8 @@ def _first(words: list[Any]) -> Anomaly | None:
 
 
 class Watch:
-    """What one rank sees. `forward` and `backward`: the first of each; `written`: the first infinity of the program's
-    own."""
+    """Watches one rank. `forward` and `backward`: the first anomaly of each; `written`: the first infinity that the
+    program itself contains."""
 
     def __init__(self, local: LocalStep) -> None:
         self.late = local.made.late
@@ -240,7 +242,7 @@ class _Interpreter(fx.Interpreter):
         kind = _kind(result)
         if not kind:
             return
-        if node is None:  # one result of several, or what a stash keeps
+        if node is None:  # one result of several, or a saved activation
             self.states[n] = max(before, default=WRITTEN)
             return
         written = kind == "inf" and MADE not in before and (WRITTEN in before or _infinite(node))
@@ -264,7 +266,7 @@ def _kind(value: Any) -> str:
 
 
 def _infinite(node: Node) -> bool:
-    """Whether an infinity is written among the arguments of an operator."""
+    """True if the arguments of an operator contain a literal infinity."""
 
     def inside(value: Any) -> bool:
         if isinstance(value, tuple):

@@ -1,5 +1,5 @@
-"""What happens to gradients between their reduction and the update: a loss scale is taken out, non-finite ones are
-found on any rank, the global norm is computed and clipped."""
+"""Processes gradients between their reduction and the update: removes a loss scale, finds non-finite gradients on any
+rank, computes and clips the global norm."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class BeforeUpdate:
 
     @property
     def scale(self) -> float:
-        """What the loss is multiplied by."""
+        """The factor of the loss."""
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
     @property
     def looks(self) -> bool:
-        """Whether gradients are looked at before an update."""
+        """True if gradients are processed before an update."""
         return self.skip or self.scaler is not None or self.clip_norm is not None
 
     def allows(
@@ -47,8 +47,8 @@ class BeforeUpdate:
         clip: Callable[[float], torch.Tensor],
         device: torch.device,
     ) -> bool:
-        """Whether all ranks update with these gradients, which are unscaled and clipped then. `total` adds a number up
-        over all ranks, `clip` clips by a norm and gives that before."""
+        """Unscale and clip gradients; return whether all ranks update with them. `total` sums a number over all ranks;
+        `clip` clips by a norm and returns the norm before."""
         finite = True
         if self.skip or self.scaler is not None:
             broken = sum((~torch.isfinite(g)).any().to(device, torch.float32) for g in gradients)

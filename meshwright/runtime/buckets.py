@@ -1,13 +1,12 @@
-"""Gradients that are pending are reduced in buckets, asynchronously, while backward still runs.
+"""Reduces partial gradients in buckets, asynchronously, while backward still runs.
 
-A bucket is one flat buffer for gradients that are pending on the same axes and have one dtype. When autograd has put a
-parameter's gradient together, a hook copies it into its place and makes ``.grad`` a view of it; a bucket
-whose places are all filled is reduced at once. Where backward runs several times (micro-batches), the first gradient is
-copied into its place and the others are added to it there, and all is reduced in the last
-backward. A gradient that is large, and that nobody else can hold, is a
-bucket of its own, reduced where it lies: that saves the copy and the buffer. Buckets start in one order on all
-ranks, as collectives must. What goes together is the rule of `partition/buckets.py`. Gradients of parameters that
-are updated in parts go into buckets that scatter (`runtime/sharded_update.py`), of which one is under way at a time.
+A bucket is one flat buffer for gradients that are partial on the same axes and have one dtype. When autograd has
+computed a parameter's gradient, a hook copies it into its slot and makes ``.grad`` a view of it; a bucket whose slots
+are all filled is reduced at once. If backward runs several times (micro-batches), the first gradient is copied into its
+slot, the others are added there, and the bucket is reduced in the last backward. A large gradient that nothing else can
+reference is a bucket of its own, reduced in place: that saves the copy and the buffer. Buckets start in one order on
+all ranks, as collectives must. `partition/buckets.py` decides which gradients share a bucket. Gradients of parameters
+whose update is sharded go into buckets that reduce-scatter (`runtime/sharded_update.py`), one at a time.
 """
 
 from __future__ import annotations
@@ -111,11 +110,14 @@ class GradientBuckets:
         shards: Mapping[int, Shard] | None = None,
         each_time: bool = False,
     ) -> None:
-        """`pending`: parameters with the axes of their gradients, in forward order. `uses`: for each program in time,
-        id of a parameter → the number of backward passes that reach it (1 unless the program is cut into segments).
-        `each_time`: buckets that scatter do so for every program, not for the last alone. `described`: one
-        for each of `pending`, with the sizes by which all ranks fill their buckets; by default this rank's own.
-        `shards`: id of a parameter → its part, where that is updated alone."""
+        """Create the buckets of a step.
+
+        `pending`: parameters with the axes of their gradients, in forward order. `uses`: for each program in time, id
+        of a parameter → the number of backward passes that reach it (1 unless the program is split into segments).
+        `each_time`: buckets that scatter do so in every program, not only in the last. `described`: one for each
+        parameter, with the sizes by which all ranks fill their buckets; by default this rank's own. `shards`: id of a
+        parameter → its shard, if its update is sharded.
+        """
         self.comm, self.uses, self.each_time = comm, uses, each_time
         self.programs = 1  # that have these buckets
         made = list(_buckets(pending, bucket_bytes, described, shards or {}))
@@ -132,7 +134,7 @@ class GradientBuckets:
         ]
 
     def same_as(self, other: GradientBuckets) -> bool:
-        """Whether both reduce the same gradients, together in the same way."""
+        """True if both reduce the same gradients in the same buckets."""
         mine, theirs = ([id(p) for b in x.buckets for p in b.parameters] for x in (self, other))
         return self.comm is other.comm and mine == theirs and self.groups == other.groups
 

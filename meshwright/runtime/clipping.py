@@ -20,12 +20,12 @@ def clip_by_global_norm(
     device: torch.device,
     stages: tuple[Pipeline, int] | None = None,
 ) -> torch.Tensor:
-    """Scale the gradients `scaled` so that their global 2-norm is at most `limit`, as
-    `torch.nn.utils.clip_grad_norm_` does on one device. `counted`: those that count here, with the axes that cut each.
-    `stages`: the pipeline and a tag for its message, if there is one.
+    """Scale the gradients `scaled` so that their global 2-norm is at most `limit`, as `torch.nn.utils.clip_grad_norm_`
+    does on one device. `counted`: those that count here, with the axes that shard each. `stages`: the pipeline and a
+    tag for its message, if there is one.
 
-    Each element counts once: squares are added over the axes that cut a gradient, and not over those it repeats on.
-    Returns the norm before clipping.
+    Each element counts once: squares are added over the axes that shard a gradient, and not over those that replicate
+    it. Returns the norm before clipping.
     """
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for gradient, axes in counted:

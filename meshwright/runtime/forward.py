@@ -1,4 +1,4 @@
-"""What a rank runs without gradients: one program, or the stages of a pipeline forward alone, on weights it has."""
+"""The forward pass of a rank without gradients: one program, or the stages of a pipeline, on existing weights."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class LocalForward:
         parked: Parked | None = None,
         first_tag: int = 0,
     ) -> None:
-        """`parked`: those of the leaves that live on the host between their uses, if somebody has parked them already.
-        `first_tag`: messages between stages have tags from here on."""
+        """Build the forward pass. `parked`: the leaves that are offloaded between their uses, if they are offloaded
+        already. `first_tag`: the first tag of messages between stages."""
         self.rank, self.world, self.leaves = rank, rank.comm, leaves
         self.pipe = Pipeline(parts, rank.comm, training=False) if parts.plan.stages else None
         if self.pipe is not None:
@@ -87,9 +87,9 @@ class LocalForward:
     def __call__(
         self, batch: Given, *, gather: bool | Collection[str] = True, share: bool = True
     ) -> dict[str, torch.Tensor | None]:
-        """Results by label. With `gather`, or if it names the label, whole, else as this rank holds them: its part,
-        those of micro-batches one after the other. In a pipeline results come to all ranks with `share`; without it
-        (and without `gather`) ranks whose stages make none have None. Raises BatchError."""
+        """Return results by label. With `gather`, or if it names the label, results are full tensors, else this rank's
+        shards, those of micro-batches one after the other. In a pipeline results are sent to all ranks with `share`;
+        without it (and without `gather`) ranks whose stages compute none return None. Raises BatchError."""
         self.batches.check(batch)
         self.alike.settle()  # of an earlier pass: ranks may not meet in this one
         self.alike.begin(self._passes, batch)
@@ -129,8 +129,8 @@ class LocalForward:
 def leaves_of(
     parts: Partition, comm: Communicator, device: torch.device, values: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What a rank holds of whole parameters, buffers and constants, by input: what is whole is the tensor itself, what
-    is cut lies in memory of its own."""
+    """Shard parameters, buffers and constants for a rank, by input: a replicated one is the given tensor itself, a
+    shard has its own memory."""
     pipe = Pipeline(parts, comm, training=False) if parts.asked.stages else None
     parts = parts if pipe is None else pipe.parts
     inside = Rank(comm if pipe is None else pipe.comm, device)

@@ -26,7 +26,7 @@ class HostLink:
         return self._copied(x, made)
 
     def wait(self, event: Event) -> None:
-        """What is computed from now on finds a copy ended."""
+        """Make all later computation wait for the end of a copy."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 

@@ -15,7 +15,7 @@ NO_MASTERS: Mapping[str, torch.nn.Parameter] = {}
 
 
 class HostUpdate:
-    """What a rank updates, by name: `masters` are the leaves of the optimizer."""
+    """The parameters that a rank updates on the host, by name. `masters`: the optimizer's leaves."""
 
     def __init__(
         self,

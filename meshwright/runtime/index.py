@@ -22,13 +22,13 @@ class Picker:
             self.cuts.append((dim, start, length, index))
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """What is selected of a tensor."""
+        """Select from a tensor."""
         for dim, start, length, index in self.cuts:
             x = x.narrow(dim, start, length) if index is None else x.index_select(dim, index.to(x.device))
         return x
 
     def taken_in_place(self, x: torch.Tensor) -> torch.Tensor | None:
-        """What is selected as a stretch of the tensor's own memory, if it is one."""
+        """Select as a contiguous view of the tensor, or return None if there is none."""
         if any(index is not None for *_, index in self.cuts):
             return None
         found = self.take(x)
@@ -52,7 +52,7 @@ class Picker:
             for place, (dim, _, _, index) in enumerate(spread):
                 assert index is not None
                 where[dim] = index.to(y.device).view([-1] + [1] * (len(spread) - place - 1))
-            # Index tensors on several dims land in one block only when the dims between them are whole
+            # Index tensors on several dims land in one block only when the dims between them are full
             # slices moved along.
             grid = torch.meshgrid(
                 *[

@@ -1,4 +1,4 @@
-"""What a rank reads of a batch: its part of a whole one that every rank is given, or a part that was read as such."""
+"""The shard of a batch that a rank reads: sliced from a global batch that every rank passes, or loaded as a shard."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from meshwright.runtime.reshard import Mover
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """What one rank holds of a batch, as `mw.shard_loader` reads it: for each of its micro-batches, input of the
-    program → its part.
+    """The shard of a batch that one rank holds, as `mw.shard_loader` reads it: for each micro-batch, program input →
+    shard.
 
-    `samples` counts those of the whole batch; what fills a last batch up is not among them. `key` says for which rank
-    of which plan it was read; `place` is where in its loader it stands, the same on all ranks, or a function that
-    finds that out. `plain`: of the batch what is no tensor, by path; None where this rank read nothing of it.
+    `samples`: the number of samples of the global batch, without padding of a last batch. `key`: the rank and the plan
+    that the shard is for. `place`: its position in its loader, the same on all ranks, or a function that computes it.
+    `plain`: the non-tensor values of the batch, by path; None if this rank read none of it.
     """
 
     parts: tuple[Mapping[str, torch.Tensor], ...]
@@ -40,7 +40,7 @@ class LocalBatch:
 
     @property
     def size_bytes(self) -> int:
-        """What this rank holds, in bytes."""
+        """The bytes of this rank's shards."""
         return sum(x.numel() * x.element_size() for part in self.parts for x in part.values())
 
     def pin_memory(self) -> LocalBatch:
@@ -49,11 +49,11 @@ class LocalBatch:
         return replace(self, parts=parts)
 
 
-Given = Mapping[str, torch.Tensor] | LocalBatch  # a whole batch, path → tensor, or this rank's part of one
+Given = Mapping[str, torch.Tensor] | LocalBatch  # a global batch, path → tensor, or this rank's shard of one
 
 
 def slicer(layout: TensorLayout, mesh: Mesh, rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function from a whole tensor to what a rank holds of it."""
+    """Return a function that slices a rank's shard out of a full tensor."""
     axes = layout.split_axes
     if not axes:
         return lambda x: x
@@ -70,7 +70,7 @@ def place_of(name: str, parts: Partition, device: torch.device) -> torch.device:
 
 
 def taker(name: str, parts: Partition, rank: Rank) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function from the whole tensor of an input to what a rank holds of it, where that lives."""
+    """Return a function that slices a rank's shard out of the full tensor of an input, and moves it to its device."""
     take = slicer(parts.resharded.layouts[name], rank.comm.mesh, rank.comm.rank)
     place = place_of(name, parts, rank.device)
     return lambda x: take(x).to(place)
@@ -78,8 +78,8 @@ def taker(name: str, parts: Partition, rank: Rank) -> Callable[[torch.Tensor], t
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's part of one input in one micro-batch: `take` makes it of the whole tensor, `place` is where it is
-    read."""
+    """This rank's shard of one input in one micro-batch: `take` slices it out of the full tensor, `place` is its
+    device."""
 
     entry: Input
     layout: TensorLayout
@@ -110,9 +110,9 @@ class BatchParts:
 
         self.micro_batches = [[piece(i, number) for i in self.entries] for number in parts.of_rank(rank)]
         self.reads = frozenset(i.name for i in self.entries)
-        cut = f", {parts.micro_batches} micro-batches" if parts.micro_batches > 1 else ""
+        pieces = f", {parts.micro_batches} micro-batches" if parts.micro_batches > 1 else ""
         held = ", ".join(f"{i.target or 'batch'} {layouts[i.name].forward}" for i in self.entries)
-        self.key = f"rank {world_rank} of {parts.asked.ranks}{cut}: {held}"
+        self.key = f"rank {world_rank} of {parts.asked.ranks}{pieces}: {held}"
 
     def only(self, names: Iterable[str]) -> None:
         """Of a part, read these inputs alone: the others are of stages elsewhere."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from meshwright.errors import PEER_LOST, MeshwrightError, PeerLost, RunError
 
 KEY = "meshwright/reason"
-SAID = 1000  # letters of an error that others are told
+SAID = 1000  # characters of an error that other ranks receive
 _broken: list[str] = []  # what failed in the middle on this rank
 # The store of this job, this rank, and what is called when it fails, once they are known.
 _told: list[tuple[Any, int, Callable[[], None]]] = []
@@ -86,7 +86,8 @@ def check() -> None:
 
 
 def lost(error: RuntimeError, what: str) -> PeerLost | None:
-    """What an error of the back end means if it means that another rank has gone; else None. `what` was waited for."""
+    """Convert a back-end error caused by the loss of another rank; None for other errors. `what`: the awaited
+    operation."""
     if PEER_LOST.search(str(error)) is None:
         return None
     return another_failed(what) or PeerLost(

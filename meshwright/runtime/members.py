@@ -1,4 +1,4 @@
-"""Who the other ranks are, what all of them are about to do, and messages between two of them."""
+"""The other ranks: their numbers, announcements of the next collective, and messages between two ranks."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ class Members:
 
     def __init__(self, comm: Communicator, device: torch.device | str = "cpu", *, check: bool = True) -> None:
         self.comm, self.device, self.check = comm, torch.device(device), check
-        self._arriving: dict[
-            tuple[int, int], Handle
-        ] = {}  # rank and tag → the last message that was asked for
+        # rank and tag → the last message that was asked for
+        self._arriving: dict[tuple[int, int], Handle] = {}
 
     @property
     def mesh(self) -> Mesh:
@@ -175,7 +174,7 @@ class Members:
         return found
 
     def _told(self, call: Call, run: tuple[str, ...]) -> list[Call]:
-        """What every member is about to do."""
+        """Gather the announcements of all members."""
         mine = torch.tensor(call.numbers(self.mesh.count(run)), device=self.device)
         return [Call.of(row) for row in self.comm.all_gather(mine, run).tolist()]
 

@@ -1,11 +1,10 @@
-"""Whether an optimizer may work on parts of parameters: it is tried on a small one, whole and cut.
+"""Checks whether an optimizer may update shards of parameters, by trying it on a small one, full and split.
 
-An optimizer that treats every element by itself (SGD, Adam and its kin, Adagrad, RMSprop) steps on a part as on the
-whole. One that looks at a whole tensor (Muon's orthogonal steps, Adafactor's row and column sums, LARS' and LAMB's
-norms), or at all of them together (a bound on the norm of gradients in a hook, D-Adaptation), does not: on a part it
-would compute something else, and nobody would notice. So it is refused where anything is cut, and works where every
-parameter is whole. Ranks of a pipeline update the parameters of their stages alone: there one that looks at all of them
-is refused.
+An elementwise optimizer (SGD, Adam and its kin, Adagrad, RMSprop) updates a shard as it updates the full tensor. One
+that looks at full tensors (Muon's orthogonal steps, Adafactor's row and column sums, LARS' and LAMB's norms), or at all
+parameters together (a bound on the norm of gradients in a hook, D-Adaptation), would silently compute something else on
+a shard. It is refused if any update is sharded, and works if all parameters are replicated. Ranks of a pipeline update
+only the parameters of their stages: there an optimizer that looks at all parameters is refused.
 """
 
 from __future__ import annotations
@@ -25,43 +24,44 @@ Tried = tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]  # an optimizer a
 Make = Callable[[Mapping[str, torch.Tensor]], Tried | None]
 
 
-def check_optimizer(factory: OptimizerFactory, cut: str, apart: str = "") -> None:
-    """Raise RunError for an optimizer that cannot step on parts, or wants to call the model itself. `cut`: the name of
-    a parameter of which a rank updates a part, `apart`: of one that not every rank updates; empty if there is none."""
-    name = cut or apart or "weight"
+def check_optimizer(factory: OptimizerFactory, sharded: str, apart: str = "") -> None:
+    """Raise RunError for an optimizer that cannot update shards, or needs to call the model itself. `sharded`: the name
+    of a parameter of which a rank updates a shard; `apart`: of one that not every rank updates; empty if there is none.
+    """
+    name = sharded or apart or "weight"
     made = _made(factory, {name: torch.zeros(ROWS, COLUMNS)})
-    if (
-        made is not None
-    ):  # else it wants the model's own parameters: what it makes of them is seen when it is built
-        _check_kind(made[0], lambda values: _made(factory, values), cut, apart, name)
+    # else it wants the model's own parameters: what it makes of them is seen when it is built
+    if made is not None:
+        _check_kind(made[0], lambda values: _made(factory, values), sharded, apart, name)
 
 
-def check_made(made: torch.optim.Optimizer, cut: str, apart: str = "") -> None:
+def check_made(made: torch.optim.Optimizer, sharded: str, apart: str = "") -> None:
     """The same of an optimizer that is there, by another one of its kind and with its options."""
 
     def another(values: Mapping[str, torch.Tensor]) -> Tried | None:
         options = {k: v for k, v in made.defaults.items() if k in inspect.signature(type(made)).parameters}
         return _made(lambda parameters: type(made)(parameters, **options), values)
 
-    name = cut or apart
+    name = sharded or apart
     if another({name: torch.zeros(ROWS, COLUMNS)}) is not None:
-        _check_kind(made, another, cut, apart, name)
+        _check_kind(made, another, sharded, apart, name)
 
 
-def watch_hooks(made: torch.optim.Optimizer, cut: str, apart: str = "") -> None:
-    """From now on check each hook that is registered with an optimizer: its ``register_step_pre_hook`` and
-    ``register_step_post_hook`` try the hook on a small parameter, and raise RunError for one that looks at whole
-    tensors where a rank updates a part of `cut`, or at all together where it updates those of its stages alone."""
-    if not (cut or apart):
+def watch_hooks(made: torch.optim.Optimizer, sharded: str, apart: str = "") -> None:
+    """Check each hook that is later registered with an optimizer: its ``register_step_pre_hook`` and
+    ``register_step_post_hook`` then try the hook on a small parameter. They raise RunError for a hook that looks at
+    full tensors if a rank updates a shard of `sharded`, or at all parameters together if a rank updates those of its
+    stages alone."""
+    if not (sharded or apart):
         return
     for register in ("register_step_pre_hook", "register_step_post_hook"):
-        setattr(made, register, functools.partial(_register, made, register, cut, apart))
+        setattr(made, register, functools.partial(_register, made, register, sharded, apart))
 
 
 def _register(
-    made: torch.optim.Optimizer, register: str, cut: str, apart: str, hook: Callable[..., Any]
+    made: torch.optim.Optimizer, register: str, sharded: str, apart: str, hook: Callable[..., Any]
 ) -> Any:
-    name = cut or apart
+    name = sharded or apart
 
     def make(values: Mapping[str, torch.Tensor]) -> Tried | None:
         tried = _made(lambda parameters: torch.optim.SGD(parameters, lr=0.1), values)
@@ -71,22 +71,22 @@ def _register(
 
     kind = getattr(hook, "__qualname__", type(hook).__name__)
     problem = _cannot_be_tried(make, name)
-    odd = problem or (cut and not _elementwise(make, name)) or (apart and not _each_alone(make, name))
+    odd = problem or (sharded and not _elementwise(make, name)) or (apart and not _each_alone(make, name))
     if odd:
         raise RunError(
-            f"the optimizer hook {kind} looks at whole tensors, or at all parameters together",
+            f"the optimizer hook {kind} looks at full tensors, or at all parameters together",
             why=f"tried on a small parameter it raises {problem}"
             if problem
-            else f"a rank updates a part of {cut} alone"
-            if cut
+            else f"a rank updates only a shard of {sharded}"
+            if sharded
             else "a rank updates the parameters of its stages alone",
             hint="clip_norm= for a bound on the norm of gradients, step.grad_norm to read it; a hook that treats every "
-            'element by itself; or a plan that keeps parameters whole: mode="data_parallel" without optimizer_parallel',
+            'element by itself; or a plan that replicates parameters: mode="data_parallel" without optimizer_parallel',
         )
     return getattr(type(made), register)(made, hook)
 
 
-def _check_kind(made: torch.optim.Optimizer, make: Make, cut: str, apart: str, name: str) -> None:
+def _check_kind(made: torch.optim.Optimizer, make: Make, sharded: str, apart: str, name: str) -> None:
     kind = type(made).__name__
     closure = inspect.signature(type(made).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -101,20 +101,20 @@ def _check_kind(made: torch.optim.Optimizer, make: Make, cut: str, apart: str, n
             why="gradients are dense tensors here, those of tables with sparse=True too: ranks add them up",
             hint="torch.optim.Adagrad, which leaves rows without a gradient as they are, or torch.optim.AdamW",
         )
-    problem = _cannot_be_tried(make, name) if cut or apart else ""
+    problem = _cannot_be_tried(make, name) if sharded or apart else ""
     if problem:
-        alone = f"a part of {cut}" if cut else "the parameters of its stages"
+        alone = f"a shard of {sharded}" if sharded else "the parameters of its stages"
         raise RunError(
             f"a step of {kind} on a small parameter fails, so nobody knows whether it may step on parts",
             why=f"a rank updates {alone} alone; {problem}",
             hint="an optimizer that steps on any parameter with a gradient (AdamW, SGD, …)",
         )
-    if cut and not _elementwise(make, name):
+    if sharded and not _elementwise(make, name):
         raise RunError(
-            f"{kind} looks at whole tensors, and a rank updates a part of {cut} alone",
+            f"{kind} looks at full tensors, and a rank updates only a shard of {sharded}",
             why="a step on two halves of a matrix differs from the halves of a step",
             hint="an optimizer that treats every element by itself (AdamW, SGD, …), clip_norm= for a bound on the norm "
-            'of gradients, or a plan that keeps parameters whole: mode="data_parallel" without optimizer_parallel',
+            'of gradients, or a plan that replicates parameters: mode="data_parallel" without optimizer_parallel',
         )
     if apart and not _each_alone(make, name):
         raise RunError(
@@ -154,7 +154,8 @@ def _cannot_be_tried(make: Make, name: str) -> str:
 
 
 def _elementwise(make: Make, name: str) -> bool:
-    """Whether steps on cuts are cuts of steps, each with an optimizer of its own; along rows, then along columns."""
+    """True if steps on shards, each with its own optimizer, equal shards of steps; split along rows, then along
+    columns."""
     start, gradient = _example()
     (whole,) = _stepped(make, {name: (start, gradient)})
     for dim in (0, 1):
@@ -166,7 +167,7 @@ def _elementwise(make: Make, name: str) -> bool:
 
 
 def _each_alone(make: Make, name: str) -> bool:
-    """Whether a step on two values is the steps on each."""
+    """True if a step on two values equals separate steps on each."""
     start, gradient = _example()
     values = {name: (start, gradient), f"{name}_": (start.flip(0), 3 * gradient.flip(1))}
     if make({n: v for n, (v, _) in values.items()}) is None:
@@ -183,7 +184,7 @@ def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _stepped(make: Make, values: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """What steps make of values, given with their gradients."""
+    """Step an optimizer on values, given with their gradients; return the new values."""
     tried = make({name: value for name, (value, _) in values.items()})
     assert tried is not None
     made, parameters = tried

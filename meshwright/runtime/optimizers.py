@@ -20,7 +20,7 @@ NAMED = (
 
 
 class Trained(list[torch.nn.Parameter]):
-    """What an optimizer is made from: what this rank updates of each parameter, in the order of the model."""
+    """The argument of an optimizer factory: this rank's trained tensor of each parameter, in the order of the model."""
 
     def __init__(self, named: Mapping[str, torch.nn.Parameter]) -> None:
         super().__init__(named.values())
@@ -86,8 +86,8 @@ def apart_by_device(optimizer: torch.optim.Optimizer) -> None:
 
 
 def as_laid_out(optimizer: torch.optim.Optimizer) -> None:
-    """Give gradients the strides of what a fused optimizer updates: its kernels go through both in the order of memory,
-    and a slice of a whole gradient, or that of weights in channels last, lies in another one."""
+    """Give gradients the strides of the tensors that a fused optimizer updates: its kernels traverse both in memory
+    order, and a slice of a full gradient, or one of channels-last weights, has other strides."""
     for group in optimizer.param_groups:
         if not group.get("fused"):
             continue
@@ -97,9 +97,9 @@ def as_laid_out(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Updating:
-    """Whether a step updates now. `guard` refuses an optimizer's update outside of it: a step has updated already, and
-    where the program reads other tensors than the optimizer updates (`apart`), they would stay as they are. `by_hand`:
-    gradients are there that no step has used."""
+    """Tracks whether a step updates now. `guard` refuses an optimizer's update outside of a step: the step has updated
+    already, and if the program reads other tensors than the optimizer updates (`apart`), these would not change.
+    `by_hand`: there are gradients that no step has used."""
 
     def __init__(self) -> None:
         self._now, self.apart, self.by_hand = False, False, False
@@ -176,11 +176,11 @@ def grouped_alone(factory: OptimizerFactory, model: torch.nn.Module) -> Grouped 
 
 
 def grouped_otherwise(alone: Grouped, here: Grouped) -> tuple[str, str, str]:
-    """What is wrong, why, and a way out, where a rank's optimizer updates a parameter in another way than one device's;
-    empty if nothing is.
+    """Compare the optimizer of a rank with that of one device; return the problem, the reason and a way out, empty if
+    there is none.
 
-    A factory that knows parameters by identity (``id(p) in decayed``, ``model.parameters()``), by size or by number
-    finds others here. Groups may be split further here.
+    A factory that identifies parameters by identity (``id(p) in decayed``, ``model.parameters()``), by size or by
+    number finds other ones here. Groups may be split further here.
     """
     if alone.others:
         return (

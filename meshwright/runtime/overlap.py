@@ -145,8 +145,8 @@ class Flight:
 
 
 class Once:
-    """What of a flight is not kept, brought again in backward: launched by its first reader or the flight after it.
-    `sources`: what it sends, which may have to be brought from the host before."""
+    """The value of a flight that is not kept but regathered in backward: launched by its first reader or by the flight
+    after it. `sources`: the values that it sends, which may have to be fetched from the host first."""
 
     def __init__(self, start: Start, sources: Sequence[Argument], before: Once | None) -> None:
         self.start, self.sources = start, sources
@@ -218,9 +218,8 @@ class Start(torch.nn.Module):
         wire = node.kwarg("wire")
         self.wire = TORCH_DTYPES[str(wire)] if wire else None  # in which gradients are added up
         self.repeats: tuple[int, ...] = node.kwarg("again", ())  # members that backward brings again
-        self.ahead = int(
-            node.kwarg("ahead", 1)
-        )  # flights before it that backward launches after its first result
+        # flights before it that backward launches after its first result
+        self.ahead = int(node.kwarg("ahead", 1))
         self.flight: Flight | None = None
         self.once: Once | None = None
         self.sources: Sequence[torch.Tensor] = ()
@@ -283,7 +282,7 @@ def _gradient(flight: Flight, index: int) -> torch.Tensor:
     mine = flight.back.take(index)
     if flight.start.wire is not None:
         mine = mine.to(flight.dtype)
-    # A leaf keeps its gradient into the next step, and a view would keep the whole of it.
+    # A leaf keeps its gradient into the next step, and a view would keep all of it.
     lone = flight.leaves[index] and flight.back.ways[index].only_slices
     return mine.clone(memory_format=torch.contiguous_format) if lone else mine
 

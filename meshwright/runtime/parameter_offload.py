@@ -22,8 +22,8 @@ NO_HOMES: Mapping[str, torch.Tensor] = {}
 
 
 class Parked:
-    """The parked parameters of one rank, by the names of the program's inputs, trained ones as leaves. `homes`: their
-    values on the host."""
+    """The offloaded parameters of one rank, by the names of the program's inputs, trained ones as leaves. `homes`:
+    their values on the host."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Parked:
         device: torch.device,
         homes: Mapping[str, torch.Tensor] = NO_HOMES,
     ) -> None:
-        """`homes`: of those that another program has parked already."""
+        """Offload leaves. `homes`: the values of those that another program has offloaded already."""
         self.device, self.link = device, HostLink(device)
         self.leaves = {n: x for n, x in leaves.items() if isinstance(x, torch.nn.Parameter)}
         self.homes: dict[str, torch.Tensor] = dict(homes)
@@ -84,8 +84,8 @@ class _Pass:
 
 
 class Fetches:
-    """Brings parked parameters. `runs`: names of transfers, those of a layer together; `homes`: transfer → the values
-    on the host. Several forward passes may wait for their backward."""
+    """Fetches offloaded parameters. `runs`: names of transfers, those of a layer together; `homes`: transfer → the
+    value on the host. Several forward passes may wait for their backward."""
 
     def __init__(
         self, again: Again, link: HostLink, runs: Sequence[Sequence[str]], homes: Mapping[str, torch.Tensor]
@@ -101,7 +101,7 @@ class Fetches:
         self._ahead, self._left = {}, set()
 
     def take(self, name: str) -> torch.Tensor:
-        """What a transfer brings in forward."""
+        """Return the value that a transfer fetches in forward."""
         if not self._left:
             self._left, self._pass = set(self._run_of), _Pass()
         run = self._run_of[name]
@@ -145,7 +145,7 @@ class Fetches:
 
 
 class Fetch(torch.nn.Module):
-    """The transfer of a parked parameter. Its gradient goes to the leaf as it is."""
+    """The transfer of an offloaded parameter. Its gradient goes to the leaf unchanged."""
 
     def __init__(self, name: str, fetches: Fetches) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """What `to_bytes` was given. Raises RunError for bytes that it did not make."""
+    """Decode the output of `to_bytes`. Raises RunError for other bytes."""
     try:
         return msgspec.msgpack.decode(data, ext_hook=_tuple, strict=True)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:

@@ -30,11 +30,11 @@ from meshwright.runtime.recompute import Again
 
 
 class Programs:
-    """What a rank runs. `in_time`: its programs over time, None for a whole batch in one stage. `graph`: that of the
-    first micro-batch. `found`: segments and modules of each micro-batch; in a pipeline those of all stages one after
-    the other, and `stages` has them by stage. `sums`: where gradients are added up before some reshards send them, in a
-    pipeline for each stage apart. `stores`: what each stage of a pipeline keeps elsewhere. `again`, `fetches`, `queue`:
-    what backward asks for; None or empty where it asks nothing."""
+    """The programs of a rank. `in_time`: one for each micro-batch, None for a full batch in one stage. `graph`: that of
+    the first micro-batch. `found`: segments and modules of each micro-batch, in a pipeline those of all stages one
+    after the other; `stages` has them by stage. `sums`: where gradients are accumulated before reshards send them, in a
+    pipeline one for each stage. `stores`: saved activations of each stage. `again`, `fetches`, `queue`: what backward
+    needs; None or empty if it needs nothing."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class Programs:
         *,
         training: bool = True,
     ) -> None:
-        """`cuts`: nodes before which a plain program is cut into segments. Without `training` no result may end
-        late."""
+        """Build the programs. `cuts`: nodes before which a plain program is split into segments. Without `training` no
+        result may end late."""
         self.parts, self.rank, self.handle, self.parked, self.pipe = parts, rank, handle, parked, pipe
         cut = parts.micro_batches > 1 or pipe is not None
         in_time = micro_batches_of(parts, rank.comm.rank) if cut else None

@@ -1,4 +1,4 @@
-"""What a local program knows about the rank it runs on: mesh, coordinate, communicator, randomness."""
+"""The rank that a local program runs on: mesh, coordinate, communicator, randomness."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from meshwright.runtime.communicator import Communicator
 
 @dataclass
 class Rank:
-    """Passed to every kernel. `exact` makes random masks equal to one device's (slower; for proofs); ``"torch"`` draws
-    them from torch's own generator, whole on every rank, as a plain program does.
+    """The rank, as passed to every kernel.
 
-    `step` and `micro_batch` number what runs, so that random operators differ between steps and repeat on recompute.
-    `calls` counts those since the last update, of which each draws numbers of its own.
-    `mesh` is the program's: it has an axis in time where there are micro-batches, and `at` is the coordinate in the
-    micro-batch that runs now. Who replays another one sets `micro_batch` for as long.
+    `exact` makes random masks equal to one device's (slower; for proofs); ``"torch"`` draws the full masks from torch's
+    own generator on every rank, as a plain program does. `step` and `micro_batch` number what runs, so that random
+    operators differ between steps and repeat on recompute. `calls` counts calls since the last update, each with its
+    own random numbers. `mesh` is the program's, with an axis in time for micro-batches; `at` is the coordinate in the
+    current micro-batch. To replay another one, set `micro_batch` meanwhile.
     """
 
     comm: Communicator
@@ -31,9 +31,8 @@ class Rank:
     step: int = 0
     micro_batch: int = 0
     calls: int = 0
-    drawn: dict[int, torch.Tensor] = field(
-        default_factory=dict, repr=False
-    )  # slot → draw of torch's, for replays
+    # slot → draw of torch's, for replays
+    drawn: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
     drawn_at: int = -1
     mesh: Mesh = field(init=False)
     _ats: list[dict[str, int]] = field(init=False, repr=False)
@@ -54,7 +53,7 @@ class Rank:
 
     @property
     def draw(self) -> int:
-        """What numbers a call of the step among all: that of the step, but where one has several."""
+        """The number of this call among all: that of the step, unless a step has several calls."""
         return self.step + (self.calls << 32)
 
     @property
@@ -63,7 +62,7 @@ class Rank:
         return self.micro_batch * self.comm.mesh.size + self.comm.rank
 
     def moment(self) -> Callable[[], AbstractContextManager[None]]:
-        """What brings the rank back to the step and micro-batch of now, for a while: random operators repeat there."""
+        """Return a context manager that restores the current step and micro-batch, so that random operators repeat."""
         now = self.step, self.calls, self.micro_batch
 
         @contextlib.contextmanager

@@ -1,13 +1,14 @@
-"""What backward makes again instead of keeping it: results of operators (recompute) and of reshards (parameters
-gathered twice, as in ZeRO-3; activations gathered twice, as in Megatron's sequence parallel).
+"""Recomputes in backward instead of keeping: results of operators (recompute) and of reshards (parameters gathered
+twice, as in ZeRO-3; activations gathered twice, as in Megatron's sequence parallel).
 
-What autograd saves passes through a pair of hooks. A saved tensor that lies in the memory of such a result (it, or a
-view of it) is kept as a note: which result, and where in it. What an operator saves of its own (a mask, the statistics
-of rows, probabilities) is kept as a note too: the i-th thing that this operator saves. So the memory goes as soon as
-forward has read it. The first note that backward opens runs the operator again on its arguments, which are kept in the
-same way, as tensors or as notes, and so are made again first. What is made lives until no note of it is left:
-neighbours that saved the same tensor (q, k and v of one norm) share it, nothing is made twice, and what backward never
-asks for (the last product of a layer) is not made at all.
+Saved tensors pass through a pair of autograd hooks. A saved tensor that lies in the memory of such a result (it, or a
+view of it) is replaced by a placeholder: which result, and where in it. Values that an operator saves itself (a mask,
+row statistics, probabilities) become placeholders too: the i-th value that this operator saves. So the memory is freed
+as soon as forward has read it. The first placeholder that backward opens runs the operator again on its arguments,
+which are kept in the same way, as tensors or as placeholders, and are recomputed first if necessary. A recomputed value
+lives until no placeholder of it is left: neighbours that saved the same tensor (q, k and v of one norm) share it,
+nothing is computed twice, and results that backward never needs (the last product of a layer) are not recomputed at
+all.
 
 Hooks belong to the thread that runs forward, as do simulated ranks; backward may run on another thread.
 """
@@ -22,9 +23,8 @@ from typing import Any
 
 import torch
 
-Moment = Callable[
-    [], AbstractContextManager[Any]
-]  # brings a rank back to the step and micro-batch of forward
+# brings a rank back to the step and micro-batch of forward
+Moment = Callable[[], AbstractContextManager[Any]]
 
 TINY_BYTES = 256  # what an operator saves of its own and is no larger than a note of it is kept
 
@@ -45,11 +45,12 @@ class Result:
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody in backward may still ask for a result."""
+        """True if backward may still need a result."""
         return any(place() is not None for place in self.outputs.values())
 
     def output(self, number: int) -> Place | None:
-        """What stands for an output; None when the operator has run again and nobody held it then."""
+        """Return the placeholder of an output; None if the operator has run again and nothing referenced the output
+        then."""
         place = self.outputs[number]() if number in self.outputs else None
         if place is None and not self.done:
             place = Place(self)
@@ -126,7 +127,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What is kept of a tensor: the output in whose memory it lay, and where in there."""
+    """A placeholder of a saved tensor: the output in whose memory it lies, and its position in there."""
 
     place: Place
     size: torch.Size
@@ -176,7 +177,7 @@ class Again:
         return weakref.ref(made)
 
     def knows(self, x: torch.Tensor) -> bool:
-        """Whether what lies in a tensor's memory is made again already."""
+        """True if the storage of a tensor will be recomputed anyway."""
         return x.untyped_storage() in self._known
 
     def argument(self, x: torch.Tensor) -> Argument:

@@ -39,7 +39,7 @@ class Mover:
 
     @functools.cached_property
     def taken(self) -> Picker:
-        """What a slice takes."""
+        """The selection of a slice."""
         return Picker(self.plan.send[0])
 
     def __call__(self, x: torch.Tensor, comm: Handle) -> torch.Tensor:
@@ -58,7 +58,7 @@ class Mover:
         return self.opened(self.run(self.message(x), *self.sizes, comm, self.axes))
 
     def message(self, x: torch.Tensor) -> torch.Tensor:
-        """What the collective sends of a tensor: (n,), for a reduce-scatter (members, n)."""
+        """Return the buffer that the collective sends: (n,), for a reduce-scatter (members, n)."""
         plan, kind = self.plan, self.collective
         if not kind.splits:
             return _padded(x, plan.padded) if kind.chunks == "padded" else x.reshape(-1)
@@ -148,13 +148,13 @@ class _Reshard(torch.autograd.Function):
         mine = _run(sent, pair.back, pair.comm, pair.told[1])
         if pair.wire is not None:
             mine = mine.to(gradient.dtype)
-        # A leaf keeps its gradient into the next step, and a view would keep the whole of it.
+        # A leaf keeps its gradient into the next step, and a view would keep all of it.
         lone = ctx.leaf and [step.kind for step in pair.back] == ["slice"]
         return _copied(mine) if lone else mine, None
 
 
 def told_as(node: Node, way: str) -> str:
-    """What the record of a rank says of the collectives of a node."""
+    """Name the collectives of a node for the heartbeat record."""
     return f"%{node.name} {way} ({node.where})" if node.where else f"%{node.name} {way}"
 
 

@@ -36,7 +36,7 @@ class Results:
         self.values = dict(found.graph.outputs)
 
     def is_sum(self, label: str) -> bool:
-        """Whether a result is a sum over micro-batches."""
+        """True if a result is a sum over micro-batches."""
         return not set(self.parts.plan.mesh.time).isdisjoint(self.layouts[label].partial)
 
     def pieces(

@@ -1,8 +1,8 @@
-"""What a user has of a rank's shards between steps: by ``step.optimizer.param_groups`` and ``step.parameters``.
+"""Access of the user to a rank's shards between steps, by ``step.optimizer.param_groups`` and ``step.parameters``.
 
-Under one plan such a tensor is the full parameter, under another a shard of it. An elementwise change means the same
-there, a norm does not. So a shard that a user has asked for is of a class that refuses reductions over dims that are
-sharded, and notes changes that have to reach the weights that programs read. Steps themselves see plain parameters.
+Under one plan such a tensor is the full parameter, under another a shard of it. Elementwise changes mean the same for
+both, a norm does not. So a shard that a user has asked for has a class that refuses reductions over sharded dims, and
+records changes that must reach the weights that programs read. Steps themselves see plain parameters.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ ALIASES = (GET_DATA, GET_GRAD, torch.Tensor.detach)
 
 @dataclass
 class Held:
-    """What a shard is of. `dims`: those that are sharded; `apart`: programs read another tensor than this, which has to
-    be brought up to date after a change."""
+    """Facts about a shard. `dims`: the sharded dims; `apart`: programs read another tensor, which must be updated after
+    a change."""
 
     name: str
     dims: frozenset[int]
@@ -140,7 +140,7 @@ KINDS = (LentShard, LentView)
 
 
 def _answer(func: Any, plain: Any, args: Any, kwargs: Any) -> Any:
-    """What a call of torch gives for shards. Raises RunError for a reduction over what is sharded."""
+    """Run a call of torch on shards. Raises RunError for a reduction over a sharded dim."""
     name = getattr(func, "__name__", "")
     lent = list(_lent(args)) + list(_lent(kwargs))
     for x in lent:
@@ -197,7 +197,7 @@ def _lent_on(out: Any, func: Any, lent: list[torch.Tensor]) -> Any:
 def _reaches(
     dims: frozenset[int], x: torch.Tensor, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether a reduction goes over one of some dims."""
+    """True if a reduction covers one of the given dims."""
     place, count = REDUCING[name], len(torch.Tensor.size(_plain(x)))
     over = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
     if name in ("topk", "kthvalue", "quantile") and "dim" not in kwargs and len(args) <= place:

@@ -1,10 +1,11 @@
-"""Updates in parts (optimizer parallel, levels 1 and 2): every rank updates its part of a weight, then all gather it.
+"""Sharded updates (optimizer parallel levels 1 and 2: ZeRO-1, ZeRO-2): every rank updates its shard of a weight, then
+all gather it.
 
-The optimizer works on leaves of its own. Where a rank's part is one stretch of the weight's memory the leaf lies there,
-so the update writes into the weight; elsewhere it is a copy. At level 1 a gradient is summed whole and the leaf's
-gradient is a slice of it. At level 2 gradients go into buckets of one row for each rank that are reduced and scattered;
-the whole gradient is freed as soon as it is in its row, and a bucket as soon as the next one starts. In micro-batches
-whole gradients are added up before that, or (`gradient_accumulation_shard`) each rank adds up its parts.
+The optimizer works on leaves of its own. If a rank's shard is contiguous in the weight's memory, the leaf is a view of
+it, so the update writes into the weight; else it is a copy. At level 1 the full gradient is reduced and the leaf's
+gradient is a slice of it. At level 2 gradients go into buckets of one row for each rank that are reduce-scattered; the
+full gradient is freed as soon as it is in its row, and a bucket as soon as the next one starts. In micro-batches full
+gradients are accumulated before that, or (`gradient_accumulation_shard`) each rank accumulates its shards.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class GatherBucket:
 
     @property
     def in_place(self) -> bool:
-        """Whether nothing is copied. A user's own weight may lie in memory in an order of its own."""
+        """True if the weight is gathered in place, without a copy. A user's own weight may have other strides."""
         return self.alone and self.shards[0].weight.is_contiguous()
 
     def start(self, comm: Communicator) -> None:
@@ -209,12 +210,12 @@ class ShardedUpdate:
         ]
 
     def take_gradients(self) -> None:
-        """Before the update: what was reduced whole is cut."""
+        """Slice replicated gradients, before the update."""
         for shard in self.shards.values():
             shard.take_gradient()
 
     def gather(self) -> None:
-        """After the update: every weight is whole again, as it is used. Two buckets are under way at a time."""
+        """Gather every weight after the update. Two buckets are under way at a time."""
         for number, bucket in enumerate(self.buckets):
             heartbeat.of(f"weights, bucket {number}")
             bucket.start(self.comm)

@@ -64,8 +64,7 @@ def _line(trace: TracebackType | None) -> tuple[str, bool]:
 
 @contextmanager
 def in_backward(graph: Graph) -> Iterator[None]:
-    """What runs within is backward of a graph: an error of it says, in a note, of which operator as far as that is
-    known."""
+    """Context of a graph's backward: adds a note to errors that names the operator, as far as it is known."""
     anomalies: list[str] = []
     try:
         with _noted(anomalies):

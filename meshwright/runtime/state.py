@@ -1,7 +1,7 @@
-"""What a rank holds between steps, whatever program runs on it: parameters, buffers, and what an optimizer updates.
+"""The state that a rank holds between steps, whatever program runs: parameters, buffers, and the optimizer's leaves.
 
-The first program of a model says how each tensor is stored; later ones (another shape, another loss) read the same
-tensors. Everything is known by its name in the model: names of a program's inputs are its own.
+The first program of a model determines how each tensor is stored; later ones (another shape, another loss) read the
+same tensors. Everything is identified by its name in the model, as names of inputs differ between programs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class State:
 
     @functools.cached_property
     def access(self) -> ShardAccess:
-        """What a user may do with the shards that optimizers update."""
+        """The user's access to the shards that optimizers update."""
         return ShardAccess(self.publish)
 
     def keep(self, new: Kept) -> None:

@@ -58,8 +58,8 @@ class Offered(dict[str, torch.nn.Parameter]):
 
 
 class LocalStep:
-    """One program of a rank over its `State`. `__call__` takes the whole batch as path → tensor, or this rank's part of
-    it as a `LocalBatch`, and returns the global loss.
+    """One program of a rank over its `State`. `__call__` takes the global batch as path → tensor, or this rank's part
+    of it as a `LocalBatch`, and returns the global loss.
 
     `parameters` maps the name of each parameter that the program trains to what this rank updates of it, a leaf whose
     ``.grad`` is this rank's part of the gradient. `leaves` maps the program's inputs to what it reads: the same
@@ -280,7 +280,7 @@ class LocalStep:
         return self.batches.taken(0, batch)
 
     def __call__(self, batch: Given, update: bool = True) -> torch.Tensor:
-        """Forward, backward and update on the whole batch; the global loss. Without `update` gradients stay in
+        """Forward, backward and update on the global batch; the global loss. Without `update` gradients stay in
         ``.grad``, where those of the next call are added to them."""
         kept, self.updating.by_hand = self._kept_gradients(), False
         self._forget_gradients()

@@ -60,7 +60,7 @@ class _Span:
 
 
 class Recorder:
-    """What a rank did while an executor was watched."""
+    """Records the actions of a rank while an executor is watched."""
 
     def __init__(self, device: torch.device) -> None:
         self.clock = Clock(device)
@@ -84,7 +84,7 @@ class Recorder:
                 one.comm = comm
 
     def spans(self) -> tuple[Span, ...]:
-        """What was recorded, on this process's clock."""
+        """The recorded spans, on this process's clock."""
         at = self.clock.seconds
         return tuple(
             Span(

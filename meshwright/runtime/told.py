@@ -1,4 +1,4 @@
-"""What all ranks say, before any of them reads: a difference is an error on all of them, and nobody waits in vain."""
+"""Gathers a text from all ranks before any of them continues, so that a difference raises on all of them."""
 
 from __future__ import annotations
 

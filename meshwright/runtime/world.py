@@ -37,7 +37,7 @@ class World(Members):
     # ------------------------------------------------------------------ collectives with a gradient
 
     def slice(self, x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
-        """This rank's block of a dim of a whole tensor (blocks may be uneven); backward gathers."""
+        """Slice this rank's block of a dim of a full tensor (blocks may be uneven); backward gathers."""
         run, dim = self.resolve(axes), _dim(x, dim)
         sizes, mine = self._sizes(x.shape[dim], run), self.index(axes)
         start = sum(sizes[:mine])
@@ -142,7 +142,7 @@ class World(Members):
         if split != join and len(set(comes)) > 1:
             raise RunError(
                 f"member {mine} would get blocks of {comes} along dim {split}, to be joined along dim {join}",
-                hint="members split a dim alike unless they join along it",
+                hint="members split a dim into equal blocks unless they join along it",
             )
         there = [
             _resized(x, {join: call.shape[join], split: n}) for call, n in zip(calls, comes, strict=True)

@@ -1,4 +1,4 @@
-"""Whether an annotated operator takes its inputs as the user sharded them: refused where it cannot, noted where
+"""Checks that an annotated operator can take its inputs as the user sharded them: raises where it cannot, remarks where
 it does not.
 
 One annotated operator (`mw.shard(torch.softmax, …)`) has a strategy that means just this operator, so a sharding of
@@ -26,7 +26,7 @@ from meshwright.core.mesh import Axis, Mesh, prime_factors
 from meshwright.errors import StrategyError
 from meshwright.ops.factors import Site
 from meshwright.ops.rule import RuleDim, dim_letters, must_replicate
-from meshwright.ops.strategy import WHOLE, Strategy, layouts, merge, split_unit, splittable, units
+from meshwright.ops.strategy import UNSHARDED, Strategy, layouts, merge, split_unit, splittable, units
 from meshwright.search.pins import Seeds, cut_letter
 from meshwright.search.scene import Scene, options
 
@@ -40,7 +40,7 @@ def check_annotated(scene: Scene, specs: Iterable[PinSpec], assignment: Mapping[
     for marks in marks_of_sites(specs).values():
         inside = site_region(scene.graph, marks)
         alone = len(operators(scene, inside)) == 1
-        for spec in (m for m in marks if m.role == "in" and m.wished):
+        for spec in (m for m in marks if m.role == "in" and m.constrains):
             for node, port in _takers(scene.graph, spec.node, inside):
                 if alone:
                     _check_whole(scene, spec, node, port, assignment)
@@ -75,9 +75,9 @@ def _check_whole(
 
 
 def _takes(scene: Scene, node: Node, port: int, have: TensorLayout, axes: Iterable[str]) -> bool:
-    """Whether a strategy of the node gives a port these splits: of a dim of several letters, some may be replicated
+    """True if a strategy of the node gives a port these splits. Of a dim of several letters, some may be replicated
     (the channels of a group, the rows of a window) while others are split."""
-    fixed, split = WHOLE, []
+    fixed, split = UNSHARDED, []
     for axis in axes:
         split.append(axis)
         wanted = normalize(only_axes(have.forward, split), scene.mesh)
@@ -93,14 +93,14 @@ def _takes(scene: Scene, node: Node, port: int, have: TensorLayout, axes: Iterab
 
 
 def _why(site: Site, dim: RuleDim) -> str:
-    """What of a dim can be split: ``the dim is 4 runs of 2 elements, each of which stays whole``."""
+    """Describe what of a dim can be split: ``the dim is 4 runs of 2 elements, each of which stays unsplit``."""
     sizes = [site.rule.sizes[x] for x in dim_letters(dim)]
     runs = math.prod(
         n for x, n in zip(dim_letters(dim), sizes, strict=True) if not must_replicate(site.rule, x)
     )
     if runs == 1:
         return "each result needs all of its elements"
-    return f"the dim is {runs} runs of {math.prod(sizes) // runs} elements, each of which stays whole"
+    return f"the dim is {runs} runs of {math.prod(sizes) // runs} elements, each of which stays unsplit"
 
 
 def _move(scene: Scene, mark: Node, node: Node, port: int, assignment: Mapping[str, Strategy]) -> str:
@@ -123,18 +123,18 @@ class PinSpec:
     name: str  # what was annotated, for messages
 
     @property
-    def wished(self) -> bool:
+    def constrains(self) -> bool:
         """The mark carries a sharding."""
         return self.blocks is not None or self.layout is not None
 
     @property
     def tensor(self) -> str:
-        """What is sharded, for messages: ``%w: f32[8, 4]``."""
+        """The sharded tensor, for messages: ``%w: f32[8, 4]``."""
         return f"%{self.node.uses[0]}: {self.node.outputs[0]}"
 
     @property
     def what(self) -> str:
-        """What carries the sharding, for messages."""
+        """The annotation, for messages."""
         return (
             f"layout of {self.name}" if self.name == "mw.reshard" else f"{self.role}_strategy of {self.name}"
         )
@@ -225,10 +225,10 @@ def operators(scene: Scene, names: Iterable[str]) -> list[str]:
 
 
 def given_values(graph: Graph, specs: Iterable[PinSpec]) -> frozenset[str]:
-    """What an annotated operator is to take as the user sharded it: marked inputs with an annotation, and what leaves
-    an output mark without one (which constrains nothing, so it follows)."""
-    found = {s.node.values[0] for s in specs if s.role == "in" and s.wished}
-    return frozenset(found | {s.node.uses[0] for s in specs if s.role == "out" and not s.wished})
+    """List the values that an annotated operator takes as the user sharded them: marked inputs with an annotation, and
+    the operands of an output mark without one (which constrains nothing, so it follows)."""
+    found = {s.node.values[0] for s in specs if s.role == "in" and s.constrains}
+    return frozenset(found | {s.node.uses[0] for s in specs if s.role == "out" and not s.constrains})
 
 
 def _reach(graph: Graph, start: set[str], *, forward: bool) -> set[str]:
@@ -260,7 +260,7 @@ def mark_seeds(scene: Scene, specs: Sequence[PinSpec]) -> Seeds:
                     chosen[spec.node.name, dim] = axes
             elif spec.blocks is not None:
                 _allot(scene, spec, groups, chosen, alone=alone)
-        for spec in (m for m in marks if m.wished):
+        for spec in (m for m in marks if m.constrains):
             for dim in range(len(spec.node.outputs[0].shape)):
                 axes = chosen.get((spec.node.name, dim), [])
                 letters = dim_letters(scene.site(spec.node.name).rule.inputs[0][dim])

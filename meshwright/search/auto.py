@@ -34,7 +34,8 @@ from meshwright.search.space.step_bound import entries, step_problem
 
 @dataclass
 class _Tried:
-    """What was found so far, what came nearest to fitting, and bounds of the sum and of the step, by space."""
+    """Results so far: the choices that fit, those that came nearest, and bounds of the sum and of the step, by
+    space."""
 
     found: list[tuple[str, Found]] = field(default_factory=list)
     nearest: list[Found] = field(default_factory=list)
@@ -228,7 +229,7 @@ def _bound(
 
 
 def _is_near(planner: Planner, tried: _Tried, name: str) -> bool:
-    """Whether the best so far is so near the bound of a space that neither needs more."""
+    """True if the best so far is near the bound of a space."""
     best, bound = _best(planner, tried), tried.steps.get(name)
     return best is not None and bound is not None and best <= (1 + MEMORY.near) * bound
 
@@ -239,14 +240,14 @@ def _best(planner: Planner, tried: _Tried) -> float | None:
 
 
 def _near(planner: Planner, tried: _Tried) -> bool:
-    """Whether something that fits is near the bound of the sum, so that there is little left to find."""
+    """True if something that fits is near the bound of the sum, so that little is left to gain."""
     prices = [found.claims["price_seconds"] for _, found in tried.found if fits(planner, found)]
     return min(prices, default=np.inf) <= (1 + MEMORY.near) * min(tried.sums.values(), default=0.0)
 
 
 def _may_gain(planner: Planner, tried: _Tried) -> bool:
-    """Whether a recursion under the limit is worth its time: nothing that fits is near the bound, and, where it takes
-    long, the one without a limit is more than a little quicker."""
+    """True if a recursion under the limit is worth its time: nothing that fits is near the bound, and, if it takes
+    long, the recursion without a limit is more than a little quicker."""
     if _near(planner, tried):
         return False
     best, free = _best(planner, tried), [step_of(found) for name, found in tried.found if name == "recursion"]
@@ -269,8 +270,8 @@ def _certificate(tried: _Tried, fitting: list[tuple[str, Found]], best: Found) -
 
 
 def recipes(planner: Planner) -> Iterator[tuple[str, Found]]:
-    """What an expert would try first: data parallel; with storage sharded (ZeRO); data parallel outside with the best
-    single sharding of every operator on the 2, 4, 8 ranks inside (Megatron, 3D); and the recursion.
+    """Yield what an expert would try first: data parallel; with storage sharded (ZeRO); data parallel outside with the
+    best single sharding of every operator on the 2, 4, 8 ranks inside (Megatron, 3D); and the recursion.
     """
     scene, limit = planner.scene, planner.request.memory_bytes
     axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)

@@ -1,9 +1,9 @@
-"""What a search may spend, and where it may stop: every tuning constant of the modes that search.
+"""Budgets of the searches: every tuning constant of the modes that search, and where they may stop.
 
 There is a budget for each kind of search. ``dynamic_programming`` reads `SOLVE`, `SPACE` and `MEMORY`;
-``recursive_programming`` reads these and `RECURSION`; ``auto`` reads all of them. No constant changes what is legal or
-what a plan costs: they decide how much is looked at. Physics (rates, sizes, tolerances of floating point) stays beside
-the formulas that use it.
+``recursive_programming`` also reads `RECURSION`; ``auto`` reads all of them. No constant changes what is legal or what
+a plan costs: they only limit the effort of a search. Physics (rates, sizes, floating-point tolerances) stays beside the
+formulas that use it.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def _chosen(wanted: Wanted) -> Plan:
 
 
 def _is_open(wanted: Wanted) -> bool:
-    """Whether a search over everything may split the model into stages, or choose what goes with those asked for."""
+    """True if a search may split the model into stages, or choose the options that accompany requested stages."""
     given = wanted.mesh is not None or wanted.pins or mesh_of_pins(wanted.graph) is not None
     if wanted.request is None or wanted.mode not in (None, "auto") or given:
         return False

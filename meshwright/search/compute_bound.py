@@ -1,4 +1,4 @@
-"""What no plan undercuts, estimated from sums over the model alone: O(1) for each number of ranks and micro-batches,
+"""A lower bound of every plan, from sums over the model alone: O(1) for each number of ranks and micro-batches,
 whatever the shardings.
 
 The ranks of a step compute the full model at least once. A rank that holds the largest blocks of an operator has no
@@ -79,7 +79,7 @@ class Least:
         return float(update_seconds(elements, self.optimizer_states, at.device, at.measured, item))
 
     def in_one(self, pieces: int) -> float:
-        """What no step of so many pieces in one stage is below, be it copies that take turns."""
+        """Return a lower bound in seconds of a step of `pieces` pieces in one stage, interleaved copies included."""
         ranks = self.cluster.ranks
         return pieces * float(self.computing(ranks * pieces).sum()) + self.updating(ranks)
 

@@ -72,7 +72,7 @@ def priced(planner: Planner, strategies: Mapping[str, Strategy]) -> Found | None
 
 
 def _that_fits(planner: Planner, found: Found | None, nearest: Found | None = None) -> Found:
-    """What was found, evaluated in full; the least-memory choice where it does not fit then, or nothing was found."""
+    """Return the given choice, evaluated in full; the least-memory choice if it does not fit or nothing was found."""
     if found is not None:
         found = planner.settled(found)
         if fits_in_both(planner, found):

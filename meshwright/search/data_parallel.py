@@ -49,10 +49,10 @@ def assign_batch(scene: Scene, states: list[State], axes: tuple[str, ...], nodes
     known: dict[Hashable, State] = {}
     for node in nodes:
         number = board.number[node.name]
-        if cuts := board.batch[number]:
-            key = (id(before := states[number]), cuts)
+        if splits := board.batch[number]:
+            key = (id(before := states[number]), splits)
             if key not in known:
-                known[key] = before.after(*_turns(before, cuts, sizes))
+                known[key] = before.after(*_turns(before, splits, sizes))
             states[number] = known[key]
 
 
@@ -63,11 +63,11 @@ def by_batch(scene: Scene, axes: tuple[str, ...]) -> dict[str, Strategy]:
     return scene.board.strategies(states)
 
 
-def _turns(state: State, cuts: tuple[int, ...], sizes: Sequence[tuple[str, int]]) -> Iterator[Turn]:
+def _turns(state: State, splits: tuple[int, ...], sizes: Sequence[tuple[str, int]]) -> Iterator[Turn]:
     """On each axis the first sharding that has room for it beside those taken."""
     rooms, blocks = state.menu.rooms, dict(state.blocks)
     for axis, members in sizes:
-        for option in cuts:
+        for option in splits:
             taken = blocks.get(option, 1) * members
             if taken <= rooms[option]:
                 blocks[option] = taken

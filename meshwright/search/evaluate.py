@@ -37,11 +37,10 @@ Line = tuple[float, float]  # bytes at an instant: of what there is once, and of
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a simulation says of a choice: seconds of the step, the most bytes on a rank, and at which instant; the most
-    bytes of a rank in its host's memory; the seconds in which something is sent and nothing computes. `at`: bytes of
-    what there is once and of what is in all layers, at each instant that may be the worst of a rank with a share of
-    the layers; `at_layers` the same of those instants that every share of them has. None where layers cannot be
-    distinguished. `in_full`: it was of the full program."""
+    """The simulation of a choice: seconds of the step; the most bytes on a rank, and at which instant; the most bytes
+    in the host memory of a rank; the seconds of exposed communication. `at`: bytes that exist once and bytes in all
+    layers, at each instant that may be the peak of a rank with some share of the layers; `at_layers`: the same for the
+    instants that every share has. None if layers cannot be distinguished. `in_full`: the full program was simulated."""
 
     step_seconds: float
     peak_bytes: float
@@ -197,7 +196,7 @@ class Evaluator:
 
     @functools.cached_property
     def _layered(self) -> frozenset[str]:
-        """What there is in each copy of a layer, by its name in the folded graph."""
+        """The names in the folded graph that stand for each copy of a layer."""
         return frozenset(self.folds.same) | frozenset(self.folds.same.values())
 
     def _of_first(self, instant: str) -> str:
@@ -277,7 +276,8 @@ class Evaluator:
 
 
 def _line(size: int, copies: Sequence[int], counts: Sequence[int], each: Sequence[int]) -> Line:
-    """What there is once and in all layers, from bytes with `copies`, and what a further layer of each kind adds."""
+    """Return the bytes that exist once and the bytes in all layers, from a size with `copies`; `each`: the bytes that a
+    further layer of each kind adds."""
     once = size - sum(n * more for n, more in zip(copies, each, strict=True))
     return float(once), float(sum(n * more for n, more in zip(counts, each, strict=True)))
 
@@ -307,7 +307,7 @@ def peak_on(parts: Partition, cluster: Cluster, optimizer_states: int) -> Peak:
 
 
 def claims_of(parts: Partition, cluster: Cluster, optimizer_states: int) -> dict[str, Any]:
-    """What a plan costs that no search knows a name for: read off its program."""
+    """Read the price of a plan off its program, for plans that no search has made."""
     price = program_price(parts, cluster, optimizer_states)
     top = peak_on(parts, cluster, optimizer_states)
     return {

@@ -43,11 +43,11 @@ def tables_of(graph: Graph) -> list[Table]:
 def with_tables(
     folds: Folded, hosts: frozenset[str], request: Request, run: Callable[[frozenset[str], bool], Found]
 ) -> tuple[Found, frozenset[str], list[str]]:
-    """What `run` finds with these nodes on the host, or with as few tables more as let it find something; the nodes on
-    the host, and a note on the tables. `run` is given too whether it may put an optimizer's states there by itself:
-    where it does, and tables are large, the quicker of both ways counts.
+    """Run a search with these nodes on the host, or with as few more tables there as let it find something. Return the
+    result, the nodes on the host, and remarks on the tables. `run` also receives whether it may offload the optimizer's
+    states by itself: if it does and tables are large, the quicker of both ways counts.
 
-    Raises the PlanError of `run` where no tables help, or where the host's memory is too small for those that do.
+    Raises the PlanError of `run` if no tables help, or if the host's memory is too small for those that do.
     """
     refused: PlanError | None = None
     found: Found | None = None
@@ -88,7 +88,7 @@ def with_tables(
 
 
 def _large(graph: Graph, tables: Sequence[Table]) -> bool:
-    """Whether tables are much of the model."""
+    """True if tables are a large part of the model."""
     every = sum(entry.type.size_bytes for entry in graph.input_of("parameter"))
     return sum(table.size_bytes for table in tables) > MEMORY.tables_share * every
 
@@ -109,9 +109,8 @@ def _moved(
             return None
 
     best, few, many = tried(len(tables)), 0, len(tables)
-    while (
-        best is not None and many - few > 1 and not request.stop.now()
-    ):  # a larger prefix leaves less on the device
+    # a larger prefix leaves less on the device
+    while best is not None and many - few > 1 and not request.stop.now():
         middle = (few + many) // 2
         found = tried(middle)
         best, few, many = (found, few, middle) if found is not None else (best, middle, many)

@@ -22,7 +22,7 @@ class NothingFits(Exception):
 
 
 def not_allowed(planner: Planner, error: NoStates) -> PlanError:
-    """What to say where no choice of states has a price."""
+    """Build the error for a problem in which no choice of states has a finite price."""
     if not error.proven:
         return PlanError(
             "no plan was found", why=error.why, hint='another space, or mode="recursive_programming"'
@@ -43,7 +43,7 @@ def not_allowed(planner: Planner, error: NoStates) -> PlanError:
 
 
 def not_lowered(error: LayoutError) -> PlanError:
-    """What to say where the program of a choice cannot be made."""
+    """Build the error for a choice whose program cannot be made."""
     return PlanError(
         "a plan that the search looked at has no program",
         why=f"{error.what}{f' ({error.why})' if error.why else ''}",

@@ -110,7 +110,7 @@ def shortened(folds: Folded, copies: Sequence[int]) -> Graph:
 
 
 def unfolding(folds: Folded, factors: Factors) -> Callable[[Graph], Factors]:
-    """What finds the analysis of the full graph, which it is given, from that of the folded one."""
+    """Return a function that derives the analysis of the full graph from that of the folded one."""
     light = replace(folds, full=folds.graph)  # does not hold the full graph
     return lambda full: unfold_factors(replace(light, full=full), factors)
 
@@ -208,7 +208,7 @@ class _View:
                             self.mark(here, (i, inputs[name].batch_dim, len(inputs[name].ties)))
 
     def _readers(self, inputs: Mapping[str, object]) -> None:
-        """Who reads a copy from elsewhere. What later copies read from outside is what the first one reads."""
+        """Count the readers of a copy's values. Later copies read from outside what the first one reads."""
         edges = [0, *itertools.chain(*((b.start + b.length, b.stop) for b in self.blocks))]
         edges.append(len(self.graph.nodes))
         for low, high in zip(edges[::2], edges[1::2], strict=True):

@@ -62,8 +62,8 @@ class Frugal:
                 yield self.evaluated(states)
 
     def lower(self) -> list[Found]:
-        """What the one with the lowest peak becomes when the operator at its peak, or what makes its inputs, is sharded
-        in other ways, from low to lowest: what an operator needs for a moment is in no sum."""
+        """The choices that follow from the one with the lowest peak when the operator at its peak, or the maker of its
+        inputs, is sharded in other ways, from low to lowest: temporary buffers are in no sum."""
         if self._lower is None:
             self._lower = []
             best, seen = (

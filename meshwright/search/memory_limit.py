@@ -128,7 +128,7 @@ def _weighed(
 
 
 def fits(planner: Planner, found: Found) -> bool:
-    """Whether a simulated choice is within the limit; what was not simulated counts by its sums alone."""
+    """True if a simulated choice is within the limit; one that was not simulated counts by its sums alone."""
     limit = planner.request.memory_bytes
     if limit is None:
         return True
@@ -188,7 +188,7 @@ def offer(planner: Planner, found: Found) -> None:
 
 
 def fits_in_both(planner: Planner, found: Found) -> bool:
-    """Whether a choice is within the device's memory and, where it keeps something there, the host's."""
+    """True if a choice fits into the device's memory and, with offload, into the host's."""
     room, evaluation = planner.request.cluster.host_memory_bytes, found.evaluation
     if found.techniques.offload and room and evaluation is not None and evaluation.host_bytes > room:
         return False

@@ -15,7 +15,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.elsewhere import called_here
 from meshwright.errors import DoesNotFit, LayoutError, PlanError, StrategyError, did_you_mean
 from meshwright.ops.analysis import expect_factors, factors_of
-from meshwright.ops.strategy import WHOLE, Strategy
+from meshwright.ops.strategy import UNSHARDED, Strategy
 from meshwright.plan.file import MODES
 from meshwright.plan.plan import Plan, fingerprint, plain_pins
 from meshwright.redistribute.steps import enough_bytes, show_bytes
@@ -64,31 +64,30 @@ def make_plan(
     _check_sizes(graph)
     if request is not None:
         mesh = request.cluster.place(mesh)
-    wishes = pins if mode in ANNOTATED and pins is not None else {}
-    folds = folded(graph, folding, pinned_kinds(graph, wishes)) if folding.blocks else whole(graph)
+    constraints = pins if mode in ANNOTATED and pins is not None else {}
+    folds = folded(graph, folding, pinned_kinds(graph, constraints)) if folding.blocks else whole(graph)
     try:
-        return _make_plan(folds, mesh, mode, pins or {}, wishes, request)
+        return _make_plan(folds, mesh, mode, pins or {}, constraints, request)
     except (StrategyError, LayoutError, PlanError) as error:
         # What no state of equal layers allows may be possible where each has its own.
         unlike = isinstance(error.__cause__, NoStates)
         if folds.is_whole or (isinstance(error, PlanError) and not unlike):
             raise
-    return _make_plan(
-        whole(graph), mesh, mode, pins or {}, wishes, request
-    )  # the error speaks of the full model
+    # the error speaks of the full model
+    return _make_plan(whole(graph), mesh, mode, pins or {}, constraints, request)
 
 
 def _make_plan(
-    folds: Folded, mesh: Mesh, mode: str, pins: Pins, wishes: Pins, request: Request | None
+    folds: Folded, mesh: Mesh, mode: str, pins: Pins, constraints: Pins, request: Request | None
 ) -> Plan:
     graph = folds.graph
     scene = Scene(graph, factors_of(graph), mesh)
     specs = pin_specs(graph) if mode in ANNOTATED else []
-    remarks = overlaps(scene, wishes)
+    remarks = overlaps(scene, constraints)
     hosts = frozenset(n.name for n in graph.nodes if "host" in n.marks)
     found: Found | None = None
     if mode in SEARCHES and request is not None:
-        seeds = _seeds(scene, specs, wishes)
+        seeds = _seeds(scene, specs, constraints)
 
         def searched(hosts: frozenset[str], offload: bool = True) -> Found:
             return search(Planner(scene, folds, seeds, request, hosts), mode, offload=offload)
@@ -102,7 +101,7 @@ def _make_plan(
         assignment, reasons = dict(found.choice.strategies), {}
         check_layouts(scene, assignment)
     else:
-        assignment, reasons = _assign(scene, mode, specs, wishes)
+        assignment, reasons = _assign(scene, mode, specs, constraints)
         pass_gradients_back(scene, assignment)
         check_layouts(scene, assignment)
         if request is not None:
@@ -163,10 +162,10 @@ def _unfolded(
 
 
 def _remarks(folds: Folded, plan: Plan, request: Request | None) -> list[str]:
-    """What a reader must know of how a plan shards the full graph."""
-    full, mesh, cuts = folds.full, plan.mesh, plan.strategies
+    """List the remarks on how a plan shards the full graph."""
+    full, mesh, splits = folds.full, plan.mesh, plan.strategies
     rough = _rough(request) if request is not None else ()
-    return [*rough, *unknown(full, mesh, plan), *repeated(full, mesh, cuts), *uneven(full, mesh, cuts)]
+    return [*rough, *unknown(full, mesh, plan), *repeated(full, mesh, splits), *uneven(full, mesh, splits)]
 
 
 def _with_choice(plan: Plan, folds: Folded, found: Found) -> Plan:
@@ -186,15 +185,15 @@ def _with_choice(plan: Plan, folds: Folded, found: Found) -> Plan:
 
 
 def _assign(
-    scene: Scene, mode: str, specs: Sequence[PinSpec], wishes: Pins
+    scene: Scene, mode: str, specs: Sequence[PinSpec], constraints: Pins
 ) -> tuple[Assignment, dict[str, str]]:
     """The strategy of each node, and for each why it was chosen."""
     graph = scene.graph
     states = scene.board.start()
     reasons: dict[str, str] = {}
     axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)
-    seeds = _seeds(scene, specs, wishes)
-    pinned_axes = {a for a, nodes in seeds.items() if any(s != WHOLE for s in nodes.values())}
+    seeds = _seeds(scene, specs, constraints)
+    pinned_axes = {a for a, nodes in seeds.items() if any(s != UNSHARDED for s in nodes.values())}
     given = given_values(graph, specs)
     match mode:
         case "data_parallel":
@@ -213,15 +212,15 @@ def _assign(
                     assign_batch(scene, states, tuple(run), graph.nodes)
                     continue
                 for axis in run:
-                    wanted = {n: s for n, s in seeds[axis].items() if s != WHOLE}
+                    wanted = {n: s for n, s in seeds[axis].items() if s != UNSHARDED}
                     propagate(scene, states, axis, wanted, given=given)
-            seeded = {n for axis in pinned_axes for n, s in seeds[axis].items() if s != WHOLE}
+            seeded = {n for axis in pinned_axes for n, s in seeds[axis].items() if s != UNSHARDED}
             reasons = {n.name: "annotated" if n.name in seeded else "propagated" for n in graph.nodes}
     return scene.board.strategies(states), reasons
 
 
-def _seeds(scene: Scene, specs: Sequence[PinSpec], wishes: Pins) -> Seeds:
-    return _joined(mark_seeds(scene, specs), module_seeds(scene, wishes))
+def _seeds(scene: Scene, specs: Sequence[PinSpec], constraints: Pins) -> Seeds:
+    return _joined(mark_seeds(scene, specs), module_seeds(scene, constraints))
 
 
 def _check_sizes(graph: Graph) -> None:
@@ -268,7 +267,7 @@ def within_limit(plan: Plan, request: Request) -> Plan:
 
 
 def _rough(request: Request) -> tuple[str, ...]:
-    """What a reader must know of claims that rest on disturbed measurements."""
+    """List the remarks on claims that rest on disturbed measurements."""
     if not (void := request.cluster.measured.void):
         return ()
     measured = request.cluster.measured.rates
@@ -325,7 +324,7 @@ def _check_mode(mode: str, mesh: Mesh, pins: Any, request: Request | None) -> No
 
 
 def _unused(graph: Graph, mode: str) -> list[str]:
-    names = dict.fromkeys(s.name for s in pin_specs(graph) if s.wished)
+    names = dict.fromkeys(s.name for s in pin_specs(graph) if s.constrains)
     if not names or mode != "data_parallel":
         return []
     return [

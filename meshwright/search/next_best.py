@@ -1,4 +1,4 @@
-"""What else a node could do, and what that would cost."""
+"""Alternatives of a node and the seconds that they would add."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from meshwright.core.layout import Dim, SubDim, dim_axes, normalize_dim
 from meshwright.core.mesh import Axis, Mesh
 from meshwright.ops.factors import Factors, Site
 from meshwright.ops.rule import dim_letters
-from meshwright.ops.strategy import WHOLE, Strategy, at_path, split_unit, splittable, through_ports, ways
+from meshwright.ops.strategy import UNSHARDED, Strategy, at_path, split_unit, splittable, through_ports, ways
 
 
 class Board:
@@ -80,7 +80,7 @@ class Board:
         return [menu.start for menu in self.menus]
 
     def strategies(self, states: list[State]) -> dict[str, Strategy]:
-        """What was chosen, by the names of nodes."""
+        """Return the chosen strategies, by the names of nodes."""
         return {node.name: state.strategy for node, state in zip(self.nodes, states, strict=True)}
 
     def _kinds(self) -> list[int]:
@@ -96,7 +96,7 @@ class Board:
         return found
 
 
-WHOLE_CODE, PENDING, GRAD, CUT = 0, 1, 2, 3
+REPLICATED, PARTIAL, GRAD, SPLIT = 0, 1, 2, 3
 HERE = "here"  # the one axis of the tables
 Unit = tuple[tuple[int, ...], ...]
 Places = dict[tuple[tuple[int, Dim], ...], int]  # the sharded dims of a value, in normal form → code
@@ -133,7 +133,7 @@ def entries_of(site: Site) -> Iterator[Entry]:
 
 
 def shape_of(site: Site) -> Hashable:
-    """What options and codes depend on; not the sizes, where all dims are single letters of one sub-dim."""
+    """The key on which options and codes depend; without sizes, if all dims are single letters of one sub-dim."""
     rule, trees = site.rule, site.trees
     plain = all(len(tree) == 1 and type(tree[0]) is SubDim for tree in trees.values() if tree)
     if not plain or any(len(dim) > 1 for port in (*rule.inputs, *rule.outputs) for dim in port):
@@ -164,12 +164,12 @@ class Choices:
         """The algebra of `ops.strategy.layouts` for a single axis."""
         rule = self.site.rule
         if entry.through:
-            inputs = (PENDING if p in entry.through else GRAD for p in range(len(rule.inputs)))
-            return tuple(inputs), (PENDING,) * len(rule.outputs)
+            inputs = (PARTIAL if p in entry.through else GRAD for p in range(len(rule.inputs)))
+            return tuple(inputs), (PARTIAL,) * len(rule.outputs)
         if not entry.letter:
-            return (WHOLE_CODE,) * len(rule.inputs), (WHOLE_CODE,) * len(rule.outputs)
+            return (REPLICATED,) * len(rule.inputs), (REPLICATED,) * len(rule.outputs)
         x = entry.letter
-        cuts = {x: split_unit(self.site.trees[x], entry.unit, HERE)}
+        splits = {x: split_unit(self.site.trees[x], entry.unit, HERE)}
         holds, gives = (
             [x in letters for letters in ports] for ports in (rule.input_letters, rule.output_letters)
         )
@@ -180,28 +180,28 @@ class Choices:
             else ()
         )
         inputs = [
-            self._place(port, cuts, mesh) if held else PENDING if p in enter else GRAD
+            self._place(port, splits, mesh) if held else PARTIAL if p in enter else GRAD
             for p, (port, held) in enumerate(zip(rule.inputs, holds, strict=True))
         ]
         outputs = [
-            self._place(port, cuts, mesh) if given else PENDING if sums else WHOLE_CODE
+            self._place(port, splits, mesh) if given else PARTIAL if sums else REPLICATED
             for port, given in zip(rule.outputs, gives, strict=True)
         ]
         return tuple(inputs), tuple(outputs)
 
-    def _place(self, port: tuple[tuple[str, ...], ...], cuts: dict[str, Dim], mesh: Mesh) -> int:
-        (letter,) = cuts
+    def _place(self, port: tuple[tuple[str, ...], ...], splits: dict[str, Dim], mesh: Mesh) -> int:
+        (letter,) = splits
         found: list[tuple[int, Dim]] = []
         follows = self.site.rule.follows
         for number, letters in enumerate(port):
             if letter in dim_letters(letters) or any(
                 follows[x][0] == letter for x in letters if x in follows
             ):
-                dim = self.site.dim(letters, cuts)
+                dim = self.site.dim(letters, splits)
                 if dim_axes(dim):
                     dim = normalize_dim(dim, mesh)
                     found.append((number, ALL if len(dim) == 1 and type(dim[0]) is SubDim else dim))
-        return self.places.setdefault(tuple(found), CUT + len(self.places)) if found else WHOLE_CODE
+        return self.places.setdefault(tuple(found), SPLIT + len(self.places)) if found else REPLICATED
 
 
 class Menu:
@@ -228,20 +228,20 @@ class Menu:
         )
 
     def strategy(self, turns: list[Turn]) -> Strategy:
-        """What was chosen on one axis after the other, as one strategy."""
-        cuts: dict[str, Dim] = {}
+        """Merge the options chosen on one axis after the other into one strategy."""
+        splits: dict[str, Dim] = {}
         through: list[tuple[str, tuple[int, ...]]] = []
         for option, axis, _ in turns:
             entry = self.entries[option]
             if entry.letter:
-                tree = cuts.get(entry.letter) or self.site.trees[entry.letter]
+                tree = splits.get(entry.letter) or self.site.trees[entry.letter]
                 if len(tree) == 1 and type(only := tree[0]) is SubDim:
-                    cuts[entry.letter] = (only.on((*only.axes, axis)),)
+                    splits[entry.letter] = (only.on((*only.axes, axis)),)
                 else:
-                    cuts[entry.letter] = split_unit(tree, entry.unit, axis)
+                    splits[entry.letter] = split_unit(tree, entry.unit, axis)
             elif entry.through:
                 through.append((axis, entry.through))
-        return Strategy(tuple(cuts.items()), tuple(through)) if cuts or through else WHOLE
+        return Strategy(tuple(splits.items()), tuple(through)) if splits or through else UNSHARDED
 
 
 @dataclass(eq=False)

@@ -1,6 +1,5 @@
-"""What the user pinned from outside: shardings of the operators of modules, by letter, ``{"blocks.*.up": {"n":
-"tp"}}``, and of parameters by the number of a dim, ``{"blocks.*.up.weight": {"0": "tp"}}``. ``batch`` is the letter of
-examples."""
+"""Pins of the user: shardings of the operators of modules, by letter, ``{"blocks.*.up": {"n": "tp"}}``, and of
+parameters by the number of a dim, ``{"blocks.*.up.weight": {"0": "tp"}}``. ``batch`` is the letter of examples."""
 
 from __future__ import annotations
 
@@ -88,7 +87,7 @@ def _resolved(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Iterator[P
     for node in scene.graph.nodes:  # autocast casts a weight before its operator reads it
         if node.op == CAST and parameters.intersection(node.uses):
             parameters.update(node.values)
-    for pattern, cuts in pins.items():
+    for pattern, splits in pins.items():
         matched = [
             n for n in scene.graph.nodes if fnmatch.fnmatchcase(n.module, pattern) or f"%{n.name}" == pattern
         ]
@@ -103,12 +102,12 @@ def _resolved(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Iterator[P
                 why=f"{len(modules)} modules have operators, and there are {len(names)} parameters",
             )
         for entry in named:
-            yield from _of_parameter(scene, pattern, entry, cuts)
+            yield from _of_parameter(scene, pattern, entry, splits)
         if named:
             continue
         readers = [n for n in matched if parameters.intersection(n.uses)]
         chosen = [n for n in readers if n.op != CAST] or readers or matched
-        for letter, axes in cuts.items():
+        for letter, axes in splits.items():
             takers: dict[str, list[Node]] = {}
             for node in chosen:
                 if own := _letter(scene, node, letter):
@@ -125,12 +124,12 @@ def _resolved(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Iterator[P
                 yield Pin(pattern, own, _run(scene, pattern, letter, axes, nodes[0]), tuple(nodes))
 
 
-def _letter(scene: Scene, node: Node, wish: str) -> str:
+def _letter(scene: Scene, node: Node, constraint: str) -> str:
     """The letter of an operator that a constraint names, if it has one: ``batch``, as plans are shown, is the one that
     counts examples."""
     site = scene.site(node.name)
-    if wish in site.trees or wish != BATCH:
-        return wish if wish in site.trees else ""
+    if constraint in site.trees or constraint != BATCH:
+        return constraint if constraint in site.trees else ""
     return next((letter for letter, _ in batch_units(site, scene.factors)), "")
 
 
@@ -157,11 +156,11 @@ def _parameters(graph: Graph, pattern: str) -> tuple[Input, ...]:
     )
 
 
-def _of_parameter(scene: Scene, pattern: str, entry: Input, cuts: Mapping[str, Any]) -> Iterator[Pin]:
+def _of_parameter(scene: Scene, pattern: str, entry: Input, splits: Mapping[str, Any]) -> Iterator[Pin]:
     """The constraints on a parameter: of each operator that reads it, the factor that the dim is. Raises
     StrategyError."""
     rank = len(entry.type.shape)
-    for dim, axes in cuts.items():
+    for dim, axes in splits.items():
         if not str(dim).isdigit() or int(dim) >= rank:
             raise StrategyError(
                 f"the pin of {pattern!r} splits {dim!r} of a parameter",
@@ -210,22 +209,22 @@ def check_pins(pins: Any) -> None:
             why="pins map a pattern of module names to factors, and those to axes",
             hint=f"pins={shape}",
         )
-    for pattern, cuts in pins.items():
+    for pattern, splits in pins.items():
         # A dim of a parameter may be named by its number.
-        names = [pattern, *(k for k in (cuts if isinstance(cuts, Mapping) else ()) if type(k) is not int)]
+        names = [pattern, *(k for k in (splits if isinstance(splits, Mapping) else ()) if type(k) is not int)]
         if wrong := [name for name in names if not isinstance(name, str)]:
             raise StrategyError(
                 f"pins={pins!r:.80} has {wrong[0]!r} where a name is expected",
                 why=f"it is {a_type(wrong[0])}; patterns of modules and factors are texts, the number of a dim too",
                 hint=f'{shape}, or {{"blocks.*.up.weight": {{"0": "tp"}}}}',
             )
-        if not isinstance(cuts, Mapping):
+        if not isinstance(splits, Mapping):
             raise StrategyError(
-                f"the pin of {pattern!r} is {cuts!r}",
+                f"the pin of {pattern!r} is {splits!r}",
                 why="a pin says which factor is split over which axis",
                 hint=shape,
             )
-        for letter, axes in cuts.items():
+        for letter, axes in splits.items():
             names = (axes,) if isinstance(axes, str) else axes
             if not isinstance(names, Sequence) or not all(isinstance(a, str) for a in names):
                 raise StrategyError(

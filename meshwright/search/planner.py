@@ -1,4 +1,4 @@
-"""What a search works with: what was asked for, the spaces of a search context, and what is found in them."""
+"""The planner of a search: its request, the spaces of a search context, and the results found in them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from meshwright.search.space.build import Choice, Made, Space
 from meshwright.search.space.cache import Kept
 from meshwright.search.space.codes import values_of
 from meshwright.search.space.codes_shared import all_codes
-from meshwright.search.space.constraints import honouring, wished_options
+from meshwright.search.space.constraints import constrained_options, honouring
 from meshwright.search.space.families import Family, in_pieces, named, resting, runs
 from meshwright.search.space.memory import (
     Demands,
@@ -56,14 +56,15 @@ Progress = Callable[[str, float | None, float | None], object]
 
 @dataclass(frozen=True)
 class Request:
-    """What a search is asked for. `optimizer_states`: moments per parameter element (2 for Adam); `space` and `inner`
-    choose what is searched and how, where a mode has a choice. `simulate`: choices are simulated, which
-    decides on time and memory; without it sums decide.
-    `techniques`: what the user asked for beside the mode; what is not `given` there, `auto` may choose. `places`: ranks
-    of a pipeline among which the model will be divided; `memory_bytes` is then what they have together, and of
-    `in_flight` micro-batches they hold what backward needs at once. `hard`: the user gave the limit of memory, so that
-    a plan over it is refused in every mode. `stop`: when the search ends early. `any_fits`: a plan that fits is enough,
-    whichever, and a refusal needs no reasons."""
+    """The request of a search.
+
+    `optimizer_states`: moments per parameter element (2 for Adam). `space` and `inner`: the search space and its
+    solver, if the mode has a choice. `simulate`: simulation decides on time and memory, instead of sums. `techniques`:
+    the user's options; those that are not `given` may be chosen by `auto`. `places`: the ranks of a pipeline that will
+    divide the model; `memory_bytes` is then their total, and they hold the activations of `in_flight` micro-batches.
+    `hard`: the user set the memory limit, so that every mode refuses a plan over it. `stop`: when the search ends
+    early. `any_fits`: any plan that fits is enough, and a refusal needs no reasons.
+    """
 
     cluster: Cluster
     memory_bytes: float | None = None
@@ -120,9 +121,9 @@ class Planner:
         self.values = values_of(scene.graph, scene.factors)
         self.codes = all_codes(scene.graph, scene.factors, self.values, self.ties)
         pinned = {name for nodes in seeds.values() for name in nodes if name in self.codes}
-        wished = {name: more for name in pinned if (more := wished_options(seeds, self.codes[name]))}
-        if wished:
-            self.codes = all_codes(scene.graph, scene.factors, self.values, self.ties, wished)
+        required = {name: more for name in pinned if (more := constrained_options(seeds, self.codes[name]))}
+        if required:
+            self.codes = all_codes(scene.graph, scene.factors, self.values, self.ties, required)
         priced = hosts if request.cluster.host_bytes_per_s else ()
         self.kept = Kept(scene.graph, self.values, self.codes, priced)
         self._evaluated: dict[Hashable, Evaluation] = {}  # of all techniques
@@ -148,7 +149,7 @@ class Planner:
         return other.under(self.techniques)
 
     def memory(self, space: Space, optimizer_states: int | None = None) -> Memory:
-        """What a choice takes of a rank, at least, under the techniques."""
+        """Return a lower bound of the memory of each choice under the techniques."""
         again, states = again_of(space.graph, self.techniques.recompute), self._states(optimizer_states)
         return self.in_pieces(space, memory_of(space, states, again, self._elsewhere()))
 
@@ -162,7 +163,7 @@ class Planner:
         return self.request.optimizer_states if optimizer_states is None else optimizer_states
 
     def in_pieces(self, space: Space, whole: Memory) -> Memory:
-        """What a full batch takes, with activations of as many micro-batches as are there at once."""
+        """Scale the memory of a full batch to the micro-batches that are in flight at once."""
         asked = self.techniques
         if asked.micro_batches == 1:
             return whole
@@ -187,7 +188,7 @@ class Planner:
         return Memory(tuple(amounts), pairs)
 
     def problem(self, space: Space, alpha: float | None = None) -> Problem:
-        """What is minimised in a space under the techniques."""
+        """Return the problem to minimise in a space under the techniques."""
         return space.problem(alpha, self.techniques.micro_batches)
 
     def peak_bytes(self, found: Found) -> float:
@@ -224,8 +225,8 @@ class Planner:
         )
 
     def alike(self, per_byte: np.ndarray | None = None) -> MakePriced | None:
-        """What prices a graph of very many nodes as arrays, with a price per byte at each instant where one is given;
-        None where one space is quick enough."""
+        """Return a function that prices a graph of very many nodes as arrays, with a price per byte at each instant if
+        `per_byte` is given; None if a single space is quick enough."""
         if not self._has_many_alike():
             return None
         key = "alike" if per_byte is None else ("alike", self.techniques)
@@ -238,7 +239,7 @@ class Planner:
         return len(self.codes) * len(self.scene.mesh.axes)
 
     def _has_many_alike(self) -> bool:
-        """Whether arrays over isomorphic nodes are quicker than one space."""
+        """True if arrays over isomorphic nodes are quicker than a single space."""
         if not RECURSION.single_space_nodes < len(self.codes) <= RECURSION.arrays_nodes:
             return len(self.codes) > RECURSION.arrays_nodes
         places = max((len(value.places) for value in self.values.values()), default=0)
@@ -316,7 +317,7 @@ class Planner:
         return Found(choice, space, tuple(states), told, evaluation, self.techniques)
 
     def _evaluation(self, choice: Choice) -> Evaluation | None:
-        """What the evaluator says of a choice; it is asked once, though searches with other prices often end alike."""
+        """Evaluate a choice. Cached, as searches with different prices often end with equal choices."""
         if self.evaluator is None:
             return None
         parts = (choice.strategies, choice.inputs, choice.hubs)

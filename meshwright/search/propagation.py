@@ -15,13 +15,12 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 
 from meshwright.ops.strategy import Strategy
-from meshwright.search.option_tables import CUT, GRAD, PENDING, WHOLE_CODE, Board, State
+from meshwright.search.option_tables import GRAD, PARTIAL, REPLICATED, SPLIT, Board, State
 from meshwright.search.scene import Scene
 
 OPEN = -1  # a value whose producer is not decided, a node that is not
-Score = tuple[
-    int, float, int, int
-]  # the user's word broken, bytes moved, transitions that cost, what stays unsplit
+# the user's word broken, bytes moved, transitions that cost, what stays unsplit
+Score = tuple[int, float, int, int]
 
 
 def propagate(
@@ -132,7 +131,7 @@ class _Wave:
             if option in closed:
                 continue
             # A partial sum passes only where every term is partial already: it delays a reduction, it never adds one.
-            if entry.through and any(self.decided[uses[p]] != PENDING for p in entry.through):
+            if entry.through and any(self.decided[uses[p]] != PARTIAL for p in entry.through):
                 continue
             score = self.score(node, option, uncut=not entry.letter)
             if least is None or score < least:
@@ -161,7 +160,7 @@ class _Wave:
             elif grad and want == GRAD:
                 # A parameter takes the layout it is used in and pays the reduction of its gradient; what is not
                 # decided yet is counted alike.
-                cost = self.moved(PENDING, WHOLE_CODE, v)
+                cost = self.moved(PARTIAL, REPLICATED, v)
                 moved, transitions = moved + cost, transitions + (cost > 0)
         for v, have in zip(board.makes[node], codes.outputs[option], strict=True):
             for want in self.wanted[v]:
@@ -174,18 +173,18 @@ class _Wave:
 
     def moved(self, have: int, want: int, value: int) -> float:
         """Bytes a rank sends to go from one code to another of the same value."""
-        if have in (want, WHOLE_CODE):
+        if have in (want, REPLICATED):
             return 0.0  # replicated → split is a slice, replicated → partial a mask
         share = self.board.size_bytes[value] * (self.members - 1) / self.members
-        if have == PENDING:
-            return share if want >= CUT else 2 * share
-        return share / self.members if want >= CUT else 0.0 if want == PENDING else share
+        if have == PARTIAL:
+            return share if want >= SPLIT else 2 * share
+        return share / self.members if want >= SPLIT else 0.0 if want == PARTIAL else share
 
 
 def _forward(code: int) -> int:
-    return WHOLE_CODE if code == GRAD else code
+    return REPLICATED if code == GRAD else code
 
 
 def _backward(code: int) -> int:
     """The code of a value's gradient: split where it is split, partial where that is said, else replicated."""
-    return PENDING if code == GRAD else WHOLE_CODE if code == PENDING else code
+    return PARTIAL if code == GRAD else REPLICATED if code == PARTIAL else code

@@ -54,7 +54,7 @@ def turns(mesh: Mesh) -> list[list[int]]:
 
 
 def refining(order: list[list[int]]) -> list[list[int]]:
-    """What is solved again: each axis, all axes from a turn on, each turn."""
+    """List the axes to solve again: each axis, all axes from a turn on, each turn."""
     single = [[axis] for turn in order for axis in turn]
     tails = [[axis for turn in order[number:] for axis in turn] for number in range(len(order) - 1)]
     return [*single, *tails, *order]

@@ -14,8 +14,9 @@ from meshwright.search.space.families import Family, resting
 
 
 def recursion(planner: Planner, inner: str = "exact", rest: int = 0) -> Callable[[np.ndarray | None], Found]:
-    """What the recursion finds for a price per byte at each instant, None being no price (`within.priced_by_bytes`);
-    `rest`: the first so many axes are left idle, of a graph that is not priced as arrays."""
+    """Return a function that runs the recursion for a price per byte at each instant, None for no price
+    (`within.priced_by_bytes`). `rest`: the number of first axes that are left unused, for a graph that is not priced as
+    arrays."""
 
     def make(family: Family | Made) -> Space:
         return planner.space(resting(family, rest) if rest and not isinstance(family, Made) else family)

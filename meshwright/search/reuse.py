@@ -174,8 +174,8 @@ def _on_graph(
 
 
 def without_gradients(asked: Techniques) -> Techniques:
-    """What of some techniques is left where there is no backward and no update. A batch is split in time for the stages
-    of a pipeline alone."""
+    """Return the techniques that apply without backward and update. A batch is split in time only for the stages of a
+    pipeline."""
     return Techniques(
         threshold_kb=asked.threshold_kb,
         pipeline=asked.pipeline,
@@ -224,7 +224,7 @@ def _strategies(
 def _resized(strategy: Strategy, site: Site, mesh: Mesh) -> Strategy | None:
     """A strategy at the sizes of another site of its operator, without the axes for which there are too few elements;
     None where the operator there has not the dims that it splits."""
-    cuts: list[tuple[str, Dim]] = []
+    splits: list[tuple[str, Dim]] = []
     for letter, dim in strategy.splits:
         made = axes_onto(site.trees[letter], dim) if letter in site.trees else None
         if made is None:
@@ -232,8 +232,8 @@ def _resized(strategy: Strategy, site: Site, mesh: Mesh) -> Strategy | None:
         while (axis := _too_many(made, mesh)) is not None:
             made = without_axes(made, [axis])
         if dim_axes(made):
-            cuts.append((letter, made))
-    found = replace(strategy, splits=tuple(cuts))
+            splits.append((letter, made))
+    found = replace(strategy, splits=tuple(splits))
     return found if _fits(found, site) else None
 
 
@@ -243,7 +243,7 @@ def _too_many(dim: Dim, mesh: Mesh) -> str | None:
 
 
 def _is_resized(strategy: Strategy, site: Site, mesh: Mesh) -> bool:
-    """Whether a strategy splits the same dims over the same axes at other sizes."""
+    """True if a strategy splits the same dims over the same axes at other sizes."""
     found = _resized(strategy, site, mesh)
     return found is not None and [(n, dim_axes(d)) for n, d in found.splits] == [
         (n, dim_axes(d)) for n, d in strategy.splits
@@ -262,23 +262,23 @@ def _resized_hubs(plan: Plan, scene: Scene) -> dict[str, TensorLayout]:
 
 
 def _fits(strategy: Strategy, site: Site) -> bool:
-    """Whether an operator has the factors that a strategy shards, and the ports through which sums pass."""
+    """True if an operator has the factors that a strategy splits, and the ports through which partial sums pass."""
     trees = site.trees
-    cuts = all(
+    splits = all(
         letter in trees and without_axes(dim, dim_axes(dim)) == trees[letter]
         for letter, dim in strategy.splits
     )
-    return cuts and all(p < len(site.node.uses) for _, ports in strategy.through for p in ports)
+    return splits and all(p < len(site.node.uses) for _, ports in strategy.through for p in ports)
 
 
 def _on_axis(strategy: Strategy, axis: str) -> Strategy:
-    """What a strategy does on one axis."""
+    """Return the part of a strategy that concerns one axis."""
 
     def alone(dim: Dim) -> Dim:
         return without_axes(dim, {a for a in dim_axes(dim) if a != axis})
 
-    cuts = tuple((letter, alone(dim)) for letter, dim in strategy.splits if axis in dim_axes(dim))
-    return Strategy(cuts, tuple(t for t in strategy.through if t[0] == axis))
+    splits = tuple((letter, alone(dim)) for letter, dim in strategy.splits if axis in dim_axes(dim))
+    return Strategy(splits, tuple(t for t in strategy.through if t[0] == axis))
 
 
 def _is_option(scene: Scene, node: str, strategy: Strategy, axis: str) -> bool:

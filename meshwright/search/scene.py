@@ -1,7 +1,8 @@
-"""What every search looks at, and what one node may do on one mesh axis.
+"""The search context, and the options of one node on one mesh axis.
 
-Strategies are built one prime axis at a time, slowest link first; on one axis a node is sharded in one unit of one
-letter, lets a partial sum through, or is replicated."""
+Strategies are built one prime axis at a time, slowest link first. On one axis a node is sharded in one unit of one
+letter, lets a partial sum through, or is replicated.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from meshwright.core.layout import TensorLayout, normalize, only_axes
 from meshwright.core.mesh import Mesh
 from meshwright.ops.factors import Factors, Site
 from meshwright.ops.strategy import (
-    WHOLE,
+    UNSHARDED,
     Ports,
     Strategy,
     fits,
@@ -31,7 +32,7 @@ Assignment = dict[str, Strategy]
 
 @dataclass(frozen=True)
 class Scene:
-    """What every search looks at: the graph, its factors and the mesh."""
+    """The context that every search shares: the graph, its factors and the mesh."""
 
     graph: Graph
     factors: Factors
@@ -75,8 +76,9 @@ class Scene:
 
 
 def options(scene: Scene, node: Node, axis: str, fixed: Strategy) -> Iterator[Strategy]:
-    """What a node may do on an axis beside what is fixed on others; single-axis strategies, replicated first."""
-    yield WHOLE
+    """List the options of a node on an axis, given its strategy on other axes; single-axis strategies, replicated
+    first."""
+    yield UNSHARDED
     site, taken = scene.site(node.name), dict(fixed.splits)
     for letter in splittable(site):
         tree = site.trees[letter]

@@ -20,7 +20,7 @@ from typing import Any
 
 @dataclass
 class Stop:
-    """Whether a search should end now, which it does only once something that fits is known (`arm`).
+    """Decides when a search ends early, which it does only once something that fits is known (`arm`).
 
     `seconds`: the time limit, from `begin` on; `ends`: that instant of `time.monotonic`. `interrupted`: the user or the
     callback asked for the end. `over`: the search was ended early. `offered` makes the best answer so far. `stage`:
@@ -78,7 +78,7 @@ class Stop:
             self._parts -= 1
 
     def now(self, known: bool = False) -> bool:
-        """Whether to end. `known`: something that may be the answer is at hand, though the search has not seen it."""
+        """True if the search should end. `known`: a possible answer is at hand, though the search has not seen it."""
         if not (known or self._armed):
             return False
         if not self.interrupted and time.monotonic() < self.ends:

@@ -37,9 +37,8 @@ def pass_gradients_back(scene: Scene, assignment: Assignment) -> None:
         if free and all(scene.normal(a) == scene.normal(mine) for a in asked):
             before = assignment[node.name]
             key = (id(before), tuple(free))
-            if (
-                key not in passing
-            ):  # one object for all equal ones: what is derived from strategies is remembered by it
+            # one object for all equal ones: what is derived from strategies is remembered by it
+            if key not in passing:
                 passing[key] = replace(before, grad=tuple(free))
             assignment[node.name] = passing[key]
 

@@ -1,4 +1,4 @@
-"""What a plan is made for: the model's graph, and all that the user asked for."""
+"""The input of a planner: the model's graph and all options of the user."""
 
 from __future__ import annotations
 

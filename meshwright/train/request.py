@@ -1,4 +1,4 @@
-"""What a user asks `train_step` for, checked before ranks meet."""
+"""The user's arguments of `train_step`, checked before ranks meet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training step holds, read and written: checkpoints, the full model, forward steps on its weights."""
+"""State of a training step: checkpoints, the full model, forward steps on its weights."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class StepState:
     def forward_step(
         self, model: torch.nn.Module, batch: Any, outputs: Outputs = default_outputs
     ) -> ForwardStep:
-        """What gives ``outputs(model, batch)`` without gradients, on the very parameters and buffers that this step
-        trains: no second copy of them. Collective, once: call what it returns as often as needed.
+        """Build a forward step that computes ``outputs(model, batch)`` without gradients, on the parameters and buffers
+        that this step trains, without a copy. Collective; the result can be called any number of times.
 
-        `model` is the one that the step was built from, in the mode it shall run in (``model.eval()``), or another of
-        its configuration, also on the meta device: of it only the code is looked at. `batch` is an example of shapes,
-        of another size than the training batch if need be. Operators are sharded as in the step's plan. Raises
-        CaptureError, and PlanError for a model with other parameters.
+        `model` is the one that the step was built from, in the mode to run in (``model.eval()``), or another of its
+        configuration, also on the meta device: only its code is read. `batch` is an example of shapes, which may differ
+        in size from the training batch. Operators are sharded as in the step's plan. Raises CaptureError, and PlanError
+        for a model with other parameters.
         """
         local = self.local
         tag = 0 if local.pipe is None else local.state.next_tag + 1
@@ -83,8 +83,8 @@ class StepState:
         )(model, batch, outputs)
 
     def generator(self, model: torch.nn.Module, batch: Any) -> Generator:
-        """What generates tokens with the very parameters that this step trains: `mw.generator` without a second copy
-        of them. `model` as in `forward_step`, a causal model of Hugging Face; `batch` is an example of prompts."""
+        """Build a generator of tokens on the parameters that this step trains: `mw.generator` without a copy. `model`
+        as in `forward_step`, a causal model of Hugging Face; `batch` is an example of prompts."""
         check_model(model)
         return Generator(model, prompts(model, batch), functools.partial(self.forward_step, model), True)
 

@@ -49,11 +49,11 @@ log = logging.getLogger("meshwright")
 
 
 class TrainStep(StepState):
-    """What `mw.train_step` returns. Call it with a batch; it returns the global loss, a tensor that is equal
-    on all ranks.
+    """A training step, returned by `mw.train_step`. Call it with a batch; it returns the global loss, a tensor that is
+    equal on all ranks.
 
-    `plan`, `program` (print it), `optimizer`, `parameters` (name → this rank's part), `rank` and `mesh` are
-    there to look at.
+    For inspection: `plan`, `program` (print it), `optimizer`, `parameters` (name → this rank's shard), `rank` and
+    `mesh`.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class TrainStep(StepState):
 
     @property
     def program(self) -> ProgramText:
-        """What this rank runs, with every collective of forward and backward, its axis and its bytes."""
+        """The program that this rank runs, with every collective of forward and backward, its axis and its bytes."""
         local = self.local
         stages = {} if local.pipe is None else {s: local.pipe.cut[s] for s in local.pipe.mine}
         return ProgramText(

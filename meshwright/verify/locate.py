@@ -48,7 +48,7 @@ def first_difference(
 
 
 def _in_one_stage(parts: Partition, batch: Any, start: Mapping[str, torch.Tensor], tolerance: float) -> str:
-    """The same of the plan without stages: a cut that is wrong is wrong there too."""
+    """Locate the difference in the plan without stages, where a wrong split shows as well."""
     found = ""
     for one in parts.own or (parts,):
         graph, asked = replace_reshards(one), one.asked
@@ -62,12 +62,12 @@ def _in_one_stage(parts: Partition, batch: Any, start: Mapping[str, torch.Tensor
 
 
 def _in_time(parts: Partition, batch: Any, start: Mapping[str, torch.Tensor], tolerance: float) -> str:
-    """The same of the plan without micro-batches: a cut that is wrong is wrong there too."""
+    """Locate the difference in the plan without micro-batches, where a wrong split shows as well."""
     graph = replace_reshards(parts)
     once = replace(parts.asked.techniques, micro_batches=1, interleave=1)
     plan = replace(parts.asked, techniques=once, fingerprint=fingerprint(graph))
     found = first_difference(partition(graph, plan), batch, start, tolerance)
-    return f"in micro-batches only, if this is all that the whole batch says: {found}"
+    return f"in micro-batches only, if the full batch shows no more than this: {found}"
 
 
 def _first_at(parts: Partition, batch: Any, start: Mapping[str, torch.Tensor], tolerance: float) -> str:
@@ -163,7 +163,8 @@ def _record(
 def _assembled_error(
     values: list[torch.Tensor | None], layout: TensorLayout, mesh: Mesh, expected: torch.Tensor
 ) -> float:
-    """The error of a value that the ranks hold by a layout; pending terms are added first."""
+    """Compare a value that ranks hold by a layout with the expected one, after adding partial terms; return the
+    error."""
     if any(v is None for v in values):
         return float("inf") if any(v is not None for v in values) else 0.0
     total: dict[int, torch.Tensor] = {}

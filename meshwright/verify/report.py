@@ -1,4 +1,4 @@
-"""What a verification found: differences relative to the size of what was expected, and the first place of one."""
+"""The result of a verification: differences relative to the expected values, and the first operator that differs."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """What a verification found. `ok` is true when every difference is within the tolerance.
+    """The result of a verification. `ok` is true if every difference is within the tolerance.
 
-    `inexact`: operators that by design look at a micro-batch only. Then all is compared with one device that runs the
-    same micro-batches, not with the whole batch. `captured`: so it is with the captured program on one device where the
-    model draws random numbers within functions of torch, which then are not those of plain PyTorch.
+    `inexact`: operators that by design see one micro-batch only; all is then compared with one device that runs the
+    same micro-batches instead of the full batch. `captured`: all is compared with the captured program on one device,
+    because the model draws random numbers within torch's own functions, which differ from those of plain PyTorch.
     """
 
     plan: Plan
@@ -67,15 +67,15 @@ class Report:
         )
 
     def __str__(self) -> str:
-        verdict = "equal to one device" if self.ok else "DIFFERENT from one device"
-        verdict += " in the same micro-batches" if self.inexact else ""
+        result = "equal to one device" if self.ok else "DIFFERENT from one device"
+        result += " in the same micro-batches" if self.inexact else ""
         mesh = self.plan.told_mesh if self.plan.meshes else self.plan.mesh
         asked = f", {self.plan.techniques}" if str(self.plan.techniques) else ""
         kinds: dict[str, list[Difference]] = {}
         for d in self.differences:
             kinds.setdefault(d.what.split(" of ")[0].split(" after ")[0], []).append(d)
         lines = [
-            f"{verdict} ({self.plan.mode} on {mesh}{asked}, "
+            f"{result} ({self.plan.mode} on {mesh}{asked}, "
             f"{str(self.dtype).removeprefix('torch.')}, tolerance {self.tolerance:g})"
         ]
         if self.inexact:
@@ -98,7 +98,7 @@ class Report:
 
 
 def take(whole: torch.Tensor, layout: TensorLayout, mesh: Mesh, rank: int) -> torch.Tensor:
-    """What a rank holds of a whole tensor."""
+    """Slice the shard of a rank out of a full tensor."""
     indices = layout.indices(mesh, mesh.coordinate(rank))
     for dim, index in enumerate(indices):
         if len(index) != whole.shape[dim]:

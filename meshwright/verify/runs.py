@@ -37,15 +37,14 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 
 @dataclass
 class Run:
-    """What three steps gave: the losses, the first gradients by name, and the state after the last step. `draws`: the
-    random tensors of the last one."""
+    """The results of three steps: the losses, the first gradients by name, and the state after the last step. `draws`:
+    the random tensors of the last step."""
 
     losses: list[torch.Tensor]
     gradients: dict[str, torch.Tensor]
     state: dict[str, torch.Tensor]
-    holds: frozenset[str] = (
-        frozenset()
-    )  # inputs of the program that the rank has; in a pipeline, those of its stages
+    # inputs of the program that the rank has; in a pipeline, those of its stages
+    holds: frozenset[str] = frozenset()
     draws: int = 0
 
 
@@ -101,7 +100,7 @@ def draws_of(graph: Graph) -> int:
 
 
 def inexact_nodes(graph: Graph, parts: Partition) -> list[Node]:
-    """The operators of a partition whose micro-batches give something else than the whole batch does."""
+    """List the operators whose micro-batches give another result than the full batch."""
     return example_reducers(graph, parts.factors) if parts.micro_batches > 1 else []
 
 

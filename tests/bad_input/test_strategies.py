@@ -20,15 +20,15 @@ CASES = {
     # ---- numbers of blocks
     "zero": Case(
         lambda: mw.shard(torch.matmul, ((0, 4), (4, 1))), StrategyError,
-        "in_strategy of matmul has 0", "at least one block", "1 keeps a dim whole", HERE,
+        "in_strategy of matmul has 0", "at least one block", "1 leaves a dim unsplit", HERE,
     ),
     "negative": Case(
         lambda: mw.shard(torch.matmul, ((2, -4), (4, 1))), StrategyError,
-        "in_strategy of matmul has -4", "at least one block", "1 keeps", HERE,
+        "in_strategy of matmul has -4", "at least one block", "1 leaves", HERE,
     ),
     "negative in the output": Case(
         lambda: mw.shard(torch.matmul, ((2, 4), (4, 1)), ((-2, 1),)), StrategyError,
-        "out_strategy of matmul has -2", "at least one block", "1 keeps", HERE,
+        "out_strategy of matmul has -2", "at least one block", "1 leaves", HERE,
     ),
     "not whole": Case(
         lambda: mw.shard(torch.matmul, ((2.0, 4), (4, 1))), StrategyError,

@@ -204,7 +204,7 @@ def test_whole_steps_correct_each_class_and_void_ones_do_not_count() -> None:
         assert priced(row.about, found.cluster).seconds() == pytest.approx(row.points[0].seconds, rel=0.05)
     assert found.lines[-1][2].startswith("-8")
     assert found.void == ("step x",)
-    assert found.fit.startswith("7 whole steps: mean error") and "meeting × " in found.fit
+    assert found.fit.startswith("7 full steps: mean error") and "meeting × " in found.fit
     assert Cluster.from_yaml(found.cluster.to_yaml()) == found.cluster
 
 

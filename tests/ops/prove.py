@@ -18,7 +18,7 @@ from meshwright.core.layout import Cat, Dim, SubDim, TensorLayout, verify
 from meshwright.core.mesh import Mesh
 from meshwright.ops.factors import Site, analyze
 from meshwright.ops.local import localize
-from meshwright.ops.strategy import WHOLE, Strategy, fits, layouts, merge, split_unit, splittable, ways
+from meshwright.ops.strategy import UNSHARDED, Strategy, fits, layouts, merge, split_unit, splittable, ways
 from meshwright.ops.table import rule_of, rules_of
 from meshwright.runtime.communicator import Alone, SimulatedWorld
 from meshwright.runtime.kernels import KERNELS
@@ -115,7 +115,7 @@ def plain(node: Node, kinds: dict[str, TensorType], tensors: Sequence[torch.Tens
     site = analyze(graph, {done.name: rule_of(done, graph.types)}).sites[done.name]
     mesh = Mesh.of()
     rank = Rank(Alone(mesh), CPU, exact=True)
-    return run(localize(site, layouts(site, WHOLE), mesh, {}), values, rank)
+    return run(localize(site, layouts(site, UNSHARDED), mesh, {}), values, rank)
 
 
 def run(nodes: Sequence[Node], values: dict[str, torch.Tensor], rank: Rank | None) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from meshwright.core.layout import parse_layout
 from meshwright.core.mesh import Mesh
 from meshwright.errors import RuleError
 from meshwright.ops.local import localize
-from meshwright.ops.strategy import WHOLE, layouts
+from meshwright.ops.strategy import UNSHARDED, layouts
 from meshwright.runtime.communicator import Alone, SimulatedWorld
 from meshwright.runtime.kernels import KERNELS, exact_dropout_mask, kernel, reference_dropout
 from meshwright.runtime.kernels.random import uniform_at
@@ -146,7 +146,7 @@ def test_a_distribution_that_ranks_cannot_agree_on_is_refused():
     with pytest.raises(
         RuleError, match=r"aten\.poisson\.default draws numbers that ranks could not agree on"
     ):
-        localize(site, layouts(site, WHOLE), Mesh.of(), {})
+        localize(site, layouts(site, UNSHARDED), Mesh.of(), {})
 
 
 DRAWS = {

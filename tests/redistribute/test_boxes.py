@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from meshwright.checkpoint import ownership as share
 from meshwright.core.layout import TensorLayout, parse_layout
 from meshwright.core.mesh import Mesh
-from meshwright.redistribute.boxes import Box, held_boxes, whole
+from meshwright.redistribute.boxes import Box, full_box, held_boxes
 from tests.redistribute.test_redistribute import problems
 
 
@@ -27,9 +27,9 @@ def test_boxes_are_what_a_rank_holds(problem: tuple[Mesh, TensorLayout, TensorLa
         mine = numbers[np.ix_(*layout.indices(mesh, at))] if layout.dims else numbers
         found = np.full(layout.local_shape(mesh, at), -1)
         for held in held_boxes(layout, mesh, rank):
-            here = held.here.within(whole(found.shape))
+            here = held.here.within(full_box(found.shape))
             assert (found[here] == -1).all()
-            found[here] = numbers[held.box.within(whole(layout.shape))]
+            found[here] = numbers[held.box.within(full_box(layout.shape))]
         np.testing.assert_array_equal(found, mine)
 
 
@@ -47,7 +47,7 @@ def test_each_element_is_written_by_one_rank(
             for place in range(places):
                 for piece in share.own_pieces("w", layout, 4, mesh, rank, place, tuple(range(places))):
                     assert piece.box.shape == piece.here.shape
-                    written[piece.box.within(whole(layout.shape))] += 1
+                    written[piece.box.within(full_box(layout.shape))] += 1
     finally:
         share.SHARED_BYTES, share.PART_BYTES = before
     assert (written == 1).all()

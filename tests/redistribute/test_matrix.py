@@ -14,7 +14,7 @@ from meshwright.core.layout import verify
 from meshwright.core.mesh import Axis, Mesh
 from meshwright.errors import LayoutError
 from meshwright.redistribute import Prices, redistribute, total_seconds
-from meshwright.redistribute.price_matrix import PENDING, WHOLE, Table, Value
+from meshwright.redistribute.price_matrix import PARTIAL, REPLICATED, Table, Value
 from meshwright.redistribute.steps import largest_size
 
 LINKS = Prices.of({
@@ -65,7 +65,9 @@ def codes(draw, value: Value, mesh: Mesh) -> np.ndarray:
     """One to four lawful rows; one that is not lawful is made whole."""
     code = st.integers(0, 1 + len(value.places))
     rows = draw(st.lists(st.tuples(*[code] * len(mesh.axes)), min_size=1, max_size=4))
-    return np.array([row if lawful(value, row, mesh) else [WHOLE] * len(row) for row in rows], dtype=np.int8)
+    return np.array(
+        [row if lawful(value, row, mesh) else [REPLICATED] * len(row) for row in rows], dtype=np.int8
+    )
 
 
 def lawful(value: Value, row: tuple[int, ...], mesh: Mesh) -> bool:
@@ -120,7 +122,7 @@ def test_places_that_share_leaves_or_cut_a_part_are_priced_one_by_one():
     mesh = Mesh.of(a=2, b=3)
     value = Value((((12,), (6,), (6,)), ((8,),)), ((0, 1, 2), (0,), (3,)), 4)
     assert not value.is_plain
-    rows = [(WHOLE, WHOLE), (2, WHOLE), (3, 4), (WHOLE, 3), (PENDING, 2), (2, 2)]
+    rows = [(REPLICATED, REPLICATED), (2, REPLICATED), (3, 4), (REPLICATED, 3), (PARTIAL, 2), (2, 2)]
     seconds = Table(mesh, LINKS).seconds(value, np.array(rows, np.int8), np.array(rows, np.int8))
     for (i, a), (j, b) in itertools.product(enumerate(rows), repeat=2):
         steps = redistribute(value.layout(a, mesh), value.layout(b, mesh), mesh, 4, LINKS)

@@ -13,7 +13,7 @@ from meshwright.errors import BatchError, RunError
 from meshwright.runtime.agreement import checksum, is_due, options_alike, options_of, options_that_differ
 from tests.data import train as t
 
-CUTS = (
+SHARDINGS = (
     {"mesh": {"dp": 4}},
     {"mesh": {"dp": 2, "tp": 2}, "mode": "sharding_propagation", "pins": {"0": {"n": "tp"}}},
     {"mesh": {"dp": 2}, "pipeline": 2, "micro_batches": 2},
@@ -33,7 +33,7 @@ def told(body: Callable[[Any], Any], error: type[Exception], **how: Any) -> list
     return t.on_ranks(parts, model, example, loss, on_rank)
 
 
-@pytest.mark.parametrize("how", CUTS, ids=str)
+@pytest.mark.parametrize("how", SHARDINGS, ids=str)
 def test_a_rank_with_a_batch_of_its_own(how: dict[str, Any]) -> None:
     _, example, _ = t.classifier(8)
 
@@ -52,7 +52,7 @@ def test_a_rank_with_a_batch_of_its_own(how: dict[str, Any]) -> None:
     assert "mw.shard_loader reads the parts alone" in found[0]
 
 
-@pytest.mark.parametrize("how", CUTS, ids=str)
+@pytest.mark.parametrize("how", SHARDINGS, ids=str)
 def test_a_rank_that_skips_a_batch(how: dict[str, Any]) -> None:
     def body(step: Any) -> None:
         for number, batch in enumerate(mw.shard_loader(t.Points(48), step)):
@@ -94,7 +94,7 @@ def test_a_stream_is_looked_into_when_ranks_compare(monkeypatch: pytest.MonkeyPa
     assert asked.count(48) == asked.count(8) == 2 * len([n for n in range(1, 41) if is_due(n)]) == 12
 
 
-@pytest.mark.parametrize("how", [CUTS[0], CUTS[2]], ids=str)
+@pytest.mark.parametrize("how", [SHARDINGS[0], SHARDINGS[2]], ids=str)
 def test_a_rank_with_a_learning_rate_of_its_own(how: dict[str, Any]) -> None:
     _, example, _ = t.classifier(8)
 

@@ -75,7 +75,7 @@ def test_what_treats_every_element_by_itself_may(name: str) -> None:
 @pytest.mark.parametrize("name", OF_TENSORS)
 def test_what_looks_at_whole_tensors_may_where_they_are_whole(name: str) -> None:
     check_optimizer(OF_TENSORS[name], "")
-    with pytest.raises(RunError, match="looks at whole tensors, and a rank updates a part of w alone"):
+    with pytest.raises(RunError, match="looks at full tensors, and a rank updates only a shard of w"):
         check_optimizer(OF_TENSORS[name], "w")
 
 
@@ -89,7 +89,7 @@ def test_a_factory_that_cannot_be_tried_is_known_by_what_it_made() -> None:
     check_optimizer(of_the_model, "w")  # nothing is known of it yet
     made = of_the_model(Trained({"w": torch.nn.Parameter(torch.zeros(3, 3))}))
     check_made(made, "")
-    with pytest.raises(RunError, match="Adafactor looks at whole tensors"):
+    with pytest.raises(RunError, match="Adafactor looks at full tensors"):
         check_made(made, "w")
     check_made(OF_ELEMENTS["AdamW"]([torch.nn.Parameter(torch.zeros(3, 3))]), "w")
 
@@ -237,7 +237,7 @@ def test_hooks_of_an_optimizer_are_tried_where_a_rank_has_shards() -> None:
     watch_hooks(stages, "", "up.weight")
     watch_hooks(full, "", "")
     for optimizer in (sharded, stages):
-        with pytest.raises(RunError, match=r"hook _clip looks at whole tensors(.*\n)*.*clip_norm="):
+        with pytest.raises(RunError, match=r"hook _clip looks at full tensors(.*\n)*.*clip_norm="):
             optimizer.register_step_pre_hook(_clip)
         optimizer.register_step_post_hook(_clamp)
     full.register_step_pre_hook(_clip)

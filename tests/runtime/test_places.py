@@ -77,7 +77,7 @@ class Twice(torch.nn.Module):
         return self.last(self.function(self.first(x)))  # fails in backward
 
 
-CUTS = [{"mesh": 1}, {"mesh": 2, "micro_batches": 2}, {"mesh": 2, "pipeline": 2}]
+SHARDINGS = [{"mesh": 1}, {"mesh": 2, "micro_batches": 2}, {"mesh": 2, "pipeline": 2}]
 
 
 def errors(function: Any, how: dict[str, Any], error: type[Exception], hook: Any = None) -> list[list[str]]:
@@ -100,7 +100,7 @@ def errors(function: Any, how: dict[str, Any], error: type[Exception], hook: Any
     return [notes for notes in found if notes]
 
 
-@pytest.mark.parametrize("how", CUTS, ids=str)
+@pytest.mark.parametrize("how", SHARDINGS, ids=str)
 def test_backward_of_an_operator_of_the_users(how: dict[str, Any]) -> None:
     found = errors(twice, how, ArithmeticError)
     assert found
@@ -120,7 +120,7 @@ def test_backward_in_which_torch_finds_an_anomaly() -> None:
 
 
 def test_backward_of_which_torch_says_nothing() -> None:
-    ((note,),) = errors(torch.relu, CUTS[0], ArithmeticError, hook=lambda gradient: 1 // 0)
+    ((note,),) = errors(torch.relu, SHARDINGS[0], ArithmeticError, hook=lambda gradient: 1 // 0)
     assert note.startswith("in backward of %linear to %mean; with torch.autograd.set_detect_anomaly(True)")
 
 

@@ -285,7 +285,7 @@ def test_a_convolution_is_split_by_examples_and_channels(ins: Any, name: str) ->
 
 
 def test_a_group_is_not_split() -> None:
-    with pytest.raises(mw.MeshwrightError, match="2 runs of 4 elements, each of which stays whole"):
+    with pytest.raises(mw.MeshwrightError, match="2 runs of 4 elements, each of which stays unsplit"):
         parts_of(
             lambda m, x: m.parts[0](x), mw.shard(nn.GroupNorm(2, 8), ((1, 4, 1, 1),)), mesh=4, x=(4, 8, 8, 8)
         )

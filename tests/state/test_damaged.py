@@ -83,7 +83,7 @@ def test_what_was_cut_short_is_found(folder: Path, name: str, left: float) -> No
     path = folder / "step-00000002" / name
     data = path.read_bytes()
     path.write_bytes(data[: int(left * len(data)) if 0 < left < 1 else int(left)])
-    assert all("cut short" in text for text in refused(folder))
+    assert all("truncated" in text for text in refused(folder))
 
 
 def test_a_missing_file_is_named(folder: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_newer_one_without_an_index_is_passed_over_with_a_word(folder: Path) -
     told.clear()
     assert run("gpt", TWO, lambda step: resume(step, folder, told=told.append).step) == [1, 1]
     assert told == [
-        f"{folder / 'step-00000002'} has no checkpoint.json, so it is no whole checkpoint: step-00000001 is taken"
+        f"{folder / 'step-00000002'} has no checkpoint.json, so it is incomplete: step-00000001 is taken"
     ]
     (folder / "step-00000001" / NAME).unlink()
     told.clear()
@@ -177,7 +177,7 @@ def test_nothing_there_says_why(tmp_path: Path) -> None:
 
 def test_a_file_of_one_rank_is_no_checkpoint(saved: Path) -> None:
     told = refused(saved / "step-00000002" / "rank00000.safetensors")[0]
-    assert "what one rank wrote" in told and f"step.load('{saved / 'step-00000002'}')" in told
+    assert "one rank's file of a checkpoint" in told and f"step.load('{saved / 'step-00000002'}')" in told
 
 
 def test_another_model_is_refused_with_what_differs(saved: Path) -> None:

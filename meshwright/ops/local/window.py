@@ -15,7 +15,7 @@ from meshwright.ops.special.window import Window, windows_of
 
 @dataclass(frozen=True)
 class Halo:
-    """What a rank sends and receives along one dim, in indices of its own shard.
+    """The elements that a rank sends and receives along one dim, in indices of its own shard.
 
     `send` has start and length for each member of the group. `receive` has lengths, those before this rank's own
     elements first. `pad` counts the elements outside the image, before and after. Without axes nothing is sent.

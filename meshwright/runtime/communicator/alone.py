@@ -43,7 +43,7 @@ class AtOnce:
 
 @dataclass
 class Alone(AtOnce):
-    """A world of one rank: there is nobody to talk to."""
+    """A world of one rank, without communication."""
 
     mesh: Mesh
     rank: int = 0

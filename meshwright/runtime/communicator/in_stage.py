@@ -21,7 +21,7 @@ class InStage:
 
     Its `collectives` are those of the `whole` world, which knows the same axes, or, where places have meshes of their
     own, of the ranks of this one. Messages then go to all ranks of another place that hold some of the same elements,
-    by a route; without one a tensor is whole on both sides.
+    by a route; without one a tensor is replicated on both sides.
     """
 
     def __init__(self, whole: Communicator, meshes: Meshes) -> None:

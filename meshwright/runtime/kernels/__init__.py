@@ -1,8 +1,7 @@
-"""Our own operators: what must talk to other ranks, or count by global places.
+"""Our own operators: those that communicate, or count by global positions.
 
-Called as ``kernel(rank, *args, **kwargs)``, they
-take plain tensors and literals and are differentiable by autograd. Those that talk own their backward; the rank
-travels in `ctx`.
+Called as ``kernel(rank, *args, **kwargs)``, they take plain tensors and literals and are differentiable by autograd.
+Those that communicate define their own backward; the rank travels in `ctx`.
 """
 
 from __future__ import annotations

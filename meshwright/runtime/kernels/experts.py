@@ -70,7 +70,7 @@ def _sum_of_choices(found_pk: torch.Tensor, x_tk: torch.Tensor) -> torch.Tensor:
 
 
 def _is_fast(*sides: torch.Tensor) -> bool:
-    """Whether one kernel takes all groups: its rows must lie on even addresses."""
+    """True if one kernel takes all groups: its rows must be aligned in memory."""
     aligned = all(side.size(-1) * side.itemsize % ALIGNED_BYTES == 0 and side.numel() for side in sides)
     return aligned and sides[0].is_cuda and sides[0].dtype in FAST
 

@@ -1,4 +1,4 @@
-"""What windows over a cut image reach of the neighbours' parts: it comes forward, and its gradient goes back."""
+"""Halo exchange: windows over a sharded image read elements of neighbouring shards, whose gradients are sent back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cross entropy whose classes are cut, and the counts of losses whose examples are. n examples, c classes."""
+"""Cross entropy with sharded classes, and the counts of losses with sharded examples. n examples, c classes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Randomness that ranks agree on: by seed slot, step and place (in time too), never by a shared generator.
 
-Not exact (the fast way): a generator seeded by all of these and by the coordinates on the axes that *split* the
-value, so whole values agree across ranks, split ones differ, and recompute replays. Exact: a counter hash (splitmix64,
-Steele, Lea and Flood, OOPSLA 2014) of the *global* element index, so that any cut gives one device's numbers.
-Torch's: every rank draws the whole value from torch's own generator, and keeps its shard.
+Not exact (the fast way): a generator seeded by all of these and by the coordinates on the axes that *split* the value,
+so replicated values agree across ranks, split ones differ, and recompute replays. Exact: a counter hash (splitmix64,
+Steele, Lea and Flood, OOPSLA 2014) of the *global* element index, so that any sharding gives one device's numbers.
+Torch's: every rank draws the full value from torch's own generator, and keeps its shard.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def uniform(
 def of_torch(
     rank: Rank, slot: int, layout_text: str, draw: Callable[[Sequence[int]], torch.Tensor]
 ) -> torch.Tensor:
-    """What a rank holds of what torch's own generator on the CPU draws for the whole value, of a shape, when it comes
-    to it. Draws of a step are kept: what is computed again in backward is given the same.
+    """Draw the full value from torch's own generator on the CPU, as `draw` does of a shape, and return this rank's
+    shard. Draws of a step are kept, so that recompute gets the same.
 
-    Raises RunError on all ranks where their generators are not in one state.
+    Raises RunError on all ranks if their generators are in different states.
     """
     if rank.drawn_at != rank.draw:
         rank.drawn, rank.drawn_at = {}, rank.draw
@@ -138,7 +138,7 @@ def exact_dropout_mask(
     step: int = 0,
     indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The mask of exact mode for a whole tensor, or for the elements with these row-major indices."""
+    """Draw the mask of exact mode for a full tensor, or for the elements with these row-major indices."""
     if indices is None:
         indices = torch.arange(math.prod(shape), dtype=torch.int64).reshape(tuple(shape))
     return uniform_at(indices, mix(seed, slot, step)) >= p
@@ -200,7 +200,7 @@ def random(
 def _torch_draws(
     kind: str, numbers: Sequence[float], shape: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A whole tensor, drawn by torch as the operator of one device draws it."""
+    """Draw a full tensor with torch, as the operator of one device draws it."""
     if kind == "integer":
         low, high = map(int, numbers)
         return torch.randint(low, high, tuple(shape), dtype=dtype)

@@ -14,9 +14,8 @@ from meshwright.runtime.kernels.random import Dropout, distributed, exact_dropou
 
 FUNCTIONAL_DROPOUT = torch.nn.functional.dropout
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
-Numbers = tuple[
-    tuple[str, float], ...
-]  # names of arguments that are numbers, in their order, and their defaults
+# names of arguments that are numbers, in their order, and their defaults
+Numbers = tuple[tuple[str, float], ...]
 
 # torch function → kind of distribution, tensors before its numbers, and these
 DRAWS: dict[Any, tuple[str, int, Numbers]] = {
@@ -105,7 +104,7 @@ class reference_dropout(TorchFunctionMode):
         return uniform_at(indices, mix(self.seed, self.slot - 1, self.step))
 
     def _drawn(self, given: torch.Tensor, kind: str, numbers: Any) -> torch.Tensor:
-        """What torch drew, with our numbers in place of its own."""
+        """Draw our own numbers in place of torch's."""
         with torch.no_grad():
             return given.copy_(distributed(kind, numbers, self._uniform(given.shape, given.device)))
 

@@ -1,4 +1,4 @@
-"""Tables cut by rows, numbered places, and batch norm over a cut batch. v rows, n batch, c channels."""
+"""Row-sharded tables, numbered places, and batch norm over a sharded batch. v rows, n batch, c channels."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def embedding_rows(
     padding: int = -1,
     total: int | None = None,
 ) -> torch.Tensor:
-    """Rows ``ids - start`` of this rank's part of a table; zeros for rows of other ranks. `padding` is a local row
-    without a gradient, `total` the rows of the whole table (None: ids are of local rows, -1 for those of others).
+    """Rows ``ids - start`` of this rank's shard of a table; zeros for rows of other ranks. `padding` is a local row
+    without a gradient, `total` the rows of the full table (None: ids are of local rows, -1 for those of others).
     An index beyond the table is torch's error."""
     rows = weight_vh.size(0)
     if rows == 0:
@@ -99,7 +99,7 @@ def local_places(rank: Rank, ids: torch.Tensor, layout_text: str, dim: int) -> t
 
 
 class BatchNorm(torch.autograd.Function):
-    """Normalisation by the statistics of the whole batch; sums are shared in both directions."""
+    """Normalises by the statistics of the global batch; sums are all-reduced in both directions."""
 
     @staticmethod
     def forward(
@@ -138,7 +138,7 @@ class BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Local terms for weight and bias; the whole batch's sums for x."""
+        """Return local terms for weight and bias, and the gradient of x with the sums of the global batch."""
         x, weight_c, mean_c, rstd_c = ctx.saved_tensors
         grad = grads[0].to(mean_c.dtype)
         unit = (x.to(mean_c.dtype) - mean_c.view(ctx.shape)) * rstd_c.view(ctx.shape)
@@ -171,8 +171,8 @@ def batch_norm_sync(
     results: int,
     axes: Sequence[str],
 ) -> Any:
-    """Batch norm in training over a batch cut over `axes`, `count` elements a channel in all; the first `results` of
-    (result, mean, 1/deviation, new running mean, new running variance)."""
+    """Batch norm in training over a batch sharded over `axes`, `count` elements a channel in all; the first `results`
+    of (result, mean, 1/deviation, new running mean, new running variance)."""
     result, batch_mean_c, batch_var_c = BatchNorm.apply(x, weight_c, bias_c, eps, count, rank, tuple(axes))
     found = [result, batch_mean_c, torch.rsqrt(batch_var_c + eps)]
     if mean_c is not None and var_c is not None:

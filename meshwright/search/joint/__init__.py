@@ -242,9 +242,8 @@ def _searched(
 def _sought(
     planner: Planner, made: Front, wide: tuple[Dimension, ...], best: Found | None, space: Space
 ) -> Found | None:
-    """What a search under the quickest techniques finds whose sums say that they fit, where that may save much: what
-    lives for a moment only no candidate was chosen by. On thousands of ranks one search would take longer than all
-    before it."""
+    """Search under the quickest techniques whose sums fit, if that may save much: temporary buffers were not considered
+    when candidates were chosen. On thousands of ranks one search would take longer than all before it."""
     limit = planner.request.memory_bytes or 0.0
     rows: list[tuple[float, int, Techniques]] = []
     for point in points(wide, planner.techniques):
@@ -356,7 +355,7 @@ def _turns(planner: Planner, best: Found) -> Found:
 
 
 def least_of(planner: Planner) -> Least:
-    """What a rank computes at least."""
+    """Return the lower bound of the computation of a rank."""
     scene, request = planner.scene, planner.request
     return Least(scene.graph, scene.factors, planner.ties, request.cluster, request.optimizer_states)
 
@@ -380,7 +379,7 @@ def _hopeless(planner: Planner, over: tuple[Dimension, ...], nearest: Found | No
 
 
 def _fits_frugally(planner: Planner) -> bool:
-    """Whether one of the least-memory choices fits, under the techniques that leave least on a rank."""
+    """True if one of the least-memory choices fits, under the techniques that need the least memory."""
     given = planner.under(planner.request.techniques)
     for point in _frugal_first(given, wider(given, dimensions(given))):
         with suppress(PlanError):

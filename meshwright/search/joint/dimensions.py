@@ -37,13 +37,13 @@ class Point:
     techniques: Techniques
 
     def beyond(self, other: Point) -> bool:
-        """Whether no technique is plainer than in another point."""
+        """True if no technique is plainer than in another point."""
         words = set(self.techniques.offload) >= set(other.techniques.offload)
         return words and all(a >= b for a, b in zip(self.places, other.places, strict=True))
 
 
 def dimensions(planner: Planner, *, offload: bool = True) -> tuple[Dimension, ...]:
-    """What is left to choose. `offload`: whether states may go to the host."""
+    """List the techniques that are left to choose. `offload`: whether optimizer states may go to the host."""
     graph, asked = planner.scene.graph, planner.techniques
     found = [_recompute(graph), micro_batches_of(planner, asked.interleave)]
     if offload and planner.request.cluster.host_bytes_per_s and planner.request.optimizer_states:
@@ -113,10 +113,10 @@ def pieces_of(graph: Graph, factors: Factors, copies: int) -> Dimension:
     if inexact:
         why = f"%{inexact[0].name} ({inexact[0].op}) looks at all examples together, so that they would be inexact"
         return Dimension("micro_batches", (1,), why)
-    whole = full_batch_readers(graph, factors)
-    if whole:
+    needing = full_batch_readers(graph, factors)
+    if needing:
         return Dimension(
-            "micro_batches", (1,), f"%{whole[0].name} ({whole[0].op}) needs the full batch at once"
+            "micro_batches", (1,), f"%{needing[0].name} ({needing[0].op}) needs the full batch at once"
         )
     rows = batch_rows(graph)
     counts = [n for n in powers() if rows and all(r % (n * copies) == 0 for r in rows)]

@@ -1,4 +1,4 @@
-"""What a reader learns of each technique that was open: what was chosen, and what the next best would cost."""
+"""Explains each technique that was open: the chosen value, and the cost of the next best."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _line(made: Front, dimension: Dimension, best: Found, near: Found | None) ->
 
 
 def _plainer(made: Front, dimension: Dimension, best: Found) -> str:
-    """What the value before (nothing, of what the host may have) would take, where that is over the limit whatever the
+    """Describe the memory of the next plainer value (for offload: without it), if it exceeds the limit whatever the
     shardings."""
     place = dimension.values.index(value_of(dimension, best))
     limit = made.planner.request.memory_bytes or 0.0

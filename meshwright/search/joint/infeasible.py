@@ -26,10 +26,10 @@ Fits = Callable[[Planner], bool]
 
 
 def too_large(planner: Planner, nearest: Found | None = None, fits: Fits = any_fits) -> DoesNotFit:
-    """What is over, and the smallest single changes under which `fits` says that there is a plan.
+    """Build the error for a model that is too large, with the smallest single changes under which `fits` finds a plan.
 
-    `nearest`: of what the search simulated the one with the lowest peak. Batches are named by sums: whoever has the
-    model tries them (`DoesNotFit.parts`).
+    `nearest`: the simulated choice with the lowest peak. Smaller batches are suggested by sums alone: the caller, who
+    has the model, tries them (`DoesNotFit.parts`).
     """
     wanted, places = planner.request.memory_bytes or 0.0, planner.request.places
     what = f"no plan fits into {show_bytes(wanted / places)} per rank"

@@ -1,5 +1,5 @@
-"""What differs from a choice in one technique: a choice is not left while one of these is quicker, and a reader
-learns of them."""
+"""Choices that differ from a given one in a single technique: the search moves on while one of these is quicker, and
+the report lists them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from meshwright.search.joint.pareto import Front
 from meshwright.search.memory_limit import fits_in_both
 from meshwright.search.planner import Found
 
-CUTS = "cuts"  # the name of what differs in shardings and storage alone
+SHARDINGS = "shardings"  # the name of a choice that differs in shardings and storage alone
 
 
 def neighbours(made: Front, over: Sequence[Dimension], best: Found) -> dict[str, Found]:
-    """By technique, the quickest with another value of it that fits, simulated; under `CUTS` that with the same
+    """By technique, the quickest with another value of it that fits, simulated; under `SHARDINGS` that with the same
     techniques. Those without one are left out."""
-    found = {CUTS: _next(made, best, [best.techniques])}
+    found = {SHARDINGS: _next(made, best, [best.techniques])}
     for dimension in over:
         others = [v for v in dimension.values if v != value_of(dimension, best)]
         found[dimension.name] = _next(
@@ -58,7 +58,7 @@ def quicker(made: Front, over: Sequence[Dimension], near: dict[str, Found], best
 
 
 def _is_plainer(dimension: Dimension, one: Found, other: Found) -> bool:
-    """Whether a choice has less of a technique: of what the host may have, nothing that the other has not."""
+    """True if a choice uses less of a technique; for offload, a true subset."""
     mine, its = value_of(dimension, one), value_of(dimension, other)
     if dimension.name == "offload":
         return set(mine) < set(its)
@@ -66,7 +66,7 @@ def _is_plainer(dimension: Dimension, one: Found, other: Found) -> bool:
 
 
 def value_of(dimension: Dimension, found: Found) -> Any:
-    """What a choice has of a technique: of layers with a policy each, the policy."""
+    """Return the value of a technique in a choice; if layers have a policy each, the policy."""
     mine = getattr(found.techniques, dimension.name)
     return mine[0][1] if dimension.name == "recompute" and isinstance(mine, tuple) else mine
 
@@ -75,9 +75,8 @@ def _next(made: Front, best: Found, asked: Sequence[Techniques]) -> Found | None
     """The quickest choice but the best under some techniques, the plainest first."""
     limit = made.planner.request.memory_bytes or 0.0
     rows: list[tuple[float, int, int]] = []
-    own: list[
-        tuple[float, int, int]
-    ] = []  # of the same shardings and storage, which are looked at beside others
+    # of the same shardings and storage, which are looked at beside others
+    own: list[tuple[float, int, int]] = []
     for place, techniques in enumerate(asked):
         for number, candidate in enumerate(made.candidates):
             same = candidate.space is best.space and candidate.states == best.states
@@ -103,4 +102,4 @@ def _next(made: Front, best: Found, asked: Sequence[Techniques]) -> Found | None
     return quickest
 
 
-__all__ = ["CUTS", "neighbours", "quicker", "value_of"]
+__all__ = ["SHARDINGS", "neighbours", "quicker", "value_of"]

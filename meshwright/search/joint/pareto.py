@@ -100,9 +100,9 @@ class Front:
         )
 
     def _missed(self, candidate: Candidate, techniques: Techniques) -> float:
-        """What a simulation saw beyond the sums under these techniques; else the least under those that differ in
-        micro-batches, else in what is not computed again, else at all: what lives for a moment differs most by what is
-        kept."""
+        """Return the bytes that a simulation found beyond the sums under these techniques. If there was none: the least
+        of those under techniques that differ only in micro-batches, then under equal recompute, then under any.
+        Temporary buffers depend most on what is kept."""
         seen = self.missed.get(candidate, {})
         if techniques in seen:
             return seen[techniques]
@@ -124,8 +124,8 @@ class Front:
         return self._added[key]
 
     def likely_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
-        """What the candidate's step may take: no less than it must, and later by what was seen of it, or of enough
-        others under the techniques."""
+        """Estimate the candidate's step: its lower bound, plus the excess that was seen for it, or for enough others
+        under the techniques."""
         seen = self.lates.get(techniques, [])
         others = min(seen) if len(seen) >= TECHNIQUES.late_samples else 0.0
         late = self.late.get((candidate, techniques.recompute), others)
@@ -136,7 +136,7 @@ class Front:
         return self.soonest.get(replace(techniques, micro_batches=1), 0.0)
 
     def least_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
-        """What the candidate's step is not below under techniques, but for turns of copies."""
+        """Return a lower bound of the candidate's step under techniques, without interleaving."""
         adds = 0.0 if techniques.gradient_accumulation_shard else candidate.adds
         seconds = candidate.floor + (techniques.micro_batches - 1) * (self.launching + adds)
         if techniques.recompute == "full":
@@ -170,8 +170,8 @@ class Front:
         return max(0.0, float(self._totals(candidate, other)[0] - self._totals(candidate, techniques)[0]))
 
     def overfills_host(self, candidate: Candidate, techniques: Techniques) -> bool:
-        """Whether the host's memory is too small for what techniques keep there: by far, or, once one was simulated
-        under them, by what the sums missed of that."""
+        """True if the host's memory is too small for what the techniques offload: by a wide margin, or, once one was
+        simulated under them, with the bytes that the sums missed."""
         room = self.planner.request.cluster.host_memory_bytes
         if not techniques.offload or not room:
             return False
@@ -186,7 +186,7 @@ class Front:
         return found
 
     def saves(self, candidate: Candidate, techniques: Techniques) -> bool:
-        """Whether slices, and each word of ``offload``, save bytes at some instant beside the others."""
+        """True if slices, and each word of ``offload``, save bytes at some instant beside the others."""
         plainer = [
             replace(techniques, offload=tuple(w for w in techniques.offload if w != word))
             for word in techniques.offload
@@ -232,7 +232,7 @@ def launching(planner: Planner) -> float:
 
 
 def least_bytes(planner: Planner, space: Space) -> float:
-    """What no choice of a space is below under the planner's techniques."""
+    """Return a lower bound in bytes of every choice of a space under the planner's techniques."""
     memory, problem = planner.memory(space), space.problem()
     sums = (solve(memory.alone(problem, t)).bound for t in range(memory.instants))
     return fixed_bytes(space) + max(sums)
@@ -371,7 +371,7 @@ def _candidate(made: Front, name: str, space: Space, states: tuple[int, ...], fl
 
 
 def _alike(one: Candidate, other: Candidate) -> bool:
-    """Whether two candidates of different spaces are one choice, as far as their sums tell."""
+    """True if two candidates of different spaces are the same choice, as far as their sums show."""
     if one.space is other.space or one.examples != other.examples:
         return False
     mine, theirs = one.space.price(one.states), other.space.price(other.states)
@@ -393,9 +393,9 @@ def examples_of(planner: Planner, space: Space, states: tuple[int, ...]) -> int:
         if (id(site.trees), id(strategy)) in seen:
             continue
         seen.add((id(site.trees), id(strategy)))
-        cuts = dict(strategy.splits)
+        splits = dict(strategy.splits)
         for letter, unit in batch_units(site, factors):
-            parts = [at_path(cuts.get(letter, site.trees[letter]), path) for path in unit]
+            parts = [at_path(splits.get(letter, site.trees[letter]), path) for path in unit]
             least = min([least, *(part.size // mesh.count(part.axes) for part in parts)])
             break
     return max(1, least)

@@ -40,7 +40,7 @@ def staged(
     Raises PlanError for constraints that cannot be met, for a schedule that does not fit, and for techniques that do
     not go together with stages."""
     schedule = schedule_for(techniques, world.places)
-    pins = _wishes(graph, techniques)
+    pins = _pinned_stages(graph, techniques)
     # What was claimed is of the full model on the ranks of one stage.
     made = _each(
         plan,
@@ -134,12 +134,12 @@ def _each(plan: Plan, change: Callable[[Plan], Plan]) -> Plan:
 
 
 def _asked(techniques: Techniques) -> dict[str, Any]:
-    """What of the techniques is about stages."""
+    """Select the technique options that concern stages."""
     return {name: getattr(techniques, name) for name in ("pipeline", "schedule", "stages")}
 
 
 def in_one_stage(techniques: Techniques) -> Techniques:
-    """What is asked of each stage, where a search chooses nothing that does not go together with stages."""
+    """Return the techniques within each stage, with the choices closed that cannot accompany stages."""
     closed = {"interleave", "offload", "micro_batches", "gradient_accumulation_shard", "slice_activation"}
     return replace(techniques, pipeline=1, schedule="", stages=(), given=techniques.given | closed)
 
@@ -180,7 +180,7 @@ def check_axis(mesh: Mesh, techniques: Techniques) -> None:
 # ---------------------------------------------------------------- constraints
 
 
-def _wishes(graph: Graph, techniques: Techniques) -> dict[str, int]:
+def _pinned_stages(graph: Graph, techniques: Techniques) -> dict[str, int]:
     """Operator → the stage that the user wants it in: what the model says, and before that patterns of modules."""
     found: dict[str, int] = {}
     for node in graph.nodes:

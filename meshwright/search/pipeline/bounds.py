@@ -1,12 +1,13 @@
-"""What no plan in stages is quicker than, over all configurations: how many stages, along which levels, in which order,
-with how many micro-batches, whatever the shardings within a stage.
+"""Lower bounds of every plan in stages, over all configurations: number of stages, levels, schedule and micro-batches,
+whatever the shardings within a stage.
 
-A configuration is looked at more closely only while it is the one with the least bound:
+Only the configuration with the least bound is refined:
 
-1. all that a rank computes at least (`search/compute_bound.py`), over all ranks: none is busy for less than the mean;
-2. the same through the chains of its schedule (`pipeline/critical_path.py`), idle ranks and all;
-3. the same with what shardings within a stage send while nothing hides it, and compute more than once: the least over
-   two runs of the stage's mesh that leave a rank an example of each micro-batch (`search/pipeline/chain_bound.py`)."""
+1. the least computation of a rank (`search/compute_bound.py`), averaged over all ranks;
+2. the same through the chains of its schedule (`pipeline/critical_path.py`), idle time included;
+3. the same with the exposed communication and replicated computation of shardings within a stage: the least over two
+runs of the stage's mesh that leave a rank an example of each micro-batch (`search/pipeline/chain_bound.py`).
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ class Bounds:
         self._sent: dict[tuple[tuple[int, ...], int], float] = {}
 
     def mean(self, outer: Outer, micro_batches: int) -> float:
-        """What the ranks of a pipeline are busy for, on average."""
+        """Return the mean busy seconds of the ranks of a pipeline."""
         inside = self.cluster.ranks // outer.ranks
         once = float(self.least.computing(inside * micro_batches).sum())
         return (micro_batches * once + self.least.updating(inside)) / outer.ranks

@@ -1,4 +1,4 @@
-"""Whether a model is better split into stages: the joint search's answer, made into a plan and predicted as any
+"""Decides whether to split a model into stages: makes the joint search's answer into a plan and predicts it as any
 other."""
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ CHOSEN = ("pipeline", "schedule", "micro_batches", "recompute", "slice_activatio
 
 
 def may_have_stages(graph: Graph, request: Request, techniques: Techniques) -> bool:
-    """Whether stages are open: not said by the user, exact, and beside nothing that the search for them does not
+    """True if stages are open: not fixed by the user, exact, and without options that the search for them cannot
     price."""
     return "pipeline" not in techniques.given and not _unpriced(graph, request, techniques)
 
 
 def may_choose_beside_stages(techniques: Techniques) -> bool:
-    """Whether something that goes with the stages that the user asked for is open: their schedule, micro-batches,
-    recompute."""
+    """True if an option that accompanies the user's stages is open: their schedule, micro-batches, recompute."""
     if techniques.pipeline == 1 or {"schedule", "micro_batches", "recompute"} <= techniques.given:
         return False
     return techniques.schedule in ("", "gpipe", *SEARCHED)
@@ -125,7 +124,7 @@ def _request(wanted: Wanted) -> Request:
 
 
 def _tried(plan: Callable[[Wanted], Plan], wanted: Wanted) -> tuple[Plan | None, PlanError | None]:
-    """What is planned, or why it is not."""
+    """Return a plan, or the error that prevented it."""
     try:
         return plan(wanted), None
     except PlanError as error:
@@ -217,7 +216,7 @@ def _best(
 
 
 class _World:
-    """What the searches for stages share: planners of the parts of a cluster, and bounds."""
+    """State that searches for stages share: planners of the parts of a cluster, and bounds."""
 
     def __init__(self, graph: Graph, folding: Folding, request: Request) -> None:
         self.request = request
@@ -276,7 +275,7 @@ class _World:
 
 
 def _unseen(techniques: Techniques, request: Request) -> list[str]:
-    """What the search for stages left out, of what was open."""
+    """Remark on open options that the search for stages left out."""
     if "offload" in techniques.given or not request.cluster.host_bytes_per_s:
         return []
     return ["auto looked at stages without activations and parameters on the host"]

@@ -30,7 +30,8 @@ class Schedule:
     chunks: int = 1
 
     def can_be(self, ranks: int, micro_batches: int) -> bool:
-        """Whether there is such an order that is worth a look. Halves of one micro-batch win nothing."""
+        """True if the schedule exists for these numbers and is worth trying. Halves of a single micro-batch win
+        nothing."""
         if self.chunks > 1 and micro_batches < ranks:
             return False
         if self.name == "zero_bubble_v" and ranks * self.chunks * micro_batches > STAGES.raced_actions:
@@ -82,7 +83,7 @@ class Outer:
         return replace(cluster, levels=tuple(replace(v, size=v.size // n) for v, n in levels))
 
     def message_seconds(self, cluster: Cluster, size_bytes: float) -> float:
-        """What a rank sends to the next takes over the slowest of the levels between them."""
+        """Return the seconds of a message from a rank to the next, over the slowest of the levels between them."""
         over = [v for v, n in zip(cluster.levels, self.taken, strict=True) if n > 1]
         return max((cluster.message_seconds(v, size_bytes) for v in over), default=0.0)
 

@@ -1,5 +1,5 @@
-"""What a reader learns of each dimension of a pipeline that a search has chosen: the value, and what the next best of
-the others would cost, by the sums that ranked them."""
+"""Explains each dimension of a chosen pipeline: its value, and the cost of the next best value, by the sums that ranked
+them."""
 
 from __future__ import annotations
 

@@ -173,8 +173,8 @@ def _simulate(
 
 
 def _beside(best: _Row, rows: Sequence[_Row], known: _Known, cluster: Cluster) -> Iterator[Staged]:
-    """What differs from the best in one dimension alone, the quickest by what is known. It is simulated too, so that a
-    reader learns truly what the next best of each would cost."""
+    """Yield, for each dimension, the quickest choice that differs from the best in it alone. It is simulated, so that
+    the report shows its true cost."""
     mine = best.place
     for number in range(len(mine)):
         near = [row for row in rows if [n for n, v in enumerate(row.place) if v != mine[n]] == [number]]
@@ -193,7 +193,7 @@ def _estimate(row: _Row) -> float:
 
 
 class _Known:
-    """What was simulated: once for all schedules; and by how much more than estimated, for each micro-batch."""
+    """Simulations so far, one for all schedules, and how far each exceeded its estimate, per micro-batch."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[Candidate, Techniques], Found | None] = {}
@@ -302,7 +302,7 @@ def _groups(
 
 
 def staged(made: Front, candidate: Candidate, found: Found, outer: Outer, cluster: Cluster) -> Staged:
-    """What a choice that was simulated for a full model comes to in a pipeline."""
+    """Convert a choice that was simulated for a full model into one for a pipeline."""
     whole = whole_of(made, candidate, found.techniques)
     if found.evaluation is not None:
         whole = replace(whole, seconds=found.evaluation.step_seconds)
@@ -336,8 +336,8 @@ def whole_of(made: Front, candidate: Candidate, techniques: Techniques) -> Whole
 
 
 def _queued(made: Front, techniques: Techniques) -> float | None:
-    """What a micro-batch takes longer where weights' halves of backward wait; None where a layer does both halves at
-    once, since the layer is computed again at once."""
+    """Return the extra seconds of a micro-batch if weight gradients are delayed; None if a layer computes both halves
+    of backward together, because it is recomputed only once."""
     return None if techniques.recompute == "full" else made.queuing
 
 
@@ -357,7 +357,7 @@ def _sent(made: Front, candidate: Candidate) -> float:
 
 
 def _sent_bytes(candidate: Candidate) -> float:
-    """What a rank sends of a batch from a layer to the next: the smallest of what layers give."""
+    """Return the bytes that a rank sends of a batch from a layer to the next: the smallest output of any layer."""
     graph = candidate.space.graph
     ends = [v for layer in layers_of(graph) for v in layer.ends if v in graph.needs_grad]
     if not ends:  # a model without layers: what products give, but for the last

@@ -125,7 +125,7 @@ class _Search:
             self.bound = self.price
 
     def _is_done(self) -> bool:
-        """Whether nothing is left to find, or the search is to end with the states that are known."""
+        """True if nothing is left to find, or the search must end with the states that are known."""
         self.stopped = self.stopped or (self.states is not None and self.ended())
         return self.stopped or self.closed
 
@@ -134,7 +134,8 @@ class _Search:
         return rounds * round_cost(part) + SOLVE.call_work * len(self.kept)
 
     def _shrink(self, sweeps: Sweeps, plan: Estimate) -> tuple[Problem, Estimate]:
-        """What is left to eliminate after sweeps, and after eliminating parts of what is left."""
+        """Reduce the problem by sweeps, and by eliminating parts of it; return the rest and the estimate of its
+        work."""
         sweeps, plan = self._sweep(sweeps, plan)
         for share in (1 / 16, 1.0):  # a small part of the work often closes the gap
             budget = share * min(plan.work, self.limit_work)

@@ -33,7 +33,7 @@ class Part:
     split: tuple[int, np.ndarray] | None = None
 
     def has(self, states: States) -> bool:
-        """Whether every state is in the part."""
+        """True if every state is in the part."""
         places = (int(kept.searchsorted(s)) for kept, s in zip(self.kept, states, strict=True))
         return all(p < len(k) and k[p] == s for p, k, s in zip(places, self.kept, states, strict=True))
 

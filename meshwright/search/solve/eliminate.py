@@ -23,7 +23,7 @@ Scope = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Estimate:
-    """What an elimination in `order` will take, known before it starts.
+    """The cost of an elimination in `order`, known before it starts.
 
     `work` counts the sums of entries, `largest` the entries of the largest table made, `size_bytes` all tables made;
     `scopes` are the variables of the table that each variable leaves behind.
@@ -147,9 +147,8 @@ def _least(v: int, rest: Scope, named: Sequence[tuple[Scope, np.ndarray]]) -> np
     folded: list[tuple[set[int], np.ndarray]] = []
     for scope, table in sorted(named, key=lambda n: -len(n[0])):
         table = _spread(axes, scope, table)
-        for i, (wider, sums) in enumerate(
-            folded
-        ):  # a table within another's scope joins it, before the big sum
+        # a table within another's scope joins it, before the big sum
+        for i, (wider, sums) in enumerate(folded):
             if wider >= set(scope):
                 folded[i] = (wider, sums + table)
                 break

@@ -208,7 +208,7 @@ class _Work:
         self.states[part.variables] = total.argmin(axis=0)
 
     def core(self) -> None:
-        """What has three neighbours or more, and what has none."""
+        """Solve the variables with three neighbours or more, and those with none."""
         tables, core = self.tables, self.tables.rounds.core
         left = self._left_alone()
         for size in np.unique(tables.sizes[left]).tolist():

@@ -2,7 +2,7 @@
 
 With choices i of price p_i and amounts g_i at each instant: min Σ μ_i p_i over mixes (μ >= 0, Σ μ = 1) with
 Σ μ_i g_i <= limit. The dual values of the limits are the multipliers; the optimum is an upper bound of what any
-multipliers can reach, and it comes down as choices are added (cutting planes, Kelley 1960; seen from the mixes,
+multipliers can reach, and it comes down as choices are added (column generation; Kelley 1960; seen from the mixes,
 Dantzig and Wolfe 1960).
 
 The cheapest choice under memory limits: a price per byte at each instant, found by dual ascent.
@@ -138,9 +138,9 @@ def solve_limited(
 
 
 class _Search:
-    """What is known: all choices met with their bytes, the best accepted one, the best bound and its multipliers.
+    """Results so far: all choices seen with their bytes, the best accepted one, the best bound and its multipliers.
 
-    Bytes are counted in units of the limits, so that all instants weigh alike.
+    Bytes are counted in units of the limits, so that all instants have equal weight.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class _Search:
 
     @property
     def ended(self) -> bool:
-        """Whether the search is to end."""
+        """True if the search must end."""
         self.stopped = self.stopped or self.options.ended()
         return self.stopped
 
@@ -265,7 +265,8 @@ class _Search:
         return self.evaluations[states]
 
     def climb(self, part: Part, goal: np.ndarray, most: int = 1000) -> None:
-        """Dual ascent in a part: cutting planes, each step taken part of the way from the best point so far."""
+        """Maximise the dual in a part by Kelley's planes, each step taken part of the way from the best point so
+        far."""
         part.held = -math.inf
         stretch, low, centre = 10.0, -math.inf, part.multipliers
         whole_way = False

@@ -1,7 +1,7 @@
-"""What the exact searches minimise: one state per variable, a price per state and per pair of states.
+"""The problem that exact searches minimise: one state per variable, a price per state and per pair of states.
 
-Nothing here knows of graphs, layouts or seconds: a price is a float64 in any unit, `inf` says that a state or a pair
-of states is not allowed.
+Independent of graphs, layouts and seconds: a price is a float64 in any unit, and `inf` forbids a state or a pair of
+states.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Builder:
         self._pairs[u, v] = block if before is None else before + block
 
     def problem(self) -> Problem:
-        """What has been added so far; adding more later leaves it as it is."""
+        """Return the problem as added so far; later additions leave it unchanged."""
         return Problem(tuple(self._unary), dict(self._pairs))
 
 

@@ -42,9 +42,8 @@ class Sweeps:
         self.problem = problem
         self.constant = 0.0
         count = len(problem.unary)
-        self.least = [
-            row - np.inf for row in problem.unary
-        ]  # per variable: a lower bound of the price with each state
+        # per variable: a lower bound of the price with each state
+        self.least = [row - np.inf for row in problem.unary]
         self._left = [row.copy() for row in problem.unary]
         self._back: list[list[_Pair]] = [[] for _ in range(count)]
         self._ahead: list[list[_Pair]] = [[] for _ in range(count)]
@@ -108,7 +107,7 @@ class Sweeps:
         return tuple(states)
 
     def messages(self) -> Messages:
-        """What was moved to the two ends of each pair (u, v), u < v."""
+        """Return the amounts that were moved to the two ends of each pair (u, v), u < v."""
         return {pair.ends: (pair.moved[0], pair.moved[1]) for pairs in self._ahead for pair in pairs}
 
     def within(self, price: float) -> list[np.ndarray]:

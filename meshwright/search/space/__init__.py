@@ -1,1 +1,1 @@
-"""What searches choose among: states of nodes, hubs and parameters as small integers, and what each costs."""
+"""Search spaces: states of nodes, hubs and parameters as small integers, with their prices."""

@@ -49,7 +49,7 @@ from meshwright.search.space.wiring import Edge, Ties, Variable, Wiring, is_kept
 
 @dataclass(frozen=True)
 class Choice:
-    """What a search chose, by names of the graph it looked at."""
+    """The choice of a search, by names of the graph that it searched."""
 
     strategies: Mapping[str, Strategy]
     inputs: Mapping[str, TensorLayout]
@@ -278,11 +278,12 @@ class Space:
     # ------------------------------------------------------------------------------------------------ the problem
 
     def problem(self, alpha: float | None = None, micro_batches: int = 1) -> Problem:
-        """What is minimised: the sum of all seconds; with `alpha`, ``α·compute + blocking + (1 − α)·hideable``, whose
-        optimum is worth simulating. With α = 1 no step of one copy undercuts it (`step.step_problem` says more); with
-        less some may, where two collectives run beside each other over different axes. Parameters that are stored in
-        parts are gathered for each of `micro_batches`, brought to those that want them otherwise, and gradients are
-        added up.
+        """Return the problem to minimise: the sum of all seconds; with `alpha`, ``α·compute + blocking + (1 −
+        α)·hideable``, whose optimum is worth simulating.
+
+        With α = 1 no step of one copy undercuts it (`step_bound` refines it); with less some may, if two collectives
+        over different axes overlap. Sharded parameters are gathered in each of `micro_batches`, resharded for readers
+        that need another layout, and gradients are accumulated.
         """
         compute, hideable = (1.0, 1.0) if alpha is None else (alpha, 1.0 - alpha)
         unary = [compute * p[0] + p[1] + hideable * (p[2] + p[3]) for p in self.unary]

@@ -1,7 +1,8 @@
-"""What spaces of one graph on one mesh have in common, so that the second is made in a fraction of the first's time.
+"""Results that spaces of one graph on one mesh share, so that a second space is built in a fraction of the first's
+time.
 
-Nodes are of one *kind* when all that their states depend on is equal: operator, literals, types, sub-dims, options.
-Their states are found once for each set of rows; parameters of one type whose readers ask for the same share theirs.
+Nodes are of one *kind* if all that their states depend on is equal: operator, literals, types, sub-dims, options. Their
+states are computed once for each set of rows; parameters of one type with equal readers share theirs.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Kept:
         return found
 
     def once(self, what: Hashable, make: Callable[[], T]) -> T:
-        """What follows from the graph alone, or from `what` beside it."""
+        """Return a result that depends only on the graph, and on `what`. Computed once."""
         if what not in self._of_graph:
             self._of_graph[what] = make()
         return self._of_graph[what]
@@ -85,7 +86,7 @@ def kind_of(codes: NodeCodes, graph: Graph) -> Hashable:
         (rule.inputs, rule.outputs, rule.terms, rule.replicated, rule.reduced_inside),
         (tuple(rule.sizes.items()), tuple(codes.site.trees.items())),
         (codes.options, codes.spill, codes.starts),
-        (codes.forward.tobytes(), codes.grad.tobytes(), codes.cuts.tobytes()),
+        (codes.forward.tobytes(), codes.grad.tobytes(), codes.splits.tobytes()),
     )
 
 

@@ -21,9 +21,17 @@ from meshwright.core.layout import Cat, Dim, SubDim, TensorLayout, dim_axes, lea
 from meshwright.core.mesh import Axis, Mesh
 from meshwright.errors import StrategyError
 from meshwright.ops.factors import Factors, Site
-from meshwright.ops.strategy import WHOLE, Strategy, layouts, split_unit, splittable, unit_leaves, units, ways
-from meshwright.redistribute.price_matrix import PENDING, Value
-from meshwright.redistribute.price_matrix import WHOLE as WHOLE_CODE
+from meshwright.ops.strategy import (
+    UNSHARDED,
+    Strategy,
+    layouts,
+    split_unit,
+    splittable,
+    unit_leaves,
+    units,
+    ways,
+)
+from meshwright.redistribute.price_matrix import PARTIAL, REPLICATED, Value
 from meshwright.search.budget import SPACE
 from meshwright.search.space.roles import Roles
 
@@ -47,7 +55,8 @@ PRODUCTS = frozenset(
 
 @dataclass(frozen=True)
 class Option:
-    """What a node does on one axis: split one unit of a letter, let a partial sum or gradient through, or nothing."""
+    """The option of a node on one axis: split one unit of a letter, let a partial sum or gradient through, or
+    replicate."""
 
     letter: str = ""
     unit: int = 0
@@ -57,10 +66,10 @@ class Option:
 
 @dataclass(frozen=True)
 class NodeCodes:
-    """The options of a node and what they mean for its ports.
+    """The options of a node and the resulting codes of its ports.
 
     `forward[p][o]` is the code of port p (inputs, then outputs) under option o, `grad[p][o]` whether the gradient is
-    partial there. `leaf_sizes` lists the leaves of all letters one after the other, `cuts[o]` those that option o
+    partial there. `leaf_sizes` lists the leaves of all letters one after the other, `splits[o]` those that option o
     shards."""
 
     node: Node
@@ -70,11 +79,10 @@ class NodeCodes:
     grad: np.ndarray  # bool[ports, options]
     letters: tuple[str, ...]
     leaf_sizes: np.ndarray  # float64[leaves]
-    cuts: np.ndarray  # bool[options, leaves]
+    splits: np.ndarray  # bool[options, leaves]
     spill: tuple[int, ...]  # option → the option of the next unit of the same letter, -1 for none
-    starts: tuple[
-        int, ...
-    ]  # options a run of axes may begin with; the others take what these have no room for
+    # options a run of axes may begin with; the others take what these have no room for
+    starts: tuple[int, ...]
 
     @property
     def inputs(self) -> int:
@@ -83,8 +91,8 @@ class NodeCodes:
 
     @functools.cached_property
     def room(self) -> tuple[bytes, ...]:
-        """What says which rows of options there is room for, as bytes."""
-        return self.leaf_sizes.tobytes(), self.cuts.tobytes(), repr(self.spill).encode()
+        """The key that determines which rows of options there is room for, as bytes."""
+        return self.leaf_sizes.tobytes(), self.splits.tobytes(), repr(self.spill).encode()
 
 
 def values_of(graph: Graph, factors: Factors) -> dict[str, Value]:
@@ -150,7 +158,7 @@ def node_codes(
     factors: Factors,
     values: Mapping[str, Value],
     marks: Roles,
-    wished: Sequence[Option] = (),
+    required: Sequence[Option] = (),
 ) -> NodeCodes:
     """The options of a node, those that the user asked for among them. One whose sharding a value does not know (its
     tree has other sub-dims there) is left out."""
@@ -162,7 +170,7 @@ def node_codes(
     forward: list[list[int]] = []
     grads: list[list[bool]] = []
     ways = _ways(node, site, graph, marks)
-    for option in dict.fromkeys((*ways, *wished)):
+    for option in dict.fromkeys((*ways, *required)):
         try:
             found = layouts(site, strategy_on(site, option, AXIS))
         except StrategyError:  # an option that the algebra refuses is none
@@ -177,12 +185,12 @@ def node_codes(
             for layout, name in zip((*found.inputs, *found.outputs), names, strict=True)
         ])  # fmt: skip
     letters, sizes, spans = _leaf_table(site)
-    cuts = np.zeros((len(kept), len(sizes)), dtype=bool)
+    splits = np.zeros((len(kept), len(sizes)), dtype=bool)
     for o, option in enumerate(kept):
         if option.letter:
             tree = site.trees[option.letter]
             for leaf in unit_leaves(tree, units(tree)[option.unit]):
-                cuts[o, spans[option.letter] + leaf] = True
+                splits[o, spans[option.letter] + leaf] = True
     where = {(o.letter, o.unit): i for i, o in enumerate(kept) if o.letter}
     spill = tuple(where.get((o.letter, o.unit + 1), -1) if o.letter else -1 for o in kept)
     starts = tuple(
@@ -201,7 +209,7 @@ def node_codes(
         np.array(grads, dtype=bool).reshape(shape).T,
         letters,
         np.array(sizes, dtype=np.float64),
-        cuts,
+        splits,
         spill,
         starts,
     )
@@ -214,7 +222,7 @@ def strategy_on(site: Site, option: Option, axis: str) -> Strategy:
         return Strategy(((option.letter, split_unit(tree, units(tree)[option.unit], axis)),))
     if option.through:
         return Strategy(through=((axis, option.through),))
-    return Strategy(grad=(axis,)) if option.grad else WHOLE
+    return Strategy(grad=(axis,)) if option.grad else UNSHARDED
 
 
 def _is_inner(site: Site, marks: Roles, option: Option) -> bool:
@@ -278,9 +286,9 @@ class _Places:
     def code(self, layout: TensorLayout) -> int | None:
         """The code; None for a sharding at no place of the value."""
         if AXIS in layout.partial:
-            return PENDING
+            return PARTIAL
         if not any(dim_axes(d) for d in layout.dims):
-            return WHOLE_CODE
+            return REPLICATED
         if layout.dims in self._codes:
             return self._codes[layout.dims]
         return self._normal.get(normalize(replace(layout, partial=(), grad=()), TABLE_MESH).dims)

@@ -22,10 +22,10 @@ def all_codes(
     factors: Factors,
     values: Mapping[str, Value],
     ties: Ties,
-    wished: Mapping[str, Sequence[Option]] | None = None,
+    required: Mapping[str, Sequence[Option]] | None = None,
 ) -> dict[str, NodeCodes]:
-    """The options of every node that is not a copy of another, the `wished` ones of some among them."""
-    marks, more = roles(graph, factors), wished or {}
+    """The options of every node that is not a copy of another, the `required` ones of some among them."""
+    marks, more = roles(graph, factors), required or {}
     alike: dict[Hashable, NodeCodes] = {}
     found: dict[str, NodeCodes] = {}
     for node in graph.nodes:

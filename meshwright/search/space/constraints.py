@@ -1,4 +1,4 @@
-"""What is decided already: strategies as rows of options, and the states that a user's shardings leave."""
+"""Constraints: strategies as rows of options, and the states that remain under a user's shardings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Seeds = Mapping[str, Mapping[str, Strategy]]
 
 
 def option_on(codes: NodeCodes, strategy: Strategy, axis: str) -> Option | None:
-    """What a strategy does on one axis; None when it does two things there."""
+    """Return the option of a strategy on one axis; None if it combines two there."""
     found: list[Option] = []
     for letter, dim in strategy.splits:
         if axis not in dim_axes(dim):
@@ -91,21 +91,21 @@ def honouring(family: Family, seeds: Seeds, mesh: Mesh) -> Family:
 
     def rows(codes: NodeCodes, sizes: np.ndarray) -> Rows:
         found = family(codes, sizes)
-        wishes = wishes_of(seeds, codes.node.name)
-        return honoured(codes, found, wishes, mesh) if wishes else found
+        constraints = constraints_of(seeds, codes.node.name)
+        return honoured(codes, found, constraints, mesh) if constraints else found
 
     return rows
 
 
-def wishes_of(seeds: Seeds, node: str) -> dict[str, Strategy]:
-    """What the user asks of a node: axis → strategy on it."""
+def constraints_of(seeds: Seeds, node: str) -> dict[str, Strategy]:
+    """Return the user's constraints on a node: axis → strategy on it."""
     return {axis: nodes[node] for axis, nodes in seeds.items() if node in nodes}
 
 
-def honoured(codes: NodeCodes, rows: Rows, wishes: Mapping[str, Strategy], mesh: Mesh) -> Rows:
+def honoured(codes: NodeCodes, rows: Rows, constraints: Mapping[str, Strategy], mesh: Mesh) -> Rows:
     """The rows that do what is asked for on each axis. Raises StrategyError for a sharding that is none of the options,
     or that there is no room for beside the others."""
-    numbers = numbers_of(codes, wishes)
+    numbers = numbers_of(codes, constraints)
     rows = forced(rows, numbers, mesh)
     sizes = np.array([a.size for a in mesh.axes], dtype=np.float64)
     roomy = (block_counts(codes, rows, sizes) <= codes.leaf_sizes).all(axis=1)
@@ -114,15 +114,15 @@ def honoured(codes: NodeCodes, rows: Rows, wishes: Mapping[str, Strategy], mesh:
     return rows[roomy]
 
 
-def numbers_of(codes: NodeCodes, wishes: Mapping[str, Strategy]) -> dict[str, int]:
+def numbers_of(codes: NodeCodes, constraints: Mapping[str, Strategy]) -> dict[str, int]:
     """Axis → number of the option that is asked for there. Raises StrategyError where it is none."""
     found: dict[str, int] = {}
-    for axis, wish in wishes.items():
-        option = option_on(codes, wish, axis)
+    for axis, constraint in constraints.items():
+        option = option_on(codes, constraint, axis)
         if option not in codes.options:
             raise StrategyError(
-                f"%{codes.node.name} ({codes.node.op}) cannot be planned with {wish} on {axis}",
-                why="no option of the search is this cut",
+                f"%{codes.node.name} ({codes.node.op}) cannot be planned with {constraint} on {axis}",
+                why="no option of the search is this split",
                 where=codes.node.where,
                 hint='another sharding, or mode="sharding_propagation", which takes annotations as they are',
             )
@@ -144,20 +144,20 @@ def forced(rows: Rows, numbers: Mapping[str, int], mesh: Mesh) -> Rows:
 
 
 def no_room(codes: NodeCodes, numbers: Mapping[str, int]) -> StrategyError:
-    """What to say where a node cannot be sharded as is asked: too many blocks of one factor."""
-    cut = ", ".join(f"{codes.options[n].letter} over {axis}" for axis, n in numbers.items() if n)
+    """Build the error for a node that cannot be sharded as requested: too many blocks of one factor."""
+    splits = ", ".join(f"{codes.options[n].letter} over {axis}" for axis, n in numbers.items() if n)
     return StrategyError(
-        f"%{codes.node.name} ({codes.node.op}) has no room for all its cuts",
-        why=f"asked of it: {cut}; a factor has at most as many blocks as elements",
+        f"%{codes.node.name} ({codes.node.op}) has no room for all its splits",
+        why=f"requested: {splits}; a factor has at most as many blocks as elements",
         where=codes.node.where,
         hint="fewer axes for one factor, or another factor for some of them",
     )
 
 
-def wished_options(seeds: Seeds, codes: NodeCodes) -> tuple[Option, ...]:
+def constrained_options(seeds: Seeds, codes: NodeCodes) -> tuple[Option, ...]:
     """Options that the user asks of a node, to be among its options even where a search would not look."""
     found = []
-    for axis, strategy in wishes_of(seeds, codes.node.name).items():
+    for axis, strategy in constraints_of(seeds, codes.node.name).items():
         option = option_on(codes, strategy, axis)
         if option is not None and option.letter != "?" and option not in codes.options:
             found.append(option)

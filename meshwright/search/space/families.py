@@ -148,9 +148,9 @@ def block_counts(codes: NodeCodes, rows: Rows, sizes: np.ndarray) -> np.ndarray:
     if len(rows) > FEW:
         counts = np.ones((len(rows), len(codes.leaf_sizes)))
         for axis in used:
-            counts *= np.where(codes.cuts[rows[:, axis]], sizes[axis], 1.0)
+            counts *= np.where(codes.splits[rows[:, axis]], sizes[axis], 1.0)
         return counts
-    return np.where(codes.cuts[rows[:, used]], sizes[used, None], 1.0).prod(axis=1)
+    return np.where(codes.splits[rows[:, used]], sizes[used, None], 1.0).prod(axis=1)
 
 
 def moved_on(
@@ -166,13 +166,13 @@ def moved_on(
         if size == 1:
             continue
         option = rows[:, axis]
-        full = (codes.cuts[option] & (counts * size > leaf_sizes)).any(axis=1)
+        full = (codes.splits[option] & (counts * size > leaf_sizes)).any(axis=1)
         while (moving := full & (spill[option] >= 0)).any():
             option = np.where(moving, spill[option], option)
-            full = (codes.cuts[option] & (counts * size > leaf_sizes)).any(axis=1)
+            full = (codes.splits[option] & (counts * size > leaf_sizes)).any(axis=1)
         alive &= ~full
         rows[:, axis] = option
-        counts[codes.cuts[option]] *= size
+        counts[codes.splits[option]] *= size
     return rows, alive
 
 
@@ -183,7 +183,8 @@ def distinct(rows: Rows) -> Rows:
 
 
 def letter_sizes(codes: NodeCodes, rows: Rows, sizes: np.ndarray) -> dict[str, np.ndarray]:
-    """What the rank that holds most has of each letter, and of each part of a concatenation: float64[states]."""
+    """Return the largest size that any rank holds of each letter, and of each part of a concatenation:
+    float64[states]."""
     return letters_held(codes, np.ceil(codes.leaf_sizes / block_counts(codes, rows, sizes)))
 
 
@@ -232,9 +233,9 @@ def _examples(codes: NodeCodes, factors: Factors) -> np.ndarray:
     """Which of a node's leaves count examples, by the first unit that does: bool[leaves]."""
     for letter, unit in batch_units(codes.site, factors):
         number = units(codes.site.trees[letter]).index(unit)
-        for option, cuts in zip(codes.options, codes.cuts, strict=True):
+        for option, splits in zip(codes.options, codes.splits, strict=True):
             if (option.letter, option.unit) == (letter, number):
-                return cuts
+                return splits
         break
     return np.zeros(len(codes.leaf_sizes), dtype=bool)
 

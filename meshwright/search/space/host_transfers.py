@@ -1,4 +1,4 @@
-"""What is taken between a device and its host where the host runs some operators."""
+"""Transfers between a device and its host if the host runs some operators."""
 
 from __future__ import annotations
 

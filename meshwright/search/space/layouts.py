@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from meshwright.redistribute.price_matrix import PENDING, WHOLE, Table, Value
+from meshwright.redistribute.price_matrix import PARTIAL, REPLICATED, Table, Value
 from meshwright.search.space.codes import Codes
 
 Known = tuple[Value, bytes]
@@ -29,8 +29,8 @@ class Port:
     def backward(self) -> Codes:
         """The codes of the gradient: sharded where the value is sharded, partial where it says so, else replicated."""
         codes = self.forward.copy()
-        codes[codes == PENDING] = WHOLE
-        codes[self.grad] = PENDING
+        codes[codes == PARTIAL] = REPLICATED
+        codes[self.grad] = PARTIAL
         return codes
 
     def take(self, states: np.ndarray) -> Port:
@@ -62,15 +62,13 @@ class Prices:
     """Seconds between layouts, computed once for each kind of value."""
 
     table: Table
-    known: dict[Known, np.ndarray] = field(
-        default_factory=dict
-    )  # what other spaces found of the same layouts
+    # what other spaces found of the same layouts
+    known: dict[Known, np.ndarray] = field(default_factory=dict)
     _seen: dict[Value, list[Codes]] = field(default_factory=dict)
     _keys: dict[Value, np.ndarray] = field(default_factory=dict)
     _seconds: dict[Value, np.ndarray] = field(default_factory=dict)
-    _ports: dict[int, tuple[Port, Port]] = field(
-        default_factory=dict
-    )  # by identity, with the first one like it
+    # by identity, with the first one like it
+    _ports: dict[int, tuple[Port, Port]] = field(default_factory=dict)
     _first: dict[tuple[tuple[int, ...], bytes, bytes], Port] = field(default_factory=dict)
     _places: dict[tuple[Value, int, bool], tuple[np.ndarray, np.ndarray | None]] = field(default_factory=dict)
     _between: dict[tuple[Value, int, int, bool, float], np.ndarray] = field(default_factory=dict)

@@ -32,9 +32,10 @@ INSTANTS = ("the loss", "the update", "the head's backward")
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """What is kept elsewhere than where it lies. `sliced`: what backward asks for, in slices over the ranks that would
-    repeat it. `stay`: operator whose results the host keeps → of how many of those that it stands for they stay here.
-    `parked`: parameters that the host has between their uses, and where `updated_there` at the update too."""
+    """Saved activations and parameters that are offloaded or sliced. `sliced`: saved activations are sharded over the
+    ranks that would replicate them. `stay`: operator whose results are offloaded → how many of those that it stands for
+    stay on the device. `parked`: parameters that are offloaded between their uses, and with `updated_there` during the
+    update too."""
 
     sliced: bool = False
     stay: Mapping[str, int] = field(default_factory=dict)
@@ -60,12 +61,12 @@ class Charge:
 
 @dataclass(frozen=True)
 class Holding:
-    """What the bytes of a parameter follow from, beside how it is used and stored.
+    """All that the bytes of a parameter depend on, besides how it is used and stored.
 
-    `count`: how many of the model it stands for; `item`, `moments`: bytes of an element and of its moments; `kept`:
-    backward asks for what was gathered; `here`, `updated_here`: not on the host between its uses, at the update;
-    `head`: the last product reads it; `summed`: gradients of micro-batches are added up, `parted` as they are stored.
-    From `alone_bytes` on a gradient is in no bucket's buffer.
+    `count`: how many of the model's parameters it stands for; `item`, `moments`: bytes of an element and of its
+    moments; `kept`: backward reads the gathered value; `here`, `updated_here`: on the device between its uses, during
+    the update; `head`: the last product reads it; `summed`: gradients of micro-batches are accumulated, `parted` in
+    shards as they are stored. From `alone_bytes` on a gradient is in no bucket's buffer.
     """
 
     count: int
@@ -104,8 +105,8 @@ class Holding:
 
 @dataclass(frozen=True)
 class Demands:
-    """What the bytes of a choice follow from, whatever the states are: of operators, of parameters by name, and the
-    edges over which a reader gathers a weight for itself that autograd keeps: bytes of an element at each instant."""
+    """All that the bytes of a choice depend on, besides its states: of operators, of parameters by name, and of the
+    edges over which a reader itself gathers a weight that autograd saves: bytes of an element at each instant."""
 
     charges: Sequence[Charge]
     holdings: Mapping[str, Holding]
@@ -135,8 +136,8 @@ def demands_of(
     again: Collection[str] = (),
     elsewhere: Elsewhere = HERE,
 ) -> Demands:
-    """What a graph takes of the memory of one of `ranks` ranks. `hosts`: the nodes that the host runs;
-    `optimizer_states`: moments of an element; `again`: values that backward computes again."""
+    """Compute the memory demands of a graph on one of `ranks` ranks. `hosts`: the nodes that the host runs;
+    `optimizer_states`: moments of an element; `again`: values that backward recomputes."""
     hosted = hosted_values(graph, hosts)
     loss, head, late = _end(graph)
     found = _charges(graph, values, ties, ranks, hosts, again, elsewhere, (loss, head, late))
@@ -164,7 +165,7 @@ def memory_of(
 def _kept(
     space: Space, again: frozenset[str], sliced: bool, stay: tuple[tuple[str, int], ...]
 ) -> dict[int, np.ndarray]:
-    """What operators keep: float64[states, 3] by variable."""
+    """Return the bytes that operators keep: float64[states, 3] by variable."""
     graph, table, away = space.graph, space.table, Elsewhere(sliced, dict(stay))
     found: dict[int, np.ndarray] = {}
     charges = _charges(
@@ -185,7 +186,7 @@ def _kept(
 def _held(
     space: Space, optimizer_states: int, parked: frozenset[str], updated_there: bool
 ) -> dict[int, np.ndarray]:
-    """What parameters take: float64[states, 3] by variable."""
+    """Return the bytes of parameters: float64[states, 3] by variable."""
     away, (_, head, _) = Elsewhere(parked=parked, updated_there=updated_there), _end(space.graph)
     names = [name for name in space.wiring.parameters if name not in space.hosted]
     holdings = _holdings(space.graph, names, space.wiring, space.cluster, head, optimizer_states, away)
@@ -295,7 +296,7 @@ def _gathers(
 
 @cached_on_first
 def _gathered(space: Space) -> dict[tuple[int, int], np.ndarray]:
-    """What readers gather for themselves: float64[3, states, states] for each pair."""
+    """Return the bytes that readers gather for themselves: float64[3, states, states] for each pair."""
     _, _, late = _end(space.graph)
     found: dict[tuple[int, int], np.ndarray] = {}
     for (source, _, target, port, name), each in _gathers(space.graph, space.wiring, space.hosted, late):
@@ -314,12 +315,13 @@ def _gathered(space: Space) -> dict[tuple[int, int], np.ndarray]:
 
 
 def gathered_elements(held: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """What a reader that wants more than is there gathers: [states, states of the reader, ...]."""
+    """Return the elements that a reader gathers if it needs more than is there: [states, states of the reader, ...]."""
     return np.where(wanted[None, :] > held[:, None], wanted[None, :], 0.0)
 
 
 def gathered_bytes(space: Space, name: str) -> np.ndarray:
-    """What a micro-batch keeps of a parameter from forward to backward beside how it is stored: float64[states]."""
+    """Return the bytes that a micro-batch keeps of a parameter from forward to backward, besides its storage:
+    float64[states]."""
     found, kind = space.parameters[name], space.graph.types[name]
     if name in space.hosted or name not in space.graph.needs_grad or not is_kept(space.graph, name):
         return np.zeros(len(found.elements))
@@ -327,8 +329,8 @@ def gathered_bytes(space: Space, name: str) -> np.ndarray:
 
 
 def summed_bytes(space: Space, name: str, *, parted: bool = False) -> np.ndarray:
-    """What a rank holds of a parameter's gradient between micro-batches: float64[states]. `parted`: in the parts
-    that are stored."""
+    """Return the bytes of a parameter's accumulated gradient between micro-batches: float64[states]. `parted`: sharded
+    as it is stored."""
     found = space.parameters[name]
     elements = found.elements if parted else found.summed_elements
     return space.owners(name) * DTYPES[space.graph.types[name].dtype] * elements
@@ -347,9 +349,8 @@ def _end(graph: Graph) -> tuple[str, str, frozenset[str]]:
     place = next((i for i in reversed(range(len(graded))) if graded[i].op in PRODUCTS), -1)
     late = graded[place + 1 :]
     losses = [n for n in late if n.uses and n.uses[0] in graph.needs_grad]
-    loss = max(
-        reversed(losses), key=lambda n: graph.types[n.uses[0]].size_bytes, default=None
-    )  # the last of them
+    # the last of them
+    loss = max(reversed(losses), key=lambda n: graph.types[n.uses[0]].size_bytes, default=None)
     head = graded[place].name if place >= 0 else ""
     return loss.name if loss else "", head, frozenset(n.name for n in late)
 

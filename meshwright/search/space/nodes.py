@@ -90,21 +90,21 @@ def _made(
 
 def strategy_of(codes: NodeCodes, row: np.ndarray, mesh: Mesh) -> Strategy:
     """A row of options as a strategy."""
-    cuts: dict[str, tuple] = {}
+    splits: dict[str, tuple] = {}
     through: list[tuple[str, tuple[int, ...]]] = []
     grad: list[str] = []
     for axis, number in zip(mesh.axes, row, strict=True):
         option: Option = codes.options[number]
         if option.letter:
             tree = codes.site.trees[option.letter]
-            cuts[option.letter] = split_unit(
-                cuts.get(option.letter, tree), units(tree)[option.unit], axis.name
+            splits[option.letter] = split_unit(
+                splits.get(option.letter, tree), units(tree)[option.unit], axis.name
             )
         elif option.through:
             through.append((axis.name, option.through))
         elif option.grad:
             grad.append(axis.name)
-    return Strategy(tuple(cuts.items()), tuple(through), tuple(grad))
+    return Strategy(tuple(splits.items()), tuple(through), tuple(grad))
 
 
 def _talk(codes: NodeCodes, rows: Rows, graph: Graph, mesh: Mesh, cluster: Cluster) -> np.ndarray:

@@ -22,7 +22,7 @@ from meshwright.cost.gradients import reduction_seconds
 from meshwright.cost.host import place as place_of
 from meshwright.cost.machine import update_seconds
 from meshwright.partition.buckets import fused_bytes
-from meshwright.redistribute.price_matrix import WHOLE, Table, Value
+from meshwright.redistribute.price_matrix import REPLICATED, Table, Value
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import wire_elements
 from meshwright.search.space.codes import place_dims
@@ -64,8 +64,9 @@ class ParameterStates:
 
 @dataclass(frozen=True)
 class Storage:
-    """What storage a search may choose. `groups`: axes that are stored sharded together or not at all, numbers of prime
-    axes; `smallest` bytes below which a parameter stays replicated; `states` per element of the optimizer."""
+    """The storages that a search may choose from. `groups`: axes that shard storage together or not at all, as numbers
+    of prime axes; `smallest`: bytes below which a parameter stays replicated; `states`: optimizer states per element.
+    """
 
     groups: tuple[tuple[int, ...], ...]
     smallest_bytes: int = 64 << 10
@@ -99,7 +100,7 @@ def parameter_states(
         codes = uses.forward[state].tolist() if choices else []
         counts = _counts(value, codes, members)
         for chosen in choices:
-            axes = tuple([a for a in chosen if codes[a] == WHOLE and members[a] > 1])
+            axes = tuple([a for a in chosen if codes[a] == REPLICATED and members[a] > 1])
             if axes in seen:
                 continue
             place = _room(value, counts, math.prod([members[a] for a in axes]))

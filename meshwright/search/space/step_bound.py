@@ -109,7 +109,7 @@ class _Chain:
         self.unary[space.variable["parameter", self.entry]] += total
 
     def reshards(self) -> None:
-        """What nothing hides, of values that are made in the chain; and those of the parameter for its reader."""
+        """Add the exposed reshards of values that are made in the chain, and those of the parameter for its reader."""
         space, waited = self.space, self.space.wiring.waited
         edges = space.wiring.found_edges(self.start, graded=True) if self.entry else space.wiring.edges
         for (source, out, target, at, value), times in edges.items():

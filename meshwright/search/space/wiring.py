@@ -1,7 +1,7 @@
-"""What a space's variables are and which of them meet: what follows from the graph alone, whatever the states are.
+"""The variables of a space and the pairs that interact: all that depends on the graph alone.
 
-Variables are the nodes, the *hubs* (a value that several consumers read has one layout in which it is brought once, for
-all that want it so), and the parameters. Nodes that stand for each other (copies of a layer) are one variable.
+Variables are the nodes, the *hubs* (a value that several consumers read has one layout to which it is brought once, for
+all that need it so), and the parameters. Nodes that stand for each other (copies of a layer) are one variable.
 """
 
 from __future__ import annotations
@@ -128,12 +128,12 @@ class Wiring:
 
 
 def is_kept(graph: Graph, name: str) -> bool:
-    """Whether autograd keeps a value for some reader, through views of it too."""
+    """True if autograd saves a value for some reader, also through views of it."""
     return any(keeps(graph, node, port) for node, port in graph.consumers[name])
 
 
 def keeps(graph: Graph, node: Node, port: int) -> bool:
-    """Whether autograd keeps what an operator reads at a port, for itself or for who reads it through a view."""
+    """True if autograd saves the operand of an operator at a port, for itself or for a reader through a view."""
     wanted = [u in graph.needs_grad for u in node.uses]
     if any(node.needs_grad) and port in saved(node, graph.types, wanted).inputs:
         return True

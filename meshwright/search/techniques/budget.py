@@ -19,11 +19,12 @@ from meshwright.redistribute.steps import show_bytes
 from meshwright.search.budget import TECHNIQUES
 from meshwright.search.techniques.layers import Layer
 
+# layers early in forward take the first: their memory is held the longest
 POLICIES = (
     "full",
     "selective",
     "",
-)  # layers early in forward take the first: their memory is held the longest
+)
 
 Chosen = tuple[str, ...]  # a policy for each layer
 

@@ -105,7 +105,7 @@ def _repeated(graph: Graph, nodes: Sequence[Node]) -> Iterable[Sequence[Node]]:
 
 
 def _ends(graph: Graph, nodes: Sequence[Node]) -> frozenset[str]:
-    """What others read of a run, and what that lies in."""
+    """List the values of a run of nodes that others read, and the values whose memory these share."""
     inside = {n.name for n in nodes}
     given = {v for _, v in (*graph.outputs, *graph.mutations)}
     found: set[str] = set()

@@ -106,7 +106,7 @@ def kept_values(graph: Graph, plan: Plan) -> list[str]:
 
 
 def _is_repeated(node: Node, value: str, graph: Graph, plan: Plan) -> bool:
-    """Whether ranks repeat a value that they might keep in slices."""
+    """True if ranks replicate a value that they could keep in slices."""
     found = layouts(factors_of(graph).sites[node.name], plan.strategies[node.name])
     layout = found.outputs[node.values.index(value)]
     whole = graph.types[value].is_float and not layout.partial
@@ -153,7 +153,8 @@ def _place(graph: Graph, node: Node) -> int:
 def elsewhere(
     graph: Graph, asked: Techniques, hosts: Collection[str], times: Callable[[str], int]
 ) -> Elsewhere:
-    """What is not where it lies. `times`: how many operators of the model one of the graph stands for."""
+    """Describe what is offloaded or sliced. `times`: the number of operators of the model that a node of the graph
+    stands for."""
     words = [word for word in asked.offload if word.partition(":")[0] == ACTIVATIONS]
     if not (words or asked.parks or asked.slice_activation):
         return HERE

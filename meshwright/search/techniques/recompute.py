@@ -116,9 +116,8 @@ def selective(graph: Graph, layers: Sequence[Layer]) -> set[str]:
     again: set[str] = set()
     for node in graph.nodes:
         made = node.name in cheap and all(u in there or root_of(graph, u) in there for u in node.uses)
-        if made or (
-            node.op == "meshwright.dropout" and node.name in cheap
-        ):  # its mask needs nothing to be drawn again
+        # its mask needs nothing to be drawn again
+        if made or (node.op == "meshwright.dropout" and node.name in cheap):
             again.update(inside.intersection(node.values))
         there.update(v for v in node.values if made or v in keepers)
     return again

@@ -24,7 +24,7 @@ from meshwright.ops.saved import EXTRA, KEEPS
 from meshwright.search.solve.eliminate_batched import same_columns
 from meshwright.search.space.cache import kind_of
 from meshwright.search.space.codes import NodeCodes
-from meshwright.search.space.constraints import Seeds, forced, no_room, numbers_of, wishes_of
+from meshwright.search.space.constraints import Seeds, constraints_of, forced, no_room, numbers_of
 from meshwright.search.space.families import Rows, block_counts, distinct, letters_held, moved_on, together
 from meshwright.search.space.layouts import Port
 from meshwright.search.space.nodes import NodeStates, node_states
@@ -35,13 +35,13 @@ from meshwright.search.vectorized.sizes import Floats, Numbers
 class Kind:
     """Nodes by number, the codes of one of them, and the sizes of the leaves of each [nodes, leaves]. What only sizes
     tell apart is priced in arrays, unless the operator's work asks for more of them (`single`: they are all the same).
-    `wishes`: what the user asks of each, axis → number of an option; `host`: it runs there."""
+    `constraints`: what the user asks of each, axis → number of an option; `host`: it runs there."""
 
     codes: NodeCodes
     members: Numbers
     leaf_sizes: Floats
     single: bool
-    wishes: Mapping[str, int]
+    constraints: Mapping[str, int]
     host: bool
 
 
@@ -77,23 +77,23 @@ def kinds_of(
     every = list(codes.values())
     asked = {name for nodes in seeds.values() for name in nodes}
     for number, (name, node) in enumerate(codes.items()):
-        wishes = numbers_of(node, wishes_of(seeds, name)) if name in asked else {}
-        found[_key(node, graph), tuple(wishes.items()), name in hosts].append(number)
+        constraints = numbers_of(node, constraints_of(seeds, name)) if name in asked else {}
+        found[_key(node, graph), tuple(constraints.items()), name in hosts].append(number)
     return [
         Kind(
             every[members[0]],
             np.array(members),
             np.stack([every[n].leaf_sizes for n in members]),
             _is_special(every[members[0]].node),
-            dict(wishes),
+            dict(constraints),
             host,
         )
-        for (_, wishes, host), members in found.items()
+        for (_, constraints, host), members in found.items()
     ]
 
 
 def _is_special(node: Node) -> bool:
-    """Whether more than the sizes of a rank's letters say what a node takes."""
+    """True if the cost of a node depends on more than the sizes of its letters on a rank."""
     return (
         node.op in ATTENTION
         or node.op in EXTRA
@@ -119,7 +119,7 @@ def _key(codes: NodeCodes, graph: Graph) -> Hashable:
         node.needs_grad,
         tuple(map(id, (rule.inputs, rule.outputs, rule.terms, rule.replicated, rule.reduced_inside))),
         tuple([(letter, _form(tree)) for letter, tree in codes.site.trees.items()]),
-        tuple(map(id, (codes.options, codes.spill, codes.starts, codes.forward, codes.grad, codes.cuts))),
+        tuple(map(id, (codes.options, codes.spill, codes.starts, codes.forward, codes.grad, codes.splits))),
     )
 
 
@@ -151,7 +151,7 @@ class Sheets:
         for some in same_columns(np.array(roomy, dtype=np.int64)):
             room: np.ndarray = roomy.take(some[0], axis=1)
             if room.all():
-                yield from self._wished(kind, at[some], distinct(choices))
+                yield from self._constrained(kind, at[some], distinct(choices))
                 continue
             tight = choices[~room]
             moved, alive = moved_on(
@@ -166,20 +166,20 @@ class Sheets:
                 rows = choices.copy()
                 rows[~room] = moved[few[0]].reshape(tight.shape)
                 gone = np.flatnonzero(~room)[~alive.reshape(len(some), -1)[few[0]]]
-                yield from self._wished(kind, at[some[few]], distinct(np.delete(rows, gone, axis=0)))
+                yield from self._constrained(kind, at[some[few]], distinct(np.delete(rows, gone, axis=0)))
 
-    def _wished(self, kind: Kind, at: Numbers, rows: Rows) -> Iterator[Sheet]:
+    def _constrained(self, kind: Kind, at: Numbers, rows: Rows) -> Iterator[Sheet]:
         """`given.honoured`, for the nodes `at` at once."""
-        if not kind.wishes:
+        if not kind.constraints:
             yield self._sheet(kind, at, rows)
             return
-        rows = forced(rows, kind.wishes, self.mesh)
+        rows = forced(rows, kind.constraints, self.mesh)
         counts = block_counts(kind.codes, rows, self.sizes)
         roomy = np.all(counts[:, None, :] <= kind.leaf_sizes[at], axis=2)
         for some in same_columns(np.array(roomy, dtype=np.int64)):
             room = roomy[:, some[0]]
             if not room.any():
-                raise no_room(kind.codes, kind.wishes)
+                raise no_room(kind.codes, kind.constraints)
             yield self._sheet(kind, at[some], rows[room])
 
     def _sheet(self, kind: Kind, at: Numbers, rows: Rows) -> Sheet:

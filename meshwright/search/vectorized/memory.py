@@ -1,4 +1,4 @@
-"""What operators take of memory, in columns: those of one group of nodes, port and structure are priced together."""
+"""Memory of operators, in columns: those of one group of nodes, port and structure are priced together."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.cost.cluster import Cluster
-from meshwright.redistribute.price_matrix import WHOLE, Table
+from meshwright.redistribute.price_matrix import REPLICATED, Table
 from meshwright.search.space.layouts import Port
 from meshwright.search.space.memory import Holding
 from meshwright.search.space.parameters import (
@@ -73,7 +73,8 @@ class Stored:
 
     @functools.cached_property
     def _kinds(self) -> list[tuple[bool, Floats]]:
-        """What storages cost [uses, storages, V] that are gathered once, and that are gathered again if any are."""
+        """Return the prices of storages [uses, storages, V] that gather once, and of those that gather again, if there
+        are any."""
         total = self.owners * (self.blocking + self.reduction + self.update) + self.price
         if not self.again.any():
             return [(False, total)]
@@ -81,7 +82,7 @@ class Stored:
 
     @property
     def least(self) -> Floats:
-        """What the best storage costs in each state: [states, V]."""
+        """Return the price of the best storage in each state: [states, V]."""
         return np.concatenate([total.min(axis=1) for _, total in self._kinds])
 
     def best(self, of: Numbers, table: Table) -> list[ParameterStates]:
@@ -136,12 +137,12 @@ def all_stored(
     host: bool,
     kept: bool = False,
 ) -> Stored:
-    """What each storage of each use takes. `host`: they live there; `kept`: autograd keeps what is gathered, so where
-    `how` says that memory counts it may be gathered again."""
+    """Price each storage of each use. `host`: the parameters are on the host; `kept`: autograd saves the gathered
+    value, so if `how` counts memory it may be gathered again."""
     if not sizes.plain:
         return _one_by_one(sizes, use, needs_grad, cluster, table, how, host, kept)
     at = [table.sets(use.forward, 2 + place) for place in range(sizes.places)]  # per place [uses]
-    free = table.sets(use.forward, WHOLE)
+    free = table.sets(use.forward, REPLICATED)
     bits = [0, *(int(sum(table.bits[list(axes)])) for axes in subsets(how.groups))] if how.allowed else [0]
     cut = free[:, None] & np.array(bits)[None, :]  # [uses, storages]
     again = np.zeros(cut.shape, dtype=bool)

@@ -186,7 +186,7 @@ class Alike:
 
 
 class Priced:
-    """What can be chosen, and what it costs."""
+    """The options and their prices."""
 
     def __init__(self, alike: Alike, sheets: list[Sheet], per_byte: Floats | None = None) -> None:
         self.alike, self.sheets, self.per_byte = alike, sheets, per_byte
@@ -196,9 +196,8 @@ class Priced:
         self.states: Numbers = np.zeros(count, dtype=np.int64)
         self.stored: list[tuple[Numbers, Stored, Numbers]] = []  # parameters, storages, which of them
         self.again: dict[int, np.ndarray] = {}  # group of parameters → states that are gathered again
-        self.back: list[
-            tuple[int, Floats]
-        ] = []  # variables and what comes back to them, goes to results or crosses
+        # variables and what comes back to them, goes to results or crosses
+        self.back: list[tuple[int, Floats]] = []
         self.ports: list[dict[int, Port]] = []  # of each group, by port; -1 is that of a hub or parameter
         seconds: list[tuple[Numbers, Floats]] = []
         for number, sheet in enumerate(sheets):
@@ -384,7 +383,8 @@ class Priced:
             self._add_pairs(pairs, every, price * gathered_elements(held, wanted))
 
     def _elements(self, structure: int, columns: Numbers, port: Port) -> Floats:
-        """What a rank holds of values of one structure in each state of a port: [states, values]."""
+        """Return the elements that a rank holds of values of one structure in each state of a port: [states,
+        values]."""
         sizes = self.alike.values.sizes[structure]
         if not sizes.plain:
             held = self.alike.table.local_elements(sizes.values[0], port.forward)

@@ -1,9 +1,9 @@
-"""What a reshard costs for thousands of values at once: the schedule once, the sizes as columns.
+"""Prices of reshards for thousands of values at once: one schedule, with the sizes as columns.
 
-`redistribute.pairs` has the formulas of all schedules from one layout to another. Which axes a step of them goes over,
-and what the ranks hold before it, follow from the two layouts alone; only the elements follow from the value. So the
-formulas are run once for each pair of layouts with a recorder in place of elements and prices. What it has written
-down, twelve steps each, is then priced for any number of values, and equal steps once.
+`redistribute.price_table` has the formulas of all schedules from one layout to another. The axes of each step, and the
+blocks that ranks hold before it, depend on the two layouts only; just the elements depend on the value. So the formulas
+are run once for each pair of layouts with a recorder in place of elements and prices. The recorded steps, twelve of
+each, are then priced for any number of values, equal steps once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.redistribute.price_matrix import PENDING, Table
+from meshwright.redistribute.price_matrix import PARTIAL, Table
 from meshwright.redistribute.price_table import Ends, Floats, Listed, Masks, Spread
 from meshwright.search.solve.eliminate_batched import distinct_columns
 from meshwright.search.vectorized.sizes import Numbers, Sizes
@@ -98,7 +98,7 @@ class _Recorder(Listed):
         start, goal = (
             np.array([table.sets(rows, 2 + k) for k in range(places)], np.int64) for rows in (source, target)
         )
-        pending = (table.sets(rows, PENDING) for rows in (source, target))
+        pending = (table.sets(rows, PARTIAL) for rows in (source, target))
 
         def elements(sets: Masks | list[Masks], spread: Spread) -> Floats:
             return functools.reduce(np.bitwise_or, (sets[k] << width * k for k in range(places)))  # type: ignore[return-value]

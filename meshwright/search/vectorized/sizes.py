@@ -45,7 +45,8 @@ class Sizes:
         return Sizes(values, self.itemsize, *arrays, self.plain)
 
     def held(self, place: int, members: Numbers) -> Floats:
-        """What a rank holds along a place that is sharded over so many: [*members.shape, V]."""
+        """Return the elements that a rank holds along a place that is sharded over so many members: [*members.shape,
+        V]."""
         parts = zip(self.factors[place], self.leaves[place], strict=True)
         return sum_of([factor * np.ceil(leaf / members[..., None]) for factor, leaf in parts])
 

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.core.techniques import Techniques
 from meshwright.search.joint.dimensions import Dimension
-from meshwright.search.joint.neighbours import CUTS, quicker
+from meshwright.search.joint.neighbours import SHARDINGS, quicker
 
 OVER = (
     Dimension("recompute", ("", "selective", "full")),
@@ -35,15 +35,15 @@ def found(seconds: float, techniques: dict[str, Any]) -> Any:
         ("offload", (), 1.0008, True),
         ("offload", ("optimizer",), 1.0008, False),  # another word, not one less
         ("offload", ("optimizer",), 0.9995, True),
-        (CUTS, None, 0.9995, True),
-        (CUTS, None, 0.99995, False),
-        (CUTS, None, 0.99, True),
+        (SHARDINGS, None, 0.9995, True),
+        (SHARDINGS, None, 0.99995, False),
+        (SHARDINGS, None, 0.99, True),
     ],
 )
 def test_the_plainer_of_what_is_as_quick_is_taken(name: str, value: Any, seconds: float, taken: bool) -> None:
     request = SimpleNamespace(memory_bytes=None, cluster=SimpleNamespace(host_memory_bytes=0))
     planner = SimpleNamespace(request=request, under=lambda asked: SimpleNamespace(settled=lambda one: one))
-    other = found(seconds, {**HERE, **({name: value} if name != CUTS else {})})
+    other = found(seconds, {**HERE, **({name: value} if name != SHARDINGS else {})})
     made: Any = SimpleNamespace(planner=planner)
     chosen = quicker(made, OVER, {name: other}, found(1.0, HERE))
     assert chosen is (other if taken else None)

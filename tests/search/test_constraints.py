@@ -204,8 +204,8 @@ def test_a_wish_that_is_no_option_of_a_search_is_refused() -> None:
     values = values_of(graph, factors)
     codes = all_codes(graph, factors, values, Ties())
     name = next(n.name for n in graph.nodes if n.op == "aten.linear.default")
-    wish = Strategy(through=(("tp", (0,)),))  # a linear layer with a bias is no sum of what comes in
-    assert option_on(codes[name], wish, "tp") not in codes[name].options
-    family = honouring(named([[0], [1]]), {"tp": {name: wish}}, mesh)
+    constraint = Strategy(through=(("tp", (0,)),))  # a linear layer with a bias is no sum of what comes in
+    assert option_on(codes[name], constraint, "tp") not in codes[name].options
+    family = honouring(named([[0], [1]]), {"tp": {name: constraint}}, mesh)
     with pytest.raises(StrategyError, match="cannot be planned with"):
         family(codes[name], np.array([2.0, 2.0]))
