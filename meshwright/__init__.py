@@ -74,7 +74,7 @@ _PUBLIC = {
     ),
 }
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = ["__version__", *_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]  read from the table
 
 
 def __getattr__(name: str) -> Any:

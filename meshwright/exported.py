@@ -268,7 +268,7 @@ def _leaves(
             there = "missing" if place is None else f"{place.dtype}{list(place.shape)}"
             raise _damaged(path, f"{entry.target} is {there}, the program reads {dtype}{list(shape)}")
         data = torch.empty(max(place.size_bytes, 1), dtype=torch.uint8)[: place.size_bytes]
-        read_into(path, entry.name, replace(place, crc=sums[entry.name]), memoryview(data.numpy()))
+        read_into(path, entry.name, replace(place, crc=sums[entry.name]), data.numpy().data)
         found[entry.name] = data.view(DTYPES[dtype]).view(shape).to(place_of(entry.name, mine, device))
     return found
 

@@ -36,13 +36,17 @@ def test_layers_hold():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_built_floor_of_the_middle_is_checked_for_purity_and_types():
+def test_every_built_floor_of_the_middle_is_checked_for_purity():
     contracts = {c["id"]: c for c in PYPROJECT["tool"]["importlinter"]["contracts"]}
     assert set(contracts["pure"]["source_modules"]) == {f"meshwright.{n}" for n in BUILT}, (
         "extend the contract `pure` in pyproject.toml with the floor that was built"
     )
-    typed = {Path(p).stem for p in PYPROJECT["tool"]["pyright"]["include"]}
-    assert typed >= set(BUILT)
+
+
+def test_types_are_checked_and_strictly_in_what_all_else_stands_on():
+    pyright = PYPROJECT["tool"]["pyright"]
+    assert (pyright["include"], pyright["typeCheckingMode"]) == (["meshwright"], "standard")
+    assert pyright["strict"] == [f"meshwright/{n}" for n in ("core", "ops", "redistribute", "cost", "plan")]
 
 
 def test_what_the_runtime_may_know_is_checked():

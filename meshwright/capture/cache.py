@@ -108,7 +108,8 @@ def key_of(model: torch.nn.Module, batch: Any, loss: Callable[..., Any]) -> str:
     # Globals, attributes, variables of the environment: what a script sets by options.
     found = find(model, loss, own)
     for label, item in sorted(found.items.items()):
-        add("read", label, len(item.value) if label.startswith("hooks of") else _portable(item.value))
+        value, hooks = item.value, label.startswith("hooks of")
+        add("read", label, len(value) if hooks and isinstance(value, tuple) else _portable(value))
     for label, tensor in zip(found.labels, found.tensors, strict=True):
         add("outside", label, write(tensor))
     for function in sorted({write.code(f) for f in found.functions}):

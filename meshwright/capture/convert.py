@@ -157,6 +157,7 @@ def _inputs(
             ties = tuple(rest)
         elif spec.kind == kinds.CONSTANT_TENSOR:
             tensor = program.constants[spec.target or ""]
+            assert isinstance(tensor, torch.Tensor)
             if not tensor.numel():
                 tensor = torch.empty(tensor.shape, dtype=tensor.dtype)  # an empty cache has nothing to lack
             if tensor.device.type == "meta":

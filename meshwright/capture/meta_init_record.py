@@ -123,7 +123,7 @@ class Construction(TorchFunctionMode):
             self.nbytes.append(storage.nbytes())
             if storage.device.type != "meta":
                 self.constants[number] = tensor.detach()
-        return View(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        return View(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def finish(self) -> None:
         """Record the final state of the random generator."""

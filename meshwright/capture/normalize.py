@@ -29,6 +29,11 @@ def normalize(graph: Graph) -> Graph:
 # ---------------------------------------------------------------- forms
 
 
+def _arguments(n: Node, *defaults: Any) -> tuple[Any, ...]:
+    """Return the arguments of a node, each that is left out by its default."""
+    return (*n.args, *defaults[len(n.args) :])
+
+
 def _first(b: Rewriter, n: Node) -> Values:
     return n.args[0]
 
@@ -42,12 +47,13 @@ def _permute(b: Rewriter, n: Node) -> Values:
 
 
 def _transpose(b: Rewriter, n: Node) -> Values:
-    rank = len(b.shape(n.args[0]))
+    x = n.args[0]
+    rank = len(b.shape(x))
     order = list(range(rank))
     if rank >= 2:
         i, j = (n.args[1] % rank, n.args[2] % rank) if len(n.args) > 2 else (0, 1)
         order[i], order[j] = order[j], order[i]
-    return b.permute(n.args[0], order)
+    return b.permute(x, order)
 
 
 def _expand(b: Rewriter, n: Node) -> Values:
@@ -84,7 +90,7 @@ def _arange(b: Rewriter, n: Node) -> Values:
 
 
 def _slice(b: Rewriter, n: Node) -> Values:
-    x, dim, start, end, step = (*n.args, *(None, 0, None, None, 1)[len(n.args) :])
+    x, dim, start, end, step = _arguments(n, None, 0, None, None, 1)
     dim %= len(b.shape(x))
     return b.slice(x, dim, start or 0, b.shape(x)[dim] if end is None else end, step)
 
@@ -168,7 +174,7 @@ def _pad(b: Rewriter, n: Node) -> Values:
 
 
 def _diff(b: Rewriter, n: Node) -> Values:
-    x, times, dim, before, after = (*n.args, *(None, 1, -1, None, None)[len(n.args) :])
+    x, times, dim, before, after = _arguments(n, None, 1, -1, None, None)
     if times != 1 or b.type(x).dtype == "b8":
         return None
     dim %= len(b.shape(x))
@@ -179,7 +185,7 @@ def _diff(b: Rewriter, n: Node) -> Values:
 
 
 def _slice_scatter(b: Rewriter, n: Node) -> Values:
-    x, source, dim, start, end, step = (*n.args, *(None, None, 0, None, None, 1)[len(n.args) :])
+    x, source, dim, start, end, step = _arguments(n, None, None, 0, None, None, 1)
     if step != 1:
         return None
     dim %= len(b.shape(x))
@@ -283,7 +289,7 @@ def _dropout(b: Rewriter, n: Node) -> Values:
 
 
 def _attention(b: Rewriter, n: Node) -> Values:
-    q, k, v, mask, p, causal = (*n.args, *(None, None, None, None, 0.0, False)[len(n.args) :])
+    q, k, v, mask, p, causal = _arguments(n, None, None, None, None, 0.0, False)
     extra: dict[str, Any] = {"scale": n.kwarg("scale"), "enable_gqa": bool(n.kwarg("enable_gqa", False))}
     if p > 0:
         extra["seed"] = 0
@@ -291,7 +297,7 @@ def _attention(b: Rewriter, n: Node) -> Values:
 
 
 def _cross_entropy(b: Rewriter, n: Node) -> Values:
-    args = (*n.args, *(None, None, None, 1, -100, 0.0)[len(n.args) :])
+    args = _arguments(n, None, None, None, 1, -100, 0.0)
     return b.emit("aten.cross_entropy_loss.default", args, n.outputs[0])
 
 
@@ -304,7 +310,7 @@ def _dense(b: Rewriter, n: Node) -> Values:
 
 
 def _layer_norm(b: Rewriter, n: Node) -> Values:
-    args = (*n.args, *(None, None, None, None, 1e-05)[len(n.args) :])[:5]
+    args = _arguments(n, None, None, None, None, 1e-05)[:5]
     return b.emit("aten.layer_norm.default", args, n.outputs[0])
 
 

@@ -315,14 +315,12 @@ class _Finder:
             return fixed(value)
         first = id(value) not in self.seen
         self.seen[id(value)] = value
-        if first:
-            for kinds, held in (
-                (list | deque, self.found.lists),
-                (dict, self.found.dicts),
-                (set, self.found.sets),
-            ):
-                if isinstance(value, kinds):
-                    held.append(value)
+        if first and isinstance(value, list | deque):
+            self.found.lists.append(value)
+        elif first and isinstance(value, dict):
+            self.found.dicts.append(value)
+        elif first and isinstance(value, set):
+            self.found.sets.append(value)
         if len(value) > MANY:
             return (kind, len(value))
         if isinstance(value, set | frozenset):

@@ -18,6 +18,8 @@ NARROW_DTYPES = {
     torch.complex64: torch.complex128,
 }
 GROUPED = torch.nn.functional.grouped_mm
+# The stubs of torch lack these two methods.
+CFLOAT, CDOUBLE = torch.Tensor.cfloat, torch.Tensor.cdouble  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def widen(graph: Graph) -> Graph:
@@ -67,8 +69,8 @@ class widened_eager(TorchFunctionMode):
         args = tuple(_wide(a) for a in args)
         if func in (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half):
             return torch.Tensor.double(*args, **kwargs)
-        if func is torch.Tensor.cfloat:
-            return torch.Tensor.cdouble(*args, **kwargs)
+        if func is CFLOAT:
+            return CDOUBLE(*args, **kwargs)
         return func(*args, **kwargs)
 
 

@@ -135,7 +135,7 @@ def _left_out(index: Index, to: str, config: Path | None) -> tuple[str, ...]:
 
 def _bytes(index: Index, name: str, box: Box | None, told: Told) -> memoryview:
     told(name)
-    return memoryview(index.full(name, box).reshape(-1)).cast("B")
+    return index.full(name, box).reshape(-1).data.cast("B")
 
 
 def _plain(index: Index, names: Sequence[str], told: Told) -> list[Tensor]:

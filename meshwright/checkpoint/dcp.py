@@ -10,16 +10,14 @@ import os
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint import (
+from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    LoadPlan,
-    LoadPlanner,
     Metadata,
-    ReadItem,
-    StorageReader,
+    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from meshwright.checkpoint.folder import as_path

@@ -130,7 +130,10 @@ class Index:
                 size = path.stat().st_size
             except OSError as error:
                 raise DamagedError(
-                    f"the checkpoint lacks {name}", why=error.strerror, where=str(self.folder), hint=DAMAGED
+                    f"the checkpoint lacks {name}",
+                    why=error.strerror or "",
+                    where=str(self.folder),
+                    hint=DAMAGED,
                 ) from None
             if size != note.size_bytes:
                 raise DamagedError(
@@ -165,7 +168,7 @@ class Index:
             box = Box((wanted.start[0], *box.start[1:]), (wanted.shape[0], *box.shape[1:]))
         values = np.empty(box.shape, dtype=ELEMENTS[ITEM_BYTES[dtype]])
         place = Place(dtype, box.shape, offset, part.crc)
-        read_into(self.folder / part.file, name, place, memoryview(values.reshape(-1)).cast("B"))
+        read_into(self.folder / part.file, name, place, values.reshape(-1).data.cast("B"))
         return values, box
 
     def full(self, name: str, box: Box | None = None) -> np.ndarray:
@@ -346,10 +349,11 @@ def _index(folder: Path, plain: dict[str, Any]) -> Index:
             raise ValueError(f"{name} is {list(tensor.shape)}, more than any file has")
         return Entry(tensor.dtype, tensor.shape, tuple(parts))
 
-    for name, told in data.optimizer.parameters.items() if data.optimizer is not None else ():
-        lacks = [key for key in told.tensors if f"{STATE}{name}.{key}" not in data.tensors]
-        if lacks or told.options >= len(data.optimizer.options):
-            raise ValueError(f"{name} has states or options that are not there: {(*lacks, told.options)}")
+    if data.optimizer is not None:
+        for name, told in data.optimizer.parameters.items():
+            lacks = [key for key in told.tensors if f"{STATE}{name}.{key}" not in data.tensors]
+            if lacks or told.options >= len(data.optimizer.options):
+                raise ValueError(f"{name} has states or options that are not there: {(*lacks, told.options)}")
     return Index(
         folder,
         {name: entry(name, tensor) for name, tensor in data.tensors.items()},

@@ -3,7 +3,7 @@ options."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -149,7 +149,7 @@ def merged(told: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     return {"class": known[0]["class"], "options": options, "parameters": found}
 
 
-def set_options(optimizer: torch.optim.Optimizer, names: dict[int, str], saved: dict[str, Any]) -> None:
+def set_options(optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> None:
     """Give each group of parameters the options that its parameters had. Raises CheckpointError where these differ."""
     of = saved["parameters"]
     for group in optimizer.param_groups:

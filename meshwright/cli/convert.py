@@ -54,7 +54,8 @@ def convert(
     if as_json:
         print(json.dumps(asdict(found), ensure_ascii=False, indent=2))
         return
-    files = f"{len(found.files)} files" if len(found.files) > 1 else found.files[0]
+    first, *more = found.files
+    files = f"{len(found.files)} files" if more else first
     out().print(
         f"{found.source} → {found.target}: {found.tensors} tensors, {show_bytes(found.size_bytes)}, {files}",
         soft_wrap=True,

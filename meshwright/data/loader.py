@@ -67,6 +67,11 @@ class ShardedLoader(abc.ABC):
         """Go on from there: the next iteration gives what is left of that epoch."""
 
 
+def _local_step(step: Any) -> LocalStep:
+    """What a step runs on this rank; one of simulated ranks is that itself."""
+    return getattr(step, "local", step)
+
+
 def shard_loader(
     source: Any,
     step: TrainStep | LocalStep,
@@ -102,7 +107,7 @@ def shard_loader(
 
     Collective: all ranks call it, with equal arguments. Raises BatchError and RunError, on all ranks where they differ.
     """
-    local: LocalStep = getattr(step, "local", step)  # a step, or one of simulated ranks as it is
+    local = _local_step(step)
     switches = {"shuffle": shuffle, "sample_seeds": sample_seeds, "whole": whole}
     check_options(local, last, seed, switches, options)
     follows = isinstance(step, TrainStep) and step.takes_other_shapes

@@ -40,7 +40,7 @@ def fills(graph: Graph, factors: Factors) -> dict[str, int]:
         sources, values = _labels(_target(node), label, made)
         if len(sources) != 1:
             continue
-        entry = inputs.get(*sources)
+        entry = inputs.get(next(iter(sources)))
         if entry is None or entry.role != "batch":
             continue
         chain |= values

@@ -217,7 +217,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 def _seed(seed: int) -> None:
-    torch.random.default_generator.manual_seed(seed)  # the CPU's alone: workers must not touch a GPU
+    torch.default_generator.manual_seed(seed)  # the CPU's alone: workers must not touch a GPU
     random.seed(seed)
     np.random.seed(seed % 2**32)
 

@@ -75,12 +75,13 @@ class GPT(nn.Module):
         self.tokens = nn.Embedding(config.vocabulary, config.width)
         self.positions = nn.Embedding(config.sequence, config.width)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        blocks = [Block(config) for _ in range(config.layers)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.apply(_initialise)
         # what is added to the residual shrinks with depth (Radford et al. 2019, GPT-2)
-        for block in self.blocks:
+        for block in blocks:
             for module in (block.attention.out, block.down):
                 nn.init.normal_(module.weight, std=0.02 / (2 * config.layers) ** 0.5)
         if config.tied:

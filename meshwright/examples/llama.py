@@ -87,6 +87,9 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Token embedding, blocks, norm and head."""
 
+    cos: torch.Tensor
+    sin: torch.Tensor
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.tokens = nn.Embedding(config.vocabulary, config.width)

@@ -39,10 +39,12 @@ def hugging_face(
     import transformers as t  # optional: only the zoo needs it
 
     torch.manual_seed(seed)
-    text = {"vocab_size": vocabulary, "max_position_embeddings": 2 * sequence}
-    drops = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    wide = {"hidden_size": hidden, "intermediate_size": 2 * hidden}
+    text: dict[str, Any] = {"vocab_size": vocabulary, "max_position_embeddings": 2 * sequence}
+    drops: dict[str, Any] = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    wide: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": 2 * hidden}
     wide |= {"num_hidden_layers": layers, "num_attention_heads": heads}
+    labels: dict[str, Any] = {"num_labels": 12}
+    start: dict[str, Any] = {"decoder_start_token_id": 0}
     match name:
         case "gpt2":
             model: Any = t.GPT2LMHeadModel(
@@ -68,19 +70,19 @@ def hugging_face(
             model = t.BertForMaskedLM(t.BertConfig(**wide, **text, **drops))
         case "vit":
             model = t.ViTForImageClassification(
-                t.ViTConfig(**wide, **drops, image_size=32, patch_size=8, num_labels=12)
+                t.ViTConfig(**wide, **drops, image_size=32, patch_size=8, **labels)
             )
         case "t5":
             model = t.T5ForConditionalGeneration(
                 t.T5Config(
                     num_layers=layers, num_heads=heads, d_model=hidden, d_kv=hidden // heads, d_ff=2 * hidden,
-                    vocab_size=vocabulary, decoder_start_token_id=0, dropout_rate=dropout, use_cache=False,
+                    vocab_size=vocabulary, dropout_rate=dropout, use_cache=False, **start,
                 )
             )  # fmt: skip
         case "resnet":
             model = t.ResNetForImageClassification(
                 t.ResNetConfig(
-                    embedding_size=12, hidden_sizes=[12, 24], depths=[1, 1], num_labels=12, layer_type="basic"
+                    embedding_size=12, hidden_sizes=[12, 24], depths=[1, 1], layer_type="basic", **labels
                 )
             )
     return model.train(), _batch(name, batch, sequence, vocabulary), hugging_face_loss

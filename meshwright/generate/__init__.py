@@ -36,6 +36,7 @@ from meshwright.generate.shell import (
     parameters_of,
     prompts,
     shell_of,
+    text_config,
 )
 from meshwright.input_checks import check_model
 from meshwright.plan.plan import Plan
@@ -57,7 +58,7 @@ class Generator:
         """`build` makes the first forward step, and all others where those that it makes share what they hold."""
         self._kinds, self._window = kinds_of(model)
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        self._layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        self._layers = text_config(model).num_hidden_layers
         self._outputs = _outputs(self._layers, {"logits_to_keep"} & parameters_of(model))
         self._programs: OrderedDict[tuple[Any, ...], ForwardStep] = OrderedDict()
         self._build = build

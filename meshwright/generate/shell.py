@@ -71,10 +71,15 @@ def prompts(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     return ids
 
 
+def text_config(model: Any) -> Any:
+    """The configuration of the decoder of a Hugging Face model."""
+    return model.config.get_text_config(decoder=True)
+
+
 def kinds_of(model: torch.nn.Module) -> tuple[tuple[str, ...], int]:
     """The kinds of attention that a model's layers have, and the tokens that a sliding one looks back. Raises RunError
     for others."""
-    config = model.config.get_text_config(decoder=True)
+    config = text_config(model)
     window = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None)
     found = tuple(sorted(set(kinds))) if kinds else (SLIDING if window else FULL,)

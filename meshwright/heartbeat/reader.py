@@ -55,7 +55,7 @@ class Seen:
     since: float = 0.0
     waits: Waits | None = None
     begun: Mapping[Group, int] = field(default_factory=dict)
-    latest: Mapping[tuple[Group, int], tuple[str, str]] = field(default_factory=dict)
+    latest: dict[tuple[Group, int], tuple[str, str]] = field(default_factory=dict)
 
 
 def computes(data: bytes) -> bool:

@@ -109,8 +109,8 @@ def explain(end: RankEnd, ends: Sequence[RankEnd], world_size: int, *, attempt: 
     text = PREFIX.sub("", tail(end.log))
     error = final_error(text)
     if end.exit_code < 0:
-        name = signal.Signals(-end.exit_code).name
-        how, hint = f"was ended by {name}", SIGNAL_HINTS.get(-end.exit_code, "")
+        sent = signal.Signals(-end.exit_code)
+        how, hint = f"was ended by {sent.name}", SIGNAL_HINTS.get(sent, "")
     else:
         how, hint = f"failed with exit code {end.exit_code}", ""
     what = f"rank {end.rank} of {world_size} {how}" + (f": {error}" if error else "")

@@ -58,9 +58,9 @@ def main() -> None:
 
     handle, number, launcher = map(int, sys.argv[1:])
     die_with(launcher)
-    import torch.distributed as dist
+    from meshwright.runtime.stores import TCPStore
 
-    store = dist.TCPStore(LOOPBACK, number, None, True, wait_for_workers=False, master_listen_fd=handle)
+    store = TCPStore(LOOPBACK, number, None, True, wait_for_workers=False, master_listen_fd=handle)
     while store.port:
         signal.pause()
 

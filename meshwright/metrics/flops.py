@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 
 from meshwright.cost.operators import work
@@ -17,7 +17,7 @@ def model_flops(parts: Partition) -> dict[str, float]:
     Recompute and replicated computation do not count (PaLM, Chowdhery et al. 2022,
     appendix B). A causal mask counts half of the scores.
     """
-    graph, found = parts.resharded.graph, Counter[str]()
+    graph, found = parts.resharded.graph, defaultdict[str, float](float)
     for site in parts.factors.sites.values():
         wanted = [use in graph.needs_grad for use in site.node.uses]
         done = work(site.node, site.rule, site.rule.sizes, graph.types, wanted)

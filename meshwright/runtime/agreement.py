@@ -95,7 +95,7 @@ def checksum(x: torch.Tensor) -> str:
         return "unknown"
     if x.numel() > WHOLE:
         x = x.take(torch.linspace(0, x.numel() - 1, SOME, dtype=torch.float64).long().to(x.device))
-    data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return f"checksum {zlib.crc32(data):08x}"
 
 

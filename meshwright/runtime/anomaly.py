@@ -207,6 +207,7 @@ class _Interpreter(fx.Interpreter):
             self._input(n, result)
         elif n.op == "output":
             (values,) = n.args
+            assert isinstance(values, list | tuple)
             states = [self.states.get(v, FINITE) if isinstance(v, fx.Node) else FINITE for v in values]
             self.of.watch.between.update(zip(self.of.results, states, strict=True))
         else:

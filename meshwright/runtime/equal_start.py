@@ -79,7 +79,7 @@ def checksum(x: torch.Tensor) -> int:
     """The CRC-32 of a tensor's bytes, in the order of its elements."""
     found, flat = 0, _bytes_of(x.detach())
     for piece in (flat,) if x.device.type == "cpu" else flat.split(CHUNK):
-        found = zlib.crc32(piece.cpu().numpy(), found)
+        found = zlib.crc32(piece.cpu().numpy().data, found)
     return found
 
 

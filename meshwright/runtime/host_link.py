@@ -39,7 +39,9 @@ class HostLink:
             for tensor in (made, x):
                 if tensor.device.type == "cuda":  # not to be given to others while the copy is under way
                     tensor.record_stream(self._stream)
-            return made, self._stream.record_event()
+            event = torch.cuda.Event()
+            self._stream.record_event(event)
+            return made, event
 
 
 def empty_on_host(x: torch.Tensor) -> torch.Tensor:

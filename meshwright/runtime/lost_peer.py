@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshwright.errors import PEER_LOST, MeshwrightError, PeerLost, RunError
+from meshwright.runtime.stores import Store
 
 KEY = "meshwright/reason"
 SAID = 1000  # characters of an error that other ranks receive
@@ -26,7 +27,7 @@ _broken: list[str] = []  # what failed in the middle on this rank
 _told: list[tuple[Any, int, Callable[[], None]]] = []
 
 
-def begin(store: dist.Store, rank: int, failing: Callable[[], None], raised: Path | None = None) -> None:
+def begin(store: Store, rank: int, failing: Callable[[], None], raised: Path | None = None) -> None:
     """From now on an error that ends this process is left in the store. `failing` is called when one does. `raised`:
     the file that says so to the launcher."""
     _told.append((store, rank, failing))

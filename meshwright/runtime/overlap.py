@@ -268,7 +268,7 @@ class _Start(torch.autograd.Function):
         return xs[0].new_empty(0)
 
     @staticmethod
-    def backward(ctx, token: torch.Tensor):
+    def backward(ctx, token: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]  one result, one gradient
         back = ctx.flight.back
         if ctx.flight.held_back:
             return (None,) * (1 + len(ctx.flight.leaves))
@@ -295,7 +295,7 @@ class _Wait(torch.autograd.Function):
         return flight.onward.take(wait.index)
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor):
+    def backward(ctx, gradient: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]  one result, one gradient
         flight, wait, wire = ctx.flight, ctx.wait, ctx.flight.start.wire
         token = gradient.new_empty(0)
         total = gradient if wait.sums is None else wait.sums.added(wait.name, gradient)

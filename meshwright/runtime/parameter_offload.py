@@ -164,7 +164,7 @@ class _Fetch(torch.autograd.Function):
         return fetch.fetches.take(fetch.name)
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor):
+    def backward(ctx, gradient: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]  one result, one gradient
         return gradient, None
 
 

@@ -59,7 +59,7 @@ class Result:
 
     def run(self) -> None:
         """Run again, and before it all that its arguments are made from."""
-        todo = [self]  # no recursion: a chain may be as long as the model is deep
+        todo: list[Result] = [self]  # no recursion: a chain may be as long as the model is deep
         while todo:
             missing = [] if todo[-1].done else todo[-1]._missing()
             if missing:
@@ -100,7 +100,7 @@ class Result:
             if place is not None:
                 place.fill(x)
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda _: None)
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing)
 
 
 class Place:
@@ -235,7 +235,7 @@ class Again:
         if known is None or x.dtype != known[2] or x.is_conj() or x.is_neg():
             return None
         place = known[0].output(known[1])
-        return Note(place, x.size(), x.stride(), x.storage_offset()) if place is not None else None
+        return Note(place, x.size(), x.stride(), int(x.storage_offset())) if place is not None else None
 
     def _pack(self, saved: torch.Tensor) -> torch.Tensor | Note | Place:
         number, self._count = self._count, self._count + 1

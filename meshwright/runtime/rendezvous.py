@@ -10,12 +10,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from meshwright import heartbeat
 from meshwright.core.mesh import Mesh
 from meshwright.errors import MeshwrightError, PeerLost, RunError
 from meshwright.runtime import lost_peer as peers
 from meshwright.runtime.communicator import Alone, Communicator, ProcessGroups, outlive
+from meshwright.runtime.stores import FileStore, PrefixStore, Store, put
 
 LOOK_SECONDS = 1.0  # between two looks at whether another rank has failed, while one waits in the store
 
@@ -35,13 +37,13 @@ def check_world(mesh: Mesh) -> None:
         )
 
 
-def _store(timeout: timedelta) -> tuple[dist.Store, int, int]:
+def _store(timeout: timedelta) -> tuple[Store, int, int]:
     """Where the ranks meet first, this one's number and how many there are. `meshwright run` names a file, which only
     its user can open; with other launchers it is what ``init_process_group()`` would take."""
     file = heartbeat.store()
     if file is None:
-        return next(dist.rendezvous("env://", timeout=timeout))
-    store = dist.FileStore(str(file))
+        return next(rendezvous("env://", timeout=timeout))
+    store = FileStore(str(file))
     store.set_timeout(timeout)
     return store, int(os.environ["RANK"]), launched_world()
 
@@ -49,7 +51,7 @@ def _store(timeout: timedelta) -> tuple[dist.Store, int, int]:
 class _StoreChannel:
     """Words between ranks over the rendezvous store, before there is a process group."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
+    def __init__(self, store: Store, rank: int, world: int) -> None:
         self.store, self.rank, self.world = store, rank, world
         self._number = 0
         self._came: dict[str, int] = {}
@@ -60,7 +62,7 @@ class _StoreChannel:
         key = f"meshwright/word/{self._number}"
         entry = self._begun()
         if word is not None:
-            self.store.set(key, word)
+            put(self.store, key, word)
             return word
         with heartbeat.waiting(entry):
             return bytes(self.store.get(key))
@@ -74,7 +76,7 @@ class _StoreChannel:
         key = f"meshwright/collected/{self._number}"
         entry = self._begun()
         if self.rank != 0:
-            self.store.set(f"{key}/{self.rank}", word.encode())
+            put(self.store, f"{key}/{self.rank}", word.encode())
             return json.loads(self.share(None))
         with heartbeat.waiting(entry):
             told = [word, *(bytes(self.store.get(f"{key}/{r}")).decode() for r in range(1, self.world))]
@@ -85,13 +87,13 @@ class _StoreChannel:
         the same place again."""
         place = f"meshwright/came/{what}/{self._came.get(what, 0)}"
         keys = [f"{place}/{rank}" for rank in range(self.world)]
-        self.store.set(keys[self.rank], b"here")
+        put(self.store, keys[self.rank], b"here")
         entry = heartbeat.begun(what, tuple(range(self.world)), "to come to it", "")
         try:
             with heartbeat.waiting(entry):
                 if self.rank == 0:
                     self._wait(keys, seconds, what)
-                    self.store.set(f"{place}/all", b"here")
+                    put(self.store, f"{place}/all", b"here")
                 else:
                     self._wait([f"{place}/all"], seconds, what)
         except PeerLost:
@@ -222,7 +224,7 @@ class Meeting:
             assert isinstance(self.channel, _StoreChannel)
             backend = "nccl" if device.type == "cuda" else "gloo"
             backend = "cpu:gloo,cuda:nccl" if host and device.type == "cuda" else backend
-            store = dist.PrefixStore("meshwright/group", self.channel.store)
+            store = PrefixStore("meshwright/group", self.channel.store)
             rank, world = self.channel.rank, self.channel.world
             with heartbeat.waiting(heartbeat.begun("making of process groups", tuple(range(world)))):
                 dist.init_process_group(

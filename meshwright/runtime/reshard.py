@@ -12,7 +12,7 @@ from meshwright import heartbeat
 from meshwright.core.collectives import NOTHING
 from meshwright.core.graph import Node
 from meshwright.core.mesh import Mesh
-from meshwright.partition.insert_reshards import parse_steps
+from meshwright.partition.insert_reshards import StepText, parse_steps
 from meshwright.redistribute.index_maps import Exchange, exchange
 from meshwright.runtime import collectives
 from meshwright.runtime.accumulation import Accumulation
@@ -21,7 +21,7 @@ from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.index import Picker, bring, spread
 from meshwright.runtime.recompute import Again
 
-StepTexts = Sequence[Sequence[str]]  # per step: kind, axes joined by ".", layout before, layout after
+StepTexts = Sequence[StepText]
 
 
 class Mover:
@@ -53,6 +53,7 @@ class Mover:
                 y = x.new_zeros(self.plan.shape_after)
                 Picker(self.plan.place[0]).put(y, x)
                 return y
+        assert self.run is not None
         if self.collective.chunks == "all":
             return self.run(x, comm, self.axes)
         return self.opened(self.run(self.message(x), *self.sizes, comm, self.axes))
@@ -138,7 +139,7 @@ class _Reshard(torch.autograd.Function):
         return x.view_as(x) if y is x else y
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor):
+    def backward(ctx, gradient: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]  one result, one gradient
         pair = ctx.pair
         if pair.sums is not None:
             gradient = pair.sums.added(pair.name, gradient)

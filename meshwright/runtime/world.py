@@ -367,7 +367,9 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  one result, one gradient
+        ctx: Any, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None]:
         return ctx.back(gradient), None, None
 
 

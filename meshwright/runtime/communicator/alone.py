@@ -85,6 +85,14 @@ class Alone(AtOnce):
         """The value itself."""
         return x.clone()
 
+    def send_start(self, x: torch.Tensor, to: int, tag: int) -> Work:
+        """Nobody is there."""
+        raise AssertionError(f"a message to rank {to} from the only one")
+
+    def receive_start(self, into: torch.Tensor, source: int, tag: int) -> Work:
+        """Nobody is there."""
+        raise AssertionError(f"a message from rank {source} to the only one")
+
 
 @dataclass
 class Counter(AtOnce):

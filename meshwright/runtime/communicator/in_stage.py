@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,8 +15,13 @@ from meshwright.redistribute.across_meshes import Laid, Route, arriving, leaving
 from meshwright.runtime.communicator.protocol import Communicator, Later, Work
 from meshwright.runtime.index import Picker
 
+if TYPE_CHECKING:
+    Base = Communicator
+else:  # methods that are inherited would hide those of `collectives`
+    Base = object
 
-class InStage:
+
+class InStage(Base):
     """A communicator whose mesh and rank are those within a stage; `place` is where along the pipeline this rank is.
 
     Its `collectives` are those of the `whole` world, which knows the same axes, or, where places have meshes of their

@@ -109,7 +109,7 @@ class _Split(torch.autograd.Function):
         return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor):
+    def backward(ctx, gradient: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]  one result, one gradient
         x, weight = ctx.saved_tensors
         # Detached: with its history what waits would hold all that came into the stage, and its gradient.
         ctx.queue.put(*ctx.edges, gradient, x.detach(), ctx.transposed)
